@@ -1,0 +1,133 @@
+"""The one file that touches private names of transformers.
+
+Read and run against transformers 5.17.0 and 5.23.0.
+"""
+
+import copy
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+    revert_weight_conversion,
+)
+
+from .errors import CheckpointError
+
+_FSDP_SWITCH = "ACCELERATE_USE_FSDP"
+
+
+@contextmanager
+def loading_through(prepare: Callable[[Any, list[Any], list[str]], dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Within: ``from_pretrained`` shows every freshly built meta model to ``prepare`` before it reads weights.
+
+    ``prepare(model, weight_mapping, files)`` may change the model's shapes, and returns the state dict to load from. What
+    the host reports as missing and mismatched is left in the yielded dict.
+    """
+    report: dict[str, Any] = {}
+    original = PreTrainedModel.__dict__["_load_pretrained_model"]
+
+    def load(model: Any, state_dict: Any, files: Any, load_config: Any, *args: Any, **kwargs: Any) -> Any:
+        if state_dict is not None or not files or not str(files[0]).endswith(".safetensors"):
+            raise CheckpointError(
+                f"hfscale loads safetensors checkpoints, and {load_config.pretrained_model_name_or_path!r} has "
+                f"{Path(files[0]).name if files else 'none'}: convert it once with "
+                "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
+            )
+        shown = prepare(model, load_config.weight_mapping or [], files)
+        info, index = original.__func__(model, shown, None, load_config, *args, **kwargs)
+        report["missing"] = set(info.missing_keys)
+        report["mismatched"] = list(info.mismatched_keys)
+        return info, index
+
+    # Under Accelerate's FSDP switch the host fills weights on rank 0 only; here every rank reads its own.
+    switch = os.environ.pop(_FSDP_SWITCH, None)
+    PreTrainedModel._load_pretrained_model = staticmethod(load)
+    try:
+        yield report
+    finally:
+        PreTrainedModel._load_pretrained_model = original
+        if switch is not None:
+            os.environ[_FSDP_SWITCH] = switch
+
+
+def checkpoint_targets(model: Any, keys: list[str], weight_mapping: list[Any]) -> dict[str, tuple[str, bool]]:
+    """Stored key -> (name of the parameter it loads into, whether it goes there through a converter)."""
+    weight_mapping = copy.deepcopy(weight_mapping)  # matching leaves marks on the entries
+    renamings = [entry for entry in weight_mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in weight_mapping if isinstance(entry, WeightConverter)]
+    expected = model.state_dict()
+    result = {}
+    for key in keys:
+        target, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, expected)
+        if target not in expected and key in expected:
+            target, pattern = rename_source_key(key, [], [], model.base_model_prefix, expected)
+        result[key] = (target, pattern is not None)
+    return result
+
+
+def stored_names(model: Any, meta_state: dict[str, Tensor]) -> dict[str, str]:
+    """Parameter name -> the name it has in a plain Hugging Face checkpoint of this model.
+
+    Raises:
+        CheckpointError: the host stores a parameter in another shape than the model holds it in.
+    """
+    result = {}
+    for name, tensor in meta_state.items():
+        reverted = revert_weight_conversion(model, {name: tensor})
+        if len(reverted) != 1 or next(iter(reverted.values())).shape != tensor.shape:
+            raise CheckpointError(
+                f"{name} is stored as {', '.join(reverted)}: saving families whose weights are fused on load cannot be "
+                "done by this version"
+            )
+        result[name] = next(iter(reverted))
+    return result
+
+
+def initialize_weights(model: Any, unit: nn.Module, recurse: bool) -> None:
+    """Run the host's own initialization on ``unit``, a part of ``model`` in real memory, as it would on the whole."""
+
+    def visit(module: nn.Module, owner: Any) -> None:
+        owner = module if isinstance(module, PreTrainedModel) else owner
+        for child in module.children():
+            visit(child, owner)
+        owner._initialize_weights(module)
+
+    owner = model
+    for module in model.modules():  # the innermost model that contains the unit
+        if isinstance(module, PreTrainedModel) and any(part is unit for part in module.modules()):
+            owner = module
+    with torch.no_grad():
+        if recurse:
+            visit(unit, owner)
+        else:
+            owner._initialize_weights(unit)
+
+
+def write_configs(model: Any, directory: Path) -> None:
+    """Write ``config.json`` and, for models that generate, ``generation_config.json``, as ``save_pretrained`` would."""
+    config = model.config
+    # FSDP2 gives a model a class of its own, derived from the stock one.
+    stock = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+    config.architectures = [stock.__name__]
+    config.save_pretrained(directory)
+    if model.can_generate() and getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(directory)
+
+
+def is_distributed_by_host(model: nn.Module) -> str | None:
+    """Why ``model`` cannot be parallelized any more, or ``None``."""
+    if getattr(model, "_device_mesh", None) is not None or getattr(model, "_is_distributed_loading_by_transformers", 0):
+        return "transformers already distributed it (distributed_config or tp_plan)"
+    if getattr(model, "hf_device_map", None):
+        return "it was loaded with a device_map"
+    return None

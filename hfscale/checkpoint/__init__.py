@@ -1,0 +1,7 @@
+"""Weights in and out: each rank reads its slices of a Hugging Face checkpoint, and rank 0 writes a plain one."""
+
+from .initialize import initialize_shares
+from .load import load_pretrained
+from .save import save_pretrained
+
+__all__ = ["initialize_shares", "load_pretrained", "save_pretrained"]

@@ -1,0 +1,115 @@
+"""Load a Hugging Face checkpoint so that each rank reads only its own bytes.
+
+Data flow: the host's ``from_pretrained`` builds the stock model on the meta device and is about to read weights; here
+the model gets its local shapes (tensor shares, then data shares) and the host is shown the checkpoint *through the
+plan*: a state dict whose tensors read only this rank's part. The host's own renaming, type rules and tying then do
+their work unchanged. A weight that the host fuses or transposes on its way in is read whole and cut afterwards.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import _host
+from ..errors import CheckpointError
+from ..mesh import Mesh
+from ..plan import ParameterPlan, Plan
+from ..tensor import cut_parameters
+from .reader import SafetensorsFile
+from .slices import ShareOnDisk
+
+
+class _Loader:
+    def __init__(self, plan: Plan, mesh: Mesh) -> None:
+        self.plan, self.mesh = plan, mesh
+        self.converted: set[str] = set()
+        self.meta: dict[str, nn.Parameter] = {}
+
+    def prepare(self, model: Any, weight_mapping: list[Any], files: list[str]) -> dict[str, Any]:
+        """Give the meta model local shapes; return the checkpoint as this rank sees it."""
+        stored = {}
+        for file in files:
+            stored.update(SafetensorsFile(file).slices())
+        targets = _host.checkpoint_targets(model, list(stored), weight_mapping)
+        self.converted = {target for target, converter in targets.values() if converter}
+        whole = {name: p for name, p in model.named_parameters(remove_duplicate=False) if name in self.converted}
+        cut_parameters(model, self.plan, self.mesh)
+        self.meta = dict(model.named_parameters(remove_duplicate=False))
+        for planned in self.plan.parameters:
+            parameter = self.meta[planned.name]
+            if planned.tied_to is not None:  # the host ties only at the very end
+                self.meta[planned.name] = self.meta[planned.tied_to]
+            shape = planned.local_shape(self.mesh.ranks)
+            if planned.name in self.converted:
+                _set(model, planned.name, whole[planned.name])
+            elif tuple(parameter.shape) != shape:
+                empty = nn.Parameter(parameter.new_empty(shape), requires_grad=parameter.requires_grad)
+                _set(model, planned.name, empty)
+        shown: dict[str, Any] = {}
+        for key, tensor in stored.items():
+            target, converter = targets[key]
+            planned_target = self.plan.by_name.get(target)
+            if planned_target is None or converter:
+                shown[key] = tensor
+            else:
+                _check_shape(key, tensor.shape, planned_target)
+                shown[key] = ShareOnDisk(tensor, planned_target.cuts, self.mesh.ranks)
+        return shown
+
+    def shares(self, model: Any) -> dict[str, Tensor]:
+        """What was loaded, as this rank's final shares; the model gets its meta parameters back."""
+        loaded = dict(model.named_parameters(remove_duplicate=False))
+        shares = {}
+        for planned in self.plan.owned():
+            tensor = loaded[planned.name].detach()
+            if planned.name in self.converted:
+                tensor = planned.take(tensor, self.mesh.ranks).clone()
+            shares[planned.name] = tensor.to(self.mesh.device)
+        for name, parameter in self.meta.items():
+            # The host may have chosen another type for a parameter while loading.
+            owner = self.plan.by_name[name].tied_to or name
+            if parameter.dtype != shares[owner].dtype:
+                parameter.data = parameter.data.to(shares[owner].dtype)
+            _set(model, name, parameter)
+        return shares
+
+
+def load_pretrained(
+    auto_class: Any, path: str, plan: Plan, mesh: Mesh, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Tensor], set[str]]:
+    """Run the host's ``from_pretrained``.
+
+    Returns:
+        the model with tensor-local parameters on the meta device and real buffers, this rank's final shares by name,
+        and the names the checkpoint does not have, whose shares are not initialized.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or its shapes are not the model's.
+    """
+    loader = _Loader(plan, mesh)
+    with _host.loading_through(loader.prepare) as report:
+        model = auto_class.from_pretrained(path, **kwargs)
+    if report["mismatched"]:
+        raise CheckpointError(f"{path}: shapes differ from the model's: {report['mismatched']}")
+    return model, loader.shares(model), report["missing"]
+
+
+def _check_shape(key: str, shape: tuple[int, ...], planned: ParameterPlan) -> None:
+    if shape != planned.shape:
+        raise CheckpointError(
+            f"the checkpoint's {key} has the shape {shape} and the model's {planned.name} {planned.shape}: load it with "
+            "the config it was saved with"
+        )
+
+
+def _set(model: Any, name: str, parameter: nn.Parameter) -> None:
+    owner, _, attribute = name.rpartition(".")
+    model.get_submodule(owner)._parameters[attribute] = parameter
+
+
+def materialize_buffers(model: nn.Module, buffers: dict[str, Tensor], device: torch.device) -> None:
+    """Put real buffers into a model, and move those it has to ``device``."""
+    for name, buffer in list(model.named_buffers()):
+        owner, _, attribute = name.rpartition(".")
+        model.get_submodule(owner)._buffers[attribute] = buffers.get(name, buffer).to(device)

@@ -1,0 +1,126 @@
+"""Read parts of the tensors of a safetensors file without mapping or reading the whole.
+
+``safetensors.safe_open`` either maps the file, so that every page a slice touches counts towards the process until the
+kernel takes it back, or (``backend="pread"``) reads a whole tensor to return a slice of it. Here a slice along the
+first dim is one ``pread`` of just its bytes, and another slice is read in row blocks of a few MiB.
+"""
+
+import json
+import os
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_BLOCK_BYTES = 8 << 20
+
+
+class SafetensorsFile:
+    """The header of one file; tensors are read on demand.
+
+    Raises:
+        CheckpointError: the file is not a whole safetensors file.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            size = os.fstat(self._descriptor).st_size
+            length = int.from_bytes(os.pread(self._descriptor, 8, 0), "little")
+            if not 2 <= length <= size - 8:
+                raise ValueError(f"a header of {length} bytes in a file of {size}")
+            self.header: dict[str, Any] = json.loads(os.pread(self._descriptor, length, 8))
+            self.header.pop("__metadata__", None)
+            self._start = 8 + length
+            end = max((entry["data_offsets"][1] for entry in self.header.values()), default=0)
+            if self._start + end != size:
+                raise ValueError(f"{self._start + end} bytes expected, {size} found")
+        except (ValueError, KeyError, TypeError) as error:
+            os.close(self._descriptor)
+            raise CheckpointError(
+                f"{self.path} is truncated or not a safetensors file ({error}): download or save it again"
+            ) from error
+
+    def __del__(self) -> None:
+        if hasattr(self, "_start"):
+            os.close(self._descriptor)
+
+    def slices(self) -> dict[str, "TensorOnDisk"]:
+        """Every tensor of the file, unread."""
+        return {name: TensorOnDisk(self, name) for name in self.header}
+
+    def read(self, offset: int, buffer: Tensor) -> None:
+        """Fill ``buffer`` (contiguous) with the bytes at ``offset`` of the data section."""
+        view = memoryview(buffer.view(-1).view(torch.uint8).numpy())
+        done = 0
+        while done < len(view):
+            count = os.preadv(self._descriptor, [view[done:]], self._start + offset + done)
+            if count <= 0:
+                raise CheckpointError(f"{self.path} ended early while it was read: download or save it again")
+            done += count
+
+
+class TensorOnDisk:
+    """One tensor of a file, with the interface of safetensors' own lazy slices: index it to read."""
+
+    def __init__(self, file: SafetensorsFile, name: str) -> None:
+        entry = file.header[name]
+        if entry["dtype"] not in _DTYPES:
+            raise CheckpointError(f"{file.path}: {name} has the type {entry['dtype']}, which hfscale does not read")
+        self._file, self._begin = file, entry["data_offsets"][0]
+        self.shape, self.dtype = tuple(entry["shape"]), _DTYPES[entry["dtype"]]
+
+    def get_shape(self) -> list[int]:
+        """Its shape."""
+        return list(self.shape)
+
+    def get_dtype(self) -> str:
+        """Its type, as safetensors names it."""
+        return NAMES[self.dtype]
+
+    def __getitem__(self, index: Any) -> Tensor:
+        whole = tuple((0, size) for size in self.shape)
+        return self.read(whole) if index is Ellipsis else self.read(whole)[index]
+
+    def read(self, spans: tuple[tuple[int, int], ...]) -> Tensor:
+        """The box ``spans``, one ``(start, stop)`` per dim, in memory of its own."""
+        if not self.shape:
+            out = torch.empty((), dtype=self.dtype)
+            self._file.read(self._begin, out)
+            return out
+        (first, last), rest = spans[0], spans[1:]
+        row_bytes = prod(self.shape[1:]) * self.dtype.itemsize
+        out = torch.empty([stop - start for start, stop in spans], dtype=self.dtype)
+        if out.numel() == 0:
+            return out
+        if rest == tuple((0, size) for size in self.shape[1:]):
+            self._file.read(self._begin + first * row_bytes, out)
+            return out
+        step = max(1, _BLOCK_BYTES // row_bytes)
+        block = torch.empty((min(step, last - first), *self.shape[1:]), dtype=self.dtype)
+        box = tuple(slice(start, stop) for start, stop in rest)
+        for row in range(first, last, step):
+            rows = min(step, last - row)
+            self._file.read(self._begin + row * row_bytes, block[:rows])
+            out[row - first : row - first + rows] = block[:rows][(slice(None), *box)]
+        return out

@@ -1,0 +1,150 @@
+"""Write a plain Hugging Face checkpoint, tensor by tensor.
+
+Data flow: shapes and types of all tensors are known from the plan, so rank 0 writes each file's header first and then
+streams. For one parameter after the other, every rank whose share no other rank sends (replica 0 of the data axes)
+sends it to rank 0, which puts it in its place in one whole tensor and writes that to its file. No rank ever holds more
+than one whole tensor. Files grow in a hidden directory inside the target and move into place when all are whole.
+"""
+
+import shutil
+from collections.abc import Iterator
+from datetime import timedelta
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .. import _host
+from ..data import local_tensor
+from ..errors import CheckpointError
+from ..mesh import Mesh
+from ..plan import ParameterPlan, write_share
+from ..runtime import Runtime, runtime_of
+from .writer import CheckpointWriter
+
+_WAIT = timedelta(minutes=2)
+
+
+def save_pretrained(
+    model: nn.Module, directory: str | Path, *, max_shard_size: str | int = "5GB", timeout: timedelta = _WAIT
+) -> None:
+    """Write ``model`` as an ordinary Hugging Face directory that loads with hfscale uninstalled.
+
+    Call it on every rank. Weights that ``directory`` holds already are replaced at the very end.
+
+    Args:
+        max_shard_size: the most bytes in one file, as for the host's ``save_pretrained``.
+        timeout: how long to wait for ranks that have not called it.
+
+    Raises:
+        CheckpointError: a rank did not arrive, or writing failed; ``directory`` is then as it was before.
+    """
+    runtime, target = runtime_of(model), Path(directory)
+    _everyone_arrives(runtime.mesh, timeout, target)
+    writer, failure = None, None
+    contents = _contents(runtime)
+    names = _host.stored_names(runtime.model, contents)
+    if _is_writer(runtime.mesh):
+        try:
+            stored = {names[name]: tensor for name, tensor in contents.items()}
+            writer = CheckpointWriter(target, stored, max_shard_size)
+        except (OSError, CheckpointError) as error:
+            failure = error
+    # Rank 0 takes every tensor even after a failure, so that no other rank waits forever to send its share.
+    for name, tensor in _whole_tensors(runtime):
+        if writer is not None and failure is None:
+            try:
+                writer.add(names[name], tensor)
+            except OSError as error:
+                failure = error
+    if writer is not None:
+        try:
+            if failure is None:
+                _host.write_configs(runtime.model, writer.staging)
+                writer.finish()
+        except OSError as error:
+            failure = error
+        finally:
+            shutil.rmtree(writer.staging, ignore_errors=True)
+    _report(runtime.mesh, failure, target)
+
+
+def _is_writer(mesh: Mesh) -> bool:
+    return not any(mesh.ranks.values())
+
+
+def _everyone_arrives(mesh: Mesh, timeout: timedelta, target: Path) -> None:
+    if mesh.control is None:
+        return
+    try:
+        dist.monitored_barrier(mesh.control, timeout=timeout)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"save_pretrained({str(target)!r}) is a collective call, and not every rank made it within "
+            f"{timeout.total_seconds():.0f} s: call it on all {mesh.layout.total_size} ranks (not only on the main "
+            f"process). Nothing was written. {error}"
+        ) from error
+
+
+def _report(mesh: Mesh, failure: Exception | None, target: Path) -> None:
+    """Every rank learns whether rank 0 succeeded."""
+    message = [f"{type(failure).__name__}: {failure}" if failure else ""]
+    if mesh.control is not None:
+        dist.broadcast_object_list(message, src=0, group=mesh.control)
+    if message[0]:
+        raise CheckpointError(f"{target} could not be written: {message[0]}") from failure
+
+
+def _contents(runtime: Runtime) -> dict[str, Tensor]:
+    """What will be written: name in the model -> a tensor without memory, of its whole shape."""
+    empty = {
+        planned.name: torch.empty(planned.shape, dtype=parameter.dtype, device="meta")
+        for planned, parameter in runtime.parameters()
+    }
+    empty.update({name: buffer.to("meta") for name, buffer in _buffers(runtime).items()})
+    return empty
+
+
+def _buffers(runtime: Runtime) -> dict[str, Tensor]:
+    """Buffers that belong in a checkpoint; they are whole and equal on every rank."""
+    saved = runtime.model.state_dict().keys()
+    return {name: buffer for name, buffer in runtime.model.named_buffers() if name in saved}
+
+
+def _whole_tensors(runtime: Runtime) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor to save, one at a time: whole on rank 0, empty elsewhere. Same order on every rank."""
+    for planned, parameter in runtime.parameters():
+        yield planned.name, _gather(planned, local_tensor(parameter.detach()), runtime.mesh)
+    yield from _buffers(runtime).items()
+
+
+def _gather(planned: ParameterPlan, share: Tensor, mesh: Mesh) -> Tensor:
+    if not planned.cuts or mesh.device_mesh is None:
+        return share
+    share = share.cpu().contiguous()
+    axes = [cut.axis for cut in planned.cuts]
+    if any(rank for axis, rank in mesh.ranks.items() if axis not in axes):
+        return share.new_empty(0)
+    if not _is_writer(mesh):
+        if share.numel():
+            dist.send(share.view(-1).view(torch.uint8), dst=0, group=mesh.control)
+        return share.new_empty(0)
+    whole = share.new_empty(planned.shape)
+    for coordinates in product(*(range(mesh.layout.size(axis)) for axis in axes)):
+        ranks = dict(zip(axes, coordinates, strict=True))
+        piece = share.new_empty(planned.local_shape(ranks))
+        if not any(coordinates):
+            piece = share
+        elif piece.numel():
+            dist.recv(piece.view(-1).view(torch.uint8), src=_global_rank(mesh, ranks), group=mesh.control)
+        write_share(whole, piece, planned.cuts, ranks)
+    return whole
+
+
+def _global_rank(mesh: Mesh, ranks: dict[str, int]) -> int:
+    assert mesh.device_mesh is not None
+    names: Any = mesh.device_mesh.mesh_dim_names
+    return int(mesh.device_mesh.mesh[tuple(ranks.get(name, 0) for name in names)])

@@ -1,0 +1,159 @@
+"""What the user asked for: the sizes of the parallel axes (a *layout*)."""
+
+import difflib
+import os
+from dataclasses import dataclass, fields
+from typing import Any
+
+from accelerate import ParallelismConfig
+
+from .errors import ConfigError
+
+AXES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
+"""Mesh axes, outermost first: neighbouring ranks share the axis that talks most (tensor)."""
+
+SCHEDULES = (
+    "gpipe",
+    "1f1b",
+    "interleaved1f1b",
+    "looped_bfs",
+    "interleaved_zero_bubble",
+    "zbv",
+    "dualpipev",
+    "pipedream",
+    "pipedream_2bw",
+)
+_ENVIRONMENT = "PARALLELISM_CONFIG_"
+
+
+@dataclass
+class ParallelConfig(ParallelismConfig):
+    """Sizes of the parallel axes of one run.
+
+    Extends :class:`accelerate.ParallelismConfig`: same field names, and the same environment variables
+    (``PARALLELISM_CONFIG_TP_SIZE`` ...) fill the fields left out.
+
+    Args:
+        dp_replicate_size: data-parallel replicas of the whole (sharded) model.
+        dp_shard_size: ranks over which parameters, gradients and optimizer state are sharded (ZeRO-3, FSDP2).
+        tp_size: ranks over which each layer's matrices are cut (Shoeybi et al. 2019, Megatron-LM).
+        cp_size: ranks over which the sequence is cut for attention.
+        pp_size: pipeline stages.
+        ep_size: ranks over which experts are spread.
+        sequence_parallel: cut norms and residuals along the sequence between tensor-parallel blocks.
+        pipeline_schedule: one of :data:`SCHEDULES`, or the path of a CSV file.
+        num_microbatches: microbatches of one pipelined step; ``None`` lets the schedule choose.
+        virtual_stages: model chunks per pipeline rank.
+
+    Raises:
+        ConfigError: an unknown field or an impossible value.
+    """
+
+    pp_size: int | None = None
+    ep_size: int | None = None
+    sequence_parallel: bool | None = None
+    pipeline_schedule: str | None = None
+    num_microbatches: int | None = None
+    virtual_stages: int | None = None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "ParallelConfig":
+        names = [f.name for f in fields(cls)]
+        for name in kwargs:
+            if name not in names:
+                close = difflib.get_close_matches(name, names, n=1)
+                hint = f"did you mean {close[0]!r}? " if close else ""
+                raise ConfigError(f"ParallelConfig has no field {name!r}: {hint}valid fields are {', '.join(names)}")
+        return super().__new__(cls)
+
+    # Replaces accelerate's checks on purpose: those refuse layouts hfscale does run (replicated data x tensor).
+    def __post_init__(self) -> None:
+        for axis in (*AXES, "sp"):
+            name = f"{axis}_size"
+            setattr(self, name, _positive(name, _default(name, getattr(self, name), 1)))
+        self.virtual_stages = _positive("virtual_stages", _default("virtual_stages", self.virtual_stages, 1))
+        self.num_microbatches = _default("num_microbatches", self.num_microbatches, None)
+        if self.num_microbatches is not None:
+            self.num_microbatches = _positive("num_microbatches", self.num_microbatches)
+        self.sequence_parallel = _boolean(
+            "sequence_parallel", _default("sequence_parallel", self.sequence_parallel, False)
+        )
+        self.pipeline_schedule = _default("pipeline_schedule", self.pipeline_schedule, "1f1b")
+        if self.pipeline_schedule not in SCHEDULES and not str(self.pipeline_schedule).endswith(".csv"):
+            raise ConfigError(
+                f"pipeline_schedule={self.pipeline_schedule!r} is unknown: use one of {', '.join(SCHEDULES)}, "
+                "or the path of a .csv file"
+            )
+        if self.sp_size != 1:
+            raise ConfigError(
+                f"sp_size={self.sp_size} is DeepSpeed's sequence axis, which hfscale does not run: use sp_size=1 "
+                "(cp_size cuts the sequence, sequence_parallel=True cuts norms and residuals over tp)"
+            )
+        if self.cp_backend not in (None, "torch"):
+            raise ConfigError(f"cp_backend={self.cp_backend!r} is unknown: use 'torch'")
+        self.cp_backend, self.sp_backend = "torch", self.sp_backend or "deepspeed"
+        self._sizes = {axis: self.size(axis) for axis in (*AXES, "sp")}
+
+    def size(self, axis: str) -> int:
+        """Number of ranks on ``axis``."""
+        return int(getattr(self, f"{axis}_size"))
+
+    @property
+    def total_size(self) -> int:
+        """Number of processes this layout needs."""
+        total = 1
+        for axis in AXES:
+            total *= self.size(axis)
+        return total
+
+    @property
+    def batch_world(self) -> int:
+        """Number of distinct batches in one step."""
+        return self.size("dp_replicate") * self.size("dp_shard")
+
+    def describe(self) -> str:
+        """The axes larger than one, as ``tp2 x dp_shard4``; ``one process`` where there is none."""
+        named = [f"{axis}{self.size(axis)}" for axis in reversed(AXES) if self.size(axis) > 1]
+        return " x ".join(named) or "one process"
+
+    def __repr__(self) -> str:
+        values = ", ".join(f"{axis}_size={self.size(axis)}" for axis in AXES)
+        return f"ParallelConfig({values}, sequence_parallel={self.sequence_parallel})"
+
+
+def _default(name: str, value: Any, default: Any) -> Any:
+    if value is not None:
+        return value
+    return os.environ.get(_ENVIRONMENT + name.upper(), default)
+
+
+def _positive(name: str, value: Any) -> int:
+    try:
+        number = int(value)
+    except (TypeError, ValueError):
+        number = 0
+    if isinstance(value, bool) or number < 1 or (isinstance(value, float) and value != number):
+        raise ConfigError(f"{name}={value!r} is impossible: use a whole number of at least 1")
+    return number
+
+
+def _boolean(name: str, value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    if str(value).lower() in ("1", "true", "0", "false"):
+        return str(value).lower() in ("1", "true")
+    raise ConfigError(f"{name}={value!r} is impossible: use True or False")
+
+
+def started_processes() -> int:
+    """How many processes the launcher says it started."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def local_rank() -> int:
+    """This process's index on its machine, as the launcher gave it."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def cpu_requested() -> bool:
+    """Whether Accelerate was told to stay on the CPU."""
+    return os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")

@@ -1,0 +1,69 @@
+"""Shard (``dp_shard``) and replicate (``dp_replicate``) over the data mesh with torch's FSDP2.
+
+FSDP2 wraps the plain local tensors that the other axes left (ZeRO stage 3, Rajbhandari et al. 2020; Zhao et al. 2023).
+One mechanism serves both axes: replicas are the outer dim of a two-dim mesh (HSDP), also where nothing is sharded.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from ..errors import ConfigError
+from ..mesh import Mesh
+from ..plan import Plan
+
+MIXED_PRECISIONS = {"no": None, "bf16": torch.bfloat16}
+
+
+def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, mixed_precision: str) -> None:
+    """Wrap every layer, then the rest of the model. No-op where there is one distinct batch.
+
+    Args:
+        mixed_precision: ``"bf16"`` computes in bfloat16 over the parameters' own type, which stays the type of the
+            master weights, of gradients after reduction and of the optimizer state; ``"no"`` leaves types alone.
+    """
+    if mesh.batch_world == 1 or mesh.device_mesh is None:
+        return
+    names = ("dp_replicate", "dp_shard") if mesh.layout.size("dp_replicate") > 1 else ("dp_shard",)
+    data_mesh = mesh.device_mesh[names]
+    dtype = MIXED_PRECISIONS[mixed_precision]
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else MixedPrecisionPolicy()
+    # Whole copies need not be given up after the forward pass where no memory is won by it.
+    reshard = mesh.layout.size("dp_shard") > 1
+    for name in plan.layers:
+        fully_shard(model.get_submodule(name), mesh=data_mesh, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(model, mesh=data_mesh, mp_policy=policy, reshard_after_forward=False)
+
+
+def install_shares(model: nn.Module, shares: dict[str, Tensor], plan: Plan) -> None:
+    """Fill a model whose parameters are on the meta device, FSDP2-wrapped or not, with this rank's final shares."""
+    made: dict[str, nn.Parameter] = {}
+    for planned in plan.parameters:
+        owner = planned.tied_to or planned.name
+        module_name, _, attribute = planned.name.rpartition(".")
+        module = model.get_submodule(module_name)
+        if owner not in made:
+            made[owner] = _filled(module._parameters[attribute], shares[owner])
+        module._parameters[attribute] = made[owner]
+
+
+def _filled(empty: Tensor | None, share: Tensor) -> nn.Parameter:
+    if empty is None:
+        raise ConfigError("a parameter vanished between planning and loading")
+    if isinstance(empty, DTensor):
+        share = DTensor.from_local(
+            share, empty.device_mesh, empty.placements, run_check=False, shape=empty.shape, stride=empty.stride()
+        )
+    return nn.Parameter(share, requires_grad=empty.requires_grad)
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """The plain tensor this rank holds of a parameter or gradient."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
+    """Whether the next backward pass reduces gradients over the data axes (off while accumulating)."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(enabled)

@@ -1,0 +1,95 @@
+"""Processes: which ranks form which axis. The only caller of ``init_device_mesh`` and ``init_process_group``."""
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from .config import ParallelConfig, cpu_requested, local_rank, started_processes
+from .errors import MeshError
+
+_MESH_AXES = ("dp_replicate", "dp_shard", "tp")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The live counterpart of a layout, as this rank sees it.
+
+    Attributes:
+        layout: the sizes.
+        device: this rank's device.
+        ranks: this rank's coordinate on each axis.
+        device_mesh: torch's mesh over :data:`_MESH_AXES`; ``None`` in a single process without a process group.
+        control: a gloo group over all ranks for barriers and small objects; ``None`` likewise.
+    """
+
+    layout: ParallelConfig
+    device: torch.device
+    ranks: dict[str, int]
+    device_mesh: DeviceMesh | None = None
+    control: dist.ProcessGroup | None = None
+
+    def group(self, axis: str) -> dist.ProcessGroup | None:
+        """The process group of ``axis`` through this rank; ``None`` where the axis has one rank."""
+        if self.layout.size(axis) == 1 or self.device_mesh is None:
+            return None
+        return self.device_mesh.get_group(axis)
+
+    def groups(self, *axes: str) -> list[dist.ProcessGroup]:
+        """The groups of those ``axes`` that have more than one rank, in order."""
+        return [group for group in map(self.group, axes) if group is not None]
+
+    @property
+    def batch_groups(self) -> list[dist.ProcessGroup]:
+        """Groups to reduce over, one after the other, to sum over all distinct batches."""
+        return self.groups("dp_shard", "dp_replicate")
+
+    @property
+    def batch_rank(self) -> int:
+        """Which distinct batch this rank gets."""
+        return self.ranks["dp_replicate"] * self.layout.size("dp_shard") + self.ranks["dp_shard"]
+
+    @property
+    def batch_world(self) -> int:
+        """How many distinct batches there are in one step."""
+        return self.layout.batch_world
+
+
+def build_mesh(layout: ParallelConfig) -> Mesh:
+    """Match the processes that were started with the layout, starting torch's process group if there is none.
+
+    Raises:
+        MeshError: the number of processes is not ``layout.total_size``.
+    """
+    world = dist.get_world_size() if dist.is_initialized() else started_processes()
+    if world != layout.total_size:
+        raise MeshError(
+            f"{layout.describe()} needs {layout.total_size} process(es) and {world} were started: launch with\n"
+            f"  {launch_line(layout.total_size)}\n"
+            f"or choose sizes whose product is {world}"
+        )
+    device = _device()
+    if world == 1:
+        return Mesh(layout, device, dict.fromkeys(_MESH_AXES, 0))
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(minutes=30))
+    shape = tuple(layout.size(axis) for axis in _MESH_AXES)
+    device_mesh = init_device_mesh(device.type, shape, mesh_dim_names=_MESH_AXES)
+    ranks = {axis: device_mesh.get_local_rank(axis) for axis in _MESH_AXES}
+    return Mesh(layout, device, ranks, device_mesh, dist.new_group(backend="gloo"))
+
+
+def launch_line(processes: int) -> str:
+    """The command that starts ``processes`` ranks, with or without GPUs."""
+    multi = "--multi_gpu " if processes > 1 else ""
+    return f"accelerate launch {multi}--num_processes {processes} YOUR_SCRIPT.py"
+
+
+def _device() -> torch.device:
+    if torch.cuda.is_available() and not cpu_requested():
+        torch.cuda.set_device(local_rank())
+        return torch.device("cuda", local_rank())
+    return torch.device("cpu")

@@ -1,0 +1,189 @@
+"""The table of contents: from a stock model and a layout to a model that trains, in order."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from . import _host
+from .checkpoint import initialize_shares, load_pretrained
+from .checkpoint.load import materialize_buffers
+from .config import ParallelConfig
+from .data import MIXED_PRECISIONS, apply_data_axes, install_shares
+from .errors import ConfigError
+from .mesh import Mesh, build_mesh
+from .plan import Plan, build_plan
+from .runtime import Runtime, find_runtime
+from .tensor import cut_parameters, install_edges, install_loss
+
+# Arguments of from_pretrained that distribute a model by other means.
+_EXCLUSIVE = ("device_map", "distributed_config", "tp_plan", "tp_size", "device_mesh", "max_memory", "offload_folder")
+# Arguments that choose which files to read a config from, as opposed to what it says.
+_HUB = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "trust_remote_code")
+
+
+def from_pretrained(
+    path: str,
+    *,
+    parallel: ParallelConfig | None = None,
+    auto_class: Any = AutoModelForCausalLM,
+    mixed_precision: str = "no",
+    seed: int = 0,
+    **hf_kwargs: Any,
+) -> Any:
+    """Load a Hugging Face checkpoint, sharded, on this rank's device.
+
+    Call it on every rank. Each rank reads only its slices.
+
+    Args:
+        path: a directory or a Hub id, as for ``AutoModel.from_pretrained``.
+        parallel: the layout; one process by default.
+        auto_class: the Auto class (or model class) to load with.
+        mixed_precision: ``"no"``, or ``"bf16"``: compute in bfloat16 over weights kept in their own type.
+        seed: for parameters that the checkpoint does not have.
+        hf_kwargs: whatever ``from_pretrained`` takes, except what distributes the model.
+
+    Returns:
+        an instance of the stock class, in evaluation mode like the host's.
+
+    Raises:
+        ConfigError, PlanError, MeshError, CheckpointError: before any weight is read, except for damaged files.
+    """
+    layout = _checked(parallel, mixed_precision, hf_kwargs)
+    config, _ = _load_config(path, hf_kwargs)
+    planned = plan(config, layout, auto_class=auto_class, dtype=_as_dtype(hf_kwargs))
+    mesh = build_mesh(layout)
+    model, shares, missing = load_pretrained(auto_class, path, planned, mesh, hf_kwargs)
+    if any(planned.by_name[name].tied_to is None for name in missing if name in planned.by_name):
+        template = _on_meta(auto_class, model.config, {"dtype": model.dtype})
+        fresh, _ = initialize_shares(template, planned, mesh, seed, wanted=lambda name: name in missing)
+        shares.update(fresh)
+    materialize_buffers(model, {}, mesh.device)
+    return _assemble(model, planned, mesh, mixed_precision, shares)
+
+
+def from_config(
+    config: PreTrainedConfig,
+    *,
+    parallel: ParallelConfig | None = None,
+    auto_class: Any = AutoModelForCausalLM,
+    mixed_precision: str = "no",
+    seed: int = 0,
+    **hf_kwargs: Any,
+) -> Any:
+    """A model with random weights that are the same for every layout.
+
+    The weights follow the host's own initialization, with a seed per layer made of ``seed`` and its name, so no rank
+    ever holds more than its share and one whole layer. Arguments, result and errors are those of
+    :func:`from_pretrained`; the model is in training mode, like the host's.
+    """
+    layout = _checked(parallel, mixed_precision, hf_kwargs)
+    model = _on_meta(auto_class, config, hf_kwargs)
+    planned = build_plan(model, layout)
+    mesh = build_mesh(layout)
+    template = _on_meta(auto_class, config, hf_kwargs)
+    cut_parameters(model, planned, mesh)
+    shares, buffers = initialize_shares(template, planned, mesh, seed)
+    materialize_buffers(model, buffers, mesh.device)
+    return _assemble(model, planned, mesh, mixed_precision, shares)
+
+
+def parallelize(model: nn.Module, parallel: ParallelConfig | None = None, *, mixed_precision: str = "no") -> Any:
+    """Shard, in place, a whole stock model that is in memory and the same on every rank; returns it.
+
+    Raises:
+        ConfigError: the model is distributed already.
+        PlanError, MeshError: the layout does not fit it, or the processes that were started.
+    """
+    layout = _checked(parallel, mixed_precision, {})
+    reason = "hfscale already parallelized it" if find_runtime(model) else _host.is_distributed_by_host(model)
+    if reason:
+        raise ConfigError(
+            f"{type(model).__name__} cannot be parallelized: {reason}. Load it plainly, or with hfscale.from_pretrained"
+        )
+    planned = build_plan(model, layout)
+    mesh = build_mesh(layout)
+    cut_parameters(model, planned, mesh)
+    model.to(mesh.device)
+    return _assemble(model, planned, mesh, mixed_precision, None)
+
+
+def plan(
+    source: str | PreTrainedConfig,
+    parallel: ParallelConfig | None = None,
+    *,
+    auto_class: Any = AutoModelForCausalLM,
+    **hf_kwargs: Any,
+) -> Plan:
+    """What would become of a model under a layout: no weights, no process group, no GPU. ``print`` it for a table.
+
+    Raises:
+        PlanError: the layout does not fit; every problem is listed with the valid values.
+    """
+    config, rest = _load_config(source, hf_kwargs) if isinstance(source, str) else (source, hf_kwargs)
+    return build_plan(_on_meta(auto_class, config, rest), parallel or ParallelConfig())
+
+
+def _assemble(model: Any, planned: Plan, mesh: Mesh, mixed_precision: str, shares: dict[str, Tensor] | None) -> Any:
+    """The common end: edges, loss, data axes, weights (where they are not in place yet), bookkeeping."""
+    runtime = Runtime(model, planned, mesh)
+    install_edges(model, planned, mesh)
+    install_loss(runtime)
+    apply_data_axes(model, planned, mesh, mixed_precision)
+    if shares is not None:
+        install_shares(model, shares, planned)
+    if mesh.batch_world == 1 and mixed_precision != "no":
+        _autocast(model, mesh.device, MIXED_PRECISIONS[mixed_precision])
+    runtime.attach()
+    return model
+
+
+def _autocast(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
+    """Mixed precision where there are no data axes whose wrapper does it: torch's autocast around the forward pass."""
+    forward: Callable[..., Any] = model.forward
+
+    def autocast_forward(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device.type, dtype=dtype):
+            return forward(*args, **kwargs)
+
+    autocast_forward.__wrapped__ = forward  # type: ignore[attr-defined]  # the host inspects forward's signature
+    model.forward = autocast_forward  # type: ignore[method-assign]
+
+
+def _checked(parallel: ParallelConfig | None, mixed_precision: str, kwargs: dict[str, Any]) -> ParallelConfig:
+    if parallel is not None and not isinstance(parallel, ParallelConfig):
+        raise ConfigError(f"parallel={parallel!r} is not a layout: pass hfscale.ParallelConfig(tp_size=...)")
+    clashing = [name for name in _EXCLUSIVE if kwargs.get(name) is not None]
+    if clashing:
+        raise ConfigError(
+            f"{', '.join(clashing)} would distribute the model a second way: leave it out, and give hfscale the layout "
+            "as parallel=hfscale.ParallelConfig(...)"
+        )
+    if kwargs.get("quantization_config") is not None:
+        raise ConfigError("quantization_config cannot be used by this version: load the weights in 16 or 32 bits")
+    if mixed_precision not in MIXED_PRECISIONS:
+        raise ConfigError(f"mixed_precision={mixed_precision!r} is unknown: use {', '.join(MIXED_PRECISIONS)}")
+    return parallel or ParallelConfig()
+
+
+def _load_config(path: str, kwargs: dict[str, Any]) -> tuple[PreTrainedConfig, dict[str, Any]]:
+    """The config as the host would load it, and the arguments it did not use."""
+    taken = {key: value for key, value in kwargs.items() if key not in ("dtype", "torch_dtype")}
+    config, rest = AutoConfig.from_pretrained(path, return_unused_kwargs=True, **taken)
+    rest = {key: value for key, value in rest.items() if key not in _HUB}
+    return config, {**rest, **{key: kwargs[key] for key in ("dtype", "torch_dtype") if key in kwargs}}
+
+
+def _as_dtype(kwargs: dict[str, Any]) -> Any:
+    dtype = kwargs.get("dtype", kwargs.get("torch_dtype"))
+    return None if dtype == "auto" else dtype
+
+
+def _on_meta(auto_class: Any, config: PreTrainedConfig, kwargs: dict[str, Any]) -> Any:
+    """The stock model without memory."""
+    build = auto_class.from_config if hasattr(auto_class, "from_config") else auto_class._from_config
+    kwargs = {key: value for key, value in kwargs.items() if value is not None}
+    with torch.device("meta"):
+        return build(config, **kwargs)

@@ -1,0 +1,126 @@
+"""Where the parts of an architecture are: the roles of its modules, as data.
+
+A family is one :class:`Blueprint`. It comes from :data:`FAMILIES` (hfscale's own table, keyed by
+``config.model_type``) or, failing that, from the model's own Hugging Face ``base_model_tp_plan``, translated.
+"""
+
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from ..errors import PlanError
+
+
+@dataclass(frozen=True)
+class Block:
+    """An attention or MLP module: what enters it is whole, what leaves it is summed over the tensor ranks.
+
+    Attributes:
+        column: projections that read the block's input; their outputs are cut.
+        row: projections that write the block's output; their inputs are cut.
+        parts: how many equal matrices are fused in a column projection, side by side (default 1).
+        shared: modules used whole inside the block (per-head norms), whose gradients are therefore partial.
+        local_attributes: integer attributes that the forward reads as local sizes.
+        dropout: config fields that hold dropout probabilities applied to *cut* activations (attention weights).
+    """
+
+    column: tuple[str, ...]
+    row: tuple[str, ...]
+    parts: dict[str, int] = field(default_factory=dict)
+    shared: tuple[str, ...] = ()
+    local_attributes: tuple[str, ...] = ()
+    dropout: tuple[str, ...] = ("attention_dropout",)
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """Roles in one architecture. Paths are relative to the base model (``model.base_model``).
+
+    Attributes:
+        layers: path of the layer list.
+        blocks: path of each block inside a layer -> its roles.
+    """
+
+    layers: str
+    blocks: dict[str, Block]
+
+
+FAMILIES: dict[str, Blueprint] = {
+    "gpt2": Blueprint(
+        layers="h",
+        blocks={
+            "attn": Block(
+                column=("c_attn",),
+                row=("c_proj",),
+                parts={"c_attn": 3},
+                local_attributes=("split_size",),
+                dropout=("attn_pdrop",),
+            ),
+            "mlp": Block(column=("c_fc",), row=("c_proj",)),
+        },
+    ),
+}
+
+# Hugging Face's names of tensor-parallel styles -> the role in a Block.
+_STYLES = {"colwise": "column", "rowwise": "row", "replicated_with_grad_allreduce": "shared"}
+
+
+def find_blueprint(model: nn.Module) -> Blueprint:
+    """The blueprint of a Hugging Face model (on any device, the meta device included).
+
+    Raises:
+        PlanError: neither hfscale's table nor the model itself has one.
+    """
+    config = model.config
+    if config.model_type in FAMILIES:
+        return FAMILIES[config.model_type]
+    host_plan = getattr(config, "base_model_tp_plan", None) or getattr(
+        getattr(model, "base_model", model).config, "base_model_tp_plan", None
+    )
+    if not host_plan:
+        raise PlanError(
+            f"tp_size > 1 needs a blueprint of {config.model_type!r}, and neither hfscale's table nor the model "
+            f"({type(model).__name__} has no base_model_tp_plan) gives one: use tp_size=1, or add an entry to "
+            "hfscale.plan.blueprint.FAMILIES naming the layer list and each block's column and row projections"
+        )
+    return translate_host_plan(host_plan, config.model_type)
+
+
+def translate_host_plan(host_plan: dict[str, str], family: str) -> Blueprint:
+    """Turn ``{"layers.*.self_attn.q_proj": "colwise", ...}`` into a :class:`Blueprint`.
+
+    Raises:
+        PlanError: a rule is outside the layer list, or has a style hfscale does not translate.
+    """
+    layers: set[str] = set()
+    roles: dict[str, dict[str, list[str]]] = {}
+    unknown = []
+    for pattern, style in host_plan.items():
+        prefix, star, rest = pattern.partition(".*.")
+        block, dot, name = rest.rpartition(".")
+        if style == "embedding_rowwise":
+            continue  # the vocabulary is always cut, whatever the host says of it
+        if not star or not dot or "*" in rest or style not in _STYLES:
+            unknown.append(f"{pattern}: {style}")
+            continue
+        layers.add(prefix)
+        roles.setdefault(block, {"column": [], "row": [], "shared": []})[_STYLES[style]].append(name)
+    if unknown or len(layers) != 1:
+        raise PlanError(
+            f"tp_size > 1 cannot use the tensor-parallel plan of {family!r}: hfscale does not translate "
+            f"{'; '.join(unknown) or 'rules for more than one layer list: ' + ', '.join(sorted(layers))}. "
+            "Use tp_size=1, or add the family to hfscale.plan.blueprint.FAMILIES"
+        )
+    incomplete = [block for block, role in roles.items() if not role["column"] or not role["row"]]
+    if incomplete:
+        raise PlanError(
+            f"tp_size > 1 cannot use the tensor-parallel plan of {family!r}: the blocks {', '.join(incomplete)} "
+            "lack a column or a row projection. Use tp_size=1, or add the family to hfscale.plan.blueprint.FAMILIES"
+        )
+    return Blueprint(
+        layers=layers.pop(),
+        blocks={
+            block: Block(column=tuple(role["column"]), row=tuple(role["row"]), shared=tuple(role["shared"]))
+            for block, role in roles.items()
+        },
+    )

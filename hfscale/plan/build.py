@@ -1,0 +1,236 @@
+"""Config in, plan out: no process group, no weights, no GPU."""
+
+from math import gcd
+from typing import Any
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from ..config import ParallelConfig
+from ..errors import PlanError
+from .blueprint import Block, Blueprint, find_blueprint
+from .cut import Cut
+from .plan import LOSSES, BlockPlan, ParameterPlan, Plan
+
+# (dim of the outputs, dim of the inputs) in the weight of each kind of projection
+_WEIGHT_DIMS: dict[type[nn.Module], tuple[int, int]] = {nn.Linear: (0, 1), Conv1D: (1, 0)}
+_LATER = {
+    "pp": "pipeline stages",
+    "ep": "expert parallelism",
+    "cp": "context parallelism",
+}
+
+
+def build_plan(model: nn.Module, layout: ParallelConfig) -> Plan:
+    """Plan a stock Hugging Face model, whole and unpatched, on any device (the meta device is enough).
+
+    Raises:
+        PlanError: the layout does not fit the model; the message lists every problem with the valid values.
+    """
+    builder = _Builder(model, layout)
+    plan = builder.build()
+    if builder.problems:
+        listed = "".join(f"\n  - {problem}" for problem in builder.problems)
+        raise PlanError(f"{layout.describe()} does not fit {type(model).__name__}:{listed}")
+    return plan
+
+
+class _Builder:
+    def __init__(self, model: nn.Module, layout: ParallelConfig) -> None:
+        self.model, self.layout, self.tp = model, layout, layout.size("tp")
+        self.config: Any = model.config
+        self.problems: list[str] = []
+        self.modules = dict(model.named_modules())
+        # parameter name -> (cut over tp, partial axes)
+        self.rules: dict[str, tuple[Cut | None, tuple[str, ...]]] = {}
+
+    def build(self) -> Plan:
+        self._refuse_unavailable()
+        blueprint = self._blueprint()
+        layers = self._layers(blueprint)
+        blocks = self._blocks(blueprint, layers) if self.tp > 1 and blueprint else []
+        head, loss = self._head()
+        embedding = self._vocabulary(head) if self.tp > 1 else None
+        return Plan(
+            family=self.config.model_type,
+            layout=self.layout,
+            parameters=tuple(self._parameters()),
+            layers=tuple(layers),
+            blocks=tuple(blocks),
+            embedding=embedding,
+            head=head,
+            loss=loss,
+        )
+
+    def _refuse_unavailable(self) -> None:
+        for axis, what in _LATER.items():
+            if self.layout.size(axis) > 1:
+                self.problems.append(
+                    f"{axis}_size={self.layout.size(axis)}: {what} cannot be run by this version: use {axis}_size=1"
+                )
+        if self.layout.sequence_parallel:
+            self.problems.append("sequence_parallel=True cannot be run by this version: use sequence_parallel=False")
+
+    def _blueprint(self) -> Blueprint | None:
+        try:
+            return find_blueprint(self.model)
+        except PlanError as error:
+            if self.tp > 1:
+                self.problems.append(str(error))
+            return None
+
+    def _layers(self, blueprint: Blueprint | None) -> list[str]:
+        if blueprint is not None:
+            base = getattr(self.model, "base_model", self.model)
+            prefix = "" if base is self.model else f"{self.model.base_model_prefix}."
+            path = prefix + blueprint.layers
+            if path in self.modules:
+                return [f"{path}.{name}" for name, _ in self.modules[path].named_children()]
+            if self.tp > 1:
+                self.problems.append(
+                    f"tp_size={self.tp}: the blueprint of {self.config.model_type!r} names the layer list {path!r}, "
+                    f"which {type(self.model).__name__} does not have: correct the blueprint, or use tp_size=1"
+                )
+        # Without a blueprint the layers only group parameters for sharding, and the host knows those classes.
+        classes = set(getattr(self.model, "_no_split_modules", None) or ())
+        return [name for name, module in self.modules.items() if type(module).__name__ in classes]
+
+    def _blocks(self, blueprint: Blueprint, layers: list[str]) -> list[BlockPlan]:
+        blocks = []
+        for layer in layers:
+            for path, role in blueprint.blocks.items():
+                name = f"{layer}.{path}"
+                if name in self.modules:
+                    blocks.append(self._block(name, role))
+        for path in blueprint.blocks:
+            if not any(block.name.endswith(f".{path}") for block in blocks):
+                self.problems.append(
+                    f"tp_size={self.tp}: the blueprint of {self.config.model_type!r} names a block {path!r} that no "
+                    "layer has: correct the blueprint, or use tp_size=1"
+                )
+        if blocks:
+            self._check_heads()
+        return blocks
+
+    def _block(self, name: str, role: Block) -> BlockPlan:
+        projections = [(f"{name}.{child}", True) for child in role.column] + [
+            (f"{name}.{child}", False) for child in role.row
+        ]
+        for path, column in projections:
+            module = self.modules.get(path)
+            dims = next((d for kind, d in _WEIGHT_DIMS.items() if isinstance(module, kind)), None)
+            if module is None or dims is None:
+                found = "nothing" if module is None else type(module).__name__
+                self._problem_once(
+                    f"tp_size={self.tp}: {_wild(path)} should be a projection (nn.Linear or Conv1D) and is {found}: "
+                    "correct the blueprint, or use tp_size=1"
+                )
+                continue
+            parts = role.parts.get(path.rpartition(".")[2], 1)
+            dim = dims[0] if column else dims[1]
+            self._cut(f"{path}.weight", dim, module.weight.shape[dim], parts)
+            if getattr(module, "bias", None) is not None:
+                if column:
+                    self._cut(f"{path}.bias", 0, module.bias.shape[0], parts)
+                else:
+                    self.rules[f"{path}.bias"] = (None, ("tp",))
+        for child in role.shared:
+            for parameter, _ in self.modules[f"{name}.{child}"].named_parameters():
+                self.rules[f"{name}.{child}.{parameter}"] = (None, ("tp",))
+        return BlockPlan(
+            name=name,
+            column=tuple(f"{name}.{child}" for child in role.column),
+            row=tuple(f"{name}.{child}" for child in role.row),
+            shared=tuple(f"{name}.{child}" for child in role.shared),
+            local_attributes=role.local_attributes,
+            dropout=max((float(getattr(self.config, field, 0.0) or 0.0) for field in role.dropout), default=0.0),
+        )
+
+    def _cut(self, name: str, dim: int, length: int, parts: int = 1) -> None:
+        cut = Cut("tp", dim, self.tp, (length // parts,) * parts if parts > 1 else ())
+        if cut.local_length(length, self.tp - 1) == 0:
+            self._problem_once(
+                f"tp_size={self.tp} leaves a rank without any of the {length} entries of {_wild(name)}: "
+                f"use tp_size 1 to {length // parts}"
+            )
+        self.rules[name] = (cut, ())
+
+    def _check_heads(self) -> None:
+        heads = getattr(self.config, "num_attention_heads", None)
+        if not heads:
+            return
+        key_heads = getattr(self.config, "num_key_value_heads", None) or heads
+        common = gcd(heads, key_heads)
+        if common % self.tp:
+            valid = ", ".join(str(size) for size in range(1, common + 1) if common % size == 0)
+            self.problems.append(
+                f"tp_size={self.tp} does not divide the {heads} attention heads and {key_heads} key/value heads of "
+                f"{self.config.model_type!r}: use tp_size {valid}"
+            )
+
+    def _head(self) -> tuple[str | None, str | None]:
+        """Name of the projection onto the vocabulary and the loss on it, where hfscale can run that loss."""
+        loss = getattr(self.model, "loss_type", None) or "ForCausalLM"  # the host's own default
+        head = self.model.get_output_embeddings() if hasattr(self.model, "get_output_embeddings") else None
+        if loss not in LOSSES or not isinstance(head, nn.Linear):
+            return None, None
+        return next(name for name, module in self.modules.items() if module is head), loss
+
+    def _vocabulary(self, head: str | None) -> str | None:
+        """Cut the head and the input embedding along the vocabulary; returns the embedding's name."""
+        if head is not None:
+            module = self.modules[head]
+            self._cut(f"{head}.weight", 0, module.weight.shape[0])
+            if module.bias is not None:
+                self._cut(f"{head}.bias", 0, module.bias.shape[0])
+        embedding = self.model.get_input_embeddings()
+        # A subclass may compute something of its own (scaled embeddings): those stay whole unless tied to a cut head.
+        name = next((name for name, module in self.modules.items() if module is embedding), None)
+        if name is None or not isinstance(embedding, nn.Embedding):
+            return None
+        tied = head is not None and embedding.weight is self.modules[head].weight
+        if type(embedding) is not nn.Embedding:
+            if tied:
+                self.problems.append(
+                    f"tp_size={self.tp}: {name} is a {type(embedding).__name__} tied to the head, which cannot be cut "
+                    "along the vocabulary: use tp_size=1"
+                )
+            return None
+        if head is None and self._is_tied(embedding.weight):
+            return None
+        self._cut(f"{name}.weight", 0, embedding.weight.shape[0])
+        return name
+
+    def _is_tied(self, parameter: nn.Parameter) -> bool:
+        return sum(p is parameter for _, p in self.model.named_parameters(remove_duplicate=False)) > 1
+
+    def _parameters(self) -> list[ParameterPlan]:
+        owners: dict[int, str] = {}
+        shard = self.layout.size("dp_shard")
+        result = []
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            owner = owners.setdefault(id(parameter), name)
+            cut, partial = self.rules.get(name, (None, ()))
+            cuts = [cut] if cut is not None else []
+            if shard > 1 and parameter.ndim:
+                cuts.append(Cut("dp_shard", 0, shard))
+            result.append(
+                ParameterPlan(
+                    name=name,
+                    shape=tuple(parameter.shape),
+                    dtype=parameter.dtype,
+                    cuts=tuple(cuts),
+                    partial=partial,
+                    tied_to=None if owner == name else owner,
+                )
+            )
+        return result
+
+    def _problem_once(self, problem: str) -> None:
+        if problem not in self.problems:
+            self.problems.append(problem)
+
+
+def _wild(name: str) -> str:
+    """``model.layers.3.mlp`` -> ``model.layers.*.mlp``: one message speaks for every layer."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))

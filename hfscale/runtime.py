@@ -1,0 +1,67 @@
+"""What is attached to a parallelized model: its plan and its mesh, found again from whatever wraps it."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from .errors import ConfigError
+from .mesh import Mesh
+from .plan import ParameterPlan, Plan
+
+if TYPE_CHECKING:
+    from .tensor.loss import VocabParallelLoss
+
+_ATTRIBUTE = "_hfscale"
+
+
+@dataclass
+class Runtime:
+    """The live state of one parallelized model.
+
+    Attributes:
+        model: the stock model itself, whatever wraps it now.
+        plan: what became of its parameters.
+        mesh: the ranks.
+        loss: the loss over the cut vocabulary; ``None`` where the model keeps its own loss.
+        random_streams_agreed: whether the tensor ranks have agreed on the stream that dropout draws from.
+    """
+
+    model: Any
+    plan: Plan
+    mesh: Mesh
+    loss: "VocabParallelLoss | None" = None
+    random_streams_agreed: bool = False
+
+    def attach(self) -> None:
+        """Make this runtime findable from the model."""
+        setattr(self.model, _ATTRIBUTE, self)
+
+    def parameters(self) -> list[tuple[ParameterPlan, Tensor]]:
+        """Every owned parameter with its plan, in the plan's order, which is the same on every rank."""
+        live = {name: parameter for name, parameter in self.model.named_parameters(remove_duplicate=False)}
+        return [(planned, live[planned.name]) for planned in self.plan.owned()]
+
+
+def runtime_of(model: nn.Module) -> Runtime:
+    """The runtime of a model that hfscale parallelized, seen through any wrapper.
+
+    Raises:
+        ConfigError: hfscale has not parallelized it.
+    """
+    found = find_runtime(model)
+    if found is None:
+        raise ConfigError(
+            f"{type(model).__name__} was not parallelized by hfscale: build it with hfscale.from_pretrained or "
+            "hfscale.from_config, or pass it through hfscale.parallelize"
+        )
+    return found
+
+
+def find_runtime(model: nn.Module) -> Runtime | None:
+    """Like :func:`runtime_of`, ``None`` where there is none."""
+    for module in model.modules():
+        if _ATTRIBUTE in module.__dict__:
+            found: Runtime = module.__dict__[_ATTRIBUTE]
+            return found
+    return None

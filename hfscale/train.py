@@ -1,0 +1,147 @@
+"""One training step, and the gradient norm, whatever the layout."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .data import local_tensor, set_gradient_sync
+from .errors import ConfigError
+from .runtime import Runtime, runtime_of
+from .tensor.random import agree_on_replicated_stream
+
+Batch = Mapping[str, Any]
+
+
+def train_step(model: nn.Module, batch: Batch | Sequence[Batch]) -> Tensor:
+    """Forward and backward over this rank's batch; leaves synchronized gradients in ``.grad``.
+
+    Gradients and loss are those of the mean over *all* valid labels of the step - every microbatch on every distinct
+    batch rank counts by its number of labels - so they do not depend on how the step was divided. Gradients add to
+    what ``.grad`` holds: zero them between steps, as always.
+
+    Args:
+        batch: the keyword arguments of one forward pass, ``labels`` included, or a list of such (gradient
+            accumulation). Ranks that share a batch (tensor ranks) pass the same one; see :func:`hfscale.batch_rank`.
+            Every rank passes the same number of microbatches.
+
+    Returns:
+        the loss, a scalar without a graph, equal on every rank; 0 where the step has no valid label.
+    """
+    runtime = runtime_of(model)
+    microbatches, count = _prepare(runtime, batch)
+    _synchronize_random_streams(runtime)
+    total = torch.zeros((), device=runtime.mesh.device)
+    for index, microbatch in enumerate(microbatches):
+        set_gradient_sync(runtime.model, index == len(microbatches) - 1)
+        loss = _loss(model, runtime, microbatch, count)
+        # The data axes average gradients over the distinct batches; the loss is a share of a sum.
+        (loss * runtime.mesh.batch_world).backward()
+        total = total + loss.detach()
+    return _sum_over_batches(runtime, total)
+
+
+@torch.no_grad()
+def eval_step(model: nn.Module, batch: Batch | Sequence[Batch]) -> Tensor:
+    """The loss :func:`train_step` would return, without gradients, in whatever mode the model is."""
+    runtime = runtime_of(model)
+    microbatches, count = _prepare(runtime, batch)
+    total = sum(_loss(model, runtime, microbatch, count) for microbatch in microbatches)
+    return _sum_over_batches(runtime, torch.as_tensor(total, device=runtime.mesh.device))
+
+
+@torch.no_grad()
+def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """Scale gradients so that their global norm is at most ``max_norm``; returns the norm before.
+
+    Every parameter counts once, wherever its pieces are; the result is the same scalar on every rank. Same formula as
+    ``torch.nn.utils.clip_grad_norm_``.
+    """
+    runtime = runtime_of(model)
+    mesh, norm_type = runtime.mesh, float(norm_type)
+    infinite = norm_type == float("inf")
+    # Gradients by the axes their parameter is cut over: their norms are summed over just those ranks.
+    by_axes: dict[tuple[str, ...], list[Tensor]] = {}
+    for planned, parameter in runtime.parameters():
+        held = by_axes.setdefault(tuple(cut.axis for cut in planned.cuts), [])
+        if parameter.grad is not None:
+            held.append(local_tensor(parameter.grad))
+    total = torch.zeros((), device=mesh.device)
+    for axes, grads in sorted(by_axes.items()):  # same order on every rank, also where a rank holds none
+        wide = torch.float64 if any(grad.dtype == torch.float64 for grad in grads) else torch.float32
+        part = torch.zeros((), dtype=wide, device=mesh.device)
+        filled = [grad for grad in grads if grad.numel()]
+        if filled:
+            norms = torch.stack([torch.linalg.vector_norm(grad, norm_type, dtype=wide) for grad in filled])
+            part = norms.max() if infinite else norms.pow(norm_type).sum()
+        for group in mesh.groups(*axes):
+            dist.all_reduce(part, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
+        total = torch.maximum(total, part) if infinite else total + part
+    norm = total if infinite else total.pow(1.0 / norm_type)
+    coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for grad in (grad for grads in by_axes.values() for grad in grads):
+        grad.mul_(coefficient.to(grad.dtype))
+    return norm
+
+
+def batch_rank(model: nn.Module) -> int:
+    """Which of the distinct batches of a step this rank gets: ``0 <= batch_rank < batch_world``."""
+    return runtime_of(model).mesh.batch_rank
+
+
+def batch_world(model: nn.Module) -> int:
+    """How many distinct batches a step has; ranks that share one (tensor ranks) have the same ``batch_rank``."""
+    return runtime_of(model).mesh.batch_world
+
+
+def _prepare(runtime: Runtime, batch: Batch | Sequence[Batch]) -> tuple[list[dict[str, Any]], Tensor]:
+    """The microbatches on this rank's device, and the number of valid labels in the whole step (at least 1)."""
+    if runtime.loss is None:
+        raise ConfigError(
+            f"train_step normalizes a causal language model's loss, and {type(runtime.model).__name__} has another "
+            f"(loss_type {getattr(runtime.model, 'loss_type', None)!r}): use loss = model(**batch).loss; loss.backward()"
+        )
+    given = [batch] if isinstance(batch, Mapping) else list(batch)
+    if not given:
+        raise ConfigError("train_step got an empty list of microbatches: pass at least one")
+    device, valid, microbatches = runtime.mesh.device, 0, []
+    for microbatch in given:
+        if microbatch.get("labels") is None:
+            raise ConfigError(f"train_step needs 'labels' in every batch, and found only {', '.join(microbatch)}")
+        moved = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in microbatch.items()}
+        valid += runtime.loss.count_valid(moved)
+        if _takes_use_cache(runtime.model):
+            moved.setdefault("use_cache", False)  # a cache of keys and values is for generation
+        microbatches.append(moved)
+    count = torch.tensor(valid, device=device)
+    for group in runtime.mesh.batch_groups:
+        dist.all_reduce(count, group=group)
+    return microbatches, count.clamp(min=1)
+
+
+def _loss(model: nn.Module, runtime: Runtime, microbatch: dict[str, Any], count: Tensor) -> Tensor:
+    assert runtime.loss is not None
+    with runtime.loss.normalized_by(count):
+        output = model(**microbatch)
+    loss: Tensor = output[0] if isinstance(output, tuple) else output.loss
+    return loss
+
+
+def _sum_over_batches(runtime: Runtime, total: Tensor) -> Tensor:
+    for group in runtime.mesh.batch_groups:
+        dist.all_reduce(total, group=group)
+    return total
+
+
+def _takes_use_cache(model: nn.Module) -> bool:
+    return "use_cache" in inspect.signature(model.forward).parameters
+
+
+def _synchronize_random_streams(runtime: Runtime) -> None:
+    """Once, before the first training step: by then the user has seeded."""
+    if not runtime.random_streams_agreed and runtime.model.training:
+        agree_on_replicated_stream(runtime.mesh)
+        runtime.random_streams_agreed = True
