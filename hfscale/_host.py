@@ -30,8 +30,8 @@ _FSDP_SWITCH = "ACCELERATE_USE_FSDP"
 def loading_through(prepare: Callable[[Any, list[Any], list[str]], dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Within: ``from_pretrained`` shows every freshly built meta model to ``prepare`` before it reads weights.
 
-    ``prepare(model, weight_mapping, files)`` may change the model's shapes, and returns the state dict to load from. What
-    the host reports as missing and mismatched is left in the yielded dict.
+    ``prepare(model, weight_mapping, files)`` may change the model's shapes, and returns the state dict to load from.
+    What the host reports as missing and mismatched is left in the yielded dict.
     """
     report: dict[str, Any] = {}
     original = PreTrainedModel.__dict__["_load_pretrained_model"]
@@ -51,11 +51,12 @@ def loading_through(prepare: Callable[[Any, list[Any], list[str]], dict[str, Any
 
     # Under Accelerate's FSDP switch the host fills weights on rank 0 only; here every rank reads its own.
     switch = os.environ.pop(_FSDP_SWITCH, None)
-    PreTrainedModel._load_pretrained_model = staticmethod(load)
+    host: Any = PreTrainedModel
+    host._load_pretrained_model = staticmethod(load)
     try:
         yield report
     finally:
-        PreTrainedModel._load_pretrained_model = original
+        host._load_pretrained_model = original
         if switch is not None:
             os.environ[_FSDP_SWITCH] = switch
 
@@ -126,8 +127,15 @@ def write_configs(model: Any, directory: Path) -> None:
 
 def is_distributed_by_host(model: nn.Module) -> str | None:
     """Why ``model`` cannot be parallelized any more, or ``None``."""
-    if getattr(model, "_device_mesh", None) is not None or getattr(model, "_is_distributed_loading_by_transformers", 0):
+    if getattr(model, "_device_mesh", None) is not None or getattr(model, "_is_distributed_loading_by_transformers", False):
         return "transformers already distributed it (distributed_config or tp_plan)"
     if getattr(model, "hf_device_map", None):
         return "it was loaded with a device_map"
     return None
+
+
+def enable_checkpointing(model: Any, **kwargs: Any) -> None:
+    """Recompute activations in the backward pass, layer by layer, without re-entering autograd."""
+    # The host renamed it in 5.2x and warns about the old name.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False, **kwargs})

@@ -20,10 +20,13 @@ from ..plan import Plan
 def initialize_shares(
     template: Any, plan: Plan, mesh: Mesh, seed: int, wanted: Callable[[str], bool] = lambda name: True
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """This rank's shares of freshly initialized parameters, and the whole buffers.
+    """Shares of freshly initialized parameters on this rank, and the whole buffers.
 
     Args:
         template: the stock model on the meta device, whole; its modules are filled and emptied again one by one.
+        plan: how its parameters are cut.
+        mesh: this rank's place.
+        seed: the run's seed.
         wanted: which parameters are needed, by name; units without any are skipped.
     """
     shares: dict[str, Tensor] = {}
@@ -37,7 +40,7 @@ def initialize_shares(
             continue
         unit.to_empty(device="cpu", recurse=recurse)
         with torch.random.fork_rng(devices=[]):
-            torch.random.default_generator.manual_seed(_seed(seed, name))
+            torch.default_generator.manual_seed(_seed(seed, name))
             _host.initialize_weights(template, unit, recurse)
         for key in names:
             whole = template.get_parameter(key).detach()

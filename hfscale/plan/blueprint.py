@@ -5,8 +5,7 @@ A family is one :class:`Blueprint`. It comes from :data:`FAMILIES` (hfscale's ow
 """
 
 from dataclasses import dataclass, field
-
-from torch import nn
+from typing import Any
 
 from ..errors import PlanError
 
@@ -65,7 +64,7 @@ FAMILIES: dict[str, Blueprint] = {
 _STYLES = {"colwise": "column", "rowwise": "row", "replicated_with_grad_allreduce": "shared"}
 
 
-def find_blueprint(model: nn.Module) -> Blueprint:
+def find_blueprint(model: Any) -> Blueprint:
     """The blueprint of a Hugging Face model (on any device, the meta device included).
 
     Raises:

@@ -35,7 +35,7 @@ class Cut:
         return sum(stop - start for start, stop in self.spans(length, rank))
 
     def take(self, tensor: Tensor, rank: int) -> Tensor:
-        """This rank's share of a whole tensor: a view where one part makes it one, else a copy."""
+        """The share of a whole tensor on ``rank``: a view where the cut has one part, else a copy."""
         spans = self.spans(tensor.shape[self.dim], rank)
         pieces = [tensor.narrow(self.dim, start, stop - start) for start, stop in spans]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)

@@ -1,0 +1,18 @@
+"""Prove a layout on any machine: pools of rank processes over gloo, parity with one process, counted communication."""
+
+from .counting import Traffic, count_traffic
+from .parity import Case, Parity, assert_layout_equal, measure_parity
+from .pool import RankError, RankPool
+from .precision import keep_float64
+
+__all__ = [
+    "Case",
+    "Parity",
+    "RankError",
+    "RankPool",
+    "Traffic",
+    "assert_layout_equal",
+    "count_traffic",
+    "keep_float64",
+    "measure_parity",
+]

@@ -1,0 +1,58 @@
+"""Count what is sent: collectives and bytes, seen at torch's dispatcher, whoever issued them."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+@dataclass
+class Traffic:
+    """What one rank gave to collectives.
+
+    Attributes:
+        calls: collective -> how often.
+        payload: collective -> bytes of the tensors handed in (for an all-gather this rank's piece, for a
+            reduce-scatter the whole input).
+    """
+
+    calls: Counter[str] = field(default_factory=Counter)
+    payload: Counter[str] = field(default_factory=Counter)
+
+    def bytes_sent(self, ranks: int) -> float:
+        """Bytes each of ``ranks`` ranks sends if every collective runs as a ring: ``2 (n-1)/n`` of an all-reduce's
+        payload, ``n-1`` times an all-gather's, ``(n-1)/n`` of a reduce-scatter's.
+        """
+        share = (ranks - 1) / ranks
+        factors = {"allreduce": 2 * share, "allgather": ranks - 1, "reduce_scatter": share}
+        return sum(size * factors.get(name, 1.0) for name, size in self.payload.items())
+
+
+class _Counting(TorchDispatchMode):
+    def __init__(self, traffic: Traffic) -> None:
+        super().__init__()
+        self.traffic = traffic
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            name = func._schema.name.removeprefix("c10d::").strip("_").removesuffix("_base").strip("_")
+            # allgather(outputs, inputs) and reduce_scatter(outputs, inputs): the input is the second argument
+            source = args[1] if name.startswith(("allgather", "reduce_scatter", "alltoall")) else args[0]
+            tensors = [leaf for leaf in tree_leaves(source) if isinstance(leaf, Tensor)]
+            self.traffic.calls[name] += 1
+            self.traffic.payload[name] += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def count_traffic() -> Iterator[Traffic]:
+    """Count within; CPU backward passes are included, since they run on the calling thread."""
+    traffic = Traffic()
+    with _Counting(traffic), torch.autograd.set_multithreading_enabled(False):
+        yield traffic

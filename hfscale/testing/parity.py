@@ -1,0 +1,231 @@
+"""The test of everything: a layout computes what one process computes.
+
+One process runs the *stock* model, with nothing of hfscale, over all microbatches of all ranks; the layout runs the
+same checkpoint and data; loss, every gradient, the clipped norm and every weight after each optimizer step are compared
+in float64.
+"""
+
+import tempfile
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+import hfscale
+
+from .. import _host
+from ..config import ParallelConfig
+from ..data import local_tensor
+from ..runtime import runtime_of
+from .pool import RankPool
+from .precision import keep_float64
+
+Batch = dict[str, Tensor]
+
+
+@dataclass
+class Case:
+    """What to run.
+
+    Attributes:
+        config: the stock model's config, tiny.
+        steps: optimizer steps.
+        accumulation: microbatches per step and distinct batch.
+        max_norm: gradients are clipped to this norm; ``None`` leaves them.
+        learning_rate: of plain SGD, so that an error in a gradient is not hidden by a normalizing optimizer.
+        frozen: parameters whose name contains one of these strings do not train.
+        checkpointing: recompute activations.
+        lengths: sequence lengths, used in turn by microbatches.
+        build: how the layout gets its model: ``from_pretrained``, ``parallelize``.
+        hf_kwargs: given to both models' ``from_pretrained``.
+    """
+
+    config: PreTrainedConfig
+    steps: int = 2
+    accumulation: int = 2
+    max_norm: float | None = 0.5
+    learning_rate: float = 0.5
+    frozen: Sequence[str] = ()
+    checkpointing: bool = False
+    lengths: Sequence[int] = (13, 8)
+    rows: int = 2
+    build: str = "from_pretrained"
+    hf_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def batches(self, batch_world: int) -> list[list[list[Batch]]]:
+        """``[step][distinct batch][microbatch]``, with uneven labels: see :func:`ragged_batch`."""
+        generator = torch.Generator().manual_seed(11)
+        vocabulary = self.config.get_text_config().vocab_size
+        result = []
+        for step in range(self.steps):
+            result.append(
+                [
+                    [
+                        ragged_batch(
+                            generator, vocabulary, self.rows, self.lengths[(rank + i) % len(self.lengths)],
+                            # one microbatch without any label; in the second step, one whole rank
+                            masked=(step == 0 and rank == 0 and i == 1) or (step == 1 and rank == batch_world - 1 > 0),
+                        )
+                        for i in range(self.accumulation)
+                    ]
+                    for rank in range(batch_world)
+                ]
+            )  # fmt: skip
+        return result
+
+
+def ragged_batch(generator: torch.Generator, vocabulary: int, rows: int, length: int, masked: bool) -> Batch:
+    """Random tokens; about a third of the labels ignored, the second row padded at its end."""
+    ids = torch.randint(0, vocabulary, (rows, length), generator=generator)
+    labels = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.35, -100)
+    mask = torch.ones_like(ids)
+    if rows > 1:
+        mask[1, -3:] = 0
+        labels[1, -3:] = -100
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels.fill_(-100) if masked else labels}
+
+
+@dataclass
+class Parity:
+    """Largest differences found, relative to the largest entry of each reference tensor."""
+
+    loss: float
+    gradient: float
+    worst_gradient: str
+    norm: float
+    weight: float
+    worst_weight: str
+    saved: float
+
+    def worst(self) -> float:
+        """The largest of all."""
+        return max(self.loss, self.gradient, self.norm, self.weight, self.saved)
+
+
+def assert_layout_equal(
+    case: Case, layout: ParallelConfig, pool: RankPool | None, tolerance: float = 1e-10
+) -> Parity:
+    """Measure, and fail where anything differs by more than ``tolerance``."""
+    parity = measure_parity(case, layout, pool)
+    assert parity.worst() <= tolerance, f"{layout.describe()} differs from one process: {parity}"
+    return parity
+
+
+def measure_parity(case: Case, layout: ParallelConfig, pool: RankPool | None) -> Parity:
+    """Compare ``layout`` on the ranks of ``pool`` (``None``: in this process) with the stock model in this process."""
+    with tempfile.TemporaryDirectory(prefix="hfscale-parity-") as name:
+        directory = Path(name)
+        reference = _reference(case, layout.batch_world, directory)
+        torch.save(reference, directory / "reference.pt")
+        run = pool.run if pool is not None else lambda function, *args: [function(*args)]
+        found = run(run_rank, case, layout, str(directory))
+        saved = AutoModelForCausalLM.from_pretrained(directory / "saved", dtype=torch.float64, **case.hf_kwargs)
+        final = reference[-1]["weights"]
+        differences = {key: _difference(value, final[key]) for key, value in saved.state_dict().items()}
+        assert differences.keys() == final.keys()
+    return Parity(
+        loss=max(parity.loss for parity in found),
+        gradient=max(parity.gradient for parity in found),
+        worst_gradient=max(found, key=lambda parity: parity.gradient).worst_gradient,
+        norm=max(parity.norm for parity in found),
+        weight=max(parity.weight for parity in found),
+        worst_weight=max(found, key=lambda parity: parity.weight).worst_weight,
+        saved=max(differences.values()),
+    )
+
+
+def _prepare(model: Any, case: Case) -> Any:
+    for name, parameter in model.named_parameters():
+        if any(part in name for part in case.frozen):
+            parameter.requires_grad_(False)
+    model.train()
+    if case.checkpointing:
+        # The recomputation runs outside of the block in which the forward pass ran.
+        _host.enable_checkpointing(model, context_fn=lambda: (nullcontext(), keep_float64()))
+    return model
+
+
+def _reference(case: Case, batch_world: int, directory: Path) -> list[dict[str, Any]]:
+    """Train the stock model, save its start, return what every step gave."""
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(case.config, dtype=torch.float64, **case.hf_kwargs)
+    with torch.no_grad():  # norms start as ones and biases as zeros, which would hide errors in both
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(directory / "start")
+    _prepare(model, case)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=case.learning_rate)
+    results = []
+    with keep_float64():
+        for step in case.batches(batch_world):
+            microbatches = [microbatch for rank in step for microbatch in rank]
+            counts = [int((microbatch["labels"][:, 1:] != -100).sum()) for microbatch in microbatches]
+            loss = torch.zeros((), dtype=torch.float64)
+            for microbatch, count in zip(microbatches, counts, strict=True):
+                if count:
+                    part = model(**microbatch).loss * count / sum(counts)
+                    part.backward()
+                    loss += part.detach()
+            gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+            norm = torch.nn.utils.clip_grad_norm_(trained, case.max_norm if case.max_norm is not None else 1e30)
+            optimizer.step()
+            optimizer.zero_grad()
+            weights = {name: value.clone() for name, value in model.state_dict().items()}
+            results.append({"loss": loss, "gradients": gradients, "norm": norm, "weights": weights})
+    return results
+
+
+def run_rank(case: Case, layout: ParallelConfig, directory: str) -> Parity:
+    """One rank's part of :func:`measure_parity`."""
+    reference = torch.load(Path(directory) / "reference.pt", weights_only=False)
+    start = Path(directory) / "start"
+    if case.build == "parallelize":
+        whole = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float64, **case.hf_kwargs)
+        model = hfscale.parallelize(whole, layout)
+    else:
+        model = hfscale.from_pretrained(str(start), parallel=layout, dtype=torch.float64, **case.hf_kwargs)
+    _prepare(model, case)
+    runtime = runtime_of(model)
+    ranks, batch_rank = runtime.mesh.ranks, hfscale.batch_rank(model)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=case.learning_rate)
+    parity = Parity(0.0, 0.0, "", 0.0, 0.0, "", 0.0)
+    with keep_float64():
+        for step, expected in zip(case.batches(layout.batch_world), reference, strict=True):
+            loss = hfscale.train_step(model, step[batch_rank])
+            parity.loss = max(parity.loss, _difference(loss, expected["loss"]))
+            for planned, parameter in runtime.parameters():
+                wanted = expected["gradients"].get(planned.name)
+                assert (parameter.grad is None) <= (wanted is None), f"{planned.name} got no gradient"
+                if wanted is not None:
+                    found = local_tensor(parameter.grad)
+                    error = _difference(found, planned.take(wanted, ranks), wanted)
+                    if error >= parity.gradient:
+                        parity.gradient, parity.worst_gradient = error, planned.name
+            norm = hfscale.clip_grad_norm_(model, case.max_norm if case.max_norm is not None else 1e30)
+            parity.norm = max(parity.norm, _difference(norm, expected["norm"]))
+            optimizer.step()
+            optimizer.zero_grad()
+            for planned, parameter in runtime.parameters():
+                wanted = expected["weights"][planned.name]
+                error = _difference(local_tensor(parameter.detach()), planned.take(wanted, ranks), wanted)
+                if error >= parity.weight:
+                    parity.weight, parity.worst_weight = error, planned.name
+    hfscale.save_pretrained(model, Path(directory) / "saved", max_shard_size="40KB")
+    return parity
+
+
+def _difference(found: Tensor, expected: Tensor, scale: Tensor | None = None) -> float:
+    """Largest difference, relative to the largest entry of ``scale``."""
+    assert found.shape == expected.shape, f"{tuple(found.shape)} instead of {tuple(expected.shape)}"
+    if found.numel() == 0:
+        return 0.0
+    reference = expected if scale is None else scale
+    largest = (found.cpu() - expected.cpu()).abs().max() / reference.abs().max().clamp(min=1e-30)
+    return float("inf") if not torch.isfinite(largest) else float(largest)

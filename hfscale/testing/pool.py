@@ -1,0 +1,150 @@
+"""A pool of rank processes that stays alive between tests.
+
+Importing torch and transformers costs seconds per process, so ranks are started once per world size and are sent
+functions. They meet through a file, not a port. When a rank fails or the time is up, the pool says which rank raised
+what, and where each of the others stands, then starts afresh.
+"""
+
+import faulthandler
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+_GRACE_SECONDS = 3.0
+
+
+class RankError(AssertionError):
+    """A function failed, or did not return in time, on some rank."""
+
+
+class RankPool:
+    """``world`` processes in one gloo process group.
+
+    Args:
+        world: how many ranks.
+        timeout: seconds that one call of :meth:`run` may take.
+        threads: torch threads per rank.
+    """
+
+    def __init__(self, world: int, timeout: float = 120.0, threads: int = 1) -> None:
+        self.world, self.timeout, self.threads = world, timeout, threads
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+        self._directory: tempfile.TemporaryDirectory[str] | None = None
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Call ``function(*args, **kwargs)`` on every rank; returns the results by rank.
+
+        ``function`` is sent by reference, so it is defined at the top of an importable module.
+
+        Raises:
+            RankError: it raised on a rank, or a rank did not return within the timeout.
+        """
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((function, args, kwargs))
+        return self._collect()
+
+    def close(self) -> None:
+        """Stop the ranks."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        if self._directory is not None:
+            self._directory.cleanup()
+        self._processes, self._pipes, self._directory = [], [], None
+
+    def __enter__(self) -> "RankPool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._directory = tempfile.TemporaryDirectory(prefix="hfscale-ranks-")
+        for rank in range(self.world):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve,
+                args=(rank, self.world, self._directory.name, theirs, list(sys.path), self.threads, self.timeout),
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def _collect(self) -> list[Any]:
+        results: dict[int, Any] = {}
+        errors: dict[int, str] = {}
+        deadline = time.monotonic() + self.timeout
+        waiting = dict(zip(self._pipes, range(self.world), strict=True))
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            for ready in wait(list(waiting), timeout=left):
+                pipe: Connection = ready  # type: ignore[assignment]
+                rank = waiting.pop(pipe)
+                try:
+                    ok, value = pipe.recv()
+                except EOFError:
+                    ok, value = False, "the process died"
+                (results if ok else errors)[rank] = value
+                if not ok:  # the others may wait for this rank forever
+                    deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+        if errors or waiting:
+            raise self._failure(errors, sorted(waiting.values()))
+        return [results[rank] for rank in range(self.world)]
+
+    def _failure(self, errors: dict[int, str], waiting: list[int]) -> RankError:
+        lines = [f"rank {rank} failed:\n{text}" for rank, text in sorted(errors.items())]
+        if waiting:
+            for rank in waiting:
+                os.kill(self._processes[rank].pid, signal.SIGUSR1)
+            time.sleep(0.3)
+            assert self._directory is not None
+            for rank in waiting:
+                stack = (Path(self._directory.name) / f"stack-{rank}").read_text()
+                lines.append(f"rank {rank} did not return; it stands at:\n{stack}")
+        self.close()
+        return RankError("\n".join(lines))
+
+
+def _serve(
+    rank: int, world: int, directory: str, pipe: Connection, path: list[str], threads: int, timeout: float
+) -> None:
+    sys.path[:] = path
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), ACCELERATE_USE_CPU="1")
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    with open(Path(directory) / f"stack-{rank}", "w") as stack:
+        faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(threads)
+        warnings.simplefilter("ignore")
+        store = dist.FileStore(str(Path(directory) / "store"), world)
+        # Longer than the pool's own patience, so that a hang is reported by the pool, with stacks.
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=2 * timeout))
+        while True:
+            try:
+                function, args, kwargs = pipe.recv()
+            except EOFError:
+                return
+            try:
+                answer = (True, function(*args, **kwargs))
+            except BaseException:
+                answer = (False, traceback.format_exc())
+            pipe.send(answer)

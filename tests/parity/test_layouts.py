@@ -1,0 +1,78 @@
+"""Every layout equals one process: loss, every gradient, norm, weights after two steps, in float64."""
+
+from collections.abc import Callable
+
+import pytest
+
+from hfscale import ParallelConfig
+from hfscale.testing import Case, RankPool, assert_layout_equal
+
+from ..models import tiny
+
+Pools = Callable[[int], RankPool]
+
+LAYOUTS = {
+    "tp2": {"tp_size": 2},
+    "shard2": {"dp_shard_size": 2},
+    "replicate2": {"dp_replicate_size": 2},
+    "tp2-shard2": {"tp_size": 2, "dp_shard_size": 2},
+    "tp2-replicate2": {"tp_size": 2, "dp_replicate_size": 2},
+    "shard4": {"dp_shard_size": 4},
+    "replicate2-shard2": {"dp_replicate_size": 2, "dp_shard_size": 2},
+}
+MODELS = {
+    "llama": ("llama", {}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-padding-token": ("llama", {"pad_token_id": 0}),
+    "mistral": ("mistral", {"sliding_window": 5}),
+    "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {}),
+    "gpt2": ("gpt2", {}),
+    "gpt2-untied": ("gpt2", {"tie_word_embeddings": False}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+def test_layout(pools: Pools, model: str, layout: str) -> None:
+    family, changes = MODELS[model]
+    parallel = ParallelConfig(**LAYOUTS[layout])
+    assert_layout_equal(Case(tiny(family, **changes)), parallel, pools(parallel.total_size))
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp2-shard2"])
+@pytest.mark.parametrize("model", [name for name in MODELS if name not in ("llama", "gpt2")])
+def test_family(pools: Pools, model: str, layout: str) -> None:
+    family, changes = MODELS[model]
+    parallel = ParallelConfig(**LAYOUTS[layout])
+    assert_layout_equal(Case(tiny(family, **changes)), parallel, pools(parallel.total_size))
+
+
+@pytest.mark.parametrize("model", list(MODELS))
+def test_one_process(model: str) -> None:
+    family, changes = MODELS[model]
+    assert_layout_equal(Case(tiny(family, **changes)), ParallelConfig(), None)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp2-shard2", "replicate2"])
+@pytest.mark.parametrize("build", ["from_pretrained", "parallelize"])
+@pytest.mark.parametrize("model", ["llama-tied", "gpt2"])
+def test_checkpointing_and_frozen(pools: Pools, model: str, build: str, layout: str) -> None:
+    family, changes = MODELS[model]
+    parallel = ParallelConfig(**LAYOUTS[layout])
+    frozen = ("layers.0.", "k_proj") if family == "llama" else ("h.0.", "c_proj.bias")
+    case = Case(tiny(family, **changes), checkpointing=True, frozen=frozen, build=build, accumulation=3)
+    assert_layout_equal(case, parallel, pools(parallel.total_size))
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_attention_implementations(pools: Pools, attention: str) -> None:
+    case = Case(tiny("gpt2"), hf_kwargs={"attn_implementation": attention})
+    assert_layout_equal(case, ParallelConfig(tp_size=2), pools(2))
+
+
+def test_tp4_with_uneven_shares(pools: Pools) -> None:
+    # 67 tokens over 4 ranks are 17, 17, 17, 16 and 50 MLP columns 13, 13, 13, 11
+    case = Case(tiny("llama", num_key_value_heads=4, mlp_bias=True))
+    assert_layout_equal(case, ParallelConfig(tp_size=4), pools(4))
