@@ -1,20 +1,22 @@
 """hfscale: train the Hugging Face models you already have, at any scale, from the tools you already use."""
 
+from .accelerator import Accelerator
+from .checkpoint import save_pretrained
 from .config import ParallelConfig
 from .errors import CheckpointError, ConfigError, HFScaleError, MeshError, PlanError
 from .parallelize import from_config, from_pretrained, parallelize, plan
-from .checkpoint import save_pretrained
 from .train import batch_rank, batch_world, clip_grad_norm_, eval_step, train_step
-
 from .version import __version__
 
 __all__ = [
+    "Accelerator",
     "CheckpointError",
     "ConfigError",
     "HFScaleError",
     "MeshError",
     "ParallelConfig",
     "PlanError",
+    "__version__",
     "batch_rank",
     "batch_world",
     "clip_grad_norm_",

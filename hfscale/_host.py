@@ -4,7 +4,6 @@ Read and run against transformers 5.17.0 and 5.23.0.
 """
 
 import copy
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,8 +21,6 @@ from transformers.core_model_loading import (
 )
 
 from .errors import CheckpointError
-
-_FSDP_SWITCH = "ACCELERATE_USE_FSDP"
 
 
 @contextmanager
@@ -49,16 +46,12 @@ def loading_through(prepare: Callable[[Any, list[Any], list[str]], dict[str, Any
         report["mismatched"] = list(info.mismatched_keys)
         return info, index
 
-    # Under Accelerate's FSDP switch the host fills weights on rank 0 only; here every rank reads its own.
-    switch = os.environ.pop(_FSDP_SWITCH, None)
     host: Any = PreTrainedModel
     host._load_pretrained_model = staticmethod(load)
     try:
         yield report
     finally:
         host._load_pretrained_model = original
-        if switch is not None:
-            os.environ[_FSDP_SWITCH] = switch
 
 
 def checkpoint_targets(model: Any, keys: list[str], weight_mapping: list[Any]) -> dict[str, tuple[str, bool]]:
@@ -127,7 +120,9 @@ def write_configs(model: Any, directory: Path) -> None:
 
 def is_distributed_by_host(model: nn.Module) -> str | None:
     """Why ``model`` cannot be parallelized any more, or ``None``."""
-    if getattr(model, "_device_mesh", None) is not None or getattr(model, "_is_distributed_loading_by_transformers", False):
+    if getattr(model, "_device_mesh", None) is not None or getattr(
+        model, "_is_distributed_loading_by_transformers", False
+    ):
         return "transformers already distributed it (distributed_config or tp_plan)"
     if getattr(model, "hf_device_map", None):
         return "it was loaded with a device_map"

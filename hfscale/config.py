@@ -2,6 +2,8 @@
 
 import difflib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -57,6 +59,7 @@ class ParallelConfig(ParallelismConfig):
     virtual_stages: int | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "ParallelConfig":
+        """Refuse misspelt fields by name, before the generated ``__init__`` would."""
         names = [f.name for f in fields(cls)]
         for name in kwargs:
             if name not in names:
@@ -79,8 +82,10 @@ class ParallelConfig(ParallelismConfig):
         )
         self.pipeline_schedule = _default("pipeline_schedule", self.pipeline_schedule, "1f1b")
         if self.pipeline_schedule not in SCHEDULES and not str(self.pipeline_schedule).endswith(".csv"):
+            close = difflib.get_close_matches(str(self.pipeline_schedule).lower(), SCHEDULES, n=1)
+            hint = f"did you mean {close[0]!r}? " if close else ""
             raise ConfigError(
-                f"pipeline_schedule={self.pipeline_schedule!r} is unknown: use one of {', '.join(SCHEDULES)}, "
+                f"pipeline_schedule={self.pipeline_schedule!r} is unknown: {hint}use one of {', '.join(SCHEDULES)}, "
                 "or the path of a .csv file"
             )
         if self.sp_size != 1:
@@ -88,9 +93,10 @@ class ParallelConfig(ParallelismConfig):
                 f"sp_size={self.sp_size} is DeepSpeed's sequence axis, which hfscale does not run: use sp_size=1 "
                 "(cp_size cuts the sequence, sequence_parallel=True cuts norms and residuals over tp)"
             )
-        if self.cp_backend not in (None, "torch"):
-            raise ConfigError(f"cp_backend={self.cp_backend!r} is unknown: use 'torch'")
-        self.cp_backend, self.sp_backend = "torch", self.sp_backend or "deepspeed"
+        inherited: Any = self
+        if inherited.cp_backend not in (None, "torch"):
+            raise ConfigError(f"cp_backend={inherited.cp_backend!r} is unknown: use 'torch'")
+        inherited.cp_backend, inherited.sp_backend = "torch", inherited.sp_backend or "deepspeed"
         self._sizes = {axis: self.size(axis) for axis in (*AXES, "sp")}
 
     def size(self, axis: str) -> int:
@@ -129,9 +135,10 @@ def _default(name: str, value: Any, default: Any) -> Any:
 def _positive(name: str, value: Any) -> int:
     try:
         number = int(value)
-    except (TypeError, ValueError):
-        number = 0
-    if isinstance(value, bool) or number < 1 or (isinstance(value, float) and value != number):
+        whole = isinstance(value, str) or number == value
+    except (TypeError, ValueError, OverflowError):
+        number, whole = 0, False
+    if isinstance(value, bool) or number < 1 or not whole:
         raise ConfigError(f"{name}={value!r} is impossible: use a whole number of at least 1")
     return number
 
@@ -145,15 +152,29 @@ def _boolean(name: str, value: Any) -> bool:
 
 
 def started_processes() -> int:
-    """How many processes the launcher says it started."""
+    """Number of processes that the launcher says it started."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def local_rank() -> int:
-    """This process's index on its machine, as the launcher gave it."""
+    """Index of this process on its machine, as the launcher gave it."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def cpu_requested() -> bool:
     """Whether Accelerate was told to stay on the CPU."""
     return os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+
+
+@contextmanager
+def without_launcher_switches() -> Iterator[None]:
+    """Within: Accelerate's and transformers' own sharding, which a launch line may have switched on, is off.
+
+    hfscale applies the data axes itself; the host would otherwise fill weights on rank 0 only, or wrap a second time.
+    """
+    names = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG")
+    hidden = {name: os.environ.pop(name) for name in names if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)

@@ -128,7 +128,7 @@ def plan(
 
 def _assemble(model: Any, planned: Plan, mesh: Mesh, mixed_precision: str, shares: dict[str, Tensor] | None) -> Any:
     """The common end: edges, loss, data axes, weights (where they are not in place yet), bookkeeping."""
-    runtime = Runtime(model, planned, mesh)
+    runtime = Runtime(model, planned, mesh, mixed_precision=mixed_precision)
     install_edges(model, planned, mesh)
     install_loss(runtime)
     apply_data_axes(model, planned, mesh, mixed_precision)

@@ -24,6 +24,7 @@ class Runtime:
         plan: what became of its parameters.
         mesh: the ranks.
         loss: the loss over the cut vocabulary; ``None`` where the model keeps its own loss.
+        mixed_precision: what its forward pass computes in.
         random_streams_agreed: whether the tensor ranks have agreed on the stream that dropout draws from.
     """
 
@@ -31,6 +32,7 @@ class Runtime:
     plan: Plan
     mesh: Mesh
     loss: "VocabParallelLoss | None" = None
+    mixed_precision: str = "no"
     random_streams_agreed: bool = False
 
     def attach(self) -> None:
@@ -39,7 +41,7 @@ class Runtime:
 
     def parameters(self) -> list[tuple[ParameterPlan, Tensor]]:
         """Every owned parameter with its plan, in the plan's order, which is the same on every rank."""
-        live = {name: parameter for name, parameter in self.model.named_parameters(remove_duplicate=False)}
+        live: dict[str, Tensor] = dict(self.model.named_parameters(remove_duplicate=False))
         return [(planned, live[planned.name]) for planned in self.plan.owned()]
 
 

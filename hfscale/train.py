@@ -33,7 +33,7 @@ def train_step(model: nn.Module, batch: Batch | Sequence[Batch]) -> Tensor:
     """
     runtime = runtime_of(model)
     microbatches, count = _prepare(runtime, batch)
-    _synchronize_random_streams(runtime)
+    synchronize_random_streams(runtime)
     total = torch.zeros((), device=runtime.mesh.device)
     for index, microbatch in enumerate(microbatches):
         set_gradient_sync(runtime.model, index == len(microbatches) - 1)
@@ -102,7 +102,8 @@ def _prepare(runtime: Runtime, batch: Batch | Sequence[Batch]) -> tuple[list[dic
     if runtime.loss is None:
         raise ConfigError(
             f"train_step normalizes a causal language model's loss, and {type(runtime.model).__name__} has another "
-            f"(loss_type {getattr(runtime.model, 'loss_type', None)!r}): use loss = model(**batch).loss; loss.backward()"
+            f"(loss_type {getattr(runtime.model, 'loss_type', None)!r}): loop over loss = model(**batch).loss and "
+            "loss.backward() instead"
         )
     given = [batch] if isinstance(batch, Mapping) else list(batch)
     if not given:
@@ -140,8 +141,8 @@ def _takes_use_cache(model: nn.Module) -> bool:
     return "use_cache" in inspect.signature(model.forward).parameters
 
 
-def _synchronize_random_streams(runtime: Runtime) -> None:
+def synchronize_random_streams(runtime: Runtime) -> None:
     """Once, before the first training step: by then the user has seeded."""
-    if not runtime.random_streams_agreed and runtime.model.training:
+    if not runtime.random_streams_agreed:
         agree_on_replicated_stream(runtime.mesh)
         runtime.random_streams_agreed = True

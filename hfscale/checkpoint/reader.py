@@ -7,6 +7,7 @@ first dim is one ``pread`` of just its bytes, and another slice is read in row b
 
 import json
 import os
+from io import FileIO
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,14 @@ _DTYPES = {
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
+    "C64": torch.complex64,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
     "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
     "U8": torch.uint8,
     "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn,
@@ -43,27 +48,19 @@ class SafetensorsFile:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._descriptor = os.open(self.path, os.O_RDONLY)
         try:
-            size = os.fstat(self._descriptor).st_size
-            length = int.from_bytes(os.pread(self._descriptor, 8, 0), "little")
-            if not 2 <= length <= size - 8:
-                raise ValueError(f"a header of {length} bytes in a file of {size}")
-            self.header: dict[str, Any] = json.loads(os.pread(self._descriptor, length, 8))
-            self.header.pop("__metadata__", None)
-            self._start = 8 + length
-            end = max((entry["data_offsets"][1] for entry in self.header.values()), default=0)
-            if self._start + end != size:
-                raise ValueError(f"{self._start + end} bytes expected, {size} found")
-        except (ValueError, KeyError, TypeError) as error:
-            os.close(self._descriptor)
+            self._file = self.path.open("rb", buffering=0)
+            self.header, self._start = _header(self._file)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{self.path} does not exist: download or save the checkpoint again") from error
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(
                 f"{self.path} is truncated or not a safetensors file ({error}): download or save it again"
             ) from error
 
     def __del__(self) -> None:
-        if hasattr(self, "_start"):
-            os.close(self._descriptor)
+        if hasattr(self, "_file"):
+            self._file.close()
 
     def slices(self) -> dict[str, "TensorOnDisk"]:
         """Every tensor of the file, unread."""
@@ -71,13 +68,32 @@ class SafetensorsFile:
 
     def read(self, offset: int, buffer: Tensor) -> None:
         """Fill ``buffer`` (contiguous) with the bytes at ``offset`` of the data section."""
-        view = memoryview(buffer.view(-1).view(torch.uint8).numpy())
-        done = 0
+        array: Any = buffer.view(-1).view(torch.uint8).numpy()
+        view, done = memoryview(array), 0
         while done < len(view):
-            count = os.preadv(self._descriptor, [view[done:]], self._start + offset + done)
+            count = os.preadv(self._file.fileno(), [view[done:]], self._start + offset + done)
             if count <= 0:
                 raise CheckpointError(f"{self.path} ended early while it was read: download or save it again")
             done += count
+
+
+def _header(file: FileIO) -> tuple[dict[str, Any], int]:
+    """The entry of each tensor, and where the data begins; checked against the file's size."""
+    size = os.fstat(file.fileno()).st_size
+    length = int.from_bytes(os.pread(file.fileno(), 8, 0), "little")
+    if not 2 <= length <= size - 8:
+        raise ValueError(f"a header of {length} bytes in a file of {size}")
+    header: dict[str, Any] = json.loads(os.pread(file.fileno(), length, 8))
+    header.pop("__metadata__", None)
+    end = 0
+    for entry in sorted(header.values(), key=lambda entry: entry["data_offsets"]):
+        start, stop = entry["data_offsets"]
+        if start != end or stop < start or not {"dtype", "shape"} <= entry.keys():
+            raise ValueError(f"bytes {start} to {stop} after byte {end}")
+        end = stop
+    if 8 + length + end != size:
+        raise ValueError(f"{8 + length + end} bytes expected, {size} found")
+    return header, 8 + length
 
 
 class TensorOnDisk:
@@ -86,9 +102,18 @@ class TensorOnDisk:
     def __init__(self, file: SafetensorsFile, name: str) -> None:
         entry = file.header[name]
         if entry["dtype"] not in _DTYPES:
-            raise CheckpointError(f"{file.path}: {name} has the type {entry['dtype']}, which hfscale does not read")
-        self._file, self._begin = file, entry["data_offsets"][0]
+            raise CheckpointError(
+                f"{file.path}: {name} has the type {entry['dtype']}, which hfscale does not read: convert it to one of "
+                f"{', '.join(_DTYPES)}"
+            )
+        self._file = file
         self.shape, self.dtype = tuple(entry["shape"]), _DTYPES[entry["dtype"]]
+        self._begin, end = entry["data_offsets"]
+        if end - self._begin != prod(self.shape) * self.dtype.itemsize:
+            raise CheckpointError(
+                f"{file.path}: {name} of shape {self.shape} and type {entry['dtype']} has {end - self._begin} bytes, "
+                "so the file is damaged: download or save it again"
+            )
 
     def get_shape(self) -> list[int]:
         """Its shape."""

@@ -6,6 +6,7 @@ JSON header that gives each tensor's type, shape and place, then the bytes.
 
 import json
 import os
+import shutil
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,19 @@ import torch
 from huggingface_hub import StateDictSplit, split_state_dict_into_shards_factory
 from torch import Tensor
 
+from ..errors import CheckpointError
 from .reader import NAMES
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-_STALE = ("model*.safetensors", INDEX, "pytorch_model*.bin", "pytorch_model.bin.index.json")
+_SHARDS = "-?????-of-?????"
+_STALE = (
+    WEIGHTS,
+    f"model{_SHARDS}.safetensors",
+    INDEX,
+    "pytorch_model.bin",
+    f"pytorch_model{_SHARDS}.bin",
+    "pytorch_model.bin.index.json",
+)
 
 
 class CheckpointWriter:
@@ -25,22 +35,40 @@ class CheckpointWriter:
 
     def __init__(self, target: Path, contents: dict[str, Tensor], max_shard_size: str | int) -> None:
         self.target, self.staging = target, target / ".incomplete"
-        self.staging.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(self.staging, ignore_errors=True)  # what a killed process left must not move into place
+        self.staging.mkdir(parents=True)
         split = _split(contents, max_shard_size)
         self._index = None
         if split.is_sharded:
             self._index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         self._files: dict[str, _File] = {}
+        self._missing = dict(contents)
         for file, names in split.filename_to_tensors.items():
             opened = _File(self.staging / file, {name: contents[name] for name in names})
             self._files.update(dict.fromkeys(names, opened))
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Write one tensor; its shape and type are those announced."""
+        """Write one tensor; its shape and type are those announced.
+
+        Raises:
+            CheckpointError: they are not, or the tensor was not announced or is written already.
+        """
+        if name not in self._missing:
+            raise CheckpointError(f"{name} was written already, or is not part of this checkpoint")
+        expected = self._missing[name]
+        if (tensor.shape, tensor.dtype) != (expected.shape, expected.dtype):
+            raise CheckpointError(f"{name} was announced as {_describe(expected)} and arrived as {_describe(tensor)}")
         self._files[name].write(name, tensor)
+        del self._missing[name]
 
     def finish(self) -> None:
-        """Move everything into place: earlier weights go first, the index that makes shards a model comes last."""
+        """Move everything into place: earlier weights go first, the index that makes shards a model comes last.
+
+        Raises:
+            CheckpointError: a tensor was never written.
+        """
+        if self._missing:
+            raise CheckpointError(f"these tensors were not written: {', '.join(self._missing)}")
         for file in set(self._files.values()):
             file.close()
         for pattern in _STALE:
@@ -63,12 +91,18 @@ def _split(contents: dict[str, Tensor], max_shard_size: str | int) -> StateDictS
     )
 
 
+def _describe(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} of {tensor.dtype}"
+
+
 class _File:
     def __init__(self, path: Path, contents: dict[str, Tensor]) -> None:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         offset = 0
         for name, tensor in contents.items():
             size = prod(tensor.shape) * tensor.dtype.itemsize
+            if tensor.dtype not in NAMES:
+                raise CheckpointError(f"{name} has the type {tensor.dtype}, which safetensors files cannot hold")
             entry = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, offset + size]}
             header[name], offset = entry, offset + size
         text = json.dumps(header).encode()
@@ -79,7 +113,7 @@ class _File:
         self._file.truncate(8 + len(text) + offset)
 
     def write(self, name: str, tensor: Tensor) -> None:
-        data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        data: Any = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
         self._file.seek(self._places[name])
         self._file.write(memoryview(data))
 

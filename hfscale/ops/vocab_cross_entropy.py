@@ -7,8 +7,8 @@ the sums.) The backward pass needs no communication.
 
 ::
 
-    rank 0: logits[:, :V/2] -> lse0, target0 --\\ all-gather   lse = logaddexp(lse0, lse1)
-    rank 1: logits[:, V/2:] -> lse1, target1 --/              loss = sum(lse - (target0 + target1))
+    rank 0: logits[:, :V/2] -> lse0, target0 --+ all-gather   lse = logaddexp(lse0, lse1)
+    rank 1: logits[:, V/2:] -> lse1, target1 --+              loss = sum(lse - (target0 + target1))
 
 Rows are worked in chunks, in float32 (float64 for float64 logits), so that no second ``[N, V/t]`` buffer is needed:
 with ``overwrite`` the gradient is written into the logits themselves.

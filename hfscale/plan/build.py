@@ -1,16 +1,17 @@
 """Config in, plan out: no process group, no weights, no GPU."""
 
+from collections.abc import Iterator
 from math import gcd
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ..config import ParallelConfig
 from ..errors import PlanError
 from .blueprint import Block, Blueprint, find_blueprint
 from .cut import Cut
-from .plan import LOSSES, BlockPlan, ParameterPlan, Plan
+from .plan import LOSSES, BlockPlan, ParameterPlan, Plan, wild_name
 
 # (dim of the outputs, dim of the inputs) in the weight of each kind of projection
 _WEIGHT_DIMS: dict[type[nn.Module], tuple[int, int]] = {nn.Linear: (0, 1), Conv1D: (1, 0)}
@@ -36,11 +37,11 @@ def build_plan(model: nn.Module, layout: ParallelConfig) -> Plan:
 
 
 class _Builder:
-    def __init__(self, model: nn.Module, layout: ParallelConfig) -> None:
+    def __init__(self, model: Any, layout: ParallelConfig) -> None:
         self.model, self.layout, self.tp = model, layout, layout.size("tp")
-        self.config: Any = model.config
+        self.config = model.config
         self.problems: list[str] = []
-        self.modules = dict(model.named_modules())
+        self.modules: dict[str, Any] = dict(model.named_modules())
         # parameter name -> (cut over tp, partial axes)
         self.rules: dict[str, tuple[Cut | None, tuple[str, ...]]] = {}
 
@@ -70,6 +71,13 @@ class _Builder:
                 )
         if self.layout.sequence_parallel:
             self.problems.append("sequence_parallel=True cannot be run by this version: use sequence_parallel=False")
+        quantization = getattr(self.config, "quantization_config", None)
+        if quantization is not None:
+            method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
+            self.problems.append(
+                f"the checkpoint is quantized ({getattr(method, 'value', method)}), which this version does not load: "
+                "use one with weights of 16 or 32 bits"
+            )
 
     def _blueprint(self) -> Blueprint | None:
         try:
@@ -93,7 +101,11 @@ class _Builder:
                 )
         # Without a blueprint the layers only group parameters for sharding, and the host knows those classes.
         classes = set(getattr(self.model, "_no_split_modules", None) or ())
-        return [name for name, module in self.modules.items() if type(module).__name__ in classes]
+        layers: list[str] = []
+        for name, module in self.modules.items():  # outer modules come first; one inside another is no layer
+            if type(module).__name__ in classes and not any(name.startswith(f"{layer}.") for layer in layers):
+                layers.append(name)
+        return layers
 
     def _blocks(self, blueprint: Blueprint, layers: list[str]) -> list[BlockPlan]:
         blocks = []
@@ -122,8 +134,8 @@ class _Builder:
             if module is None or dims is None:
                 found = "nothing" if module is None else type(module).__name__
                 self._problem_once(
-                    f"tp_size={self.tp}: {_wild(path)} should be a projection (nn.Linear or Conv1D) and is {found}: "
-                    "correct the blueprint, or use tp_size=1"
+                    f"tp_size={self.tp}: {wild_name(path)} should be a projection (nn.Linear or Conv1D) and is "
+                    f"{found}: correct the blueprint, or use tp_size=1"
                 )
                 continue
             parts = role.parts.get(path.rpartition(".")[2], 1)
@@ -134,14 +146,21 @@ class _Builder:
                     self._cut(f"{path}.bias", 0, module.bias.shape[0], parts)
                 else:
                     self.rules[f"{path}.bias"] = (None, ("tp",))
-        for child in role.shared:
-            for parameter, _ in self.modules[f"{name}.{child}"].named_parameters():
-                self.rules[f"{name}.{child}.{parameter}"] = (None, ("tp",))
+        shared = tuple(f"{name}.{child}" for child in role.shared if f"{name}.{child}" in self.modules)
+        for path in shared:
+            for parameter, _ in self.modules[path].named_parameters():
+                self.rules[f"{path}.{parameter}"] = (None, ("tp",))
+        for parameter, _ in self.modules[name].named_parameters(prefix=name):
+            if parameter not in self.rules:
+                self._problem_once(
+                    f"tp_size={self.tp}: {wild_name(parameter)} is inside a block whose blueprint gives it no role: "
+                    "name its module as column, row or shared in the blueprint, or use tp_size=1"
+                )
         return BlockPlan(
             name=name,
             column=tuple(f"{name}.{child}" for child in role.column),
             row=tuple(f"{name}.{child}" for child in role.row),
-            shared=tuple(f"{name}.{child}" for child in role.shared),
+            shared=shared,
             local_attributes=role.local_attributes,
             dropout=max((float(getattr(self.config, field, 0.0) or 0.0) for field in role.dropout), default=0.0),
         )
@@ -150,16 +169,17 @@ class _Builder:
         cut = Cut("tp", dim, self.tp, (length // parts,) * parts if parts > 1 else ())
         if cut.local_length(length, self.tp - 1) == 0:
             self._problem_once(
-                f"tp_size={self.tp} leaves a rank without any of the {length} entries of {_wild(name)}: "
+                f"tp_size={self.tp} leaves a rank without any of the {length} entries of {wild_name(name)}: "
                 f"use tp_size 1 to {length // parts}"
             )
         self.rules[name] = (cut, ())
 
     def _check_heads(self) -> None:
-        heads = getattr(self.config, "num_attention_heads", None)
+        config = self.config.get_text_config(decoder=True) if hasattr(self.config, "get_text_config") else self.config
+        heads = getattr(config, "num_attention_heads", None)
         if not heads:
             return
-        key_heads = getattr(self.config, "num_key_value_heads", None) or heads
+        key_heads = getattr(config, "num_key_value_heads", None) or heads
         common = gcd(heads, key_heads)
         if common % self.tp:
             valid = ", ".join(str(size) for size in range(1, common + 1) if common % size == 0)
@@ -183,7 +203,7 @@ class _Builder:
             self._cut(f"{head}.weight", 0, module.weight.shape[0])
             if module.bias is not None:
                 self._cut(f"{head}.bias", 0, module.bias.shape[0])
-        embedding = self.model.get_input_embeddings()
+        embedding: Any = self.model.get_input_embeddings()
         # A subclass may compute something of its own (scaled embeddings): those stay whole unless tied to a cut head.
         name = next((name for name, module in self.modules.items() if module is embedding), None)
         if name is None or not isinstance(embedding, nn.Embedding):
@@ -195,23 +215,57 @@ class _Builder:
                     f"tp_size={self.tp}: {name} is a {type(embedding).__name__} tied to the head, which cannot be cut "
                     "along the vocabulary: use tp_size=1"
                 )
+                self._cut(f"{name}.weight", 0, embedding.weight.shape[0])
             return None
         if head is None and self._is_tied(embedding.weight):
             return None
+        if embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:
+            self.problems.append(
+                f"tp_size={self.tp}: {name} has max_norm, scale_grad_by_freq or sparse gradients, so it cannot be cut "
+                "along the vocabulary: use tp_size=1"
+            )
         self._cut(f"{name}.weight", 0, embedding.weight.shape[0])
         return name
 
-    def _is_tied(self, parameter: nn.Parameter) -> bool:
-        return sum(p is parameter for _, p in self.model.named_parameters(remove_duplicate=False)) > 1
+    def _is_tied(self, parameter: Tensor) -> bool:
+        return sum(p is parameter for _, p in self._named()) > 1
+
+    def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every parameter under every name it has."""
+        yield from self.model.named_parameters(remove_duplicate=False)
+
+    def _rules_of_tensors(self) -> dict[int, tuple[Cut | None, tuple[str, ...]]]:
+        """The rules by tensor: every module that uses one tensor must agree on its rule."""
+        by_place = {self._place(name): rule for name, rule in self.rules.items()}  # one module may have two names
+        chosen: dict[int, tuple[str, tuple[Cut | None, tuple[str, ...]] | None]] = {}
+        for name, parameter in self._named():
+            rule = by_place.get(self._place(name))
+            first, agreed = chosen.setdefault(id(parameter), (name, rule))
+            if rule != agreed:
+                self._problem_once(
+                    f"tp_size={self.tp}: {wild_name(first)} and {wild_name(name)} are one tensor, and would be cut "
+                    "differently: correct the blueprint, or use tp_size=1"
+                )
+        return {key: rule for key, (_, rule) in chosen.items() if rule is not None}
+
+    def _place(self, name: str) -> tuple[int, str]:
+        """Module and attribute that hold a parameter."""
+        owner, _, attribute = name.rpartition(".")
+        return id(self.model.get_submodule(owner)), attribute
 
     def _parameters(self) -> list[ParameterPlan]:
         owners: dict[int, str] = {}
-        shard = self.layout.size("dp_shard")
+        rules, shard = self._rules_of_tensors(), self.layout.size("dp_shard")
         result = []
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+        for name, parameter in self._named():
             owner = owners.setdefault(id(parameter), name)
-            cut, partial = self.rules.get(name, (None, ()))
+            cut, partial = rules.get(id(parameter), (None, ()))
             cuts = [cut] if cut is not None else []
+            if self.layout.batch_world > 1 and parameter.ndim == 0:
+                self._problem_once(
+                    f"{self.layout.describe()}: {wild_name(name)} is a scalar, which FSDP2 cannot hold: use "
+                    "dp_shard_size=1 and dp_replicate_size=1"
+                )
             if shard > 1 and parameter.ndim:
                 cuts.append(Cut("dp_shard", 0, shard))
             result.append(
@@ -229,8 +283,3 @@ class _Builder:
     def _problem_once(self, problem: str) -> None:
         if problem not in self.problems:
             self.problems.append(problem)
-
-
-def _wild(name: str) -> str:
-    """``model.layers.3.mlp`` -> ``model.layers.*.mlp``: one message speaks for every layer."""
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))

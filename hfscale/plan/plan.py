@@ -17,6 +17,11 @@ LOSSES = {"ForCausalLM": 1}
 """Losses over the vocabulary that can run on cut logits -> how many positions the labels are shifted by."""
 
 
+def wild_name(name: str) -> str:
+    """``model.layers.3.mlp`` -> ``model.layers.*.mlp``: one line speaks for every layer."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
 @dataclass(frozen=True)
 class ParameterPlan:
     """What becomes of one parameter.

@@ -1,11 +1,16 @@
 """A plan as a table for people and as JSON for programs."""
 
 import json
-import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from math import prod
 from typing import Any
 
-from .plan import ParameterPlan, Plan
+from ..config import AXES
+from .plan import ParameterPlan, Plan, wild_name
+
+_COLUMNS = ("parameter", "copies", "stage", "shape", "cut", "shape per rank", "bytes per rank", "gradient")
+_NUMBERS = ("copies", "stage", "bytes per rank")  # aligned right
 
 
 def gradient_rule(parameter: ParameterPlan, plan: Plan) -> str:
@@ -15,16 +20,16 @@ def gradient_rule(parameter: ParameterPlan, plan: Plan) -> str:
         steps.append("reduce-scatter over dp_shard")
     if plan.layout.size("dp_replicate") > 1:
         steps.append("all-reduce over dp_replicate")
-    return ", ".join(steps) or "whole"
+    return ", ".join(steps) or "complete"
 
 
 def describe_cut(parameter: ParameterPlan) -> str:
-    """``tp: dim 0 / 2 in 3 parts``, one entry per axis; ``-`` where the parameter stays whole."""
+    """``dim 1 / tp2 in 3 parts, dim 0 / dp_shard4``, in the order of the cuts; ``-`` where it stays whole."""
     cuts = []
     for cut in parameter.cuts:
         parts = f" in {len(cut.parts)} parts" if len(cut.parts) > 1 else ""
-        cuts.append(f"{cut.axis}: dim {cut.dim} / {cut.size}{parts}")
-    return "; ".join(cuts) or "-"
+        cuts.append(f"dim {cut.dim} / {cut.axis}{cut.size}{parts}")
+    return ", ".join(cuts) or "-"
 
 
 def local_bytes(parameter: ParameterPlan, ranks: dict[str, int]) -> int:
@@ -36,62 +41,134 @@ def local_bytes(parameter: ParameterPlan, ranks: dict[str, int]) -> int:
 
 def to_json(plan: Plan) -> str:
     """The whole plan as JSON; shapes and bytes are those of rank 0, which never has less than another rank."""
-    rows = [_row(parameter, plan) for parameter in plan.parameters]
-    total = sum(row["bytes_per_rank"] for row in rows)
-    layout = {axis: size for axis, size in plan.layout._sizes.items() if axis != "sp"}
     return json.dumps(
-        {"family": plan.family, "layout": layout, "weight_bytes_per_rank": total, "parameters": rows}, indent=1
+        {
+            "family": plan.family,
+            "layout": {axis: plan.layout.size(axis) for axis in AXES},
+            "ranks": plan.layout.total_size,
+            "weight_bytes_per_rank": sum(local_bytes(parameter, {}) for parameter in plan.parameters),
+            "layers": list(plan.layers),
+            "blocks": [asdict(block) for block in plan.blocks],
+            "embedding": plan.embedding,
+            "head": plan.head,
+            "loss": plan.loss,
+            "parameters": [_json_row(parameter, plan) for parameter in plan.parameters],
+        },
+        indent=1,
     )
 
 
-def _row(parameter: ParameterPlan, plan: Plan) -> dict[str, Any]:
+def _json_row(parameter: ParameterPlan, plan: Plan) -> dict[str, Any]:
     return {
         "name": parameter.name,
         "stage": parameter.stage,
-        "cut": describe_cut(parameter),
+        "cuts": [asdict(cut) for cut in parameter.cuts],
         "shape": list(parameter.shape),
         "local_shape": list(parameter.local_shape({})),
         "dtype": str(parameter.dtype).removeprefix("torch."),
         "bytes_per_rank": local_bytes(parameter, {}),
+        "partial": list(parameter.partial),
         "gradient": gradient_rule(parameter, plan),
         "tied_to": parameter.tied_to,
     }
 
 
 def render(plan: Plan) -> str:
-    """The plan as a text table: one line per kind of parameter, the same parameter of like layers folded into one."""
+    """The plan as text: one line per kind of parameter, the same parameter of like layers folded into one."""
     folded: dict[tuple[Any, ...], list[ParameterPlan]] = {}
     for parameter in plan.parameters:
-        pattern = re.sub(r"\.\d+\.", ".*.", parameter.name)
-        key = (pattern, parameter.shape, parameter.dtype, parameter.stage, parameter.cuts, parameter.partial)
-        folded.setdefault(key, []).append(parameter)
-    header = ("parameter", "stage", "cut", "local shape", "bytes per rank", "gradient")
+        tied = wild_name(parameter.tied_to or "")
+        like = (parameter.shape, parameter.dtype, parameter.stage, parameter.cuts, parameter.partial, tied)
+        folded.setdefault((wild_name(parameter.name), *like), []).append(parameter)
+    rows = [_row(group, plan) for group in folded.values()]
+    title = (
+        f"{plan.family}: {sum(prod(parameter.shape) for parameter in plan.owned()):,} parameters "
+        f"({human(sum(prod(p.shape) * p.dtype.itemsize for p in plan.owned()))}) on {plan.layout.describe()}"
+    )
+    ranks = f" = {plan.layout.total_size} ranks" if plan.layout.total_size > 1 else ""
+    return "\n".join([title + ranks, "", *_align(rows), "", *_edges(plan), _memory(plan)])
+
+
+def _row(group: list[ParameterPlan], plan: Plan) -> tuple[str, ...]:
+    first = group[0]
+    return (
+        wild_name(first.name) if len(group) > 1 else first.name,
+        str(len(group)),
+        str(first.stage),
+        _shape(first.shape),
+        describe_cut(first),
+        _shape(first.local_shape({})),
+        human(sum(local_bytes(parameter, {}) for parameter in group)) if first.tied_to is None else "-",
+        gradient_rule(first, plan) if first.tied_to is None else f"tied to {first.tied_to}",
+    )
+
+
+def _align(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(_COLUMNS, *rows, strict=True)]
+
+    def line(cells: tuple[str, ...]) -> str:
+        aligned = [
+            cell.rjust(width) if column in _NUMBERS else cell.ljust(width)
+            for cell, width, column in zip(cells, widths, _COLUMNS, strict=True)
+        ]
+        return "  ".join(aligned).rstrip()
+
+    return [line(_COLUMNS), "-" * (sum(widths) + 2 * (len(widths) - 1)), *map(line, rows)]
+
+
+def _edges(plan: Plan) -> list[str]:
+    """Where ranks of the tensor axis talk, and what the data axes gather at a time."""
     lines = []
-    for (pattern, *_), group in folded.items():
-        first = group[0]
-        name = f"{pattern} x{len(group)}" if len(group) > 1 else first.name
-        gradient = gradient_rule(first, plan) if first.tied_to is None else f"tied to {first.tied_to}"
-        size = human(sum(local_bytes(parameter, {}) for parameter in group))
-        shape = " x ".join(map(str, first.local_shape({}))) or "scalar"
-        lines.append((name, str(first.stage), describe_cut(first), shape, size, gradient))
-    widths = [max(len(line[i]) for line in (header, *lines)) for i in range(len(header))]
-    text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
-    head = "  ".join(cell.ljust(width) for cell, width in zip(header, widths, strict=True)).rstrip()
+    if plan.blocks:
+        lines.append("edges over tp (blocks: one all-reduce forward, one backward)")
+        folded: dict[tuple[str, ...], int] = {}
+        for block in plan.blocks:
+            roles = {"column": block.column, "row": block.row, "shared": block.shared}
+            named = "; ".join(f"{role} {_inside(block.name, names)}" for role, names in roles.items() if names)
+            key = (wild_name(block.name), named)
+            folded[key] = folded.get(key, 0) + 1
+        entries = [(f"{name} x{count}", named) for (name, named), count in folded.items()]
+        for name, what in (
+            (plan.embedding, "all-reduce forward"),
+            (plan.head, f"all-reduce backward, loss {plan.loss} on cut logits"),
+        ):
+            if name is not None:
+                weight = plan.by_name[f"{name}.weight"]
+                cut = weight.cut_over("tp")
+                held = cut.local_length(weight.shape[0], 0) if cut else weight.shape[0]
+                entries.append((name, f"{what}, {held:,} of {weight.shape[0]:,} tokens per rank"))
+        width = max(len(name) for name, _ in entries)
+        lines += [f"  {name.ljust(width)}  {what}" for name, what in entries]
+    if plan.layout.batch_world > 1:
+        lines.append(
+            f"data axes: {len(plan.layers)} layers, each gathered and reduced as one, and the rest of the model"
+        )
+    return [*lines, ""] if lines else []
+
+
+def _inside(block: str, names: Iterable[str]) -> str:
+    return ", ".join(name.removeprefix(f"{block}.") for name in names)
+
+
+def _memory(plan: Plan) -> str:
     weights = sum(local_bytes(parameter, {}) for parameter in plan.parameters)
     count = sum(prod(parameter.local_shape({})) for parameter in plan.owned())
-    total = sum(prod(parameter.shape) for parameter in plan.owned())
-    title = f"{plan.family}: {total:,} parameters, {plan.layout.describe()} = {plan.layout.total_size} rank(s)"
-    summary = (
-        f"per rank: {count:,} parameters, weights {human(weights)}, gradients {human(weights)}, "
-        f"AdamW state {human(2 * weights)} (before activations)"
+    return (
+        f"per rank: {count:,} parameters; weights {human(weights)} + gradients {human(weights)} + AdamW state "
+        f"{human(2 * weights)} = {human(4 * weights)}, before activations"
     )
-    return "\n".join([title, "", head, "-" * len(head), *text, "", summary])
+
+
+def _shape(shape: Iterable[int]) -> str:
+    return " x ".join(map(str, shape)) or "scalar"
 
 
 def human(size: float) -> str:
     """Bytes with a binary unit: ``1536`` -> ``1.5 KiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+    if size < 1024:
+        return f"{size:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
         size /= 1024
-    raise AssertionError
+        if size < 1024:
+            return f"{size:.1f} {unit}"
+    return f"{size / 1024:.1f} TiB"

@@ -2,7 +2,7 @@
 
 Data flow of one block (``t`` tensor ranks, ``h`` hidden size)::
 
-    [b, s, h] --enter--> column projections --> [b, s, .../t] --> row projection --> [b, s, h] partial --leave--> [b, s, h]
+    [b, s, h] --enter--> column projections --> [b, s, .../t] --> row projection --> partial [b, s, h] --leave--> whole
 
 Inside the edges every module is the stock one with local sizes and plain tensors, so whatever works on such modules
 (adapters, quantized layers, compilers, FSDP) works there.
@@ -68,7 +68,7 @@ def local_parameter(whole: Any, planned: ParameterPlan, mesh: Mesh) -> nn.Parame
     return nn.Parameter(share, requires_grad=whole.requires_grad)
 
 
-def _follow_weight(module: nn.Module) -> None:
+def _follow_weight(module: Any) -> None:
     for attribute, dim in _SIZE_ATTRIBUTES.items():
         if attribute in module.__dict__:
             setattr(module, attribute, module.weight.shape[dim])

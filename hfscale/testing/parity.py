@@ -107,9 +107,7 @@ class Parity:
         return max(self.loss, self.gradient, self.norm, self.weight, self.saved)
 
 
-def assert_layout_equal(
-    case: Case, layout: ParallelConfig, pool: RankPool | None, tolerance: float = 1e-10
-) -> Parity:
+def assert_layout_equal(case: Case, layout: ParallelConfig, pool: RankPool | None, tolerance: float = 1e-10) -> Parity:
     """Measure, and fail where anything differs by more than ``tolerance``."""
     parity = measure_parity(case, layout, pool)
     assert parity.worst() <= tolerance, f"{layout.describe()} differs from one process: {parity}"
@@ -201,11 +199,10 @@ def run_rank(case: Case, layout: ParallelConfig, directory: str) -> Parity:
             loss = hfscale.train_step(model, step[batch_rank])
             parity.loss = max(parity.loss, _difference(loss, expected["loss"]))
             for planned, parameter in runtime.parameters():
-                wanted = expected["gradients"].get(planned.name)
-                assert (parameter.grad is None) <= (wanted is None), f"{planned.name} got no gradient"
-                if wanted is not None:
-                    found = local_tensor(parameter.grad)
-                    error = _difference(found, planned.take(wanted, ranks), wanted)
+                wanted, gradient = expected["gradients"].get(planned.name), parameter.grad
+                assert (gradient is None) == (wanted is None), f"{planned.name}: {gradient=} where {wanted=}"
+                if gradient is not None:
+                    error = _difference(local_tensor(gradient), planned.take(wanted, ranks), wanted)
                     if error >= parity.gradient:
                         parity.gradient, parity.worst_gradient = error, planned.name
             norm = hfscale.clip_grad_norm_(model, case.max_norm if case.max_norm is not None else 1e30)

@@ -126,7 +126,9 @@ def _serve(
     rank: int, world: int, directory: str, pipe: Connection, path: list[str], threads: int, timeout: float
 ) -> None:
     sys.path[:] = path
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), ACCELERATE_USE_CPU="1")
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+    # Accelerate insists on an address, also where the process group exists; nothing listens there.
+    os.environ.update(ACCELERATE_USE_CPU="1", MASTER_ADDR="localhost", MASTER_PORT="29500")
     os.environ.setdefault("TQDM_DISABLE", "1")
     with open(Path(directory) / f"stack-{rank}", "w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
@@ -135,9 +137,11 @@ def _serve(
 
         torch.set_num_threads(threads)
         warnings.simplefilter("ignore")
-        store = dist.FileStore(str(Path(directory) / "store"), world)
+        store = torch.distributed.FileStore(str(Path(directory) / "store"), world)  # type: ignore[attr-defined]
         # Longer than the pool's own patience, so that a hang is reported by the pool, with stacks.
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=2 * timeout))
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=2 * timeout)
+        )
         while True:
             try:
                 function, args, kwargs = pipe.recv()

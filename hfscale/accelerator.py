@@ -1,0 +1,224 @@
+"""The bridge to Accelerate: a stock-looking loop gives the right numbers on every layout.
+
+Accelerate counts processes; under tensor parallelism several processes share one batch. This subclass makes it count
+*distinct batches* wherever it matters - which samples a rank gets, how results are gathered, how often a schedule
+steps - and leaves the model, which hfscale has wrapped already, alone.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import accelerate
+import torch
+import torch.distributed as dist
+from accelerate.data_loader import get_sampler, prepare_data_loader
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import recursively_apply
+from torch import Tensor, nn
+
+from .checkpoint import save_pretrained
+from .config import without_launcher_switches
+from .data import set_gradient_sync
+from .errors import ConfigError
+from .mesh import Mesh
+from .runtime import Runtime, find_runtime, runtime_of
+from .train import clip_grad_norm_, synchronize_random_streams
+
+_FOREIGN = ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin", "parallelism_config")
+
+
+class Accelerator(accelerate.Accelerator):
+    """``accelerate.Accelerator`` for models that hfscale parallelized.
+
+    Pass the model to :meth:`prepare` together with, or before, the data loaders. Takes the arguments of
+    ``accelerate.Accelerator`` except those that would shard the model a second time.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        clashing = [name for name in _FOREIGN if kwargs.get(name) is not None]
+        if clashing:
+            raise ConfigError(
+                f"{', '.join(clashing)} would shard the model a second time: leave it out, and give the layout to "
+                "hfscale.from_pretrained(..., parallel=hfscale.ParallelConfig(...))"
+            )
+        with without_launcher_switches():
+            super().__init__(**kwargs)
+        if self.mixed_precision not in ("no", "bf16"):
+            raise ConfigError(f"mixed_precision={self.mixed_precision!r} cannot be used: use 'no' or 'bf16'")
+        self._runtime: Runtime | None = None
+
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks of the prepared model."""
+        if self._runtime is None:
+            raise ConfigError(
+                "no model that hfscale parallelized has been prepared yet: pass the model to prepare() together with, "
+                "or before, the data loaders"
+            )
+        return self._runtime.mesh
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """As Accelerate's; models must come from hfscale, and are returned as they are."""
+        for model in (obj for obj in args if isinstance(obj, nn.Module)):
+            self._adopt(model)
+        return super().prepare(*args, device_placement=device_placement)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        """Remember the model; it is on its device and wrapped already."""
+        self._adopt(model)
+        if model not in self._models:
+            self._models.append(model)
+        return model
+
+    def prepare_data_loader(
+        self, data_loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None
+    ) -> Any:
+        """Give each distinct batch rank its share of the samples; ranks that share a batch get the same ones."""
+        if getattr(data_loader, "_is_accelerate_prepared", False):
+            return data_loader
+        if self.dispatch_batches:
+            raise ConfigError(
+                "dispatch_batches=True slices batches over all processes, also those that share one: leave it out"
+            )
+        self._agree_on_order(data_loader)
+        prepared = prepare_data_loader(
+            data_loader,
+            self.device,
+            num_processes=self.mesh.batch_world,
+            process_index=self.mesh.batch_rank,
+            split_batches=self.split_batches,
+            put_on_device=self.device_placement if device_placement is None else device_placement,
+            rng_types=list(self.rng_types or ()),
+            dispatch_batches=False,
+            even_batches=self.even_batches,
+            use_seedable_sampler=self.use_seedable_sampler,
+            data_seed=self._agreed(self.dataloader_config.data_seed or torch.random.initial_seed()),
+            non_blocking=self.non_blocking,
+            use_stateful_dataloader=self.use_stateful_dataloader,
+        )
+        self._dataloaders.append(prepared)
+        return prepared
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """A schedule that steps once per optimizer step, whatever the layout."""
+        if getattr(scheduler, "_is_accelerate_prepared", False):
+            return scheduler
+        optimizers = [o for o in self._optimizers if o.optimizer is getattr(scheduler, "optimizer", None)]
+        prepared = AcceleratedScheduler(
+            scheduler,
+            optimizers or self._optimizers,
+            step_with_optimizer=self.step_scheduler_with_optimizer,
+            split_batches=True,  # Accelerate's word for: do not multiply steps by processes
+        )
+        self._schedulers.append(prepared)
+        return prepared
+
+    def gather(self, tensor: Any) -> Any:
+        """Concatenate, along the first dim, what the distinct batch ranks hold; every sample once, in batch order."""
+        groups = self.mesh.batch_groups
+
+        def gather_one(local: Tensor) -> Tensor:
+            local = (local[None] if local.ndim == 0 else local).contiguous()
+            for group in groups:
+                pieces = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+                dist.all_gather(pieces, local, group=group)
+                local = torch.cat(pieces)
+            return local
+
+        return recursively_apply(gather_one, tensor, error_on_other_type=True)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As Accelerate's, over distinct batches: the duplicates that even out the last batch are dropped."""
+        if use_gather_object:
+            raise ConfigError("use_gather_object=True gathers over all processes: gather tensors instead")
+        return super().gather_for_metrics(input_data)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Sum or mean over the distinct batch ranks."""
+
+        def reduce_one(local: Tensor) -> Tensor:
+            total = local.clone()
+            for group in self.mesh.batch_groups:
+                dist.all_reduce(total, group=group)
+            return total * scale / (self.mesh.batch_world if reduction == "mean" else 1)
+
+        return recursively_apply(reduce_one, tensor, error_on_other_type=True)
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Within: backward passes accumulate gradients without reducing them over the data axes."""
+        stock = runtime_of(model).model
+        set_gradient_sync(stock, False)
+        try:
+            yield
+        finally:
+            set_gradient_sync(stock, True)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor | None:
+        """Clip by the true global norm, where this is a step that updates; ``parameters`` are those of the model.
+
+        Raises:
+            ConfigError: they are only some of its trainable parameters.
+        """
+        given = {id(p) for p in ([parameters] if isinstance(parameters, Tensor) else _listed(parameters))}
+        for model in self._models:
+            trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+            if trained and trained <= given:
+                return clip_grad_norm_(model, max_norm, norm_type) if self.sync_gradients else None
+        raise ConfigError(
+            "clip_grad_norm_ clips all the gradients of one prepared model together: pass model.parameters()"
+        )
+
+    def save_model(self, model: nn.Module, save_directory: Any, max_shard_size: Any = "5GB", **_: Any) -> None:
+        """Write a plain Hugging Face directory; call it on every rank."""
+        save_pretrained(model, save_directory, max_shard_size=max_shard_size)
+
+    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: Accelerate would write the shards of rank 0 as if they were the model."""
+        raise ConfigError(
+            "save_state cannot write a sharded run: save the weights with hfscale.save_pretrained(model, dir)"
+        )
+
+    def load_state(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused, like :meth:`save_state`."""
+        raise ConfigError(
+            "load_state cannot read a sharded run: load the weights with hfscale.from_pretrained(dir, ...)"
+        )
+
+    def _adopt(self, model: nn.Module) -> None:
+        runtime = find_runtime(model)
+        if runtime is None:
+            raise ConfigError(
+                f"{type(model).__name__} was not parallelized by hfscale: build it with hfscale.from_pretrained, "
+                "from_config or parallelize before accelerator.prepare"
+            )
+        if runtime.mixed_precision != self.mixed_precision:
+            raise ConfigError(
+                f"the accelerator has mixed_precision={self.mixed_precision!r} and the model was built with "
+                f"{runtime.mixed_precision!r}: give both the same, hfscale.from_pretrained(..., "
+                f"mixed_precision={self.mixed_precision!r})"
+            )
+        self._runtime = self._runtime or runtime
+        synchronize_random_streams(runtime)
+
+    def _agreed(self, value: int) -> int:
+        """Rank 0's ``value``, on every rank."""
+        box = [value]
+        if self.mesh.control is not None:
+            dist.broadcast_object_list(box, src=0, group=self.mesh.control)
+        return box[0]
+
+    def _agree_on_order(self, data_loader: Any) -> None:
+        """Shuffle alike on every rank: a sampler without a generator would draw from each process's own stream."""
+        sampler = get_sampler(data_loader)
+        if not hasattr(sampler, "generator"):
+            return
+        seed = sampler.generator.initial_seed() if sampler.generator is not None else torch.random.initial_seed()
+        sampler.generator = torch.Generator().manual_seed(self._agreed(seed))
+
+
+def _listed(parameters: Any) -> Iterable[Any]:
+    return parameters.values() if isinstance(parameters, dict) else parameters

@@ -1,0 +1,120 @@
+"""The ``hfscale`` command."""
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from .config import ParallelConfig
+from .errors import ConfigError, HFScaleError
+from .parallelize import plan as make_plan
+from .plan import render, to_json
+from .version import __version__
+
+_DTYPES = ("float64", "float32", "bfloat16", "float16")
+_SIZES = {
+    "--tp": "tensor ranks: each layer's matrices are cut",
+    "--dp-shard": "sharded-data ranks (ZeRO-3, FSDP2)",
+    "--dp-replicate": "replicas of the whole sharded model",
+    "--pp": "pipeline stages",
+    "--ep": "expert ranks",
+    "--cp": "context ranks: the sequence is cut",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command line; returns the exit code: 0, or 2 where the command cannot be carried out."""
+    try:
+        arguments = _parser().parse_args(argv)
+    except SystemExit as stop:  # argparse has printed the help, the version or what is wrong
+        return int(stop.code or 0)
+    run: Callable[[argparse.Namespace], None] = arguments.run
+    try:
+        run(arguments)
+    except HFScaleError as error:
+        print(f"hfscale {arguments.command}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="hfscale", description="Train stock Hugging Face models at any scale.")
+    parser.add_argument("--version", action="version", version=f"hfscale {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    plan = commands.add_parser(
+        "plan",
+        help="show what becomes of every parameter under a layout",
+        description="Show, for every parameter of a model, how a layout cuts it, what each rank holds and what is done "
+        "to its gradient. Reads only the config: no weights, no processes, no GPU.",
+    )
+    _add_model(plan)
+    _add_layout(plan)
+    plan.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    plan.set_defaults(run=_plan)
+    return parser
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a model directory, a Hub id, or the path of a config.json")
+    parser.add_argument("--auto-class", default="AutoModelForCausalLM", help="the Auto class (default: %(default)s)")
+    parser.add_argument("--dtype", choices=_DTYPES, help="type of the weights (default: the config's)")
+
+
+def _add_layout(parser: argparse.ArgumentParser) -> None:
+    # Sizes stay strings here: ParallelConfig says what is wrong with them, and fills in those left out.
+    layout = parser.add_argument_group("layout")
+    for flag, text in _SIZES.items():
+        layout.add_argument(flag, metavar="N", help=text)
+    layout.add_argument(
+        "--sequence-parallel", action="store_true", default=None, help="cut norms and residuals over tp"
+    )
+
+
+def _layout(arguments: argparse.Namespace) -> ParallelConfig:
+    sizes = {flag[2:].replace("-", "_"): None for flag in _SIZES}
+    given = {f"{axis}_size": getattr(arguments, axis) for axis in sizes}
+    return ParallelConfig(**given, sequence_parallel=arguments.sequence_parallel)
+
+
+def _plan(arguments: argparse.Namespace) -> None:
+    layout, auto_class = _layout(arguments), _auto_class(arguments.auto_class)
+    config = _load_config(arguments.model)
+    try:
+        planned = make_plan(config, layout, auto_class=auto_class, dtype=arguments.dtype)
+    except HFScaleError:
+        raise
+    except ValueError as error:  # the host's word for "no such architecture under this Auto class"
+        raise ConfigError(
+            f"{arguments.auto_class} cannot build a {config.model_type!r} model: {_first_line(error)} Choose another "
+            "--auto-class"
+        ) from error
+    print(to_json(planned) if arguments.json else render(planned))
+
+
+def _auto_class(name: str) -> Any:
+    found = getattr(transformers, name, None) if name.startswith("AutoModel") else None
+    if not hasattr(found, "from_config"):
+        known = [known for known in dir(transformers) if known.startswith("AutoModel")]
+        raise ConfigError(
+            f"--auto-class {name} is not one of transformers' Auto classes: use one of {', '.join(known)}"
+        )
+    return found
+
+
+def _load_config(model: str) -> Any:
+    path = Path(model)
+    if not path.exists() and (path.is_absolute() or model.startswith(".") or len(path.parts) > 2):
+        raise ConfigError(f"{model} does not exist: give a model directory, a config.json or a Hub id (owner/name)")
+    if path.is_dir() and not (path / "config.json").exists():
+        raise ConfigError(f"{model} has no config.json: give the directory of a Hugging Face model")
+    try:
+        return transformers.AutoConfig.from_pretrained(model)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"no config could be read from {model}: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

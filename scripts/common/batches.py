@@ -1,0 +1,71 @@
+"""Which sequences are in which step, and on which rank: pure functions of integers."""
+
+from collections.abc import Iterator
+
+import torch
+
+from .recipe import RecipeError
+
+IGNORED = -100
+"""The label that counts in no loss."""
+
+
+def per_rank(batch_size: int, batch_world: int, microbatch_size: int | None) -> tuple[int, int]:
+    """How many microbatches of how many sequences each rank runs in one optimizer step.
+
+    Raises:
+        RecipeError: the step does not divide evenly.
+    """
+    if batch_size % batch_world:
+        raise RecipeError(
+            f"training.batch_size={batch_size} does not divide over the {batch_world} distinct batches of the layout: "
+            f"use a multiple of {batch_world}"
+        )
+    share = batch_size // batch_world
+    size = microbatch_size or share
+    if share % size:
+        raise RecipeError(
+            f"training.microbatch_size={size} does not divide the {share} sequences that each of {batch_world} "
+            f"distinct batch(es) has of training.batch_size={batch_size}: use a divisor of {share}"
+        )
+    return share // size, size
+
+
+def sequences_of_step(step: int, batch_size: int, available: int, seed: int) -> list[int]:
+    """The sequences of optimizer step ``step`` (from 0), over all ranks.
+
+    Every epoch visits all sequences once, in an order of its own, and a step may begin in one epoch and end in the
+    next.
+    """
+    chosen = []
+    orders: dict[int, list[int]] = {}
+    for position in range(step * batch_size, (step + 1) * batch_size):
+        epoch, index = divmod(position, available)
+        if epoch not in orders:
+            generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+            orders[epoch] = torch.randperm(available, generator=generator).tolist()
+        chosen.append(orders[epoch][index])
+    return chosen
+
+
+def share_of_step(sequences: list[int], batch_rank: int, microbatches: int, size: int) -> list[list[int]]:
+    """The part of a step's ``sequences`` that batch rank ``batch_rank`` runs, as microbatches."""
+    start = batch_rank * microbatches * size
+    return [sequences[start + index * size : start + (index + 1) * size] for index in range(microbatches)]
+
+
+def evaluation_steps(
+    available: int, batch_rank: int, batch_world: int, size: int
+) -> Iterator[tuple[list[int], int, int]]:
+    """What one rank evaluates: all ranks together visit every sequence once, in as many steps on each.
+
+    Yields:
+        ``size`` sequences (or fewer on all ranks, at the end), how many of them count (the rest fill up), and how many
+        count over all ranks.
+    """
+    for start in range(0, available, size * batch_world):
+        total = min(size * batch_world, available - start)
+        rows = -(-total // batch_world)
+        first = start + batch_rank * rows
+        counted = max(0, min(rows, start + total - first))
+        yield [first + index if index < counted else 0 for index in range(rows)], counted, total

@@ -1,0 +1,202 @@
+"""The model card of a run, and everything else that is written when training has ended."""
+
+import platform
+import shutil
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+import transformers
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from omegaconf import OmegaConf
+
+import hfscale
+
+from .loop import Outcome
+from .processes import barrier, is_main
+from .recipe import DataRecipe, FinetuneRecipe, Recipe
+from .report import RunLog, plot_losses, read_metrics
+
+
+def finish(
+    model: Any,
+    tokenizer: Any,
+    recipe: Recipe,
+    layout: hfscale.ParallelConfig,
+    outcome: Outcome,
+    log: RunLog,
+    train_sequences: int,
+) -> None:
+    """Write ``checkpoint/`` (weights, tokenizer, card), ``loss.png`` and ``recipe.yaml``. Call it on every rank."""
+    log.close()
+    directory = recipe.directory
+    checkpoint = directory / "checkpoint"
+    hfscale.save_pretrained(model, checkpoint)
+    if is_main():
+        tokenizer.save_pretrained(checkpoint)
+        OmegaConf.save(OmegaConf.structured(recipe), directory / "recipe.yaml")
+        plot_losses(log.path, directory / "loss.png", f"{recipe.name} ({layout.describe()})")
+        shutil.copyfile(directory / "loss.png", checkpoint / "loss.png")
+        card = make_card(model.config, recipe, layout, outcome, log, train_sequences)
+        card.save(checkpoint / "README.md")
+        print(
+            f"\n{recipe.name}: {layout.describe()}, {outcome.tokens_per_second:,.0f} tokens/s, peak memory "
+            f"{outcome.memory / 2**30:.2f} GiB\n"
+            f"  validation loss {outcome.first_validation_loss:.4f} -> {outcome.validation_loss:.4f}, unigram entropy "
+            f"{log.unigram_entropy:.4f} (nats per token)\n"
+            f"  {checkpoint}, {log.path}, {directory / 'loss.png'}",
+            flush=True,
+        )
+    barrier()
+
+
+def make_card(
+    config: Any, recipe: Recipe, layout: hfscale.ParallelConfig, outcome: Outcome, log: RunLog, train_sequences: int
+) -> ModelCard:
+    """The card: what was trained, on what, how, and what was measured."""
+    finetuned = isinstance(recipe, FinetuneRecipe)
+    source = describe_source(recipe.data)
+    data = ModelCardData(
+        model_name=recipe.name,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["hfscale", config.model_type, "fine-tuned" if finetuned else "pretrained"],
+        base_model=recipe.base if finetuned and not _is_local(recipe.base) else None,
+        datasets=[recipe.data.source] if _is_hub_data(recipe.data) else None,
+        eval_results=[
+            EvalResult(
+                task_type="text-generation",
+                dataset_type="text",
+                dataset_name=f"{source} (validation slice)",
+                metric_type="loss",
+                metric_name="validation loss (nats per token)",
+                metric_value=round(outcome.validation_loss, 4),
+            )
+        ],
+    )
+    origin = f"fine-tuned (all parameters) from `{Path(recipe.base).as_posix()}`" if finetuned else "random weights"
+    text = _TEMPLATE.format(
+        yaml=data.to_yaml(),
+        name=recipe.name,
+        architecture=(config.architectures or [config.model_type])[0],
+        parameters=_parameters(config),
+        origin=origin,
+        source=source,
+        layout=layout.describe(),
+        processes=layout.total_size,
+        device=torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, gloo",
+        train_sequences=train_sequences,
+        length=recipe.data.sequence_length,
+        slice=recipe.data.slice,
+        training=_table(vars(recipe.training)),
+        seed=recipe.seed,
+        train_loss=outcome.train_loss,
+        first=outcome.first_validation_loss,
+        last=outcome.validation_loss,
+        entropy=log.unigram_entropy,
+        losses=_loss_table(log.path),
+        tokens=outcome.tokens,
+        speed=outcome.tokens_per_second,
+        memory=outcome.memory / 2**30,
+        before=outcome.memory_before / 2**30,
+        python=platform.python_version(),
+        torch=torch.__version__,
+        transformers=transformers.__version__,
+        accelerate=accelerate.__version__,
+        hfscale=hfscale.__version__,
+    )
+    return ModelCard(text)
+
+
+def describe_source(data: DataRecipe) -> str:
+    """The source of the text, without saying where it lies on this machine."""
+    if data.source == "stdlib":
+        return f"the source of Python {platform.python_version()}'s standard library"
+    path = Path(data.source)
+    return f"`{path.name}`" if path.exists() else f"`{data.source}` ({data.split})"
+
+
+def _is_hub_data(data: DataRecipe) -> bool:
+    return data.source != "stdlib" and not Path(data.source).exists()
+
+
+def _is_local(base: str) -> bool:
+    return Path(base).is_dir()
+
+
+def _parameters(config: Any) -> int:
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config).num_parameters()
+
+
+def _table(values: dict[str, Any]) -> str:
+    rows = [f"| {name} | {'-' if value is None else value} |" for name, value in values.items()]
+    return "\n".join(["| key | value |", "|---|---|", *rows])
+
+
+def _loss_table(metrics: Path) -> str:
+    """One row per evaluation, with the training loss logged last before it."""
+    training, evaluation = read_metrics(metrics)
+    rows = []
+    for record in evaluation:
+        before = [r["loss"] for r in training if r["step"] <= record["step"]]
+        shown = f"{before[-1]:.4f}" if before else ""
+        rows.append(f"| {record['step']} | {shown} | {record['validation_loss']:.4f} |")
+    return "\n".join(["| step | train loss | validation loss |", "|---|---|---|", *rows])
+
+
+_TEMPLATE = """---
+{yaml}
+---
+
+# {name}
+
+`{architecture}`, {parameters:,} parameters, {origin}, trained with hfscale on {source}.
+
+**Validation loss {last:.4f} nats per token**, against a unigram entropy of {entropy:.4f}: what a model reaches on this
+text that knows how frequent each token is and nothing else.
+
+## Load it
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("path/of/this/directory")
+tokenizer = AutoTokenizer.from_pretrained("path/of/this/directory")
+```
+
+It is an ordinary Hugging Face checkpoint; hfscale need not be installed.
+
+## Measured
+
+| | |
+|---|---|
+| layout | {layout} ({processes} process(es), {device}) |
+| train loss (mean since the previous log line) | {train_loss:.4f} |
+| validation loss before training | {first:.4f} |
+| validation loss after training | {last:.4f} |
+| unigram entropy of the validation text | {entropy:.4f} |
+| tokens trained on | {tokens:,} |
+| tokens per second, all processes | {speed:,.0f} |
+| peak memory of the largest process | {memory:.2f} GiB ({before:.2f} GiB before the first step) |
+
+{losses}
+
+![losses](loss.png)
+
+## Data
+
+{source}: {train_sequences:,} packed sequences of {length} tokens (slice `{slice}`). Documents are put one after the
+other with an end-of-text token between them. Slices are disjoint sets of documents, chosen by name.
+
+## Hyperparameters
+
+AdamW (betas 0.9, 0.95), cosine schedule after a linear warm-up, seed {seed}.
+
+{training}
+
+## Versions
+
+Python {python}, torch {torch}, transformers {transformers}, accelerate {accelerate}, hfscale {hfscale}
+"""

@@ -1,0 +1,124 @@
+"""Where text comes from: documents of a source, each in one slice, the same on every machine that has the source."""
+
+import json
+import sysconfig
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from datasets import load_dataset
+
+from .recipe import DataRecipe, RecipeError
+
+SLICES = ("train", "validation", "finetune")
+
+# Parts of the standard library that are not library code written by hand: tests, tables, tools, other packages.
+_NOT_LIBRARY = {
+    *("test", "tests", "idle_test", "__pycache__", "site-packages", "dist-packages", "__phello__"),
+    *("encodings", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "turtledemo"),
+}
+
+
+class Document(NamedTuple):
+    """A text, and a name for it that does not depend on the machine."""
+
+    name: str
+    text: str
+
+
+def slice_of(name: str, validation_fraction: float, finetune_fraction: float) -> str:
+    """The slice a document of this name is in: a function of the name alone, so that every run agrees."""
+    position = zlib.crc32(name.encode()) / 2**32
+    if position < validation_fraction:
+        return "validation"
+    return "finetune" if position < validation_fraction + finetune_fraction else "train"
+
+
+def read_slices(data: DataRecipe) -> dict[str, list[str]]:
+    """All texts of the source by slice, in an order that does not depend on the machine.
+
+    Raises:
+        RecipeError: the source is not there, or has nothing for validation or for the slice to train on.
+    """
+    slices: dict[str, list[str]] = {name: [] for name in SLICES}
+    for document in read_documents(data):
+        slices[slice_of(document.name, data.validation_fraction, data.finetune_fraction)].append(document.text)
+    counts = ", ".join(f"{len(texts)} for {name}" for name, texts in slices.items())
+    for needed in ("validation", data.slice):
+        if not slices[needed]:
+            raise RecipeError(
+                f"data.source={data.source!r} has documents {counts}, and a run needs some for {needed}: raise "
+                "data.validation_fraction or data.finetune_fraction, or give more documents"
+            )
+    return slices
+
+
+def read_documents(data: DataRecipe) -> Iterator[Document]:
+    """The documents of ``data.source``, in a fixed order."""
+    if data.source == "stdlib":
+        return _standard_library()
+    path = Path(data.source)
+    if path.is_dir():
+        return _directory(path, data.text_column)
+    if path.is_file():
+        return _file(path, path.name, data.text_column, split=True)
+    return _hub(data)
+
+
+def _standard_library() -> Iterator[Document]:
+    root = Path(sysconfig.get_path("stdlib"))
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        text = None if _NOT_LIBRARY.intersection(relative.parts) else _text(path)
+        if text:
+            yield Document(relative.as_posix(), text)
+
+
+def _directory(root: Path, text_column: str) -> Iterator[Document]:
+    for path in sorted(root.rglob("*")):
+        relative = path.relative_to(root)
+        if path.is_file() and not any(part.startswith(".") for part in relative.parts):
+            yield from _file(path, relative.as_posix(), text_column, split=False)
+
+
+def _file(path: Path, name: str, text_column: str, split: bool) -> Iterator[Document]:
+    """Records of a JSONL file; a text file whole, or split at blank lines. Nothing if it is not text."""
+    text = _text(path)
+    if text is None:
+        return
+    if path.suffix == ".jsonl":
+        records = [json.loads(line) for line in text.splitlines() if line.strip()]
+        if records and text_column not in records[0]:
+            raise RecipeError(
+                f"data.text_column={text_column!r} is not in {name}: its records have {', '.join(records[0])}"
+            )
+        parts = [record[text_column] for record in records]
+    else:
+        parts = text.split("\n\n") if split else [text]
+    for index, part in enumerate(parts):
+        if part.strip():
+            yield Document(f"{name}:{index}", part)
+
+
+def _hub(data: DataRecipe) -> Iterator[Document]:
+    try:
+        dataset = load_dataset(data.source, data.subset, split=data.split)
+    except Exception as error:  # whatever the Hub, the network or the data set's own loader raises
+        raise RecipeError(
+            f"data.source={data.source!r} is neither 'stdlib', nor a file or directory here, nor a data set that the "
+            f"Hub gave ({type(error).__name__}: {error}): correct data.source, data.subset or data.split"
+        ) from error
+    if data.text_column not in dataset.column_names:
+        raise RecipeError(
+            f"data.text_column={data.text_column!r} is not in {data.source}: it has {', '.join(dataset.column_names)}"
+        )
+    for index, record in enumerate(dataset):
+        yield Document(f"{data.source}:{index}", record[data.text_column])
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        return None

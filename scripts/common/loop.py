@@ -1,0 +1,104 @@
+"""The training loop: what hfscale leaves to its user, in one place."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+from transformers import get_scheduler
+
+import hfscale
+
+from .batches import IGNORED, evaluation_steps, per_rank, sequences_of_step, share_of_step
+from .recipe import Recipe, TrainingRecipe
+from .report import RunLog, peak_memory
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a training run measured. Losses are in nats per token; memory is that of the largest process, in bytes."""
+
+    train_loss: float
+    first_validation_loss: float
+    validation_loss: float
+    tokens: int
+    tokens_per_second: float
+    memory: int
+    memory_before: int
+
+
+def train(model: Any, recipe: Recipe, train_data: Dataset, validation_data: Dataset, log: RunLog) -> Outcome:
+    """Train ``model`` as the recipe says. Call it on every rank.
+
+    A training loss in the log is the mean over the steps since the one before; time spent evaluating does not count
+    in tokens per second.
+    """
+    training = recipe.training
+    microbatches, size = per_rank(training.batch_size, hfscale.batch_world(model), training.microbatch_size)
+    optimizer = make_optimizer(model, training)
+    warmup = round(training.warmup_ratio * training.steps)
+    scheduler = get_scheduler("cosine", optimizer, num_warmup_steps=warmup, num_training_steps=training.steps)
+    tokens_per_step = training.batch_size * recipe.data.sequence_length
+    if training.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+
+    memory_before = peak_memory()
+    first = validation = evaluate(model, validation_data, size)
+    log.evaluated(0, validation)
+    losses: list[Tensor] = []
+    train_loss, seconds, logged_seconds, started = 0.0, 0.0, 0.0, time.perf_counter()
+    for step in range(1, training.steps + 1):
+        model.train()
+        sequences = sequences_of_step(step - 1, training.batch_size, len(train_data), recipe.seed)
+        share = share_of_step(sequences, hfscale.batch_rank(model), microbatches, size)
+        losses.append(hfscale.train_step(model, [batch_of(train_data, rows) for rows in share]))
+        norm = hfscale.clip_grad_norm_(model, training.max_grad_norm)
+        learning_rate = scheduler.get_last_lr()[0]
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        log.stepped()
+        if step % training.log_every == 0 or step == training.steps:
+            train_loss = float(torch.stack(losses).mean())  # also waits for the device
+            seconds += time.perf_counter() - started
+            speed = len(losses) * tokens_per_step / (seconds - logged_seconds)
+            log.trained(step, train_loss, learning_rate, float(norm), speed, peak_memory())
+            losses, logged_seconds, started = [], seconds, time.perf_counter()
+        if step % training.evaluate_every == 0 or step == training.steps:
+            seconds += time.perf_counter() - started
+            validation = evaluate(model, validation_data, size)
+            log.evaluated(step, validation)
+            started = time.perf_counter()
+    tokens = training.steps * tokens_per_step
+    return Outcome(train_loss, first, validation, tokens, tokens / seconds, peak_memory(), memory_before)
+
+
+def evaluate(model: Any, data: Dataset, size: int) -> float:
+    """The mean loss over all of ``data``, the same for every layout. Call it on every rank."""
+    model.eval()
+    total = torch.zeros((), dtype=torch.float64)
+    for rows, counted, everywhere in evaluation_steps(
+        len(data), hfscale.batch_rank(model), hfscale.batch_world(model), size
+    ):
+        batch = batch_of(data, rows)
+        batch["labels"][counted:] = IGNORED
+        total += everywhere * hfscale.eval_step(model, batch).double().cpu()
+    return float(total) / len(data)
+
+
+def batch_of(data: Dataset, rows: list[int]) -> dict[str, Tensor]:
+    """The arguments of one forward pass; the host shifts the labels."""
+    tokens = data[rows]["input_ids"]
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def make_optimizer(model: Any, training: TrainingRecipe) -> torch.optim.Optimizer:
+    """AdamW with weight decay on matrices alone."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": training.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=training.learning_rate, betas=(0.9, 0.95), fused=True)

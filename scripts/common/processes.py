@@ -1,0 +1,55 @@
+"""The processes of one run: who writes, waiting for each other, and how a run that cannot go on says so."""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from hfscale import HFScaleError
+
+from .recipe import RecipeError
+
+_HEAD_START_SECONDS = 5.0
+
+
+def rank() -> int:
+    """This process among those that the launcher started."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def is_main() -> bool:
+    """Whether this process reads the source, writes files and talks to the user."""
+    return rank() == 0
+
+
+def barrier() -> None:
+    """Wait for all processes."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def largest(value: float) -> float:
+    """The largest of the processes' values."""
+    held = torch.tensor(value, dtype=torch.float64)
+    if dist.is_initialized():
+        dist.all_reduce(held, op=dist.ReduceOp.MAX)
+    return float(held)
+
+
+def run(main: Callable[[], None]) -> None:
+    """Call ``main``; an error that the user can mend ends the process with its message alone."""
+    try:
+        main()
+    except (RecipeError, HFScaleError) as error:
+        # Usually all ranks fail alike: the others give the main process time to say it, after which the launcher ends
+        # them. What only they have met is said here.
+        if not is_main():
+            time.sleep(_HEAD_START_SECONDS)
+        print(f"\nerror (rank {rank()}): {error}\n", file=sys.stderr, flush=True)
+        sys.stderr.flush()
+        os._exit(2)  # not sys.exit: its clean-up may wait for ranks that are gone
+    if dist.is_initialized():
+        dist.destroy_process_group()

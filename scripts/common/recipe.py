@@ -1,0 +1,205 @@
+"""Recipes: what a run is asked to do, as a YAML file with command-line overrides (``training.steps=20``)."""
+
+import argparse
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Optional, TypeVar
+
+import yaml
+from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+
+class RecipeError(Exception):
+    """A recipe asks for something that cannot be done: says what was asked, what was found and what to do."""
+
+
+@dataclass
+class DataRecipe:
+    """The text to train on.
+
+    Attributes:
+        source: ``stdlib`` (the source of the running Python's standard library), a text file (documents are separated
+            by blank lines), a JSONL file, a directory of such files (each text file is one document), or the id of a
+            data set on the Hub.
+        text_column: the field of JSONL records and Hub data sets that holds the text.
+        subset: the configuration of a Hub data set, where it has several.
+        split: the split of a Hub data set to read.
+        validation_fraction: share of the documents kept out of all training.
+        finetune_fraction: share of the documents kept for the ``finetune`` slice.
+        slice: the slice to train on, ``train`` (all that is not kept out) or ``finetune``.
+        sequence_length: tokens in one training sequence.
+        validation_sequences: at most this many sequences are evaluated.
+    """
+
+    source: str = "stdlib"
+    text_column: str = "text"
+    subset: Optional[str] = None  # noqa: UP045  # OmegaConf reads this spelling in all its versions
+    split: str = "train"
+    validation_fraction: float = 0.05
+    finetune_fraction: float = 0.0
+    slice: str = "train"
+    sequence_length: int = 256
+    validation_sequences: int = 64
+
+
+@dataclass
+class TrainingRecipe:
+    """How to train.
+
+    Attributes:
+        steps: optimizer steps.
+        batch_size: sequences in one optimizer step, over all ranks, so that results do not depend on the layout.
+        microbatch_size: sequences in one forward pass of one rank; by default all that the rank gets in a step. A
+            smaller number accumulates gradients.
+        learning_rate: the peak of a cosine schedule.
+        warmup_ratio: share of the steps over which the rate rises to its peak.
+        weight_decay: of matrices; vectors (norms, biases) have none.
+        max_grad_norm: gradients are scaled down to at most this global norm.
+        mixed_precision: ``no``, or ``bf16`` to compute in bfloat16 over 32-bit weights.
+        gradient_checkpointing: recompute activations in the backward pass instead of keeping them.
+        log_every: steps between lines of metrics.
+        evaluate_every: steps between evaluations; the first and the last step are always evaluated.
+    """
+
+    steps: int = 100
+    batch_size: int = 16
+    microbatch_size: Optional[int] = None  # noqa: UP045
+    learning_rate: float = 1e-3
+    warmup_ratio: float = 0.1
+    weight_decay: float = 0.1
+    max_grad_norm: float = 1.0
+    mixed_precision: str = "no"
+    gradient_checkpointing: bool = False
+    log_every: int = 10
+    evaluate_every: int = 50
+
+
+@dataclass
+class ModelRecipe:
+    """The Llama that pretraining starts; names are those of ``transformers.LlamaConfig``."""
+
+    vocab_size: int = 4096
+    hidden_size: int = 256
+    intermediate_size: int = 704
+    num_hidden_layers: int = 4
+    num_attention_heads: int = 8
+    num_key_value_heads: int = 4
+    tie_word_embeddings: bool = False
+
+
+@dataclass
+class Recipe:
+    """What pretraining and fine-tuning have in common.
+
+    Attributes:
+        name: results go to ``runs/<name>``; those of an earlier run of this name are replaced.
+        seed: of the initial weights and of the order of the sequences.
+        parallel: the layout, the fields of ``hfscale.ParallelConfig``.
+    """
+
+    name: str = MISSING
+    seed: int = 0
+    parallel: dict[str, Any] = field(default_factory=dict)
+    data: DataRecipe = field(default_factory=DataRecipe)
+    training: TrainingRecipe = field(default_factory=TrainingRecipe)
+
+    @property
+    def directory(self) -> Path:
+        """Where this run's results go."""
+        return Path("runs") / self.name
+
+
+@dataclass
+class PretrainRecipe(Recipe):
+    """Pretraining: from random weights, with a tokenizer of its own."""
+
+    model: ModelRecipe = field(default_factory=ModelRecipe)
+
+
+@dataclass
+class FinetuneRecipe(Recipe):
+    """Fine-tuning of all parameters.
+
+    Attributes:
+        base: the checkpoint to start from: a directory, or the id of a model on the Hub.
+    """
+
+    base: str = MISSING
+
+
+AnyRecipe = TypeVar("AnyRecipe", bound=Recipe)
+
+
+def recipe_from_command_line(schema: type[AnyRecipe], description: str) -> AnyRecipe:
+    """Read ``--config FILE key=value ...``."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--config", required=True, help="a recipe, such as those in scripts/recipes")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as training.steps=20")
+    arguments = parser.parse_args()
+    return load_recipe(schema, arguments.config, arguments.overrides)
+
+
+def load_recipe(schema: type[AnyRecipe], path: str | Path, overrides: Sequence[str] = ()) -> AnyRecipe:
+    """The recipe in the file at ``path``, with ``overrides`` (``"training.steps=20"``) on top.
+
+    Raises:
+        RecipeError: no such file, a misspelt key, a value of the wrong type or out of range, a key left out.
+    """
+    if not Path(path).is_file():
+        found = ", ".join(sorted(p.name for p in Path(path).parent.glob("*.yaml"))) or "no recipe"
+        raise RecipeError(f"--config {path}: there is no such file; {Path(path).parent} has {found}")
+    without_value = [text for text in overrides if "=" not in text]
+    if without_value:
+        raise RecipeError(f"{without_value[0]!r} is not an override: write key=value, such as training.steps=20")
+    try:
+        merged = OmegaConf.merge(
+            OmegaConf.structured(schema), OmegaConf.load(path), OmegaConf.from_cli(list(overrides))
+        )
+        recipe: AnyRecipe = OmegaConf.to_object(merged)  # type: ignore[assignment]
+    except MissingMandatoryValue as error:
+        raise RecipeError(f"{path} leaves out {error.full_key}, which has no default: add it") from error
+    except OmegaConfBaseException as error:
+        raise RecipeError(_explain(schema, str(path), error)) from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise RecipeError(f"{path} cannot be read as a recipe: {error}") from error
+    _check(recipe)
+    return recipe
+
+
+def _explain(schema: type, path: str, error: OmegaConfBaseException) -> str:
+    key = error.full_key or str(error.key)
+    section = error.object_type if is_dataclass(error.object_type) else schema
+    valid = [item.name for item in fields(section)]
+    name = key.rpartition(".")[2]
+    if name in valid:
+        return f"{key} in {path} or on the command line has an impossible value: {str(error).splitlines()[0]}"
+    close = difflib.get_close_matches(name, valid, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"{key} in {path} or on the command line is not a key of a recipe: {hint}valid here are {', '.join(valid)}"
+
+
+def _check(recipe: Recipe) -> None:
+    data, training = recipe.data, recipe.training
+    if data.slice not in ("train", "finetune"):
+        raise RecipeError(f"data.slice={data.slice!r} is unknown: use train or finetune")
+    if not 0 < data.validation_fraction < 1 - data.finetune_fraction <= 1:
+        raise RecipeError(
+            f"data.validation_fraction={data.validation_fraction} and data.finetune_fraction={data.finetune_fraction} "
+            "leave nothing to validate or to train on: both are shares of the documents, with a sum below 1"
+        )
+    if not 0 <= training.warmup_ratio < 1:
+        raise RecipeError(f"training.warmup_ratio={training.warmup_ratio} is impossible: use at least 0 and below 1")
+    counts = {
+        "data.sequence_length": data.sequence_length,
+        "data.validation_sequences": data.validation_sequences,
+        **{
+            f"training.{name}": getattr(training, name)
+            for name in ("steps", "batch_size", "microbatch_size", "log_every", "evaluate_every")
+        },
+    }
+    for name, value in counts.items():
+        if value is not None and value < 1:
+            raise RecipeError(f"{name}={value} is impossible: use a whole number of at least 1")

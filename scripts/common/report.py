@@ -1,0 +1,100 @@
+"""What a run shows and writes while it trains, and the figure of its losses."""
+
+import json
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+from .processes import is_main, largest
+
+
+def peak_memory() -> int:
+    """Bytes at the peak, of the process with most: GPU memory on GPUs, resident memory on CPU. Call on every rank."""
+    if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
+        return int(largest(torch.cuda.max_memory_allocated()))
+    unit = 1 if sys.platform == "darwin" else 1024
+    return int(largest(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit))
+
+
+class RunLog:
+    """The progress bar and ``metrics.jsonl`` on the main process; nothing on the others."""
+
+    def __init__(self, directory: Path, name: str, steps: int, unigram_entropy: float) -> None:
+        self.path = directory / "metrics.jsonl"
+        self.unigram_entropy = unigram_entropy
+        self._active = is_main()
+        self._shown: dict[str, str] = {}
+        self._bar = tqdm(
+            total=steps, desc=name, unit="step", disable=not self._active, dynamic_ncols=True, mininterval=1.0
+        )
+        if self._active:
+            directory.mkdir(parents=True, exist_ok=True)
+            self.path.write_text("")
+
+    def stepped(self) -> None:
+        """One optimizer step is done."""
+        self._bar.update()
+
+    def trained(self, step: int, loss: float, lr: float, grad_norm: float, speed: float, memory: int) -> None:
+        """Training since the last call: mean loss, and rate, norm, tokens per second and peak memory now."""
+        record = {
+            "step": step,
+            "loss": loss,
+            "lr": lr,
+            "grad_norm": grad_norm,
+            "tokens_per_second": round(speed, 1),
+            "memory": memory,
+        }
+        self._write(record)
+        self._show(loss=f"{loss:.3f}", tok_s=f"{speed:,.0f}", mem=f"{memory / 2**30:.2f} GiB")
+
+    def evaluated(self, step: int, validation_loss: float) -> None:
+        """The loss on the validation sequences after ``step`` steps, beside what the frequencies of tokens give."""
+        self._write({"step": step, "validation_loss": validation_loss, "unigram_entropy": self.unigram_entropy})
+        self._show(val=f"{validation_loss:.3f}")
+        if self._active:
+            tqdm.write(
+                f"step {step}: validation loss {validation_loss:.4f}, unigram entropy {self.unigram_entropy:.4f} "
+                "(nats per token)"
+            )
+
+    def close(self) -> None:
+        """End the progress bar."""
+        self._bar.close()
+
+    def _show(self, **values: str) -> None:
+        self._shown.update(values)
+        self._bar.set_postfix(self._shown, refresh=False)
+
+    def _write(self, record: dict[str, Any]) -> None:
+        if self._active:
+            with self.path.open("a") as stream:
+                stream.write(json.dumps(record) + "\n")
+
+
+def read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The lines of ``metrics.jsonl``: those of training, and those of evaluation."""
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    return [r for r in records if "loss" in r], [r for r in records if "validation_loss" in r]
+
+
+def plot_losses(metrics: Path, target: Path, title: str) -> None:
+    """Training and validation loss over the steps, and the unigram entropy as the line to get under."""
+    training, evaluation = read_metrics(metrics)
+    entropy = evaluation[-1]["unigram_entropy"]
+    figure = Figure(figsize=(7.5, 4.5), layout="constrained")
+    axes = figure.subplots()
+    axes.plot([r["step"] for r in training], [r["loss"] for r in training], color="#9ab8dc", lw=1.8, label="train")
+    steps, losses = [r["step"] for r in evaluation], [r["validation_loss"] for r in evaluation]
+    axes.plot(steps, losses, color="#1f4e8c", lw=1.8, marker="o", ms=4, label=f"validation (ends at {losses[-1]:.2f})")
+    axes.axhline(entropy, color="#c2571a", ls="--", lw=1.4, label=f"unigram entropy of the text ({entropy:.2f})")
+    axes.set(title=title, xlabel="optimizer step", ylabel="loss (nats per token)", xlim=(0, steps[-1]))
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(target, dpi=150)

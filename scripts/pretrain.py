@@ -1,0 +1,42 @@
+"""Pretrain a small Llama, with a tokenizer of its own, from random weights.
+
+    accelerate launch --multi_gpu --num_processes 2 scripts/pretrain.py --config scripts/recipes/demo_pretrain.yaml
+
+starts two ranks, over gloo where there are no GPUs (then set OMP_NUM_THREADS=1). Any key of the recipe can be given
+behind it: ``training.steps=20 parallel.tp_size=1 parallel.dp_shard_size=2``. Results go to ``runs/<name>``.
+"""
+
+from common.card import finish
+from common.data import END_OF_TEXT_ID, prepare
+from common.loop import train
+from common.processes import run
+from common.recipe import PretrainRecipe, recipe_from_command_line
+from common.report import RunLog
+from transformers import LlamaConfig
+
+import hfscale
+
+
+def main() -> None:
+    recipe = recipe_from_command_line(PretrainRecipe, "Pretrain a small Llama from random weights.")
+    layout = hfscale.ParallelConfig(**recipe.parallel)
+    config = LlamaConfig(
+        **vars(recipe.model),
+        max_position_embeddings=2 * recipe.data.sequence_length,
+        bos_token_id=None,
+        eos_token_id=END_OF_TEXT_ID,
+        pad_token_id=END_OF_TEXT_ID,
+    )
+    model = hfscale.from_config(
+        config, parallel=layout, seed=recipe.seed, mixed_precision=recipe.training.mixed_precision
+    )
+    tokenizer, train_data, validation_data, entropy = prepare(
+        recipe.data, None, recipe.model.vocab_size, recipe.directory
+    )
+    log = RunLog(recipe.directory, recipe.name, recipe.training.steps, entropy)
+    outcome = train(model, recipe, train_data, validation_data, log)
+    finish(model, tokenizer, recipe, layout, outcome, log, len(train_data))
+
+
+if __name__ == "__main__":
+    run(main)

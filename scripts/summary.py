@@ -1,0 +1,23 @@
+"""Print what runs measured and where their files are: ``python scripts/summary.py runs/NAME ...``."""
+
+import json
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    for run in map(Path, sys.argv[1:]):
+        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        training = [record for record in records if "loss" in record]
+        evaluation = [record for record in records if "validation_loss" in record]
+        first, last = evaluation[0], evaluation[-1]
+        print(f"{run.name}: {training[-1]['step']} steps, train loss {training[-1]['loss']:.4f}")
+        print(
+            f"  validation loss {first['validation_loss']:.4f} -> {last['validation_loss']:.4f} nats per token "
+            f"(unigram entropy {last['unigram_entropy']:.4f})"
+        )
+        print(f"  {run}/checkpoint (card: README.md), {run}/metrics.jsonl, {run}/loss.png")
+
+
+if __name__ == "__main__":
+    main()

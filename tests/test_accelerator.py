@@ -1,0 +1,161 @@
+"""A stock-looking Accelerate loop gives the right numbers on every layout (traps T4, T5, T18, T19)."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from transformers import AutoModelForCausalLM, get_scheduler
+
+import hfscale
+from hfscale import ConfigError, ParallelConfig
+from hfscale.testing import RankPool
+
+from .models import tiny
+
+Pools = Callable[[int], RankPool]
+LAYOUTS = [{"tp_size": 2}, {"tp_size": 2, "dp_shard_size": 2}, {"tp_size": 2, "dp_replicate_size": 2}]
+
+
+class Rows(Dataset):
+    """Row ``i`` starts with the token ``i``, so that samples can be told apart."""
+
+    def __init__(self, length: int, width: int = 9) -> None:
+        generator = torch.Generator().manual_seed(2)
+        self.ids = torch.randint(0, 67, (length, width), generator=generator)
+        self.ids[:, 0] = torch.arange(length)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.ids[index], "labels": self.ids[index]}
+
+
+class Stream(IterableDataset):
+    def __init__(self, length: int) -> None:
+        self.rows = Rows(length)
+
+    def __iter__(self) -> Any:
+        return (self.rows[i] for i in range(len(self.rows)))
+
+
+def build(path: str, layout: dict[str, int]) -> Any:
+    return hfscale.from_pretrained(path, parallel=ParallelConfig(**layout), dtype=torch.float64).train()
+
+
+def train(path: str, layout: dict[str, int], out: str) -> dict[str, Any]:
+    """The loop of Accelerate's documentation."""
+    accelerator = hfscale.Accelerator(gradient_accumulation_steps=2)
+    model = build(path, layout)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scheduler = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=10)
+    loader = DataLoader(Rows(16), batch_size=2)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    norms, updates = [], 0
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(**batch).loss)
+            norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            if norm is not None:
+                norms.append(norm.item())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            updates += accelerator.sync_gradients
+    accelerator.save_model(model, out)
+    return {"norms": norms, "updates": updates, "epochs": scheduler.scheduler.last_epoch}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_loop_equals_one_process(pools: Pools, layout: dict[str, int], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    stock = AutoModelForCausalLM.from_config(tiny("llama"), dtype=torch.float64)
+    stock.save_pretrained(tmp_path / "start")
+    parallel = ParallelConfig(**layout)
+    found = pools(parallel.total_size).run(train, str(tmp_path / "start"), layout, str(tmp_path / "out"))
+
+    rows, per_update = Rows(16), 2 * 2 * parallel.batch_world
+    optimizer = torch.optim.SGD(stock.parameters(), lr=0.5)
+    scheduler = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=10)
+    norms = []
+    for start in range(0, 16, per_update):
+        ids = rows.ids[start : start + per_update]
+        stock(input_ids=ids, labels=ids).loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(stock.parameters(), 0.5).item())
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    for result in found:
+        assert result["updates"] == result["epochs"] == len(norms)
+        assert result["norms"] == pytest.approx(norms, rel=1e-6)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64)
+    for name, value in stock.state_dict().items():
+        torch.testing.assert_close(saved.state_dict()[name], value, rtol=1e-6, atol=1e-7)
+
+
+def first_tokens(path: str, layout: dict[str, int], kind: str) -> tuple[int, list[int], list[int]]:
+    """Batch rank, the samples this rank saw, and what ``gather_for_metrics`` made of them on all."""
+    torch.manual_seed(100 + torch.distributed.get_rank())  # processes seeded apart must still shuffle alike
+    accelerator = hfscale.Accelerator()
+    model = build(path, layout)
+    dataset = Stream(13) if kind == "stream" else Rows(13)
+    loader = DataLoader(dataset, batch_size=3, shuffle=kind == "shuffled")
+    model, loader = accelerator.prepare(model, loader)
+    seen, gathered = [], []
+    for batch in loader:
+        seen += batch["input_ids"][:, 0].tolist()
+        gathered += accelerator.gather_for_metrics(batch["input_ids"][:, 0]).tolist()
+    return hfscale.batch_rank(model), seen, gathered
+
+
+@pytest.mark.parametrize("kind", ["ordered", "shuffled", "stream"])
+@pytest.mark.parametrize("layout", LAYOUTS[:2])
+def test_each_sample_once(pools: Pools, layout: dict[str, int], kind: str, tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(tiny("llama")).save_pretrained(tmp_path)
+    parallel = ParallelConfig(**layout)
+    found = pools(parallel.total_size).run(first_tokens, str(tmp_path), layout, kind)
+    by_batch_rank: dict[int, list[int]] = {}
+    for batch_rank, seen, gathered in found:
+        assert by_batch_rank.setdefault(batch_rank, seen) == seen, "ranks that share a batch saw different samples"
+        # A stream has no length, so, as with Accelerate, the samples that even out its end are the caller's to drop.
+        assert sorted(gathered[:13] if kind == "stream" else gathered) == list(range(13))
+    assert len(by_batch_rank) == parallel.batch_world
+    if len(by_batch_rank) > 1:
+        assert by_batch_rank[0] != by_batch_rank[1]
+    if kind == "shuffled":
+        assert by_batch_rank[0] != sorted(by_batch_rank[0])
+
+
+def refusals(path: str) -> list[str]:
+    messages = []
+
+    def refused(call: Callable[[], Any]) -> None:
+        with pytest.raises(ConfigError) as caught:
+            call()
+        messages.append(str(caught.value))
+
+    accelerator = hfscale.Accelerator()
+    model = hfscale.from_pretrained(path)
+    refused(lambda: accelerator.prepare(DataLoader(Rows(4))))
+    refused(lambda: accelerator.prepare(torch.nn.Linear(2, 2)))
+    model = accelerator.prepare(model)
+    refused(lambda: accelerator.clip_grad_norm_(list(model.parameters())[:2], 1.0))
+    refused(lambda: accelerator.save_state("nowhere"))
+    refused(lambda: hfscale.Accelerator(parallelism_config=ParallelConfig()))
+    refused(lambda: hfscale.Accelerator().prepare(hfscale.from_pretrained(path, mixed_precision="bf16")))
+    return messages
+
+
+def test_refusals(tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(tiny("llama")).save_pretrained(tmp_path)
+    found = refusals(str(tmp_path))
+    for message, part in zip(
+        found,
+        ["before, the data loaders", "was not parallelized by hfscale", "pass model.parameters()", "save_pretrained",
+         "parallelism_config would shard", "mixed_precision='no'"],
+        strict=True,
+    ):  # fmt: skip
+        assert part in message
