@@ -7,6 +7,10 @@ import pytest
 from hfscale.testing import RankPool
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-golden", action="store_true", help="rewrite tests/golden from what runs now")
+
+
 @pytest.fixture(scope="session")
 def pools() -> Iterator[Callable[[int], RankPool]]:
     started: dict[int, RankPool] = {}

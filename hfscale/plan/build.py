@@ -93,7 +93,13 @@ class _Builder:
             prefix = "" if base is self.model else f"{self.model.base_model_prefix}."
             path = prefix + blueprint.layers
             if path in self.modules:
-                return [f"{path}.{name}" for name, _ in self.modules[path].named_children()]
+                layers = [f"{path}.{name}" for name, _ in self.modules[path].named_children()]
+                for layer, name in self._tied_outside(layers) if self.layout.batch_world > 1 else ():
+                    self._problem_once(
+                        f"{self.layout.describe()}: {wild_name(layer)} shares {wild_name(name)} with another part of the "
+                        "model, and the data axes would untie them: use dp_shard_size=1 and dp_replicate_size=1"
+                    )
+                return layers
             if self.tp > 1:
                 self.problems.append(
                     f"tp_size={self.tp}: the blueprint of {self.config.model_type!r} names the layer list {path!r}, "
@@ -101,11 +107,24 @@ class _Builder:
                 )
         # Without a blueprint the layers only group parameters for sharding, and the host knows those classes.
         classes = set(getattr(self.model, "_no_split_modules", None) or ())
-        layers: list[str] = []
+        layers = []
         for name, module in self.modules.items():  # outer modules come first; one inside another is no layer
             if type(module).__name__ in classes and not any(name.startswith(f"{layer}.") for layer in layers):
                 layers.append(name)
-        return layers
+        tied = {layer for layer, _ in self._tied_outside(layers)}
+        return [layer for layer in layers if layer not in tied]
+
+    def _tied_outside(self, layers: list[str]) -> list[tuple[str, str]]:
+        """Layers that share a tensor with the rest of the model, each with that tensor's name in it."""
+        homes: dict[int, dict[tuple[int, str], str]] = {}
+        for name, parameter in self._named():
+            homes.setdefault(id(parameter), {})[self._place(name)] = name
+        found = []
+        for names in (list(places.values()) for places in homes.values() if len(places) > 1):
+            owners = [next((layer for layer in layers if name.startswith(f"{layer}.")), None) for name in names]
+            if len(set(owners)) > 1:
+                found += [(owner, name) for owner, name in zip(owners, names, strict=True) if owner is not None]
+        return found
 
     def _blocks(self, blueprint: Blueprint, layers: list[str]) -> list[BlockPlan]:
         blocks = []

@@ -107,8 +107,8 @@ class VocabParallelLoss:
             )
         visible = not (model.training and torch.is_grad_enabled())
         if isinstance(output, tuple):  # (loss, logits, ...)
-            logits = (gather_last_dim(output[1], self.lengths, self.group),) if visible else ()
-            return (output[0], *logits, *output[2:])
+            logits = gather_last_dim(output[1], self.lengths, self.group) if visible else None
+            return (output[0], logits, *output[2:])
         output.logits = gather_last_dim(output.logits, self.lengths, self.group) if visible else None
         return output
 

@@ -1,0 +1,82 @@
+"""A layout: what is asked for, checked at once."""
+
+import copy
+import pickle
+from dataclasses import fields, replace
+
+import pytest
+from accelerate import ParallelismConfig
+
+from hfscale import ConfigError, ParallelConfig
+from hfscale.config import AXES, SCHEDULES
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for field in fields(ParallelConfig):
+        monkeypatch.delenv(f"PARALLELISM_CONFIG_{field.name.upper()}", raising=False)
+
+
+def test_everything_is_one_by_default() -> None:
+    layout = ParallelConfig()
+    assert {axis: layout.size(axis) for axis in AXES} == dict.fromkeys(AXES, 1)
+    assert (layout.total_size, layout.batch_world, layout.describe()) == (1, 1, "one process")
+    assert layout.sequence_parallel is False
+    assert layout.num_microbatches is None
+    assert layout.pipeline_schedule == "1f1b"
+
+
+def test_is_accelerates_config_with_accelerates_fields() -> None:
+    layout = ParallelConfig(dp_replicate_size=2, dp_shard_size=3, tp_size=5)
+    assert isinstance(layout, ParallelismConfig)
+    assert {field.name for field in fields(ParallelismConfig)} <= {field.name for field in fields(ParallelConfig)}
+    assert layout.tp_enabled
+    assert not layout.cp_enabled
+
+
+def test_sizes_multiply() -> None:
+    layout = ParallelConfig(pp_size=2, dp_replicate_size=3, dp_shard_size=5, ep_size=7, cp_size=11, tp_size=13)
+    assert layout.total_size == 2 * 3 * 5 * 7 * 11 * 13
+    assert layout.batch_world == 3 * 5
+
+
+def test_describe_names_only_real_axes() -> None:
+    assert ParallelConfig(tp_size=2, dp_shard_size=4).describe() == "tp2 x dp_shard4"
+
+
+def test_environment_fills_what_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "4")
+    monkeypatch.setenv("PARALLELISM_CONFIG_PP_SIZE", "3")
+    monkeypatch.setenv("PARALLELISM_CONFIG_SEQUENCE_PARALLEL", "true")
+    monkeypatch.setenv("PARALLELISM_CONFIG_NUM_MICROBATCHES", "6")
+    layout = ParallelConfig(pp_size=2)
+    assert (layout.tp_size, layout.pp_size, layout.sequence_parallel, layout.num_microbatches) == (4, 2, True, 6)
+
+
+def test_environment_is_checked_like_an_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "many")
+    with pytest.raises(ConfigError, match="tp_size='many' is impossible"):
+        ParallelConfig()
+
+
+def test_strings_from_a_command_line_are_numbers() -> None:
+    assert ParallelConfig(tp_size="2").tp_size == 2  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("schedule", [*SCHEDULES, "mine.csv"])
+def test_known_schedules(schedule: str) -> None:
+    assert ParallelConfig(pipeline_schedule=schedule).pipeline_schedule == schedule
+
+
+def test_replicated_data_with_tensor_is_a_layout() -> None:
+    assert ParallelConfig(dp_replicate_size=2, tp_size=2).total_size == 4  # accelerate's own class refuses it
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda layout: pickle.loads(pickle.dumps(layout)), replace])
+def test_copies_are_equal(again: object) -> None:
+    layout = ParallelConfig(tp_size=2, pp_size=3, pipeline_schedule="gpipe")
+    copied = again(layout)  # type: ignore[operator]
+    assert copied == layout
+    assert copied != ParallelConfig(tp_size=2, pp_size=4, pipeline_schedule="gpipe")
+    assert repr(copied) == repr(layout)
+    assert "tp_size=2" in repr(layout)
