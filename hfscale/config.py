@@ -63,7 +63,7 @@ class ParallelConfig(ParallelismConfig):
         names = [f.name for f in fields(cls)]
         for name in kwargs:
             if name not in names:
-                close = difflib.get_close_matches(name, names, n=1)
+                close = [f"{name}_size"] if f"{name}_size" in names else difflib.get_close_matches(name, names, n=1)
                 hint = f"did you mean {close[0]!r}? " if close else ""
                 raise ConfigError(f"ParallelConfig has no field {name!r}: {hint}valid fields are {', '.join(names)}")
         return super().__new__(cls)

@@ -83,12 +83,17 @@ class CheckpointWriter:
 
 
 def _split(contents: dict[str, Tensor], max_shard_size: str | int) -> StateDictSplit:
-    return split_state_dict_into_shards_factory(
-        contents,
-        get_storage_size=lambda tensor: prod(tensor.shape) * tensor.dtype.itemsize,
-        filename_pattern="model{suffix}.safetensors",
-        max_shard_size=max_shard_size,
-    )
+    try:
+        return split_state_dict_into_shards_factory(
+            contents,
+            get_storage_size=lambda tensor: prod(tensor.shape) * tensor.dtype.itemsize,
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=max_shard_size,
+        )
+    except ValueError as error:
+        raise CheckpointError(
+            f"max_shard_size={max_shard_size!r} is not a size: use a number of bytes, or a string like '5GB' ({error})"
+        ) from error
 
 
 def _describe(tensor: Tensor) -> str:

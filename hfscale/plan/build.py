@@ -96,8 +96,8 @@ class _Builder:
                 layers = [f"{path}.{name}" for name, _ in self.modules[path].named_children()]
                 for layer, name in self._tied_outside(layers) if self.layout.batch_world > 1 else ():
                     self._problem_once(
-                        f"{self.layout.describe()}: {wild_name(layer)} shares {wild_name(name)} with another part of the "
-                        "model, and the data axes would untie them: use dp_shard_size=1 and dp_replicate_size=1"
+                        f"{self.layout.describe()}: {wild_name(layer)} shares {wild_name(name)} with another part of "
+                        "the model, and the data axes would untie them: use dp_shard_size=1 and dp_replicate_size=1"
                     )
                 return layers
             if self.tp > 1:

@@ -168,7 +168,7 @@ def test_a_family_without_a_blueprint_still_has_data_axes() -> None:
         size = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 8}
         model = BertLMHeadModel(BertConfig(**size, is_decoder=True))
     plan = build_plan(model, ParallelConfig(dp_shard_size=2))
-    # The host lists the embeddings among the layers too; they are tied to the head, and sharding them alone unties them.
+    # The host lists the embeddings among the layers too; tied to the head, they would be untied by sharding alone.
     assert plan.layers == ("bert.encoder.layer.0", "bert.encoder.layer.1")
     assert all(planned.cut_over("dp_shard") for planned in plan.parameters)
 

@@ -131,7 +131,14 @@ def test_columns_are_aligned() -> None:
 
 @pytest.mark.parametrize(
     ("size", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 << 20, "5.0 MiB"), (3 << 30, "3.0 GiB"), (1 << 50, "1024.0 TiB")],
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.5 KiB"),
+        (5 << 20, "5.0 MiB"),
+        (3 << 30, "3.0 GiB"),
+        (1 << 50, "1024.0 TiB"),
+    ],
 )
 def test_human(size: int, text: str) -> None:
     assert human(size) == text

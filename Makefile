@@ -1,0 +1,54 @@
+# make demo   trains, fine-tunes, saves and checks a small model on this machine (set-up included)
+# make test   runs the tests
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Where pip finds other builds of torch, if not in its own configuration: make setup TORCH_INDEX=<index of CPU builds>
+PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
+
+.PHONY: setup demo test test-all test-gpu test-oldest lint bench clean
+
+setup: $(VENV)/.ready
+
+# Without a GPU the CPU build is tried first: it is a tenth of the size.
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	@echo "installing torch $(TORCH)"
+	@if command -v nvidia-smi >/dev/null 2>&1; then $(PIP) torch==$(TORCH); \
+	else $(PIP) torch==$(TORCH)+cpu 2>/dev/null || $(PIP) torch==$(TORCH); fi
+	@echo "installing hfscale and its tools"
+	@$(PIP) --editable ".[bitsandbytes,plots,dev]"
+	@touch $@
+
+demo: setup
+	bash scripts/demo.sh
+
+test: setup
+	$(BIN)/python -m pytest
+
+test-all: setup
+	$(BIN)/python -m pytest -m "not gpu"
+
+# Runs with the torch and transformers of $(PYTHON), which see the GPU.
+test-gpu:
+	PYTHONPATH=. $(PYTHON) -m pytest -m gpu -W default -p no:cacheprovider tests/gpu
+
+# The oldest transformers that hfscale supports, found before the installed one.
+test-oldest: setup
+	$(BIN)/python -m pip install --quiet --upgrade --target build/oldest --no-deps transformers==5.17.0 huggingface_hub==1.33.0 httpx httpcore certifi
+	PYTHONPATH=build/oldest $(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: setup
+	$(BIN)/python scripts/bench/tensor_parallel.py --out scripts/bench/results/tensor_parallel.json
+	$(BIN)/python scripts/bench/loading.py --out scripts/bench/results/loading.json
+
+clean:
+	rm -rf $(VENV) runs build *.egg-info

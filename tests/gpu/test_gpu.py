@@ -1,0 +1,118 @@
+"""One process on one GPU: `make test-gpu` runs this with whatever torch and transformers the machine has."""
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+
+import hfscale
+from hfscale import ParallelConfig
+from hfscale.ops import vocab_cross_entropy
+
+from ..models import tiny
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+IDS = torch.randint(3, 67, (4, 12), generator=torch.Generator().manual_seed(1))
+BATCH = {"input_ids": IDS, "labels": IDS}
+
+
+def stock(path: Path, family: str, dtype: torch.dtype) -> Any:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny(family), dtype=dtype)
+    model.save_pretrained(path)
+    return model.cuda().train()
+
+
+def train(model: Any, ours: bool, steps: int = 3) -> tuple[list[float], list[float]]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses, norms = [], []
+    for _ in range(steps):
+        if ours:
+            loss, norm = hfscale.train_step(model, BATCH), hfscale.clip_grad_norm_(model, 1.0)
+        else:
+            loss = model(input_ids=IDS.cuda(), labels=IDS.cuda()).loss
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        losses.append(loss.item())
+        norms.append(norm.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
+def test_training_equals_stock(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+    expected = train(stock(tmp_path / "in", family, dtype), ours=False)
+    model = hfscale.from_pretrained(str(tmp_path / "in"), parallel=ParallelConfig(), dtype=dtype).train()
+    assert next(model.parameters()).is_cuda
+    tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+    assert train(model, ours=True)[0] == pytest.approx(expected[0], rel=tolerance)
+    hfscale.save_pretrained(model, tmp_path / "out")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=dtype)
+    for name, value in again.state_dict().items():
+        assert torch.equal(value, model.state_dict()[name].cpu()), name
+
+
+def test_float64_parity(tmp_path: Path) -> None:
+    expected = train(stock(tmp_path, "llama", torch.float64), ours=False)
+    found = train(hfscale.from_pretrained(str(tmp_path), dtype=torch.float64).train(), ours=True)
+    assert found[0] == pytest.approx(expected[0], rel=1e-6)
+    assert found[1] == pytest.approx(expected[1], rel=1e-6)
+
+
+def test_mixed_precision() -> None:
+    model = hfscale.from_config(tiny("llama"), mixed_precision="bf16", dtype=torch.float32)
+    seen = []
+    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda m, a, output: seen.append(output.dtype))
+    losses, _ = train(model, ours=True, steps=20)
+    assert set(seen) == {torch.bfloat16}
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert losses[-1] < losses[0]
+
+
+def test_generation_equals_stock(tmp_path: Path) -> None:
+    model = stock(tmp_path, "llama", torch.float32).eval()
+    expected = model.generate(IDS[:1].cuda(), do_sample=False, max_new_tokens=8, pad_token_id=0)
+    ours = hfscale.from_pretrained(str(tmp_path), dtype=torch.float32)
+    assert torch.equal(ours.generate(IDS[:1].cuda(), do_sample=False, max_new_tokens=8, pad_token_id=0), expected)
+
+
+def peak(loss: Any, rows: int, vocabulary: int, dtype: torch.dtype) -> tuple[float, int]:
+    """Value, and bytes above the logits themselves, of forward and backward."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    generator = torch.Generator("cuda").manual_seed(0)
+    leaf = torch.randn(rows, vocabulary, device="cuda", dtype=dtype, generator=generator).requires_grad_()
+    targets = torch.randint(0, vocabulary, (rows,), device="cuda", generator=generator)
+    logits = leaf.view_as(leaf)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    value = loss(logits, targets)
+    value.backward()
+    return value.item(), torch.cuda.max_memory_allocated() - before
+
+
+def test_peak_memory_of_the_loss() -> None:
+    """Stock keeps float32 logits, their log-softmax and two gradients; ours works in chunks, within the logits."""
+    rows, vocabulary = 8192, 32000
+    logits_bytes = rows * vocabulary * 2
+
+    def theirs(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits.float(), targets, reduction="sum")
+
+    def ours(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return vocab_cross_entropy(logits, targets, overwrite=True)
+
+    expected, stock_bytes = peak(theirs, rows, vocabulary, torch.bfloat16)
+    found, our_bytes = peak(ours, rows, vocabulary, torch.bfloat16)
+    print(f"loss above bf16 logits of {logits_bytes / 2**20:.0f} MiB: stock {stock_bytes / 2**20:.0f} MiB, ", end="")
+    print(f"hfscale {our_bytes / 2**20:.0f} MiB")
+    assert found == pytest.approx(expected, rel=1e-4)
+    # The gradient accumulated into the leaf is the buffer itself, so only a few chunks in float32 come on top.
+    assert our_bytes < 1.6 * logits_bytes
+    assert stock_bytes > 3 * our_bytes

@@ -1,0 +1,116 @@
+"""The ``hfscale`` command."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hfscale.cli import main
+from hfscale.version import __version__
+from tests.models import tiny
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> str:
+    tiny("llama").save_pretrained(tmp_path / "llama")
+    return str(tmp_path / "llama")
+
+
+def _refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert main(list(argv)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "Traceback" not in captured.err
+    return captured.err
+
+
+def test_a_table(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", llama, "--tp", "2", "--dp-shard", "4"]) == 0
+    out = capsys.readouterr().out
+    assert "on tp2 x dp_shard4 = 8 ranks" in out
+    assert "model.layers.*.self_attn.q_proj.weight" in out
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_config_file_and_json(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["plan", f"{llama}/config.json", "--tp", "2", "--dp-replicate", "3", "--dtype", "bfloat16", "--json"]
+    assert main(argv) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["ranks"] == 6
+    assert document["layout"]["dp_replicate"] == 3
+    assert {row["dtype"] for row in document["parameters"]} == {"bfloat16"}
+
+
+def test_the_configs_type_by_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny("llama", dtype="float16").save_pretrained(tmp_path)
+    assert main(["plan", str(tmp_path), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert {row["dtype"] for row in document["parameters"]} == {"float16"}
+
+
+def test_another_auto_class(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", llama, "--auto-class", "AutoModel", "--tp", "2", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["head"] is None
+    assert document["parameters"][0]["name"] == "embed_tokens.weight"
+
+
+def test_all_problems_of_a_layout_on_stderr(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    axes = ["--tp", "3", "--pp", "2", "--ep", "2", "--cp", "2", "--sequence-parallel"]
+    message = _refused(capsys, "plan", llama, *axes)
+    assert message.startswith("hfscale plan: tp3 x cp2 x ep2 x pp2 does not fit LlamaForCausalLM:\n")
+    for problem in ("tp_size=3", "pp_size=2", "ep_size=2", "cp_size=2", "sequence_parallel=True"):
+        assert f"  - {problem}" in message
+
+
+def test_an_impossible_size(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    message = _refused(capsys, "plan", llama, "--tp", "two")
+    assert message == "hfscale plan: tp_size='two' is impossible: use a whole number of at least 1\n"
+
+
+def test_a_missing_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "does not exist: give a model directory" in _refused(capsys, "plan", str(tmp_path / "absent"))
+    assert "has no config.json" in _refused(capsys, "plan", str(tmp_path))
+
+
+def test_a_damaged_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text("{not json")
+    message = _refused(capsys, "plan", str(tmp_path))
+    assert message.startswith(f"hfscale plan: no config could be read from {tmp_path}")
+    (tmp_path / "config.json").write_text('{"model_type": "never_heard_of"}')
+    assert "never_heard_of" in _refused(capsys, "plan", str(tmp_path))
+
+
+def test_unknown_auto_classes(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    message = _refused(capsys, "plan", llama, "--auto-class", "AutoModelForEverything")
+    assert "AutoModelForEverything is not one of transformers' Auto classes" in message
+    assert "AutoModelForCausalLM" in message
+    message = _refused(capsys, "plan", llama, "--auto-class", "AutoModelForMaskedLM")
+    assert "AutoModelForMaskedLM cannot build a 'llama' model" in message
+    assert "Choose another --auto-class" in message
+
+
+def test_bad_command_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "COMMAND" in _refused(capsys)
+    assert "invalid choice: 'plain'" in _refused(capsys, "plain")
+    assert "MODEL" in _refused(capsys, "plan")
+    assert "unrecognized arguments: --tpp" in _refused(capsys, "plan", "m", "--tpp", "2")
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"hfscale {__version__}\n"
+    assert main(["plan", "--help"]) == 0
+    assert "--dp-shard N" in capsys.readouterr().out
+
+
+def test_runs_as_a_module(llama: str) -> None:
+    command = [sys.executable, "-m", "hfscale", "plan", llama, "--tp", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "use tp_size 1, 2" in done.stderr
+    assert "Traceback" not in done.stderr
