@@ -30,6 +30,7 @@ test: setup
 
 test-all: setup
 	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python scripts/parity_table.py
 
 # Runs with the torch and transformers of $(PYTHON), which see the GPU.
 test-gpu:

@@ -98,6 +98,16 @@ class ParallelConfig(ParallelismConfig):
             raise ConfigError(f"cp_backend={inherited.cp_backend!r} is unknown: use 'torch'")
         inherited.cp_backend, inherited.sp_backend = "torch", inherited.sp_backend or "deepspeed"
         self._sizes = {axis: self.size(axis) for axis in (*AXES, "sp")}
+        self._fixed = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Plans and meshes are made from a layout once, so it does not change after construction."""
+        if self.__dict__.get("_fixed") and name in {f.name for f in fields(self)}:
+            raise ConfigError(f"{name} of a layout cannot be changed: make a new one with dataclasses.replace")
+        super().__setattr__(name, value)
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
 
     def size(self, axis: str) -> int:
         """Number of ranks on ``axis``."""
@@ -123,7 +133,8 @@ class ParallelConfig(ParallelismConfig):
 
     def __repr__(self) -> str:
         values = ", ".join(f"{axis}_size={self.size(axis)}" for axis in AXES)
-        return f"ParallelConfig({values}, sequence_parallel={self.sequence_parallel})"
+        rest = ("sequence_parallel", "pipeline_schedule", "num_microbatches", "virtual_stages")
+        return f"ParallelConfig({values}, {', '.join(f'{name}={getattr(self, name)!r}' for name in rest)})"
 
 
 def _default(name: str, value: Any, default: Any) -> Any:

@@ -1,5 +1,6 @@
 """The table of contents: from a stock model and a layout to a model that trains, in order."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from .checkpoint import initialize_shares, load_pretrained
 from .checkpoint.load import materialize_buffers
 from .config import ParallelConfig
 from .data import MIXED_PRECISIONS, apply_data_axes, install_shares
-from .errors import ConfigError
+from .errors import CheckpointError, ConfigError
 from .mesh import Mesh, build_mesh
 from .plan import Plan, build_plan
 from .runtime import Runtime, find_runtime
@@ -25,7 +26,7 @@ _HUB = ("cache_dir", "force_download", "local_files_only", "token", "revision", 
 
 
 def from_pretrained(
-    path: str,
+    path: str | os.PathLike[str],
     *,
     parallel: ParallelConfig | None = None,
     auto_class: Any = AutoModelForCausalLM,
@@ -51,7 +52,7 @@ def from_pretrained(
     Raises:
         ConfigError, PlanError, MeshError, CheckpointError: before any weight is read, except for damaged files.
     """
-    layout = _checked(parallel, mixed_precision, hf_kwargs)
+    path, layout = str(path), _checked(parallel, mixed_precision, hf_kwargs)
     config, _ = _load_config(path, hf_kwargs)
     planned = plan(config, layout, auto_class=auto_class, dtype=_as_dtype(hf_kwargs))
     mesh = build_mesh(layout)
@@ -111,7 +112,7 @@ def parallelize(model: nn.Module, parallel: ParallelConfig | None = None, *, mix
 
 
 def plan(
-    source: str | PreTrainedConfig,
+    source: str | os.PathLike[str] | PreTrainedConfig,
     parallel: ParallelConfig | None = None,
     *,
     auto_class: Any = AutoModelForCausalLM,
@@ -122,7 +123,8 @@ def plan(
     Raises:
         PlanError: the layout does not fit; every problem is listed with the valid values.
     """
-    config, rest = _load_config(source, hf_kwargs) if isinstance(source, str) else (source, hf_kwargs)
+    by_name = isinstance(source, (str, os.PathLike))
+    config, rest = _load_config(str(source), hf_kwargs) if by_name else (source, hf_kwargs)
     return build_plan(_on_meta(auto_class, config, rest), parallel or ParallelConfig())
 
 
@@ -170,6 +172,9 @@ def _checked(parallel: ParallelConfig | None, mixed_precision: str, kwargs: dict
 
 def _load_config(path: str, kwargs: dict[str, Any]) -> tuple[PreTrainedConfig, dict[str, Any]]:
     """The config as the host would load it, and the arguments it did not use."""
+    # The Hub knows nothing of what is written like a path; its own message would speak of repository names.
+    if not os.path.exists(path) and (os.path.isabs(path) or path.startswith((".", "~")) or path.count("/") > 1):
+        raise CheckpointError(f"{path} does not exist: give a directory with a config.json, or a Hub id like owner/name")
     taken = {key: value for key, value in kwargs.items() if key not in ("dtype", "torch_dtype")}
     config, rest = AutoConfig.from_pretrained(path, return_unused_kwargs=True, **taken)
     rest = {key: value for key, value in rest.items() if key not in _HUB}

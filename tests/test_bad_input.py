@@ -236,7 +236,6 @@ def test_a_config_of_another_shape(saved: str) -> None:
     )
 
 
-@pytest.mark.xfail(reason="the host's own error comes through", strict=True, raises=OSError)
 def test_a_missing_directory(tmp_path: Path) -> None:
     missing = str(tmp_path / "absent")
     _says(CheckpointError, lambda: hfscale.from_pretrained(missing), missing, "does not exist")

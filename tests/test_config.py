@@ -80,3 +80,14 @@ def test_copies_are_equal(again: object) -> None:
     assert copied != ParallelConfig(tp_size=2, pp_size=4, pipeline_schedule="gpipe")
     assert repr(copied) == repr(layout)
     assert "tp_size=2" in repr(layout)
+
+
+def test_a_layout_is_fixed_and_hashable() -> None:
+    layout = ParallelConfig(tp_size=2)
+    with pytest.raises(ConfigError, match="dataclasses.replace"):
+        layout.tp_size = 4
+    wider = dataclasses.replace(layout, tp_size=4)
+    assert (layout.tp_size, wider.tp_size, wider.total_size) == (2, 4, 4)
+    assert hash(layout) == hash(ParallelConfig(tp_size=2)) != hash(wider)
+    assert layout == ParallelConfig(tp_size=2) != wider
+    assert pickle.loads(pickle.dumps(layout)) == copy.deepcopy(layout) == layout

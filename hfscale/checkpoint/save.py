@@ -58,14 +58,14 @@ def save_pretrained(
         if writer is not None and failure is None:
             try:
                 writer.add(names[name], tensor)
-            except OSError as error:
+            except (OSError, CheckpointError) as error:
                 failure = error
     if writer is not None:
         try:
             if failure is None:
                 _host.write_configs(runtime.model, writer.staging)
                 writer.finish()
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             failure = error
         finally:
             shutil.rmtree(writer.staging, ignore_errors=True)

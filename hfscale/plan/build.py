@@ -186,7 +186,12 @@ class _Builder:
 
     def _cut(self, name: str, dim: int, length: int, parts: int = 1) -> None:
         cut = Cut("tp", dim, self.tp, (length // parts,) * parts if parts > 1 else ())
-        if cut.local_length(length, self.tp - 1) == 0:
+        if length % parts:
+            self._problem_once(
+                f"tp_size={self.tp}: the blueprint fuses {parts} equal matrices in {wild_name(name)}, which has "
+                f"{length} entries: correct the blueprint, or use tp_size=1"
+            )
+        elif cut.local_length(length, self.tp - 1) == 0:
             self._problem_once(
                 f"tp_size={self.tp} leaves a rank without any of the {length} entries of {wild_name(name)}: "
                 f"use tp_size 1 to {length // parts}"

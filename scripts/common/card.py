@@ -75,7 +75,7 @@ def make_card(
             )
         ],
     )
-    origin = f"fine-tuned (all parameters) from `{Path(recipe.base).as_posix()}`" if finetuned else "random weights"
+    origin = f"all of them fine-tuned from `{Path(recipe.base).as_posix()}`" if finetuned else "from random weights"
     text = _TEMPLATE.format(
         yaml=data.to_yaml(),
         name=recipe.name,
@@ -152,10 +152,11 @@ _TEMPLATE = """---
 
 # {name}
 
-`{architecture}`, {parameters:,} parameters, {origin}, trained with hfscale on {source}.
+`{architecture}` with {parameters:,} parameters, trained with hfscale: {origin}, on
+{source}.
 
-**Validation loss {last:.4f} nats per token**, against a unigram entropy of {entropy:.4f}: what a model reaches on this
-text that knows how frequent each token is and nothing else.
+**Validation loss {last:.4f} nats per token.** The unigram entropy of the same text is {entropy:.4f}: the best that
+knowing only how frequent each token is can do.
 
 ## Load it
 
@@ -187,8 +188,9 @@ It is an ordinary Hugging Face checkpoint; hfscale need not be installed.
 
 ## Data
 
-{source}: {train_sequences:,} packed sequences of {length} tokens (slice `{slice}`). Documents are put one after the
-other with an end-of-text token between them. Slices are disjoint sets of documents, chosen by name.
+Source: {source}.
+Trained on its slice `{slice}`, {train_sequences:,} packed sequences of {length} tokens: documents one after the other,
+an end-of-text token after each. Slices are disjoint sets of documents, chosen by name.
 
 ## Hyperparameters
 

@@ -42,7 +42,8 @@ def train(model: Any, recipe: Recipe, train_data: Dataset, validation_data: Data
     scheduler = get_scheduler("cosine", optimizer, num_warmup_steps=warmup, num_training_steps=training.steps)
     tokens_per_step = training.batch_size * recipe.data.sequence_length
     if training.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
+        # transformers 5.23 gives it a new name and warns at the old one.
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
 
     memory_before = peak_memory()
     first = validation = evaluate(model, validation_data, size)

@@ -185,7 +185,8 @@ def _check(recipe: Recipe) -> None:
     data, training = recipe.data, recipe.training
     if data.slice not in ("train", "finetune"):
         raise RecipeError(f"data.slice={data.slice!r} is unknown: use train or finetune")
-    if not 0 < data.validation_fraction < 1 - data.finetune_fraction <= 1:
+    kept_out = data.validation_fraction + data.finetune_fraction
+    if data.validation_fraction <= 0 or data.finetune_fraction < 0 or kept_out >= 1:
         raise RecipeError(
             f"data.validation_fraction={data.validation_fraction} and data.finetune_fraction={data.finetune_fraction} "
             "leave nothing to validate or to train on: both are shares of the documents, with a sum below 1"

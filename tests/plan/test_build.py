@@ -251,6 +251,13 @@ def test_a_projection_that_is_none_is_refused_once_for_all_layers(monkeypatch: p
     assert "model.layers.*.mlp.side_proj should be a projection (nn.Linear or Conv1D) and is nothing" in problems[1]
 
 
+def test_parts_that_do_not_divide_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    block = Block(("gate_proj", "up_proj"), ("down_proj",), parts={"up_proj": 3})  # of 50 entries
+    _with_blueprint(monkeypatch, mlp=block)
+    (problem,) = _problems(_model("llama"), tp_size=2)
+    assert "fuses 3 equal matrices in model.layers.*.mlp.up_proj.weight, which has 50 entries" in problem
+
+
 def test_a_parameter_inside_a_block_without_a_role_is_refused() -> None:
     # its gradient would be a part on every rank, and nobody would sum the parts
     model = _model("llama")

@@ -1,0 +1,151 @@
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from common.batches import evaluation_steps, per_rank, sequences_of_step, share_of_step
+from common.corpus import read_slices, slice_of
+from common.data import pack, train_tokenizer, unigram_entropy
+from common.recipe import DataRecipe, FinetuneRecipe, PretrainRecipe, RecipeError, load_recipe
+
+RECIPES = Path(__file__).parents[2] / "scripts" / "recipes"
+DEMO = RECIPES / "demo_pretrain.yaml"
+
+
+def test_shipped_recipes_fit_their_schema():
+    for path in sorted(RECIPES.glob("*.yaml")):
+        load_recipe(PretrainRecipe if "pretrain" in path.name else FinetuneRecipe, path)
+
+
+def test_the_demo_trains_and_validates_on_the_same_slices():
+    first, second = load_recipe(PretrainRecipe, DEMO), load_recipe(FinetuneRecipe, RECIPES / "demo_finetune.yaml")
+    assert second.base == str(first.directory / "checkpoint")
+    assert vars(first.data) == {**vars(second.data), "slice": "train"}
+
+
+def test_overrides_win():
+    recipe = load_recipe(PretrainRecipe, DEMO, ["training.steps=3", "parallel.tp_size=1", "parallel.dp_shard_size=2"])
+    assert recipe.training.steps == 3
+    assert recipe.parallel == {"tp_size": 1, "dp_shard_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("training.stepz=3", "training.stepz .* is not a key.*did you mean 'steps'"),
+        ("nmae=x", "nmae .* is not a key.*did you mean 'name'"),
+        ("training.steps=many", "training.steps .* impossible value"),
+        ("training.steps=0", "training.steps=0 is impossible"),
+        ("training.steps", "write key=value"),
+        ("data.slice=test", "use train or finetune"),
+        ("data.finetune_fraction=0.95", "leave nothing"),
+    ],
+)
+def test_a_wrong_key_or_value_is_named(override, message):
+    with pytest.raises(RecipeError, match=message):
+        load_recipe(PretrainRecipe, DEMO, [override])
+
+
+def test_a_recipe_that_is_not_there_names_those_that_are():
+    with pytest.raises(RecipeError, match=r"no such file.*demo_pretrain\.yaml"):
+        load_recipe(PretrainRecipe, RECIPES / "missing.yaml")
+
+
+def test_a_key_left_out_is_named(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("name: x\n")
+    with pytest.raises(RecipeError, match="leaves out base"):
+        load_recipe(FinetuneRecipe, path)
+
+
+def test_a_file_that_is_not_yaml_is_refused(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("name: [x\n")
+    with pytest.raises(RecipeError, match="cannot be read"):
+        load_recipe(PretrainRecipe, path)
+
+
+def test_slices_are_disjoint_and_about_as_large_as_asked():
+    slices = [slice_of(f"module_{index}.py", 0.1, 0.3) for index in range(2000)]
+    assert abs(slices.count("validation") / 2000 - 0.1) < 0.03
+    assert abs(slices.count("finetune") / 2000 - 0.3) < 0.03
+
+
+def test_texts_are_read_from_files_records_and_directories(tmp_path):
+    texts = [f"text number {index}" for index in range(40)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"body": text}) + "\n" for text in texts))
+    (tmp_path / "b.txt").write_text("\n\n".join(texts))
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    for name in ("a.jsonl", "b.txt"):
+        slices = read_slices(DataRecipe(source=str(tmp_path / name), text_column="body", validation_fraction=0.2))
+        assert sorted(slices["train"] + slices["validation"]) == sorted(texts)
+    both = read_slices(DataRecipe(source=str(tmp_path), text_column="body", validation_fraction=0.2))
+    assert sum(map(len, both.values())) == 41
+    with pytest.raises(RecipeError, match="its records have body"):
+        read_slices(DataRecipe(source=str(tmp_path / "a.jsonl"), text_column="content"))
+
+
+def test_a_source_too_small_to_validate_on_is_refused(tmp_path):
+    (tmp_path / "one.txt").write_text("one")
+    with pytest.raises(RecipeError, match="1 for train, 0 for validation"):
+        read_slices(DataRecipe(source=str(tmp_path / "one.txt")))
+
+
+def test_packing_puts_an_end_after_each_document():
+    rows = pack([[1, 2], [3, 4, 5], [6]], end=0, length=4)
+    assert rows.tolist() == [[1, 2, 0, 3], [4, 5, 0, 6]]
+    assert pack([], end=0, length=4).shape == (0, 4)
+
+
+def test_the_tokenizer_gives_back_every_text():
+    tokenizer = train_tokenizer(["def one():\n    return 1\n"] * 3, 300)
+    text = "def två(x):\n\treturn '日本' # \x00\n"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert tokenizer.eos_token_id == 0
+    with pytest.raises(RecipeError, match="too small"):
+        train_tokenizer(["x"], 100)
+
+
+def test_unigram_entropy_of_known_distributions():
+    assert unigram_entropy(np.array([[0, 1], [2, 3]])) == pytest.approx(math.log(4))
+    assert unigram_entropy(np.array([5, 5])) == 0
+
+
+def test_an_epoch_visits_every_sequence_once_and_the_next_in_another_order():
+    visited = [row for step in range(6) for row in sequences_of_step(step, 4, available=12, seed=1)]
+    assert sorted(visited[:12]) == sorted(visited[12:]) == list(range(12))
+    assert visited[:12] != visited[12:]
+    assert sequences_of_step(0, 12, 12, seed=1) != sequences_of_step(0, 12, 12, seed=2)
+
+
+def test_a_step_may_span_epochs_and_exceed_the_data():
+    assert sorted(sequences_of_step(0, 6, available=3, seed=0)) == [0, 0, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize(("batch_world", "microbatch_size"), [(1, None), (2, None), (2, 2), (4, 1)])
+def test_ranks_share_a_step(batch_world, microbatch_size):
+    microbatches, size = per_rank(8, batch_world, microbatch_size)
+    step = list(range(8))
+    shares = [share_of_step(step, rank, microbatches, size) for rank in range(batch_world)]
+    assert [row for share in shares for microbatch in share for row in microbatch] == step
+    assert all(len(microbatch) == size for share in shares for microbatch in share)
+
+
+def test_steps_that_do_not_divide_are_refused():
+    with pytest.raises(RecipeError, match="use a multiple of 3"):
+        per_rank(8, 3, None)
+    with pytest.raises(RecipeError, match="use a divisor of 4"):
+        per_rank(8, 2, 3)
+
+
+@pytest.mark.parametrize("available", [1, 7, 12, 13])
+@pytest.mark.parametrize("batch_world", [1, 2, 4])
+def test_evaluation_visits_every_sequence_once(available, batch_world):
+    ranks = [list(evaluation_steps(available, rank, batch_world, size=3)) for rank in range(batch_world)]
+    assert len({len(steps) for steps in ranks}) == 1
+    visited = [row for steps in ranks for rows, counted, _ in steps for row in rows[:counted]]
+    assert sorted(visited) == list(range(available))
+    for together in zip(*ranks, strict=True):
+        assert sum(counted for _, counted, _ in together) == together[0][2]
+        assert len({len(rows) for rows, _, _ in together}) == 1
