@@ -123,8 +123,10 @@ def plan(
     Raises:
         PlanError: the layout does not fit; every problem is listed with the valid values.
     """
-    by_name = isinstance(source, (str, os.PathLike))
-    config, rest = _load_config(str(source), hf_kwargs) if by_name else (source, hf_kwargs)
+    if isinstance(source, PreTrainedConfig):
+        config, rest = source, hf_kwargs
+    else:
+        config, rest = _load_config(str(source), hf_kwargs)
     return build_plan(_on_meta(auto_class, config, rest), parallel or ParallelConfig())
 
 
@@ -174,7 +176,9 @@ def _load_config(path: str, kwargs: dict[str, Any]) -> tuple[PreTrainedConfig, d
     """The config as the host would load it, and the arguments it did not use."""
     # The Hub knows nothing of what is written like a path; its own message would speak of repository names.
     if not os.path.exists(path) and (os.path.isabs(path) or path.startswith((".", "~")) or path.count("/") > 1):
-        raise CheckpointError(f"{path} does not exist: give a directory with a config.json, or a Hub id like owner/name")
+        raise CheckpointError(
+            f"{path} does not exist: give a directory with a config.json, or a Hub id like owner/name"
+        )
     taken = {key: value for key, value in kwargs.items() if key not in ("dtype", "torch_dtype")}
     config, rest = AutoConfig.from_pretrained(path, return_unused_kwargs=True, **taken)
     rest = {key: value for key, value in rest.items() if key not in _HUB}

@@ -8,12 +8,13 @@ As for pretraining, any key of the recipe can be given behind it, and results go
 from pathlib import Path
 from typing import Any
 
-from common.card import finish
 from common.data import prepare
 from common.loop import train
 from common.processes import run
-from common.recipe import FinetuneRecipe, RecipeError, recipe_from_command_line
+from common.read_recipe import recipe_from_command_line
+from common.recipe import FinetuneRecipe, RecipeError
 from common.report import RunLog
+from common.results import finish
 from transformers import AutoTokenizer
 
 import hfscale

@@ -6,12 +6,13 @@ starts two ranks, over gloo where there are no GPUs (then set OMP_NUM_THREADS=1)
 behind it: ``training.steps=20 parallel.tp_size=1 parallel.dp_shard_size=2``. Results go to ``runs/<name>``.
 """
 
-from common.card import finish
 from common.data import END_OF_TEXT_ID, prepare
 from common.loop import train
 from common.processes import run
-from common.recipe import PretrainRecipe, recipe_from_command_line
+from common.read_recipe import recipe_from_command_line
+from common.recipe import PretrainRecipe
 from common.report import RunLog
+from common.results import finish
 from transformers import LlamaConfig
 
 import hfscale

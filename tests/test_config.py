@@ -86,7 +86,7 @@ def test_a_layout_is_fixed_and_hashable() -> None:
     layout = ParallelConfig(tp_size=2)
     with pytest.raises(ConfigError, match="dataclasses.replace"):
         layout.tp_size = 4
-    wider = dataclasses.replace(layout, tp_size=4)
+    wider = replace(layout, tp_size=4)
     assert (layout.tp_size, wider.tp_size, wider.total_size) == (2, 4, 4)
     assert hash(layout) == hash(ParallelConfig(tp_size=2)) != hash(wider)
     assert layout == ParallelConfig(tp_size=2) != wider

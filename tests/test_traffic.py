@@ -1,8 +1,8 @@
 """What one step sends under tensor parallelism is what the formula says, counted at torch's dispatcher.
 
-Per layer and microbatch of ``b x s`` tokens: four all-reduces of ``b s h`` (enter and leave of two blocks); besides, one
-all-reduce of ``b s h`` for the embedding (forward) and one for the head (backward), one all-gather of ``2 b s`` numbers
-for the loss, and one all-reduce per parameter that a cut block uses whole.
+Per layer and microbatch of ``b x s`` tokens: four all-reduces of ``b s h`` (enter and leave of two blocks); besides,
+one all-reduce of ``b s h`` for the embedding (forward) and one for the head (backward), one all-gather of ``2 b s``
+numbers for the loss, and one all-reduce per parameter that a cut block uses whole.
 """
 
 from collections.abc import Callable

@@ -92,7 +92,8 @@ def raw_loop(path: str, layout: dict[str, int], steps: int) -> dict[str, torch.T
         optimizer.zero_grad()
     runtime = runtime_of(model)
     return {
-        planned.name: (local_tensor(p.detach()), planned.cuts, runtime.mesh.ranks) for planned, p in runtime.parameters()
+        planned.name: (local_tensor(p.detach()), planned.cuts, runtime.mesh.ranks)
+        for planned, p in runtime.parameters()
     }
 
 
@@ -249,7 +250,7 @@ GOLDEN = Path(__file__).parent / "golden"
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_golden_losses(family: str, request: pytest.FixtureRequest) -> None:
-    """Losses of 10 steps from a seed, as they were when last looked at: `pytest --write-golden` after a wanted change."""
+    """Losses of 10 steps from a seed, as last looked at: `pytest --write-golden` after a wanted change."""
     model = hfscale.from_config(tiny(family), seed=1, dtype=torch.float64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []

@@ -98,8 +98,8 @@ def load_pretrained(
 def _check_shape(key: str, shape: tuple[int, ...], planned: ParameterPlan) -> None:
     if shape != planned.shape:
         raise CheckpointError(
-            f"the checkpoint's {key} has the shape {shape} and the model's {planned.name} {planned.shape}: load it with "
-            "the config it was saved with"
+            f"the checkpoint's {key} has the shape {shape} and the model's {planned.name} {planned.shape}: load it "
+            "with the config it was saved with"
         )
 
 

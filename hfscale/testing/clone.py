@@ -11,50 +11,38 @@ from transformers import PreTrainedConfig
 HEADS, HEAD_DIM, LAYERS, VOCABULARY = 4, 8, 2, 67
 HIDDEN = HEADS * HEAD_DIM
 
-# What a count becomes, by the name configs give it. Everything not named here keeps its value.
-_SMALL: dict[str, int] = {
-    **dict.fromkeys(("vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
-    **dict.fromkeys(
-        ("hidden_size", "n_embd", "d_model", "emb_dim", "embedding_size", "attention_hidden_size", "word_embed_proj_dim",
-         "embedding_dim", "lru_width", "input_embedding_size", "output_embedding_size"),
-        HIDDEN,
-    ),
-    **dict.fromkeys(
-        ("intermediate_size", "ffn_dim", "n_inner", "d_ff", "dim_ff", "dff", "decoder_ffn_dim", "encoder_ffn_dim", "d_inner",
-         "ffn_hidden_size", "intermediate_size_mlp", "dense_intermediate_size", "feed_forward_size"),
-        48,
-    ),
-    **dict.fromkeys(
-        ("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size", "expert_ffn_hidden_size",
-         "shared_experts_intermediate_size", "moe_shared_expert_intermediate_size"),
-        24,
-    ),
-    **dict.fromkeys(
-        ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers", "num_blocks",
-         "num_encoder_layers", "num_decoder_layers"),
-        LAYERS,
-    ),
-    **dict.fromkeys(
-        ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "encoder_attention_heads",
-         "num_encoder_attention_heads", "num_decoder_attention_heads", "attention_heads", "swa_num_attention_heads"),
-        HEADS,
-    ),
-    **dict.fromkeys(("head_dim", "kv_channels", "dim_head", "v_head_dim", "attention_head_dim", "swa_head_dim", "d_head"), HEAD_DIM),
-    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "rotary_dim"), HEAD_DIM // 2),
-    "qk_head_dim": HEAD_DIM,
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank"), 16),
-    **dict.fromkeys(
-        ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4
-    ),
-    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token"), 2),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "model_max_length", "max_seq_len"), 64),
-    **dict.fromkeys(("n_group", "topk_group", "num_expert_group"), 1),
-    **dict.fromkeys(("num_nextn_predict_layers",), 0),
-}  # fmt: skip
+# What a count becomes -> the names configs give it. Everything not named here keeps its value.
+_BECOMES: dict[int, str] = {
+    VOCABULARY: "vocab_size decoder_vocab_size vocab_size_per_layer_input",
+    HIDDEN: """hidden_size n_embd d_model emb_dim embedding_size attention_hidden_size word_embed_proj_dim embedding_dim
+        lru_width input_embedding_size output_embedding_size""",
+    48: """intermediate_size ffn_dim n_inner d_ff dim_ff dff decoder_ffn_dim encoder_ffn_dim d_inner ffn_hidden_size
+        intermediate_size_mlp dense_intermediate_size feed_forward_size""",
+    24: """moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size expert_ffn_hidden_size
+        shared_experts_intermediate_size moe_shared_expert_intermediate_size""",
+    LAYERS: """num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_blocks num_encoder_layers
+        num_decoder_layers num_experts_per_tok moe_topk moe_k num_experts_per_token""",
+    HEADS: """num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads
+        attention_heads num_encoder_attention_heads num_decoder_attention_heads swa_num_attention_heads num_experts
+        num_local_experts n_routed_experts moe_num_experts qk_rope_head_dim qk_nope_head_dim rotary_dim""",
+    HEAD_DIM: "head_dim kv_channels dim_head v_head_dim attention_head_dim swa_head_dim d_head qk_head_dim",
+    16: "q_lora_rank kv_lora_rank o_lora_rank",
+    64: "max_position_embeddings n_positions n_ctx model_max_length max_seq_len",
+    1: "n_group topk_group num_expert_group",
+    0: "num_nextn_predict_layers",
+}
+_SMALL = {name: size for size, names in _BECOMES.items() for name in names.split()}
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads")
 _DROPOUT = ("dropout", "pdrop", "drop_rate", "layerdrop")
 # One entry per layer: cut to the first layers, and, where kinds alternate, made to show more than one of them.
-_PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers", "attention_layers", "layers_block_type", "mixer_types")
+_PER_LAYER = (
+    "layer_types",
+    "mlp_layer_types",
+    "no_rope_layers",
+    "attention_layers",
+    "layers_block_type",
+    "mixer_types",
+)
 
 
 def tiny_clone(config: PreTrainedConfig, **changes: Any) -> PreTrainedConfig:

@@ -198,8 +198,8 @@ def run_rank(case: Case, layout: ParallelConfig, directory: str) -> Parity:
         for step, expected in zip(case.batches(layout.batch_world), reference, strict=True):
             loss = hfscale.train_step(model, step[batch_rank])
             parity.loss = max(parity.loss, _difference(loss, expected["loss"]))
-            # Some gradients are zero in truth (the key bias of an attention that softmax makes blind to it): what is left
-            # of them is rounding, so a tensor's scale is never taken below a millionth of the largest gradient.
+            # Some gradients are zero in truth (an attention's key bias, to which softmax is blind): what is left of
+            # them is rounding, so a tensor's scale is never taken below a millionth of the largest gradient.
             floor = 1e-6 * max(float(gradient.abs().max()) for gradient in expected["gradients"].values())
             for planned, parameter in runtime.parameters():
                 wanted, gradient = expected["gradients"].get(planned.name), parameter.grad

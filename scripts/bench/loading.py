@@ -3,8 +3,8 @@
     python scripts/bench/loading.py [--out scripts/bench/results/loading.json]
 
 Every measurement is a fresh process: its peak resident memory (VmHWM, mapped files included) over what it had after
-importing torch, transformers and hfscale, once loaded and written to. The goal is a peak of at most 1.2 x (the rank's own shard + the largest
-tensor), which is what a loader must hold that reads one tensor at a time.
+importing torch, transformers and hfscale, once loaded and written to. The goal is a peak of at most 1.2 x (the rank's
+own shard + the largest tensor), which is what a loader must hold that reads one tensor at a time.
 """
 
 import argparse
@@ -145,7 +145,11 @@ def main() -> None:
         "model MiB": round(total / 2**20, 1),
         "largest tensor MiB": round(largest / 2**20, 1),
         "goal for peak / (shard + largest)": 1.2,
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "hfscale": hfscale.__version__},
+        "versions": {
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "hfscale": hfscale.__version__,
+        },
         "results": rows,
     }
     if arguments.out:

@@ -142,8 +142,16 @@ def main() -> None:
     for pool in pools.values():
         pool.close()
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    versions |= {"accelerate": accelerate.__version__, "hfscale": hfscale.__version__, "python": platform.python_version()}
-    report = {"machine": f"{platform.machine()}, 2 processes x 1 thread, gloo", "versions": versions, "results": results}
+    versions |= {
+        "accelerate": accelerate.__version__,
+        "hfscale": hfscale.__version__,
+        "python": platform.python_version(),
+    }
+    report = {
+        "machine": f"{platform.machine()}, 2 processes x 1 thread, gloo",
+        "versions": versions,
+        "results": results,
+    }
     if arguments.out:
         arguments.out.write_text(json.dumps(report, indent=1) + "\n")
 

@@ -1,7 +1,6 @@
-"""The model card of a run, and everything else that is written when training has ended."""
+"""The model card of a run: layout, data, hyperparameters, what was measured, versions, how to load it."""
 
 import platform
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,46 +8,12 @@ import accelerate
 import torch
 import transformers
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
-from omegaconf import OmegaConf
 
 import hfscale
 
 from .loop import Outcome
-from .processes import barrier, is_main
 from .recipe import DataRecipe, FinetuneRecipe, Recipe
-from .report import RunLog, plot_losses, read_metrics
-
-
-def finish(
-    model: Any,
-    tokenizer: Any,
-    recipe: Recipe,
-    layout: hfscale.ParallelConfig,
-    outcome: Outcome,
-    log: RunLog,
-    train_sequences: int,
-) -> None:
-    """Write ``checkpoint/`` (weights, tokenizer, card), ``loss.png`` and ``recipe.yaml``. Call it on every rank."""
-    log.close()
-    directory = recipe.directory
-    checkpoint = directory / "checkpoint"
-    hfscale.save_pretrained(model, checkpoint)
-    if is_main():
-        tokenizer.save_pretrained(checkpoint)
-        OmegaConf.save(OmegaConf.structured(recipe), directory / "recipe.yaml")
-        plot_losses(log.path, directory / "loss.png", f"{recipe.name} ({layout.describe()})")
-        shutil.copyfile(directory / "loss.png", checkpoint / "loss.png")
-        card = make_card(model.config, recipe, layout, outcome, log, train_sequences)
-        card.save(checkpoint / "README.md")
-        print(
-            f"\n{recipe.name}: {layout.describe()}, {outcome.tokens_per_second:,.0f} tokens/s, peak memory "
-            f"{outcome.memory / 2**30:.2f} GiB\n"
-            f"  validation loss {outcome.first_validation_loss:.4f} -> {outcome.validation_loss:.4f}, unigram entropy "
-            f"{log.unigram_entropy:.4f} (nats per token)\n"
-            f"  {checkpoint}, {log.path}, {directory / 'loss.png'}",
-            flush=True,
-        )
-    barrier()
+from .report import RunLog, read_metrics
 
 
 def make_card(

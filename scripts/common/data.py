@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from .corpus import read_slices
-from .processes import barrier, is_main
+from .processes import on_main
 from .recipe import DataRecipe, RecipeError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -78,25 +78,25 @@ def prepare(
         RecipeError: the source cannot be read, or is too small.
     """
     disable_progress_bars()  # theirs would get in the way of the one of training
-    train, validation, own = (directory / part for part in ("data/train", "data/validation", "tokenizer"))
-    if is_main():
-        slices = read_slices(data)
-        if tokenizer is None:
-            train_tokenizer(slices[data.slice], vocab_size).save_pretrained(own)
-            writer: Any = PreTrainedTokenizerFast.from_pretrained(own)
-        else:
-            writer = tokenizer
-        if writer.eos_token_id is None:
-            raise RecipeError("the tokenizer of the base model has no end-of-text token to put between documents")
-        rows = tokenize(writer, slices["validation"], data.sequence_length)[: data.validation_sequences]
-        _save(rows, validation, "validation", data)
-        _save(tokenize(writer, slices[data.slice], data.sequence_length), train, data.slice, data)
-    barrier()
+    on_main(lambda: _write(data, tokenizer, vocab_size, directory))
     if tokenizer is None:
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(own)
-    held_out = load_from_disk(str(validation)).with_format("torch")
-    entropy = unigram_entropy(held_out[:]["input_ids"].numpy())
-    return tokenizer, load_from_disk(str(train)).with_format("torch"), held_out, entropy
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(directory / "tokenizer")
+    train, validation = (load_from_disk(str(directory / "data" / part)) for part in ("train", "validation"))
+    train, validation = train.with_format("torch"), validation.with_format("torch")
+    return tokenizer, train, validation, unigram_entropy(validation[:]["input_ids"].numpy())
+
+
+def _write(data: DataRecipe, tokenizer: Any | None, vocab_size: int, directory: Path) -> None:
+    slices = read_slices(data)
+    if tokenizer is None:
+        tokenizer = train_tokenizer(slices[data.slice], vocab_size)
+        tokenizer.save_pretrained(directory / "tokenizer")
+    if tokenizer.eos_token_id is None:
+        raise RecipeError("the tokenizer of the base model has no end-of-text token to put between documents")
+    rows = tokenize(tokenizer, slices["validation"], data.sequence_length)[: data.validation_sequences]
+    _save(rows, directory / "data" / "validation", "validation", data)
+    rows = tokenize(tokenizer, slices[data.slice], data.sequence_length)
+    _save(rows, directory / "data" / "train", data.slice, data)
 
 
 def _save(rows: np.ndarray, directory: Path, name: str, data: DataRecipe) -> None:

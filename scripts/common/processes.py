@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from hfscale import HFScaleError
 
@@ -31,6 +32,20 @@ def barrier() -> None:
         dist.barrier()
 
 
+def on_main(work: Callable[[], None]) -> None:
+    """Do ``work`` on the main process while the others wait; a :class:`RecipeError` there is raised on all."""
+    failure: list[str | None] = [None]
+    if is_main():
+        try:
+            work()
+        except RecipeError as error:
+            failure[0] = str(error)
+    if dist.is_initialized():
+        dist.broadcast_object_list(failure, src=0, device=torch.device("cpu"))
+    if failure[0]:
+        raise RecipeError(failure[0])
+
+
 def largest(value: float) -> float:
     """The largest of the processes' values."""
     held = torch.tensor(value, dtype=torch.float64)
@@ -49,7 +64,7 @@ def run(main: Callable[[], None]) -> None:
         if not is_main():
             time.sleep(_HEAD_START_SECONDS)
         print(f"\nerror (rank {rank()}): {error}\n", file=sys.stderr, flush=True)
-        sys.stderr.flush()
+        get_error_handler().record_exception(error)  # so that the launcher repeats it below its own traceback
         os._exit(2)  # not sys.exit: its clean-up may wait for ranks that are gone
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -34,9 +34,7 @@ def load_and_save(source: str, target: str, layout: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("family", "tied"), [("llama", False), ("gpt2", True), ("qwen3", True)])
-def test_round_trip_is_bit_exact(
-    pools: Pools, tmp_path: Path, family: str, tied: bool, layout: dict[str, int]
-) -> None:
+def test_round_trip_is_bit_exact(pools: Pools, tmp_path: Path, family: str, tied: bool, layout: dict[str, int]) -> None:
     torch.manual_seed(0)
     kwargs = {} if family == "gpt2" else {"num_key_value_heads": 4}
     stock = AutoModelForCausalLM.from_config(tiny(family, tie_word_embeddings=tied, **kwargs), dtype=torch.bfloat16)

@@ -7,7 +7,8 @@ import pytest
 from common.batches import evaluation_steps, per_rank, sequences_of_step, share_of_step
 from common.corpus import read_slices, slice_of
 from common.data import pack, train_tokenizer, unigram_entropy
-from common.recipe import DataRecipe, FinetuneRecipe, PretrainRecipe, RecipeError, load_recipe
+from common.read_recipe import load_recipe
+from common.recipe import DataRecipe, FinetuneRecipe, PretrainRecipe, RecipeError
 
 RECIPES = Path(__file__).parents[2] / "scripts" / "recipes"
 DEMO = RECIPES / "demo_pretrain.yaml"
