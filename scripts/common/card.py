@@ -33,14 +33,14 @@ def make_card(
             EvalResult(
                 task_type="text-generation",
                 dataset_type="text",
-                dataset_name=f"{source} (validation slice)",
+                dataset_name=f"{source} (validation)",
                 metric_type="loss",
                 metric_name="validation loss (nats per token)",
                 metric_value=round(outcome.validation_loss, 4),
             )
         ],
     )
-    origin = f"all of them fine-tuned from `{Path(recipe.base).as_posix()}`" if finetuned else "from random weights"
+    origin = f"all of them fine-tuned from `{_without_machine(recipe.base)}`" if finetuned else "from random weights"
     text = _TEMPLATE.format(
         yaml=data.to_yaml(),
         name=recipe.name,
@@ -53,7 +53,7 @@ def make_card(
         device=torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, gloo",
         train_sequences=train_sequences,
         length=recipe.data.sequence_length,
-        slice=recipe.data.slice,
+        selection=_selection(recipe.data),
         training=_table(vars(recipe.training)),
         seed=recipe.seed,
         train_loss=outcome.train_loss,
@@ -82,8 +82,20 @@ def describe_source(data: DataRecipe) -> str:
     return f"`{path.name}`" if path.exists() else f"`{data.source}` ({data.split})"
 
 
+def _selection(data: DataRecipe) -> str:
+    parts = [f"all but `{'`, `'.join(data.exclude)}`"] if data.exclude else []
+    parts += [f"only `{'`, `'.join(data.include)}`"] if data.include else []
+    return f"Of its documents, {', '.join(parts)}" if parts else "All its documents"
+
+
 def _is_hub_data(data: DataRecipe) -> bool:
     return data.source != "stdlib" and not Path(data.source).exists()
+
+
+def _without_machine(base: str) -> str:
+    """A path as the recipe gives it, or its last parts where it says where on this machine it lies."""
+    path = Path(base)
+    return Path(*path.parts[-2:]).as_posix() if path.is_absolute() else path.as_posix()
 
 
 def _is_local(base: str) -> bool:
@@ -153,9 +165,9 @@ It is an ordinary Hugging Face checkpoint; hfscale need not be installed.
 
 ## Data
 
-Source: {source}.
-Trained on its slice `{slice}`, {train_sequences:,} packed sequences of {length} tokens: documents one after the other,
-an end-of-text token after each. Slices are disjoint sets of documents, chosen by name.
+Text: {source}.
+{selection}. Documents are put one after the other, with an end-of-text token after each, and cut into sequences of
+{length} tokens: {train_sequences:,} to train on. Those to validate on are from other documents, chosen by name.
 
 ## Hyperparameters
 

@@ -1,17 +1,16 @@
-"""Where text comes from: documents of a source, each in one slice, the same on every machine that has the source."""
+"""Where text comes from: documents of a source, each to train on or to validate on, the same on every machine."""
 
 import json
 import sysconfig
 import zlib
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 
 from datasets import load_dataset
 
 from .recipe import DataRecipe, RecipeError
-
-SLICES = ("train", "validation", "finetune")
 
 # Parts of the standard library that are not library code written by hand: tests, tables, tools, other packages.
 _NOT_LIBRARY = {
@@ -27,31 +26,36 @@ class Document(NamedTuple):
     text: str
 
 
-def slice_of(name: str, validation_fraction: float, finetune_fraction: float) -> str:
-    """The slice a document of this name is in: a function of the name alone, so that every run agrees."""
-    position = zlib.crc32(name.encode()) / 2**32
-    if position < validation_fraction:
-        return "validation"
-    return "finetune" if position < validation_fraction + finetune_fraction else "train"
+def is_for_validation(name: str, fraction: float) -> bool:
+    """Whether a document of this name is kept out of training: by its name alone, so that every run agrees."""
+    return zlib.crc32(name.encode()) / 2**32 < fraction
 
 
-def read_slices(data: DataRecipe) -> dict[str, list[str]]:
-    """All texts of the source by slice, in an order that does not depend on the machine.
+def is_wanted(name: str, include: list[str], exclude: list[str]) -> bool:
+    """Whether the patterns of a recipe select a document of this name."""
+    included = not include or any(fnmatchcase(name, pattern) for pattern in include)
+    return included and not any(fnmatchcase(name, pattern) for pattern in exclude)
+
+
+def read_texts(data: DataRecipe) -> tuple[list[str], list[str]]:
+    """The texts to train on and those to validate on, in an order that does not depend on the machine.
 
     Raises:
-        RecipeError: the source is not there, or has nothing for validation or for the slice to train on.
+        RecipeError: the source is not there, or has nothing to train or to validate on.
     """
-    slices: dict[str, list[str]] = {name: [] for name in SLICES}
+    train: list[str] = []
+    validation: list[str] = []
     for document in read_documents(data):
-        slices[slice_of(document.name, data.validation_fraction, data.finetune_fraction)].append(document.text)
-    counts = ", ".join(f"{len(texts)} for {name}" for name, texts in slices.items())
-    for needed in ("validation", data.slice):
-        if not slices[needed]:
-            raise RecipeError(
-                f"data.source={data.source!r} has documents {counts}, and a run needs some for {needed}: raise "
-                "data.validation_fraction or data.finetune_fraction, or give more documents"
-            )
-    return slices
+        if is_wanted(document.name, data.include, data.exclude):
+            kept_out = is_for_validation(document.name, data.validation_fraction)
+            (validation if kept_out else train).append(document.text)
+    if not train or not validation:
+        raise RecipeError(
+            f"data.source={data.source!r} has {len(train)} document(s) to train on and {len(validation)} to validate "
+            "on, and a run needs some of each: give more documents, or change data.validation_fraction, data.include "
+            "or data.exclude"
+        )
+    return train, validation
 
 
 def read_documents(data: DataRecipe) -> Iterator[Document]:

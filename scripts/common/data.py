@@ -9,7 +9,7 @@ from datasets import Dataset, disable_progress_bars, load_from_disk
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from .corpus import read_slices
+from .corpus import read_texts
 from .processes import on_main
 from .recipe import DataRecipe, RecipeError
 
@@ -67,7 +67,7 @@ def prepare(
     """Tokenized data on disk, written by rank 0 and read by all; call it on every rank, on a file system they share.
 
     Args:
-        tokenizer: ``None`` to train one, of ``vocab_size``, on the slice to train on.
+        tokenizer: ``None`` to train one, of ``vocab_size``, on the texts to train on.
         directory: of the run; gets ``tokenizer/`` if one is trained, ``data/train`` and ``data/validation``.
 
     Returns:
@@ -87,22 +87,21 @@ def prepare(
 
 
 def _write(data: DataRecipe, tokenizer: Any | None, vocab_size: int, directory: Path) -> None:
-    slices = read_slices(data)
+    train, validation = read_texts(data)
     if tokenizer is None:
-        tokenizer = train_tokenizer(slices[data.slice], vocab_size)
+        tokenizer = train_tokenizer(train, vocab_size)
         tokenizer.save_pretrained(directory / "tokenizer")
     if tokenizer.eos_token_id is None:
         raise RecipeError("the tokenizer of the base model has no end-of-text token to put between documents")
-    rows = tokenize(tokenizer, slices["validation"], data.sequence_length)[: data.validation_sequences]
+    rows = tokenize(tokenizer, validation, data.sequence_length)[: data.validation_sequences]
     _save(rows, directory / "data" / "validation", "validation", data)
-    rows = tokenize(tokenizer, slices[data.slice], data.sequence_length)
-    _save(rows, directory / "data" / "train", data.slice, data)
+    _save(tokenize(tokenizer, train, data.sequence_length), directory / "data" / "train", "training", data)
 
 
 def _save(rows: np.ndarray, directory: Path, name: str, data: DataRecipe) -> None:
     if not len(rows):
         raise RecipeError(
-            f"the {name} slice of data.source={data.source!r} is shorter than one sequence of "
+            f"the {name} text of data.source={data.source!r} is shorter than one sequence of "
             f"data.sequence_length={data.sequence_length} tokens: use shorter sequences, or more text"
         )
     Dataset.from_dict({"input_ids": rows}).save_to_disk(str(directory))

@@ -22,9 +22,10 @@ class DataRecipe:
         text_column: the field of JSONL records and Hub data sets that holds the text.
         subset: the configuration of a Hub data set, where it has several.
         split: the split of a Hub data set to read.
-        validation_fraction: share of the documents kept out of all training.
-        finetune_fraction: share of the documents kept for the ``finetune`` slice.
-        slice: the slice to train on, ``train`` (all that is not kept out) or ``finetune``.
+        include: patterns such as ``asyncio/*``: only documents whose name, a path below the source, matches one are
+            used; all of them if there is no pattern.
+        exclude: patterns of documents that are not used.
+        validation_fraction: share of the documents kept out of training.
         sequence_length: tokens in one training sequence.
         validation_sequences: at most this many sequences are evaluated.
     """
@@ -33,9 +34,9 @@ class DataRecipe:
     text_column: str = "text"
     subset: Optional[str] = None  # noqa: UP045  # OmegaConf reads this spelling in all its versions
     split: str = "train"
+    include: list[str] = field(default_factory=list)
+    exclude: list[str] = field(default_factory=list)
     validation_fraction: float = 0.05
-    finetune_fraction: float = 0.0
-    slice: str = "train"
     sequence_length: int = 256
     validation_sequences: int = 64
 
@@ -128,13 +129,10 @@ class FinetuneRecipe(Recipe):
 def check_values(recipe: Recipe) -> None:
     """Raise a :class:`RecipeError` for the first value that is impossible in itself."""
     data, training = recipe.data, recipe.training
-    if data.slice not in ("train", "finetune"):
-        raise RecipeError(f"data.slice={data.slice!r} is unknown: use train or finetune")
-    kept_out = data.validation_fraction + data.finetune_fraction
-    if data.validation_fraction <= 0 or data.finetune_fraction < 0 or kept_out >= 1:
+    if not 0 < data.validation_fraction < 1:
         raise RecipeError(
-            f"data.validation_fraction={data.validation_fraction} and data.finetune_fraction={data.finetune_fraction} "
-            "leave nothing to validate or to train on: both are shares of the documents, with a sum below 1"
+            f"data.validation_fraction={data.validation_fraction} leaves nothing to validate or to train on: it is a "
+            "share of the documents, between 0 and 1"
         )
     if not 0 <= training.warmup_ratio < 1:
         raise RecipeError(f"training.warmup_ratio={training.warmup_ratio} is impossible: use at least 0 and below 1")

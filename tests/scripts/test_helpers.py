@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from common.batches import evaluation_steps, per_rank, sequences_of_step, share_of_step
-from common.corpus import read_slices, slice_of
+from common.corpus import is_for_validation, is_wanted, read_texts
 from common.data import pack, train_tokenizer, unigram_entropy
 from common.read_recipe import load_recipe
 from common.recipe import DataRecipe, FinetuneRecipe, PretrainRecipe, RecipeError
@@ -19,10 +19,10 @@ def test_shipped_recipes_fit_their_schema():
         load_recipe(PretrainRecipe if "pretrain" in path.name else FinetuneRecipe, path)
 
 
-def test_the_demo_trains_and_validates_on_the_same_slices():
+def test_the_demo_fine_tunes_what_it_pretrained_on_what_it_has_not_seen():
     first, second = load_recipe(PretrainRecipe, DEMO), load_recipe(FinetuneRecipe, RECIPES / "demo_finetune.yaml")
     assert second.base == str(first.directory / "checkpoint")
-    assert vars(first.data) == {**vars(second.data), "slice": "train"}
+    assert first.data.exclude == second.data.include != []
 
 
 def test_overrides_win():
@@ -39,8 +39,8 @@ def test_overrides_win():
         ("training.steps=many", "training.steps .* impossible value"),
         ("training.steps=0", "training.steps=0 is impossible"),
         ("training.steps", "write key=value"),
-        ("data.slice=test", "use train or finetune"),
-        ("data.finetune_fraction=0.95", "leave nothing"),
+        ("data.validation_fraction=1", "leaves nothing"),
+        ("data.include=asyncio", "include .* impossible value"),
     ],
 )
 def test_a_wrong_key_or_value_is_named(override, message):
@@ -67,10 +67,16 @@ def test_a_file_that_is_not_yaml_is_refused(tmp_path):
         load_recipe(PretrainRecipe, path)
 
 
-def test_slices_are_disjoint_and_about_as_large_as_asked():
-    slices = [slice_of(f"module_{index}.py", 0.1, 0.3) for index in range(2000)]
-    assert abs(slices.count("validation") / 2000 - 0.1) < 0.03
-    assert abs(slices.count("finetune") / 2000 - 0.3) < 0.03
+def test_about_as_much_is_kept_out_as_asked():
+    kept_out = [is_for_validation(f"module_{index}.py", 0.1) for index in range(2000)]
+    assert abs(sum(kept_out) / 2000 - 0.1) < 0.03
+
+
+def test_patterns_select_documents():
+    assert is_wanted("os.py", [], [])
+    assert is_wanted("asyncio/events.py", ["email/*", "asyncio/*"], [])
+    assert not is_wanted("asyncio/events.py", [], ["asyncio/*"])
+    assert not is_wanted("os.py", ["asyncio/*"], [])
 
 
 def test_texts_are_read_from_files_records_and_directories(tmp_path):
@@ -79,18 +85,20 @@ def test_texts_are_read_from_files_records_and_directories(tmp_path):
     (tmp_path / "b.txt").write_text("\n\n".join(texts))
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     for name in ("a.jsonl", "b.txt"):
-        slices = read_slices(DataRecipe(source=str(tmp_path / name), text_column="body", validation_fraction=0.2))
-        assert sorted(slices["train"] + slices["validation"]) == sorted(texts)
-    both = read_slices(DataRecipe(source=str(tmp_path), text_column="body", validation_fraction=0.2))
-    assert sum(map(len, both.values())) == 41
+        train, validation = read_texts(
+            DataRecipe(source=str(tmp_path / name), text_column="body", validation_fraction=0.2)
+        )
+        assert sorted(train + validation) == sorted(texts)
+    both = read_texts(DataRecipe(source=str(tmp_path), text_column="body", validation_fraction=0.2))
+    assert sum(map(len, both)) == 41
     with pytest.raises(RecipeError, match="its records have body"):
-        read_slices(DataRecipe(source=str(tmp_path / "a.jsonl"), text_column="content"))
+        read_texts(DataRecipe(source=str(tmp_path / "a.jsonl"), text_column="content"))
 
 
 def test_a_source_too_small_to_validate_on_is_refused(tmp_path):
     (tmp_path / "one.txt").write_text("one")
-    with pytest.raises(RecipeError, match="1 for train, 0 for validation"):
-        read_slices(DataRecipe(source=str(tmp_path / "one.txt")))
+    with pytest.raises(RecipeError, match=r"1 document.* to train on and 0 to validate"):
+        read_texts(DataRecipe(source=str(tmp_path / "one.txt")))
 
 
 def test_packing_puts_an_end_after_each_document():
