@@ -19,7 +19,9 @@ from transformers.core_model_loading import (
     rename_source_key,
     revert_weight_conversion,
 )
+from transformers.utils import logging
 
+from .config import local_rank, without_launcher_switches
 from .errors import CheckpointError
 
 
@@ -48,9 +50,16 @@ def loading_through(prepare: Callable[[Any, list[Any], list[str]], dict[str, Any
 
     host: Any = PreTrainedModel
     host._load_pretrained_model = staticmethod(load)
+    # One progress bar per machine is enough.
+    quiet = local_rank() > 0 and logging.is_progress_bar_enabled()
+    if quiet:
+        logging.disable_progress_bar()
     try:
-        yield report
+        with without_launcher_switches():
+            yield report
     finally:
+        if quiet:
+            logging.enable_progress_bar()
         host._load_pretrained_model = original
 
 

@@ -26,18 +26,17 @@ _SIZES = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command line; returns the exit code: 0, or 2 where the command cannot be carried out."""
+    """Run one command line; returns the exit code: 0, 1 where a check failed, 2 where it cannot be carried out."""
     try:
         arguments = _parser().parse_args(argv)
     except SystemExit as stop:  # argparse has printed the help, the version or what is wrong
         return int(stop.code or 0)
-    run: Callable[[argparse.Namespace], None] = arguments.run
+    run: Callable[[argparse.Namespace], int] = arguments.run
     try:
-        run(arguments)
+        return run(arguments)
     except HFScaleError as error:
         print(f"hfscale {arguments.command}: {error}", file=sys.stderr)
         return 2
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -54,6 +53,16 @@ def _parser() -> argparse.ArgumentParser:
     _add_layout(plan)
     plan.add_argument("--json", action="store_true", help="print JSON instead of a table")
     plan.set_defaults(run=_plan)
+    verify = commands.add_parser(
+        "verify",
+        help="prove a layout on this machine: a tiny clone of the model against one process",
+        description="Train a tiny clone of a model (same classes, few layers, small widths) in a layout on CPU processes "
+        "and in one process with stock transformers, and compare loss, gradients, norm, weights and checkpoint. Exits "
+        "with 1 on any difference. Needs no weights and no GPU.",
+    )
+    _add_model(verify)
+    _add_layout(verify)
+    verify.set_defaults(run=_verify)
     return parser
 
 
@@ -79,7 +88,16 @@ def _layout(arguments: argparse.Namespace) -> ParallelConfig:
     return ParallelConfig(**given, sequence_parallel=arguments.sequence_parallel)
 
 
-def _plan(arguments: argparse.Namespace) -> None:
+def _verify(arguments: argparse.Namespace) -> int:
+    from .testing.verify import TOLERANCE, render, verify
+
+    asked, config = _layout(arguments), _load_config(arguments.model)
+    used, parity = verify(config, asked)
+    print(render(config, asked, used, parity))
+    return int(parity.worst() > TOLERANCE)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
     layout, auto_class = _layout(arguments), _auto_class(arguments.auto_class)
     config = _load_config(arguments.model)
     try:
@@ -92,6 +110,7 @@ def _plan(arguments: argparse.Namespace) -> None:
             "--auto-class"
         ) from error
     print(to_json(planned) if arguments.json else render(planned))
+    return 0
 
 
 def _auto_class(name: str) -> Any:

@@ -65,7 +65,8 @@ class ParallelConfig(ParallelismConfig):
             if name not in names:
                 close = [f"{name}_size"] if f"{name}_size" in names else difflib.get_close_matches(name, names, n=1)
                 hint = f"did you mean {close[0]!r}? " if close else ""
-                raise ConfigError(f"ParallelConfig has no field {name!r}: {hint}valid fields are {', '.join(names)}")
+                useful = [n for n in names if not n.endswith(("_handler", "_backend")) and n != "sp_size"]
+                raise ConfigError(f"ParallelConfig has no field {name!r}: {hint}valid fields are {', '.join(useful)}")
         return super().__new__(cls)
 
     # Replaces accelerate's checks on purpose: those refuse layouts hfscale does run (replicated data x tensor).

@@ -1,5 +1,6 @@
 """Processes: which ranks form which axis. The only caller of ``init_device_mesh`` and ``init_process_group``."""
 
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -85,7 +86,8 @@ def build_mesh(layout: ParallelConfig) -> Mesh:
 def launch_line(processes: int) -> str:
     """The command that starts ``processes`` ranks, with or without GPUs."""
     multi = "--multi_gpu " if processes > 1 else ""
-    return f"accelerate launch {multi}--num_processes {processes} YOUR_SCRIPT.py"
+    script = sys.argv[0] if sys.argv and sys.argv[0].endswith(".py") else "YOUR_SCRIPT.py"
+    return f"accelerate launch {multi}--num_processes {processes} {script}"
 
 
 def _device() -> torch.device:

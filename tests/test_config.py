@@ -84,7 +84,7 @@ def test_copies_are_equal(again: object) -> None:
 
 def test_a_layout_is_fixed_and_hashable() -> None:
     layout = ParallelConfig(tp_size=2)
-    with pytest.raises(ConfigError, match="dataclasses.replace"):
+    with pytest.raises(ConfigError, match=r"dataclasses\.replace"):
         layout.tp_size = 4
     wider = replace(layout, tp_size=4)
     assert (layout.tp_size, wider.tp_size, wider.total_size) == (2, 4, 4)

@@ -223,6 +223,18 @@ def test_gradients_accumulate_between_steps(tmp_path: Path) -> None:
     torch.testing.assert_close(model.lm_head.weight.grad, 2 * once)
 
 
+def attention_weights(path: str) -> str:
+    model = hfscale.from_pretrained(path, parallel=ParallelConfig(**TP2), attn_implementation="eager")
+    with pytest.raises(ConfigError) as caught:
+        model(input_ids=IDS, output_attentions=True)
+    return str(caught.value)
+
+
+def test_attention_weights_of_some_heads_are_not_handed_out(pools: Pools, tmp_path: Path) -> None:
+    for message in pools(2).run(attention_weights, save(tmp_path)):
+        assert "tp_size=1" in message
+
+
 def classify(path: str, layout: dict[str, int]) -> list[float]:
     torch.manual_seed(0)
     model = hfscale.from_pretrained(

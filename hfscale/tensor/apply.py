@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from ..errors import ConfigError
 from ..mesh import Mesh
 from ..plan import ParameterPlan, Plan
 from .edges import install_block_edges
@@ -37,9 +38,20 @@ def install_edges(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
         for name in block.row:
             read_through_enter(model.get_submodule(name), group, names=("bias",), once=mesh.ranks["tp"] == 0)
         install_block_edges(model, block, mesh)
+    if plan.blocks:
+        model.register_forward_pre_hook(_refuse_attention_weights, with_kwargs=True)
     if plan.embedding is not None:
         planned = plan.by_name[f"{plan.embedding}.weight"]
         install_vocab_parallel_embedding(model.get_submodule(plan.embedding), planned, mesh)
+
+
+def _refuse_attention_weights(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    wanted = kwargs.get("output_attentions")
+    if model.config.output_attentions if wanted is None else wanted:
+        raise ConfigError(
+            "output_attentions=True would return the attention weights of this rank's heads only: leave it out, or "
+            "load the model with tp_size=1"
+        )
 
 
 def cut_parameters(model: nn.Module, plan: Plan, mesh: Mesh) -> None:

@@ -1,6 +1,7 @@
 """Checkpoints in and out of every layout (traps T24, T29), and their failures."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from datetime import timedelta
@@ -218,3 +219,21 @@ def test_names_with_a_renamed_prefix(tmp_path: Path) -> None:
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     for name, value in stock.state_dict().items():
         assert torch.equal(again.state_dict()[name], value), name
+
+
+def logits_under_fsdp_switch(path: str) -> torch.Tensor:
+    os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_CPU_RAM_EFFICIENT_LOADING="true")
+    try:
+        model = hfscale.from_pretrained(path, parallel=ParallelConfig(tp_size=2))
+        assert os.environ["ACCELERATE_USE_FSDP"] == "true"
+    finally:
+        del os.environ["ACCELERATE_USE_FSDP"], os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"]
+    return model(input_ids=IDS).logits.detach()
+
+
+def test_every_rank_reads_its_own_under_an_fsdp_launch_line(pools: Pools, tmp_path: Path) -> None:
+    """With that switch on, the host fills weights and buffers on rank 0 only."""
+    stock = AutoModelForCausalLM.from_config(tiny("llama"), dtype=torch.float32).eval()
+    stock.save_pretrained(tmp_path)
+    for found in pools(2).run(logits_under_fsdp_switch, str(tmp_path)):
+        torch.testing.assert_close(found, stock(input_ids=IDS).logits)
