@@ -56,9 +56,9 @@ def _parser() -> argparse.ArgumentParser:
     verify = commands.add_parser(
         "verify",
         help="prove a layout on this machine: a tiny clone of the model against one process",
-        description="Train a tiny clone of a model (same classes, few layers, small widths) in a layout on CPU processes "
-        "and in one process with stock transformers, and compare loss, gradients, norm, weights and checkpoint. Exits "
-        "with 1 on any difference. Needs no weights and no GPU.",
+        description="Train a tiny clone of a model (same classes, few layers, small widths) in a layout on CPU "
+        "processes and in one process with stock transformers, and compare loss, gradients, norm, weights and "
+        "checkpoint. Exits with 1 on any difference. Needs no weights and no GPU.",
     )
     _add_model(verify)
     _add_layout(verify)

@@ -1,9 +1,10 @@
 """Where the parts of an architecture are: the roles of its modules, as data.
 
-A family is one :class:`Blueprint`. It comes from :data:`FAMILIES` (hfscale's own table, keyed by
+A family is one :class:`Blueprint`. It comes from :data:`hfscale.plan.families.FAMILIES` (hfscale's own table, keyed by
 ``config.model_type``) or, failing that, from the model's own Hugging Face ``base_model_tp_plan``, translated.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,19 +15,31 @@ from ..errors import PlanError
 class Block:
     """An attention or MLP module: what enters it is whole, what leaves it is summed over the tensor ranks.
 
+    Paths are relative to the block; the empty path is the block itself.
+
     Attributes:
         column: projections that read the block's input; their outputs are cut.
         row: projections that write the block's output; their inputs are cut.
-        parts: how many equal matrices are fused in a column projection, side by side (default 1).
+        enter: modules whose first input is the block's input, where that is not the block (a family that adds the
+            residual inside the block must keep the residual out of the edges).
+        leave: modules whose output is the sum to be completed, where that is not the block.
+        parts: what is fused in a column projection, side by side: how many equal matrices, or a function from the
+            config to their lengths.
         shared: modules used whole inside the block (per-head norms), whose gradients are therefore partial.
+        cut: other parameters that are cut, and along which dim (one entry per head, say).
+        heads: keyword inputs of the block with one entry per head along a dim: each rank gets its heads' share.
         local_attributes: integer attributes that the forward reads as local sizes.
         dropout: config fields that hold dropout probabilities applied to *cut* activations (attention weights).
     """
 
     column: tuple[str, ...]
     row: tuple[str, ...]
-    parts: dict[str, int] = field(default_factory=dict)
+    enter: tuple[str, ...] = ("",)
+    leave: tuple[str, ...] = ("",)
+    parts: dict[str, int | Callable[[Any], tuple[int, ...]]] = field(default_factory=dict)
     shared: tuple[str, ...] = ()
+    cut: dict[str, int] = field(default_factory=dict)
+    heads: dict[str, int] = field(default_factory=dict)
     local_attributes: tuple[str, ...] = ()
     dropout: tuple[str, ...] = ("attention_dropout",)
 
@@ -44,22 +57,6 @@ class Blueprint:
     blocks: dict[str, Block]
 
 
-FAMILIES: dict[str, Blueprint] = {
-    "gpt2": Blueprint(
-        layers="h",
-        blocks={
-            "attn": Block(
-                column=("c_attn",),
-                row=("c_proj",),
-                parts={"c_attn": 3},
-                local_attributes=("split_size",),
-                dropout=("attn_pdrop",),
-            ),
-            "mlp": Block(column=("c_fc",), row=("c_proj",)),
-        },
-    ),
-}
-
 # Hugging Face's names of tensor-parallel styles -> the role in a Block.
 _STYLES = {"colwise": "column", "rowwise": "row", "replicated_with_grad_allreduce": "shared"}
 
@@ -71,6 +68,8 @@ def find_blueprint(model: Any) -> Blueprint:
         PlanError: neither hfscale's table nor the model itself has one.
     """
     config = model.config
+    from .families import FAMILIES
+
     if config.model_type in FAMILIES:
         return FAMILIES[config.model_type]
     host_plan = getattr(config, "base_model_tp_plan", None) or getattr(
@@ -80,7 +79,7 @@ def find_blueprint(model: Any) -> Blueprint:
         raise PlanError(
             f"tp_size > 1 needs a blueprint of {config.model_type!r}, and neither hfscale's table nor the model "
             f"({type(model).__name__} has no base_model_tp_plan) gives one: use tp_size=1, or add an entry to "
-            "hfscale.plan.blueprint.FAMILIES naming the layer list and each block's column and row projections"
+            "hfscale.plan.families.FAMILIES naming the layer list and each block's column and row projections"
         )
     return translate_host_plan(host_plan, config.model_type)
 
@@ -108,13 +107,13 @@ def translate_host_plan(host_plan: dict[str, str], family: str) -> Blueprint:
         raise PlanError(
             f"tp_size > 1 cannot use the tensor-parallel plan of {family!r}: hfscale does not translate "
             f"{'; '.join(unknown) or 'rules for more than one layer list: ' + ', '.join(sorted(layers))}. "
-            "Use tp_size=1, or add the family to hfscale.plan.blueprint.FAMILIES"
+            "Use tp_size=1, or add the family to hfscale.plan.families.FAMILIES"
         )
     incomplete = [block for block, role in roles.items() if not role["column"] or not role["row"]]
     if incomplete:
         raise PlanError(
             f"tp_size > 1 cannot use the tensor-parallel plan of {family!r}: the blocks {', '.join(incomplete)} "
-            "lack a column or a row projection. Use tp_size=1, or add the family to hfscale.plan.blueprint.FAMILIES"
+            "lack a column or a row projection. Use tp_size=1, or add the family to hfscale.plan.families.FAMILIES"
         )
     return Blueprint(
         layers=layers.pop(),

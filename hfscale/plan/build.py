@@ -1,5 +1,6 @@
 """Config in, plan out: no process group, no weights, no GPU."""
 
+import inspect
 from collections.abc import Iterator
 from math import gcd
 from typing import Any
@@ -130,11 +131,11 @@ class _Builder:
         blocks = []
         for layer in layers:
             for path, role in blueprint.blocks.items():
-                name = f"{layer}.{path}"
+                name = f"{layer}.{path}" if path else layer
                 if name in self.modules:
-                    blocks.append(self._block(name, role))
+                    blocks.append(self._block(name, role, layers))
         for path in blueprint.blocks:
-            if not any(block.name.endswith(f".{path}") for block in blocks):
+            if path and not any(block.name.endswith(f".{path}") for block in blocks):
                 self.problems.append(
                     f"tp_size={self.tp}: the blueprint of {self.config.model_type!r} names a block {path!r} that no "
                     "layer has: correct the blueprint, or use tp_size=1"
@@ -143,7 +144,7 @@ class _Builder:
             self._check_heads()
         return blocks
 
-    def _block(self, name: str, role: Block) -> BlockPlan:
+    def _block(self, name: str, role: Block, layers: list[str]) -> BlockPlan:
         projections = [(f"{name}.{child}", True) for child in role.column] + [
             (f"{name}.{child}", False) for child in role.row
         ]
@@ -157,7 +158,7 @@ class _Builder:
                     f"{found}: correct the blueprint, or use tp_size=1"
                 )
                 continue
-            parts = role.parts.get(path.rpartition(".")[2], 1)
+            parts = self._parts(role, name, path, module.weight.shape[dims[0]]) if column else ()
             dim = dims[0] if column else dims[1]
             self._cut(f"{path}.weight", dim, module.weight.shape[dim], parts)
             if getattr(module, "bias", None) is not None:
@@ -165,12 +166,18 @@ class _Builder:
                     self._cut(f"{path}.bias", 0, module.bias.shape[0], parts)
                 else:
                     self.rules[f"{path}.bias"] = (None, ("tp",))
+        for child, dim in role.cut.items():
+            parameter = self._parameter_in(name, child)
+            if parameter is not None:
+                self._cut(f"{name}.{child}", dim, parameter.shape[dim])
         shared = tuple(f"{name}.{child}" for child in role.shared if f"{name}.{child}" in self.modules)
         for path in shared:
             for parameter, _ in self.modules[path].named_parameters():
                 self.rules[f"{path}.{parameter}"] = (None, ("tp",))
-        for parameter, _ in self.modules[name].named_parameters(prefix=name):
-            if parameter not in self.rules:
+        # What a block that is a module of its own holds must have a role; a layer has parts outside of its blocks.
+        whole = () if name in layers else self.modules[name].named_parameters(prefix=name)
+        for parameter, _ in whole:
+            if role.enter == ("",) and parameter not in self.rules:
                 self._problem_once(
                     f"tp_size={self.tp}: {wild_name(parameter)} is inside a block whose blueprint gives it no role: "
                     "name its module as column, row or shared in the blueprint, or use tp_size=1"
@@ -182,19 +189,40 @@ class _Builder:
             shared=shared,
             local_attributes=role.local_attributes,
             dropout=max((float(getattr(self.config, field, 0.0) or 0.0) for field in role.dropout), default=0.0),
+            enter=tuple(f"{name}.{child}" if child else name for child in role.enter),
+            leave=tuple(f"{name}.{child}" if child else name for child in role.leave),
+            heads=tuple(role.heads.items()),
         )
 
-    def _cut(self, name: str, dim: int, length: int, parts: int = 1) -> None:
-        cut = Cut("tp", dim, self.tp, (length // parts,) * parts if parts > 1 else ())
-        if length % parts:
+    def _parts(self, role: Block, block: str, path: str, length: int) -> tuple[int, ...]:
+        """Lengths of the matrices fused in a column projection of ``length`` outputs; empty for one."""
+        fused = role.parts.get(path.removeprefix(f"{block}."), 1)
+        if not isinstance(fused, int):
+            return fused(self.config)
+        if length % fused:
             self._problem_once(
-                f"tp_size={self.tp}: the blueprint fuses {parts} equal matrices in {wild_name(name)}, which has "
+                f"tp_size={self.tp}: the blueprint fuses {fused} equal matrices in {wild_name(path)}.weight, which has "
                 f"{length} entries: correct the blueprint, or use tp_size=1"
+            )
+            return ()
+        return (length // fused,) * fused if fused > 1 else ()
+
+    def _parameter_in(self, block: str, path: str) -> Tensor | None:
+        owner, _, attribute = f"{block}.{path}".rpartition(".")
+        found: Tensor | None = self.modules[owner]._parameters.get(attribute) if owner in self.modules else None
+        return found
+
+    def _cut(self, name: str, dim: int, length: int, parts: tuple[int, ...] = ()) -> None:
+        cut = Cut("tp", dim, self.tp, parts)
+        if parts and sum(parts) != length:
+            self._problem_once(
+                f"tp_size={self.tp}: the blueprint gives the matrices fused in {wild_name(name)} the lengths {parts}, "
+                f"and it has {length} entries: correct the blueprint, or use tp_size=1"
             )
         elif cut.local_length(length, self.tp - 1) == 0:
             self._problem_once(
                 f"tp_size={self.tp} leaves a rank without any of the {length} entries of {wild_name(name)}: "
-                f"use tp_size 1 to {length // parts}"
+                f"use tp_size 1 to {min(parts or (length,))}"
             )
         self.rules[name] = (cut, ())
 
@@ -225,15 +253,16 @@ class _Builder:
         if head is not None:
             module = self.modules[head]
             self._cut(f"{head}.weight", 0, module.weight.shape[0])
-            if module.bias is not None:
-                self._cut(f"{head}.bias", 0, module.bias.shape[0])
+            for alias, parameter in self._named() if module.bias is not None else ():
+                if parameter is module.bias:  # some heads keep their bias under a second name
+                    self._cut(alias, 0, module.bias.shape[0])
         embedding: Any = self.model.get_input_embeddings()
-        # A subclass may compute something of its own (scaled embeddings): those stay whole unless tied to a cut head.
         name = next((name for name, module in self.modules.items() if module is embedding), None)
         if name is None or not isinstance(embedding, nn.Embedding):
             return None
         tied = head is not None and embedding.weight is self.modules[head].weight
-        if type(embedding) is not nn.Embedding:
+        if not _looks_up_like_stock(embedding):
+            # It computes something of its own: it stays whole, which it cannot where the head is cut.
             if tied:
                 self.problems.append(
                     f"tp_size={self.tp}: {name} is a {type(embedding).__name__} tied to the head, which cannot be cut "
@@ -307,3 +336,9 @@ class _Builder:
     def _problem_once(self, problem: str) -> None:
         if problem not in self.problems:
             self.problems.append(problem)
+
+
+def _looks_up_like_stock(embedding: nn.Embedding) -> bool:
+    """Whether the lookup itself is ``nn.Embedding``'s, with or without something (a scale) around it."""
+    forward = type(embedding).forward
+    return forward is nn.Embedding.forward or "super().forward(" in inspect.getsource(forward)

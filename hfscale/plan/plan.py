@@ -70,6 +70,9 @@ class BlockPlan:
     shared: tuple[str, ...]
     local_attributes: tuple[str, ...]
     dropout: float
+    enter: tuple[str, ...] = ()
+    leave: tuple[str, ...] = ()
+    heads: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)

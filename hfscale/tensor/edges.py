@@ -17,7 +17,7 @@ from .random import cut_region
 
 def install_block_edges(model: nn.Module, block: BlockPlan, mesh: Mesh) -> None:
     """Hook ``enter`` before and ``leave`` after ``block``; between them, draw random numbers of this rank's own."""
-    module, group = model.get_submodule(block.name), mesh.group("tp")
+    group, rank, size = mesh.group("tp"), mesh.ranks["tp"], mesh.layout.size("tp")
     if group is None:
         return
 
@@ -29,10 +29,20 @@ def install_block_edges(model: nn.Module, block: BlockPlan, mesh: Mesh) -> None:
     def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         return (leave(output[0], group), *output[1:]) if isinstance(output, tuple) else leave(output, group)
 
-    module.register_forward_pre_hook(before, with_kwargs=True)
-    module.register_forward_hook(after)
+    def own_heads(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        shares = {
+            name: kwargs[name].chunk(size, dim)[rank] for name, dim in block.heads if kwargs.get(name) is not None
+        }
+        return args, {**kwargs, **shares}
+
+    if block.heads:
+        model.get_submodule(block.name).register_forward_pre_hook(own_heads, with_kwargs=True)
+    for name in block.enter:
+        model.get_submodule(name).register_forward_pre_hook(before, with_kwargs=True)
+    for name in block.leave:
+        model.get_submodule(name).register_forward_hook(after)
     if block.dropout > 0:
-        cut_region(module, [model.get_submodule(name) for name in block.row], mesh.ranks["tp"])
+        cut_region(model.get_submodule(block.enter[0]), [model.get_submodule(name) for name in block.row], rank)
 
 
 def install_head_edge(head: nn.Module, group: dist.ProcessGroup) -> None:

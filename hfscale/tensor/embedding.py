@@ -39,6 +39,10 @@ def install_vocab_parallel_embedding(module: nn.Module, planned: ParameterPlan, 
             f"{planned.name}: an embedding with max_norm, scale_grad_by_freq or sparse gradients cannot be cut along "
             "the vocabulary: use tp_size=1"
         )
-    module.__class__ = VocabParallelEmbedding
+    stock = type(module)
+    if stock is nn.Embedding:
+        module.__class__ = VocabParallelEmbedding
+    else:  # a subclass that wraps the lookup: behind it comes ours
+        module.__class__ = type(stock.__name__, (stock, VocabParallelEmbedding), {"__module__": stock.__module__})
     module._hfscale_start = cut.spans(planned.shape[0], mesh.ranks["tp"])[0][0]  # type: ignore[assignment]
     module._hfscale_mesh = mesh  # type: ignore[assignment]

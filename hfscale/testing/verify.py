@@ -4,9 +4,11 @@ What a user runs before renting a cluster: it needs no GPU and no weights, and t
 """
 
 from dataclasses import replace
+from typing import Any
 
 from transformers import PreTrainedConfig
 
+from .. import plan
 from ..config import AXES, ParallelConfig
 from .clone import tiny_clone
 from .parity import Case, Parity, measure_parity
@@ -20,7 +22,8 @@ def scale_down(layout: ParallelConfig) -> ParallelConfig:
     """The layout itself up to :data:`MAX_RANKS` ranks; beyond, two ranks on every axis that has more than one."""
     if layout.total_size <= MAX_RANKS:
         return layout
-    return replace(layout, **{f"{axis}_size": min(2, layout.size(axis)) for axis in AXES})
+    sizes: dict[str, Any] = {f"{axis}_size": min(2, layout.size(axis)) for axis in AXES}
+    return replace(layout, **sizes)
 
 
 def verify(config: PreTrainedConfig, layout: ParallelConfig) -> tuple[ParallelConfig, Parity]:
@@ -36,6 +39,7 @@ def verify(config: PreTrainedConfig, layout: ParallelConfig) -> tuple[ParallelCo
     if "num_key_value_heads" not in config.to_dict():
         changes = {}
     case = Case(tiny_clone(config, **changes))
+    plan(case.config, small)  # refuse before any process is started
     if small.total_size == 1:
         return small, measure_parity(case, small, None)
     with RankPool(small.total_size) as pool:

@@ -284,21 +284,35 @@ def test_one_module_under_two_names_has_one_rule() -> None:
     assert second.cuts == plan.by_name[second.tied_to].cuts == (Cut("tp", 0, 2),)
 
 
+class _OwnLookup(nn.Embedding):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.embedding(ids, self.weight * 2)
+
+
 class _ScaledEmbedding(nn.Embedding):
-    pass
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) * 2
 
 
 def test_an_embedding_that_computes_stays_whole_unless_tied() -> None:
     model = _model("llama")
-    model.model.embed_tokens.__class__ = _ScaledEmbedding
+    model.model.embed_tokens.__class__ = _OwnLookup
     plan = build_plan(model, ParallelConfig(tp_size=2))
     assert plan.embedding is None
     assert plan.by_name["model.embed_tokens.weight"].cuts == ()
     assert plan.by_name["lm_head.weight"].cuts == (Cut("tp", 0, 2),)
     tied = _model("llama", tie_word_embeddings=True)
-    tied.model.embed_tokens.__class__ = _ScaledEmbedding
+    tied.model.embed_tokens.__class__ = _OwnLookup
     (problem,) = _problems(tied, tp_size=2)
-    assert "model.embed_tokens is a _ScaledEmbedding tied to the head" in problem
+    assert "model.embed_tokens is a _OwnLookup tied to the head" in problem
+
+
+def test_an_embedding_that_scales_a_stock_lookup_is_cut() -> None:
+    tied = _model("llama", tie_word_embeddings=True)
+    tied.model.embed_tokens.__class__ = _ScaledEmbedding
+    plan = build_plan(tied, ParallelConfig(tp_size=2))
+    assert plan.embedding == "model.embed_tokens"
+    assert plan.by_name["lm_head.weight"].cuts == plan.by_name["model.embed_tokens.weight"].cuts != ()
 
 
 def test_an_embedding_with_sparse_gradients_is_refused() -> None:
