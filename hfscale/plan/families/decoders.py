@@ -1,11 +1,8 @@
-"""hfscale's own table of families, where Hugging Face has no tensor-parallel plan or one that cannot be used.
+"""Decoders: generative families."""
 
-A new family is an entry here; ``scripts/family_sweep.py`` proves it.
-"""
+from ..blueprint import Block, Blueprint
 
-from .blueprint import Block, Blueprint
-
-FAMILIES: dict[str, Blueprint] = {
+DECODERS: dict[str, Blueprint] = {
     "gpt2": Blueprint(
         layers="h",
         blocks={
