@@ -78,22 +78,31 @@ def checkpoint_targets(model: Any, keys: list[str], weight_mapping: list[Any]) -
     return result
 
 
-def stored_names(model: Any, meta_state: dict[str, Tensor]) -> dict[str, str]:
-    """Parameter name -> the name it has in a plain Hugging Face checkpoint of this model.
+def as_stored(model: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """One parameter as a plain Hugging Face checkpoint of this model holds it: under its stored name, or as the several
+    tensors that the host fuses on load. Works on the meta device too.
+    """
+    reverted: dict[str, Tensor] = revert_weight_conversion(model, {name: tensor})
+    return reverted
+
+
+def stored_layout(model: Any, contents: dict[str, Tensor]) -> dict[str, Tensor]:
+    """All tensors of a plain checkpoint of this model, on the meta device; ``contents`` are the model's own.
 
     Raises:
-        CheckpointError: the host stores a parameter in another shape than the model holds it in.
+        CheckpointError: the host stores several parameters as one, which cannot be written one at a time.
     """
-    result = {}
-    for name, tensor in meta_state.items():
-        reverted = revert_weight_conversion(model, {name: tensor})
-        if len(reverted) != 1 or next(iter(reverted.values())).shape != tensor.shape:
-            raise CheckpointError(
-                f"{name} is stored as {', '.join(reverted)}: saving families whose weights are fused on load cannot be "
-                "done by this version"
-            )
-        result[name] = next(iter(reverted))
-    return result
+    together: dict[str, Tensor] = revert_weight_conversion(model, contents)
+    apart: dict[str, Tensor] = {}
+    for name, tensor in contents.items():
+        apart.update(as_stored(model, name, tensor))
+    if {name: t.shape for name, t in together.items()} != {name: t.shape for name, t in apart.items()}:
+        odd = sorted(set(together) ^ set(apart))
+        raise CheckpointError(
+            f"the host stores several parameters of {type(model).__name__} as one ({', '.join(odd[:4])}), which this "
+            "version cannot write: save the model with one process"
+        )
+    return apart
 
 
 def initialize_weights(model: Any, unit: nn.Module, recurse: bool) -> None:

@@ -46,10 +46,9 @@ def save_pretrained(
     _everyone_arrives(runtime.mesh, timeout, target)
     writer, failure = None, None
     contents = _contents(runtime)
-    names = _host.stored_names(runtime.model, contents)
+    stored = _host.stored_layout(runtime.model, contents)
     if _is_writer(runtime.mesh):
         try:
-            stored = {names[name]: tensor for name, tensor in contents.items()}
             writer = CheckpointWriter(target, stored, max_shard_size)
         except (OSError, CheckpointError) as error:
             failure = error
@@ -57,7 +56,8 @@ def save_pretrained(
     for name, tensor in _whole_tensors(runtime):
         if writer is not None and failure is None:
             try:
-                writer.add(names[name], tensor)
+                for stored_name, part in _host.as_stored(runtime.model, name, tensor).items():
+                    writer.add(stored_name, part)
             except (OSError, CheckpointError) as error:
                 failure = error
     if writer is not None:

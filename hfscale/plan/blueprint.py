@@ -26,7 +26,11 @@ class Block:
         parts: what is fused in a column projection, side by side: how many equal matrices, or a function from the
             config to their lengths.
         shared: modules used whole inside the block (per-head norms), whose gradients are therefore partial.
-        cut: other parameters that are cut, and along which dim (one entry per head, say).
+        cut: other parameters that are cut: along which dim, and how many matrices lie side by side in it (one matrix
+            per expert, say).
+        own_heads: the block's own parameters have one entry per head along dim 0 (attention sinks), and are cut so.
+        rest_shared: whatever else the block holds is used whole inside it (a router).
+        optional: projections that a layer does not have are no mistake: layers of several kinds share the entry.
         heads: keyword inputs of the block with one entry per head along a dim: each rank gets its heads' share.
         local_attributes: integer attributes that the forward reads as local sizes.
         dropout: config fields that hold dropout probabilities applied to *cut* activations (attention weights).
@@ -38,7 +42,10 @@ class Block:
     leave: tuple[str, ...] = ("",)
     parts: dict[str, int | Callable[[Any], tuple[int, ...]]] = field(default_factory=dict)
     shared: tuple[str, ...] = ()
-    cut: dict[str, int] = field(default_factory=dict)
+    cut: dict[str, tuple[int, int]] = field(default_factory=dict)
+    own_heads: bool = False
+    rest_shared: bool = False
+    optional: bool = False
     heads: dict[str, int] = field(default_factory=dict)
     local_attributes: tuple[str, ...] = ()
     dropout: tuple[str, ...] = ("attention_dropout",)
@@ -57,10 +64,6 @@ class Blueprint:
     blocks: dict[str, Block]
 
 
-# Hugging Face's names of tensor-parallel styles -> the role in a Block.
-_STYLES = {"colwise": "column", "rowwise": "row", "replicated_with_grad_allreduce": "shared"}
-
-
 def find_blueprint(model: Any) -> Blueprint:
     """The blueprint of a Hugging Face model (on any device, the meta device included).
 
@@ -69,6 +72,7 @@ def find_blueprint(model: Any) -> Blueprint:
     """
     config = model.config
     from .families import FAMILIES
+    from .translate import translate_host_plan
 
     if config.model_type in FAMILIES:
         return FAMILIES[config.model_type]
@@ -82,43 +86,3 @@ def find_blueprint(model: Any) -> Blueprint:
             "hfscale.plan.families.FAMILIES naming the layer list and each block's column and row projections"
         )
     return translate_host_plan(host_plan, config.model_type)
-
-
-def translate_host_plan(host_plan: dict[str, str], family: str) -> Blueprint:
-    """Turn ``{"layers.*.self_attn.q_proj": "colwise", ...}`` into a :class:`Blueprint`.
-
-    Raises:
-        PlanError: a rule is outside the layer list, or has a style hfscale does not translate.
-    """
-    layers: set[str] = set()
-    roles: dict[str, dict[str, list[str]]] = {}
-    unknown = []
-    for pattern, style in host_plan.items():
-        prefix, star, rest = pattern.partition(".*.")
-        block, dot, name = rest.rpartition(".")
-        if style == "embedding_rowwise":
-            continue  # the vocabulary is always cut, whatever the host says of it
-        if not star or not dot or "*" in rest or style not in _STYLES:
-            unknown.append(f"{pattern}: {style}")
-            continue
-        layers.add(prefix)
-        roles.setdefault(block, {"column": [], "row": [], "shared": []})[_STYLES[style]].append(name)
-    if unknown or len(layers) != 1:
-        raise PlanError(
-            f"tp_size > 1 cannot use the tensor-parallel plan of {family!r}: hfscale does not translate "
-            f"{'; '.join(unknown) or 'rules for more than one layer list: ' + ', '.join(sorted(layers))}. "
-            "Use tp_size=1, or add the family to hfscale.plan.families.FAMILIES"
-        )
-    incomplete = [block for block, role in roles.items() if not role["column"] or not role["row"]]
-    if incomplete:
-        raise PlanError(
-            f"tp_size > 1 cannot use the tensor-parallel plan of {family!r}: the blocks {', '.join(incomplete)} "
-            "lack a column or a row projection. Use tp_size=1, or add the family to hfscale.plan.families.FAMILIES"
-        )
-    return Blueprint(
-        layers=layers.pop(),
-        blocks={
-            block: Block(column=tuple(role["column"]), row=tuple(role["row"]), shared=tuple(role["shared"]))
-            for block, role in roles.items()
-        },
-    )

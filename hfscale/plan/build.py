@@ -132,7 +132,7 @@ class _Builder:
         for layer in layers:
             for path, role in blueprint.blocks.items():
                 name = f"{layer}.{path}" if path else layer
-                if name in self.modules:
+                if name in self.modules and self._applies(name, role):
                     blocks.append(self._block(name, role, layers))
         for path in blueprint.blocks:
             if path and not any(block.name.endswith(f".{path}") for block in blocks):
@@ -144,12 +144,19 @@ class _Builder:
             self._check_heads()
         return blocks
 
+    def _applies(self, name: str, role: Block) -> bool:
+        """Whether a layer's module is the block meant: one that has none of its parts is another kind of layer."""
+        wanted = [*role.column, *role.row, *(child.rpartition(".")[0] for child in role.cut)]
+        return not role.optional or any(f"{name}.{child}" in self.modules for child in wanted)
+
     def _block(self, name: str, role: Block, layers: list[str]) -> BlockPlan:
         projections = [(f"{name}.{child}", True) for child in role.column] + [
             (f"{name}.{child}", False) for child in role.row
         ]
         for path, column in projections:
             module = self.modules.get(path)
+            if module is None and role.optional:
+                continue
             dims = next((d for kind, d in _WEIGHT_DIMS.items() if isinstance(module, kind)), None)
             if module is None or dims is None:
                 found = "nothing" if module is None else type(module).__name__
@@ -166,14 +173,19 @@ class _Builder:
                     self._cut(f"{path}.bias", 0, module.bias.shape[0], parts)
                 else:
                     self.rules[f"{path}.bias"] = (None, ("tp",))
-        for child, dim in role.cut.items():
+        for child, (dim, fused) in role.cut.items():
             parameter = self._parameter_in(name, child)
             if parameter is not None:
-                self._cut(f"{name}.{child}", dim, parameter.shape[dim])
+                length = parameter.shape[dim]
+                self._cut(f"{name}.{child}", dim, length, (length // fused,) * fused if fused > 1 else ())
+        for child, parameter in self.modules[name].named_parameters(recurse=False) if role.own_heads else ():
+            self._cut(f"{name}.{child}", 0, parameter.shape[0])
         shared = tuple(f"{name}.{child}" for child in role.shared if f"{name}.{child}" in self.modules)
         for path in shared:
             for parameter, _ in self.modules[path].named_parameters():
                 self.rules[f"{path}.{parameter}"] = (None, ("tp",))
+        if role.rest_shared:
+            shared += tuple(self._roleless_modules(name))
         # What a block that is a module of its own holds must have a role; a layer has parts outside of its blocks.
         whole = () if name in layers else self.modules[name].named_parameters(prefix=name)
         for parameter, _ in whole:
@@ -184,8 +196,8 @@ class _Builder:
                 )
         return BlockPlan(
             name=name,
-            column=tuple(f"{name}.{child}" for child in role.column),
-            row=tuple(f"{name}.{child}" for child in role.row),
+            column=tuple(f"{name}.{child}" for child in role.column if f"{name}.{child}" in self.modules),
+            row=tuple(f"{name}.{child}" for child in role.row if f"{name}.{child}" in self.modules),
             shared=shared,
             local_attributes=role.local_attributes,
             dropout=max((float(getattr(self.config, field, 0.0) or 0.0) for field in role.dropout), default=0.0),
@@ -193,6 +205,24 @@ class _Builder:
             leave=tuple(f"{name}.{child}" if child else name for child in role.leave),
             heads=tuple(role.heads.items()),
         )
+
+    def _roleless_modules(self, block: str) -> Iterator[str]:
+        """Modules inside a block with parameters of their own that have no rule yet; they get that of shared ones."""
+        for path, module in self.modules[block].named_modules(prefix=block):
+            own = [f"{path}.{name}" for name, _ in module.named_parameters(recurse=False)]
+            if own and not any(name in self.rules for name in own):
+                weight = module._parameters.get("weight")
+                if weight is not None and weight.ndim == 2 and weight.shape[0] == self._hidden_size():
+                    self._problem_once(
+                        f"tp_size={self.tp}: {wild_name(path)} may write the output of a block whose blueprint gives it "
+                        "no role, and would then be counted on every rank: name it as column or row, or use tp_size=1"
+                    )
+                self.rules.update(dict.fromkeys(own, (None, ("tp",))))
+                yield path
+
+    def _hidden_size(self) -> int | None:
+        config = self.config.get_text_config(decoder=True) if hasattr(self.config, "get_text_config") else self.config
+        return getattr(config, "hidden_size", None)
 
     def _parts(self, role: Block, block: str, path: str, length: int) -> tuple[int, ...]:
         """Lengths of the matrices fused in a column projection of ``length`` outputs; empty for one."""

@@ -23,6 +23,11 @@ from .shared import read_through_enter
 # as [out, in], Conv1D as [in, out] = [nx, nf].
 _SIZE_ATTRIBUTES = {"out_features": 0, "in_features": 1, "nx": 0, "nf": 1}
 
+_PARTIAL_OUTPUTS = {
+    "output_attentions": "would return the attention weights of this rank's heads only",
+    "output_router_logits": "adds a loss on the router that every tensor rank would count once",
+}
+
 
 def install_edges(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
     """Make a model that holds this rank's tensor shards compute with the others. No-op for one rank."""
@@ -39,19 +44,17 @@ def install_edges(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
             read_through_enter(model.get_submodule(name), group, names=("bias",), once=mesh.ranks["tp"] == 0)
         install_block_edges(model, block, mesh)
     if plan.blocks:
-        model.register_forward_pre_hook(_refuse_attention_weights, with_kwargs=True)
+        model.register_forward_pre_hook(_refuse_partial_outputs, with_kwargs=True)
     if plan.embedding is not None:
         planned = plan.by_name[f"{plan.embedding}.weight"]
         install_vocab_parallel_embedding(model.get_submodule(plan.embedding), planned, mesh)
 
 
-def _refuse_attention_weights(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    wanted = kwargs.get("output_attentions")
-    if model.config.output_attentions if wanted is None else wanted:
-        raise ConfigError(
-            "output_attentions=True would return the attention weights of this rank's heads only: leave it out, or "
-            "load the model with tp_size=1"
-        )
+def _refuse_partial_outputs(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for name, why in _PARTIAL_OUTPUTS.items():
+        wanted = kwargs.get(name)
+        if getattr(model.config, name, False) if wanted is None else wanted:
+            raise ConfigError(f"{name}=True {why}: leave it out, or load the model with tp_size=1")
 
 
 def cut_parameters(model: nn.Module, plan: Plan, mesh: Mesh) -> None:

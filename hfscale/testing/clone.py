@@ -33,7 +33,7 @@ _BECOMES: dict[int, str] = {
 }
 _SMALL = {name: size for size, names in _BECOMES.items() for name in names.split()}
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads")
-_DROPOUT = ("dropout", "pdrop", "drop_rate", "layerdrop")
+_DROPOUT = ("dropout", "pdrop", "drop_rate", "layerdrop", "jitter")
 # One entry per layer: cut to the first layers, and, where kinds alternate, made to show more than one of them.
 _PER_LAYER = (
     "layer_types",

@@ -139,6 +139,8 @@ def measure_parity(case: Case, layout: ParallelConfig, pool: RankPool | None) ->
 
 def _prepare(model: Any, case: Case) -> Any:
     for name, parameter in model.named_parameters():
+        if parameter.dtype != torch.float64:  # the host keeps some modules in float32
+            parameter.data = parameter.data.double()
         if any(part in name for part in case.frozen):
             parameter.requires_grad_(False)
     model.train()
@@ -156,6 +158,8 @@ def _reference(case: Case, batch_world: int, directory: Path) -> list[dict[str, 
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
     model.save_pretrained(directory / "start")
+    # Reloaded, as the layout loads it: the host changes some weights on the way (a type, the padding token's row).
+    model = AutoModelForCausalLM.from_pretrained(directory / "start", dtype=torch.float64, **case.hf_kwargs)
     _prepare(model, case)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=case.learning_rate)
