@@ -214,8 +214,8 @@ class _Builder:
                 weight = module._parameters.get("weight")
                 if weight is not None and weight.ndim == 2 and weight.shape[0] == self._hidden_size():
                     self._problem_once(
-                        f"tp_size={self.tp}: {wild_name(path)} may write the output of a block whose blueprint gives it "
-                        "no role, and would then be counted on every rank: name it as column or row, or use tp_size=1"
+                        f"tp_size={self.tp}: {wild_name(path)} may write the output of its block, the blueprint gives "
+                        "it no role, and would be counted on every rank: name it as column or row, or use tp_size=1"
                     )
                 self.rules.update(dict.fromkeys(own, (None, ("tp",))))
                 yield path

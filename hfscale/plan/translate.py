@@ -2,8 +2,8 @@
 
 The host names a style per module, for DTensor; hfscale wants blocks with edges. Rules of one parent module make one
 block. A mixture-of-experts module is one block with everything in it - experts, shared experts, router - because its
-parts are summed before they leave it. A block whose parts the host gathers in its middle (a norm over the full width of a cut
-projection) is kept whole: right on every rank, only not shared out.
+parts are summed before they leave it. A block whose parts the host gathers in its middle (a norm over the full width of
+a cut projection) is kept whole: right on every rank, only not shared out.
 """
 
 from ..errors import PlanError
@@ -26,7 +26,7 @@ def translate_host_plan(host_plan: dict[str, str], family: str) -> Blueprint:
         prefix, star, rest = pattern.partition(".*.")
         if style == "embedding_rowwise":
             continue  # the vocabulary is always cut, whatever the host says of it
-        if not star or "." not in rest or "*" in rest:
+        if not star or "*" in rest or ("." not in rest and style != "local_params"):
             unknown.append(f"{pattern}: {style}")
             continue
         layers.add(prefix)
@@ -69,7 +69,7 @@ def translate_host_plan(host_plan: dict[str, str], family: str) -> Blueprint:
         )
     for block in cut:  # plans made for experts alone leave the shared expert out
         for name in ("shared_expert", "shared_experts", "shared_mlp"):
-            roles[block]["column"] += [f"{name}.{part}" for part in ("gate_proj", "up_proj")]
+            roles[block]["column"] += [f"{name}.{part}" for part in ("gate_proj", "up_proj", "gate_up_proj")]
             roles[block]["row"].append(f"{name}.down_proj")
     return Blueprint(
         layers=layers.pop(),
@@ -79,6 +79,7 @@ def translate_host_plan(host_plan: dict[str, str], family: str) -> Blueprint:
                 row=tuple(dict.fromkeys(role["row"])),
                 shared=tuple(role["shared"]),
                 cut=cut.get(block, {}),
+                parts={name: 2 for name in role["column"] if name.endswith(".gate_up_proj")},
                 own_heads=block in own_heads,
                 rest_shared=block in mixtures,
                 optional=True,

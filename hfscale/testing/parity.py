@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
@@ -122,10 +123,10 @@ def measure_parity(case: Case, layout: ParallelConfig, pool: RankPool | None) ->
         torch.save(reference, directory / "reference.pt")
         run = pool.run if pool is not None else lambda function, *args: [function(*args)]
         found = run(run_rank, case, layout, str(directory))
-        saved = AutoModelForCausalLM.from_pretrained(directory / "saved", dtype=torch.float64, **case.hf_kwargs)
-        final = reference[-1]["weights"]
-        differences = {key: _difference(value, final[key]) for key, value in saved.state_dict().items()}
-        assert differences.keys() == final.keys()
+        saved, final = _stored(directory / "saved"), _stored(directory / "end")
+        assert saved.keys() == final.keys(), f"stored names differ: {sorted(saved.keys() ^ final.keys())}"
+        differences = {key: _difference(value, final[key]) for key, value in saved.items()}
+        AutoModelForCausalLM.from_pretrained(directory / "saved", **case.hf_kwargs)
     return Parity(
         loss=max(parity.loss for parity in found),
         gradient=max(parity.gradient for parity in found),
@@ -180,7 +181,16 @@ def _reference(case: Case, batch_world: int, directory: Path) -> list[dict[str, 
             optimizer.zero_grad()
             weights = {name: value.clone() for name, value in model.state_dict().items()}
             results.append({"loss": loss, "gradients": gradients, "norm": norm, "weights": weights})
+    model.save_pretrained(directory / "end")
     return results
+
+
+def _stored(directory: Path) -> dict[str, Tensor]:
+    """What the files of a checkpoint hold."""
+    tensors: dict[str, Tensor] = {}
+    for file in directory.glob("*.safetensors"):
+        tensors.update(load_file(file))
+    return tensors
 
 
 def run_rank(case: Case, layout: ParallelConfig, directory: str) -> Parity:
