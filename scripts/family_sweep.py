@@ -27,13 +27,22 @@ LAYOUT = hfscale.ParallelConfig(tp_size=2)
 CHANGES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2, "topk_method": "greedy"},
     "nemotron": {"head_dim": 8},
+    # positions are counted from the padding token's id
+    "camembert": {"pad_token_id": 1},
+    "data2vec-text": {"pad_token_id": 1},
+    "roberta": {"pad_token_id": 1},
+    "roberta-prelayernorm": {"pad_token_id": 1},
+    "xlm-roberta": {"pad_token_id": 1},
+    "xlm-roberta-xl": {"pad_token_id": 1},
+    "xmod": {"pad_token_id": 1, "default_language": "en_XX"},
 }
 
 
 def config_of(family: str) -> Any:
     """A tiny config of ``family``, without a padding token (the host re-zeroes its embedding on every reload)."""
-    config = tiny_clone(AutoConfig.for_model(family).get_text_config(), **CHANGES.get(family, {}))
-    config.pad_token_id = None
+    changes = {"pad_token_id": None, **CHANGES.get(family, {})}
+    config = tiny_clone(AutoConfig.for_model(family).get_text_config(), **changes)
+    config.pad_token_id = changes["pad_token_id"]
     if hasattr(config, "is_decoder"):
         config.is_decoder = True
     return config
@@ -46,7 +55,7 @@ def judge(family: str, pool: RankPool) -> tuple[str, str]:
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
         ids = torch.randint(3, 60, (2, 8))
         model(input_ids=ids, labels=ids).loss.backward()
-    except Exception as error:  # noqa: BLE001  # whatever stock code says of a clone it cannot train
+    except Exception as error:  # whatever stock code says of a clone it cannot train
         return "no clone", f"{type(error).__name__}: {error}".split("\n")[0][:100]
     try:
         plan = hfscale.plan(config, LAYOUT)
@@ -57,7 +66,7 @@ def judge(family: str, pool: RankPool) -> tuple[str, str]:
         # the host's grouped matrix products take no float64
         kwargs = {"experts_implementation": "eager"} if any("expert" in p.name for p in plan.owned()) else {}
         parity = measure_parity(Case(config, hf_kwargs=kwargs), LAYOUT, pool)
-    except Exception as error:  # noqa: BLE001  # a family that breaks is a row, not the end of the sweep
+    except Exception as error:  # a family that breaks is a row, not the end of the sweep
         lines = [line for line in str(error).splitlines() if "Error" in line]
         return "FAILS", (lines[-1] if lines else str(error))[:160]
     if parity.worst() > TOLERANCE:

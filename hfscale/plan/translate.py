@@ -10,7 +10,7 @@ from ..errors import PlanError
 from .blueprint import Block, Blueprint
 
 _STYLES = {"colwise": "column", "rowwise": "row", "replicated_with_grad_allreduce": "shared", "mla_kv_a_proj": "shared"}
-# Which dim, and how many matrices side by side in it, of a parameter that holds one matrix per expert [experts, out, in].
+# Which dim, and how many matrices side by side in it, of a parameter with one matrix per expert [experts, out, in].
 _EXPERT_STYLES = {"colwise": (1, 1), "packed_colwise": (1, 2), "rowwise": (2, 1), "packed_rowwise": (2, 2)}
 _GATHERED = ("colwise_gather_output", "rowwise_split_input")
 
@@ -22,6 +22,7 @@ def translate_host_plan(host_plan: dict[str, str], family: str) -> Blueprint:
         PlanError: a rule is outside the layer list, or has a style hfscale does not translate.
     """
     layers, rules, unknown = set(), [], []
+    prefix_of: dict[str, str] = {}
     for pattern, style in host_plan.items():
         prefix, star, rest = pattern.partition(".*.")
         if style == "embedding_rowwise":
@@ -30,6 +31,7 @@ def translate_host_plan(host_plan: dict[str, str], family: str) -> Blueprint:
             unknown.append(f"{pattern}: {style}")
             continue
         layers.add(prefix)
+        prefix_of[rest] = prefix
         rules.append((rest, style))
     experts = tuple(rest for rest, style in rules if style == "moe_tp_experts")
     mixtures = tuple(path.rpartition(".")[0] for path in experts)
@@ -53,7 +55,7 @@ def translate_host_plan(host_plan: dict[str, str], family: str) -> Blueprint:
             if style == "mla_kv_a_proj":  # low-rank attention computes its latents whole, inside the edges
                 mixtures += (block,)
         else:
-            unknown.append(f"{rest}: {style}")
+            unknown.append(f"{prefix_of[rest]}.*.{rest}: {style}")
     roles = {block: role for block, role in roles.items() if block not in whole}
     if unknown or len(layers) != 1:
         raise PlanError(
@@ -82,7 +84,7 @@ def translate_host_plan(host_plan: dict[str, str], family: str) -> Blueprint:
                 parts={name: 2 for name in role["column"] if name.endswith(".gate_up_proj")},
                 own_heads=block in own_heads,
                 rest_shared=block in mixtures,
-                optional=True,
+                optional=bool(experts),  # dense layers and mixtures share an entry
                 dropout=() if block in cut else ("attention_dropout",),
             )
             for block, role in roles.items()

@@ -37,7 +37,9 @@ def install_edges(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
     for block in plan.blocks:
         module = model.get_submodule(block.name)
         for attribute in block.local_attributes:
-            setattr(module, attribute, getattr(module, attribute) // mesh.layout.size("tp"))
+            owner, _, name = attribute.rpartition(".")
+            holder = module.get_submodule(owner)
+            setattr(holder, name, getattr(holder, name) // mesh.layout.size("tp"))
         for name in block.shared:
             read_through_enter(model.get_submodule(name), group)
         for name in block.row:

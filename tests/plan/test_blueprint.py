@@ -52,7 +52,40 @@ def test_no_plan_at_all_is_refused_with_what_to_write() -> None:
         assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("style", ["packed_colwise", "colwise_gather_output", "moe_tp_experts", "never_heard_of"])
+def test_a_block_that_the_host_gathers_in_its_middle_stays_whole() -> None:
+    plan = {**_PLAN, "layers.*.mlp.up": "colwise_gather_output", "layers.*.mlp.down": "rowwise_split_input"}
+    assert translate_host_plan(plan, "newcomer").blocks.keys() == {"attn"}
+
+
+def test_a_mixture_is_one_block() -> None:
+    plan = {
+        "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
+        "layers.*.mlp.experts.down_proj": "rowwise",
+        "layers.*.mlp.experts": "moe_tp_experts",
+        "layers.*.mlp.shared_experts.up_proj": "colwise",
+        "layers.*.mlp.shared_experts.down_proj": "rowwise",
+        "layers.*.mlp.up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+    }
+    mixture = translate_host_plan({**_PLAN, **plan}, "newcomer").blocks["mlp"]
+    assert mixture.cut == {"experts.gate_up_proj": (1, 2), "experts.down_proj": (2, 1)}
+    assert {"up_proj", "shared_experts.up_proj"} <= set(mixture.column)
+    assert {"down_proj", "shared_experts.down_proj"} <= set(mixture.row)
+    assert mixture.rest_shared
+    assert mixture.optional
+
+
+def test_latent_attention_is_shared_inside() -> None:
+    attention = translate_host_plan({**_PLAN, "layers.*.attn.kv_a": "mla_kv_a_proj"}, "newcomer").blocks["attn"]
+    assert attention.shared == ("kv_a",)
+    assert attention.rest_shared
+
+
+def test_parameters_per_head() -> None:
+    assert translate_host_plan({**_PLAN, "layers.*.attn": "local_params"}, "newcomer").blocks["attn"].own_heads
+
+
+@pytest.mark.parametrize("style", ["packed_colwise", "replicate", "never_heard_of"])
 def test_styles_that_are_not_translated_are_refused_by_name(style: str) -> None:
     with pytest.raises(PlanError, match=f"layers.\\*.mlp.experts.gate: {style}") as caught:
         translate_host_plan({**_PLAN, "layers.*.mlp.experts.gate": style}, "newcomer")
