@@ -97,8 +97,9 @@ def main() -> int:
         lines = [
             "# Families under tensor parallelism",
             "",
-            "Written by `scripts/family_sweep.py`: a tiny model of every causal-LM family, tp2 against one process in float64",
-            f"(loss, every gradient, norm, weights after two steps, saved checkpoint). transformers {transformers.__version__}:",
+            "Written by `scripts/family_sweep.py`: a tiny model of every causal-LM family, tp2 against one process in",
+            "float64 (loss, every gradient, norm, weights after two steps, saved checkpoint).",
+            f"transformers {transformers.__version__}:",
             f"{summary}.",
             "",
             "| family | verdict | |",

@@ -155,6 +155,10 @@ class _Builder:
         ]
         for path, column in projections:
             module = self.modules.get(path)
+            parameter = self._parameter_in(name, path.removeprefix(f"{name}.")) if module is None else None
+            if parameter is not None and column and role.own_heads:  # the host lists sinks beside projections
+                self._cut(path, 0, parameter.shape[0])
+                continue
             if module is None and role.optional:
                 continue
             dims = next((d for kind, d in _WEIGHT_DIMS.items() if isinstance(module, kind)), None)
