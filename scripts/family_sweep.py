@@ -61,6 +61,8 @@ def judge(family: str, pool: RankPool) -> tuple[str, str]:
         plan = hfscale.plan(config, LAYOUT)
     except hfscale.HFScaleError as error:
         return "refused", str(error).split("\n  - ")[1].split(": use tp_size")[0][:160]
+    if plan.loss is None:
+        return "refused", f"train_step: {type(model).__name__} computes a loss of its own (a plain loop runs)"
     cut = sum(planned.cut_over("tp") is not None for planned in plan.owned())
     try:
         # the host's grouped matrix products take no float64

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import hfscale
 from hfscale import ConfigError, ParallelConfig
 from hfscale.data import local_tensor
 from hfscale.runtime import runtime_of
 from hfscale.testing import RankPool
+from hfscale.testing.clone import tiny_clone
 
 from .models import tiny
 
@@ -233,6 +234,18 @@ def attention_weights(path: str) -> str:
 def test_attention_weights_of_some_heads_are_not_handed_out(pools: Pools, tmp_path: Path) -> None:
     for message in pools(2).run(attention_weights, save(tmp_path)):
         assert "tp_size=1" in message
+
+
+def test_a_router_loss_is_not_counted_per_microbatch() -> None:
+    """Trap T10."""
+    config = tiny_clone(AutoConfig.for_model("mixtral"), output_router_logits=True)
+    model = hfscale.from_config(config, dtype=torch.float32)
+    loss = hfscale.train_step(model, label(IDS)).item()
+    assert loss == pytest.approx(model(**label(IDS)).loss.item())
+    with pytest.raises(ConfigError, match="would count 2 times"):
+        hfscale.train_step(model, [label(IDS[:2]), label(IDS[2:])])
+    config.output_router_logits = False
+    assert hfscale.from_config(config, dtype=torch.float32)(**label(IDS)).loss.item() < loss
 
 
 def classify(path: str, layout: dict[str, int]) -> list[float]:

@@ -92,7 +92,9 @@ def load_pretrained(
         model = auto_class.from_pretrained(path, **kwargs)
     if report["mismatched"]:
         raise CheckpointError(f"{path}: shapes differ from the model's: {report['mismatched']}")
-    return model, loader.shares(model), report["missing"]
+    # A tied tensor is there if the checkpoint has it under any of its names.
+    present = {planned.tied_to or planned.name for planned in plan.parameters if planned.name not in report["missing"]}
+    return model, loader.shares(model), report["missing"] - present
 
 
 def _check_shape(key: str, shape: tuple[int, ...], planned: ParameterPlan) -> None:

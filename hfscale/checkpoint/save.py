@@ -101,11 +101,18 @@ def _report(mesh: Mesh, failure: Exception | None, target: Path) -> None:
 def _contents(runtime: Runtime) -> dict[str, Tensor]:
     """What will be written: name in the model -> a tensor without memory, of its whole shape."""
     empty = {
-        planned.name: torch.empty(planned.shape, dtype=parameter.dtype, device="meta")
+        _kept_name(runtime, planned): torch.empty(planned.shape, dtype=parameter.dtype, device="meta")
         for planned, parameter in runtime.parameters()
     }
     empty.update({name: buffer.to("meta") for name, buffer in _buffers(runtime).items()})
     return empty
+
+
+def _kept_name(runtime: Runtime, planned: ParameterPlan) -> str:
+    """The one of a tensor's names under which the host stores it; that need not be the first in the model."""
+    source = runtime.model.all_tied_weights_keys.get(planned.name)
+    by_name = runtime.plan.by_name
+    return source if source in by_name and by_name[source].tied_to == planned.name else planned.name
 
 
 def _buffers(runtime: Runtime) -> dict[str, Tensor]:
@@ -117,7 +124,7 @@ def _buffers(runtime: Runtime) -> dict[str, Tensor]:
 def _whole_tensors(runtime: Runtime) -> Iterator[tuple[str, Tensor]]:
     """Every tensor to save, one at a time: whole on rank 0, empty elsewhere. Same order on every rank."""
     for planned, parameter in runtime.parameters():
-        yield planned.name, _gather(planned, local_tensor(parameter.detach()), runtime.mesh)
+        yield _kept_name(runtime, planned), _gather(planned, local_tensor(parameter.detach()), runtime.mesh)
     yield from _buffers(runtime).items()
 
 

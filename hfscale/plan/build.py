@@ -278,7 +278,7 @@ class _Builder:
         """Name of the projection onto the vocabulary and the loss on it, where hfscale can run that loss."""
         loss = getattr(self.model, "loss_type", None) or "ForCausalLM"  # the host's own default
         head = self.model.get_output_embeddings() if hasattr(self.model, "get_output_embeddings") else None
-        if loss not in LOSSES or not isinstance(head, nn.Linear):
+        if loss not in LOSSES or not isinstance(head, nn.Linear) or _has_own_loss(self.model):
             return None, None
         return next(name for name, module in self.modules.items() if module is head), loss
 
@@ -370,6 +370,13 @@ class _Builder:
     def _problem_once(self, problem: str) -> None:
         if problem not in self.problems:
             self.problems.append(problem)
+
+
+def _has_own_loss(model: nn.Module) -> bool:
+    """Whether the model's forward takes a cross entropy of its own, and never the host's ``loss_function``."""
+    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
+    names = set(code.co_names) if code is not None else set()
+    return "loss_function" not in names and bool(names & {"CrossEntropyLoss", "cross_entropy"})
 
 
 def _looks_up_like_stock(embedding: nn.Embedding) -> bool:

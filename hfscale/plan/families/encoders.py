@@ -35,7 +35,9 @@ _BERT_NORM_INSIDE = Blueprint(
 
 # BART's decoder: the MLP's projections are children of the layer. Attention to an encoder stays whole: its keys and
 # values read the encoder's output, its queries the decoder's.
-_BART_ATTENTION = Block(column=("q_proj", "k_proj", "v_proj"), row=("out_proj",))
+_BART_ATTENTION = Block(
+    column=("q_proj", "k_proj", "v_proj"), row=("out_proj",), local_attributes=("num_heads", "embed_dim")
+)
 _BART_MLP = Block(column=("fc1",), row=("fc2",), enter=("fc1",), leave=("fc2",), dropout=("activation_dropout",))
 _BART = Blueprint(layers="decoder.layers", blocks={"self_attn": _BART_ATTENTION, "": _BART_MLP})
 
@@ -70,7 +72,8 @@ ENCODERS: dict[str, Blueprint] = {
     "roberta": _BERT,
     "roberta-prelayernorm": _BERT_NORM_INSIDE,
     "roformer": _BERT,
-    "trocr": _BART,
+    # its attention reads the width of its heads together off its input, so it stays whole
+    "trocr": Blueprint(layers="decoder.layers", blocks={"": _BART_MLP}),
     "whisper": _BART,
     "xlm-roberta": _BERT,
     "xlm-roberta-xl": _BERT_BARE,
