@@ -111,8 +111,8 @@ def _prepare(runtime: Runtime, batch: Batch | Sequence[Batch]) -> tuple[list[dic
     if getattr(runtime.model.config, "output_router_logits", False) and len(given) * runtime.mesh.batch_world > 1:
         raise ConfigError(
             "output_router_logits=True adds the router's loss to every microbatch's share of the token mean, so it "
-            f"would count {len(given) * runtime.mesh.batch_world} times in this step: set config.output_router_logits = False, "
-            "or train with one microbatch on one distinct batch"
+            f"would count {len(given) * runtime.mesh.batch_world} times in this step: set "
+            "config.output_router_logits = False, or train with one microbatch on one distinct batch"
         )
     device, valid, microbatches = runtime.mesh.device, 0, []
     for microbatch in given:

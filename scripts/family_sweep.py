@@ -25,8 +25,15 @@ TOLERANCE = 1e-9
 LAYOUT = hfscale.ParallelConfig(tp_size=2)
 # What a default config needs besides to build and train as a decoder.
 CHANGES: dict[str, dict[str, Any]] = {
+    "codegen": {"n_head": 8},
     "deepseek_v2": {"num_experts_per_tok": 2, "topk_method": "greedy"},
-    "nemotron": {"head_dim": 8},
+    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
+    "gpt_bigcode": {"multi_query": False, "num_key_value_heads": 4},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "modernbert-decoder": {"pad_token_id": 0},
+    "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
+    "phi3": {"num_key_value_heads": 2},
+    "recurrent_gemma": {"num_hidden_layers": 3},
     # positions are counted from the padding token's id
     "camembert": {"pad_token_id": 1},
     "data2vec-text": {"pad_token_id": 1},

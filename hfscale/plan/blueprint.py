@@ -23,16 +23,22 @@ class Block:
         enter: modules whose first input is the block's input, where that is not the block (a family that adds the
             residual inside the block must keep the residual out of the edges).
         leave: modules whose output is the sum to be completed, where that is not the block.
-        parts: what is fused in a column projection, side by side: how many equal matrices, or a function from the
-            config to their lengths.
-        shared: modules used whole inside the block (per-head norms), whose gradients are therefore partial.
+        parts: what is fused in a projection along the dim that is cut, side by side: how many equal matrices, or a
+            function from the config to their lengths.
+        shared: modules used whole inside the block (per-head norms), whose gradients are therefore partial; the empty
+            path means the block's own parameters.
+        across: shared modules that compute over a whole width (a norm over all heads): their input, which is cut, is
+            gathered for them, and their output cut again.
         cut: other parameters that are cut: along which dim, and how many matrices lie side by side in it (one matrix
             per expert, say).
         own_heads: the block's own parameters have one entry per head along dim 0 (attention sinks), and are cut so.
         rest_shared: whatever else the block holds is used whole inside it (a router).
         optional: projections that a layer does not have are no mistake: layers of several kinds share the entry.
         heads: keyword inputs of the block with one entry per head along a dim: each rank gets its heads' share.
+        sample_heads: keyword inputs with one entry per sample and head along dim 0, sample by sample.
+        head_groups: heads are laid out in that many groups side by side, each of which is cut.
         local_attributes: integer attributes that the forward reads as local sizes.
+        local_config: config fields that the forward reads as local sizes, from ``self.config``.
         dropout: config fields that hold dropout probabilities applied to *cut* activations (attention weights).
     """
 
@@ -42,12 +48,16 @@ class Block:
     leave: tuple[str, ...] = ("",)
     parts: dict[str, int | Callable[[Any], tuple[int, ...]]] = field(default_factory=dict)
     shared: tuple[str, ...] = ()
+    across: tuple[str, ...] = ()
     cut: dict[str, tuple[int, int]] = field(default_factory=dict)
     own_heads: bool = False
     rest_shared: bool = False
     optional: bool = False
     heads: dict[str, int] = field(default_factory=dict)
+    sample_heads: tuple[str, ...] = ()
+    head_groups: int = 1
     local_attributes: tuple[str, ...] = ()
+    local_config: tuple[str, ...] = ()
     dropout: tuple[str, ...] = ("attention_dropout",)
 
 
@@ -58,10 +68,12 @@ class Blueprint:
     Attributes:
         layers: path of the layer list.
         blocks: path of each block inside a layer -> its roles.
+        unfit: what in a config (of some members of the family) the blocks do not describe, in words, or ``None``.
     """
 
     layers: str
     blocks: dict[str, Block]
+    unfit: Callable[[Any], str | None] = lambda config: None
 
 
 def find_blueprint(model: Any) -> Blueprint:

@@ -129,6 +129,10 @@ class _Builder:
 
     def _blocks(self, blueprint: Blueprint, layers: list[str]) -> list[BlockPlan]:
         blocks = []
+        unfit = blueprint.unfit(self.config)
+        if unfit:
+            self.problems.append(f"tp_size={self.tp}: {self.config.model_type!r} with {unfit}: use tp_size=1")
+            return []
         for layer in layers:
             for path, role in blueprint.blocks.items():
                 name = f"{layer}.{path}" if path else layer
@@ -141,7 +145,7 @@ class _Builder:
                     "layer has: correct the blueprint, or use tp_size=1"
                 )
         if blocks:
-            self._check_heads()
+            self._check_heads(max(role.head_groups for role in blueprint.blocks.values()))
         return blocks
 
     def _applies(self, name: str, role: Block) -> bool:
@@ -169,8 +173,8 @@ class _Builder:
                     f"{found}: correct the blueprint, or use tp_size=1"
                 )
                 continue
-            parts = self._parts(role, name, path, module.weight.shape[dims[0]]) if column else ()
             dim = dims[0] if column else dims[1]
+            parts = self._parts(role, name, path, module.weight.shape[dim])
             self._cut(f"{path}.weight", dim, module.weight.shape[dim], parts)
             if getattr(module, "bias", None) is not None:
                 if column:
@@ -184,9 +188,9 @@ class _Builder:
                 self._cut(f"{name}.{child}", dim, length, (length // fused,) * fused if fused > 1 else ())
         for child, parameter in self.modules[name].named_parameters(recurse=False) if role.own_heads else ():
             self._cut(f"{name}.{child}", 0, parameter.shape[0])
-        shared = tuple(f"{name}.{child}" for child in role.shared if f"{name}.{child}" in self.modules)
+        shared = tuple(path for child in (*role.shared, *role.across) if (path := _join(name, child)) in self.modules)
         for path in shared:
-            for parameter, _ in self.modules[path].named_parameters():
+            for parameter, _ in self.modules[path].named_parameters(recurse=False):
                 self.rules[f"{path}.{parameter}"] = (None, ("tp",))
         if role.rest_shared:
             shared += tuple(self._roleless_modules(name))
@@ -203,11 +207,18 @@ class _Builder:
             column=tuple(f"{name}.{child}" for child in role.column if f"{name}.{child}" in self.modules),
             row=tuple(f"{name}.{child}" for child in role.row if f"{name}.{child}" in self.modules),
             shared=shared,
-            local_attributes=role.local_attributes,
-            dropout=max((float(getattr(self.config, field, 0.0) or 0.0) for field in role.dropout), default=0.0),
-            enter=tuple(f"{name}.{child}" if child else name for child in role.enter),
-            leave=tuple(f"{name}.{child}" if child else name for child in role.leave),
+            local_attributes=tuple(path for path in role.local_attributes if self._has_attribute(name, path, role)),
+            dropout=max((self._probability(field) for field in role.dropout), default=0.0),
+            enter=tuple(_join(name, child) for child in role.enter),
+            leave=tuple(_join(name, child) for child in role.leave),
             heads=tuple(role.heads.items()),
+            sample_heads=role.sample_heads,
+            across=tuple(
+                (path, self.modules[path].weight.shape[-1])
+                for child in role.across
+                if (path := _join(name, child)) in self.modules
+            ),
+            local_config=role.local_config,
         )
 
     def _roleless_modules(self, block: str) -> Iterator[str]:
@@ -224,12 +235,23 @@ class _Builder:
                 self.rules.update(dict.fromkeys(own, (None, ("tp",))))
                 yield path
 
+    def _has_attribute(self, block: str, path: str, role: Block) -> bool:
+        owner, _, attribute = _join(block, path).rpartition(".")
+        return not role.optional or hasattr(self.modules.get(owner), attribute)
+
+    def _probability(self, field: str) -> float:
+        """A config field (``attn_config.attn_pdrop``: of a config in it) that may be missing or ``None``."""
+        value = self.config
+        for name in field.split("."):
+            value = getattr(value, name, None)
+        return float(value or 0.0)
+
     def _hidden_size(self) -> int | None:
         config = self.config.get_text_config(decoder=True) if hasattr(self.config, "get_text_config") else self.config
         return getattr(config, "hidden_size", None)
 
     def _parts(self, role: Block, block: str, path: str, length: int) -> tuple[int, ...]:
-        """Lengths of the matrices fused in a column projection of ``length`` outputs; empty for one."""
+        """Lengths of the matrices fused in a projection along its cut dim of ``length``; empty for one."""
         fused = role.parts.get(path.removeprefix(f"{block}."), 1)
         if not isinstance(fused, int):
             return fused(self.config)
@@ -260,18 +282,22 @@ class _Builder:
             )
         self.rules[name] = (cut, ())
 
-    def _check_heads(self) -> None:
+    def _check_heads(self, groups: int) -> None:
         config = self.config.get_text_config(decoder=True) if hasattr(self.config, "get_text_config") else self.config
-        heads = getattr(config, "num_attention_heads", None)
+        heads = key_heads = getattr(config, "decoder_attention_heads", None)  # the other names mean the encoder's
         if not heads:
+            heads = getattr(config, "num_attention_heads", None)
+            names = ("num_key_value_heads", "num_kv_heads")
+            key_heads = next((count for name in names if (count := getattr(config, name, None))), heads)
+        if not heads or not key_heads:
             return
-        key_heads = getattr(config, "num_key_value_heads", None) or heads
-        common = gcd(heads, key_heads)
-        if common % self.tp:
+        common = gcd(heads, key_heads) // groups
+        if common % self.tp or not common:
             valid = ", ".join(str(size) for size in range(1, common + 1) if common % size == 0)
+            grouped = f", which come in {groups} groups" if groups > 1 else ""
             self.problems.append(
                 f"tp_size={self.tp} does not divide the {heads} attention heads and {key_heads} key/value heads of "
-                f"{self.config.model_type!r}: use tp_size {valid}"
+                f"{self.config.model_type!r}{grouped}: use tp_size {valid or 1}"
             )
 
     def _head(self) -> tuple[str | None, str | None]:
@@ -377,6 +403,10 @@ def _has_own_loss(model: nn.Module) -> bool:
     code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
     names = set(code.co_names) if code is not None else set()
     return "loss_function" not in names and bool(names & {"CrossEntropyLoss", "cross_entropy"})
+
+
+def _join(block: str, child: str) -> str:
+    return f"{block}.{child}" if child else block
 
 
 def _looks_up_like_stock(embedding: nn.Embedding) -> bool:

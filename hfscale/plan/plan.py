@@ -73,6 +73,9 @@ class BlockPlan:
     enter: tuple[str, ...] = ()
     leave: tuple[str, ...] = ()
     heads: tuple[tuple[str, int], ...] = ()
+    sample_heads: tuple[str, ...] = ()
+    across: tuple[tuple[str, int], ...] = ()  # with the whole width of the input
+    local_config: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

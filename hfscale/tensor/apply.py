@@ -35,11 +35,13 @@ def install_edges(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
     if group is None:
         return
     for block in plan.blocks:
-        module = model.get_submodule(block.name)
+        module: Any = model.get_submodule(block.name)
         for attribute in block.local_attributes:
             owner, _, name = attribute.rpartition(".")
             holder = module.get_submodule(owner)
             setattr(holder, name, getattr(holder, name) // mesh.layout.size("tp"))
+        if block.local_config:
+            module.config = _LocalConfig(module.config, block.local_config, mesh.layout.size("tp"))
         for name in block.shared:
             read_through_enter(model.get_submodule(name), group)
         for name in block.row:
@@ -50,6 +52,18 @@ def install_edges(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
     if plan.embedding is not None:
         planned = plan.by_name[f"{plan.embedding}.weight"]
         install_vocab_parallel_embedding(model.get_submodule(plan.embedding), planned, mesh)
+
+
+class _LocalConfig:
+    """A config as one block sees it: some fields are local sizes, the others are whatever the model's config says."""
+
+    def __init__(self, config: Any, fields: tuple[str, ...], size: int) -> None:
+        self.__dict__.update({field: getattr(config, field) // size for field in fields}, _whole=config)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_whole":  # asked for by copy and pickle, before there is anything here
+            raise AttributeError(name)
+        return getattr(self._whole, name)
 
 
 def _refuse_partial_outputs(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

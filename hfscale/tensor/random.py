@@ -48,16 +48,18 @@ def agree_on_replicated_stream(mesh: Mesh) -> None:
 
     Batch 0 keeps the stream it has, so that one process and a tensor-parallel run draw the same masks.
     """
-    generator = default_generator(mesh.device)
-    state = generator.get_state()
     group = mesh.group("tp")
-    if group is not None:
-        carried = state.to(mesh.device)
-        dist.broadcast(carried, group=group, group_src=0)
-        state = carried.cpu()
-        generator.set_state(state)
-    if mesh.batch_rank > 0:
-        generator.manual_seed(_derive(state, mesh.batch_rank))
+    # Also on a GPU some models draw from the CPU's stream (which layers to drop).
+    for device in dict.fromkeys((torch.device("cpu"), mesh.device)):
+        generator = default_generator(device)
+        state = generator.get_state()
+        if group is not None:
+            carried = state.to(mesh.device)
+            dist.broadcast(carried, group=group, group_src=0)
+            state = carried.cpu()
+            generator.set_state(state)
+        if mesh.batch_rank > 0:
+            generator.manual_seed(_derive(state, mesh.batch_rank))
 
 
 def default_generator(device: torch.device) -> torch.Generator:

@@ -45,6 +45,8 @@ ENCODERS: dict[str, Blueprint] = {
     "bart": _BART,
     "bert": _BERT,
     "bert-generation": _BERT,
+    # its attention replaces itself where sequences are short, so it stays whole
+    "big_bird": Blueprint(layers="encoder.layer", blocks={"": _BERT_MLP}),
     "bigbird_pegasus": _BART,
     "blenderbot": _BART,
     "blenderbot-small": _BART,
@@ -71,6 +73,7 @@ ENCODERS: dict[str, Blueprint] = {
     "rembert": _BERT,
     "roberta": _BERT,
     "roberta-prelayernorm": _BERT_NORM_INSIDE,
+    "roc_bert": _BERT,
     "roformer": _BERT,
     # its attention reads the width of its heads together off its input, so it stays whole
     "trocr": Blueprint(layers="decoder.layers", blocks={"": _BART_MLP}),
