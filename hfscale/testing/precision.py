@@ -22,6 +22,8 @@ class _KeepFloat64(TorchFunctionMode):
             args = (args[0], *(torch.float64 if arg is torch.float32 else arg for arg in args[1:]))
             if kwargs.get("dtype") is torch.float32:
                 kwargs["dtype"] = torch.float64
+        if func is torch.full and "dtype" not in kwargs and abs(args[1]) > torch.finfo(torch.float32).max:
+            kwargs["dtype"] = torch.float64  # a float64 model's own constant, in the default type
         return func(*args, **kwargs)
 
 
