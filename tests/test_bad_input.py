@@ -260,7 +260,7 @@ def test_a_layout_that_does_not_fit_is_refused_before_processes_are_counted(save
 
 
 def test_tensor_parallel_without_a_blueprint() -> None:
-    config = BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
-    model = BertForMaskedLM(config)
-    words = ("blueprint of 'bert'", "use tp_size=1", "hfscale.plan.blueprint.FAMILIES")
+    model = AutoModelForCausalLM.from_config(tiny("llama"))
+    model.config.base_model_tp_plan = None
+    words = ("blueprint of 'llama'", "use tp_size=1", "hfscale.plan.families.FAMILIES")
     _says(PlanError, lambda: hfscale.parallelize(model, ParallelConfig(tp_size=2)), *words)

@@ -20,7 +20,8 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen2_moe": ({"decoder_sparse_step": 2}, EAGER),  # a dense layer, then a mixture with a shared expert
     "deepseek_v2": ({"num_experts_per_tok": 2, "topk_method": "greedy"}, EAGER),
     "granite_swa": ({}, {}),  # one attention sink per head
-    "olmo2": ({}, {}),  # its attention is kept whole
+    "olmo2": ({}, {}),  # norms across all heads
+    "olmoe": ({}, EAGER),  # the same in a mixture: its attention is kept whole
     # its head comes before its base model, which the host ties the other way round
     "camembert": ({"pad_token_id": 1, "is_decoder": True}, {}),
     "gemma2": ({}, {}),  # a scaled embedding tied to the head, capped logits
