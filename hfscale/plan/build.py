@@ -1,6 +1,5 @@
 """Config in, plan out: no process group, no weights, no GPU."""
 
-import inspect
 from collections.abc import Iterator
 from math import gcd
 from typing import Any
@@ -11,8 +10,9 @@ from transformers.pytorch_utils import Conv1D
 from ..config import ParallelConfig
 from ..errors import PlanError
 from .blueprint import Block, Blueprint, find_blueprint
+from .code import has_own_loss, looks_up_like_stock
 from .cut import Cut
-from .plan import LOSSES, BlockPlan, ParameterPlan, Plan, wild_name
+from .plan import LOSSES, BlockPlan, ParameterPlan, Plan, join_path, wild_name
 
 # (dim of the outputs, dim of the inputs) in the weight of each kind of projection
 _WEIGHT_DIMS: dict[type[nn.Module], tuple[int, int]] = {nn.Linear: (0, 1), Conv1D: (1, 0)}
@@ -188,7 +188,9 @@ class _Builder:
                 self._cut(f"{name}.{child}", dim, length, (length // fused,) * fused if fused > 1 else ())
         for child, parameter in self.modules[name].named_parameters(recurse=False) if role.own_heads else ():
             self._cut(f"{name}.{child}", 0, parameter.shape[0])
-        shared = tuple(path for child in (*role.shared, *role.across) if (path := _join(name, child)) in self.modules)
+        shared = tuple(
+            path for child in (*role.shared, *role.across) if (path := join_path(name, child)) in self.modules
+        )
         for path in shared:
             for parameter, _ in self.modules[path].named_parameters(recurse=False):
                 self.rules[f"{path}.{parameter}"] = (None, ("tp",))
@@ -209,14 +211,14 @@ class _Builder:
             shared=shared,
             local_attributes=tuple(path for path in role.local_attributes if self._has_attribute(name, path, role)),
             dropout=max((self._probability(field) for field in role.dropout), default=0.0),
-            enter=tuple(_join(name, child) for child in role.enter),
-            leave=tuple(_join(name, child) for child in role.leave),
+            enter=tuple(join_path(name, child) for child in role.enter),
+            leave=tuple(join_path(name, child) for child in role.leave),
             heads=tuple(role.heads.items()),
             sample_heads=role.sample_heads,
             across=tuple(
                 (path, self.modules[path].weight.shape[-1])
                 for child in role.across
-                if (path := _join(name, child)) in self.modules
+                if (path := join_path(name, child)) in self.modules
             ),
             local_config=role.local_config,
         )
@@ -236,7 +238,7 @@ class _Builder:
                 yield path
 
     def _has_attribute(self, block: str, path: str, role: Block) -> bool:
-        owner, _, attribute = _join(block, path).rpartition(".")
+        owner, _, attribute = join_path(block, path).rpartition(".")
         return not role.optional or hasattr(self.modules.get(owner), attribute)
 
     def _probability(self, field: str) -> float:
@@ -304,7 +306,7 @@ class _Builder:
         """Name of the projection onto the vocabulary and the loss on it, where hfscale can run that loss."""
         loss = getattr(self.model, "loss_type", None) or "ForCausalLM"  # the host's own default
         head = self.model.get_output_embeddings() if hasattr(self.model, "get_output_embeddings") else None
-        if loss not in LOSSES or not isinstance(head, nn.Linear) or _has_own_loss(self.model):
+        if loss not in LOSSES or not isinstance(head, nn.Linear) or has_own_loss(self.model):
             return None, None
         return next(name for name, module in self.modules.items() if module is head), loss
 
@@ -321,7 +323,7 @@ class _Builder:
         if name is None or not isinstance(embedding, nn.Embedding):
             return None
         tied = head is not None and embedding.weight is self.modules[head].weight
-        if not _looks_up_like_stock(embedding):
+        if not looks_up_like_stock(embedding):
             # It computes something of its own: it stays whole, which it cannot where the head is cut.
             if tied:
                 self.problems.append(
@@ -396,20 +398,3 @@ class _Builder:
     def _problem_once(self, problem: str) -> None:
         if problem not in self.problems:
             self.problems.append(problem)
-
-
-def _has_own_loss(model: nn.Module) -> bool:
-    """Whether the model's forward takes a cross entropy of its own, and never the host's ``loss_function``."""
-    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
-    names = set(code.co_names) if code is not None else set()
-    return "loss_function" not in names and bool(names & {"CrossEntropyLoss", "cross_entropy"})
-
-
-def _join(block: str, child: str) -> str:
-    return f"{block}.{child}" if child else block
-
-
-def _looks_up_like_stock(embedding: nn.Embedding) -> bool:
-    """Whether the lookup itself is ``nn.Embedding``'s, with or without something (a scale) around it."""
-    forward = type(embedding).forward
-    return forward is nn.Embedding.forward or "super().forward(" in inspect.getsource(forward)

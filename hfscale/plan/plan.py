@@ -115,3 +115,7 @@ class Plan:
         from .table import render
 
         return render(self)
+
+
+def join_path(block: str, child: str) -> str:
+    return f"{block}.{child}" if child else block
