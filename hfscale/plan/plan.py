@@ -118,4 +118,5 @@ class Plan:
 
 
 def join_path(block: str, child: str) -> str:
+    """``child`` inside ``block``; the empty child is the block itself."""
     return f"{block}.{child}" if child else block
