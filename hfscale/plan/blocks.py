@@ -1,0 +1,165 @@
+"""Plan the blocks: which module is which role of the blueprint, and what follows for its parameters."""
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from .blueprint import Block, Blueprint
+from .draft import Draft
+from .heads import check_heads
+from .plan import BlockPlan, join_path, wild_name
+
+# (dim of the outputs, dim of the inputs) in the weight of each kind of projection
+_WEIGHT_DIMS: dict[type[nn.Module], tuple[int, int]] = {nn.Linear: (0, 1), Conv1D: (1, 0)}
+
+
+def plan_blocks(draft: Draft, blueprint: Blueprint, layers: list[str]) -> list[BlockPlan]:
+    """The blocks of every layer; the rules of their parameters go into ``draft``."""
+    blocks = []
+    unfit = blueprint.unfit(draft.config)
+    if unfit:
+        draft.problem(f"tp_size={draft.tp}: {draft.config.model_type!r} with {unfit}: use tp_size=1")
+        return []
+    for layer in layers:
+        for path, role in blueprint.blocks.items():
+            name = f"{layer}.{path}" if path else layer
+            if name in draft.modules and _applies(draft, name, role):
+                blocks.append(_block(draft, name, role, layers))
+    for path in blueprint.blocks:
+        if path and not any(block.name.endswith(f".{path}") for block in blocks):
+            draft.problem(
+                f"tp_size={draft.tp}: the blueprint of {draft.config.model_type!r} names a block {path!r} that no "
+                "layer has: correct the blueprint, or use tp_size=1"
+            )
+    if blocks:
+        check_heads(draft, max(role.head_groups for role in blueprint.blocks.values()))
+    return blocks
+
+
+def _applies(draft: Draft, name: str, role: Block) -> bool:
+    """Whether a layer's module is the block meant: one that has none of its parts is another kind of layer."""
+    wanted = [*role.column, *role.row, *(child.rpartition(".")[0] for child in role.cut)]
+    return not role.optional or any(f"{name}.{child}" in draft.modules for child in wanted)
+
+
+def _block(draft: Draft, name: str, role: Block, layers: list[str]) -> BlockPlan:
+    projections = [(f"{name}.{child}", True) for child in role.column] + [
+        (f"{name}.{child}", False) for child in role.row
+    ]
+    for path, column in projections:
+        module = draft.modules.get(path)
+        parameter = _parameter_in(draft, name, path.removeprefix(f"{name}.")) if module is None else None
+        if parameter is not None and column and role.own_heads:  # the host lists sinks beside projections
+            draft.cut(path, 0, parameter.shape[0])
+            continue
+        if module is None and role.optional:
+            continue
+        dims = next((d for kind, d in _WEIGHT_DIMS.items() if isinstance(module, kind)), None)
+        if module is None or dims is None:
+            found = "nothing" if module is None else type(module).__name__
+            draft.problem(
+                f"tp_size={draft.tp}: {wild_name(path)} should be a projection (nn.Linear or Conv1D) and is "
+                f"{found}: correct the blueprint, or use tp_size=1"
+            )
+            continue
+        dim = dims[0] if column else dims[1]
+        parts = _parts(draft, role, name, path, module.weight.shape[dim])
+        draft.cut(f"{path}.weight", dim, module.weight.shape[dim], parts)
+        if getattr(module, "bias", None) is not None:
+            if column:
+                draft.cut(f"{path}.bias", 0, module.bias.shape[0], parts)
+            else:
+                draft.rules[f"{path}.bias"] = (None, ("tp",))
+    for child, (dim, fused) in role.cut.items():
+        parameter = _parameter_in(draft, name, child)
+        if parameter is not None:
+            length = parameter.shape[dim]
+            draft.cut(f"{name}.{child}", dim, length, (length // fused,) * fused if fused > 1 else ())
+    for child, parameter in draft.modules[name].named_parameters(recurse=False) if role.own_heads else ():
+        draft.cut(f"{name}.{child}", 0, parameter.shape[0])
+    shared = tuple(path for child in (*role.shared, *role.across) if (path := join_path(name, child)) in draft.modules)
+    for path in shared:
+        for parameter, _ in draft.modules[path].named_parameters(recurse=False):
+            draft.rules[f"{path}.{parameter}"] = (None, ("tp",))
+    if role.rest_shared:
+        shared += tuple(_roleless_modules(draft, name))
+    # What a block that is a module of its own holds must have a role; a layer has parts outside of its blocks.
+    whole = () if name in layers else draft.modules[name].named_parameters(prefix=name)
+    for parameter, _ in whole:
+        if role.enter == ("",) and parameter not in draft.rules:
+            draft.problem(
+                f"tp_size={draft.tp}: {wild_name(parameter)} is inside a block whose blueprint gives it no role: "
+                "name its module as column, row or shared in the blueprint, or use tp_size=1"
+            )
+    return BlockPlan(
+        name=name,
+        column=tuple(f"{name}.{child}" for child in role.column if f"{name}.{child}" in draft.modules),
+        row=tuple(f"{name}.{child}" for child in role.row if f"{name}.{child}" in draft.modules),
+        shared=shared,
+        local_attributes=tuple(path for path in role.local_attributes if _has_attribute(draft, name, path, role)),
+        dropout=max((_probability(draft, field) for field in role.dropout), default=0.0),
+        enter=tuple(join_path(name, child) for child in role.enter),
+        leave=tuple(join_path(name, child) for child in role.leave),
+        heads=tuple(role.heads.items()),
+        sample_heads=role.sample_heads,
+        across=tuple(
+            (path, draft.modules[path].weight.shape[-1])
+            for child in role.across
+            if (path := join_path(name, child)) in draft.modules
+        ),
+        local_config=role.local_config,
+    )
+
+
+def _roleless_modules(draft: Draft, block: str) -> Iterator[str]:
+    """Modules inside a block with parameters of their own that have no rule yet; they get that of shared ones."""
+    for path, module in draft.modules[block].named_modules(prefix=block):
+        own = [f"{path}.{name}" for name, _ in module.named_parameters(recurse=False)]
+        if own and not any(name in draft.rules for name in own):
+            weight = module._parameters.get("weight")
+            if weight is not None and weight.ndim == 2 and weight.shape[0] == _hidden_size(draft):
+                draft.problem(
+                    f"tp_size={draft.tp}: {wild_name(path)} may write the output of its block, the blueprint gives "
+                    "it no role, and would be counted on every rank: name it as column or row, or use tp_size=1"
+                )
+            draft.rules.update(dict.fromkeys(own, (None, ("tp",))))
+            yield path
+
+
+def _has_attribute(draft: Draft, block: str, path: str, role: Block) -> bool:
+    owner, _, attribute = join_path(block, path).rpartition(".")
+    return not role.optional or hasattr(draft.modules.get(owner), attribute)
+
+
+def _probability(draft: Draft, field: str) -> float:
+    """A config field (``attn_config.attn_pdrop``: of a config in it) that may be missing or ``None``."""
+    value = draft.config
+    for name in field.split("."):
+        value = getattr(value, name, None)
+    return float(value or 0.0)
+
+
+def _hidden_size(draft: Draft) -> int | None:
+    config = draft.config.get_text_config(decoder=True) if hasattr(draft.config, "get_text_config") else draft.config
+    return getattr(config, "hidden_size", None)
+
+
+def _parts(draft: Draft, role: Block, block: str, path: str, length: int) -> tuple[int, ...]:
+    """Lengths of the matrices fused in a projection along its cut dim of ``length``; empty for one."""
+    fused = role.parts.get(path.removeprefix(f"{block}."), 1)
+    if not isinstance(fused, int):
+        return fused(draft.config)
+    if length % fused:
+        draft.problem(
+            f"tp_size={draft.tp}: the blueprint fuses {fused} equal matrices in {wild_name(path)}.weight, which has "
+            f"{length} entries: correct the blueprint, or use tp_size=1"
+        )
+        return ()
+    return (length // fused,) * fused if fused > 1 else ()
+
+
+def _parameter_in(draft: Draft, block: str, path: str) -> Tensor | None:
+    owner, _, attribute = f"{block}.{path}".rpartition(".")
+    found: Tensor | None = draft.modules[owner]._parameters.get(attribute) if owner in draft.modules else None
+    return found
