@@ -1,7 +1,7 @@
 """hfscale: train the Hugging Face models you already have, at any scale, from the tools you already use."""
 
 from .accelerator import Accelerator
-from .checkpoint import save_pretrained
+from .checkpoint import load_state, save_pretrained, save_state
 from .config import ParallelConfig
 from .errors import CheckpointError, ConfigError, HFScaleError, MeshError, PlanError
 from .parallelize import from_config, from_pretrained, parallelize, plan
@@ -23,8 +23,10 @@ __all__ = [
     "eval_step",
     "from_config",
     "from_pretrained",
+    "load_state",
     "parallelize",
     "plan",
     "save_pretrained",
+    "save_state",
     "train_step",
 ]

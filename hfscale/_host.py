@@ -19,6 +19,7 @@ from transformers.core_model_loading import (
     rename_source_key,
     revert_weight_conversion,
 )
+from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import logging
 
 from .config import local_rank, without_launcher_switches
@@ -86,6 +87,11 @@ def as_stored(model: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:
     return reverted
 
 
+def never_stored(model: Any) -> set[str]:
+    """Names of tensors that the host's ``save_pretrained`` leaves out, since it makes them itself."""
+    return set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+
+
 def stored_layout(model: Any, contents: dict[str, Tensor]) -> dict[str, Tensor]:
     """All tensors of a plain checkpoint of this model, on the meta device; ``contents`` are the model's own.
 
@@ -132,6 +138,8 @@ def write_configs(model: Any, directory: Path) -> None:
     stock = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
     config.architectures = [stock.__name__]
     config.save_pretrained(directory)
+    if getattr(model, "_auto_class", None) is not None:  # the code of a class that came with its checkpoint
+        custom_object_save(model, directory, config=config)
     if model.can_generate() and getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(directory)
 

@@ -17,13 +17,14 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 
-from .checkpoint import save_pretrained
+from .checkpoint import load_state, save_pretrained, save_state
 from .config import without_launcher_switches
 from .data import set_gradient_sync
 from .errors import ConfigError
 from .mesh import Mesh
 from .runtime import Runtime, find_runtime, runtime_of
-from .train import clip_grad_norm_, synchronize_random_streams
+from .tensor.random import synchronize_random_streams
+from .train import clip_grad_norm_
 
 _FOREIGN = ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin", "parallelism_config")
 
@@ -176,17 +177,30 @@ class Accelerator(accelerate.Accelerator):
         """Write a plain Hugging Face directory; call it on every rank."""
         save_pretrained(model, save_directory, max_shard_size=max_shard_size)
 
-    def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: Accelerate would write the shards of rank 0 as if they were the model."""
-        raise ConfigError(
-            "save_state cannot write a sharded run: save the weights with hfscale.save_pretrained(model, dir)"
-        )
+    def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **_: Any) -> str:
+        """Write what the run needs to go on in the same layout (:func:`hfscale.save_state`); call it on every rank."""
+        model, optimizer, others = self._one_run(output_dir)
+        save_state(model, output_dir, optimizer=optimizer, **others)
+        return str(output_dir)
 
-    def load_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused, like :meth:`save_state`."""
-        raise ConfigError(
-            "load_state cannot read a sharded run: load the weights with hfscale.from_pretrained(dir, ...)"
-        )
+    def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **_: Any) -> None:
+        """Put the prepared model, optimizer and schedulers back where :meth:`save_state` wrote them down."""
+        model, optimizer, others = self._one_run(input_dir)
+        load_state(model, input_dir, optimizer=optimizer, **others)
+
+    def _one_run(self, directory: Any) -> tuple[nn.Module, Any, dict[str, Any]]:
+        """What was prepared: one model, its optimizer if any, and whatever else has a state, by name."""
+        if directory is None:
+            raise ConfigError("say where: save_state(directory), load_state(directory)")
+        if len(self._models) != 1 or len(self._optimizers) > 1:
+            raise ConfigError(
+                f"a state holds one model and one optimizer, and {len(self._models)} and {len(self._optimizers)} were "
+                "prepared: write them with hfscale.save_state(model, directory, optimizer=...)"
+            )
+        optimizer = self._optimizers[0].optimizer if self._optimizers else None
+        others = {f"scheduler_{index}": scheduler for index, scheduler in enumerate(self._schedulers)}
+        others |= {f"custom_{index}": custom for index, custom in enumerate(self._custom_objects)}
+        return self._models[0], optimizer, others
 
     def _adopt(self, model: nn.Module) -> None:
         runtime = find_runtime(model)

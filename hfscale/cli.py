@@ -2,16 +2,19 @@
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 
 from .config import ParallelConfig
 from .errors import ConfigError, HFScaleError
 from .parallelize import plan as make_plan
-from .plan import render, to_json
+from .pipeline import add_schedule_command
+from .plan import describe_blueprint, render, to_json
 from .version import __version__
 
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -63,12 +66,29 @@ def _parser() -> argparse.ArgumentParser:
     _add_model(verify)
     _add_layout(verify)
     verify.set_defaults(run=_verify)
+    blueprint = commands.add_parser(
+        "blueprint",
+        help="print which parts of a model tensor parallelism cuts, as an entry for hfscale's table of families",
+        description="Print the blueprint of a model and where it comes from: hfscale's table, transformers' plan, or "
+        "inference, which derives it from a tiny clone and proves it there. Needs no weights and no GPU.",
+    )
+    _add_model(blueprint)
+    blueprint.add_argument("--infer", action="store_true", help="infer it, also where the family is known")
+    blueprint.set_defaults(run=_blueprint)
+    schedule = commands.add_parser(
+        "schedule",
+        help="draw what a pipeline schedule does, and beside it how a run went",
+        description="Draw the timeline of a pipeline schedule: rows are ranks, the number in a box is the microbatch. "
+        "Reads no model and starts no processes.",
+    )
+    add_schedule_command(schedule)
     return parser
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a model directory, a Hub id, or the path of a config.json")
     parser.add_argument("--auto-class", default="AutoModelForCausalLM", help="the Auto class (default: %(default)s)")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that comes with the model")
     parser.add_argument("--dtype", choices=_DTYPES, help="type of the weights (default: the config's)")
 
 
@@ -91,26 +111,46 @@ def _layout(arguments: argparse.Namespace) -> ParallelConfig:
 def _verify(arguments: argparse.Namespace) -> int:
     from .testing.verify import TOLERANCE, render, verify
 
-    asked, config = _layout(arguments), _load_config(arguments.model)
-    used, parity = verify(config, asked)
+    asked, config = _layout(arguments), _load_config(arguments.model, arguments.trust_remote_code)
+    used, parity = verify(config, asked, **_code(arguments))
     print(render(config, asked, used, parity))
     return int(parity.worst() > TOLERANCE)
 
 
 def _plan(arguments: argparse.Namespace) -> int:
     layout, auto_class = _layout(arguments), _auto_class(arguments.auto_class)
-    config = _load_config(arguments.model)
+    config = _load_config(arguments.model, arguments.trust_remote_code)
+    with _building(arguments, config):
+        planned = make_plan(config, layout, auto_class=auto_class, dtype=arguments.dtype, **_code(arguments))
+    print(to_json(planned) if arguments.json else render(planned))
+    return 0
+
+
+def _blueprint(arguments: argparse.Namespace) -> int:
+    auto_class = _auto_class(arguments.auto_class)
+    config = _load_config(arguments.model, arguments.trust_remote_code)
+    with _building(arguments, config), torch.device("meta"):
+        model = auto_class.from_config(config, **_code(arguments))
+    print(describe_blueprint(model, arguments.infer))
+    return 0
+
+
+def _code(arguments: argparse.Namespace) -> dict[str, bool]:
+    return {"trust_remote_code": True} if arguments.trust_remote_code else {}
+
+
+@contextmanager
+def _building(arguments: argparse.Namespace, config: Any) -> Iterator[None]:
+    """Within: the host's word for "no such architecture under this Auto class" becomes ours."""
     try:
-        planned = make_plan(config, layout, auto_class=auto_class, dtype=arguments.dtype)
+        yield
     except HFScaleError:
         raise
-    except ValueError as error:  # the host's word for "no such architecture under this Auto class"
+    except ValueError as error:
         raise ConfigError(
             f"{arguments.auto_class} cannot build a {config.model_type!r} model: {_first_line(error)} Choose another "
             "--auto-class"
         ) from error
-    print(to_json(planned) if arguments.json else render(planned))
-    return 0
 
 
 def _auto_class(name: str) -> Any:
@@ -123,14 +163,14 @@ def _auto_class(name: str) -> Any:
     return found
 
 
-def _load_config(model: str) -> Any:
+def _load_config(model: str, trusted: bool = False) -> Any:
     path = Path(model)
     if not path.exists() and (path.is_absolute() or model.startswith(".") or len(path.parts) > 2):
         raise ConfigError(f"{model} does not exist: give a model directory, a config.json or a Hub id (owner/name)")
     if path.is_dir() and not (path / "config.json").exists():
         raise ConfigError(f"{model} has no config.json: give the directory of a Hugging Face model")
     try:
-        return transformers.AutoConfig.from_pretrained(model)
+        return transformers.AutoConfig.from_pretrained(model, trust_remote_code=trusted)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"no config could be read from {model}: {_first_line(error)}") from error
 

@@ -42,7 +42,11 @@ class ParallelConfig(ParallelismConfig):
         cp_size: ranks over which the sequence is cut for attention.
         pp_size: pipeline stages.
         ep_size: ranks over which experts are spread.
-        sequence_parallel: cut norms and residuals along the sequence between tensor-parallel blocks.
+        sequence_parallel: cut norms and residuals along the sequence between tensor-parallel blocks (Korthikanti et al.
+            2022).
+        sequence_regather: with it, gather a block's input once more in the backward pass instead of keeping it: all
+            activations of a layer are then cut, for half as much communication again.
+        overlap: hide the backward collectives of tensor parallelism behind the gradients of weights.
         pipeline_schedule: one of :data:`SCHEDULES`, or the path of a CSV file.
         num_microbatches: microbatches of one pipelined step; ``None`` lets the schedule choose.
         virtual_stages: model chunks per pipeline rank.
@@ -54,6 +58,8 @@ class ParallelConfig(ParallelismConfig):
     pp_size: int | None = None
     ep_size: int | None = None
     sequence_parallel: bool | None = None
+    sequence_regather: bool | None = None
+    overlap: bool | None = None
     pipeline_schedule: str | None = None
     num_microbatches: int | None = None
     virtual_stages: int | None = None
@@ -81,6 +87,10 @@ class ParallelConfig(ParallelismConfig):
         self.sequence_parallel = _boolean(
             "sequence_parallel", _default("sequence_parallel", self.sequence_parallel, False)
         )
+        self.sequence_regather = _boolean(
+            "sequence_regather", _default("sequence_regather", self.sequence_regather, False)
+        )
+        self.overlap = _boolean("overlap", _default("overlap", self.overlap, True))
         self.pipeline_schedule = _default("pipeline_schedule", self.pipeline_schedule, "1f1b")
         if self.pipeline_schedule not in SCHEDULES and not str(self.pipeline_schedule).endswith(".csv"):
             close = difflib.get_close_matches(str(self.pipeline_schedule).lower(), SCHEDULES, n=1)
@@ -130,11 +140,19 @@ class ParallelConfig(ParallelismConfig):
     def describe(self) -> str:
         """The axes larger than one, as ``tp2 x dp_shard4``; ``one process`` where there is none."""
         named = [f"{axis}{self.size(axis)}" for axis in reversed(AXES) if self.size(axis) > 1]
-        return " x ".join(named) or "one process"
+        cut = ", sequence parallel" if self.sequence_parallel and self.size("tp") > 1 else ""
+        return (" x ".join(named) or "one process") + cut
 
     def __repr__(self) -> str:
         values = ", ".join(f"{axis}_size={self.size(axis)}" for axis in AXES)
-        rest = ("sequence_parallel", "pipeline_schedule", "num_microbatches", "virtual_stages")
+        rest = (
+            "sequence_parallel",
+            "sequence_regather",
+            "overlap",
+            "pipeline_schedule",
+            "num_microbatches",
+            "virtual_stages",
+        )
         return f"ParallelConfig({values}, {', '.join(f'{name}={getattr(self, name)!r}' for name in rest)})"
 
 

@@ -1,8 +1,11 @@
 """Processes: which ranks form which axis. The only caller of ``init_device_mesh`` and ``init_process_group``."""
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +27,7 @@ class Mesh:
         ranks: this rank's coordinate on each axis.
         device_mesh: torch's mesh over :data:`_MESH_AXES`; ``None`` in a single process without a process group.
         control: a gloo group over all ranks for barriers and small objects; ``None`` likewise.
+        copies: how many consecutive tensor ranks -> the group of those that this rank is one of.
     """
 
     layout: ParallelConfig
@@ -31,6 +35,7 @@ class Mesh:
     ranks: dict[str, int]
     device_mesh: DeviceMesh | None = None
     control: dist.ProcessGroup | None = None
+    copies: dict[int, dist.ProcessGroup] = field(default_factory=dict)
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """The process group of ``axis`` through this rank; ``None`` where the axis has one rank."""
@@ -58,8 +63,12 @@ class Mesh:
         return self.layout.batch_world
 
 
-def build_mesh(layout: ParallelConfig) -> Mesh:
+def build_mesh(layout: ParallelConfig, copies: Sequence[int] = ()) -> Mesh:
     """Match the processes that were started with the layout, starting torch's process group if there is none.
+
+    Args:
+        copies: sizes of the groups of consecutive tensor ranks that are needed besides; the same on every rank, in the
+            same order. Each divides ``tp_size``.
 
     Raises:
         MeshError: the number of processes is not ``layout.total_size``.
@@ -77,10 +86,51 @@ def build_mesh(layout: ParallelConfig) -> Mesh:
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(minutes=30))
+    made = _Groups.of_this_process()
     shape = tuple(layout.size(axis) for axis in _MESH_AXES)
-    device_mesh = init_device_mesh(device.type, shape, mesh_dim_names=_MESH_AXES)
+    device_mesh = made.once(
+        (device.type, shape), lambda: init_device_mesh(device.type, shape, mesh_dim_names=_MESH_AXES)
+    )
     ranks = {axis: device_mesh.get_local_rank(axis) for axis in _MESH_AXES}
-    return Mesh(layout, device, ranks, device_mesh, dist.new_group(backend="gloo"))
+    control = made.once("control", lambda: dist.new_group(backend="gloo"))
+    groups = {
+        count: made.once((device.type, shape, count), partial(_consecutive_ranks, device_mesh, count))
+        for count in copies
+    }
+    return Mesh(layout, device, ranks, device_mesh, control, groups)
+
+
+class _Groups:
+    """What was made out of torch's process group, kept: a group holds threads and sockets, and a process may build many
+    models in one layout.
+    """
+
+    _latest: "_Groups | None" = None
+
+    def __init__(self, world: dist.ProcessGroup | None) -> None:
+        self.world, self.made = world, dict[Any, Any]()
+
+    @classmethod
+    def of_this_process(cls) -> "_Groups":
+        """Those of the process group that is alive now."""
+        if cls._latest is None or cls._latest.world is not dist.group.WORLD:
+            cls._latest = cls(dist.group.WORLD)
+        return cls._latest
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What ``make`` made for ``key``, made now if need be; the same calls in the same order on every rank."""
+        if key not in self.made:
+            self.made[key] = make()
+        return self.made[key]
+
+
+def _consecutive_ranks(device_mesh: DeviceMesh, count: int) -> dist.ProcessGroup:
+    """The group of ``count`` consecutive tensor ranks that this rank is one of; tp4 in twos: ``{0, 1}``, ``{2, 3}``."""
+    if count == device_mesh.size(len(_MESH_AXES) - 1):
+        return device_mesh.get_group("tp")
+    # Every rank takes part in making every group.
+    made = [(members, dist.new_group(members)) for members in device_mesh.mesh.view(-1, count).tolist()]
+    return next(group for members, group in made if dist.get_rank() in members)
 
 
 def launch_line(processes: int) -> str:

@@ -17,11 +17,13 @@ from .errors import CheckpointError, ConfigError
 from .mesh import Mesh, build_mesh
 from .plan import Plan, build_plan
 from .runtime import Runtime, find_runtime
-from .tensor import cut_parameters, install_edges, install_loss
+from .tensor import cut_parameters, install_edges, install_generate, install_loss
+from .tensor.random import synchronize_before_training
 
 # Arguments of from_pretrained that distribute a model by other means.
 _EXCLUSIVE = ("device_map", "distributed_config", "tp_plan", "tp_size", "device_mesh", "max_memory", "offload_folder")
 # Arguments that choose which files to read a config from, as opposed to what it says.
+_CODE = ("trust_remote_code", "code_revision")
 _HUB = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "trust_remote_code")
 
 
@@ -54,11 +56,12 @@ def from_pretrained(
     """
     path, layout = str(path), _checked(parallel, mixed_precision, hf_kwargs)
     config, _ = _load_config(path, hf_kwargs)
-    planned = plan(config, layout, auto_class=auto_class, dtype=_as_dtype(hf_kwargs))
-    mesh = build_mesh(layout)
+    code = {key: hf_kwargs[key] for key in _CODE if key in hf_kwargs}
+    planned = plan(config, layout, auto_class=auto_class, dtype=_as_dtype(hf_kwargs), **code)
+    mesh = build_mesh(layout, planned.copies)
     model, shares, missing = load_pretrained(auto_class, path, planned, mesh, hf_kwargs)
     if any(planned.by_name[name].tied_to is None for name in missing if name in planned.by_name):
-        template = _on_meta(auto_class, model.config, {"dtype": model.dtype})
+        template = _on_meta(auto_class, model.config, {"dtype": model.dtype, **code})
         fresh, _ = initialize_shares(template, planned, mesh, seed, wanted=lambda name: name in missing)
         shares.update(fresh)
     materialize_buffers(model, {}, mesh.device)
@@ -83,7 +86,7 @@ def from_config(
     layout = _checked(parallel, mixed_precision, hf_kwargs)
     model = _on_meta(auto_class, config, hf_kwargs)
     planned = build_plan(model, layout)
-    mesh = build_mesh(layout)
+    mesh = build_mesh(layout, planned.copies)
     template = _on_meta(auto_class, config, hf_kwargs)
     cut_parameters(model, planned, mesh)
     shares, buffers = initialize_shares(template, planned, mesh, seed)
@@ -105,7 +108,7 @@ def parallelize(model: nn.Module, parallel: ParallelConfig | None = None, *, mix
             f"{type(model).__name__} cannot be parallelized: {reason}. Load it plainly, or with hfscale.from_pretrained"
         )
     planned = build_plan(model, layout)
-    mesh = build_mesh(layout)
+    mesh = build_mesh(layout, planned.copies)
     cut_parameters(model, planned, mesh)
     model.to(mesh.device)
     return _assemble(model, planned, mesh, mixed_precision, None)
@@ -133,8 +136,10 @@ def plan(
 def _assemble(model: Any, planned: Plan, mesh: Mesh, mixed_precision: str, shares: dict[str, Tensor] | None) -> Any:
     """The common end: edges, loss, data axes, weights (where they are not in place yet), bookkeeping."""
     runtime = Runtime(model, planned, mesh, mixed_precision=mixed_precision)
-    install_edges(model, planned, mesh)
+    install_edges(runtime)
     install_loss(runtime)
+    install_generate(model, mesh)
+    synchronize_before_training(runtime)
     apply_data_axes(model, planned, mesh, mixed_precision)
     if shares is not None:
         install_shares(model, shares, planned)
@@ -182,7 +187,7 @@ def _load_config(path: str, kwargs: dict[str, Any]) -> tuple[PreTrainedConfig, d
     taken = {key: value for key, value in kwargs.items() if key not in ("dtype", "torch_dtype")}
     config, rest = AutoConfig.from_pretrained(path, return_unused_kwargs=True, **taken)
     rest = {key: value for key, value in rest.items() if key not in _HUB}
-    return config, {**rest, **{key: kwargs[key] for key in ("dtype", "torch_dtype") if key in kwargs}}
+    return config, {**rest, **{key: kwargs[key] for key in ("dtype", "torch_dtype", *_CODE) if key in kwargs}}
 
 
 def _as_dtype(kwargs: dict[str, Any]) -> Any:
@@ -192,7 +197,8 @@ def _as_dtype(kwargs: dict[str, Any]) -> Any:
 
 def _on_meta(auto_class: Any, config: PreTrainedConfig, kwargs: dict[str, Any]) -> Any:
     """The stock model without memory."""
-    build = auto_class.from_config if hasattr(auto_class, "from_config") else auto_class._from_config
-    kwargs = {key: value for key, value in kwargs.items() if value is not None}
+    is_auto = hasattr(auto_class, "from_config")
+    build = auto_class.from_config if is_auto else auto_class._from_config
+    kwargs = {key: value for key, value in kwargs.items() if value is not None and (is_auto or key not in _CODE)}
     with torch.device("meta"):
         return build(config, **kwargs)

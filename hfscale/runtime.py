@@ -1,6 +1,6 @@
 """What is attached to a parallelized model: its plan and its mesh, found again from whatever wraps it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -11,6 +11,8 @@ from .plan import ParameterPlan, Plan
 
 if TYPE_CHECKING:
     from .tensor.loss import VocabParallelLoss
+    from .tensor.sequence import Stream
+    from .tensor.shared import PartialSums
 
 _ATTRIBUTE = "_hfscale"
 
@@ -24,6 +26,8 @@ class Runtime:
         plan: what became of its parameters.
         mesh: the ranks.
         loss: the loss over the cut vocabulary; ``None`` where the model keeps its own loss.
+        sums: sums partial gradients over the tensor ranks; ``None`` where there is one.
+        streams: what sequence parallelism cuts along the sequence.
         mixed_precision: what its forward pass computes in.
         random_streams_agreed: whether the tensor ranks have agreed on the stream that dropout draws from.
     """
@@ -32,6 +36,8 @@ class Runtime:
     plan: Plan
     mesh: Mesh
     loss: "VocabParallelLoss | None" = None
+    sums: "PartialSums | None" = None
+    streams: "list[Stream]" = field(default_factory=list)
     mixed_precision: str = "no"
     random_streams_agreed: bool = False
 

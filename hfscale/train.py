@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -10,13 +11,14 @@ from torch import Tensor, nn
 
 from .data import local_tensor, set_gradient_sync
 from .errors import ConfigError
+from .plan import ParameterPlan
 from .runtime import Runtime, runtime_of
-from .tensor.random import agree_on_replicated_stream
+from .tensor.random import synchronize_random_streams
 
 Batch = Mapping[str, Any]
 
 
-def train_step(model: nn.Module, batch: Batch | Sequence[Batch]) -> Tensor:
+def train_step(model: nn.Module, batch: Batch | Sequence[Batch], *, label_smoothing: float = 0.0) -> Tensor:
     """Forward and backward over this rank's batch; leaves synchronized gradients in ``.grad``.
 
     Gradients and loss are those of the mean over *all* valid labels of the step - every microbatch on every distinct
@@ -27,6 +29,8 @@ def train_step(model: nn.Module, batch: Batch | Sequence[Batch]) -> Tensor:
         batch: the keyword arguments of one forward pass, ``labels`` included, or a list of such (gradient
             accumulation). Ranks that share a batch (tensor ranks) pass the same one; see :func:`hfscale.batch_rank`.
             Every rank passes the same number of microbatches.
+        label_smoothing: share, 0 to 1, of every target's probability that is spread evenly over the whole vocabulary,
+            as in ``torch.nn.functional.cross_entropy``.
 
     Returns:
         the loss, a scalar without a graph, equal on every rank; 0 where the step has no valid label.
@@ -35,21 +39,22 @@ def train_step(model: nn.Module, batch: Batch | Sequence[Batch]) -> Tensor:
     microbatches, count = _prepare(runtime, batch)
     synchronize_random_streams(runtime)
     total = torch.zeros((), device=runtime.mesh.device)
-    for index, microbatch in enumerate(microbatches):
-        set_gradient_sync(runtime.model, index == len(microbatches) - 1)
-        loss = _loss(model, runtime, microbatch, count)
-        # The data axes average gradients over the distinct batches; the loss is a share of a sum.
-        (loss * runtime.mesh.batch_world).backward()
-        total = total + loss.detach()
+    with _partial_sums_at_the_end(runtime):
+        for index, microbatch in enumerate(microbatches):
+            set_gradient_sync(runtime.model, index == len(microbatches) - 1)
+            loss = _loss(model, runtime, microbatch, count, label_smoothing)
+            # The data axes average gradients over the distinct batches; the loss is a share of a sum.
+            (loss * runtime.mesh.batch_world).backward()
+            total = total + loss.detach()
     return _sum_over_batches(runtime, total)
 
 
 @torch.no_grad()
-def eval_step(model: nn.Module, batch: Batch | Sequence[Batch]) -> Tensor:
+def eval_step(model: nn.Module, batch: Batch | Sequence[Batch], *, label_smoothing: float = 0.0) -> Tensor:
     """The loss :func:`train_step` would return, without gradients, in whatever mode the model is."""
     runtime = runtime_of(model)
     microbatches, count = _prepare(runtime, batch)
-    total = sum(_loss(model, runtime, microbatch, count) for microbatch in microbatches)
+    total = sum(_loss(model, runtime, microbatch, count, label_smoothing) for microbatch in microbatches)
     return _sum_over_batches(runtime, torch.as_tensor(total, device=runtime.mesh.device))
 
 
@@ -65,10 +70,12 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     infinite = norm_type == float("inf")
     # Gradients by the axes their parameter is cut over: their norms are summed over just those ranks.
     by_axes: dict[tuple[str, ...], list[Tensor]] = {}
+    gradients = []
     for planned, parameter in runtime.parameters():
         held = by_axes.setdefault(tuple(cut.axis for cut in planned.cuts), [])
         if parameter.grad is not None:
-            held.append(local_tensor(parameter.grad))
+            gradients.append(local_tensor(parameter.grad))
+            held += _counted(planned, gradients[-1], mesh.ranks)
     total = torch.zeros((), device=mesh.device)
     for axes, grads in sorted(by_axes.items()):  # same order on every rank, also where a rank holds none
         wide = torch.float64 if any(grad.dtype == torch.float64 for grad in grads) else torch.float32
@@ -82,9 +89,18 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         total = torch.maximum(total, part) if infinite else total + part
     norm = total if infinite else total.pow(1.0 / norm_type)
     coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for grad in (grad for grads in by_axes.values() for grad in grads):
+    for grad in gradients:
         grad.mul_(coefficient.to(grad.dtype))
     return norm
+
+
+def _counted(planned: ParameterPlan, grad: Tensor, ranks: dict[str, int]) -> list[Tensor]:
+    """The pieces of this rank's gradient that no earlier rank has a copy of."""
+    found = planned.counted(ranks)
+    if found is None:
+        return [grad]
+    dim, spans = found
+    return [grad.narrow(dim, start, stop - start) for start, stop in spans]
 
 
 def batch_rank(model: nn.Module) -> int:
@@ -129,12 +145,22 @@ def _prepare(runtime: Runtime, batch: Batch | Sequence[Batch]) -> tuple[list[dic
     return microbatches, count.clamp(min=1)
 
 
-def _loss(model: nn.Module, runtime: Runtime, microbatch: dict[str, Any], count: Tensor) -> Tensor:
+def _loss(
+    model: nn.Module, runtime: Runtime, microbatch: dict[str, Any], count: Tensor, label_smoothing: float
+) -> Tensor:
     assert runtime.loss is not None
-    with runtime.loss.normalized_by(count):
+    with runtime.loss.normalized_by(count, label_smoothing):
         output = model(**microbatch)
     loss: Tensor = output[0] if isinstance(output, tuple) else output.loss
     return loss
+
+
+def _partial_sums_at_the_end(runtime: Runtime) -> AbstractContextManager[None]:
+    """Within: gradients that are partial over the tensor ranks stay so; they are summed once, on leaving."""
+    if runtime.sums is None:
+        return nullcontext()
+    partial = [parameter for planned, parameter in runtime.parameters() if "tp" in planned.partial]
+    return runtime.sums.at_the_end([p for p in partial if p.requires_grad], local_tensor)
 
 
 def _sum_over_batches(runtime: Runtime, total: Tensor) -> Tensor:
@@ -145,10 +171,3 @@ def _sum_over_batches(runtime: Runtime, total: Tensor) -> Tensor:
 
 def _takes_use_cache(model: nn.Module) -> bool:
     return "use_cache" in inspect.signature(model.forward).parameters
-
-
-def synchronize_random_streams(runtime: Runtime) -> None:
-    """Once, before the first training step: by then the user has seeded."""
-    if not runtime.random_streams_agreed:
-        agree_on_replicated_stream(runtime.mesh)
-        runtime.random_streams_agreed = True

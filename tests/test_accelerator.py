@@ -129,6 +129,38 @@ def test_each_sample_once(pools: Pools, layout: dict[str, int], kind: str, tmp_p
         assert by_batch_rank[0] != sorted(by_batch_rank[0])
 
 
+def stop_and_go(path: str, layout: dict[str, int], directory: str) -> None:
+    accelerator = hfscale.Accelerator()
+    model = build(path, layout)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=10)
+    model, loader, optimizer, scheduler = accelerator.prepare(
+        model, DataLoader(Rows(8), batch_size=2), optimizer, scheduler
+    )
+    batch = next(iter(loader))
+
+    def step() -> float:
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    step()
+    accelerator.save_state(directory)
+    expected = [step(), step()]
+    accelerator.load_state(directory)
+    assert [step(), step()] == expected
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:2])
+def test_state(pools: Pools, layout: dict[str, int], tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(tiny("llama")).save_pretrained(tmp_path / "model")
+    world = ParallelConfig(**layout).total_size
+    pools(world).run(stop_and_go, str(tmp_path / "model"), layout, str(tmp_path / "state"))
+
+
 def refusals(path: str) -> list[str]:
     messages = []
 
@@ -143,7 +175,7 @@ def refusals(path: str) -> list[str]:
     refused(lambda: accelerator.prepare(torch.nn.Linear(2, 2)))
     model = accelerator.prepare(model)
     refused(lambda: accelerator.clip_grad_norm_(list(model.parameters())[:2], 1.0))
-    refused(lambda: accelerator.save_state("nowhere"))
+    refused(lambda: accelerator.save_state())
     refused(lambda: hfscale.Accelerator(parallelism_config=ParallelConfig()))
     refused(lambda: hfscale.Accelerator().prepare(hfscale.from_pretrained(path, mixed_precision="bf16")))
     return messages
@@ -154,7 +186,7 @@ def test_refusals(tmp_path: Path) -> None:
     found = refusals(str(tmp_path))
     for message, part in zip(
         found,
-        ["before, the data loaders", "was not parallelized by hfscale", "pass model.parameters()", "save_pretrained",
+        ["before, the data loaders", "was not parallelized by hfscale", "pass model.parameters()", "say where",
          "parallelism_config would shard", "mixed_precision='no'"],
         strict=True,
     ):  # fmt: skip

@@ -1,8 +1,8 @@
 """What one step sends under tensor parallelism is what the formula says, counted at torch's dispatcher.
 
 Per layer and microbatch of ``b x s`` tokens: four all-reduces of ``b s h`` (enter and leave of two blocks); besides,
-one all-reduce of ``b s h`` for the embedding (forward) and one for the head (backward), one all-gather of ``2 b s``
-numbers for the loss, and one all-reduce per parameter that a cut block uses whole.
+one all-reduce of ``b s h`` for the embedding (forward) and one for the head (backward), all-gathers of ``2 b (s - 1)``
+numbers for the loss (the last position predicts nothing), and one all-reduce a step for all parameters that a cut block uses whole.
 """
 
 from collections.abc import Callable
@@ -46,10 +46,10 @@ def test_tensor_parallel_step(
         # the MLP's row projection: one of the two all-reduces.
         edges = (5 if checkpointing else 4) * LAYERS
         activations = microbatches * (edges + 2) * B * S * H * 4
-        parameters = microbatches * LAYERS * sum(shared) * 4
-        gathered = microbatches * 2 * B * S * 4
+        parameters = LAYERS * sum(shared) * 4
+        gathered = microbatches * 2 * B * (S - 1) * 4
         assert traffic.payload == {"allreduce": activations + parameters, "allgather": gathered}
-        assert traffic.calls["allreduce"] == microbatches * (edges + 2 + LAYERS * len(shared))
+        assert traffic.calls["allreduce"] == microbatches * (edges + 2) + bool(shared)
         # two ranks in a ring: 2 (n - 1) / n of an all-reduce is its payload
         assert traffic.bytes_sent(2) == activations + parameters + gathered
 

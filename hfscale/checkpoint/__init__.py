@@ -3,5 +3,6 @@
 from .initialize import initialize_shares
 from .load import load_pretrained
 from .save import save_pretrained
+from .state import load_state, save_state
 
-__all__ = ["initialize_shares", "load_pretrained", "save_pretrained"]
+__all__ = ["initialize_shares", "load_pretrained", "load_state", "save_pretrained", "save_state"]

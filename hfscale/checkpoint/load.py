@@ -67,8 +67,9 @@ class _Loader:
                 tensor = planned.take(tensor, self.mesh.ranks).clone()
             shares[planned.name] = tensor.to(self.mesh.device)
         for name, parameter in self.meta.items():
-            # The host may have chosen another type for a parameter while loading.
+            # The host may have chosen another type for a parameter while loading, or have thawed it.
             owner = self.plan.by_name[name].tied_to or name
+            parameter.requires_grad_(loaded[owner].requires_grad)
             if parameter.dtype != shares[owner].dtype:
                 parameter.data = parameter.data.to(shares[owner].dtype)
             _set(model, name, parameter)

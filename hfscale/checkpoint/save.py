@@ -43,7 +43,7 @@ def save_pretrained(
         CheckpointError: a rank did not arrive, or writing failed; ``directory`` is then as it was before.
     """
     runtime, target = runtime_of(model), Path(directory)
-    _everyone_arrives(runtime.mesh, timeout, target)
+    everyone_arrives(runtime.mesh, timeout, f"save_pretrained({str(target)!r})")
     writer, failure = None, None
     contents = _contents(runtime)
     stored = _host.stored_layout(runtime.model, contents)
@@ -76,14 +76,19 @@ def _is_writer(mesh: Mesh) -> bool:
     return not any(mesh.ranks.values())
 
 
-def _everyone_arrives(mesh: Mesh, timeout: timedelta, target: Path) -> None:
+def everyone_arrives(mesh: Mesh, timeout: timedelta, call: str) -> None:
+    """Wait for every rank to make the same ``call``.
+
+    Raises:
+        CheckpointError: one did not within ``timeout``.
+    """
     if mesh.control is None:
         return
     try:
         dist.monitored_barrier(mesh.control, timeout=timeout)
     except RuntimeError as error:
         raise CheckpointError(
-            f"save_pretrained({str(target)!r}) is a collective call, and not every rank made it within "
+            f"{call} is a collective call, and not every rank made it within "
             f"{timeout.total_seconds():.0f} s: call it on all {mesh.layout.total_size} ranks (not only on the main "
             f"process). Nothing was written. {error}"
         ) from error
@@ -102,10 +107,16 @@ def _contents(runtime: Runtime) -> dict[str, Tensor]:
     """What will be written: name in the model -> a tensor without memory, of its whole shape."""
     empty = {
         _kept_name(runtime, planned): torch.empty(planned.shape, dtype=parameter.dtype, device="meta")
-        for planned, parameter in runtime.parameters()
+        for planned, parameter in _saved_parameters(runtime)
     }
     empty.update({name: buffer.to("meta") for name, buffer in _buffers(runtime).items()})
     return empty
+
+
+def _saved_parameters(runtime: Runtime) -> list[tuple[ParameterPlan, Tensor]]:
+    """The owned parameters but those that the host never stores (tables that it computes)."""
+    ignored = _host.never_stored(runtime.model)
+    return [(planned, p) for planned, p in runtime.parameters() if _kept_name(runtime, planned) not in ignored]
 
 
 def _kept_name(runtime: Runtime, planned: ParameterPlan) -> str:
@@ -123,7 +134,7 @@ def _buffers(runtime: Runtime) -> dict[str, Tensor]:
 
 def _whole_tensors(runtime: Runtime) -> Iterator[tuple[str, Tensor]]:
     """Every tensor to save, one at a time: whole on rank 0, empty elsewhere. Same order on every rank."""
-    for planned, parameter in runtime.parameters():
+    for planned, parameter in _saved_parameters(runtime):
         yield _kept_name(runtime, planned), _gather(planned, local_tensor(parameter.detach()), runtime.mesh)
     yield from _buffers(runtime).items()
 

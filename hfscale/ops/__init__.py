@@ -1,8 +1,31 @@
 """Differentiable collectives, one per file: forward and backward on one screen."""
 
 from .enter import enter
-from .gather import gather_last_dim
+from .gather import gather, gather_last_dim
+from .gather_sum import gather_sum
+from .head_cross_entropy import head_cross_entropy
+from .head_rows import AnyRows, HeadRows, LinearRows
 from .leave import leave
-from .vocab_cross_entropy import vocab_cross_entropy
+from .overlap import WeightLater, enter_overlapped, project
+from .scatter import scatter
+from .scatter_sum import scatter_sum
+from .vocab_cross_entropy import VocabularySlice, vocab_cross_entropy
 
-__all__ = ["enter", "gather_last_dim", "leave", "vocab_cross_entropy"]
+__all__ = [
+    "AnyRows",
+    "HeadRows",
+    "LinearRows",
+    "VocabularySlice",
+    "WeightLater",
+    "enter",
+    "enter_overlapped",
+    "gather",
+    "gather_last_dim",
+    "gather_sum",
+    "head_cross_entropy",
+    "leave",
+    "project",
+    "scatter",
+    "scatter_sum",
+    "vocab_cross_entropy",
+]

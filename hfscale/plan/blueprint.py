@@ -1,7 +1,8 @@
 """Where the parts of an architecture are: the roles of its modules, as data.
 
 A family is one :class:`Blueprint`. It comes from :data:`hfscale.plan.families.FAMILIES` (hfscale's own table, keyed by
-``config.model_type``) or, failing that, from the model's own Hugging Face ``base_model_tp_plan``, translated.
+``config.model_type``); failing that, from the model's own Hugging Face ``base_model_tp_plan``, translated; failing
+that, it is inferred from the model itself, and used if it is proved (:mod:`hfscale.plan.infer`).
 """
 
 from collections.abc import Callable
@@ -9,6 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import PlanError
+
+OWN_TABLE = "hfscale's own table"
+TRANSLATED = "transformers' base_model_tp_plan, translated"
 
 
 @dataclass(frozen=True)
@@ -22,15 +26,23 @@ class Block:
         row: projections that write the block's output; their inputs are cut.
         enter: modules whose first input is the block's input, where that is not the block (a family that adds the
             residual inside the block must keep the residual out of the edges).
-        leave: modules whose output is the sum to be completed, where that is not the block.
+        enter_inputs: keyword inputs of those modules that enter besides (an encoder's output, read by the keys and
+            values of a cross attention).
+        leave: modules whose output is the sum to be completed, where that is not the block; a block that has none of
+            them completes its own.
         parts: what is fused in a projection along the dim that is cut, side by side: how many equal matrices, or a
             function from the config to their lengths.
+        key_value: what holds key/value heads, and which of the matrices fused in it do (all, where empty): with fewer
+            such heads than ranks, these are cut so that several ranks hold the same head.
         shared: modules used whole inside the block (per-head norms), whose gradients are therefore partial; the empty
             path means the block's own parameters.
         across: shared modules that compute over a whole width (a norm over all heads): their input, which is cut, is
             gathered for them, and their output cut again.
         cut: other parameters that are cut: along which dim, and how many matrices lie side by side in it (one matrix
             per expert, say).
+        pairs: which of ``cut`` have entries that belong together two by two (gate and up interleaved).
+        once: whole parameters that are added to the block's output, where no projection does it (biases of experts).
+        outside: modules of the block that compute on what is whole (a norm behind ``leave``).
         own_heads: the block's own parameters have one entry per head along dim 0 (attention sinks), and are cut so.
         rest_shared: whatever else the block holds is used whole inside it (a router).
         optional: projections that a layer does not have are no mistake: layers of several kinds share the entry.
@@ -40,16 +52,22 @@ class Block:
         local_attributes: integer attributes that the forward reads as local sizes.
         local_config: config fields that the forward reads as local sizes, from ``self.config``.
         dropout: config fields that hold dropout probabilities applied to *cut* activations (attention weights).
+        cut_from: where activations begin to be cut for the sake of dropout; by default where the first input enters.
     """
 
     column: tuple[str, ...]
     row: tuple[str, ...]
     enter: tuple[str, ...] = ("",)
+    enter_inputs: tuple[str, ...] = ()
     leave: tuple[str, ...] = ("",)
     parts: dict[str, int | Callable[[Any], tuple[int, ...]]] = field(default_factory=dict)
+    key_value: dict[str, tuple[int, ...]] = field(default_factory=lambda: {"k_proj": (), "v_proj": ()})
     shared: tuple[str, ...] = ()
     across: tuple[str, ...] = ()
     cut: dict[str, tuple[int, int]] = field(default_factory=dict)
+    pairs: tuple[str, ...] = ()
+    once: tuple[str, ...] = ()
+    outside: tuple[str, ...] = ()
     own_heads: bool = False
     rest_shared: bool = False
     optional: bool = False
@@ -59,6 +77,7 @@ class Block:
     local_attributes: tuple[str, ...] = ()
     local_config: tuple[str, ...] = ()
     dropout: tuple[str, ...] = ("attention_dropout",)
+    cut_from: str | None = None
 
 
 @dataclass(frozen=True)
@@ -66,24 +85,36 @@ class Blueprint:
     """Roles in one architecture. Paths are relative to the base model (``model.base_model``).
 
     Attributes:
-        layers: path of the layer list.
-        blocks: path of each block inside a layer -> its roles.
+        layers: path of the layer list; several where there are several (an encoder and a decoder, two towers). A class
+            need not have all of them: ``BartForCausalLM`` has the decoder's only.
+        blocks: path of each block inside a layer -> its roles. A layer need not have all of them.
         unfit: what in a config (of some members of the family) the blocks do not describe, in words, or ``None``.
+        source: where the blueprint comes from, in words.
     """
 
-    layers: str
+    layers: str | tuple[str, ...]
     blocks: dict[str, Block]
     unfit: Callable[[Any], str | None] = lambda config: None
+    source: str = OWN_TABLE
+
+    @property
+    def layer_lists(self) -> tuple[str, ...]:
+        """Paths of the layer lists, however many."""
+        return (self.layers,) if isinstance(self.layers, str) else self.layers
 
 
-def find_blueprint(model: Any) -> Blueprint:
+def find_blueprint(model: Any, may_infer: bool = True) -> Blueprint:
     """The blueprint of a Hugging Face model (on any device, the meta device included).
 
+    Args:
+        may_infer: whether to infer one that nobody wrote, which takes a second or two.
+
     Raises:
-        PlanError: neither hfscale's table nor the model itself has one.
+        PlanError: hfscale's table and the model itself have none, and none could be inferred.
     """
     config = model.config
     from .families import FAMILIES
+    from .infer import infer_blueprint
     from .translate import translate_host_plan
 
     if config.model_type in FAMILIES:
@@ -91,10 +122,20 @@ def find_blueprint(model: Any) -> Blueprint:
     host_plan = getattr(config, "base_model_tp_plan", None) or getattr(
         getattr(model, "base_model", model).config, "base_model_tp_plan", None
     )
-    if not host_plan:
-        raise PlanError(
+    if host_plan:
+        try:
+            return translate_host_plan(host_plan, config.model_type)
+        except PlanError as error:
+            missing = str(error)
+    else:
+        missing = (
             f"tp_size > 1 needs a blueprint of {config.model_type!r}, and neither hfscale's table nor the model "
             f"({type(model).__name__} has no base_model_tp_plan) gives one: use tp_size=1, or add an entry to "
             "hfscale.plan.families.FAMILIES naming the layer list and each block's column and row projections"
         )
-    return translate_host_plan(host_plan, config.model_type)
+    if not may_infer:
+        raise PlanError(missing)
+    try:
+        return infer_blueprint(model)
+    except PlanError as error:
+        raise PlanError(f"{missing}. Also, {error}") from error

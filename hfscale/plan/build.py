@@ -10,6 +10,7 @@ from .cut import Cut
 from .draft import Draft
 from .layers import find_layers
 from .plan import ParameterPlan, Plan, wild_name
+from .stream import plan_streams
 from .vocabulary import cut_vocabulary, plan_head
 
 _LATER = {
@@ -40,6 +41,7 @@ def _build(draft: Draft) -> Plan:
     blocks = plan_blocks(draft, blueprint, layers) if draft.tp > 1 and blueprint else []
     head, loss = plan_head(draft)
     embedding = cut_vocabulary(draft, head) if draft.tp > 1 else None
+    streams = plan_streams(draft, layers, blocks, embedding) if draft.tp > 1 and draft.layout.sequence_parallel else ()
     return Plan(
         family=draft.config.model_type,
         layout=draft.layout,
@@ -49,6 +51,8 @@ def _build(draft: Draft) -> Plan:
         embedding=embedding,
         head=head,
         loss=loss,
+        streams=streams,
+        source=blueprint.source if blueprint and blocks else "",
     )
 
 
@@ -58,8 +62,6 @@ def _refuse_unavailable(draft: Draft) -> None:
             draft.problem(
                 f"{axis}_size={draft.layout.size(axis)}: {what} cannot be run by this version: use {axis}_size=1"
             )
-    if draft.layout.sequence_parallel:
-        draft.problem("sequence_parallel=True cannot be run by this version: use sequence_parallel=False")
     quantization = getattr(draft.config, "quantization_config", None)
     if quantization is not None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
@@ -71,7 +73,7 @@ def _refuse_unavailable(draft: Draft) -> None:
 
 def _blueprint(draft: Draft) -> Blueprint | None:
     try:
-        return find_blueprint(draft.model)
+        return find_blueprint(draft.model, may_infer=draft.tp > 1)
     except PlanError as error:
         if draft.tp > 1:
             draft.problem(str(error))

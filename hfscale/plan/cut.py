@@ -1,6 +1,6 @@
 """How one tensor is cut over one axis: integers in, integers out."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,21 +13,46 @@ class Cut:
 
     A fused weight is several matrices laid side by side (query, key and value, say): ``parts`` holds their lengths
     along ``dim``, and every rank takes its chunk of *each* part; left empty, the dim is one part. Chunks follow
-    ``torch.chunk``: all have ``ceil(length / size)`` entries but the last ones, which may be shorter or empty.
+    ``torch.chunk``: all have ``ceil(length / chunks)`` entries but the last ones, which may be shorter or empty.
+
+    ``copies`` says, for each part, how many consecutive ranks hold the same chunk: there are ``size // copies``
+    chunks, and rank ``r`` takes chunk ``r // copies``. It divides ``size``; left empty, every rank has its own::
+
+        size 4, copies 2:    rank 0: [a]   rank 1: [a]   rank 2: [b]   rank 3: [b]
+
+    That is how fewer key/value heads than ranks are shared out (one head in multi-query attention, Shazeer 2019; some
+    in grouped-query attention, Ainslie et al. 2023): a rank holds the head that its queries read.
     """
 
     axis: str
     dim: int
     size: int
     parts: tuple[int, ...] = ()
+    copies: tuple[int, ...] = ()
+
+    @property
+    def most_copies(self) -> int:
+        """On how many ranks a chunk is, of the part that has most."""
+        return max(self.copies, default=1)
 
     def spans(self, length: int, rank: int) -> list[tuple[int, int]]:
         """``(start, stop)`` of each part's chunk on ``rank``, in a dim of ``length`` entries."""
+        parts = self.parts or (length,)
         result, offset = [], 0
-        for part in self.parts or (length,):
-            step = -(-part // self.size)
-            result.append((offset + min(rank * step, part), offset + min((rank + 1) * step, part)))
+        for part, copies in zip(parts, self.copies or (1,) * len(parts), strict=True):
+            step, chunk = -(-part * copies // self.size), rank // copies
+            result.append((offset + min(chunk * step, part), offset + min((chunk + 1) * step, part)))
             offset += part
+        return result
+
+    def local_spans(self, length: int, rank: int, copies: Callable[[int], bool]) -> list[tuple[int, int]]:
+        """``(start, stop)``, in the *share* of ``rank``, of the parts whose number of copies is as asked."""
+        spans = self.spans(length, rank)
+        result, offset = [], 0
+        for (start, stop), count in zip(spans, self.copies or (1,) * len(spans), strict=True):
+            if copies(count):
+                result.append((offset, offset + stop - start))
+            offset += stop - start
         return result
 
     def local_length(self, length: int, rank: int) -> int:
@@ -47,6 +72,18 @@ def cut_shape(shape: Sequence[int], cuts: Sequence[Cut], ranks: dict[str, int]) 
     for cut in cuts:
         local[cut.dim] = cut.local_length(local[cut.dim], ranks.get(cut.axis, 0))
     return tuple(local)
+
+
+def narrow_spans(spans: Sequence[tuple[int, int]], within: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """What is left of ``spans`` of a dim when only the pieces ``within`` are kept of it, laid side by side."""
+    result, offset = [], 0
+    for low, high in within:
+        for start, stop in spans:
+            kept = max(start, low), min(stop, high)
+            if kept[0] < kept[1]:
+                result.append((kept[0] - low + offset, kept[1] - low + offset))
+        offset += high - low
+    return result
 
 
 def write_share(target: Tensor, share: Tensor, cuts: Sequence[Cut], ranks: dict[str, int]) -> None:

@@ -31,9 +31,9 @@ class Draft:
         if problem not in self.problems:
             self.problems.append(problem)
 
-    def cut(self, name: str, dim: int, length: int, parts: tuple[int, ...] = ()) -> None:
+    def cut(self, name: str, dim: int, length: int, parts: tuple[int, ...] = (), copies: tuple[int, ...] = ()) -> None:
         """Cut a parameter of ``length`` entries along ``dim`` over the tensor axis."""
-        cut = Cut("tp", dim, self.tp, parts)
+        cut = Cut("tp", dim, self.tp, parts, copies)
         if parts and sum(parts) != length:
             self.problem(
                 f"tp_size={self.tp}: the blueprint gives the matrices fused in {wild_name(name)} the lengths {parts}, "

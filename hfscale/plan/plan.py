@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 
 from ..config import ParallelConfig
-from .cut import Cut, cut_shape
+from .cut import Cut, cut_shape, narrow_spans
 
 LOSSES = {"ForCausalLM": 1}
 """Losses over the vocabulary that can run on cut logits -> how many positions the labels are shifted by."""
@@ -48,6 +48,35 @@ class ParameterPlan:
         """Its shape on the rank at coordinates ``ranks`` (axis -> rank)."""
         return cut_shape(self.shape, self.cuts, ranks)
 
+    @property
+    def copies(self) -> int:
+        """How many ranks hold the same share of it, or of its most widely held part; each sees a part of its gradient.
+
+        They are consecutive ranks of the axis of the cut, and the parts must be summed over them.
+        """
+        return max((cut.most_copies for cut in self.cuts), default=1)
+
+    def counted(self, ranks: dict[str, int]) -> tuple[int, list[tuple[int, int]]] | None:
+        """What of the share at ``ranks`` counts in a sum over all ranks, in which every entry must count once.
+
+        Returns:
+            a dim of the share and the ``(start, stop)`` along it of which this rank holds the first copy; ``None``
+            where it holds the first, or the only, copy of everything.
+        """
+        copied = next((index for index, cut in enumerate(self.cuts) if cut.most_copies > 1), None)
+        if copied is None:
+            return None
+        cut = self.cuts[copied]
+        rank = ranks.get(cut.axis, 0)
+        length = cut_shape(self.shape, self.cuts[:copied], ranks)[cut.dim]
+        spans = cut.local_spans(length, rank, lambda copies: rank % copies == 0)
+        length = cut.local_length(length, rank)
+        for later in self.cuts[copied + 1 :]:
+            if later.dim == cut.dim:
+                rank = ranks.get(later.axis, 0)
+                spans, length = narrow_spans(spans, later.spans(length, rank)), later.local_length(length, rank)
+        return None if sum(stop - start for start, stop in spans) == length else (cut.dim, spans)
+
     def cut_over(self, axis: str) -> Cut | None:
         """Its cut over ``axis``, if it has one."""
         return next((cut for cut in self.cuts if cut.axis == axis), None)
@@ -68,14 +97,42 @@ class BlockPlan:
     column: tuple[str, ...]
     row: tuple[str, ...]
     shared: tuple[str, ...]
-    local_attributes: tuple[str, ...]
+    local_attributes: tuple[tuple[str, int], ...]  # with what their values are divided by
     dropout: float
     enter: tuple[str, ...] = ()
+    enter_inputs: tuple[str, ...] = ()
     leave: tuple[str, ...] = ()
     heads: tuple[tuple[str, int], ...] = ()
     sample_heads: tuple[str, ...] = ()
     across: tuple[tuple[str, int], ...] = ()  # with the whole width of the input
-    local_config: tuple[str, ...] = ()
+    local_config: tuple[tuple[str, int], ...] = ()  # likewise
+    copies: int = 1  # how many consecutive ranks hold each key/value head
+    copied: tuple[str, ...] = ()  # what of the block they hold copies of, where there are several
+    cut_from: str | None = None
+    once: tuple[str, ...] = ()  # parameters that one rank adds to the sum
+
+
+@dataclass(frozen=True)
+class StreamPlan:
+    """The stream of one layer stack, cut along the sequence between blocks. Names are full module names.
+
+    Attributes:
+        owner: the module that calls the layers.
+        exit: the module whose output is the whole stream again: the norm behind the layers, or the owner.
+        layers: the layers.
+        gathered: modules in the layers that are run on the whole sequence.
+        partial: modules with parameters of their own that see this rank's tokens only.
+        direct: what the embedding returns goes into the first layer, and nowhere else.
+        dropout: something in the layers drops activations out.
+    """
+
+    owner: str
+    exit: str
+    layers: tuple[str, ...]
+    gathered: tuple[str, ...]
+    partial: tuple[str, ...]
+    direct: bool
+    dropout: bool
 
 
 @dataclass(frozen=True)
@@ -86,11 +143,13 @@ class Plan:
         family: ``config.model_type``.
         layout: the sizes it was made for.
         parameters: every parameter, in the model's order, tied ones included.
-        layers: names of the decoder layers, in order.
+        layers: names of the layers, in order; an encoder's before its decoder's.
         blocks: the tensor-parallel blocks; empty where ``tp_size`` is 1.
+        streams: the streams that are cut along the sequence, under sequence parallelism.
         embedding: name of the vocabulary-parallel embedding, if cut.
         head: name of the output projection onto the vocabulary, if the loss runs on it.
         loss: the host's name of the loss, if it is one of :data:`LOSSES`.
+        source: where the blueprint of its blocks comes from, in words; empty where there are none.
     """
 
     family: str
@@ -101,11 +160,18 @@ class Plan:
     embedding: str | None
     head: str | None
     loss: str | None
+    streams: tuple[StreamPlan, ...] = ()
+    source: str = ""
 
     @cached_property
     def by_name(self) -> dict[str, ParameterPlan]:
         """Parameters by name."""
         return {parameter.name: parameter for parameter in self.parameters}
+
+    @cached_property
+    def copies(self) -> tuple[int, ...]:
+        """On how many consecutive tensor ranks chunks of some parameters are, in ascending order, 1 left out."""
+        return tuple(sorted({count for p in self.parameters for cut in p.cuts for count in cut.copies if count > 1}))
 
     def owned(self) -> Iterator[ParameterPlan]:
         """The parameters that are not another one under a second name."""

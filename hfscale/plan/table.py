@@ -16,6 +16,8 @@ _NUMBERS = ("copies", "stage", "bytes per rank")  # aligned right
 def gradient_rule(parameter: ParameterPlan, plan: Plan) -> str:
     """What is done to the gradient of one parameter before the optimizer sees it."""
     steps = [f"sum over {axis}" for axis in parameter.partial]
+    if parameter.copies > 1:
+        steps.append(f"sum over the {parameter.copies} ranks with the same heads")
     if parameter.cut_over("dp_shard"):
         steps.append("reduce-scatter over dp_shard")
     if plan.layout.size("dp_replicate") > 1:
@@ -28,7 +30,8 @@ def describe_cut(parameter: ParameterPlan) -> str:
     cuts = []
     for cut in parameter.cuts:
         parts = f" in {len(cut.parts)} parts" if len(cut.parts) > 1 else ""
-        cuts.append(f"dim {cut.dim} / {cut.axis}{cut.size}{parts}")
+        held = f", each on {'+'.join(map(str, cut.copies))} ranks" if cut.most_copies > 1 else ""
+        cuts.append(f"dim {cut.dim} / {cut.axis}{cut.size}{parts}{held}")
     return ", ".join(cuts) or "-"
 
 
@@ -49,9 +52,11 @@ def to_json(plan: Plan) -> str:
             "weight_bytes_per_rank": sum(local_bytes(parameter, {}) for parameter in plan.parameters),
             "layers": list(plan.layers),
             "blocks": [asdict(block) for block in plan.blocks],
+            "streams": [asdict(stream) for stream in plan.streams],
             "embedding": plan.embedding,
             "head": plan.head,
             "loss": plan.loss,
+            "blueprint": plan.source,
             "parameters": [_json_row(parameter, plan) for parameter in plan.parameters],
         },
         indent=1,
@@ -68,6 +73,7 @@ def _json_row(parameter: ParameterPlan, plan: Plan) -> dict[str, Any]:
         "dtype": str(parameter.dtype).removeprefix("torch."),
         "bytes_per_rank": local_bytes(parameter, {}),
         "partial": list(parameter.partial),
+        "copies": parameter.copies,
         "gradient": gradient_rule(parameter, plan),
         "tied_to": parameter.tied_to,
     }
@@ -86,7 +92,8 @@ def render(plan: Plan) -> str:
         f"({human(sum(prod(p.shape) * p.dtype.itemsize for p in plan.owned()))}) on {plan.layout.describe()}"
     )
     ranks = f" = {plan.layout.total_size} ranks" if plan.layout.total_size > 1 else ""
-    return "\n".join([title + ranks, "", *_align(rows), "", *_edges(plan), _memory(plan)])
+    source = [f"blueprint: {plan.source}"] if plan.source else []
+    return "\n".join([title + ranks, *source, "", *_align(rows), "", *_edges(plan), _memory(plan)])
 
 
 def _row(group: list[ParameterPlan], plan: Plan) -> tuple[str, ...]:
@@ -120,7 +127,8 @@ def _edges(plan: Plan) -> list[str]:
     """Where ranks of the tensor axis talk, and what the data axes gather at a time."""
     lines = []
     if plan.blocks:
-        lines.append("edges over tp (blocks: one all-reduce forward, one backward)")
+        talk = "an all-gather and a reduce-scatter each way" if plan.streams else "one all-reduce forward, one backward"
+        lines.append(f"edges over tp (blocks: {talk} for each input)")
         folded: dict[tuple[str, ...], int] = {}
         for block in plan.blocks:
             roles = {"column": block.column, "row": block.row, "shared": block.shared}
@@ -139,6 +147,12 @@ def _edges(plan: Plan) -> list[str]:
                 entries.append((name, f"{what}, {held:,} of {weight.shape[0]:,} tokens per rank"))
         width = max(len(name) for name, _ in entries)
         lines += [f"  {name.ljust(width)}  {what}" for name, what in entries]
+    for stream in plan.streams:
+        whole = ", ".join(dict.fromkeys(wild_name(name) for name in stream.gathered))
+        lines.append(
+            f"sequence: from {stream.layers[0]} to {stream.exit or 'the end'}, each rank holds "
+            f"1/{plan.layout.size('tp')} of the tokens between blocks" + (f"; run on all: {whole}" if whole else "")
+        )
     if plan.layout.batch_world > 1:
         lines.append(
             f"data axes: {len(plan.layers)} layers, each gathered and reduced as one, and the rest of the model"

@@ -7,7 +7,7 @@ a cut projection) is kept whole: right on every rank, only not shared out.
 """
 
 from ..errors import PlanError
-from .blueprint import Block, Blueprint
+from .blueprint import TRANSLATED, Block, Blueprint
 
 _STYLES = {"colwise": "column", "rowwise": "row", "replicated_with_grad_allreduce": "shared", "mla_kv_a_proj": "shared"}
 # Which dim, and how many matrices side by side in it, of a parameter with one matrix per expert [experts, out, in].
@@ -89,4 +89,5 @@ def translate_host_plan(host_plan: dict[str, str], family: str) -> Blueprint:
             )
             for block, role in roles.items()
         },
+        source=TRANSLATED,
     )

@@ -26,7 +26,7 @@ def cut_vocabulary(draft: Draft, head: str | None) -> str | None:
         for alias, parameter in draft.named() if module.bias is not None else ():
             if parameter is module.bias:  # some heads keep their bias under a second name
                 draft.cut(alias, 0, module.bias.shape[0])
-    embedding: Any = draft.model.get_input_embeddings()
+    embedding = _input_embedding(draft.model)
     name = next((name for name, module in draft.modules.items() if module is embedding), None)
     if name is None or not isinstance(embedding, nn.Embedding):
         return None
@@ -49,3 +49,11 @@ def cut_vocabulary(draft: Draft, head: str | None) -> str | None:
         )
     draft.cut(f"{name}.weight", 0, embedding.weight.shape[0])
     return name
+
+
+def _input_embedding(model: Any) -> Any:
+    """What the model looks its tokens up in, where the host can say (a model with two towers cannot)."""
+    try:
+        return model.get_input_embeddings()
+    except NotImplementedError:
+        return None

@@ -10,14 +10,20 @@ Inside the edges every module is the stock one with local sizes and plain tensor
 
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from ..errors import ConfigError
 from ..mesh import Mesh
-from ..plan import ParameterPlan, Plan
+from ..plan import BlockPlan, ParameterPlan, Plan
+from ..runtime import Runtime
+from .copies import install_copy_sums
 from .edges import install_block_edges
 from .embedding import install_vocab_parallel_embedding
-from .shared import read_through_enter
+from .overlap import Overlap
+from .sequence import Stream
+from .shared import PartialSums, read_partial
 
 # How a projection's size attributes follow its local weight: attribute -> dim of the weight. nn.Linear keeps its weight
 # as [out, in], Conv1D as [in, out] = [nx, nf].
@@ -29,36 +35,68 @@ _PARTIAL_OUTPUTS = {
 }
 
 
-def install_edges(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
+def install_edges(runtime: Runtime) -> None:
     """Make a model that holds this rank's tensor shards compute with the others. No-op for one rank."""
+    model, plan, mesh = runtime.model, runtime.plan, runtime.mesh
     group = mesh.group("tp")
     if group is None:
         return
+    runtime.sums = sums = PartialSums(group)
+    streams = [Stream(planned, group) for planned in plan.streams]
+    runtime.streams = streams
+    for stream in streams:
+        stream.install(model)
+        for name in stream.plan.partial:
+            read_partial(model.get_submodule(name), sums)
     for block in plan.blocks:
         module: Any = model.get_submodule(block.name)
-        for attribute in block.local_attributes:
+        for attribute, divisor in block.local_attributes:
             owner, _, name = attribute.rpartition(".")
             holder = module.get_submodule(owner)
-            setattr(holder, name, getattr(holder, name) // mesh.layout.size("tp"))
+            setattr(holder, name, getattr(holder, name) // divisor)
         if block.local_config:
-            module.config = _LocalConfig(module.config, block.local_config, mesh.layout.size("tp"))
+            module.config = _LocalConfig(module.config, block.local_config)
         for name in block.shared:
-            read_through_enter(model.get_submodule(name), group)
+            read_partial(model.get_submodule(name), sums)
         for name in block.row:
-            read_through_enter(model.get_submodule(name), group, names=("bias",), once=mesh.ranks["tp"] == 0)
-        install_block_edges(model, block, mesh)
+            read_partial(model.get_submodule(name), sums, names=("bias",), once=mesh.ranks["tp"] == 0)
+        for name in block.once:
+            owner, _, parameter = name.rpartition(".")
+            read_partial(model.get_submodule(owner), sums, names=(parameter,), once=mesh.ranks["tp"] == 0)
+        cut = _stream_of(block.name, streams)
+        install_block_edges(model, block, mesh, cut, _overlap(model, plan, block, group, cut))
+    install_copy_sums(model, plan, mesh)
     if plan.blocks:
         model.register_forward_pre_hook(_refuse_partial_outputs, with_kwargs=True)
+    if streams:
+        model.register_forward_pre_hook(_refuse_cut_outputs, with_kwargs=True)
     if plan.embedding is not None:
         planned = plan.by_name[f"{plan.embedding}.weight"]
-        install_vocab_parallel_embedding(model.get_submodule(plan.embedding), planned, mesh)
+        install_vocab_parallel_embedding(model.get_submodule(plan.embedding), planned, mesh, streams)
+
+
+def _stream_of(block: str, streams: list[Stream]) -> Stream | None:
+    """The stream that a block reads and writes, where it is cut."""
+    return next((s for s in streams if any(f"{block}.".startswith(f"{layer}.") for layer in s.plan.layers)), None)
+
+
+def _overlap(
+    model: nn.Module, plan: Plan, block: BlockPlan, group: dist.ProcessGroup, stream: Stream | None
+) -> Overlap | None:
+    if not plan.layout.overlap or len(block.enter) > 1 or block.enter_inputs:
+        return None  # several entries: none of them is read by all projections
+    # A weight that other ranks hold too has its gradient summed on the way to it.
+    columns = [name for name in block.column if plan.by_name[f"{name}.weight"].copies == 1]
+    regather = bool(plan.layout.sequence_regather)
+    return Overlap([model.get_submodule(name) for name in columns], group, stream, regather)
 
 
 class _LocalConfig:
     """A config as one block sees it: some fields are local sizes, the others are whatever the model's config says."""
 
-    def __init__(self, config: Any, fields: tuple[str, ...], size: int) -> None:
-        self.__dict__.update({field: getattr(config, field) // size for field in fields}, _whole=config)
+    def __init__(self, config: Any, fields: tuple[tuple[str, int], ...]) -> None:
+        local = {field: getattr(config, field) // divisor for field, divisor in fields}
+        self.__dict__.update(local, _whole=config)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "_whole":  # asked for by copy and pickle, before there is anything here
@@ -71,6 +109,15 @@ def _refuse_partial_outputs(model: Any, args: tuple[Any, ...], kwargs: dict[str,
         wanted = kwargs.get(name)
         if getattr(model.config, name, False) if wanted is None else wanted:
             raise ConfigError(f"{name}=True {why}: leave it out, or load the model with tp_size=1")
+
+
+def _refuse_cut_outputs(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    wanted = kwargs.get("output_hidden_states")
+    if torch.is_grad_enabled() and (model.config.output_hidden_states if wanted is None else wanted):
+        raise ConfigError(
+            "output_hidden_states=True would return this rank's share of the tokens under sequence_parallel: ask for "
+            "hidden states under torch.no_grad(), or use sequence_parallel=False"
+        )
 
 
 def cut_parameters(model: nn.Module, plan: Plan, mesh: Mesh) -> None:

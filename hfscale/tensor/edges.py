@@ -4,6 +4,7 @@ The hooks sit on the block and not on its projections, so that adapters and quan
 later stay inside the edges and see plain local tensors.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -13,22 +14,40 @@ from ..mesh import Mesh
 from ..ops import enter, gather_last_dim, leave
 from ..plan import BlockPlan
 from ..plan.cut import Cut
+from .overlap import Overlap
 from .random import cut_region
+from .sequence import Stream
 
 
-def install_block_edges(model: nn.Module, block: BlockPlan, mesh: Mesh) -> None:
-    """Hook ``enter`` before and ``leave`` after ``block``; between them, draw random numbers of this rank's own."""
+def install_block_edges(
+    model: nn.Module, block: BlockPlan, mesh: Mesh, stream: Stream | None = None, overlap: Overlap | None = None
+) -> None:
+    """Hook the entry and the exit of ``block``; between them, draw random numbers of this rank's own.
+
+    Where the ``stream`` is cut along the sequence, entering gathers it and leaving scatters it.
+    """
     group, rank, size = mesh.group("tp"), mesh.ranks["tp"], mesh.layout.size("tp")
     if group is None:
         return
 
+    def entered(x: Tensor) -> Tensor:
+        if overlap is not None:
+            return overlap.enter(x)
+        return stream.enter(x) if stream is not None and stream.cut else enter(x, group)
+
+    def left(x: Tensor) -> Tensor:
+        return stream.leave(x) if stream is not None and stream.cut else leave(x, group)
+
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        # Those are whole, also where the stream is cut along the sequence.
+        besides = {name: enter(kwargs[name], group) for name in block.enter_inputs if kwargs.get(name) is not None}
+        kwargs = {**kwargs, **besides}
         if args:
-            return (enter(args[0], group), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": enter(kwargs["hidden_states"], group)}
+            return (entered(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": entered(kwargs["hidden_states"])}
 
     def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return (leave(output[0], group), *output[1:]) if isinstance(output, tuple) else leave(output, group)
+        return (left(output[0]), *output[1:]) if isinstance(output, tuple) else left(output)
 
     def own_heads(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         shares = {
@@ -47,25 +66,41 @@ def install_block_edges(model: nn.Module, block: BlockPlan, mesh: Mesh) -> None:
     for name in block.leave:
         model.get_submodule(name).register_forward_hook(after)
     for name, width in block.across:
-        _compute_across(model.get_submodule(name), width, group, rank)
+        _compute_across(model.get_submodule(name), width, block.copies if name in block.copied else 1, group, rank)
+    rows = [model.get_submodule(name) for name in block.row]
+    if stream is not None and stream.plan.dropout:
+        stream.draw_sums_alike(block.name, rows, [model.get_submodule(name) for name in block.leave])
     if block.dropout > 0:
-        cut_region(model.get_submodule(block.enter[0]), [model.get_submodule(name) for name in block.row], rank)
+        whole = (lambda: not stream.cut) if stream is not None else (lambda: True)
+        start = block.enter[0] if block.cut_from is None else block.cut_from
+        cut_region(model.get_submodule(start), rows, rank, whole)
 
 
-def _compute_across(module: nn.Module, width: int, group: dist.ProcessGroup, rank: int) -> None:
-    """Let ``module`` read the whole ``width`` of a cut activation, and keep this rank's share of what it returns."""
+def _compute_across(module: nn.Module, width: int, copies: int, group: dist.ProcessGroup, rank: int) -> None:
+    """Let ``module`` read the whole ``width`` of a cut activation, and keep this rank's share of what it returns.
+
+    Where ``copies`` consecutive ranks hold the same share, the first one's is read.
+    """
     size = dist.get_world_size(group)
-    whole = Cut("tp", -1, size)
+    whole = Cut("tp", -1, size, copies=(copies,))
     lengths = [whole.local_length(width, other) for other in range(size)]
 
     def gathered(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         # What follows differs between ranks, so the gradient of the whole is the sum over them.
-        return enter(gather_last_dim(args[0], lengths, group), group), *args[1:]
+        every = gather_last_dim(args[0], lengths, group)
+        firsts = every.unflatten(-1, (size // copies, copies, -1))[..., 0, :].flatten(-2) if copies > 1 else every
+        return enter(firsts, group), *args[1:]
 
     module.register_forward_pre_hook(gathered)
     module.register_forward_hook(lambda _, args, output: whole.take(output, rank))
 
 
-def install_head_edge(head: nn.Module, group: dist.ProcessGroup) -> None:
-    """Hook ``enter`` before the projection onto the vocabulary; its output stays cut."""
-    head.register_forward_pre_hook(lambda _, args: (enter(args[0], group), *args[1:]))
+def install_head_edge(head: nn.Module, group: dist.ProcessGroup, streams: Sequence[Stream] = ()) -> None:
+    """Hook the entry of the projection onto the vocabulary; its output stays cut."""
+
+    def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        from_stream = (stream.enter_head(args[0]) for stream in streams)
+        entered = next((x for x in from_stream if x is not None), None)
+        return (enter(args[0], group) if entered is None else entered, *args[1:])
+
+    head.register_forward_pre_hook(before)

@@ -11,6 +11,7 @@ from ..errors import ConfigError
 from ..mesh import Mesh
 from ..ops import leave
 from ..plan import ParameterPlan
+from .sequence import Stream
 
 
 class VocabParallelEmbedding(nn.Embedding):
@@ -18,18 +19,24 @@ class VocabParallelEmbedding(nn.Embedding):
 
     _hfscale_start: int
     _hfscale_mesh: Mesh
+    _hfscale_streams: list[Stream]
 
     def forward(self, input: Tensor) -> Tensor:
-        """Token ids ``[...]`` -> embeddings ``[..., h]``, equal on all tensor ranks."""
+        """Token ids ``[...]`` -> embeddings ``[..., h]``, equal on all tensor ranks (or summed by the first layer)."""
         local = input - self._hfscale_start
         missing = (local < 0) | (local >= self.weight.shape[0])
         found = F.embedding(local.masked_fill(missing, 0), self.weight)
         if self.padding_idx is not None:  # the padding token's embedding is used, never trained
             found = found.where((input != self.padding_idx)[..., None], found.detach())
-        return leave(found.masked_fill(missing[..., None], 0), self._hfscale_mesh.group("tp"))
+        found = found.masked_fill(missing[..., None], 0)
+        if any(stream.sum_later() for stream in self._hfscale_streams):
+            return found
+        return leave(found, self._hfscale_mesh.group("tp"))
 
 
-def install_vocab_parallel_embedding(module: nn.Module, planned: ParameterPlan, mesh: Mesh) -> None:
+def install_vocab_parallel_embedding(
+    module: nn.Module, planned: ParameterPlan, mesh: Mesh, streams: list[Stream]
+) -> None:
     """Turn a stock ``nn.Embedding``, whose weight is already this rank's slice, into a vocabulary-parallel one."""
     cut = planned.cut_over("tp")
     if cut is None or not isinstance(module, nn.Embedding):
@@ -46,3 +53,4 @@ def install_vocab_parallel_embedding(module: nn.Module, planned: ParameterPlan, 
         module.__class__ = type(stock.__name__, (stock, VocabParallelEmbedding), {"__module__": stock.__module__})
     module._hfscale_start = cut.spans(planned.shape[0], mesh.ranks["tp"])[0][0]  # type: ignore[assignment]
     module._hfscale_mesh = mesh  # type: ignore[assignment]
+    module._hfscale_streams = streams  # type: ignore[assignment]

@@ -1,12 +1,16 @@
 """The loss over a cut vocabulary, installed as the stock model's ``loss_function``.
 
-Data flow: the head's output stays cut (``[b, s, V/t]``); :class:`VocabParallelLoss` shifts the *labels* (never the
-logits, which would copy them) and reduces to a scalar. Where a caller wants logits - no labels given, or evaluation -
-they are gathered whole. In a training step with labels nobody gets to see logits: ``output.logits`` is ``None``, since
-their memory is reused for their gradient.
+Data flow of a training step with labels::
+
+    hidden [b, s, h] --enter--> head: a promise of logits --the model's scaling, softcap--> promise
+                                   --loss_function--> chunks of rows: head, loss terms, gradients --> scalar
+
+:class:`VocabParallelLoss` shifts the *labels* (never the logits), drops the rows without one and has the head run on a
+chunk of the others at a time, so that logits ``[b, s, V/t]`` never exist; ``output.logits`` is ``None`` then. Where a
+caller wants logits - no labels given, or evaluation - the head runs as always, and its slices are gathered whole.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,10 +19,19 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError
 from ..mesh import Mesh
-from ..ops import gather_last_dim, vocab_cross_entropy
+from ..ops import (
+    AnyRows,
+    HeadRows,
+    LinearRows,
+    VocabularySlice,
+    gather_last_dim,
+    head_cross_entropy,
+    vocab_cross_entropy,
+)
 from ..plan import LOSSES, Plan
 from ..runtime import Runtime
 from .edges import install_head_edge
+from .promise import LogitsPromise, promise_logits
 
 
 class VocabParallelLoss:
@@ -33,8 +46,9 @@ class VocabParallelLoss:
         self.lengths = [cut.local_length(weight.shape[0], r) if cut else weight.shape[0] for r in range(size)]
         self.start = sum(self.lengths[: mesh.ranks["tp"]])
         self.count: Tensor | None = None
-        self._cut_logits: Tensor | None = None
-        self._with_labels = False
+        self.label_smoothing = 0.0
+        self.head: nn.Module | None = None
+        self._with_labels, self._shows_logits = False, True
         self._called = False
 
     def targets(self, labels: Tensor) -> Tensor:
@@ -51,66 +65,133 @@ class VocabParallelLoss:
         return int((targets != -100).sum())
 
     @contextmanager
-    def normalized_by(self, count: Tensor) -> Iterator[None]:
-        """Within: losses are sums divided by ``count`` (a scalar), instead of means over their own labels."""
-        self.count = count
+    def normalized_by(self, count: Tensor, label_smoothing: float = 0.0) -> Iterator[None]:
+        """Within: losses are sums divided by ``count`` (a scalar), instead of means over their own labels.
+
+        Nobody sees the logits of a forward pass with labels here, so they are not computed whole.
+
+        Args:
+            label_smoothing: what an unsaid ``label_smoothing`` of the loss means.
+        """
+        self.count, self.label_smoothing = count, label_smoothing
         try:
             yield
         finally:
-            self.count = None
+            self.count, self.label_smoothing = None, 0.0
 
     def __call__(
         self,
         logits: Tensor,
-        labels: Tensor,
+        labels: Tensor | None = None,
         vocab_size: int | None = None,
         num_items_in_batch: Tensor | int | None = None,
         ignore_index: int = -100,
         shift_labels: Tensor | None = None,
+        label_smoothing: float | None = None,
         **_: Any,
     ) -> Tensor:
-        """The signature of the host's losses; ``logits`` are ``[b, s, V/t]`` here."""
+        """The signature of the host's losses; ``logits`` are ``[b, s, V/t]`` here, promised or real.
+
+        Raises:
+            ConfigError: ``label_smoothing`` is not in ``[0, 1]``.
+        """
         self._called = True
-        targets = (self.targets(labels) if shift_labels is None else shift_labels).to(logits.device).reshape(-1)
-        total = vocab_cross_entropy(
-            logits.reshape(-1, logits.shape[-1]),
-            targets,
-            start=self.start,
-            ignore_index=ignore_index,
-            # Only the head's very own output is known to have no other reader (a soft cap keeps its input, say).
-            overwrite=logits is self._cut_logits and torch.is_grad_enabled(),
-            group=self.group,
-        )
+        smoothing = self.label_smoothing if label_smoothing is None else label_smoothing
+        if not 0.0 <= smoothing <= 1.0:
+            raise ConfigError(f"label_smoothing={smoothing!r} is not a share: use 0 to 1")
+        vocabulary = VocabularySlice(self.start, sum(self.lengths), max(self.lengths), self.group, smoothing)
+        if shift_labels is None:
+            if labels is None:
+                raise ConfigError("the loss got neither labels nor shift_labels: pass one of them")
+            shift_labels = self.targets(labels)
+        targets = shift_labels.to(logits.device).reshape(-1)
+        if targets.numel() != logits.shape[:-1].numel():
+            raise ConfigError(
+                f"the loss got {targets.numel()} labels for logits of {logits.shape[:-1].numel()} positions: leave out "
+                "logits_to_keep in a forward pass with labels"
+            )
         count = self.count if self.count is not None else num_items_in_batch
+        if isinstance(logits, LogitsPromise) and logits.value is None:
+            return self._chunked(logits, targets, vocabulary, count, ignore_index)
+        if isinstance(logits, LogitsPromise):
+            logits = logits.materialize()
+        total = vocab_cross_entropy(
+            logits.reshape(-1, logits.shape[-1]), targets, ignore_index=ignore_index, vocabulary=vocabulary
+        )
         return total / ((targets != ignore_index).sum() if count is None else count)
 
-    def before_model(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook of the model: will its loss be computed?"""
+    def _chunked(
+        self,
+        promise: LogitsPromise,
+        targets: Tensor,
+        vocabulary: VocabularySlice,
+        count: Tensor | int | None,
+        ignore_index: int,
+    ) -> Tensor:
+        """The loss from the hidden states as they are behind the head's edge, ``[b, s, h]``."""
+        assert self.head is not None
+        return head_cross_entropy(
+            promise.hidden.reshape(-1, promise.hidden.shape[-1]),
+            targets,
+            _rows_of(self.head, promise),
+            vocabulary=vocabulary,
+            divisor=count,
+            ignore_index=ignore_index,
+            dtype=promise.dtype,
+        )
+
+    def before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook of the model: will its loss be computed, and will anyone see its logits?"""
         self._with_labels, self._called = kwargs.get("labels") is not None, False
+        unseen = self.count is not None or (model.training and torch.is_grad_enabled())
+        self._shows_logits = not (self._with_labels and unseen)
+
+    def promising(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """The head's ``forward``, which only promises logits that nobody will see."""
+
+        def promising_forward(*args: Any, **kwargs: Any) -> Tensor:
+            if self._shows_logits or len(args) != 1 or kwargs:
+                return forward(*args, **kwargs)
+            assert self.head is not None
+            return promise_logits(forward, args[0], any(p.requires_grad for p in self.head.parameters()))
+
+        return promising_forward
 
     def after_head(self, _: nn.Module, args: tuple[Any, ...], logits: Tensor) -> Tensor:
         """Forward hook of the head: keep logits cut for the loss, gather them for everyone else."""
-        if not self._with_labels:
-            return gather_last_dim(logits, self.lengths, self.group)
-        self._cut_logits = logits
-        return logits
+        return logits if self._with_labels else gather_last_dim(logits, self.lengths, self.group)
 
     def after_model(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Forward hook of the model: what its caller sees as logits."""
         if not self._with_labels:
             return output
-        self._with_labels, self._cut_logits = False, None
+        shown, self._with_labels, self._shows_logits = self._shows_logits, False, True
         if not self._called:
             raise ConfigError(
                 f"{type(model).__name__} computes its loss itself instead of calling model.loss_function, so it cannot "
                 "run on a cut vocabulary: call it without labels, and compute the loss from its logits"
             )
-        visible = not (model.training and torch.is_grad_enabled())
         if isinstance(output, tuple):  # (loss, logits, ...)
-            logits = gather_last_dim(output[1], self.lengths, self.group) if visible else None
-            return (output[0], logits, *output[2:])
-        output.logits = gather_last_dim(output.logits, self.lengths, self.group) if visible else None
+            logits = gather_last_dim(output[1], self.lengths, self.group) if shown else None
+            return (output[0], logits, *(None if isinstance(each, LogitsPromise) else each for each in output[2:]))
+        output.logits = gather_last_dim(output.logits, self.lengths, self.group) if shown else None
         return output
+
+
+def _rows_of(head: nn.Module, promise: LogitsPromise) -> HeadRows:
+    """How the loss runs a head on some rows: by hand where it is the stock linear layer, else through autograd."""
+    finish = promise.finish if promise.steps else None
+    needed = promise.hidden.requires_grad
+    # Read now: between steps the data axes put other tensors in their place.
+    parameters = list(head.parameters())
+    by_hand = (
+        getattr(promise.head, "__func__", None) is nn.Linear.forward
+        and all(type(p) in (nn.Parameter, Tensor) and p.dtype == promise.hidden.dtype for p in parameters)
+        and not torch.is_autocast_enabled(promise.hidden.device.type)
+    )
+    if by_hand:
+        return LinearRows(head.weight, head.bias, finish, promise.reusable, needed)  # type: ignore[arg-type]
+    return AnyRows(promise.head, [p for p in parameters if p.requires_grad], finish, needed)
 
 
 def install_loss(runtime: Runtime) -> None:
@@ -119,9 +200,11 @@ def install_loss(runtime: Runtime) -> None:
     if plan.head is None:
         return
     loss, head = VocabParallelLoss(plan, runtime.mesh), model.get_submodule(plan.head)
+    loss.head = head
     group = runtime.mesh.group("tp")
     if group is not None:
-        install_head_edge(head, group)
+        install_head_edge(head, group, runtime.streams)
+    head.forward = loss.promising(head.forward)
     head.register_forward_hook(loss.after_head)
     model.register_forward_pre_hook(loss.before_model, with_kwargs=True)
     model.register_forward_hook(loss.after_model)

@@ -2,12 +2,14 @@
 
 from .counting import Traffic, count_traffic
 from .parity import Case, Parity, assert_layout_equal, measure_parity
+from .plain import PlainCase
 from .pool import RankError, RankPool
 from .precision import keep_float64
 
 __all__ = [
     "Case",
     "Parity",
+    "PlainCase",
     "RankError",
     "RankPool",
     "Traffic",

@@ -8,7 +8,7 @@ in float64.
 import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ class Case:
         lengths: sequence lengths, used in turn by microbatches.
         build: how the layout gets its model: ``from_pretrained``, ``parallelize``.
         hf_kwargs: given to both models' ``from_pretrained``.
+        auto_class: the Auto class, or the stock class, of the model.
     """
 
     config: PreTrainedConfig
@@ -57,6 +58,7 @@ class Case:
     rows: int = 2
     build: str = "from_pretrained"
     hf_kwargs: dict[str, Any] = field(default_factory=dict)
+    auto_class: Any = AutoModelForCausalLM
 
     def batches(self, batch_world: int) -> list[list[list[Batch]]]:
         """``[step][distinct batch][microbatch]``, with uneven labels: see :func:`ragged_batch`."""
@@ -78,6 +80,22 @@ class Case:
                 ]
             )  # fmt: skip
         return result
+
+    def reference_step(self, model: Any, step: list[list[Batch]]) -> list[Tensor]:
+        """Forward and backward of the stock model over all microbatches; the loss each distinct batch reports."""
+        microbatches = [microbatch for rank in step for microbatch in rank]
+        counts = [int((microbatch["labels"][:, 1:] != -100).sum()) for microbatch in microbatches]
+        loss = torch.zeros((), dtype=torch.float64)
+        for microbatch, count in zip(microbatches, counts, strict=True):
+            if count:
+                part = model(**microbatch).loss * count / sum(counts)
+                part.backward()
+                loss += part.detach()
+        return [loss] * len(step)
+
+    def layout_step(self, model: Any, microbatches: list[Batch]) -> Tensor:
+        """The same by the layout, on a rank with these microbatches."""
+        return hfscale.train_step(model, microbatches)
 
 
 def ragged_batch(generator: torch.Generator, vocabulary: int, rows: int, length: int, masked: bool) -> Batch:
@@ -122,11 +140,11 @@ def measure_parity(case: Case, layout: ParallelConfig, pool: RankPool | None) ->
         reference = _reference(case, layout.batch_world, directory)
         torch.save(reference, directory / "reference.pt")
         run = pool.run if pool is not None else lambda function, *args: [function(*args)]
-        found = run(run_rank, case, layout, str(directory))
+        found = run(run_rank, _portable(case), layout, str(directory))
         saved, final = _stored(directory / "saved"), _stored(directory / "end")
         assert saved.keys() == final.keys(), f"stored names differ: {sorted(saved.keys() ^ final.keys())}"
         differences = {key: _difference(value, final[key]) for key, value in saved.items()}
-        AutoModelForCausalLM.from_pretrained(directory / "saved", **case.hf_kwargs)
+        case.auto_class.from_pretrained(directory / "saved", **case.hf_kwargs)
     return Parity(
         loss=max(parity.loss for parity in found),
         gradient=max(parity.gradient for parity in found),
@@ -136,6 +154,15 @@ def measure_parity(case: Case, layout: ParallelConfig, pool: RankPool | None) ->
         worst_weight=max(found, key=lambda parity: parity.weight).worst_weight,
         saved=max(differences.values()),
     )
+
+
+def _portable(case: Case) -> Case:
+    """The case without a config class that came with a checkpoint: other processes could not import it."""
+    if type(case.config).__module__.startswith("transformers."):
+        return case
+    plain: Any = PreTrainedConfig()
+    plain.vocab_size = case.config.get_text_config().vocab_size
+    return replace(case, config=plain)
 
 
 def _prepare(model: Any, case: Case) -> Any:
@@ -154,33 +181,27 @@ def _prepare(model: Any, case: Case) -> Any:
 def _reference(case: Case, batch_world: int, directory: Path) -> list[dict[str, Any]]:
     """Train the stock model, save its start, return what every step gave."""
     torch.manual_seed(5)
-    model = AutoModelForCausalLM.from_config(case.config, dtype=torch.float64, **case.hf_kwargs)
+    build = case.auto_class.from_config if hasattr(case.auto_class, "from_config") else case.auto_class._from_config
+    model = build(case.config, dtype=torch.float64, **case.hf_kwargs)
     with torch.no_grad():  # norms start as ones and biases as zeros, which would hide errors in both
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
     model.save_pretrained(directory / "start")
     # Reloaded, as the layout loads it: the host changes some weights on the way (a type, the padding token's row).
-    model = AutoModelForCausalLM.from_pretrained(directory / "start", dtype=torch.float64, **case.hf_kwargs)
+    model = case.auto_class.from_pretrained(directory / "start", dtype=torch.float64, **case.hf_kwargs)
     _prepare(model, case)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=case.learning_rate)
     results = []
     with keep_float64():
         for step in case.batches(batch_world):
-            microbatches = [microbatch for rank in step for microbatch in rank]
-            counts = [int((microbatch["labels"][:, 1:] != -100).sum()) for microbatch in microbatches]
-            loss = torch.zeros((), dtype=torch.float64)
-            for microbatch, count in zip(microbatches, counts, strict=True):
-                if count:
-                    part = model(**microbatch).loss * count / sum(counts)
-                    part.backward()
-                    loss += part.detach()
+            losses = case.reference_step(model, step)
             gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
             norm = torch.nn.utils.clip_grad_norm_(trained, case.max_norm if case.max_norm is not None else 1e30)
             optimizer.step()
             optimizer.zero_grad()
             weights = {name: value.clone() for name, value in model.state_dict().items()}
-            results.append({"loss": loss, "gradients": gradients, "norm": norm, "weights": weights})
+            results.append({"losses": losses, "gradients": gradients, "norm": norm, "weights": weights})
     model.save_pretrained(directory / "end")
     return results
 
@@ -198,10 +219,12 @@ def run_rank(case: Case, layout: ParallelConfig, directory: str) -> Parity:
     reference = torch.load(Path(directory) / "reference.pt", weights_only=False)
     start = Path(directory) / "start"
     if case.build == "parallelize":
-        whole = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float64, **case.hf_kwargs)
+        whole = case.auto_class.from_pretrained(start, dtype=torch.float64, **case.hf_kwargs)
         model = hfscale.parallelize(whole, layout)
     else:
-        model = hfscale.from_pretrained(str(start), parallel=layout, dtype=torch.float64, **case.hf_kwargs)
+        model = hfscale.from_pretrained(
+            str(start), parallel=layout, auto_class=case.auto_class, dtype=torch.float64, **case.hf_kwargs
+        )
     _prepare(model, case)
     runtime = runtime_of(model)
     ranks, batch_rank = runtime.mesh.ranks, hfscale.batch_rank(model)
@@ -210,8 +233,8 @@ def run_rank(case: Case, layout: ParallelConfig, directory: str) -> Parity:
     parity = Parity(0.0, 0.0, "", 0.0, 0.0, "", 0.0)
     with keep_float64():
         for step, expected in zip(case.batches(layout.batch_world), reference, strict=True):
-            loss = hfscale.train_step(model, step[batch_rank])
-            parity.loss = max(parity.loss, _difference(loss, expected["loss"]))
+            loss = case.layout_step(model, step[batch_rank])
+            parity.loss = max(parity.loss, _difference(loss, expected["losses"][batch_rank]))
             # Some gradients are zero in truth (an attention's key bias, to which softmax is blind): what is left of
             # them is rounding, so a tensor's scale is never taken below a millionth of the largest gradient.
             floor = 1e-6 * max(float(gradient.abs().max()) for gradient in expected["gradients"].values())

@@ -1,34 +1,5 @@
-"""Keep float64 models in float64, so that parity can be judged at 1e-12.
+"""Keep float64 models in float64; made in :mod:`hfscale.plan.precision`, which inference reads too."""
 
-Stock models cast to float32 inside norms, softmax and losses. Two computations of the same thing then differ by float32
-rounding, which hides errors up to 1e-7.
-"""
+from ..plan.precision import keep_float64
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
-
-import torch
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
-
-
-class _KeepFloat64(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
-            if func is Tensor.float:
-                return args[0]
-            args = (args[0], *(torch.float64 if arg is torch.float32 else arg for arg in args[1:]))
-            if kwargs.get("dtype") is torch.float32:
-                kwargs["dtype"] = torch.float64
-        if func is torch.full and "dtype" not in kwargs and abs(args[1]) > torch.finfo(torch.float32).max:
-            kwargs["dtype"] = torch.float64  # a float64 model's own constant, in the default type
-        return func(*args, **kwargs)
-
-
-@contextmanager
-def keep_float64() -> Iterator[None]:
-    """Within: casts of float64 tensors to float32 leave them as they are."""
-    with _KeepFloat64():
-        yield
+__all__ = ["keep_float64"]

@@ -26,24 +26,33 @@ def scale_down(layout: ParallelConfig) -> ParallelConfig:
     return replace(layout, **sizes)
 
 
-def verify(config: PreTrainedConfig, layout: ParallelConfig) -> tuple[ParallelConfig, Parity]:
+def verify(config: PreTrainedConfig, layout: ParallelConfig, **hf_kwargs: Any) -> tuple[ParallelConfig, Parity]:
     """Compare the layout (scaled down to what one machine can start) with one process, on a tiny clone of the model.
 
     Raises:
         PlanError: the layout does not fit the clone.
     """
     small = scale_down(layout)
-    tensor = small.size("tp")
-    # The clone's four attention heads and two key/value heads are made to divide.
-    changes = {"num_key_value_heads": tensor, "num_attention_heads": 2 * tensor} if tensor > 2 else {}
-    if "num_key_value_heads" not in config.to_dict():
-        changes = {}
-    case = Case(tiny_clone(config, **changes))
+    case = Case(tiny_clone(config, **_heads_that_fit(config, layout.size("tp"), small.size("tp"))))
     plan(case.config, small)  # refuse before any process is started
     if small.total_size == 1:
         return small, measure_parity(case, small, None)
     with RankPool(small.total_size) as pool:
         return small, measure_parity(case, small, pool)
+
+
+def _heads_that_fit(config: PreTrainedConfig, asked: int, tensor: int) -> dict[str, int]:
+    """Changes to a clone's four heads and two key/value heads so that ``tensor`` ranks can share them.
+
+    A model with fewer key/value heads than the ``asked`` tensor ranks has a clone of which that is true as well.
+    """
+    fields = config.to_dict()
+    if "num_key_value_heads" not in fields:
+        return {}
+    fewer = (fields["num_key_value_heads"] or asked) < asked
+    if fewer and tensor > 1:
+        return {"num_key_value_heads": tensor // 2 if tensor % 2 == 0 else 1, "num_attention_heads": 2 * tensor}
+    return {"num_key_value_heads": tensor, "num_attention_heads": 2 * tensor} if tensor > 2 else {}
 
 
 def render(config: PreTrainedConfig, asked: ParallelConfig, used: ParallelConfig, parity: Parity) -> str:

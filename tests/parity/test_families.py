@@ -1,4 +1,4 @@
-"""Shapes beyond the dense Llama: mixtures of experts, latent attention, sinks, wide norms, scaled and capped logits.
+"""Shapes beyond the dense Llama: mixtures of experts, latent attention, sinks, wide norms, ALiBi, sliding windows, ...
 
 `scripts/family_sweep.py` runs every family; these few stand for the mechanisms in the everyday tests.
 """
@@ -9,13 +9,28 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from hfscale import ParallelConfig, plan
+from hfscale import ParallelConfig, PlanError, plan
+from hfscale.plan import FAMILIES as FAMILIES_OF_PLAN
 from hfscale.testing import Case, RankPool, assert_layout_equal
 from hfscale.testing.clone import tiny_clone
 
 Pools = Callable[[int], RankPool]
 EAGER = {"experts_implementation": "eager"}  # the host's grouped matrix products take no float64
+_LAYER_KINDS = {"layer_types": ["sliding_attention", "full_attention"]}
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "bloom": ({}, {}),  # ALiBi's biases by sample and head; all heads' queries, keys and values side by side
+    "mpt": ({}, {}),  # ALiBi's biases by head
+    "gpt2": ({}, {}),  # queries, keys and values fused
+    "phi3": ({"num_key_value_heads": 2}, {}),  # the same of different lengths; gate and up fused
+    "qwen3": ({}, {}),  # norms per head
+    "apertus": ({}, {}),  # parameters inside the activation
+    "gemma3_text": ({"sliding_window": 4}, {}),  # two kinds of layers: near tokens, all tokens
+    "qwen2": ({"use_sliding_window": True, "sliding_window": 4, **_LAYER_KINDS}, {}),
+    # sinks; experts with gate and up interleaved and biases, of which those of the output are added once
+    "gpt_oss": ({"sliding_window": 4, **_LAYER_KINDS}, EAGER),
+    "axk1": ({"head_dim": 4}, EAGER),  # a norm behind the mixture
+    "minicpm3": ({}, {}),  # latent queries, keys and values in a dense model
+    "deepseek_v3": ({"head_dim": 4}, EAGER),  # latent attention that the host's plan leaves whole
     "mixtral": ({}, EAGER),
     "qwen2_moe": ({"decoder_sparse_step": 2}, EAGER),  # a dense layer, then a mixture with a shared expert
     "deepseek_v2": ({"num_experts_per_tok": 2, "topk_method": "greedy"}, EAGER),
@@ -33,11 +48,16 @@ def case(family: str) -> Case:
     return Case(tiny_clone(AutoConfig.for_model(family), **{"pad_token_id": None, **changes}), hf_kwargs=kwargs)
 
 
-@pytest.mark.parametrize("layout", [{"tp_size": 2}, {"tp_size": 2, "dp_shard_size": 2}])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_family(pools: Pools, family: str, layout: dict[str, int]) -> None:
-    parallel = ParallelConfig(**layout)
-    assert_layout_equal(case(family), parallel, pools(parallel.total_size))
+def test_tensor_ranks(pools: Pools, family: str) -> None:
+    assert_layout_equal(case(family), ParallelConfig(tp_size=2), pools(2))
+
+
+@pytest.mark.parametrize(
+    "family", ["mixtral", "qwen2_moe", "deepseek_v2", "granite_swa", "olmo2", "camembert", "gpt_oss"]
+)
+def test_tensor_and_data_ranks(pools: Pools, family: str) -> None:
+    assert_layout_equal(case(family), ParallelConfig(tp_size=2, dp_shard_size=2), pools(4))
 
 
 def test_experts_are_cut_inside_and_routers_are_not() -> None:
@@ -48,3 +68,27 @@ def test_experts_are_cut_inside_and_routers_are_not() -> None:
         assert planned[f"model.layers.1.mlp.{name}"].cuts == ()
         assert planned[f"model.layers.1.mlp.{name}"].partial == ("tp",)
     assert planned["model.layers.0.mlp.up_proj.weight"].local_shape({}) == (24, 32)
+
+
+def test_interleaved_gates_are_cut_in_pairs() -> None:
+    odd = tiny_clone(AutoConfig.for_model("gpt_oss"))
+    odd.intermediate_size = 15
+    with pytest.raises(
+        PlanError, match=r"divide the 15 pairs of entries interleaved in .*gate_up_proj: use tp_size 1, 3"
+    ):
+        plan(odd, ParallelConfig(tp_size=2))
+
+
+def test_a_norm_in_a_mixture_is_not_taken_for_a_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What the host's plan does not name is shared in a mixture, and a norm may read the parts of a sum.
+    monkeypatch.delitem(FAMILIES_OF_PLAN, "axk1")
+    with pytest.raises(PlanError, match=r"post_mlp_layernorm may compute on the output of its block"):
+        plan(case("axk1").config, ParallelConfig(tp_size=2))
+
+
+def test_sliding_windows_matter() -> None:
+    """The cases above would not see a window that is wider than their sequences."""
+    for family in ("gemma3_text", "qwen2", "gpt_oss"):
+        config = case(family).config
+        assert config.sliding_window == 4 < min(Case(config).lengths)
+        assert set(config.layer_types) == {"sliding_attention", "full_attention"}

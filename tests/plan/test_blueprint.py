@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, RwkvConfig
+from transformers import AutoModelForCausalLM, MambaConfig
 
 from hfscale import PlanError
 from hfscale.plan import FAMILIES, Block, find_blueprint, translate_host_plan
@@ -45,10 +45,16 @@ def test_a_base_model_has_the_same_blueprint() -> None:
 
 
 def test_no_plan_at_all_is_refused_with_what_to_write() -> None:
-    config = RwkvConfig(hidden_size=16, num_hidden_layers=1, vocab_size=32)
-    with pytest.raises(PlanError, match="blueprint of 'rwkv'") as caught:
+    config = MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=32)
+    with pytest.raises(PlanError, match="blueprint of 'mamba'") as caught:
         find_blueprint(_on_meta(config))
-    for words in ("tp_size=1", "RwkvForCausalLM has no base_model_tp_plan", "FAMILIES", "column and row"):
+    for words in (
+        "tp_size=1",
+        "MambaForCausalLM has no base_model_tp_plan",
+        "FAMILIES",
+        "column and row",
+        "could not be inferred",
+    ):
         assert words in str(caught.value)
 
 

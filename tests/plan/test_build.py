@@ -117,7 +117,7 @@ def test_gpt2_fused_projections_are_cut_per_part() -> None:
     assert plan.by_name["transformer.h.1.mlp.c_fc.weight"].cuts == (Cut("tp", 1, 2),)
     assert plan.by_name["transformer.h.1.mlp.c_proj.bias"].partial == ("tp",)
     assert plan.by_name["transformer.wpe.weight"].cuts == ()
-    assert plan.blocks[0].local_attributes == ("split_size",)
+    assert plan.blocks[0].local_attributes == (("split_size", 2),)
 
 
 def test_dropout_of_cut_activations_is_known() -> None:
@@ -198,22 +198,19 @@ def _problems(model: Any, **sizes: Any) -> list[str]:
 
 
 def test_all_problems_come_at_once_each_with_what_to_use() -> None:
-    problems = _problems(_model("llama"), tp_size=3, pp_size=2, ep_size=5, cp_size=7, sequence_parallel=True)
+    problems = _problems(_model("llama"), tp_size=3, pp_size=2, ep_size=5, cp_size=7)
     assert [problem.partition(" ")[0].rstrip(":") for problem in problems] == [
         "pp_size=2",
         "ep_size=5",
         "cp_size=7",
-        "sequence_parallel=True",
         "tp_size=3",
     ]
-    for problem, way_out in zip(
-        problems, ["pp_size=1", "ep_size=1", "cp_size=1", "sequence_parallel=False", "tp_size 1, 2"], strict=True
-    ):
+    for problem, way_out in zip(problems, ["pp_size=1", "ep_size=1", "cp_size=1", "tp_size 1, 2, 4"], strict=True):
         assert problem.endswith(f"use {way_out}")
     assert "4 attention heads and 2 key/value heads of 'llama'" in problems[-1]
 
 
-@pytest.mark.parametrize("sizes", [{"pp_size": 2}, {"ep_size": 2}, {"cp_size": 2}, {"sequence_parallel": True}])
+@pytest.mark.parametrize("sizes", [{"pp_size": 2}, {"ep_size": 2}, {"cp_size": 2}])
 def test_what_this_version_lacks_is_refused(sizes: dict[str, Any]) -> None:
     (problem,) = _problems(_model("llama"), **sizes)
     assert "cannot be run by this version" in problem

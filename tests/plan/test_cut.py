@@ -17,12 +17,16 @@ def _cut_tensors(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Cut]]:
     shape = draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))
     cuts = []
     for axis in draw(st.sampled_from([(), ("tp",), ("dp_shard",), ("tp", "dp_shard")])):
-        dim, size = draw(st.integers(0, len(shape) - 1)), draw(st.integers(1, 5))
+        dim, size = draw(st.integers(0, len(shape) - 1)), draw(st.integers(1, 6))
         parts: tuple[int, ...] = ()
+        copies: tuple[int, ...] = ()
         if axis == "tp" and draw(st.booleans()):
             parts = tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=4)))
             shape[dim] = sum(parts)
-        cuts.append(Cut(axis, dim, size, parts))
+        if axis == "tp" and draw(st.booleans()):
+            divisors = st.sampled_from([count for count in range(1, size + 1) if size % count == 0])
+            copies = tuple(draw(divisors) for _ in parts or (1,))
+        cuts.append(Cut(axis, dim, size, parts, copies))
     return tuple(shape), cuts
 
 
@@ -39,14 +43,17 @@ def test_shares_reassemble(case: tuple[tuple[int, ...], list[Cut]]) -> None:
     shape, cuts = case
     whole = torch.arange(1, prod(shape) + 1).view(shape)
     planned = ParameterPlan("p", shape, whole.dtype, cuts=tuple(cuts))
-    again, entries = torch.zeros_like(whole), 0
+    again, entries = torch.zeros_like(whole), []
     for ranks in _ranks(cuts):
         share = planned.take(whole, ranks)
         assert tuple(share.shape) == planned.local_shape(ranks) == cut_shape(shape, cuts, ranks)
         write_share(again, share, cuts, ranks)
-        entries += share.numel()
+        found = planned.counted(ranks)
+        dim, spans = found if found is not None else (0, [(0, share.shape[0])])
+        entries += [share.narrow(dim, start, stop - start).flatten() for start, stop in spans]
     assert torch.equal(again, whole)
-    assert entries == whole.numel()  # every entry is on exactly one rank
+    # Every entry counts on exactly one rank.
+    assert torch.equal(torch.cat(entries).sort().values, whole.flatten())
 
 
 @given(_cut_tensors(), st.randoms(use_true_random=False))
@@ -102,3 +109,21 @@ def test_rank_zero_never_has_less(parts: tuple[int, ...]) -> None:
         lengths = [cut.local_length(9, rank) for rank in range(size)]
         assert lengths[0] == max(lengths)
         assert sum(lengths) == 9
+
+
+def test_consecutive_ranks_hold_copies_of_one_chunk() -> None:
+    # four heads' queries, then two key heads and two value heads, two entries each, on four ranks
+    cut = Cut("tp", 0, 4, parts=(8, 4, 4), copies=(1, 2, 2))
+    assert cut.spans(16, 0) == [(0, 2), (8, 10), (12, 14)]
+    assert cut.spans(16, 1) == [(2, 4), (8, 10), (12, 14)]
+    assert cut.spans(16, 3) == [(6, 8), (10, 12), (14, 16)]
+    assert cut.local_spans(16, 1, lambda copies: copies == 2) == [(2, 4), (4, 6)]
+    planned = ParameterPlan("p", (16,), torch.int64, cuts=(cut, Cut("dp_shard", 0, 2)))
+    assert (planned.copies, cut.most_copies) == (2, 2)
+    assert planned.counted({"tp": 2, "dp_shard": 1}) is None  # the first that holds the second heads
+    assert planned.counted({"tp": 1, "dp_shard": 0}) == (0, [(0, 2)])  # of its query and its key only the query
+    assert planned.counted({"tp": 1, "dp_shard": 1}) == (0, [])
+    alone = ParameterPlan("p", (16,), torch.int64, cuts=(Cut("tp", 0, 4, copies=(4,)),))
+    assert alone.counted({"tp": 0}) is None
+    assert alone.counted({"tp": 3}) == (0, [])
+    assert alone.local_shape({"tp": 3}) == (16,)

@@ -121,8 +121,9 @@ def test_layers_that_differ_are_not_folded() -> None:
 
 def test_columns_are_aligned() -> None:
     lines = render(hfscale.plan(tiny("llama"), ParallelConfig(tp_size=2))).splitlines()
-    end = lines[2].index("bytes per rank") + len("bytes per rank")
-    rows = lines[4 : lines.index("", 4)]
+    header = lines.index("") + 1
+    end = lines[header].index("bytes per rank") + len("bytes per rank")
+    rows = lines[header + 2 : lines.index("", header)]
     assert len(rows) == 12
     for line in rows:
         assert re.fullmatch(r".* \d[\d.]* (B|KiB|MiB)", line[:end])

@@ -10,6 +10,7 @@ from hfscale import ParallelConfig
 from hfscale.cli import main
 from hfscale.testing import Parity, verify
 from hfscale.testing.clone import tiny_clone
+from hfscale.testing.verify import _heads_that_fit
 
 BIG = LlamaConfig(
     hidden_size=8192,
@@ -69,3 +70,11 @@ def test_a_layout_that_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixtur
     BIG.save_pretrained(tmp_path)
     assert main(["verify", str(tmp_path), "--pp", "2"]) == 2
     assert "pp_size=2" in capsys.readouterr().err
+
+
+def test_a_clone_of_a_model_with_fewer_key_value_heads_than_ranks_has_fewer_too() -> None:
+    config = LlamaConfig(num_attention_heads=32, num_key_value_heads=4)
+    assert _heads_that_fit(config, 8, 8) == {"num_key_value_heads": 4, "num_attention_heads": 16}
+    assert _heads_that_fit(config, 16, 2) == {"num_key_value_heads": 1, "num_attention_heads": 4}
+    assert _heads_that_fit(config, 4, 4) == {"num_key_value_heads": 4, "num_attention_heads": 8}
+    assert _heads_that_fit(config, 2, 2) == {}

@@ -5,8 +5,11 @@ A new family is an entry here; ``scripts/family_sweep.py --only FAMILY`` proves 
 
 from ..blueprint import Blueprint
 from .decoders import DECODERS
+from .encoder_decoders import ENCODER_DECODERS
 from .encoders import ENCODERS
+from .mixtures import MIXTURES
+from .sequence import SEQUENCE_UNFIT
 
-FAMILIES: dict[str, Blueprint] = {**DECODERS, **ENCODERS}
+FAMILIES: dict[str, Blueprint] = {**DECODERS, **MIXTURES, **ENCODERS, **ENCODER_DECODERS}
 
-__all__ = ["FAMILIES"]
+__all__ = ["FAMILIES", "SEQUENCE_UNFIT"]

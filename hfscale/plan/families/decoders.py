@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..blueprint import Block, Blueprint
+from ..fused import query_key_value
 
 # The attention of LLaMA and of those that follow it
 _LLAMA_ATTENTION = Block(column=("q_proj", "k_proj", "v_proj"), row=("o_proj",))
@@ -17,7 +18,13 @@ _NEOX_MLP = Block(column=("dense_h_to_4h",), row=("dense_4h_to_h",), dropout=())
 _FLAT_MLP = Block(column=("fc1",), row=("fc2",), enter=("fc1",), leave=("fc2",), dropout=("activation_dropout",))
 # Norms over all heads at once
 _OLMO2 = Blueprint(
-    layers="layers", blocks={"self_attn": replace(_LLAMA_ATTENTION, across=("q_norm", "k_norm")), "mlp": _LLAMA_MLP}
+    layers="layers",
+    blocks={
+        "self_attn": replace(
+            _LLAMA_ATTENTION, key_value={"k_proj": (), "v_proj": (), "k_norm": ()}, across=("q_norm", "k_norm")
+        ),
+        "mlp": _LLAMA_MLP,
+    },
 )
 # A convolution of each channel by itself, between two gates
 _SHORT_CONVOLUTION = Block(
@@ -29,21 +36,15 @@ _SHORT_CONVOLUTION = Block(
     dropout=(),
 )
 _LFM_MLP = Block(column=("w1", "w3"), row=("w2",), dropout=())
-_ONE_KEY_HEAD = "multi_query=True has one key/value head, which cannot be cut"
 _GATES = ("recurrent_param", "input_gate_weight", "input_gate_bias", "recurrent_gate_weight", "recurrent_gate_bias")
 
 
-def _query_key_value(config: Any) -> tuple[int, ...]:
-    """Lengths of queries, keys and values side by side."""
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    key_heads = config.num_key_value_heads
-    return config.num_attention_heads * head_dim, key_heads * head_dim, key_heads * head_dim
-
-
-def _falcon_unfit(config: Any) -> str | None:
-    if config.alibi:
-        return "alibi=True mixes its biases into the attention mask"
-    return _ONE_KEY_HEAD if config.multi_query and not config.new_decoder_architecture else None
+def _one_key_value(config: Any) -> tuple[int, ...]:
+    """All heads' queries, then one key and one value, where a config asks for multi-query attention."""
+    if not config.multi_query or getattr(config, "new_decoder_architecture", False):
+        return ()
+    head_dim = config.hidden_size // config.num_attention_heads
+    return config.hidden_size, head_dim, head_dim
 
 
 DECODERS: dict[str, Blueprint] = {
@@ -127,22 +128,30 @@ DECODERS: dict[str, Blueprint] = {
     "doge": Blueprint(
         layers="layers",
         blocks={
-            "self_attn": replace(_LLAMA_ATTENTION, shared=("q_norm", "k_norm"), across=("dt_proj",), own_heads=True),
+            "self_attn": replace(
+                _LLAMA_ATTENTION,
+                key_value={"k_proj": (), "v_proj": (), "A": (), "dt_proj": ()},
+                shared=("q_norm", "k_norm"),
+                across=("dt_proj",),
+                own_heads=True,
+            ),
             "mlp": _LLAMA_MLP,
         },
     ),
     "falcon": Blueprint(
         layers="h",
         blocks={
-            # For every key/value head its queries, its key and its value.
+            # For every key/value head its queries, its key and its value; or, of multi-query attention, all queries.
             "self_attention": Block(
                 column=("query_key_value",),
                 row=("dense",),
+                parts={"query_key_value": _one_key_value},
+                key_value={"query_key_value": (1, 2)},
                 local_attributes=("num_heads", "num_kv_heads"),
             ),
             "mlp": _NEOX_MLP,
         },
-        unfit=_falcon_unfit,
+        unfit=lambda config: "alibi=True mixes its biases into the attention mask" if config.alibi else None,
     ),
     # The state-space mixer beside the attention stays whole.
     "falcon_h1": Blueprint(layers="layers", blocks={"self_attn": _LLAMA_ATTENTION, "feed_forward": _LLAMA_MLP}),
@@ -164,12 +173,17 @@ DECODERS: dict[str, Blueprint] = {
     "gpt_bigcode": Blueprint(
         layers="h",
         blocks={
+            # every head's query, key and value side by side, or, of multi-query attention, as matrices of their own
             "attn": Block(
-                column=("c_attn",), row=("c_proj",), local_attributes=("num_heads",), dropout=("attn_pdrop",)
+                column=("c_attn",),
+                row=("c_proj",),
+                parts={"c_attn": _one_key_value},
+                key_value={"c_attn": (1, 2)},
+                local_attributes=("num_heads", "embed_dim", "kv_dim"),
+                dropout=("attn_pdrop",),
             ),
             "mlp": _GPT_MLP,
         },
-        unfit=lambda config: _ONE_KEY_HEAD if config.multi_query else None,
     ),
     "gpt_neo": Blueprint(
         layers="h",
@@ -303,7 +317,8 @@ DECODERS: dict[str, Blueprint] = {
             "self_attn": Block(
                 column=("qkv_proj",),
                 row=("o_proj",),
-                parts={"qkv_proj": _query_key_value},
+                parts={"qkv_proj": query_key_value},
+                key_value={"qkv_proj": (1, 2)},
                 local_attributes=("num_key_value_heads",),
                 local_config=("num_attention_heads",),
             ),

@@ -1,4 +1,4 @@
-"""Encoders, and the decoder halves of encoder-decoders."""
+"""Encoders: of text, of images, and of both side by side."""
 
 from dataclasses import replace
 
@@ -33,51 +33,81 @@ _BERT_NORM_INSIDE = Blueprint(
     blocks={"attention": _BERT_ATTENTION, "": replace(_BERT_MLP, shared=("intermediate.LayerNorm",))},
 )
 
-# BART's decoder: the MLP's projections are children of the layer. Attention to an encoder stays whole: its keys and
-# values read the encoder's output, its queries the decoder's.
-_BART_ATTENTION = Block(
-    column=("q_proj", "k_proj", "v_proj"), row=("out_proj",), local_attributes=("num_heads", "embed_dim")
+# DeBERTa: every layer also reads one table of relative positions, whole, and its heads read it through projections of
+# their own. That table has a dropout inside the attention, so only the attention weights' dropout may differ by rank.
+_DEBERTA_ATTENTION = Block(
+    column=("self.query_proj", "self.key_proj", "self.value_proj", "self.pos_key_proj", "self.pos_query_proj"),
+    row=("output.dense",),
+    optional=True,  # some kinds of positions have no projections
+    enter=("self",),
+    enter_inputs=("query_states", "rel_embeddings"),
+    leave=("output.dropout",),
+    local_attributes=("self.num_attention_heads",),
+    dropout=("attention_probs_dropout_prob",),
+    cut_from="self.dropout",
 )
-_BART_MLP = Block(column=("fc1",), row=("fc2",), enter=("fc1",), leave=("fc2",), dropout=("activation_dropout",))
-_BART = Blueprint(layers="decoder.layers", blocks={"self_attn": _BART_ATTENTION, "": _BART_MLP})
+# The blocks of CLIP and of those that follow it
+_CLIP_ATTENTION = Block(
+    column=("q_proj", "k_proj", "v_proj"),
+    row=("out_proj",),
+    dropout=("attention_dropout", "text_config.attention_dropout", "vision_config.attention_dropout"),
+)
+_FC_MLP = Block(column=("fc1",), row=("fc2",), dropout=())
+_CLIP_BLOCKS = {"self_attn": _CLIP_ATTENTION, "mlp": _FC_MLP}
+_CLIP = Blueprint(layers=("text_model.encoder.layers", "vision_model.encoder.layers"), blocks=_CLIP_BLOCKS)
+_CLIP_TOWER = Blueprint(layers="encoder.layers", blocks=_CLIP_BLOCKS)
+_VIT_ATTENTION = Block(
+    column=("q_proj", "k_proj", "v_proj"), row=("o_proj",), dropout=("attention_probs_dropout_prob",)
+)
 
 ENCODERS: dict[str, Blueprint] = {
-    "bart": _BART,
+    # every layer is the same one, which the plan lists once
+    "albert": Blueprint(
+        layers="encoder.albert_layer_groups",
+        blocks={
+            # both add the residual
+            "albert_layers.0.attention": Block(
+                column=("query", "key", "value"),
+                row=("dense",),
+                enter=("query", "key", "value"),
+                leave=("output_dropout",),
+                dropout=("attention_probs_dropout_prob",),
+            ),
+            "albert_layers.0": Block(
+                column=("ffn",), row=("ffn_output",), enter=("ffn",), leave=("ffn_output",), dropout=()
+            ),
+        },
+        unfit=lambda config: "inner_group_num > 1 has several layers in one" if config.inner_group_num > 1 else None,
+    ),
     "bert": _BERT,
     "bert-generation": _BERT,
     # its attention replaces itself where sequences are short, so it stays whole
     "big_bird": Blueprint(layers="encoder.layer", blocks={"": _BERT_MLP}),
-    "bigbird_pegasus": _BART,
-    "blenderbot": _BART,
-    "blenderbot-small": _BART,
     "camembert": _BERT,
+    "clip": _CLIP,
+    "clip_text_model": _CLIP_TOWER,
+    "clip_vision_model": _CLIP_TOWER,
     "data2vec-text": _BERT,
-    "electra": _BERT,
-    "ernie": _BERT,
-    "marian": _BART,
-    "mbart": _BART,
-    "megatron-bert": _BERT,
-    "moshi": Blueprint(
-        layers="layers",
+    "deberta-v2": Blueprint(layers="encoder.layer", blocks={"attention": _DEBERTA_ATTENTION, "": _BERT_MLP}),
+    "distilbert": Blueprint(
+        layers="transformer.layer",
         blocks={
-            "self_attn": Block(
-                column=("q_proj.linear", "k_proj.linear", "v_proj.linear"),
-                row=("o_proj.linear",),
-            ),
-            "mlp": Block(column=("fc1",), row=("fc2",), parts={"fc1": 2}, dropout=()),  # gate and up in one
+            "attention": Block(column=("q_lin", "k_lin", "v_lin"), row=("out_lin",)),
+            "ffn": Block(column=("lin1",), row=("lin2",), dropout=()),
         },
     ),
-    "mvp": _BART,
-    "pegasus": _BART,
-    "plbart": _BART,
+    "electra": _BERT,
+    "ernie": _BERT,
+    "megatron-bert": _BERT,
     "rembert": _BERT,
     "roberta": _BERT,
     "roberta-prelayernorm": _BERT_NORM_INSIDE,
     "roc_bert": _BERT,
     "roformer": _BERT,
-    # its attention reads the width of its heads together off its input, so it stays whole
-    "trocr": Blueprint(layers="decoder.layers", blocks={"": _BART_MLP}),
-    "whisper": _BART,
+    "siglip": _CLIP,
+    "siglip_text_model": _CLIP_TOWER,
+    "siglip_vision_model": _CLIP_TOWER,
+    "vit": Blueprint(layers="layers", blocks={"attention": _VIT_ATTENTION, "mlp": _FC_MLP}),
     "xlm-roberta": _BERT,
     "xlm-roberta-xl": _BERT_BARE,
     "xmod": _BERT_BARE,

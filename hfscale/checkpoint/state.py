@@ -1,0 +1,224 @@
+"""Stop a run and go on with it, bit by bit as if it had not stopped, in the same layout.
+
+Every rank writes what it holds, and nothing is gathered: its random streams, and, for the first replica, its shares of
+weights, buffers and optimizer state under the parameters' names. (:func:`hfscale.save_pretrained` writes weights that
+load anywhere, in any layout.) Files grow beside the directory and move into place when all are whole::
+
+    DIRECTORY/layout.json            sizes that a resumed run must have
+    DIRECTORY/shares-00-00.pt        dp_shard rank, tp rank: weights, buffers, optimizer
+    DIRECTORY/rank-00000.pt          random streams, scheduler, whatever else was given
+"""
+
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..data import local_tensor
+from ..errors import CheckpointError
+from ..mesh import Mesh
+from ..runtime import Runtime, runtime_of
+from ..tensor.random import default_generator
+from .save import everyone_arrives
+
+_SIZES = ("dp_replicate", "dp_shard", "tp")
+
+
+def save_state(
+    model: nn.Module,
+    directory: str | Path,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    timeout: timedelta = timedelta(minutes=2),
+    **others: Any,
+) -> None:
+    """Write all that a run needs to go on; call it on every rank, between two steps.
+
+    Args:
+        directory: replaced, if it exists, once everything is written.
+        optimizer: over parameters of ``model``.
+        others: anything with ``state_dict`` and ``load_state_dict`` (``scheduler=...``), whose states are plain data.
+
+    Raises:
+        CheckpointError: a rank did not arrive, or could not write; what ``directory`` held is then still there.
+    """
+    runtime, target = runtime_of(model), Path(directory)
+    mesh, staging = runtime.mesh, target.with_name(f".{target.name}.incomplete")
+    everyone_arrives(mesh, timeout, f"save_state({str(target)!r})")
+    failure = ""
+    try:
+        if not any(mesh.ranks.values()):
+            shutil.rmtree(staging, ignore_errors=True)
+            staging.mkdir(parents=True)
+            (staging / "layout.json").write_text(json.dumps(_sizes(mesh)))
+        _wait(mesh)
+        if mesh.ranks["dp_replicate"] == 0:
+            torch.save(_shares(runtime, optimizer), staging / _shares_name(mesh))
+        states = {name: other.state_dict() for name, other in others.items()}
+        torch.save({"random": _random_states(mesh), "others": states}, staging / _rank_name(mesh))
+    except OSError as error:
+        failure = f"{type(error).__name__}: {error}"
+    failures = _all_failures(mesh, failure)
+    if failures:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise CheckpointError(f"{target} could not be written: {'; '.join(failures)}")
+    if not any(mesh.ranks.values()):
+        old = target.with_name(f".{target.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        if target.exists():
+            target.rename(old)
+        staging.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
+    _wait(mesh)
+
+
+def load_state(
+    model: nn.Module, directory: str | Path, *, optimizer: torch.optim.Optimizer | None = None, **others: Any
+) -> None:
+    """Put a run back where :func:`save_state` wrote it down: weights, buffers, optimizer, random streams, ``others``.
+
+    Raises:
+        CheckpointError: it was written in another layout, by another optimizer or model, or is incomplete.
+    """
+    runtime, source = runtime_of(model), Path(directory)
+    mesh = runtime.mesh
+    try:
+        written = json.loads((source / "layout.json").read_text())
+        if written != _sizes(mesh):
+            raise CheckpointError(
+                f"{source} was written in the layout {written} and this run has {_sizes(mesh)}: resume in the same "
+                "layout, or load weights written by hfscale.save_pretrained, which fit every layout"
+            )
+        shares = torch.load(source / _shares_name(mesh), map_location=mesh.device, weights_only=True)
+        own = torch.load(source / _rank_name(mesh), map_location="cpu", weights_only=True)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{source} is not a state that hfscale.save_state wrote: {error}") from error
+    _put_back(runtime, shares, source)
+    if optimizer is not None:
+        _put_back_optimizer(runtime, optimizer, shares["optimizer"], source)
+    for name, other in others.items():
+        if name not in own["others"]:
+            raise CheckpointError(f"{source} holds {', '.join(own['others']) or 'nothing else'}, and no {name!r}")
+        other.load_state_dict(own["others"][name])
+    _restore_random_states(mesh, own["random"])
+    runtime.random_streams_agreed = True
+
+
+def _sizes(mesh: Mesh) -> dict[str, int]:
+    return {axis: mesh.layout.size(axis) for axis in _SIZES}
+
+
+def _shares_name(mesh: Mesh) -> str:
+    return f"shares-{mesh.ranks['dp_shard']:02d}-{mesh.ranks['tp']:02d}.pt"
+
+
+def _rank_name(mesh: Mesh) -> str:
+    return f"rank-{dist.get_rank() if dist.is_initialized() else 0:05d}.pt"
+
+
+def _shares(runtime: Runtime, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    names = {id(parameter): planned.name for planned, parameter in runtime.parameters()}
+    state, groups = {}, []
+    if optimizer is not None:
+        for parameter, values in optimizer.state.items():
+            state[names[id(parameter)]] = {key: _plain(value) for key, value in values.items()}
+        for group in optimizer.param_groups:
+            options = {key: value for key, value in group.items() if key != "params"}
+            groups.append({**options, "names": [names[id(parameter)] for parameter in group["params"]]})
+    return {
+        "weights": {planned.name: local_tensor(parameter.detach()) for planned, parameter in runtime.parameters()},
+        "buffers": dict(runtime.model.named_buffers()),
+        "optimizer": {"state": state, "groups": groups},
+    }
+
+
+def _plain(value: Any) -> Any:
+    return local_tensor(value).detach() if isinstance(value, Tensor) else value
+
+
+def _put_back(runtime: Runtime, shares: dict[str, Any], source: Path) -> None:
+    with torch.no_grad():
+        for name, tensor in _paired(runtime, shares):
+            found = shares["weights" if name in shares["weights"] else "buffers"].get(name)
+            if found is None or found.shape != tensor.shape or found.dtype != tensor.dtype:
+                raise CheckpointError(f"{source} has no {name} of shape {tuple(tensor.shape)}: it is of another model")
+            tensor.copy_(found)
+
+
+def _paired(runtime: Runtime, shares: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    yield from ((planned.name, local_tensor(parameter)) for planned, parameter in runtime.parameters())
+    yield from runtime.model.named_buffers()
+
+
+def _put_back_optimizer(
+    runtime: Runtime, optimizer: torch.optim.Optimizer, written: dict[str, Any], source: Path
+) -> None:
+    parameters = {planned.name: parameter for planned, parameter in runtime.parameters()}
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    here = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+    if here != [group["names"] for group in written["groups"]]:
+        raise CheckpointError(
+            f"{source} was written by an optimizer over other parameters or groups: build it as it was built then"
+        )
+    for group, options in zip(optimizer.param_groups, written["groups"], strict=True):
+        group.update({key: value for key, value in options.items() if key != "names"})
+    optimizer.state.clear()
+    for name, values in written["state"].items():
+        parameter = parameters[name]
+        optimizer.state[parameter] = {key: _like(value, parameter) for key, value in values.items()}
+
+
+def _like(value: Any, parameter: Tensor) -> Any:
+    """An optimizer's value, as a sharded tensor where it has the shape of a sharded parameter's share."""
+    if not isinstance(value, Tensor) or not isinstance(parameter, DTensor):
+        return value
+    if value.shape != parameter.to_local().shape or value.ndim == 0:
+        return value
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(
+        value, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+
+
+def _random_states(mesh: Mesh) -> dict[str, Any]:
+    version, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # type: ignore[misc]
+    states = {
+        "torch": torch.random.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": (str(version), torch.as_tensor(np.asarray(keys, dtype=np.int64)), position, has_gauss, gauss),
+    }
+    if mesh.device.type != "cpu":
+        states["device"] = default_generator(mesh.device).get_state()
+    return states
+
+
+def _restore_random_states(mesh: Mesh, states: dict[str, Any]) -> None:
+    torch.random.set_rng_state(states["torch"])
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, *rest = states["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    if mesh.device.type != "cpu":
+        default_generator(mesh.device).set_state(states["device"])
+
+
+def _wait(mesh: Mesh) -> None:
+    if mesh.control is not None:
+        dist.barrier(mesh.control)
+
+
+def _all_failures(mesh: Mesh, failure: str) -> list[str]:
+    failures = [failure]
+    if mesh.control is not None:
+        failures = [""] * dist.get_world_size()
+        dist.all_gather_object(failures, failure, group=mesh.control)
+    return [f"rank {rank}: {text}" for rank, text in enumerate(failures) if text]

@@ -1,0 +1,118 @@
+"""Head and cross entropy in one operator, over chunks of rows: logits of all rows never exist.
+
+::
+
+    rows with a target --> chunk --> head --> logits [n, V/t] --> loss terms (one all-gather of [2, n])
+                                                    |
+       gradient of the hidden rows <-- head <-- gradient, written into the logits
+       sums of the head's gradients <----+
+
+Each chunk's gradients are taken in the forward pass, right after its loss, so that its logits are computed once and
+can be dropped (Liger Kernel, Hsu et al. 2024); the backward pass multiplies what was kept by the gradient of the loss.
+Memory: one chunk of logits and the gradients themselves. Rows without a target are neither projected nor sent.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .head_rows import HeadRows
+from .vocab_cross_entropy import RowTerms, VocabularySlice, compute_dtype
+
+_CHUNK_ELEMENTS = 1 << 23  # logits of a chunk
+_CHUNK_ELEMENTS_GPU = 1 << 26
+# Fewer rows make the products slow: each chunk also reads the head's weight twice and its gradient once.
+_FEWEST_ROWS = 128
+_FEWEST_CHUNKS = 4  # also where everything would fit
+
+
+class _HeadCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,  # [N, h]
+        targets: Tensor,  # [N] global ids, or ignore_index
+        scale: Tensor,  # scalar
+        ignore_index: int,
+        vocabulary: VocabularySlice,
+        head: HeadRows,
+        dtype: torch.dtype,
+        gradients: bool,
+        *parameters: Tensor,
+    ) -> Tensor:
+        compute = compute_dtype(dtype)
+        valid = (targets != ignore_index).nonzero().squeeze(1)  # the same on all tensor ranks, and so are the chunks
+        total = torch.zeros((), dtype=compute, device=hidden.device)
+        by_hidden = torch.zeros_like(hidden) if gradients and ctx.needs_input_grad[0] else None
+        step = rows_per_chunk(len(valid), vocabulary.widest, hidden.device)
+        for i in range(0, len(valid), step):
+            chosen = valid[i : i + step]
+            logits = head.logits(hidden.index_select(0, chosen), gradients)
+            terms = RowTerms(logits, targets[chosen], vocabulary)
+            total += terms.losses().sum()
+            if gradients:
+                gradient = logits if head.reusable else torch.empty_like(logits)
+                terms.gradient(logits, scale.to(compute).expand(len(chosen)), out=gradient)
+                by_rows = head.backward(gradient)
+                if by_hidden is not None and by_rows is not None:
+                    by_hidden[chosen] = by_rows
+                del gradient
+            del logits  # before the next ones are made
+        ctx.save_for_backward(by_hidden, *(head.sums() if gradients else ()))
+        return total * scale
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        by_hidden, *by_parameters = (_times(saved, grads[0]) for saved in ctx.saved_tensors)
+        return by_hidden, None, None, None, None, None, None, None, *by_parameters
+
+
+def _times(saved: Tensor | None, factor: Tensor) -> Tensor | None:
+    """``saved * factor``, in the saved tensor itself where no second backward pass will look at it."""
+    if saved is None:
+        return None
+    # Where the graph is not kept, autograd lets go of what is saved right after this, and makes it `.grad` as it is.
+    if torch._C._autograd._get_current_graph_task_keep_graph():  # type: ignore[attr-defined]
+        return saved * factor.to(saved.dtype)
+    if factor.device.type == "cpu" and factor == 1:  # asking a GPU would wait for it
+        return saved
+    return saved.mul_(factor)
+
+
+def rows_per_chunk(rows: int, width: int, device: torch.device) -> int:
+    """How many of ``rows`` are worked at once, where a row has ``width`` logits."""
+    budget = _CHUNK_ELEMENTS if device.type == "cpu" else _CHUNK_ELEMENTS_GPU
+    return max(1, min(max(_FEWEST_ROWS, budget // width), -(-rows // _FEWEST_CHUNKS)))
+
+
+def head_cross_entropy(
+    hidden: Tensor,
+    targets: Tensor,
+    head: HeadRows,
+    *,
+    vocabulary: VocabularySlice,
+    divisor: Tensor | int | None = None,
+    ignore_index: int = -100,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Sum of the cross entropies of the rows whose target is not ``ignore_index``, divided by ``divisor``.
+
+    Args:
+        hidden: ``[N, h]``, equal on all tensor ranks; each rank's gradient is what its slice contributes.
+        targets: ``[N]``, global token ids, equal on all ranks.
+        head: maps rows to this rank's slice of the vocabulary.
+        divisor: a scalar; by default the number of such rows, which makes it their mean.
+        dtype: of the logits, where it is not that of ``hidden``.
+
+    Returns:
+        a scalar, float32 (float64 for float64 logits), equal on all ranks.
+    """
+    dtype = dtype or hidden.dtype
+    count = (targets != ignore_index).sum() if divisor is None else divisor
+    scale = torch.as_tensor(count, dtype=compute_dtype(dtype), device=hidden.device).reciprocal()
+    return _HeadCrossEntropy.apply(
+        hidden, targets, scale, ignore_index, vocabulary, head, dtype, torch.is_grad_enabled(), *head.parameters
+    )

@@ -1,0 +1,161 @@
+"""Enter a tensor-parallel region with the backward collective hidden behind the gradients of the weights that follow.
+
+Backward through a projection makes two products: the gradient of its input, which the other ranks wait for, and that
+of its weight, which nobody waits for. The stock graph has both in one node. Here they are two, and autograd, which runs
+the latest made of the nodes that are ready, finds them in this order::
+
+    forward    await ---> weights W1 W2 ---> launch ---> projections 1, 2 ---> ...
+    backward   projections 2, 1 (input gradients) -> launch: the collective starts -> W2, W1 -> await: it has ended
+
+The products are the same, on the same operands, so results are equal bit by bit. The idea is Megatron-LM's
+(``gradient_accumulation_fusion`` and asynchronous all-reduce in its column-parallel layer; Shoeybi et al. 2019), put
+into the graph instead of one node, so that the projections stay modules of their own.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .exchange import Started
+
+Start = Callable[[Tensor], Started]
+
+
+@dataclass
+class _Flight:
+    """The collective between ``launch`` and ``await``."""
+
+    started: Started | None = None
+
+
+class _Regather:
+    """Gathers a tensor once more in the backward pass, for several readers."""
+
+    def __init__(self, gather: Start, readers: int) -> None:
+        self.gather, self.readers, self.left = gather, readers, readers
+        self._started: Started | None = None
+        self._whole: Tensor | None = None
+
+    def start(self, x: Tensor) -> None:
+        """Begin, if no reader has."""
+        if self._started is None and self._whole is None:
+            self._started = self.gather(x)
+
+    def take(self) -> Tensor:
+        """The gathered tensor as ``[n, h]``; given up with the last reader."""
+        if self._started is not None:
+            gathered = self._started.result()
+            self._whole, self._started, self.left = gathered.reshape(-1, gathered.shape[-1]), None, self.readers
+        whole = self._whole
+        assert whole is not None
+        self.left -= 1
+        if self.left == 0:
+            self._whole = None
+        return whole
+
+
+class WeightLater:
+    """A weight whose gradient is computed apart from its projection's: see :func:`enter_overlapped`.
+
+    Attributes:
+        token: the weight, as the projection must use it: by :func:`project`, once.
+    """
+
+    def __init__(self, weight: Tensor, transposed: bool, own: Tensor | None, regather: _Regather | None) -> None:
+        self.transposed, self.own, self.regather = transposed, own, regather
+        self.operands: tuple[Tensor | None, Tensor] | None = None  # input [n, in] (None: regathered), d output [n, out]
+        self.token: Any = _Weight.apply(weight, self)
+
+
+class _Await(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, flight: _Flight) -> Tensor:
+        ctx.flight = flight
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        started, ctx.flight.started = ctx.flight.started, None
+        return started.result(), None
+
+
+class _Launch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, flight: _Flight, gather: Start | None, reduce: Start) -> Tensor:
+        ctx.flight, ctx.reduce, ctx.shape = flight, reduce, x.shape
+        return x.view_as(x) if gather is None else gather(x).result()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        ctx.flight.started = ctx.reduce(grads[0])
+        # The gradient itself comes out of `await`; autograd only needs something of the right shape to get there.
+        return grads[0].new_zeros(()).expand(ctx.shape), None, None, None
+
+
+class _Weight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, later: WeightLater) -> Tensor:
+        ctx.later = later
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        later = ctx.later
+        (x, grad), later.operands = later.operands, None
+        x = later.regather.take() if x is None else x
+        return (x.t().mm(grad) if later.transposed else grad.t().mm(x)), None
+
+
+class _Project(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, token: Tensor, bias: Tensor | None, own: Tensor | None, later: Any) -> Tensor:
+        ctx.later = later
+        ctx.save_for_backward(token, x if own is None else own)
+        return F.linear(x, token.t() if later.transposed else token, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor, Tensor | None, None, None]:
+        weight, kept = ctx.saved_tensors
+        grad = grads[0].reshape(-1, grads[0].shape[-1])
+        if ctx.later.regather is not None:
+            ctx.later.regather.start(kept)
+        ctx.later.operands = None if ctx.later.regather else kept.reshape(-1, kept.shape[-1]), grad
+        to_input = None
+        if ctx.needs_input_grad[0]:
+            to_input = grad.mm(weight.t() if ctx.later.transposed else weight)
+            to_input = to_input.view(*grads[0].shape[:-1], to_input.shape[-1])
+        to_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
+        return to_input, grad.new_zeros(()).expand(weight.shape), to_bias, None, None
+
+
+def enter_overlapped(
+    x: Tensor,
+    weights: Sequence[tuple[Tensor, bool]],
+    reduce: Start,
+    gather: Start | None = None,
+    regather: bool = False,
+) -> tuple[Tensor, list[WeightLater]]:
+    """``x`` inside the region, and the weights of the projections that read it.
+
+    Args:
+        weights: each with whether it is stored transposed, ``[in, out]``.
+        reduce: starts the collective on the gradient of what is inside.
+        gather: starts the collective that makes what is inside out of ``x``; ``None`` where it is ``x``.
+        regather: gather once more in backward, for the weights' gradients, instead of keeping the result.
+    """
+    flight = _Flight()
+    x = _Await.apply(x, flight)
+    again = _Regather(gather, len(weights)) if regather and gather is not None else None
+    own = x.detach() if again is not None else None
+    later = [WeightLater(weight, transposed, own, again) for weight, transposed in weights]
+    return _Launch.apply(x, flight, gather, reduce), later
+
+
+def project(x: Tensor, later: WeightLater, bias: Tensor | None) -> Tensor:
+    """``x @ weight.T + bias`` (or ``x @ weight``, where it is stored transposed), ``[..., in]`` -> ``[..., out]``."""
+    own, later.own = later.own, None  # from here on, autograd's saved tensors keep it
+    return _Project.apply(x, later.token, bias, own, later)

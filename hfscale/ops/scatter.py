@@ -1,0 +1,35 @@
+"""Keep this rank's share of a dim: a slice forward, all-gather backward.
+
+::
+
+    rank 0: [a b] ----> [a]        backward   [ga gb] <---- [ga]
+    rank 1: [a b] ----> [b]                   [ga gb] <---- [gb]
+
+What came before was computed on all ranks alike, and so is its gradient.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .exchange import start_all_gather
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, lengths: Sequence[int], dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.arguments, rank = (lengths, dim, group), dist.get_rank(group)
+        # A copy, so that the whole can be given up.
+        return x.narrow(dim, sum(lengths[:rank]), lengths[rank]).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return start_all_gather(grads[0], *ctx.arguments).result(), None, None, None
+
+
+def scatter(x: Tensor, lengths: Sequence[int], group: dist.ProcessGroup, dim: int = 1) -> Tensor:
+    """``x``, equal on all ranks of ``group`` -> its ``lengths[rank]`` entries along ``dim`` on each of them."""
+    return _Scatter.apply(x, lengths, dim, group)

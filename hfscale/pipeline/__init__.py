@@ -1,0 +1,36 @@
+"""Pipeline parallelism: schedules as data, what they cost, and how they ran."""
+
+from .asynchronous import ASYNCHRONOUS, stashed_versions, weight_versions
+from .command import add_schedule_command
+from .formulas import ideal_bubble, peak_formula
+from .orders import default_virtual_stages, order
+from .simulate import Costs, simulate
+from .table import read_csv, write_csv
+from .timeline import Action, Order, Span, Timeline, peak_live, stage_ranks
+from .trace import Record, Recorder, merge_records, read_trace, write_trace
+
+__all__ = [
+    "ASYNCHRONOUS",
+    "Action",
+    "Costs",
+    "Order",
+    "Record",
+    "Recorder",
+    "Span",
+    "Timeline",
+    "add_schedule_command",
+    "default_virtual_stages",
+    "ideal_bubble",
+    "merge_records",
+    "order",
+    "peak_formula",
+    "peak_live",
+    "read_csv",
+    "read_trace",
+    "simulate",
+    "stage_ranks",
+    "stashed_versions",
+    "weight_versions",
+    "write_csv",
+    "write_trace",
+]

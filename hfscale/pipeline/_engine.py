@@ -1,0 +1,97 @@
+"""The one file of this room that touches private names of ``torch.distributed.pipelining``.
+
+Checked with torch 2.13: ``pipeline_order`` of the schedule classes, the fields of ``schedules._Action``, that the
+classes build their order from the counts of a stage alone, without processes, and
+``_PipelineScheduleRuntime._prepare_schedule_with_comms``, which adds the sends and receives to an order.
+"""
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.distributed.pipelining.schedules import (
+    _Action,
+    _ComputationType,
+    _PipelineScheduleRuntime,
+    get_schedule_class,
+)
+
+from .timeline import Action, Kind, Order
+
+LETTERS: dict[str, Kind] = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
+_CLASSES = {
+    "interleaved1f1b": "Interleaved1F1B",
+    "looped_bfs": "LoopedBFS",
+    "interleaved_zero_bubble": "InterleavedZeroBubble",
+    "zbv": "ZBVZeroBubble",
+    "dualpipev": "DualPipeV",
+}
+
+
+def engine_order(schedule: str, pp_size: int, num_microbatches: int, virtual_stages: int) -> Order:
+    """The order that torch's class for ``schedule`` runs in; waits (``None``) are left out.
+
+    Raises:
+        ValueError: the class refuses these numbers.
+    """
+    build: Any = get_schedule_class(_CLASSES[schedule])
+    count = pp_size * virtual_stages
+    stages = [
+        SimpleNamespace(
+            stage_index=index * pp_size,
+            num_stages=count,
+            group_size=pp_size,
+            group_rank=0,
+            is_first=index == 0,
+            is_last=index * pp_size == count - 1,
+            submod=torch.nn.Identity(),
+        )
+        for index in range(virtual_stages)
+    ]
+    lists: dict[int, list[Any]] = build(stages, num_microbatches).pipeline_order
+    return tuple(tuple(action for found in lists[rank] for action in _translate(found)) for rank in range(pp_size))
+
+
+def engine_runtime(
+    order: Order,
+    stages: Sequence[Any],
+    num_microbatches: int,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    **options: Any,
+) -> _PipelineScheduleRuntime:
+    """Torch's engine, made to run ``order``; its ``step`` is that of every schedule class.
+
+    Args:
+        order: per rank, its actions; without updates, which are not the engine's.
+        stages: this rank's ``PipelineStage`` objects, by stage.
+        num_microbatches: microbatches of one step.
+        loss_fn: of the last stage's result and the target.
+        options: passed on: ``scale_grads``, ``args_chunk_spec``, ``kwargs_chunk_spec``, ``output_merge_spec`` ...
+    """
+    runtime = _PipelineScheduleRuntime(list(stages), num_microbatches, loss_fn=loss_fn, **options)
+    runtime.pipeline_order = {rank: _lower(actions) for rank, actions in enumerate(order)}
+    runtime._prepare_schedule_with_comms(runtime.pipeline_order)
+    return runtime
+
+
+def _lower(actions: tuple[Action, ...]) -> list[_Action | None]:
+    letters = {kind: letter for letter, kind in LETTERS.items()}
+    lowered: list[_Action | None] = []
+    piece: list[_Action] = []
+    for action in actions:
+        piece.append(_Action(action.stage, _ComputationType(letters[action.kind]), action.microbatch))
+        if not action.paired:
+            pair = _Action(-1, _ComputationType.OVERLAP_F_B, None, tuple(piece))
+            lowered.append(pair if len(piece) > 1 else piece[0])
+            piece = []
+    return lowered
+
+
+def _translate(found: Any) -> list[Action]:
+    if found is None:
+        return []
+    if found.sub_actions:
+        parts = [action for part in found.sub_actions for action in _translate(part)]
+        return [action._replace(paired=index < len(parts) - 1) for index, action in enumerate(parts)]
+    return [Action(found.stage_index, LETTERS[found.computation_type.value], found.microbatch_index)]

@@ -1,0 +1,113 @@
+"""``hfscale schedule``: see a pipeline schedule before it runs, and beside it how it ran."""
+
+import argparse
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from ..config import SCHEDULES
+from ..errors import ConfigError
+from .asynchronous import ASYNCHRONOUS
+from .draw import draw
+from .orders import default_virtual_stages, order
+from .simulate import DEFAULT_COSTS, Costs, simulate
+from .table import read_csv, write_csv
+from .terminal import render
+from .timeline import KINDS, Order, Timeline
+from .trace import read_trace, write_trace
+
+
+def add_schedule_command(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``hfscale schedule``."""
+    parser.add_argument(
+        "--schedule", help=f"one of {', '.join(SCHEDULES)}, or a .csv file (default: the trace's, 1f1b)"
+    )
+    parser.add_argument("--pp", type=int, metavar="N", help="pipeline ranks")
+    parser.add_argument("--microbatches", type=int, metavar="N", help="microbatches of one step")
+    parser.add_argument("--virtual-stages", type=int, metavar="N", help="stages per rank")
+    parser.add_argument("--steps", type=int, metavar="N", help="steps in a row, for pipedream and pipedream_2bw")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the order of actions, in torch's format")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="draw a picture: .png or .svg")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="a run's recorded trace, drawn below the plan")
+    parser.add_argument("--save-trace", type=Path, metavar="FILE", help="write the plan as a trace that Perfetto opens")
+    parser.add_argument("--width", type=int, metavar="N", help="columns to draw in (default: the terminal's)")
+    parser.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="(default: %(default)s)")
+    parser.set_defaults(run=run_schedule)
+
+
+def run_schedule(arguments: argparse.Namespace) -> int:
+    """Carry out one ``hfscale schedule``."""
+    measured = read_trace(arguments.trace) if arguments.trace else None
+    planned_order, name, microbatches = _asked(arguments, measured)
+    costs = measured_costs(measured) if measured else DEFAULT_COSTS
+    planned = simulate(planned_order, costs, name, microbatches)
+    shown = [("", planned)]
+    if measured:
+        planned = replace(planned, unit=measured.unit)
+        if measured.num_ranks != planned.num_ranks:
+            raise ConfigError(
+                f"{arguments.trace} has {measured.num_ranks} ranks and the plan {planned.num_ranks}: "
+                f"use --pp {measured.num_ranks}"
+            )
+        measured = replace(measured, name=measured.name or name, microbatches=measured.microbatches or microbatches)
+        shown = [("planned", planned), ("measured", measured)]
+    for path in filter(None, (arguments.csv, arguments.save_trace)):
+        if not path.absolute().parent.is_dir():
+            raise ConfigError(f"{path} cannot be written: {path.parent} is not a folder")
+    if arguments.out:  # first: it may refuse
+        draw(arguments.out, shown)
+    if arguments.csv:
+        write_csv(planned_order, arguments.csv)
+    if arguments.save_trace:
+        write_trace(arguments.save_trace, planned)
+    width = arguments.width or shutil.get_terminal_size((100, 24)).columns
+    colour = arguments.color == "always" or (arguments.color == "auto" and sys.stdout.isatty())
+    print(render(shown, width, colour))
+    for path in filter(None, (arguments.csv, arguments.save_trace, arguments.out)):
+        print(f"wrote {path}")
+    return 0
+
+
+def measured_costs(timeline: Timeline) -> Costs:
+    """The mean duration of each kind of action in a run: what its plan should be simulated with.
+
+    Kinds that did not run keep the default's proportion to a forward.
+    """
+    lengths: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    for _, span in timeline.spans():
+        lengths[span.action.kind].append(span.end - span.start)
+    if not lengths["forward"]:
+        raise ConfigError("a trace without forwards cannot be compared with a plan")
+    forward = sum(lengths["forward"]) / len(lengths["forward"])
+    found = {
+        kind: sum(values) / len(values) if values else DEFAULT_COSTS.of(kind) * forward
+        for kind, values in ((kind, lengths[kind]) for kind in KINDS)
+    }
+    return Costs(**found)
+
+
+def _asked(arguments: argparse.Namespace, measured: Timeline | None) -> tuple[Order, str, int]:
+    """The order to draw, its name, and the microbatches of one step."""
+    schedule = arguments.schedule or (measured.name if measured and measured.name in SCHEDULES else "1f1b")
+    pp_size, microbatches, virtual = arguments.pp, arguments.microbatches, arguments.virtual_stages
+    if measured:
+        pp_size = pp_size or measured.num_ranks
+        microbatches = microbatches or measured.num_microbatches
+        virtual = virtual or measured.virtual_stages
+    if schedule.endswith(".csv"):
+        found = read_csv(Path(schedule))
+        counted = simulate(found)
+        pp_size, microbatches = pp_size or counted.num_ranks, microbatches or counted.num_microbatches
+        virtual = virtual or counted.virtual_stages
+    for flag, value in (("--pp", pp_size), ("--microbatches", microbatches)):
+        if value is None:
+            raise ConfigError(f"{flag} is missing: say how many, as in --pp 4 --microbatches 8")
+    virtual = virtual or (
+        1 if schedule.endswith(".csv") or schedule not in SCHEDULES else default_virtual_stages(schedule)
+    )
+    steps = arguments.steps or (3 if schedule == "pipedream_2bw" else 1)
+    if measured and schedule in ASYNCHRONOUS and not arguments.steps:
+        run = 1 + max(span.action.microbatch for _, span in measured.spans() if span.action.kind == "forward")
+        steps = max(1, run // microbatches)
+    return order(schedule, pp_size, microbatches, virtual, steps), schedule, microbatches

@@ -1,0 +1,174 @@
+"""What each rank of a pipeline does, in which order, and when: pure data.
+
+An :class:`Action` is one computation of one stage on one microbatch; an *order* is, per rank, its actions in sequence;
+a :class:`Timeline` says when each ran. Stages are numbered along the model over all ranks; rank 0 holds stage 0.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias
+
+Kind: TypeAlias = Literal["forward", "backward", "backward_input", "backward_weight", "update"]
+KINDS: tuple[Kind, ...] = ("forward", "backward", "backward_input", "backward_weight", "update")
+"""``backward`` computes the gradients of inputs and weights at once; ``backward_input`` and ``backward_weight`` are
+its two halves; ``update`` is the optimizer's step on a stage."""
+GRADIENT: tuple[Kind, Kind] = ("backward", "backward_input")
+"""The kinds that make the gradient which the stage before waits for."""
+RELEASE: tuple[Kind, Kind] = ("backward", "backward_weight")
+"""The kinds after which a microbatch's activations are no longer needed."""
+
+
+class Action(NamedTuple):
+    """One computation.
+
+    Attributes:
+        stage: number of the stage, counted along the model.
+        kind: one of :data:`KINDS`.
+        microbatch: number of the microbatch; of an ``update``, the number of the update.
+        paired: it runs as one piece with the next action of its rank (the overlapped forward and backward of
+            DeepSeek's DualPipe): what the two send leaves when both are done.
+    """
+
+    stage: int
+    kind: Kind
+    microbatch: int
+    paired: bool = False
+
+
+Order: TypeAlias = tuple[tuple[Action, ...], ...]
+"""Per rank, its actions in sequence."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """One action and when it ran; ``start`` and ``end`` in the units of its timeline."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When the ranks of a pipeline did what.
+
+    Attributes:
+        ranks: per rank, its spans by start time.
+        name: the schedule.
+        unit: what 1.0 is: ``"s"`` for seconds, or the name of an arbitrary unit.
+        microbatches: number of microbatches in one step; 0 where unknown, and then counted.
+    """
+
+    ranks: tuple[tuple[Span, ...], ...]
+    name: str = ""
+    unit: str = "forwards"
+    microbatches: int = 0
+
+    def spans(self) -> Iterator[tuple[int, Span]]:
+        """Every span, with its rank."""
+        return ((rank, span) for rank, spans in enumerate(self.ranks) for span in spans)
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of rows."""
+        return len(self.ranks)
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages over all ranks."""
+        return 1 + max((span.action.stage for _, span in self.spans()), default=-1)
+
+    @property
+    def virtual_stages(self) -> int:
+        """Stages per rank."""
+        return self.num_stages // max(self.num_ranks, 1)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches in one step."""
+        counted = 1 + max(
+            (span.action.microbatch for _, span in self.spans() if span.action.kind == "forward"), default=-1
+        )
+        return self.microbatches or counted
+
+    @property
+    def start(self) -> float:
+        """When the first action began."""
+        return min((span.start for _, span in self.spans()), default=0.0)
+
+    @property
+    def end(self) -> float:
+        """When the last action ended."""
+        return max((span.end for _, span in self.spans()), default=0.0)
+
+    @property
+    def makespan(self) -> float:
+        """From the first action's beginning to the last one's end, over all ranks."""
+        return self.end - self.start
+
+    @property
+    def longest_span(self) -> float:
+        """The longest that a rank took from its first action to its last (the cost of Qi et al. 2023, section 5).
+
+        Shorter than :attr:`makespan` where ranks both begin and end one after the other, so that steps can overlap.
+        """
+        return max((spans[-1].end - spans[0].start for spans in self.ranks if spans), default=0.0)
+
+    @property
+    def work(self) -> float:
+        """Busy time of the busiest rank: the step's ideal length."""
+        return max((_busy(spans, float("-inf"), float("inf")) for spans in self.ranks), default=0.0)
+
+    @property
+    def bubble(self) -> float:
+        """Bubble time over ideal time, ``makespan / work - 1``: ``(p-1)/m`` for GPipe and 1F1B."""
+        return self.makespan / self.work - 1 if self.work else 0.0
+
+    @property
+    def span_bubble(self) -> float:
+        """``longest_span / work - 1``: the bubble as zero-bubble schedules count it."""
+        return self.longest_span / self.work - 1 if self.work else 0.0
+
+    @property
+    def idle(self) -> float:
+        """Share of all ranks' time, between the first action and the last, in which they wait."""
+        total = self.makespan * self.num_ranks
+        busy = sum(_busy(spans, float("-inf"), float("inf")) for spans in self.ranks)
+        return 1 - busy / total if total else 0.0
+
+    @property
+    def steady_idle(self) -> float | None:
+        """Share of waiting once every stage has ended a backward and until one begins its last forward.
+
+        None where the run is too short to have such a stretch.
+        """
+        begin = max(min((s.end for s in spans if s.action.kind in GRADIENT), default=0.0) for spans in self.ranks)
+        end = min(max((s.start for s in spans if s.action.kind == "forward"), default=0.0) for spans in self.ranks)
+        if end <= begin:
+            return None
+        busy = sum(_busy(spans, begin, end) for spans in self.ranks)
+        return 1 - busy / ((end - begin) * self.num_ranks)
+
+    def peak_live(self) -> tuple[int, ...]:
+        """Per stage, the most microbatches whose forward has run and whose backward (of the weights) has not."""
+        return peak_live(tuple(tuple(span.action for span in spans) for spans in self.ranks))
+
+
+def peak_live(order: Order) -> tuple[int, ...]:
+    """Per stage, the most microbatches alive at once: forward run, gradients of the weights not yet computed."""
+    num_stages = 1 + max((action.stage for actions in order for action in actions), default=-1)
+    alive, peak = [0] * num_stages, [0] * num_stages
+    for actions in order:
+        for action in actions:
+            alive[action.stage] += (action.kind == "forward") - (action.kind in RELEASE)
+            peak[action.stage] = max(peak[action.stage], alive[action.stage])
+    return tuple(peak)
+
+
+def stage_ranks(order: Order) -> dict[int, int]:
+    """Stage -> the rank that holds it."""
+    return {action.stage: rank for rank, actions in enumerate(order) for action in actions}
+
+
+def _busy(spans: tuple[Span, ...], begin: float, end: float) -> float:
+    return sum(max(0.0, min(span.end, end) - max(span.start, begin)) for span in spans)

@@ -1,0 +1,93 @@
+"""A tiny model of the same family as a big one: same classes, same switches, small numbers.
+
+``hfscale verify`` and the family sweep train such clones in a layout and in one process; inference proves what it found
+on one.
+"""
+
+import copy
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+HEADS, HEAD_DIM, LAYERS, VOCABULARY = 4, 8, 2, 67
+HIDDEN = HEADS * HEAD_DIM
+
+# What a count becomes -> the names configs give it. Everything not named here keeps its value.
+_BECOMES: dict[int, str] = {
+    VOCABULARY: "vocab_size decoder_vocab_size vocab_size_per_layer_input",
+    HIDDEN: """hidden_size n_embd d_model emb_dim embedding_size attention_hidden_size word_embed_proj_dim embedding_dim
+        lru_width input_embedding_size output_embedding_size dim pooler_hidden_size projection_size""",
+    48: """intermediate_size ffn_dim n_inner d_ff dim_ff dff decoder_ffn_dim encoder_ffn_dim d_inner ffn_hidden_size
+        intermediate_size_mlp dense_intermediate_size feed_forward_size ff_dim mlp_dim hidden_dim""",
+    24: """moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size expert_ffn_hidden_size
+        shared_experts_intermediate_size moe_shared_expert_intermediate_size""",
+    LAYERS: """num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_blocks num_encoder_layers
+        num_decoder_layers num_experts_per_tok moe_topk moe_k num_experts_per_token""",
+    HEADS: """num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads
+        attention_heads num_encoder_attention_heads num_decoder_attention_heads swa_num_attention_heads num_experts
+        num_local_experts n_routed_experts moe_num_experts qk_rope_head_dim qk_nope_head_dim rotary_dim""",
+    HEAD_DIM: """head_dim kv_channels dim_head v_head_dim attention_head_dim swa_head_dim d_head qk_head_dim d_kv
+        mamba_chunk_size""",
+    16: "mamba_d_state q_lora_rank kv_lora_rank o_lora_rank",
+    64: "max_position_embeddings n_positions n_ctx model_max_length max_seq_len",
+    1: "n_group topk_group num_expert_group",
+    0: "num_nextn_predict_layers",
+}
+_SMALL = {name: size for size, names in _BECOMES.items() for name in names.split()}
+_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "n_kv_heads", "n_head_kv", "kv_heads")
+HEAD_FIELDS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+DROPOUT_WORDS = ("dropout", "pdrop", "drop_rate", "layerdrop", "jitter")
+# One entry per layer: cut to the first layers, and, where kinds alternate, made to show more than one of them.
+_PER_LAYER = (
+    "layer_types",
+    "mlp_layer_types",
+    "no_rope_layers",
+    "attention_layers",
+    "layers_block_type",
+    "mixer_types",
+)
+
+
+def tiny_clone(config: PreTrainedConfig, **changes: Any) -> PreTrainedConfig:
+    """A config of the same class with a few layers, small widths, a small odd vocabulary and no dropout.
+
+    Args:
+        changes: fields to set besides.
+    """
+    small = _shrink(copy.deepcopy(config.to_dict()))
+    small.update(changes)
+    small = {key: value for key, value in small.items() if key not in ("transformers_version", "model_type")}
+    return type(config)(**small)
+
+
+def _shrink(fields: dict[str, Any]) -> dict[str, Any]:
+    heads = next((fields[name] for name in HEAD_FIELDS if fields.get(name)), None)
+    for name, value in list(fields.items()):
+        if isinstance(value, dict) and "model_type" in value:
+            fields[name] = _shrink(value)
+        elif name == "num_attention_heads_per_layer" and isinstance(value, list):
+            fields[name] = [HEADS] * LAYERS
+        elif name in _PER_LAYER and isinstance(value, (list, tuple)) and len(value) > LAYERS:
+            fields[name] = _sample(list(value))
+        elif name.endswith("_token_id") and isinstance(value, int) and not isinstance(value, bool):
+            fields[name] = min(value, VOCABULARY - 1) if value >= 0 else value
+        elif name.endswith("_token_id") and isinstance(value, (list, tuple)):
+            fields[name] = [min(token, VOCABULARY - 1) for token in value]
+        elif any(word in name for word in DROPOUT_WORDS) and isinstance(value, float):
+            fields[name] = 0.0
+        elif name in _KEY_HEADS and isinstance(value, int):
+            fields[name] = HEADS if value == heads else min(value, HEADS // 2)
+        elif name == "per_layer_config" and isinstance(value, dict):
+            fields[name] = {index: kind for index, kind in value.items() if int(index) < LAYERS}
+        elif name in _SMALL and (isinstance(value, int) or name == "head_dim") and not isinstance(value, bool):
+            fields[name] = _SMALL[name]
+    return fields
+
+
+def _sample(kinds: list[Any]) -> list[Any]:
+    """``LAYERS`` entries of a per-layer list, with as many different kinds as fit."""
+    seen: list[Any] = []
+    for kind in kinds:
+        if kind not in seen:
+            seen.append(kind)
+    return (seen + kinds)[:LAYERS]

@@ -1,0 +1,92 @@
+"""Key/value heads that several tensor ranks hold: each rank sees the gradient of its own queries only.
+
+With fewer key/value heads than ranks, consecutive ranks hold the same head (:attr:`hfscale.plan.Cut.copies`)::
+
+    tp4, 2 key/value heads      rank 0: kv0   rank 1: kv0   rank 2: kv1   rank 3: kv1
+    backward                    sum over ranks 0 and 1      sum over ranks 2 and 3
+
+The sum happens in the backward pass, on the parameter as it is read: so it is right under gradient accumulation, under
+FSDP and in a plain ``loss.backward()`` loop, and copies, which start equal, stay equal to the last bit. In a fused
+projection only the matrices of keys and values are summed.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..mesh import Mesh
+from ..plan import ParameterPlan, Plan
+
+# What is summed over one group: spans along a dim; no spans mean the whole tensor.
+_Sum = tuple[int, Sequence[tuple[int, int]], dist.ProcessGroup]
+
+
+def install_copy_sums(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
+    """Let modules read parameters that have copies on other tensor ranks so that their gradients are summed over those.
+
+    ``mesh`` has the groups of :attr:`hfscale.plan.Plan.copies`.
+    """
+    sums: dict[str, dict[str, list[_Sum]]] = {}
+    for planned in plan.parameters:
+        if planned.copies > 1:
+            owner, _, name = planned.name.rpartition(".")
+            sums.setdefault(owner, {})[name] = _sums_of(planned, mesh)
+    for owner, wanted in sums.items():
+        _read_summed(model.get_submodule(owner), wanted)
+
+
+def _sums_of(planned: ParameterPlan, mesh: Mesh) -> list[_Sum]:
+    cut = planned.cut_over("tp")
+    assert cut is not None
+    length, rank = planned.shape[cut.dim], mesh.ranks["tp"]
+    result: list[_Sum] = []
+    for count in sorted({count for count in cut.copies if count > 1}):
+        spans = cut.local_spans(length, rank, lambda copies, count=count: copies == count)  # type: ignore[misc]
+        everything = set(cut.copies) == {count}
+        result.append((cut.dim, () if everything else spans, mesh.copies[count]))
+    return result
+
+
+def _read_summed(module: nn.Module, wanted: dict[str, list[_Sum]]) -> None:
+    forward: Callable[..., Any] = module.forward
+
+    def summed_forward(*args: Any, **kwargs: Any) -> Any:
+        # Only for the time of the computation: anyone else who looks (FSDP, optimizers, state dicts) sees the leaf. A
+        # frozen parameter is left as it is: it may be of a kind (4-bit) that does not survive being looked through.
+        leaves = {name: leaf for name in wanted if (leaf := module._parameters[name]) is not None}
+        for name, leaf in leaves.items():
+            if leaf.requires_grad:
+                module._parameters[name] = _Copied.apply(leaf, wanted[name])  # type: ignore[assignment]
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            module._parameters.update(leaves)
+
+    module.forward = summed_forward  # type: ignore[method-assign]
+
+
+class _Copied(torch.autograd.Function):
+    """Identity forward; backward sums (spans of) the gradient over the ranks that hold copies."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, sums: list[_Sum]) -> Tensor:
+        ctx.sums = sums
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        # A copy, since autograd may hand the same gradient tensor to another branch.
+        grad = grads[0].clone(memory_format=torch.contiguous_format)
+        for dim, spans, group in ctx.sums:
+            if not spans:
+                dist.all_reduce(grad, group=group)
+                continue
+            pieces = [grad.narrow(dim, start, stop - start) for start, stop in spans]
+            flat = torch.cat([piece.reshape(-1) for piece in pieces])
+            dist.all_reduce(flat, group=group)
+            for piece, total in zip(pieces, flat.split([piece.numel() for piece in pieces]), strict=True):
+                piece.copy_(total.view_as(piece))
+        return grad, None

@@ -1,0 +1,55 @@
+"""Hide a block's backward collectives behind the gradients of its column projections' weights."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from ..ops import WeightLater, enter_overlapped, project
+from ..ops.exchange import Started, start_all_reduce
+from .sequence import Stream
+
+# Kinds of projection whose product we know how to take apart -> whether they store the weight transposed.
+_TRANSPOSED: dict[type[nn.Module], bool] = {nn.Linear: False, Conv1D: True}
+
+
+class Overlap:
+    """The entry of one block: its column projections compute the gradients of their weights late."""
+
+    def __init__(
+        self, columns: list[nn.Module], group: dist.ProcessGroup, stream: Stream | None, regather: bool
+    ) -> None:
+        self.group, self.stream, self.regather = group, stream, regather
+        self.columns: list[Any] = [module for module in columns if type(module) in _TRANSPOSED]
+        self._waiting: dict[nn.Module, WeightLater] = {}
+        for module in self.columns:
+            self._take_apart(module)
+
+    def enter(self, x: Tensor) -> Tensor:
+        """The block's input, as its projections see it."""
+        # Autocast casts at every product; taken apart, the products would have to do it themselves.
+        apart = torch.is_grad_enabled() and not torch.is_autocast_enabled(x.device.type)
+        columns = [module for module in self.columns if apart and module.weight.requires_grad]
+        weights = [(module.weight, _TRANSPOSED[type(module)]) for module in columns]
+        stream = self.stream if self.stream is not None and self.stream.cut else None
+        if stream is None:
+            x, later = enter_overlapped(x, weights, self._start_sum)
+        else:
+            x, later = enter_overlapped(x, weights, stream.start_reduce, stream.start_gather, self.regather)
+        self._waiting = dict(zip(columns, later, strict=True))
+        return x
+
+    def _start_sum(self, grad: Tensor) -> Started:
+        # A copy, since autograd may hand the same gradient tensor to another branch.
+        return start_all_reduce(grad.clone(memory_format=torch.contiguous_format), self.group)
+
+    def _take_apart(self, module: Any) -> None:
+        forward = module.forward
+
+        def forward_apart(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            later = self._waiting.pop(module, None)
+            return forward(x, *args, **kwargs) if later is None else project(x, later, module.bias)
+
+        module.forward = forward_apart

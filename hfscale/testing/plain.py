@@ -1,0 +1,117 @@
+"""Parity of models that keep their own loss, trained by a plain loop: ``loss = model(**batch).loss; loss.backward()``.
+
+Classification, masked tokens, translation, speech, images, pairs of images and texts. Such a loss is a mean over its
+batch, and the loop's is the mean over microbatches; the data axes average over distinct batches.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .parity import Batch, Case, ragged_batch
+
+Maker = Callable[["PlainCase", torch.Generator, int], Batch]
+
+
+def causal_lm(case: "PlainCase", generator: torch.Generator, length: int) -> Batch:
+    """Tokens whose labels are themselves; also for masked tokens, where they need not be hidden for a gradient."""
+    return ragged_batch(generator, _vocabulary(case), case.rows, length, masked=False)
+
+
+def _vocabulary(case: "PlainCase") -> int:
+    config = case.config.get_text_config() if hasattr(case.config, "get_text_config") else case.config
+    return int(config.vocab_size)
+
+
+@dataclass
+class PlainCase(Case):
+    """What to run.
+
+    Attributes:
+        make_batch: a function of this module, or one like them, that makes a microbatch of some length.
+        rows: samples of a microbatch; three tell more of a contrast than two.
+        seed: of torch's default generator, for models with dropout; the same in one process and on every rank.
+    """
+
+    make_batch: Maker = causal_lm
+    rows: int = 3
+    seed: int | None = None
+
+    def batches(self, batch_world: int) -> list[list[list[Batch]]]:
+        """``[step][distinct batch][microbatch]``."""
+        generator = torch.Generator().manual_seed(11)
+        lengths = [self.lengths[i % len(self.lengths)] for i in range(self.accumulation)]
+        return [
+            [[self.make_batch(self, generator, length) for length in lengths] for _ in range(batch_world)]
+            for _ in range(self.steps)
+        ]
+
+    def reference_step(self, model: Any, step: list[list[Batch]]) -> list[Tensor]:
+        """Forward and backward of the stock model over all microbatches; the loss each distinct batch reports."""
+        return [self._loop(model, microbatches, len(step)) for microbatches in step]
+
+    def layout_step(self, model: Any, microbatches: list[Batch]) -> Tensor:
+        """The same by the layout, on a rank with these microbatches."""
+        return self._loop(model, microbatches, 1)
+
+    def _loop(self, model: Any, microbatches: list[Batch], share: int) -> Tensor:
+        if self.seed is not None:
+            torch.manual_seed(self.seed)
+        total = torch.zeros((), dtype=torch.float64)
+        for microbatch in microbatches:
+            loss = model(**microbatch).loss / len(microbatches)
+            (loss / share).backward()
+            total += loss.detach()
+        return total
+
+
+def sequence_classification(case: PlainCase, generator: torch.Generator, length: int) -> Batch:
+    """Texts, each with a class."""
+    labels = torch.randint(0, _classes(case), (case.rows,), generator=generator)
+    return {**causal_lm(case, generator, length), "labels": labels}
+
+
+def token_classification(case: PlainCase, generator: torch.Generator, length: int) -> Batch:
+    """Texts with a class for most tokens."""
+    batch = causal_lm(case, generator, length)
+    return {**batch, "labels": batch["labels"].where(batch["labels"] < 0, batch["labels"] % _classes(case))}
+
+
+def sequence_to_sequence(case: PlainCase, generator: torch.Generator, length: int) -> Batch:
+    """Texts, each with a shorter one to be made of it."""
+    batch, target = causal_lm(case, generator, length), causal_lm(case, generator, length - 2)
+    return {**batch, "labels": target["labels"]}
+
+
+def speech_to_text(case: PlainCase, generator: torch.Generator, length: int) -> Batch:
+    """Spectra of one full window (Whisper takes no other), each with a text."""
+    shape = (case.rows, case.config.num_mel_bins, 2 * case.config.max_source_positions)
+    features = torch.randn(shape, dtype=torch.float64, generator=generator)
+    return {"input_features": features, "labels": causal_lm(case, generator, length)["labels"]}
+
+
+def image_classification(case: PlainCase, generator: torch.Generator, length: int) -> Batch:
+    """Images, each with a class."""
+    labels = torch.randint(0, _classes(case), (case.rows,), generator=generator)
+    return {"pixel_values": _images(case.config, case.rows, generator), "labels": labels}
+
+
+def image_text_pairs(case: PlainCase, generator: torch.Generator, length: int) -> Batch:
+    """Texts and images that belong together."""
+    batch = causal_lm(case, generator, length)
+    images = _images(case.config.vision_config, case.rows, generator)
+    given: dict[str, Any] = {**batch, "pixel_values": images, "return_loss": True}
+    del given["labels"]
+    return given
+
+
+def _images(config: Any, rows: int, generator: torch.Generator) -> Tensor:
+    shape = (rows, config.num_channels, config.image_size, config.image_size)
+    return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+
+def _classes(case: PlainCase) -> int:
+    return int(case.config.num_labels or 2)

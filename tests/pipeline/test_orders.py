@@ -1,0 +1,86 @@
+"""Orders of actions: complete, able to run, and refused with the values that would do."""
+
+import pytest
+
+from hfscale.config import SCHEDULES
+from hfscale.errors import ConfigError
+from hfscale.pipeline import Action, default_virtual_stages, order, peak_live, simulate, stage_ranks
+from hfscale.pipeline.orders import allowed_virtual_stages
+from hfscale.pipeline.timeline import GRADIENT, RELEASE
+
+SYNCHRONOUS = [schedule for schedule in SCHEDULES if not schedule.startswith("pipedream")]
+
+
+def _sizes(schedule: str) -> list[tuple[int, int, int]]:
+    virtual = [v for v in (1, 2, 3) if v in allowed_virtual_stages(schedule)]
+    least = 2 if schedule == "dualpipev" else 1
+    return [(p, factor * p, v) for p in (1, 2, 3, 4, 8) for factor in (1, 2, 4) if factor >= least for v in virtual]
+
+
+@pytest.mark.parametrize("schedule", SYNCHRONOUS)
+def test_every_action_once_and_no_deadlock(schedule: str) -> None:
+    for p, m, v in _sizes(schedule):
+        actions = order(schedule, p, m, v)
+        assert len(actions) == p
+        everything = [(stage, index) for stage in range(p * v) for index in range(m)]
+        for kinds in (("forward",), GRADIENT, RELEASE):
+            found = [(a.stage, a.microbatch) for rank in actions for a in rank if a.kind in kinds]
+            assert sorted(found) == everything
+        simulate(actions)
+
+
+def test_where_the_stages_live() -> None:
+    assert stage_ranks(order("interleaved1f1b", 2, 4, 3)) == {0: 0, 1: 1, 2: 0, 3: 1, 4: 0, 5: 1}
+    for schedule in ("zbv", "dualpipev"):
+        assert stage_ranks(order(schedule, 3, 6, 2)) == {0: 0, 1: 1, 2: 2, 3: 2, 4: 1, 5: 0}
+
+
+def test_1f1b_spelled_out() -> None:
+    first, last = order("1f1b", 2, 3)
+    assert "".join(f"{a.kind[0]}{a.microbatch}" for a in first) == "f0f1b0f2b1b2"
+    assert "".join(f"{a.kind[0]}{a.microbatch}" for a in last) == "f0b0f1b1f2b2"
+
+
+def test_fewer_microbatches_than_ranks() -> None:
+    assert peak_live(order("1f1b", 4, 2)) == (2, 2, 2, 1)
+    assert peak_live(order("gpipe", 4, 2)) == (2, 2, 2, 2)
+    assert peak_live(order("zbv", 4, 2, 2)) == (2, 2, 2, 2, 2, 2, 2, 1)
+
+
+def test_dualpipev_keeps_its_pairs() -> None:
+    actions = order("dualpipev", 2, 4, 2)[0]
+    place = next(index for index, action in enumerate(actions) if action.paired)
+    assert actions[place : place + 2] == (Action(0, "forward", 3, True), Action(3, "backward", 1))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_default_virtual_stages_are_allowed(schedule: str) -> None:
+    assert default_virtual_stages(schedule) in allowed_virtual_stages(schedule)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("1f2b", 4, 8), r"schedule '1f2b' is unknown: use one of gpipe, 1f1b, .*pipedream_2bw, or a .csv file"),
+        (("1f1b", 0, 8), r"pp_size=0 is impossible: use a whole number of at least 1"),
+        (("gpipe", 2, 0), r"num_microbatches=0 is impossible"),
+        (("1f1b", 4, 8, 2), r"virtual_stages=2 does not fit 1f1b: use 1 \(it keeps one stage per rank"),
+        (("zbv", 4, 8, 1), r"virtual_stages=1 does not fit zbv: use 2 "),
+        (("dualpipev", 4, 8, 3), r"virtual_stages=3 does not fit dualpipev: use 2 "),
+        (("interleaved1f1b", 4, 8, 1), r"use 2 or more \(with one stage per rank it is 1f1b\)"),
+        (("looped_bfs", 4, 8, 1), r"use 2 or more \(with one stage per rank it is gpipe\)"),
+        (("interleaved1f1b", 4, 9, 2), r"num_microbatches=9 does not divide into the 2 rounds .*: use 8 or 10"),
+        (("interleaved_zero_bubble", 4, 13, 2), r"use 12 or 15"),
+        (("dualpipev", 4, 7, 2), r"num_microbatches=7 is too few for dualpipev over pp_size=4: use 8 or more"),
+        (("pipedream_2bw", 4, 3), r"num_microbatches=3 is too few for pipedream_2bw over pp_size=4: use 4 or more"),
+        (("1f1b", 4, 8, 1, 2), r"steps=2: 1f1b ends every step with a flush"),
+    ],
+)
+def test_refusals(arguments: tuple, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        order(*arguments)
+
+
+def test_uneven_rounds_that_do_fit() -> None:
+    assert simulate(order("interleaved1f1b", 4, 10, 2)).num_microbatches == 10
+    assert simulate(order("interleaved_zero_bubble", 4, 3, 2)).num_microbatches == 3

@@ -1,0 +1,85 @@
+"""Traces: written for Perfetto, read back, and recorded by running ranks."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from hfscale.errors import ConfigError
+from hfscale.pipeline import Action, Record, Recorder, merge_records, order, read_trace, simulate, write_trace
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    first = simulate(order("dualpipev", 2, 4, 2), name="dualpipev")
+    second = simulate(order("1f1b", 4, 8), name="1f1b")
+    write_trace(tmp_path / "t.json", first, second)
+    found = read_trace(tmp_path / "t.json")
+    assert found.ranks == first.ranks
+    assert (found.name, found.unit, found.microbatches) == ("dualpipev", "forwards", 4)
+    assert read_trace(tmp_path / "t.json", run=1).ranks == second.ranks
+
+
+def test_what_perfetto_reads(tmp_path: Path) -> None:
+    write_trace(tmp_path / "t.json", simulate(order("1f1b", 2, 2), name="1f1b"))
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    complete = [event for event in events if event["ph"] == "X"]
+    assert len(complete) == 8
+    assert complete[0] == {
+        "ph": "X",
+        "name": "0F0",
+        "cat": "forward",
+        "pid": 0,
+        "tid": 0,
+        "ts": 0.0,
+        "dur": 1000.0,
+        "args": {"stage": 0, "microbatch": 0, "kind": "forward"},
+    }
+    names = [event["args"]["name"] for event in events if event["ph"] == "M"]
+    assert names == ["1f1b", "rank 0", "rank 1"]
+
+
+def test_other_events_are_passed_over(tmp_path: Path) -> None:
+    ours = {"ph": "X", "pid": 0, "tid": 1, "ts": 5, "dur": 2, "args": {"stage": 0, "microbatch": 0, "kind": "forward"}}
+    profiler = {"ph": "X", "pid": 0, "tid": 1, "ts": 0, "dur": 9, "name": "aten::mm"}
+    (tmp_path / "t.json").write_text(json.dumps([profiler, ours, {"ph": "i", "ts": 0}]))
+    timeline = read_trace(tmp_path / "t.json")
+    assert timeline.unit == "s"
+    assert timeline.ranks[0] == ()
+    assert timeline.ranks[1][0].end == pytest.approx(2e-6)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"traceEvents": []}', '[{"ph": "X", "args": 3}]', "[1]"])
+def test_bad_traces(text: str, tmp_path: Path) -> None:
+    (tmp_path / "t.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"t\.json"):
+        read_trace(tmp_path / "t.json")
+
+
+def test_recorders_of_two_ranks() -> None:
+    recorders = [Recorder(), Recorder()]
+    for recorder in recorders:
+        recorder.start()
+    for rank, recorder in enumerate(recorders):
+        with recorder.run(Action(rank, "forward", 0)):
+            time.sleep(0.01)
+    timeline = merge_records([recorder.record for recorder in recorders], "gpipe", 1)
+    assert timeline.unit == "s"
+    assert timeline.start == 0
+    assert 0.02 <= timeline.makespan < 1
+    assert timeline.ranks[1][0].start >= timeline.ranks[0][0].end
+
+
+def test_clocks_of_two_machines_are_set_at_the_start() -> None:
+    action = Action(0, "forward", 0)
+    here, there = Record("a", 1000, [(action, 1500, 2000)]), Record("b", 777_000, [(action, 777_600, 778_000)])
+    same = Record("a", 1100, [(action, 1700, 1800)])
+    timeline = merge_records([here, there, same])
+    assert [round(spans[0].start * 1e9) for spans in timeline.ranks] == [0, 100, 200]
+
+
+def test_nothing_is_noted_where_a_computation_fails() -> None:
+    recorder = Recorder()
+    with pytest.raises(RuntimeError), recorder.run(Action(0, "forward", 0)):
+        raise RuntimeError
+    assert recorder.record.events == []

@@ -1,0 +1,117 @@
+"""Queries, keys and values in one projection, and an MLP that adds the residual itself."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+
+class Config(PreTrainedConfig):
+    model_type = "own_gpt"
+
+    def __init__(self, dim=64, n_layers=3, n_heads=8, ff_dim=96, vocab_size=97, **kwargs):
+        self.dim, self.n_layers, self.n_heads = dim, n_layers, n_heads
+        self.ff_dim, self.vocab_size = ff_dim, vocab_size
+        super().__init__(**{"tie_word_embeddings": False, **kwargs})
+
+
+class Scale(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.gain
+
+
+class Mixer(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.dim, self.n_heads = config.dim, config.n_heads
+        self.qkv = nn.Linear(config.dim, 3 * config.dim)
+        self.wo = nn.Linear(config.dim, config.dim)
+
+    def forward(self, x, mask):
+        b, s, _ = x.shape
+        q, k, v = self.qkv(x).split(self.dim, dim=-1)
+        q, k, v = (t.view(b, s, self.n_heads, -1).transpose(1, 2) for t in (q, k, v))
+        weights = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5 + mask).softmax(-1)
+        return self.wo((weights @ v).transpose(1, 2).reshape(b, s, self.dim))
+
+
+class Gate(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.into = nn.Linear(config.dim, config.ff_dim)
+        self.out = nn.Linear(config.ff_dim, config.dim)
+
+    def forward(self, x):
+        return x + self.out(F.gelu(self.into(x)))  # the residual is inside
+
+
+class Layer(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.first, self.mixer = Scale(config.dim), Mixer(config)
+        self.second, self.gated = Scale(config.dim), Gate(config)
+
+    def forward(self, x, mask):
+        x = x + self.mixer(self.first(x), mask)
+        return self.gated(self.second(x))
+
+
+class Base(PreTrainedModel):
+    config_class = Config
+    base_model_prefix = "decoder"
+
+    def _init_weights(self, module):
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=0.05)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+        if isinstance(module, Scale):
+            nn.init.ones_(module.gain)
+
+
+class Decoder(Base):
+    def __init__(self, config):
+        super().__init__(config)
+        self.tokens = nn.Embedding(config.vocab_size, config.dim)
+        self.stack = nn.ModuleList(Layer(config) for _ in range(config.n_layers))
+        self.last = Scale(config.dim)
+        self.post_init()
+
+    def get_input_embeddings(self):
+        return self.tokens
+
+    def forward(self, input_ids, attention_mask=None):
+        x = self.tokens(input_ids)
+        seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()[None, None]
+        if attention_mask is not None:
+            seen = seen & attention_mask[:, None, None].bool()
+        mask = torch.zeros(seen.shape, dtype=x.dtype, device=x.device).masked_fill(~seen, -1e9)
+        for layer in self.stack:
+            x = layer(x, mask)
+        return self.last(x)
+
+
+class DecoderForCausalLM(Base, GenerationMixin):
+    def __init__(self, config):
+        super().__init__(config)
+        self.decoder = Decoder(config)
+        self.lm_head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_input_embeddings(self):
+        return self.decoder.tokens
+
+    def get_output_embeddings(self):
+        return self.lm_head
+
+    def forward(self, input_ids, attention_mask=None, labels=None, **kwargs):
+        logits = self.lm_head(self.decoder(input_ids, attention_mask))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
