@@ -200,6 +200,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)  # tiny products: threads of this process would only wait for those of the ranks
     transformers.logging.set_verbosity_error()
     families = arguments.only or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     verdicts, others = {}, []

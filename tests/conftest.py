@@ -3,8 +3,13 @@
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 from hfscale.testing import RankPool
+
+
+def pytest_configure() -> None:
+    torch.set_num_threads(1)  # tiny products: threads of this process would only wait for those of the ranks
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -37,8 +37,15 @@ class Size:
     layers: int = 4
 
 
-SIZES = (Size(768, 512, 32000, 0.65), Size(512, 256, 8192, 0.80), Size(256, 256, 4096, 0.60))
-CANDIDATES = ("native tp2", "hfscale tp2", "native tp2, split groups", "stock", "hfscale")
+SIZES = (Size(768, 512, 32000, 0.60), Size(512, 256, 8192, 0.80), Size(256, 256, 4096, 0.60))
+# Layouts of hfscale by candidate; the others are transformers' own.
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "hfscale": {},
+    "hfscale tp2": {"tp_size": 2},
+    "hfscale tp2, no overlap": {"tp_size": 2, "overlap": False},
+    "hfscale tp2, sequence parallel": {"tp_size": 2, "sequence_parallel": True},
+}
+CANDIDATES = ("native tp2", "hfscale tp2", "native tp2, split groups", *list(LAYOUTS)[2:], "stock", "hfscale")
 _state: dict[str, Any] = {}
 
 
@@ -52,7 +59,7 @@ def build(kind: str, path: str, size: Size) -> None:
     elif kind == "stock":
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     else:
-        layout = hfscale.ParallelConfig(tp_size=2 if kind == "hfscale tp2" else 1)
+        layout = hfscale.ParallelConfig(**LAYOUTS[kind])
         model = hfscale.from_pretrained(path, parallel=layout, dtype=torch.float32)
     optimizer = build_optimizer(model, kind)
     generator = torch.Generator().manual_seed(0)
@@ -131,6 +138,8 @@ def measure(size: Size, rounds: int, pools: dict[int, RankPool]) -> dict[str, An
         "hfscale tp2 / native tp2": round(ratio("hfscale tp2", "native tp2"), 3),
         "goal": size.goal,
         "hfscale tp2 / native tp2, split groups": round(ratio("hfscale tp2", "native tp2, split groups"), 3),
+        "overlap / no overlap": round(ratio("hfscale tp2", "hfscale tp2, no overlap"), 3),
+        "sequence parallel / without": round(ratio("hfscale tp2, sequence parallel", "hfscale tp2"), 3),
         "hfscale tp2 / stock": round(ratio("hfscale tp2", "stock"), 3),
         "hfscale / stock": round(ratio("hfscale", "stock"), 3),
         "loss after all rounds": losses,

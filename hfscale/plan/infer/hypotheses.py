@@ -124,7 +124,7 @@ class Guesses:
         fused = {name: (1, 2) for name, lengths in parts.items() if lengths is query_key_value}
         width = self._width(self.candidate.row[0], of_input=True) * key_heads // self.heads
         names = [name for name in self.candidate.column if self._width(name) == width]
-        names += [name for name in across if self.modules[name].weight.shape[0] == width]
+        names += [name for name in across if self.modules[name].get_parameter("weight").shape[0] == width]
         return {**fused, **dict.fromkeys(names, ())}
 
     def _width(self, name: str, of_input: bool = False) -> int:

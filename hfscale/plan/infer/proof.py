@@ -60,9 +60,9 @@ def prove(subject: Subject, blueprint: Blueprint, tp_size: int = 2) -> Proof:
         raise Unproved(f"the output differs by {proof.output:.0e}")
     floor = _FLOOR * max(float(gradient.abs().max()) for gradient in wanted.values() if gradient is not None)
     for name, gradient in wanted.items():
-        error = max(_gradient_difference(result.gradients[name], gradient, floor) for result in results)
-        if error >= proof.gradient:
-            proof = Proof(proof.output, error, name)
+        largest = max(_gradient_difference(result.gradients[name], gradient, floor) for result in results)
+        if largest >= proof.gradient:
+            proof = Proof(proof.output, largest, name)
     if proof.worst > TOLERANCE:
         raise Unproved(f"the gradient of {proof.parameter} differs by {proof.gradient:.0e}")
     return proof
