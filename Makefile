@@ -31,6 +31,8 @@ test: setup
 test-all: setup
 	$(BIN)/python -m pytest -m "not gpu"
 	$(BIN)/python scripts/parity_table.py
+	$(BIN)/python scripts/family_sweep.py --out docs/families.md
+	$(BIN)/python scripts/inference_sweep.py --out docs/inference.md
 
 # Runs with the torch and transformers of $(PYTHON), which see the GPU.
 test-gpu:

@@ -11,6 +11,7 @@ a defect.
 
 import argparse
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ from hfscale.testing.clone import tiny_clone
 
 TOLERANCE = 1e-9
 LAYOUT = hfscale.ParallelConfig(tp_size=2)
+SEQUENCE = hfscale.ParallelConfig(tp_size=2, sequence_parallel=True)
+KINDS = ("equal", "refused", "DIFFERS", "FAILS")
 # What a default config needs besides to build and train as a decoder.
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8}
 CHANGES: dict[str, dict[str, Any]] = {
@@ -137,34 +140,59 @@ def config_of(family: str) -> Any:
     return config
 
 
-def judge(family: str, pool: RankPool) -> tuple[str, str]:
-    """``(verdict, detail)`` for one causal-LM family."""
+@dataclass
+class Verdict:
+    """What became of one class.
+
+    Attributes:
+        kind: one of :data:`KINDS`, or ``no clone``.
+        sequence: the same with the sequence cut as well; ``-`` where it was not tried.
+        detail: the largest difference, or why not.
+    """
+
+    kind: str
+    detail: str
+    sequence: str = "-"
+
+
+def judge(family: str, pool: RankPool) -> Verdict:
+    """One causal-LM family."""
     try:
         config = config_of(family)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
         ids = torch.randint(3, 60, (2, 8))
         model(input_ids=ids, labels=ids).loss.backward()
     except Exception as error:  # whatever stock code says of a clone it cannot train
-        return "no clone", f"{type(error).__name__}: {error}".split("\n")[0][:100]
-    return measure(Case(config), pool)
+        return Verdict("no clone", f"{type(error).__name__}: {error}".split("\n")[0][:100])
+    return judge_case(Case(config), pool)
 
 
-def judge_class(
-    family: str, auto_class: Any, maker: plain.Maker, changes: dict[str, Any], pool: RankPool
-) -> tuple[str, str]:
+def judge_class(family: str, auto_class: Any, maker: plain.Maker, changes: dict[str, Any], pool: RankPool) -> Verdict:
     """The same for a class with a loss of its own."""
     config = tiny_clone(AutoConfig.for_model(family), **{"pad_token_id": None, **changes})
     if hasattr(config, "vision_config"):
         config.vision_config.image_size, config.vision_config.patch_size = 32, 8
-    return measure(plain.PlainCase(config, auto_class=auto_class, make_batch=maker), pool)
+    return judge_case(plain.PlainCase(config, auto_class=auto_class, make_batch=maker), pool)
 
 
-def measure(case: Case, pool: RankPool) -> tuple[str, str]:
+def judge_case(case: Case, pool: RankPool) -> Verdict:
+    """Both layouts."""
+    kind, detail = measure(case, LAYOUT, pool)
+    if not kind.startswith("equal"):
+        return Verdict(kind, detail)
+    sequence, why = measure(case, SEQUENCE, pool)
+    if sequence.startswith("equal"):
+        return Verdict(kind, detail, "equal")
+    return Verdict(kind, f"{detail}; {why}", sequence)
+
+
+def measure(case: Case, layout: hfscale.ParallelConfig, pool: RankPool) -> tuple[str, str]:
     """``(verdict, detail)`` for one case, by a plain loop where ``train_step`` is not for it."""
     try:
-        planned = hfscale.plan(case.config, LAYOUT, auto_class=case.auto_class)
+        planned = hfscale.plan(case.config, layout, auto_class=case.auto_class)
     except hfscale.HFScaleError as error:
-        return "refused", str(error).split("\n  - ")[1].split(": use tp_size")[0][:160]
+        why = str(error).split("\n  - ")[1]
+        return "refused", why.split(": use tp_size")[0].split(": use sequence_parallel")[0][:160]
     except Exception as error:  # planning must say what is missing, and nothing else
         return "FAILS", f"plan: {type(error).__name__}: {error}"[:160]
     verdict = "equal"
@@ -177,7 +205,7 @@ def measure(case: Case, pool: RankPool) -> tuple[str, str]:
         # the host's grouped matrix products take no float64
         if any("expert" in parameter.name for parameter in planned.owned()):
             case.hf_kwargs = {"experts_implementation": "eager"}
-        parity = measure_parity(case, LAYOUT, pool)
+        parity = measure_parity(case, layout, pool)
     except Exception as error:  # a family that breaks is a row, not the end of the sweep
         lines = [line for line in str(error).splitlines() if "Error" in line]
         return "FAILS", (lines[-1] if lines else str(error))[:160]
@@ -203,52 +231,59 @@ def main() -> int:
     torch.set_num_threads(1)  # tiny products: threads of this process would only wait for those of the ranks
     transformers.logging.set_verbosity_error()
     families = arguments.only or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    verdicts, others = {}, []
+    verdicts: dict[str, Verdict] = {}
+    others: list[tuple[str, str, Verdict]] = []
     with RankPool(2) as pool:
         for family, auto_class, maker, changes in tqdm(OTHERS, desc="classes"):
             if not arguments.only or family in arguments.only:
                 verdict = judge_class(family, auto_class, maker, changes, pool)
-                others.append((family, class_name(auto_class, family), *verdict))
+                others.append((family, class_name(auto_class, family), verdict))
                 if arguments.only:
-                    tqdm.write(" - ".join(others[-1]))
+                    tqdm.write(str(others[-1]))
         for family in tqdm(families, desc="families"):
             verdicts[family] = judge(family, pool)
             if arguments.only:
-                tqdm.write(f"{family}: {' - '.join(verdicts[family])}")
-    built = {family: verdict for family, verdict in verdicts.items() if verdict[0] != "no clone"}
-    kinds = ("equal", "refused", "DIFFERS", "FAILS")
-    counts, other_counts = (
-        {kind: sum(name.startswith(kind) for name in names) for kind in kinds}
-        for names in ([verdict for verdict, _ in built.values()], [row[2] for row in others])
-    )
-    summary = ", ".join(f"{count} {kind}" for kind, count in counts.items()) + f" of {len(built)} that build and train"
-    other_summary = ", ".join(f"{count} {kind}" for kind, count in other_counts.items()) + f" of {len(others)}"
-    print(f"{summary}\nother classes: {other_summary}")
+                tqdm.write(f"{family}: {verdicts[family]}")
+    built = {family: verdict for family, verdict in verdicts.items() if verdict.kind != "no clone"}
+    found = [*built.values(), *(verdict for _, _, verdict in others)]
+    summaries = [summarize(list(built.values())), summarize([verdict for _, _, verdict in others])]
+    print("\n".join(summaries))
     if arguments.out:
         lines = [
             "# Families under tensor parallelism",
             "",
             "Written by `scripts/family_sweep.py`: a tiny model of every causal-LM family, tp2 against one process in",
-            "float64 (loss, every gradient, norm, weights after two steps, saved checkpoint). A plain loop is",
-            "`loss = model(**batch).loss; loss.backward()`, for classes that compute a loss of their own.",
-            f"transformers {transformers.__version__}:",
-            f"{summary}.",
+            "float64 (loss, every gradient, norm, weights after two steps, saved checkpoint), and again with",
+            "`sequence_parallel=True`. A plain loop is `loss = model(**batch).loss; loss.backward()`, for classes that",
+            f"compute a loss of their own. transformers {transformers.__version__}, of those that build and train:",
+            f"{summaries[0]}.",
             "",
-            "| family | verdict | |",
-            "|---|---|---|",
-            *(f"| {family} | {kind} | {detail} |" for family, (kind, detail) in built.items()),
+            "| family | tensor parallel | with the sequence cut | |",
+            "|---|---|---|---|",
+            *(f"| {family} | {v.kind} | {v.sequence} | {v.detail} |" for family, v in built.items()),
             "",
             "## Other classes",
             "",
-            f"Likewise, by a plain loop: {other_summary}.",
+            f"Likewise: {summaries[1]}.",
             "",
-            "| family | class | verdict | |",
-            "|---|---|---|---|",
-            *(f"| {' | '.join(row)} |" for row in others),
+            "| family | class | tensor parallel | with the sequence cut | |",
+            "|---|---|---|---|---|",
+            *(f"| {family} | {name} | {v.kind} | {v.sequence} | {v.detail} |" for family, name, v in others),
         ]
         arguments.out.write_text("\n".join(lines) + "\n")
-    wrong = sum(found[kind] for found in (counts, other_counts) for kind in ("DIFFERS", "FAILS"))
-    return int(wrong > 0)
+    return int(any(kind in ("DIFFERS", "FAILS") for v in found for kind in (v.kind, v.sequence)))
+
+
+def summarize(verdicts: list[Verdict]) -> str:
+    """``140 equal, 7 refused, ... of 147; with the sequence cut 130 equal, ...``."""
+
+    def counted(kinds: list[str]) -> str:
+        return ", ".join(f"{sum(found.startswith(kind) for found in kinds)} {kind}" for kind in KINDS)
+
+    return (
+        f"{counted([v.kind for v in verdicts])} of {len(verdicts)}; "
+        f"with the sequence cut {counted([v.sequence for v in verdicts])}"
+    )
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 Per layer and microbatch of ``b x s`` tokens: four all-reduces of ``b s h`` (enter and leave of two blocks); besides,
 one all-reduce of ``b s h`` for the embedding (forward) and one for the head (backward), all-gathers of ``2 b (s - 1)``
-numbers for the loss (the last position predicts nothing), and one all-reduce a step for all parameters that a cut block uses whole.
+numbers for the loss (the last position predicts nothing), and one all-reduce a step for all parameters that a cut block
+uses whole.
 """
 
 from collections.abc import Callable

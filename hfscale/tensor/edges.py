@@ -104,3 +104,5 @@ def install_head_edge(head: nn.Module, group: dist.ProcessGroup, streams: Sequen
         return (enter(args[0], group) if entered is None else entered, *args[1:])
 
     head.register_forward_pre_hook(before)
+    for stream in streams:
+        stream.feeds_head = True

@@ -37,7 +37,8 @@ class Overlap:
         if stream is None:
             x, later = enter_overlapped(x, weights, self._start_sum)
         else:
-            x, later = enter_overlapped(x, weights, stream.start_reduce, stream.start_gather, self.regather)
+            gather, reduce = stream.collectives(x)
+            x, later = enter_overlapped(x, weights, reduce, gather, self.regather)
         self._waiting = dict(zip(columns, later, strict=True))
         return x
 

@@ -15,7 +15,8 @@ Lengths differ by at most one token. A pass without gradients (evaluation, gener
 nothing saved that cutting it would spare.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,7 +45,8 @@ class Stream:
         self._totals: dict[int, int] = {}  # length of this rank's share -> that of the whole, for recomputation
         self._partial = False  # the embedding left its sum over ranks to the first layer
         self.random = LayerRandom(self.rank)
-        self._left: tuple[Tensor, Tensor] | None = None  # the last output: this rank's share, and the whole
+        self.feeds_head = False  # a head whose outputs are cut asks for what this stack gave out
+        self._left: tuple[Tensor, Tensor] | None = None  # that: this rank's share, and the whole
 
     @property
     def cut(self) -> bool:
@@ -73,13 +75,12 @@ class Stream:
         """This rank's tokens ``[b, s/t, h]`` or ``[b s/t, h]`` -> all tokens, for a computation that ranks share."""
         return gather_sum(x, self.lengths(x), self.group, _dim(x))
 
-    def start_gather(self, x: Tensor) -> Started:
-        """Begin to gather this rank's tokens."""
-        return start_all_gather(x, self.lengths(x), _dim(x), self.group)
-
-    def start_reduce(self, x: Tensor) -> Started:
-        """Begin to sum partial results for all tokens into this rank's tokens."""
-        return start_reduce_scatter(x, self.lengths(x, whole=True), _dim(x), self.group)
+    def collectives(self, x: Tensor) -> tuple[Callable[[Tensor], Started], Callable[[Tensor], Started]]:
+        """What begins to gather tensors like ``x``, this rank's tokens, and what begins to sum partial results for all
+        tokens into tensors like it. Both may be called in a backward pass that comes after other forward passes.
+        """
+        how: dict[str, Any] = {"lengths": self.lengths(x), "dim": _dim(x), "group": self.group}
+        return partial(start_all_gather, **how), partial(start_reduce_scatter, **how)
 
     def leave(self, x: Tensor) -> Tensor:
         """Partial sums for all tokens -> the sums for this rank's tokens."""
@@ -174,7 +175,8 @@ class Stream:
 
     def _gathered(self, x: Tensor) -> Tensor:
         whole = gather(x, self.lengths(x), self.group, _DIM)
-        self._left = x, whole
+        if self.feeds_head:
+            self._left = x, whole
         return whole
 
     def _lengths_of(self, whole: Tensor) -> list[int]:

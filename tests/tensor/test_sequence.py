@@ -255,3 +255,24 @@ def test_evaluation_and_generation(pools: Pools, tmp_path: Path) -> None:
         torch.testing.assert_close(logits, expected)
         assert torch.equal(generated, tokens)
         assert refused
+
+
+def two_at_once(path: str) -> list[Tensor]:
+    """Gradients of the sum of two losses over sequences of 13 and 14 tokens, of which rank 0 has 7 each time."""
+    layout = ParallelConfig(**WITH, sequence_regather=True)
+    model = hfscale.from_pretrained(path, parallel=layout, dtype=torch.float64).train()
+    losses = [model(input_ids=ids, labels=ids).loss for ids in (torch.arange(26).view(2, 13), torch.arange(14)[None])]
+    (losses[0] + losses[1]).backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def test_two_forward_passes_before_a_backward_pass(pools: Pools, tmp_path: Path) -> None:
+    path = save(tmp_path, tiny("llama"))
+    model = hfscale.from_pretrained(path, dtype=torch.float64).train()
+    for ids in (torch.arange(26).view(2, 13), torch.arange(14)[None]):
+        model(input_ids=ids, labels=ids).loss.backward()
+    norms = [grad.grad for name, grad in model.named_parameters() if "norm" in name]
+    for rank in pools(2).run(two_at_once, path):
+        whole = [grad for grad in rank if grad.shape == (32,)]
+        for found, expected in zip(whole, norms, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
