@@ -2,7 +2,7 @@
 
 import difflib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
@@ -50,6 +50,8 @@ class ParallelConfig(ParallelismConfig):
         pipeline_schedule: one of :data:`SCHEDULES`, or the path of a CSV file.
         num_microbatches: microbatches of one pipelined step; ``None`` lets the schedule choose.
         virtual_stages: model chunks per pipeline rank.
+        stage_layers: layers of each stage, ``pp_size * virtual_stages`` numbers (or ``"5,6,6,5"``); ``None`` balances
+            stages by cost.
 
     Raises:
         ConfigError: an unknown field or an impossible value.
@@ -63,6 +65,7 @@ class ParallelConfig(ParallelismConfig):
     pipeline_schedule: str | None = None
     num_microbatches: int | None = None
     virtual_stages: int | None = None
+    stage_layers: Sequence[int] | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "ParallelConfig":
         """Refuse misspelt fields by name, before the generated ``__init__`` would."""
@@ -81,6 +84,9 @@ class ParallelConfig(ParallelismConfig):
             name = f"{axis}_size"
             setattr(self, name, _positive(name, _default(name, getattr(self, name), 1)))
         self.virtual_stages = _positive("virtual_stages", _default("virtual_stages", self.virtual_stages, 1))
+        self.stage_layers = _stage_layers(
+            _default("stage_layers", self.stage_layers, None), self.size("pp"), self.virtual_stages
+        )
         self.num_microbatches = _default("num_microbatches", self.num_microbatches, None)
         if self.num_microbatches is not None:
             self.num_microbatches = _positive("num_microbatches", self.num_microbatches)
@@ -152,6 +158,7 @@ class ParallelConfig(ParallelismConfig):
             "pipeline_schedule",
             "num_microbatches",
             "virtual_stages",
+            "stage_layers",
         )
         return f"ParallelConfig({values}, {', '.join(f'{name}={getattr(self, name)!r}' for name in rest)})"
 
@@ -171,6 +178,22 @@ def _positive(name: str, value: Any) -> int:
     if isinstance(value, bool) or number < 1 or not whole:
         raise ConfigError(f"{name}={value!r} is impossible: use a whole number of at least 1")
     return number
+
+
+def _stage_layers(value: Any, pp_size: int, virtual_stages: int) -> tuple[int, ...] | None:
+    """A tuple, so that the layout stays hashable; the number of layers to share out is known with the model only."""
+    if value is None:
+        return None
+    listed = value.split(",") if isinstance(value, str) else value
+    if not isinstance(listed, (list, tuple)):
+        raise ConfigError(f"stage_layers={value!r} is impossible: use one whole number per stage, as in [5, 6, 6, 5]")
+    counts = tuple(_positive(f"stage_layers[{index}]", count) for index, count in enumerate(listed))
+    if len(counts) != pp_size * virtual_stages:
+        raise ConfigError(
+            f"stage_layers={value!r} has {len(counts)} stages, and pp_size={pp_size} x virtual_stages={virtual_stages} "
+            f"makes {pp_size * virtual_stages}: use one number per stage"
+        )
+    return counts
 
 
 def _boolean(name: str, value: Any) -> bool:

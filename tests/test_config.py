@@ -91,3 +91,30 @@ def test_a_layout_is_fixed_and_hashable() -> None:
     assert hash(layout) == hash(ParallelConfig(tp_size=2)) != hash(wider)
     assert layout == ParallelConfig(tp_size=2) != wider
     assert pickle.loads(pickle.dumps(layout)) == copy.deepcopy(layout) == layout
+
+
+@pytest.mark.parametrize("given", [[5, 6, 6, 5], (5, 6, 6, 5), "5,6,6,5", " 5, 6, 6, 5"])
+def test_stage_layers(given: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = ParallelConfig(pp_size=2, virtual_stages=2, stage_layers=given)  # type: ignore[arg-type]
+    assert layout.stage_layers == (5, 6, 6, 5)
+    assert layout == replace(layout) == pickle.loads(pickle.dumps(layout))
+    assert hash(layout) != hash(replace(layout, stage_layers=[6, 5, 5, 6]))
+    assert "stage_layers=(5, 6, 6, 5)" in repr(layout)
+    assert ParallelConfig(pp_size=4).stage_layers is None
+    monkeypatch.setenv("PARALLELISM_CONFIG_STAGE_LAYERS", "5,6,6,5")
+    assert ParallelConfig(pp_size=4).stage_layers == (5, 6, 6, 5)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([5, 6], r"stage_layers=\[5, 6\] has 2 stages, and pp_size=3 x virtual_stages=1 makes 3: use one number per"),
+        ([5, 0, 6], r"stage_layers\[1\]=0 is impossible: use a whole number of at least 1"),
+        ([5, 1.5, 6], r"stage_layers\[1\]=1\.5 is impossible"),
+        ("5,many,6", r"stage_layers\[1\]='many' is impossible"),
+        (5, r"stage_layers=5 is impossible: use one whole number per stage, as in \[5, 6, 6, 5\]"),
+    ],
+)
+def test_impossible_stage_layers(given: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ParallelConfig(pp_size=3, stage_layers=given)  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ from ..errors import PlanError
 
 OWN_TABLE = "hfscale's own table"
 TRANSLATED = "transformers' base_model_tp_plan, translated"
+INFERRED = "inferred"  # what the words for it begin with
 
 
 @dataclass(frozen=True)

@@ -4,15 +4,18 @@ from torch import nn
 
 from ..config import ParallelConfig
 from ..errors import PlanError
+from .assign import Ranks, check_stage_layers, plan_stages
 from .blocks import plan_blocks
 from .blueprint import Blueprint, find_blueprint
 from .cut import Cut
 from .draft import Draft
 from .layers import find_layers
 from .plan import ParameterPlan, Plan, wild_name
+from .stages import StagePlan
 from .stream import plan_streams
 from .vocabulary import cut_vocabulary, plan_head
 
+# What this version cannot run. An axis is switched on by taking it out of here.
 _LATER = {
     "pp": "pipeline stages",
     "ep": "expert parallelism",
@@ -20,32 +23,36 @@ _LATER = {
 }
 
 
-def build_plan(model: nn.Module, layout: ParallelConfig) -> Plan:
+def build_plan(model: nn.Module, layout: ParallelConfig, ranks: Ranks | None = None) -> Plan:
     """Plan a stock Hugging Face model, whole and unpatched, on any device (the meta device is enough).
+
+    Args:
+        ranks: the pipeline rank of each stage, where the schedule is a file, which says so.
 
     Raises:
         PlanError: the layout does not fit the model; the message lists every problem with the valid values.
     """
     draft = Draft(model, layout)
-    plan = _build(draft)
+    plan = _build(draft, ranks)
     if draft.problems:
-        listed = "".join(f"\n  - {problem}" for problem in draft.problems)
-        raise PlanError(f"{layout.describe()} does not fit {type(model).__name__}:{listed}")
+        raise PlanError(draft.report())
     return plan
 
 
-def _build(draft: Draft) -> Plan:
+def _build(draft: Draft, ranks: Ranks | None) -> Plan:
     _refuse_unavailable(draft)
     blueprint = _blueprint(draft)
     layers = find_layers(draft, blueprint)
     blocks = plan_blocks(draft, blueprint, layers) if draft.tp > 1 and blueprint else []
     head, loss = plan_head(draft)
     embedding = cut_vocabulary(draft, head) if draft.tp > 1 else None
-    streams = plan_streams(draft, layers, blocks, embedding) if draft.tp > 1 and draft.layout.sequence_parallel else ()
+    cut_sequence = draft.tp > 1 and draft.layout.sequence_parallel
+    streams = plan_streams(draft, layers, blocks, embedding, blueprint.source) if cut_sequence and blueprint else ()
+    stages = _plan_stages(draft, layers, ranks)
     return Plan(
         family=draft.config.model_type,
         layout=draft.layout,
-        parameters=tuple(_parameters(draft)),
+        parameters=tuple(_parameters(draft, stages)),
         layers=tuple(layers),
         blocks=tuple(blocks),
         embedding=embedding,
@@ -53,7 +60,15 @@ def _build(draft: Draft) -> Plan:
         loss=loss,
         streams=streams,
         source=blueprint.source if blueprint and blocks else "",
+        stages=stages,
     )
+
+
+def _plan_stages(draft: Draft, layers: list[str], ranks: Ranks | None) -> StagePlan | None:
+    if draft.layout.size("pp") == 1:
+        check_stage_layers(draft, layers)
+        return None
+    return None if "pp" in _LATER else plan_stages(draft, layers, ranks)
 
 
 def _refuse_unavailable(draft: Draft) -> None:
@@ -95,7 +110,7 @@ def _rules_of_tensors(draft: Draft) -> dict[int, tuple[Cut | None, tuple[str, ..
     return {key: rule for key, (_, rule) in chosen.items() if rule is not None}
 
 
-def _parameters(draft: Draft) -> list[ParameterPlan]:
+def _parameters(draft: Draft, stages: StagePlan | None) -> list[ParameterPlan]:
     owners: dict[int, str] = {}
     rules, shard = _rules_of_tensors(draft), draft.layout.size("dp_shard")
     result = []
@@ -115,6 +130,7 @@ def _parameters(draft: Draft) -> list[ParameterPlan]:
                 name=name,
                 shape=tuple(parameter.shape),
                 dtype=parameter.dtype,
+                stage=stages.stage_of(name) if stages else 0,
                 cuts=tuple(cuts),
                 partial=partial,
                 tied_to=None if owner == name else owner,

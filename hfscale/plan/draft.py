@@ -31,6 +31,11 @@ class Draft:
         if problem not in self.problems:
             self.problems.append(problem)
 
+    def report(self) -> str:
+        """Every reason, as one message."""
+        listed = "".join(f"\n  - {problem}" for problem in self.problems)
+        return f"{self.layout.describe()} does not fit {type(self.model).__name__}:{listed}"
+
     def cut(self, name: str, dim: int, length: int, parts: tuple[int, ...] = (), copies: tuple[int, ...] = ()) -> None:
         """Cut a parameter of ``length`` entries along ``dim`` over the tensor axis."""
         cut = Cut("tp", dim, self.tp, parts, copies)

@@ -12,6 +12,7 @@ import torch
 
 from ..config import ParallelConfig
 from .cut import Cut, cut_shape, narrow_spans
+from .stages import StagePlan
 
 LOSSES = {"ForCausalLM": 1}
 """Losses over the vocabulary that can run on cut logits -> how many positions the labels are shifted by."""
@@ -30,7 +31,7 @@ class ParameterPlan:
         name: its name in the stock model.
         shape: its global shape.
         dtype: its type.
-        stage: the pipeline stage that holds it.
+        stage: the pipeline stage that holds it; the first, where several hold the module.
         cuts: how it is cut between ranks, in order (tensor first, then sharded data).
         partial: axes over which each rank holds only a part of the gradient, so that the parts must be summed.
         tied_to: the name of the parameter it is the same tensor as.
@@ -150,6 +151,7 @@ class Plan:
         head: name of the output projection onto the vocabulary, if the loss runs on it.
         loss: the host's name of the loss, if it is one of :data:`LOSSES`.
         source: where the blueprint of its blocks comes from, in words; empty where there are none.
+        stages: what each pipeline stage holds; ``None`` where ``pp_size`` is 1.
     """
 
     family: str
@@ -162,6 +164,7 @@ class Plan:
     loss: str | None
     streams: tuple[StreamPlan, ...] = ()
     source: str = ""
+    stages: StagePlan | None = None
 
     @cached_property
     def by_name(self) -> dict[str, ParameterPlan]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..config import AXES
 from .plan import ParameterPlan, Plan, wild_name
+from .stages import Tie
 
 _COLUMNS = ("parameter", "copies", "stage", "shape", "cut", "shape per rank", "bytes per rank", "gradient")
 _NUMBERS = ("copies", "stage", "bytes per rank")  # aligned right
@@ -16,6 +17,9 @@ _NUMBERS = ("copies", "stage", "bytes per rank")  # aligned right
 def gradient_rule(parameter: ParameterPlan, plan: Plan) -> str:
     """What is done to the gradient of one parameter before the optimizer sees it."""
     steps = [f"sum over {axis}" for axis in parameter.partial]
+    tie = _tie(parameter, plan)
+    if tie is not None:
+        steps.append(f"sum over stages {', '.join(map(str, tie.stages))}")
     if parameter.copies > 1:
         steps.append(f"sum over the {parameter.copies} ranks with the same heads")
     if parameter.cut_over("dp_shard"):
@@ -42,17 +46,38 @@ def local_bytes(parameter: ParameterPlan, ranks: dict[str, int]) -> int:
     return prod(parameter.local_shape(ranks)) * parameter.dtype.itemsize
 
 
+def weights_per_rank(plan: Plan) -> tuple[int, int]:
+    """How many numbers, and how many bytes, the weights of a rank have; the most that any rank holds."""
+
+    def weights(held: Iterable[ParameterPlan]) -> tuple[int, int]:
+        once = {parameter.tied_to or parameter.name: parameter for parameter in held}.values()
+        sizes = [(prod(parameter.local_shape({})), parameter.dtype.itemsize) for parameter in once]
+        return sum(count for count, _ in sizes), sum(count * size for count, size in sizes)
+
+    if plan.stages is None:
+        return weights(plan.parameters)
+    ranks = [plan.stages.of_rank(rank) for rank in range(plan.layout.size("pp"))]
+    return max(
+        (weights(p for p in plan.parameters if any(stage.holds(p.name) for stage in stages)) for stages in ranks),
+        key=lambda held: held[1],
+    )
+
+
 def to_json(plan: Plan) -> str:
-    """The whole plan as JSON; shapes and bytes are those of rank 0, which never has less than another rank."""
+    """The whole plan as JSON; shapes and bytes of a parameter are those of the first rank of its stage.
+
+    No other rank of the stage has more.
+    """
     return json.dumps(
         {
             "family": plan.family,
             "layout": {axis: plan.layout.size(axis) for axis in AXES},
             "ranks": plan.layout.total_size,
-            "weight_bytes_per_rank": sum(local_bytes(parameter, {}) for parameter in plan.parameters),
+            "weight_bytes_per_rank": weights_per_rank(plan)[1],
             "layers": list(plan.layers),
             "blocks": [asdict(block) for block in plan.blocks],
             "streams": [asdict(stream) for stream in plan.streams],
+            "stages": asdict(plan.stages) if plan.stages else None,
             "embedding": plan.embedding,
             "head": plan.head,
             "loss": plan.loss,
@@ -84,7 +109,7 @@ def render(plan: Plan) -> str:
     folded: dict[tuple[Any, ...], list[ParameterPlan]] = {}
     for parameter in plan.parameters:
         tied = wild_name(parameter.tied_to or "")
-        like = (parameter.shape, parameter.dtype, parameter.stage, parameter.cuts, parameter.partial, tied)
+        like = (parameter.shape, parameter.dtype, parameter.cuts, parameter.partial, tied)
         folded.setdefault((wild_name(parameter.name), *like), []).append(parameter)
     rows = [_row(group, plan) for group in folded.values()]
     title = (
@@ -93,21 +118,34 @@ def render(plan: Plan) -> str:
     )
     ranks = f" = {plan.layout.total_size} ranks" if plan.layout.total_size > 1 else ""
     source = [f"blueprint: {plan.source}"] if plan.source else []
-    return "\n".join([title + ranks, *source, "", *_align(rows), "", *_edges(plan), _memory(plan)])
+    stages = [str(plan.stages), ""] if plan.stages else []
+    return "\n".join([title + ranks, *source, "", *_align(rows), "", *_edges(plan), *stages, _memory(plan)])
 
 
 def _row(group: list[ParameterPlan], plan: Plan) -> tuple[str, ...]:
-    first = group[0]
+    first, last = group[0], group[-1]
     return (
         wild_name(first.name) if len(group) > 1 else first.name,
         str(len(group)),
-        str(first.stage),
+        str(first.stage) if first.stage == last.stage else f"{first.stage}-{last.stage}",
         _shape(first.shape),
         describe_cut(first),
         _shape(first.local_shape({})),
         human(sum(local_bytes(parameter, {}) for parameter in group)) if first.tied_to is None else "-",
-        gradient_rule(first, plan) if first.tied_to is None else f"tied to {first.tied_to}",
+        gradient_rule(first, plan) if first.tied_to is None else _tied(first, plan),
     )
+
+
+def _tie(parameter: ParameterPlan, plan: Plan) -> Tie | None:
+    """The copies of a parameter on several stages, if there are."""
+    ties = plan.stages.ties if plan.stages else ()
+    return next((tie for tie in ties if parameter.name in tie.names), None)
+
+
+def _tied(parameter: ParameterPlan, plan: Plan) -> str:
+    tie = _tie(parameter, plan)
+    copy = f", a copy on stage {parameter.stage}" if tie is not None and parameter.stage != tie.owner else ""
+    return f"tied to {parameter.tied_to}{copy}"
 
 
 def _align(rows: Sequence[tuple[str, ...]]) -> list[str]:
@@ -165,10 +203,10 @@ def _inside(block: str, names: Iterable[str]) -> str:
 
 
 def _memory(plan: Plan) -> str:
-    weights = sum(local_bytes(parameter, {}) for parameter in plan.parameters)
-    count = sum(prod(parameter.local_shape({})) for parameter in plan.owned())
+    count, weights = weights_per_rank(plan)
+    which = "largest rank" if plan.stages else "per rank"
     return (
-        f"per rank: {count:,} parameters; weights {human(weights)} + gradients {human(weights)} + AdamW state "
+        f"{which}: {count:,} parameters; weights {human(weights)} + gradients {human(weights)} + AdamW state "
         f"{human(2 * weights)} = {human(4 * weights)}, before activations"
     )
 

@@ -30,13 +30,24 @@ def install_block_edges(
     if group is None:
         return
 
+    shape: list[tuple[int, ...]] = [()]  # of the input, all tokens, without the hidden dim
+
     def entered(x: Tensor) -> Tensor:
+        x = summed_on_the_way_back(x)
+        shape[0] = tuple(x.shape[:-1])
+        return x
+
+    def summed_on_the_way_back(x: Tensor) -> Tensor:
         if overlap is not None:
             return overlap.enter(x)
         return stream.enter(x) if stream is not None and stream.cut else enter(x, group)
 
     def left(x: Tensor) -> Tensor:
-        return stream.leave(x) if stream is not None and stream.cut else leave(x, group)
+        if stream is None or not stream.cut:
+            return leave(x, group)
+        if x.ndim == 2 and len(shape[0]) == 2:  # a mixture lists the tokens of all samples: sample by sample again
+            return stream.leave(x.unflatten(0, shape[0])).flatten(0, 1)
+        return stream.leave(x)
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         # Those are whole, also where the stream is cut along the sequence.

@@ -111,6 +111,7 @@ class Stream:
         owner = model.get_submodule(self.plan.owner)
         owner.register_forward_pre_hook(lambda *_: self._begin())
         model.get_submodule(self.plan.exit).register_forward_hook(lambda _, args, output: self._end(output))
+        owner.register_forward_hook(lambda *_: self._check_ended())
         for name in self.plan.layers:
             layer = model.get_submodule(name)
             layer.register_forward_pre_hook(self._before_layer, with_kwargs=True)
@@ -172,6 +173,13 @@ class Stream:
             return (self._gathered(output[0]), *output[1:])
         output.last_hidden_state = self._gathered(output.last_hidden_state)
         return output
+
+    def _check_ended(self) -> None:
+        if self.cut and not _recomputing():
+            raise ConfigError(
+                f"sequence_parallel=True: {self.plan.owner!r} returned without having called {self.plan.exit!r}, where "
+                "its stream becomes whole again, so its family does not fit: use sequence_parallel=False"
+            )
 
     def _gathered(self, x: Tensor) -> Tensor:
         whole = gather(x, self.lengths(x), self.group, _DIM)

@@ -111,13 +111,16 @@ class RankPool:
     def _failure(self, errors: dict[int, str], waiting: list[int]) -> RankError:
         lines = [f"rank {rank} failed:\n{text}" for rank, text in sorted(errors.items())]
         if waiting:
-            for rank in waiting:
-                os.kill(self._processes[rank].pid, signal.SIGUSR1)
-            time.sleep(0.3)
             assert self._directory is not None
-            for rank in waiting:
-                stack = (Path(self._directory.name) / f"stack-{rank}").read_text()
-                lines.append(f"rank {rank} did not return; it stands at:\n{stack}")
+            # A rank that is still starting has no such file yet, and would die of the signal.
+            stacks = {rank: Path(self._directory.name) / f"stack-{rank}" for rank in waiting}
+            for rank, stack in stacks.items():
+                if stack.exists():
+                    os.kill(self._processes[rank].pid, signal.SIGUSR1)
+            time.sleep(0.3)
+            for rank, stack in stacks.items():
+                found = stack.read_text() if stack.exists() else "its start"
+                lines.append(f"rank {rank} did not return; it stands at:\n{found}")
         self.close()
         return RankError("\n".join(lines))
 

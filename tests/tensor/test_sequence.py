@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig
 
 import hfscale
 from hfscale import ParallelConfig, _host
-from hfscale.errors import ConfigError
+from hfscale.errors import ConfigError, PlanError
 from hfscale.plan import share_evenly
 from hfscale.runtime import runtime_of
-from hfscale.testing import Case, RankPool, Traffic, assert_layout_equal, count_traffic
+from hfscale.testing import Case, RankPool, Traffic, assert_layout_equal, count_traffic, plain
+from hfscale.testing.clone import tiny_clone
 
 from ..models import tiny
 
@@ -50,6 +51,37 @@ def test_recomputed_and_frozen(pools: Pools, family: str, extra: dict[str, Any])
     assert_layout_equal(case, ParallelConfig(**WITH, **extra), pools(2))
 
 
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma2": {},  # its embedding scales, so it cannot leave its sum to the first layer
+    "opt": {},  # its layers list the tokens of all samples
+    "llama4_text": {},  # so do its mixtures, between tokens by sample
+    "olmoe": {},  # its attention is run on the whole sequence
+    "bloom": {},  # its blocks add the residual
+    "bert": {"is_decoder": True},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(pools: Pools, family: str) -> None:
+    config = tiny_clone(AutoConfig.for_model(family), **{"pad_token_id": None, **FAMILIES[family]})
+    kwargs = {"experts_implementation": "eager"} if family in ("llama4_text", "olmoe") else {}
+    assert_layout_equal(Case(config, hf_kwargs=kwargs), ParallelConfig(**WITH), pools(2))
+
+
+def test_encoder_and_decoder(pools: Pools) -> None:
+    config = tiny_clone(AutoConfig.for_model("bart"), pad_token_id=1)
+    case = plain.PlainCase(config, auto_class=AutoModelForSeq2SeqLM, make_batch=plain.sequence_to_sequence)
+    assert_layout_equal(case, ParallelConfig(**WITH), pools(2))
+
+
+@pytest.mark.parametrize(("family", "why"), [("rwkv", "its blueprint is inferred"), ("gemma4_text", "inputs of their")])
+def test_what_does_not_fit_is_refused(family: str, why: str) -> None:
+    config = tiny_clone(AutoConfig.for_model(family), pad_token_id=None)
+    hfscale.plan(config, ParallelConfig(tp_size=2))
+    with pytest.raises(PlanError, match=f"does not fit '{family}': .*{why}.*use sequence_parallel=False"):
+        hfscale.plan(config, ParallelConfig(**WITH))
+
+
 @pytest.mark.parametrize("axis", ["dp_shard_size", "dp_replicate_size"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_with_data_axes(pools: Pools, family: str, axis: str) -> None:
@@ -79,9 +111,9 @@ def plain_gradients(path: str, layout: dict[str, Any]) -> tuple[dict[str, Tensor
 
 def test_a_plain_loop_needs_nothing_more(pools: Pools, tmp_path: Path) -> None:
     path = save(tmp_path, tiny("llama"))
-    for rank, (plain, stepped, seen) in enumerate(pools(2).run(plain_gradients, path, WITH)):
+    for rank, (looped, stepped, seen) in enumerate(pools(2).run(plain_gradients, path, WITH)):
         assert seen == [6 - rank] * 4
-        for name, gradient in plain.items():
+        for name, gradient in looped.items():
             torch.testing.assert_close(stepped[name], gradient, rtol=1e-6, atol=1e-9, msg=name)
 
 

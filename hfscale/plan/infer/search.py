@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..blueprint import Block, Blueprint
+from ..blueprint import INFERRED, Block, Blueprint
 from .candidates import Candidate, find_candidates
 from .dropout import find_dropouts
 from .hypotheses import Guesses, head_count, key_head_count
@@ -110,7 +110,7 @@ def _infer(model: Any, subject: Subject) -> Inference:
     blocks = {path: replace(block, dropout=fields.get(path, ())) for path, block in blocks.items()}
     blueprint = search.blueprint(blocks)
     proof = prove(subject, blueprint)
-    source = f"inferred, and proved on a tiny clone (worst relative difference {proof.worst:.0e})"
+    source = f"{INFERRED}, and proved on a tiny clone (worst relative difference {proof.worst:.0e})"
     blueprint = replace(blueprint, source=source)
     return Inference(blueprint, proof, tuple(path for path in blocks if path in attention), tuple(search.refused))
 

@@ -1,0 +1,233 @@
+"""Run a model on two tokens, mostly without memory, to see what its modules do in which order.
+
+:class:`EntryProbe` stops where the layers begin; :class:`PassageProbe` goes all the way through one list of layers.
+"""
+
+from collections.abc import Callable, Iterable
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from .clone import tiny_clone
+from .draft import Draft
+from .plan import join_path
+
+_STREAM = "hidden_states"
+
+
+class _Reached(Exception):
+    """There is nothing more to see."""
+
+
+def direct_children(modules: dict[str, Any], owner: str) -> list[str]:
+    """Full names of the modules directly below ``owner``."""
+    return [join_path(owner, name) if owner else name for name, _ in modules[owner].named_children()]
+
+
+def tiny_model(model: Any) -> Any | None:
+    """A tiny clone with real weights, where one can be built."""
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        try:
+            return type(model)._from_config(tiny_clone(model.config))
+        except Exception:  # whatever stock code says of a clone it cannot build
+            return None
+
+
+def probe_entry(draft: Draft, firsts: dict[str, str], embedding: str | None) -> "EntryProbe":
+    """Trace the model itself (without memory, mostly), or, where its code looks at values, a tiny clone of it."""
+    probe = EntryProbe(draft.model, draft.modules, firsts, embedding)
+    clone = tiny_model(draft.model) if probe.failure else None
+    return probe if clone is None else EntryProbe(clone, dict(clone.named_modules()), firsts, embedding)
+
+
+class _Probe(TorchDispatchMode):
+    """A run of a model with hooks on its modules.
+
+    Attributes:
+        failure: why the model could not be run, if so.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failure = ""
+        self._handles: list[Any] = []
+
+    def _before(self, module: nn.Module, hook: Callable[..., None]) -> None:
+        self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def _after(self, module: nn.Module, hook: Callable[..., None]) -> None:
+        self._handles.append(module.register_forward_hook(hook))
+
+    def _run(self, model: Any, **inputs: Any) -> None:
+        device = next(model.parameters()).device
+        ids = torch.full((1, 2), 3, dtype=torch.long, device=device)
+        inputs = {"input_ids": ids, **({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}), **inputs}
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), self:
+                model(**inputs)
+        except _Reached:
+            pass
+        except Exception as error:  # whatever stock code says of a run without memory
+            self.failure = f"{type(error).__name__}: {error}".split("\n")[0][:100]
+        finally:
+            for handle in self._handles:
+                handle.remove()
+
+
+class EntryProbe(_Probe):
+    """Run a model up to its first layers, and note what was called before them.
+
+    Attributes:
+        before: owner -> modules directly below it that were called before its first layer.
+        direct: the first layer that got what the embedding returned, when nothing else did.
+    """
+
+    def __init__(self, model: Any, modules: dict[str, Any], firsts: dict[str, str], embedding: str | None) -> None:
+        super().__init__()
+        self.before: dict[str, set[str]] = {}
+        self.direct: str | None = None
+        self._embedded: Tensor | None = None
+        self._uses = 0
+        self._called: set[str] = set()
+        for owner in set(firsts.values()):
+            for name in direct_children(modules, owner):
+                self._before(modules[name], lambda *_, n=name: self._called.add(n))
+        for layer, owner in firsts.items():
+            self._before(modules[layer], self._first_layer(layer, owner, len(firsts)))
+        if embedding is not None:
+            self._after(modules[embedding], self._after_embedding)
+        self._run(model)
+
+    def _first_layer(self, layer: str, owner: str, owners: int) -> Callable[..., None]:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            x = args[0] if args else kwargs.get(_STREAM)
+            if x is self._embedded and x is not None and self._uses == 0:
+                self.direct = layer
+            self.before[owner] = set(self._called)
+            if len(self.before) == owners:
+                raise _Reached
+
+        return hook
+
+    def _after_embedding(self, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        self._embedded, self._uses = output, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._embedded is not None and any(leaf is self._embedded for leaf in tree_leaves((args, kwargs))):
+            self._uses += 1
+        return func(*args, **(kwargs or {}))
+
+
+class PassageProbe(_Probe):
+    """Run a model to its end, and note what happens before, between and after the layers of one list.
+
+    Attributes:
+        phases: module or parameter of ``items`` -> when it was used: ``"before"``, ``"between"`` or ``"after"`` the
+            layers.
+        returns: what a layer returns: ``None`` for a tensor, ``n`` for a tuple of ``n`` with the stream first.
+        item_returns: the same of the modules among ``items`` that were called; 0 for anything else.
+        obstacles: what keeps the layers from being run by several processes that pass on the stream alone, in words.
+    """
+
+    def __init__(self, model: Any, layer_list: str, items: Iterable[str]) -> None:
+        super().__init__()
+        modules, layers = dict(model.named_modules()), list(model.get_submodule(layer_list))
+        self.phases: dict[str, set[str]] = {}
+        self.returns: int | None = None
+        self.item_returns: dict[str, int | None] = {}
+        self.obstacles: list[str] = []
+        self._count, self._entered, self._left = len(layers), 0, 0
+        self._inside = False
+        self._stream: Tensor | None = None  # what the last layer returned
+        self._sources = WeakTensorKeyDictionary()  # tensor -> the parameters, or the layers, that it depends on
+        self._uses: dict[int, str] = {}  # parameters that one item alone has -> the item
+        for item in items:
+            self._watch(model, modules, item)
+        for index, layer in enumerate(layers):
+            self._before(layer, self._enter(index))
+            self._after(layer, self._leave)
+        # Without values, the host's masks want a cache; with them, classes without attention want none.
+        has_values = not next(model.parameters()).is_meta
+        may_choose = "use_cache" in signature(type(model).forward).parameters
+        self._run(model, **({"use_cache": False} if has_values and may_choose else {}))
+        if not self.failure and (self._left, self._entered) != (self._count, self._count):
+            self._obstacle(f"its {self._count} layers are run {self._entered} times in one pass")
+
+    @property
+    def _phase(self) -> str:
+        if not self._entered:
+            return "before"
+        return "after" if self._left >= self._count and not self._inside else "between"
+
+    def _obstacle(self, what: str) -> None:
+        if what not in self.obstacles:
+            self.obstacles.append(what)
+
+    def _watch(self, model: Any, modules: dict[str, Any], item: str) -> None:
+        owner, _, child = item.rpartition(".")
+        found = getattr(modules.get(owner), child, None)
+        tensors = list(found.parameters()) if isinstance(found, nn.Module) else [found] if found is not None else []
+        for tensor in tensors:
+            # A tensor that two items share (a tied head) is told apart by which module is called.
+            self._uses[id(tensor)] = item if self._uses.get(id(tensor), item) == item else ""
+        if isinstance(found, nn.Module):
+            self._before(found, lambda *_: self._used(item))
+            self._after(found, lambda _, args, output: self.item_returns.update({item: _structure(output)}))
+
+    def _used(self, item: str) -> None:
+        self.phases.setdefault(item, set()).add(self._phase)
+
+    def _enter(self, index: int) -> Callable[..., None]:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            x = args[0] if args else kwargs.get(_STREAM)
+            if index != self._left or self._inside:
+                self._obstacle("it does not call its layers one after the other")
+            elif not isinstance(x, Tensor):
+                self._obstacle("its layers do not get the stream as first argument")
+            elif self._stream is not None and x is not self._stream:
+                self._obstacle("it computes between its layers")
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, Tensor) and leaf is not x and leaf in self._sources:
+                    self._obstacle(f"its layers are given what depends on {self._sources[leaf]}, besides the stream")
+            self._entered, self._inside = self._entered + 1, True
+
+        return hook
+
+    def _leave(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        structure = _structure(output)
+        if structure == 0:
+            self._obstacle(f"its layers return a {type(output).__name__} that does not begin with the stream")
+        elif self._left and structure != self.returns:
+            self._obstacle("its layers do not all return the same")
+        self.returns = structure
+        self._stream = None if structure == 0 else output if structure is None else output[0]
+        self._left, self._inside = self._left + 1, False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        items = [self._uses[id(leaf)] for leaf in tensors if id(leaf) in self._uses]
+        for item in filter(None, items):
+            self._used(item)
+        result = func(*args, **(kwargs or {}))
+        if self._inside:
+            source = "what another layer computed"
+        elif items:
+            source = f"the parameters of {items[0] or 'the embedding'}"
+        else:
+            source = next((self._sources[leaf] for leaf in tensors if leaf in self._sources), "")
+        for leaf in tree_leaves(result) if source else ():
+            if isinstance(leaf, Tensor):
+                self._sources[leaf] = source
+        return result
+
+
+def _structure(output: Any) -> int | None:
+    """``None`` for a tensor, ``n`` for a tuple of ``n`` that begins with one, else 0."""
+    if isinstance(output, Tensor):
+        return None
+    return len(output) if type(output) in (tuple, list) and output and isinstance(output[0], Tensor) else 0
