@@ -70,6 +70,14 @@ CHANGES: dict[str, dict[str, Any]] = {
         "ssm_state_size": 8,
     },
     "phi3": {"num_key_value_heads": 2},
+    "prophetnet": {"pad_token_id": 0},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+    },
     "recurrent_gemma": {"num_hidden_layers": 3},
     # positions are counted from the padding token's id
     "camembert": {"pad_token_id": 1},

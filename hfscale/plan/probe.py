@@ -3,7 +3,8 @@
 :class:`EntryProbe` stops where the layers begin; :class:`PassageProbe` goes all the way through one list of layers.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from inspect import signature
 from typing import Any
 
@@ -30,10 +31,10 @@ def direct_children(modules: dict[str, Any], owner: str) -> list[str]:
 
 
 def tiny_model(model: Any) -> Any | None:
-    """A tiny clone with real weights, where one can be built."""
+    """A tiny clone with real weights, where one can be built; in 32 bits, which every kernel of the host has."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         try:
-            return type(model)._from_config(tiny_clone(model.config))
+            return type(model)._from_config(tiny_clone(model.config), dtype=torch.float32)
         except Exception:  # whatever stock code says of a clone it cannot build
             return None
 
@@ -154,7 +155,8 @@ class PassageProbe(_Probe):
         # Without values, the host's masks want a cache; with them, classes without attention want none.
         has_values = not next(model.parameters()).is_meta
         may_choose = "use_cache" in signature(type(model).forward).parameters
-        self._run(model, **({"use_cache": False} if has_values and may_choose else {}))
+        with nullcontext() if has_values else _skipped_experts(modules.values()):
+            self._run(model, **({"use_cache": False} if has_values and may_choose else {}))
         if not self.failure and (self._left, self._entered) != (self._count, self._count):
             self._obstacle(f"its {self._count} layers are run {self._entered} times in one pass")
 
@@ -224,6 +226,24 @@ class PassageProbe(_Probe):
             if isinstance(leaf, Tensor):
                 self._sources[leaf] = source
         return result
+
+
+@contextmanager
+def _skipped_experts(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Within: experts pass their tokens on. What they do depends on values; it stays inside a layer in any case."""
+    skipped = [module for module in modules if _are_experts(module) and "forward" not in module.__dict__]
+    for module in skipped:
+        module.forward = lambda hidden_states, *args, **kwargs: torch.empty_like(hidden_states)
+    try:
+        yield
+    finally:
+        for module in skipped:
+            del module.forward
+
+
+def _are_experts(module: nn.Module) -> bool:
+    """Whether a module is called as the host calls all experts: tokens, the experts chosen for them, and weights."""
+    return type(module).__name__.endswith("Experts") and "top_k_index" in signature(module.forward).parameters
 
 
 def _structure(output: Any) -> int | None:
