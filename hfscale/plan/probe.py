@@ -243,7 +243,8 @@ def _skipped_experts(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 def _are_experts(module: nn.Module) -> bool:
     """Whether a module is called as the host calls all experts: tokens, the experts chosen for them, and weights."""
-    return type(module).__name__.endswith("Experts") and "top_k_index" in signature(module.forward).parameters
+    names = list(signature(module.forward).parameters)
+    return type(module).__name__.endswith("Experts") and names[1:2] in (["top_k_index"], ["router_indices"])
 
 
 def _structure(output: Any) -> int | None:

@@ -31,6 +31,7 @@ from hfscale.plan import (
     Stage,
     StagePlan,
     Tie,
+    assign,
     assign_stages,
     build,
     build_plan,
@@ -139,7 +140,7 @@ def test_what_is_around_the_layers(family: str, first: list[str], last: list[str
 
 
 def test_experts_need_no_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hfscale.plan.assign.tiny_model", lambda model: None)
+    monkeypatch.setattr(assign, "tiny_model", lambda model: None)
     model = on_meta(_config("mixtral"))
     assert len(assign_stages(model, ParallelConfig(pp_size=5)).stages) == 5
     assert all("forward" not in module.__dict__ for module in model.modules())
