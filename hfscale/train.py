@@ -160,6 +160,9 @@ def _partial_sums_at_the_end(runtime: Runtime) -> AbstractContextManager[None]:
     if runtime.sums is None:
         return nullcontext()
     partial = [parameter for planned, parameter in runtime.parameters() if "tp" in planned.partial]
+    # A hook (an optimizer that steps in backward) must see whole gradients: they are summed at once then.
+    if any(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in partial):
+        return nullcontext()
     return runtime.sums.at_the_end([p for p in partial if p.requires_grad], local_tensor)
 
 

@@ -27,7 +27,7 @@ from ..data import local_tensor
 from ..errors import CheckpointError
 from ..mesh import Mesh
 from ..runtime import Runtime, runtime_of
-from ..tensor.random import default_generator
+from ..tensor.random import default_generator, synchronize_random_streams
 from .save import everyone_arrives
 
 _SIZES = ("dp_replicate", "dp_shard", "tp")
@@ -54,7 +54,8 @@ def save_state(
     runtime, target = runtime_of(model), Path(directory)
     mesh, staging = runtime.mesh, target.with_name(f".{target.name}.incomplete")
     everyone_arrives(mesh, timeout, f"save_state({str(target)!r})")
-    failure = ""
+    synchronize_random_streams(runtime)  # a run that goes on from here has agreed on them
+    failure, shares = "", _shares(runtime, optimizer)
     try:
         if not any(mesh.ranks.values()):
             shutil.rmtree(staging, ignore_errors=True)
@@ -62,7 +63,7 @@ def save_state(
             (staging / "layout.json").write_text(json.dumps(_sizes(mesh)))
         _wait(mesh)
         if mesh.ranks["dp_replicate"] == 0:
-            torch.save(_shares(runtime, optimizer), staging / _shares_name(mesh))
+            torch.save(shares, staging / _shares_name(mesh))
         states = {name: other.state_dict() for name, other in others.items()}
         torch.save({"random": _random_states(mesh), "others": states}, staging / _rank_name(mesh))
     except OSError as error:
@@ -128,6 +129,12 @@ def _rank_name(mesh: Mesh) -> str:
 def _shares(runtime: Runtime, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     names = {id(parameter): planned.name for planned, parameter in runtime.parameters()}
     state, groups = {}, []
+    given = {id(p) for group in optimizer.param_groups for p in group["params"]} if optimizer is not None else set()
+    if given - names.keys():
+        raise CheckpointError(
+            f"the optimizer has {len(given - names.keys())} parameters that are not the model's: keep them in an "
+            "optimizer of their own, and pass it to save_state under a name"
+        )
     if optimizer is not None:
         for parameter, values in optimizer.state.items():
             state[names[id(parameter)]] = {key: _plain(value) for key, value in values.items()}

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 class _Enter(torch.autograd.Function):
@@ -23,6 +24,7 @@ class _Enter(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         # A copy, since autograd may hand the same gradient tensor to another branch.
         grad = grads[0].clone(memory_format=torch.contiguous_format)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .exchange import start_all_gather
 
@@ -26,6 +27,7 @@ class _Gather(torch.autograd.Function):
         return start_all_gather(x, lengths, dim, group).result()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         return grads[0].narrow(ctx.dim, sum(ctx.lengths[: ctx.rank]), ctx.lengths[ctx.rank]), None, None, None
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .exchange import start_all_gather, start_reduce_scatter
 
@@ -28,6 +29,7 @@ class _GatherSum(torch.autograd.Function):
         return start_all_gather(x, lengths, dim, group).result() if known is None else known.view_as(known)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         return start_reduce_scatter(grads[0], *ctx.arguments).result(), None, None, None, None
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from .exchange import Started
@@ -39,11 +40,13 @@ class _Regather:
         self.gather, self.readers, self.left = gather, readers, readers
         self._started: Started | None = None
         self._whole: Tensor | None = None
+        self._pass = -1  # the backward pass it was gathered for
 
     def start(self, x: Tensor) -> None:
         """Begin, if no reader has."""
-        if self._started is None and self._whole is None:
-            self._started = self.gather(x)
+        current = torch._C._current_graph_task_id()
+        if self._pass != current:
+            self._pass, self._started, self._whole = current, self.gather(x), None
 
     def take(self) -> Tensor:
         """The gathered tensor as ``[n, h]``; given up with the last reader."""
@@ -78,6 +81,7 @@ class _Await(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         started, ctx.flight.started = ctx.flight.started, None
         return started.result(), None
@@ -90,6 +94,7 @@ class _Launch(torch.autograd.Function):
         return x.view_as(x) if gather is None else gather(x).result()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         ctx.flight.started = ctx.reduce(grads[0])
         # The gradient itself comes out of `await`; autograd only needs something of the right shape to get there.
@@ -103,6 +108,7 @@ class _Weight(torch.autograd.Function):
         return weight.view_as(weight)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         later = ctx.later
         (x, grad), later.operands = later.operands, None
@@ -118,6 +124,7 @@ class _Project(torch.autograd.Function):
         return F.linear(x, token.t() if later.transposed else token, bias)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor, Tensor | None, None, None]:
         weight, kept = ctx.saved_tensors
         grad = grads[0].reshape(-1, grads[0].shape[-1])

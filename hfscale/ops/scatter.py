@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .exchange import start_all_gather
 
@@ -26,6 +27,7 @@ class _Scatter(torch.autograd.Function):
         return x.narrow(dim, sum(lengths[:rank]), lengths[rank]).contiguous()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         return start_all_gather(grads[0], *ctx.arguments).result(), None, None, None
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .exchange import start_all_gather, start_reduce_scatter
 
@@ -25,6 +26,7 @@ class _ScatterSum(torch.autograd.Function):
         return start_reduce_scatter(x, lengths, dim, group).result()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         return start_all_gather(grads[0], *ctx.arguments).result(), None, None, None
 

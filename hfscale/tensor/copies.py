@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from ..mesh import Mesh
 from ..plan import ParameterPlan, Plan
@@ -77,6 +78,7 @@ class _Copied(torch.autograd.Function):
         return parameter.view_as(parameter)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         # A copy, since autograd may hand the same gradient tensor to another branch.
         grad = grads[0].clone(memory_format=torch.contiguous_format)

@@ -84,7 +84,8 @@ def install_block_edges(
     if block.dropout > 0:
         whole = (lambda: not stream.cut) if stream is not None else (lambda: True)
         start = block.enter[0] if block.cut_from is None else block.cut_from
-        cut_region(model.get_submodule(start), rows, rank, whole)
+        restore = cut_region(model.get_submodule(start), rows, rank, whole)
+        model.register_forward_pre_hook(lambda *_: restore())
 
 
 def _compute_across(module: nn.Module, width: int, copies: int, group: dist.ProcessGroup, rank: int) -> None:

@@ -29,7 +29,7 @@ class VocabParallelEmbedding(nn.Embedding):
         if self.padding_idx is not None:  # the padding token's embedding is used, never trained
             found = found.where((input != self.padding_idx)[..., None], found.detach())
         found = found.masked_fill(missing[..., None], 0)
-        if any(stream.sum_later() for stream in self._hfscale_streams):
+        if any(stream.sum_later(self) for stream in self._hfscale_streams):
             return found
         return leave(found, self._hfscale_mesh.group("tp"))
 

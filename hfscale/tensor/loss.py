@@ -10,8 +10,10 @@ chunk of the others at a time, so that logits ``[b, s, V/t]`` never exist; ``out
 caller wants logits - no labels given, or evaluation - the head runs as always, and its slices are gathered whole.
 """
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,6 +47,7 @@ class VocabParallelLoss:
         size = mesh.layout.size("tp")
         self.lengths = [cut.local_length(weight.shape[0], r) if cut else weight.shape[0] for r in range(size)]
         self.start = sum(self.lengths[: mesh.ranks["tp"]])
+        self.tokens = plan.by_name[f"{plan.embedding}.weight"].shape[0] if plan.embedding else None
         self.count: Tensor | None = None
         self.label_smoothing = 0.0
         self.head: nn.Module | None = None
@@ -58,11 +61,25 @@ class VocabParallelLoss:
         return nn.functional.pad(labels, (0, self.shift), value=-100)[..., self.shift :]
 
     def count_valid(self, batch: dict[str, Any]) -> int:
-        """Number of positions of one microbatch that contribute to the loss."""
+        """Number of positions of one microbatch that contribute to the loss.
+
+        Raises:
+            ConfigError: a label or an input token is outside of the vocabulary (slices of it would not notice).
+        """
         targets = batch.get("shift_labels")
         if targets is None:
             targets = self.targets(batch["labels"])
-        return int((targets != -100).sum())
+        ids, valid = batch.get("input_ids"), targets != -100
+        outside = (valid & ((targets < 0) | (targets >= sum(self.lengths)))).sum()
+        if ids is not None and self.tokens is not None:
+            outside = outside + ((ids < 0) | (ids >= self.tokens)).sum()
+        count, wrong = torch.stack((valid.sum(), outside)).tolist()
+        if wrong:
+            raise ConfigError(
+                f"{wrong} labels or input tokens are outside of the vocabulary of {sum(self.lengths)}: mask labels "
+                "with -100, and resize the embeddings for a tokenizer with more tokens before the model is parallelized"
+            )
+        return int(count)
 
     @contextmanager
     def normalized_by(self, count: Tensor, label_smoothing: float = 0.0) -> Iterator[None]:
@@ -142,20 +159,17 @@ class VocabParallelLoss:
 
     def before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of the model: will its loss be computed, and will anyone see its logits?"""
-        self._with_labels, self._called = kwargs.get("labels") is not None, False
+        named = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) if args else {}
+        self._with_labels, self._called = {**named, **kwargs}.get("labels") is not None, False
         unseen = self.count is not None or (model.training and torch.is_grad_enabled())
         self._shows_logits = not (self._with_labels and unseen)
 
-    def promising(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def run_head(self, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """The head's ``forward``, which only promises logits that nobody will see."""
-
-        def promising_forward(*args: Any, **kwargs: Any) -> Tensor:
-            if self._shows_logits or len(args) != 1 or kwargs:
-                return forward(*args, **kwargs)
-            assert self.head is not None
-            return promise_logits(forward, args[0], any(p.requires_grad for p in self.head.parameters()))
-
-        return promising_forward
+        if self._shows_logits or len(args) != 1 or kwargs:
+            return forward(*args, **kwargs)
+        assert self.head is not None
+        return promise_logits(forward, args[0], any(p.requires_grad for p in self.head.parameters()))
 
     def after_head(self, _: nn.Module, args: tuple[Any, ...], logits: Tensor) -> Tensor:
         """Forward hook of the head: keep logits cut for the loss, gather them for everyone else."""
@@ -204,7 +218,7 @@ def install_loss(runtime: Runtime) -> None:
     group = runtime.mesh.group("tp")
     if group is not None:
         install_head_edge(head, group, runtime.streams)
-    head.forward = loss.promising(head.forward)
+    head.forward = partial(loss.run_head, head.forward)  # not a closure: a deep copy of the model gets its own
     head.register_forward_hook(loss.after_head)
     model.register_forward_pre_hook(loss.before_model, with_kwargs=True)
     model.register_forward_hook(loss.after_model)

@@ -32,25 +32,43 @@ from ..runtime import Runtime
 _RANKS = 1 << 16  # seeds of the cut streams of one region differ below this
 
 
-def cut_region(block: nn.Module, exits: Sequence[nn.Module], rank: int, wanted: Callable[[], bool]) -> None:
+def cut_region(
+    block: nn.Module, exits: Sequence[nn.Module], rank: int, wanted: Callable[[], bool]
+) -> Callable[[], None]:
     """Draw from the cut stream between the entry of ``block`` and the entry of its row projections ``exits``.
 
     Args:
         wanted: asked on entry; no where the cut stream is in use already.
+
+    Returns:
+        what puts the replicated stream back after an exception between the two.
     """
     saved: list[torch.Tensor] = []
+    passing = [False]  # what is saved is a recomputation's, which puts back what it found by itself
 
     def into(module: nn.Module, args: tuple[Any, ...]) -> None:
         if module.training and wanted():
-            saved.append(_switch(_generator_of(exits[0]), rank))  # `module` may be a mere dropout
+            passing[0] = recomputing()
+            saved[:] = [_switch(_generator_of(exits[0]), rank)]  # `module` may be a mere dropout
 
     def back(module: nn.Module, args: tuple[Any, ...]) -> None:
         if saved:
             _generator_of(module).set_state(saved.pop())
 
+    def restore() -> None:
+        if saved and not passing[0]:
+            _generator_of(exits[0]).set_state(saved[0])
+        saved.clear()
+
     block.register_forward_pre_hook(into)
     for module in exits:
         module.register_forward_pre_hook(back)
+    return restore
+
+
+def recomputing() -> bool:
+    """Whether this forward pass is activation checkpointing's second one, inside a backward pass."""
+    return torch._C._current_graph_task_id() != -1
 
 
 class LayerRandom:
@@ -64,15 +82,20 @@ class LayerRandom:
         self.rank = rank
         self._after: torch.Tensor | None = None  # where the replicated stream goes on after this layer
         self._cut: tuple[str, torch.Tensor] | None = None  # where the cut stream goes on after this block
+        self._generator: torch.Generator | None = None
 
     def reset(self) -> None:
-        """Forget a layer that was left early (a recomputation stops at the last tensor it needs)."""
+        """Put the replicated stream back after a layer that an exception ended; forget one that was recomputed."""
+        if self._after is not None and self._generator is not None:
+            self._generator.set_state(self._after)
         self._after = self._cut = None
 
     def enter_layer(self, layer: nn.Module) -> None:
         """From now on, draw from the cut stream."""
         if layer.training:
-            self._after = _switch(_generator_of(layer), self.rank)
+            self._generator = _generator_of(layer)
+            after = _switch(self._generator, self.rank)
+            self._after = None if recomputing() else after  # a recomputation puts back what it found by itself
 
     def leave_layer(self, layer: nn.Module) -> None:
         """Go on with the replicated stream."""
@@ -83,14 +106,14 @@ class LayerRandom:
     def enter_sums(self, row: nn.Module, block: str) -> None:
         """What follows is partial sums for all tokens: every rank must drop the same ones."""
         if row.training and (self._cut is None or self._cut[0] != block):
-            generator = _generator_of(row)
+            self._generator = generator = _generator_of(row)
             self._cut = block, generator.get_state()
             generator.manual_seed(_derive(str(generator.initial_seed() // _RANKS), block))
 
-    def leave_sums(self, module: nn.Module) -> None:
+    def leave_sums(self) -> None:
         """What follows is this rank's tokens."""
-        if self._cut is not None:
-            _generator_of(module).set_state(self._cut[1])
+        if self._cut is not None and self._generator is not None:
+            self._generator.set_state(self._cut[1])
             self._cut = None
 
 

@@ -15,6 +15,7 @@ Lengths differ by at most one token. A pass without gradients (evaluation, gener
 nothing saved that cutting it would spare.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -27,9 +28,25 @@ from ..errors import ConfigError
 from ..ops import enter, gather, gather_sum, scatter, scatter_sum
 from ..ops.exchange import Started, start_all_gather, start_reduce_scatter
 from ..plan import StreamPlan, share_evenly
-from .random import LayerRandom
+from .random import LayerRandom, recomputing
 
 _DIM = 1
+
+
+class _Pass:
+    """One forward pass: ``samples`` of ``total`` tokens, and whether its backward pass is over."""
+
+    def __init__(self, total: int, samples: int) -> None:
+        self.total, self.samples, self.done = total, samples, False
+
+    def end_with(self, share: Tensor) -> None:
+        """The backward pass is over when the gradient of this rank's first share is there."""
+        if share.requires_grad:
+            share.register_hook(lambda grad: self._end())
+            _keep(share, self)
+
+    def _end(self) -> None:
+        self.done = True
 
 
 class Stream:
@@ -40,9 +57,9 @@ class Stream:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._open = False  # inside a forward pass of the owner that saves activations
         self._total: int | None = None  # tokens per sample in that pass, once the stream is cut
-        self._samples = 0
         self._first: nn.Module | None = None  # the layer that cut it
-        self._totals: dict[int, int] = {}  # length of this rank's share -> that of the whole, for recomputation
+        self._current: _Pass | None = None  # the latest pass
+        self._pending: list[weakref.ref[_Pass]] = []
         self._partial = False  # the embedding left its sum over ranks to the first layer
         self.random = LayerRandom(self.rank)
         self.feeds_head = False  # a head whose outputs are cut asks for what this stack gave out
@@ -51,7 +68,12 @@ class Stream:
     @property
     def cut(self) -> bool:
         """Whether what flows between blocks is this rank's share."""
-        return bool(self._totals) if _recomputing() else self._open and self._total is not None
+        return bool(self._passes()) if self._again else self._open and self._total is not None
+
+    @property
+    def _again(self) -> bool:
+        """Whether layers are recomputed one by one; recomputing the whole stack is a pass like the first."""
+        return recomputing() and not self._open
 
     def lengths(self, x: Tensor, whole: bool = False) -> list[int]:
         """Each rank's number of entries along the dim of ``x`` that holds tokens: dim 1, or dim 0 of ``[b s, h]``.
@@ -59,17 +81,42 @@ class Stream:
         Args:
             whole: ``x`` has all tokens, and not this rank's only.
         """
-        total, samples = self._total, self._samples
-        if _recomputing() and x.ndim > 2:  # the last forward pass need not be the one that is recomputed
-            total = x.shape[_DIM] if whole else self._totals[x.shape[_DIM]]
-        assert total is not None
-        lengths = [length * (1 if x.ndim > 2 else samples) for length in share_evenly(total, self.size)]
+        current = self._recomputed(x, whole) if self._again else self._current
+        assert current is not None
+        lengths = share_evenly(current.total, self.size)
+        if x.ndim == 2:
+            lengths = [current.samples * length for length in lengths]
         if x.shape[_dim(x)] != (sum(lengths) if whole else lengths[self.rank]):
             raise ConfigError(
                 f"sequence_parallel=True: a block under {self.plan.owner!r} has {x.shape[_dim(x)]} tokens where "
-                f"{total} are shared out as {lengths}, so its family does not fit: use sequence_parallel=False"
+                f"{current.total} are shared out as {lengths}, so its family does not fit: use sequence_parallel=False"
             )
         return lengths
+
+    def _passes(self) -> list["_Pass"]:
+        """Forward passes whose graphs are alive and that no backward pass has gone through."""
+        self._pending = [reference for reference in self._pending if reference() is not None]
+        alive = [found for reference in self._pending if (found := reference()) is not None and not found.done]
+        return alive or ([self._current] if self._current is not None else [])
+
+    def _recomputed(self, x: Tensor, whole: bool) -> "_Pass":
+        """The pass that ``x`` is recomputed for; every rank comes to the same conclusion, or raises."""
+        kinds = {(found.total, found.samples if x.ndim == 2 else 0): found for found in self._passes()}
+        shares = [share_evenly(total, self.size) for total, _ in kinds]
+        mixed = any(
+            a == b for i, one in enumerate(shares) for other in shares[:i] for a, b in zip(one, other, strict=True)
+        )
+        if len(kinds) > 1 and (mixed or x.ndim == 2):
+            raise ConfigError(
+                f"sequence_parallel=True: forward passes over {', '.join(str(total) for total, _ in kinds)} tokens "
+                "wait for their backward passes, and their recomputed layers cannot be told apart: run backward after "
+                "each forward pass, pad them to one length, or do without activation checkpointing"
+            )
+        for found in kinds.values():
+            length = found.total if whole else share_evenly(found.total, self.size)[self.rank]
+            if len(kinds) == 1 or x.shape[_DIM] == length:
+                return found
+        raise ConfigError(f"sequence_parallel=True: no forward pass had {x.shape[_DIM]} tokens here: run it again")
 
     def enter(self, x: Tensor) -> Tensor:
         """This rank's tokens ``[b, s/t, h]`` or ``[b s/t, h]`` -> all tokens, for a computation that ranks share."""
@@ -91,9 +138,11 @@ class Stream:
         lengths = self.lengths(x, whole=True)
         return x.narrow(_dim(x), sum(lengths[: self.rank]), lengths[self.rank])
 
-    def sum_later(self) -> bool:
+    def sum_later(self, embedding: nn.Module) -> bool:
         """Asked by the embedding: may it leave the sum over the ranks to the first layer?"""
-        self._partial = self._open and self._total is None and self.plan.direct
+        # What a hook adds to its output (noise, say) must be added once.
+        hooked = bool(embedding._forward_hooks)
+        self._partial = self._open and self._total is None and self.plan.direct and not hooked
         return self._partial
 
     def enter_head(self, x: Tensor) -> Tensor | None:
@@ -103,7 +152,9 @@ class Stream:
         if self._left is None:
             return None
         (own, whole), self._left = self._left, None
+        # A view of it, and not a detached or changed one.
         same = x.data_ptr() == whole.data_ptr() and x.shape == whole.shape and x.stride() == whole.stride()
+        same = same and x.requires_grad == whole.requires_grad and x._version == whole._version
         return gather_sum(own, self._lengths_of(whole), self.group, _DIM, known=whole) if same else None
 
     def install(self, model: nn.Module) -> None:
@@ -127,27 +178,29 @@ class Stream:
         for row in rows:
             row.register_forward_pre_hook(lambda module, _: self.random.enter_sums(module, name) if self.cut else None)
         for module in exits:
-            module.register_forward_hook(lambda module, args, output: self.random.leave_sums(module))
+            module.register_forward_hook(lambda *_: self.random.leave_sums())
 
     def _begin(self) -> None:
         self._open, self._total, self._partial, self._left = torch.is_grad_enabled(), None, False, None
         self.random.reset()
 
     def _before_layer(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        if not (self._open or _recomputing()):
+        if not (self._open or self._again):
             return None
         if self.plan.dropout:
             self.random.enter_layer(layer)
         x: Tensor = args[0] if args else kwargs["hidden_states"]
-        self._samples = x.shape[0]
         # Recomputation may start in front of this hook or behind it, depending on the host's version.
-        first = self._first is layer if _recomputing() else self._total is None
+        first = self._first is layer if self._again else self._total is None
         if not first:
             return None
-        self._first, self._total = layer, x.shape[_DIM]
-        lengths = share_evenly(self._total, self.size)
-        self._totals[lengths[self.rank]] = self._total
+        lengths = share_evenly(x.shape[_DIM], self.size)
         share = (scatter_sum if self._partial else scatter)(x, lengths, self.group, _DIM)
+        if not self._again:
+            self._first, self._total = layer, x.shape[_DIM]
+            self._current = _Pass(x.shape[_DIM], x.shape[0])
+            self._pending.append(weakref.ref(self._current))
+            self._current.end_with(share)
         return _replaced(args, kwargs, share)
 
     def _before_whole(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
@@ -175,7 +228,7 @@ class Stream:
         return output
 
     def _check_ended(self) -> None:
-        if self.cut and not _recomputing():
+        if self.cut and not self._again:
             raise ConfigError(
                 f"sequence_parallel=True: {self.plan.owner!r} returned without having called {self.plan.exit!r}, where "
                 "its stream becomes whole again, so its family does not fit: use sequence_parallel=False"
@@ -183,12 +236,20 @@ class Stream:
 
     def _gathered(self, x: Tensor) -> Tensor:
         whole = gather(x, self.lengths(x), self.group, _DIM)
+        _keep(whole, self._current)  # the pass waits for its backward pass as long as its graph is alive
         if self.feeds_head:
             self._left = x, whole
         return whole
 
     def _lengths_of(self, whole: Tensor) -> list[int]:
         return share_evenly(whole.shape[_DIM], self.size)
+
+
+def _keep(x: Tensor, thing: Any) -> None:
+    """Keep ``thing`` alive as long as the graph of ``x`` is."""
+    node: Any = x.grad_fn
+    if node is not None:
+        node.metadata["hfscale pass"] = thing
 
 
 def _trains(x: Any) -> bool:
@@ -201,8 +262,3 @@ def _dim(x: Tensor) -> int:
 
 def _replaced(args: Any, kwargs: dict[str, Any], x: Tensor) -> tuple[Any, dict[str, Any]]:
     return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
-
-
-def _recomputing() -> bool:
-    """Whether this forward pass is activation checkpointing's second one, inside a backward pass."""
-    return torch._C._current_graph_task_id() != -1

@@ -51,6 +51,10 @@ class PartialSums:
         self.deferred = True
         try:
             yield
+        except BaseException:  # a step that failed leaves the gradients that were there before it
+            for parameter, before in held:
+                parameter.grad = before
+            raise
         finally:
             self.deferred = False
         _sum_together([local(p.grad) for p in parameters if p.grad is not None], self.group)

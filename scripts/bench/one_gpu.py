@@ -3,8 +3,8 @@
     python scripts/bench/one_gpu.py [--rounds 10] [--out scripts/bench/results/one_gpu.json]
 
 Meant for one GPU (``tp_size=1``: nothing is cut, what differs is the loss, which never makes whole logits). Each is
-built, warmed up, timed and dropped in turn, twice over in opposite orders, so that neither profits from the order; peaks
-are torch's allocated bytes. Without a GPU it runs a tiny model, to show that it runs.
+built, warmed up, timed and dropped in turn, twice over in opposite orders, so that neither profits from the order.
+Peaks are of torch's allocated bytes. Without a GPU it runs a tiny model, to show that it runs.
 """
 
 import argparse
