@@ -12,7 +12,7 @@ load anywhere, in any layout.) Files grow beside the directory and move into pla
 import json
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from ..data import local_tensor
+from ..data import like_sharded, local_tensor
 from ..errors import CheckpointError
 from ..mesh import Mesh
 from ..runtime import Runtime, runtime_of
@@ -55,23 +54,25 @@ def save_state(
     mesh, staging = runtime.mesh, target.with_name(f".{target.name}.incomplete")
     everyone_arrives(mesh, timeout, f"save_state({str(target)!r})")
     synchronize_random_streams(runtime)  # a run that goes on from here has agreed on them
-    failure, shares = "", _shares(runtime, optimizer)
-    try:
+    shares = _shares(runtime, optimizer)
+
+    def prepare() -> None:
         if not any(mesh.ranks.values()):
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
             (staging / "layout.json").write_text(json.dumps(_sizes(mesh)))
-        _wait(mesh)
+
+    def write() -> None:
         if mesh.ranks["dp_replicate"] == 0:
             torch.save(shares, staging / _shares_name(mesh))
         states = {name: other.state_dict() for name, other in others.items()}
         torch.save({"random": _random_states(mesh), "others": states}, staging / _rank_name(mesh))
-    except OSError as error:
-        failure = f"{type(error).__name__}: {error}"
-    failures = _all_failures(mesh, failure)
-    if failures:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise CheckpointError(f"{target} could not be written: {'; '.join(failures)}")
+
+    for part in (prepare, write):  # every rank learns of a failure before any of them goes on
+        failures = _failures_of(part, mesh)
+        if failures:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise CheckpointError(f"{target} could not be written: {'; '.join(failures)}")
     if not any(mesh.ranks.values()):
         old = target.with_name(f".{target.name}.old")
         shutil.rmtree(old, ignore_errors=True)
@@ -186,14 +187,9 @@ def _put_back_optimizer(
 
 def _like(value: Any, parameter: Tensor) -> Any:
     """An optimizer's value, as a sharded tensor where it has the shape of a sharded parameter's share."""
-    if not isinstance(value, Tensor) or not isinstance(parameter, DTensor):
+    if not isinstance(value, Tensor) or value.ndim == 0 or value.shape != local_tensor(parameter).shape:
         return value
-    if value.shape != parameter.to_local().shape or value.ndim == 0:
-        return value
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(
-        value, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-    )
+    return like_sharded(value, parameter)
 
 
 def _random_states(mesh: Mesh) -> dict[str, Any]:
@@ -223,7 +219,13 @@ def _wait(mesh: Mesh) -> None:
         dist.barrier(mesh.control)
 
 
-def _all_failures(mesh: Mesh, failure: str) -> list[str]:
+def _failures_of(part: Callable[[], None], mesh: Mesh) -> list[str]:
+    """Do ``part``, wait for all ranks to have done theirs, and say which of them failed, and why."""
+    failure = ""
+    try:
+        part()
+    except OSError as error:
+        failure = f"{type(error).__name__}: {error}"
     failures = [failure]
     if mesh.control is not None:
         failures = [""] * dist.get_world_size()

@@ -51,11 +51,15 @@ def install_shares(model: nn.Module, shares: dict[str, Tensor], plan: Plan) -> N
 def _filled(empty: Tensor | None, share: Tensor) -> nn.Parameter:
     if empty is None:
         raise ConfigError("a parameter vanished between planning and loading")
-    if isinstance(empty, DTensor):
-        share = DTensor.from_local(
-            share, empty.device_mesh, empty.placements, run_check=False, shape=empty.shape, stride=empty.stride()
-        )
-    return nn.Parameter(share, requires_grad=empty.requires_grad)
+    return nn.Parameter(like_sharded(share, empty), requires_grad=empty.requires_grad)
+
+
+def like_sharded(share: Tensor, other: Tensor) -> Tensor:
+    """This rank's ``share`` as a tensor sharded as ``other`` is; the share itself where that is not sharded."""
+    if not isinstance(other, DTensor):
+        return share
+    mesh, placements = other.device_mesh, other.placements
+    return DTensor.from_local(share, mesh, placements, run_check=False, shape=other.shape, stride=other.stride())
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

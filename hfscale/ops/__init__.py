@@ -1,7 +1,7 @@
 """Differentiable collectives, one per file: forward and backward on one screen."""
 
 from .enter import enter
-from .gather import gather, gather_last_dim
+from .gather import gather
 from .gather_sum import gather_sum
 from .head_cross_entropy import head_cross_entropy
 from .head_rows import AnyRows, HeadRows, LinearRows
@@ -20,7 +20,6 @@ __all__ = [
     "enter",
     "enter_overlapped",
     "gather",
-    "gather_last_dim",
     "gather_sum",
     "head_cross_entropy",
     "leave",

@@ -35,8 +35,3 @@ class _Gather(torch.autograd.Function):
 def gather(x: Tensor, lengths: Sequence[int], group: dist.ProcessGroup | None, dim: int = -1) -> Tensor:
     """``x`` with ``lengths[rank]`` entries along ``dim`` on each rank of ``group`` -> all of them on every rank."""
     return x if group is None else _Gather.apply(x, lengths, dim, group)
-
-
-def gather_last_dim(x: Tensor, lengths: Sequence[int], group: dist.ProcessGroup | None) -> Tensor:
-    """:func:`gather` along the last dim."""
-    return gather(x, lengths, group)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..mesh import Mesh
-from ..ops import enter, gather_last_dim, leave
+from ..ops import enter, gather, leave
 from ..plan import BlockPlan
 from ..plan.cut import Cut
 from .overlap import Overlap
@@ -99,7 +99,7 @@ def _compute_across(module: nn.Module, width: int, copies: int, group: dist.Proc
 
     def gathered(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         # What follows differs between ranks, so the gradient of the whole is the sum over them.
-        every = gather_last_dim(args[0], lengths, group)
+        every = gather(args[0], lengths, group)
         firsts = every.unflatten(-1, (size // copies, copies, -1))[..., 0, :].flatten(-2) if copies > 1 else every
         return enter(firsts, group), *args[1:]
 

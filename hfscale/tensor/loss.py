@@ -26,7 +26,7 @@ from ..ops import (
     HeadRows,
     LinearRows,
     VocabularySlice,
-    gather_last_dim,
+    gather,
     head_cross_entropy,
     vocab_cross_entropy,
 )
@@ -173,7 +173,7 @@ class VocabParallelLoss:
 
     def after_head(self, _: nn.Module, args: tuple[Any, ...], logits: Tensor) -> Tensor:
         """Forward hook of the head: keep logits cut for the loss, gather them for everyone else."""
-        return logits if self._with_labels else gather_last_dim(logits, self.lengths, self.group)
+        return logits if self._with_labels else gather(logits, self.lengths, self.group)
 
     def after_model(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Forward hook of the model: what its caller sees as logits."""
@@ -186,9 +186,9 @@ class VocabParallelLoss:
                 "run on a cut vocabulary: call it without labels, and compute the loss from its logits"
             )
         if isinstance(output, tuple):  # (loss, logits, ...)
-            logits = gather_last_dim(output[1], self.lengths, self.group) if shown else None
+            logits = gather(output[1], self.lengths, self.group) if shown else None
             return (output[0], logits, *(None if isinstance(each, LogitsPromise) else each for each in output[2:]))
-        output.logits = gather_last_dim(output.logits, self.lengths, self.group) if shown else None
+        output.logits = gather(output.logits, self.lengths, self.group) if shown else None
         return output
 
 

@@ -73,6 +73,19 @@ def test_resumed_bit_by_bit(pools: Pools, tmp_path: Path, layout: str) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["state"]
 
 
+def cannot_write(directory: str) -> str:
+    model, *_ = start({"tp_size": 2}, 0)
+    with pytest.raises(CheckpointError) as caught:
+        hfscale.save_state(model, directory)
+    return str(caught.value)
+
+
+def test_all_ranks_learn_that_the_directory_cannot_be_made(pools: Pools, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for message in pools(2).run(cannot_write, str(tmp_path / "file" / "state")):
+        assert "could not be written: rank 0: " in message
+
+
 def test_one_process(tmp_path: Path) -> None:
     stop_and_go({}, str(tmp_path / "state"))
 

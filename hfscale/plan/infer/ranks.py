@@ -197,13 +197,13 @@ class _RankModel:
 
     def _install(self, block: BlockPlan) -> None:
         module: Any = self.model.get_submodule(block.name)
-        for path, divisor in _divided(block.local_attributes, self.lockstep.size):
+        for path, divisor in block.local_attributes:
             owner, _, name = path.rpartition(".")
             holder = module.get_submodule(owner)
             setattr(holder, name, getattr(holder, name) // divisor)
         if block.local_config:
             module.config = copy.copy(module.config)
-            for field, divisor in _divided(block.local_config, self.lockstep.size):
+            for field, divisor in block.local_config:
                 setattr(module.config, field, getattr(module.config, field) // divisor)
         if block.heads or block.sample_heads:
             module.register_forward_pre_hook(self._own_heads(block), with_kwargs=True)
@@ -257,7 +257,3 @@ class _RankModel:
             return args, {**kwargs, **shares}
 
         return hook
-
-
-def _divided(entries: Sequence[Any], size: int) -> list[tuple[str, int]]:
-    return [(entry, size) if isinstance(entry, str) else entry for entry in entries]
