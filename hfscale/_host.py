@@ -27,11 +27,16 @@ from .errors import CheckpointError
 
 
 @contextmanager
-def loading_through(prepare: Callable[[Any, list[Any], list[str]], dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def loading_through(
+    prepare: Callable[[Any, list[Any], list[str]], dict[str, Any]], present: Callable[[str], bool]
+) -> Iterator[dict[str, Any]]:
     """Within: ``from_pretrained`` shows every freshly built meta model to ``prepare`` before it reads weights.
 
-    ``prepare(model, weight_mapping, files)`` may change the model's shapes, and returns the state dict to load from.
-    What the host reports as missing and mismatched is left in the yielded dict.
+    ``prepare(model, weight_mapping, files)`` may change the model's shapes and take modules out, and returns the state
+    dict to load from. What the host reports as missing and mismatched is left in the yielded dict.
+
+    Args:
+        present: whether a parameter is still there, by name; the host ties only what is.
     """
     report: dict[str, Any] = {}
     original = PreTrainedModel.__dict__["_load_pretrained_model"]
@@ -44,6 +49,8 @@ def loading_through(prepare: Callable[[Any, list[Any], list[str]], dict[str, Any
                 "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
             )
         shown = prepare(model, load_config.weight_mapping or [], files)
+        report["model"], report["ties"] = model, model.all_tied_weights_keys
+        model.all_tied_weights_keys = {a: b for a, b in report["ties"].items() if present(a) and present(b)}
         info, index = original.__func__(model, shown, None, load_config, *args, **kwargs)
         report["missing"] = set(info.missing_keys)
         report["mismatched"] = list(info.mismatched_keys)
@@ -62,6 +69,8 @@ def loading_through(prepare: Callable[[Any, list[Any], list[str]], dict[str, Any
         if quiet:
             logging.enable_progress_bar()
         host._load_pretrained_model = original
+        if "model" in report:
+            report["model"].all_tied_weights_keys = report["ties"]
 
 
 def checkpoint_targets(model: Any, keys: list[str], weight_mapping: list[Any]) -> dict[str, tuple[str, bool]]:

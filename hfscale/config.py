@@ -25,6 +25,7 @@ SCHEDULES = (
     "pipedream",
     "pipedream_2bw",
 )
+_SEVERAL_STAGES = ("interleaved1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev")
 _ENVIRONMENT = "PARALLELISM_CONFIG_"
 
 
@@ -49,9 +50,11 @@ class ParallelConfig(ParallelismConfig):
         overlap: hide the backward collectives of tensor parallelism behind the gradients of weights.
         pipeline_schedule: one of :data:`SCHEDULES`, or the path of a CSV file.
         num_microbatches: microbatches of one pipelined step; ``None`` lets the schedule choose.
-        virtual_stages: model chunks per pipeline rank.
+        virtual_stages: model chunks per pipeline rank; by default 2 for schedules that are about several, else 1.
         stage_layers: layers of each stage, ``pp_size * virtual_stages`` numbers (or ``"5,6,6,5"``); ``None`` balances
             stages by cost.
+        weights_regather: with stages over sharded data, gather weights anew for every microbatch instead of keeping
+            them whole for a step: less memory for as many times the traffic as there are microbatches.
 
     Raises:
         ConfigError: an unknown field or an impossible value.
@@ -66,6 +69,7 @@ class ParallelConfig(ParallelismConfig):
     num_microbatches: int | None = None
     virtual_stages: int | None = None
     stage_layers: Sequence[int] | None = None
+    weights_regather: bool | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "ParallelConfig":
         """Refuse misspelt fields by name, before the generated ``__init__`` would."""
@@ -83,7 +87,11 @@ class ParallelConfig(ParallelismConfig):
         for axis in (*AXES, "sp"):
             name = f"{axis}_size"
             setattr(self, name, _positive(name, _default(name, getattr(self, name), 1)))
-        self.virtual_stages = _positive("virtual_stages", _default("virtual_stages", self.virtual_stages, 1))
+        self.pipeline_schedule = _default("pipeline_schedule", self.pipeline_schedule, "1f1b")
+        several = self.size("pp") > 1 and self.pipeline_schedule in _SEVERAL_STAGES
+        self.virtual_stages = _positive(
+            "virtual_stages", _default("virtual_stages", self.virtual_stages, 2 if several else 1)
+        )
         self.stage_layers = _stage_layers(
             _default("stage_layers", self.stage_layers, None), self.size("pp"), self.virtual_stages
         )
@@ -97,7 +105,7 @@ class ParallelConfig(ParallelismConfig):
             "sequence_regather", _default("sequence_regather", self.sequence_regather, False)
         )
         self.overlap = _boolean("overlap", _default("overlap", self.overlap, True))
-        self.pipeline_schedule = _default("pipeline_schedule", self.pipeline_schedule, "1f1b")
+        self.weights_regather = _boolean("weights_regather", _default("weights_regather", self.weights_regather, False))
         if self.pipeline_schedule not in SCHEDULES and not str(self.pipeline_schedule).endswith(".csv"):
             close = difflib.get_close_matches(str(self.pipeline_schedule).lower(), SCHEDULES, n=1)
             hint = f"did you mean {close[0]!r}? " if close else ""
@@ -159,6 +167,7 @@ class ParallelConfig(ParallelismConfig):
             "num_microbatches",
             "virtual_stages",
             "stage_layers",
+            "weights_regather",
         )
         return f"ParallelConfig({values}, {', '.join(f'{name}={getattr(self, name)!r}' for name in rest)})"
 

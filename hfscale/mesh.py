@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from .config import ParallelConfig, cpu_requested, local_rank, started_processes
 from .errors import MeshError
 
-_MESH_AXES = ("dp_replicate", "dp_shard", "tp")
+_MESH_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,8 @@ class Mesh:
         device_mesh: torch's mesh over :data:`_MESH_AXES`; ``None`` in a single process without a process group.
         control: a gloo group over all ranks for barriers and small objects; ``None`` likewise.
         copies: how many consecutive tensor ranks -> the group of those that this rank is one of.
+        ties: pipeline ranks that hold one tensor -> the group of them through this rank, where it is one of them.
+        gradients: a second group over the pipeline ranks; ``None`` where there is one.
     """
 
     layout: ParallelConfig
@@ -36,6 +38,8 @@ class Mesh:
     device_mesh: DeviceMesh | None = None
     control: dist.ProcessGroup | None = None
     copies: dict[int, dist.ProcessGroup] = field(default_factory=dict)
+    ties: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+    gradients: dist.ProcessGroup | None = None
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """The process group of ``axis`` through this rank; ``None`` where the axis has one rank."""
@@ -63,12 +67,13 @@ class Mesh:
         return self.layout.batch_world
 
 
-def build_mesh(layout: ParallelConfig, copies: Sequence[int] = ()) -> Mesh:
+def build_mesh(layout: ParallelConfig, copies: Sequence[int] = (), ties: Sequence[tuple[int, ...]] = ()) -> Mesh:
     """Match the processes that were started with the layout, starting torch's process group if there is none.
 
     Args:
         copies: sizes of the groups of consecutive tensor ranks that are needed besides; the same on every rank, in the
             same order. Each divides ``tp_size``.
+        ties: sets of pipeline ranks that need a group besides, likewise.
 
     Raises:
         MeshError: the number of processes is not ``layout.total_size``.
@@ -97,7 +102,16 @@ def build_mesh(layout: ParallelConfig, copies: Sequence[int] = ()) -> Mesh:
         count: made.once((device.type, shape, count), partial(_consecutive_ranks, device_mesh, count))
         for count in copies
     }
-    return Mesh(layout, device, ranks, device_mesh, control, groups)
+    tied = {
+        members: found
+        for members in ties
+        if (found := made.once((device.type, shape, members), partial(_pipeline_ranks, device_mesh, members)))
+    }
+    gradients = None
+    if layout.size("pp") > 1:
+        every = tuple(range(layout.size("pp")))
+        gradients = made.once((device.type, shape, "gradients"), partial(_pipeline_ranks, device_mesh, every))
+    return Mesh(layout, device, ranks, device_mesh, control, groups, tied, gradients)
 
 
 class _Groups:
@@ -131,6 +145,16 @@ def _consecutive_ranks(device_mesh: DeviceMesh, count: int) -> dist.ProcessGroup
     # Every rank takes part in making every group.
     made = [(members, dist.new_group(members)) for members in device_mesh.mesh.view(-1, count).tolist()]
     return next(group for members, group in made if dist.get_rank() in members)
+
+
+def _pipeline_ranks(device_mesh: DeviceMesh, members: tuple[int, ...]) -> dist.ProcessGroup | None:
+    """The group of the pipeline ranks ``members`` through this rank; ``None`` where it is none of them."""
+    mine = None
+    for column in device_mesh.mesh.flatten(1).T.tolist():  # one per place within a stage
+        ranks = [column[member] for member in members]
+        group = dist.new_group(ranks)
+        mine = group if dist.get_rank() in ranks else mine
+    return mine
 
 
 def launch_line(processes: int) -> str:

@@ -12,9 +12,10 @@ from . import _host
 from .checkpoint import initialize_shares, load_pretrained
 from .checkpoint.load import materialize_buffers
 from .config import ParallelConfig
-from .data import MIXED_PRECISIONS, apply_data_axes, install_shares
+from .data import MIXED_PRECISIONS, add_up_gradients, apply_data_axes, install_shares
 from .errors import CheckpointError, ConfigError
 from .mesh import Mesh, build_mesh
+from .pipeline import install_pipeline, leave_out, stage_places
 from .plan import Plan, build_plan
 from .runtime import Runtime, find_runtime
 from .tensor import cut_parameters, install_edges, install_generate, install_loss
@@ -58,9 +59,9 @@ def from_pretrained(
     config, _ = _load_config(path, hf_kwargs)
     code = {key: hf_kwargs[key] for key in _CODE if key in hf_kwargs}
     planned = plan(config, layout, auto_class=auto_class, dtype=_as_dtype(hf_kwargs), **code)
-    mesh = build_mesh(layout, planned.copies)
+    mesh = build_mesh(layout, planned.copies, planned.ties)
     model, shares, missing = load_pretrained(auto_class, path, planned, mesh, hf_kwargs)
-    if any(planned.by_name[name].tied_to is None for name in missing if name in planned.by_name):
+    if missing:
         template = _on_meta(auto_class, model.config, {"dtype": model.dtype, **code})
         fresh, _ = initialize_shares(template, planned, mesh, seed, wanted=lambda name: name in missing)
         shares.update(fresh)
@@ -85,9 +86,10 @@ def from_config(
     """
     layout = _checked(parallel, mixed_precision, hf_kwargs)
     model = _on_meta(auto_class, config, hf_kwargs)
-    planned = build_plan(model, layout)
-    mesh = build_mesh(layout, planned.copies)
+    planned = _planned(model, layout)
+    mesh = build_mesh(layout, planned.copies, planned.ties)
     template = _on_meta(auto_class, config, hf_kwargs)
+    leave_out(model, planned, mesh.ranks["pp"])
     cut_parameters(model, planned, mesh)
     shares, buffers = initialize_shares(template, planned, mesh, seed)
     materialize_buffers(model, buffers, mesh.device)
@@ -107,8 +109,9 @@ def parallelize(model: nn.Module, parallel: ParallelConfig | None = None, *, mix
         raise ConfigError(
             f"{type(model).__name__} cannot be parallelized: {reason}. Load it plainly, or with hfscale.from_pretrained"
         )
-    planned = build_plan(model, layout)
-    mesh = build_mesh(layout, planned.copies)
+    planned = _planned(model, layout)
+    mesh = build_mesh(layout, planned.copies, planned.ties)
+    leave_out(model, planned, mesh.ranks["pp"])
     cut_parameters(model, planned, mesh)
     model.to(mesh.device)
     return _assemble(model, planned, mesh, mixed_precision, None)
@@ -130,7 +133,12 @@ def plan(
         config, rest = source, hf_kwargs
     else:
         config, rest = _load_config(str(source), hf_kwargs)
-    return build_plan(_on_meta(auto_class, config, rest), parallel or ParallelConfig())
+    return _planned(_on_meta(auto_class, config, rest), parallel or ParallelConfig())
+
+
+def _planned(model: nn.Module, layout: ParallelConfig) -> Plan:
+    """The plan; where a schedule is a file, stages are where that says."""
+    return build_plan(model, layout, stage_places(layout))
 
 
 def _assemble(model: Any, planned: Plan, mesh: Mesh, mixed_precision: str, shares: dict[str, Tensor] | None) -> Any:
@@ -142,9 +150,10 @@ def _assemble(model: Any, planned: Plan, mesh: Mesh, mixed_precision: str, share
     synchronize_before_training(runtime)
     apply_data_axes(model, planned, mesh, mixed_precision)
     if shares is not None:
-        install_shares(model, shares, planned)
+        install_shares(model, shares, planned, mesh)
     if mesh.batch_world == 1 and mixed_precision != "no":
         _autocast(model, mesh.device, MIXED_PRECISIONS[mixed_precision])
+    install_pipeline(runtime, settle=lambda: add_up_gradients(model))
     runtime.attach()
     return model
 

@@ -10,6 +10,7 @@ from .mesh import Mesh
 from .plan import ParameterPlan, Plan
 
 if TYPE_CHECKING:
+    from .pipeline.run import Pipeline
     from .tensor.loss import VocabParallelLoss
     from .tensor.sequence import Stream
     from .tensor.shared import PartialSums
@@ -28,6 +29,7 @@ class Runtime:
         loss: the loss over the cut vocabulary; ``None`` where the model keeps its own loss.
         sums: sums partial gradients over the tensor ranks; ``None`` where there is one.
         streams: what sequence parallelism cuts along the sequence.
+        pipeline: runs the model's stages; ``None`` where there is one.
         mixed_precision: what its forward pass computes in.
         random_streams_agreed: whether the tensor ranks have agreed on the stream that dropout draws from.
     """
@@ -38,6 +40,7 @@ class Runtime:
     loss: "VocabParallelLoss | None" = None
     sums: "PartialSums | None" = None
     streams: "list[Stream]" = field(default_factory=list)
+    pipeline: "Pipeline | None" = None
     mixed_precision: str = "no"
     random_streams_agreed: bool = False
 
@@ -46,9 +49,18 @@ class Runtime:
         setattr(self.model, _ATTRIBUTE, self)
 
     def parameters(self) -> list[tuple[ParameterPlan, Tensor]]:
-        """Every owned parameter with its plan, in the plan's order, which is the same on every rank."""
+        """Every owned parameter that this rank holds with its plan, in the plan's order."""
         live: dict[str, Tensor] = dict(self.model.named_parameters(remove_duplicate=False))
-        return [(planned, live[planned.name]) for planned in self.plan.owned()]
+        held = self.plan.held(self.mesh.ranks["pp"])
+        return [(planned, live[held[planned.name]]) for planned in self.plan.owned() if planned.name in held]
+
+    def counts(self, planned: ParameterPlan) -> bool:
+        """Whether this rank's stage is the one that counts an owned parameter; others may hold a copy."""
+        return self.plan.home(planned.name) == self.mesh.ranks["pp"]
+
+    def holds(self, name: str) -> bool:
+        """Whether this rank has a parameter or module of the layers, or of what is around them on one stage only."""
+        return self.plan.holds(self.mesh.ranks["pp"], name)
 
 
 def runtime_of(model: nn.Module) -> Runtime:

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .data import local_tensor, set_gradient_sync
+from .data import local_tensor, one_reduction, set_gradient_sync
 from .errors import ConfigError
+from .pipeline import summed_over_stages
 from .plan import ParameterPlan
 from .runtime import Runtime, runtime_of
 from .tensor.random import synchronize_random_streams
@@ -28,7 +29,8 @@ def train_step(model: nn.Module, batch: Batch | Sequence[Batch], *, label_smooth
     Args:
         batch: the keyword arguments of one forward pass, ``labels`` included, or a list of such (gradient
             accumulation). Ranks that share a batch (tensor ranks) pass the same one; see :func:`hfscale.batch_rank`.
-            Every rank passes the same number of microbatches.
+            Every rank passes the same number of microbatches. Through pipeline stages, the list is what goes through as
+            microbatches; one batch is cut into ``num_microbatches`` along its rows.
         label_smoothing: share, 0 to 1, of every target's probability that is spread evenly over the whole vocabulary,
             as in ``torch.nn.functional.cross_entropy``.
 
@@ -38,6 +40,10 @@ def train_step(model: nn.Module, batch: Batch | Sequence[Batch], *, label_smooth
     runtime = runtime_of(model)
     microbatches, count = _prepare(runtime, batch)
     synchronize_random_streams(runtime)
+    if runtime.pipeline is not None:
+        with summed_over_stages(runtime, local_tensor), _partial_sums_at_the_end(runtime):
+            total = _through_stages(runtime, microbatches, count, label_smoothing, backward=True)
+        return _sum_over_batches(runtime, total)
     total = torch.zeros((), device=runtime.mesh.device)
     with _partial_sums_at_the_end(runtime):
         for index, microbatch in enumerate(microbatches):
@@ -54,8 +60,21 @@ def eval_step(model: nn.Module, batch: Batch | Sequence[Batch], *, label_smoothi
     """The loss :func:`train_step` would return, without gradients, in whatever mode the model is."""
     runtime = runtime_of(model)
     microbatches, count = _prepare(runtime, batch)
+    if runtime.pipeline is not None:
+        total = _through_stages(runtime, microbatches, count, label_smoothing, backward=False)
+        return _sum_over_batches(runtime, total)
     total = sum(_loss(model, runtime, microbatch, count, label_smoothing) for microbatch in microbatches)
     return _sum_over_batches(runtime, torch.as_tensor(total, device=runtime.mesh.device))
+
+
+def _through_stages(
+    runtime: Runtime, microbatches: list[dict[str, Any]], count: Tensor, label_smoothing: float, backward: bool
+) -> Tensor:
+    """One step of the pipeline: this rank's share of the loss, which only the last stage has."""
+    assert runtime.pipeline is not None
+    regather = bool(runtime.mesh.layout.weights_regather)
+    with one_reduction(runtime.model, backward=backward, regather=regather):
+        return runtime.pipeline.run(microbatches, count, label_smoothing, backward)
 
 
 @torch.no_grad()
@@ -69,13 +88,13 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     mesh, norm_type = runtime.mesh, float(norm_type)
     infinite = norm_type == float("inf")
     # Gradients by the axes their parameter is cut over: their norms are summed over just those ranks.
-    by_axes: dict[tuple[str, ...], list[Tensor]] = {}
+    by_axes: dict[tuple[str, ...], list[Tensor]] = {tuple(c.axis for c in p.cuts): [] for p in runtime.plan.owned()}
     gradients = []
     for planned, parameter in runtime.parameters():
-        held = by_axes.setdefault(tuple(cut.axis for cut in planned.cuts), [])
+        held = by_axes[tuple(cut.axis for cut in planned.cuts)]
         if parameter.grad is not None:
             gradients.append(local_tensor(parameter.grad))
-            held += _counted(planned, gradients[-1], mesh.ranks)
+            held += _counted(planned, gradients[-1], mesh.ranks) if runtime.counts(planned) else []
     total = torch.zeros((), device=mesh.device)
     for axes, grads in sorted(by_axes.items()):  # same order on every rank, also where a rank holds none
         wide = torch.float64 if any(grad.dtype == torch.float64 for grad in grads) else torch.float32
@@ -87,6 +106,10 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         for group in mesh.groups(*axes):
             dist.all_reduce(part, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
         total = torch.maximum(total, part) if infinite else total + part
+    for group in mesh.groups("pp"):
+        wide, total = total.dtype, total.double()  # stages may differ in what they hold
+        dist.all_reduce(total, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
+        total = total.to(wide)
     norm = total if infinite else total.pow(1.0 / norm_type)
     coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for grad in gradients:
@@ -124,6 +147,8 @@ def _prepare(runtime: Runtime, batch: Batch | Sequence[Batch]) -> tuple[list[dic
     given = [batch] if isinstance(batch, Mapping) else list(batch)
     if not given:
         raise ConfigError("train_step got an empty list of microbatches: pass at least one")
+    if runtime.pipeline is not None:
+        given = runtime.pipeline.share_out(given)
     if getattr(runtime.model.config, "output_router_logits", False) and len(given) * runtime.mesh.batch_world > 1:
         raise ConfigError(
             "output_router_logits=True adds the router's loss to every microbatch's share of the token mean, so it "
@@ -167,7 +192,7 @@ def _partial_sums_at_the_end(runtime: Runtime) -> AbstractContextManager[None]:
 
 
 def _sum_over_batches(runtime: Runtime, total: Tensor) -> Tensor:
-    for group in runtime.mesh.batch_groups:
+    for group in (*runtime.mesh.batch_groups, *runtime.mesh.groups("pp")):
         dist.all_reduce(total, group=group)
     return total
 

@@ -27,15 +27,19 @@ def initialize_shares(
         plan: how its parameters are cut.
         mesh: this rank's place.
         seed: the run's seed.
-        wanted: which parameters are needed, by name; units without any are skipped.
+        wanted: which of the parameters that this rank's stages hold are needed, by their owned name.
     """
+    rank = mesh.ranks["pp"]
+    held = plan.held(rank)
+    around = {name for stage in plan.stages.stages for name in (*stage.layers, *stage.modules)} if plan.stages else set()
     shares: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}
     for name, unit, recurse in _units(template, "", set(plan.layers)):
         prefix = f"{name}." if name else ""
         parameters = [prefix + key for key, _ in unit.named_parameters(recurse=recurse)]
-        names = [key for key in parameters if plan.by_name[key].tied_to is None and wanted(key)]
-        buffer_names = [prefix + key for key, _ in unit.named_buffers(recurse=recurse)]
+        names = [key for key in parameters if plan.by_name[key].tied_to is None and key in held and wanted(key)]
+        absent = name in around and not plan.holds(rank, name)  # buffers of what other stages hold are theirs
+        buffer_names = [] if absent else [prefix + key for key, _ in unit.named_buffers(recurse=recurse)]
         if not names and not buffer_names:
             continue
         unit.to_empty(device="cpu", recurse=recurse)

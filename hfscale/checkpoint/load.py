@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from .. import _host
 from ..errors import CheckpointError
 from ..mesh import Mesh
+from ..pipeline import leave_out
 from ..plan import ParameterPlan, Plan
 from ..tensor import cut_parameters
 from .reader import SafetensorsFile
@@ -23,6 +24,7 @@ from .slices import ShareOnDisk
 class _Loader:
     def __init__(self, plan: Plan, mesh: Mesh) -> None:
         self.plan, self.mesh = plan, mesh
+        self.held = plan.held(mesh.ranks["pp"])  # owned parameter -> its name here
         self.converted: set[str] = set()
         self.meta: dict[str, nn.Parameter] = {}
 
@@ -32,13 +34,16 @@ class _Loader:
         for file in files:
             stored.update(SafetensorsFile(file).slices())
         targets = _host.checkpoint_targets(model, list(stored), weight_mapping)
+        leave_out(model, self.plan, self.mesh.ranks["pp"])
         self.converted = {target for target, converter in targets.values() if converter}
         whole = {name: p for name, p in model.named_parameters(remove_duplicate=False) if name in self.converted}
         cut_parameters(model, self.plan, self.mesh)
         self.meta = dict(model.named_parameters(remove_duplicate=False))
         for planned in self.plan.parameters:
+            if planned.name not in self.meta:
+                continue
             parameter = self.meta[planned.name]
-            if planned.tied_to is not None:  # the host ties only at the very end
+            if planned.tied_to in self.meta:  # the host ties only at the very end
                 self.meta[planned.name] = self.meta[planned.tied_to]
             shape = planned.local_shape(self.mesh.ranks)
             if planned.name in self.converted:
@@ -50,26 +55,43 @@ class _Loader:
         for key, tensor in stored.items():
             target, converter = targets[key]
             planned_target = self.plan.by_name.get(target)
+            here = self._name_here(target)
+            if here is None:
+                continue  # another stage's
             if planned_target is None or converter:
                 shown[key] = tensor
             else:
                 _check_shape(key, tensor.shape, planned_target)
-                shown[key] = ShareOnDisk(tensor, planned_target.cuts, self.mesh.ranks)
+                # Of a tied tensor, a stage may have another name than the checkpoint.
+                shown[key if here == target else here] = ShareOnDisk(tensor, planned_target.cuts, self.mesh.ranks)
         return shown
+
+    def _name_here(self, target: str) -> str | None:
+        """The name that what loads into ``target`` has on this rank; ``None`` where it is another stage's."""
+        planned = self.plan.by_name.get(target)
+        if planned is None or target in self.meta:
+            return target
+        return self.held.get(planned.tied_to or target)
+
+    def present(self, name: str) -> bool:
+        """Whether the model still has a parameter, which another stage may hold."""
+        return name in self.meta or name not in self.plan.by_name
 
     def shares(self, model: Any) -> dict[str, Tensor]:
         """What was loaded, as this rank's final shares; the model gets its meta parameters back."""
         loaded = dict(model.named_parameters(remove_duplicate=False))
         shares = {}
         for planned in self.plan.owned():
-            tensor = loaded[planned.name].detach()
+            if planned.name not in self.held:
+                continue
+            tensor = loaded[self.held[planned.name]].detach()
             if planned.name in self.converted:
                 tensor = planned.take(tensor, self.mesh.ranks).clone()
             shares[planned.name] = tensor.to(self.mesh.device)
         for name, parameter in self.meta.items():
             # The host may have chosen another type for a parameter while loading, or have thawed it.
             owner = self.plan.by_name[name].tied_to or name
-            parameter.requires_grad_(loaded[owner].requires_grad)
+            parameter.requires_grad_(loaded[self.held[owner]].requires_grad)
             if parameter.dtype != shares[owner].dtype:
                 parameter.data = parameter.data.to(shares[owner].dtype)
             _set(model, name, parameter)
@@ -83,19 +105,20 @@ def load_pretrained(
 
     Returns:
         the model with tensor-local parameters on the meta device and real buffers, this rank's final shares by name,
-        and the names the checkpoint does not have, whose shares are not initialized.
+        and the owned names of what the checkpoint does not have, whose shares are not initialized.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or its shapes are not the model's.
     """
     loader = _Loader(plan, mesh)
-    with _host.loading_through(loader.prepare) as report:
+    with _host.loading_through(loader.prepare, loader.present) as report:
         model = auto_class.from_pretrained(path, **kwargs)
     if report["mismatched"]:
         raise CheckpointError(f"{path}: shapes differ from the model's: {report['mismatched']}")
-    # A tied tensor is there if the checkpoint has it under any of its names.
-    present = {planned.tied_to or planned.name for planned in plan.parameters if planned.name not in report["missing"]}
-    return model, loader.shares(model), report["missing"] - present
+    # A tied tensor is there if the checkpoint has it under any of its names that this rank has.
+    here = [planned for planned in plan.parameters if planned.name in loader.meta]
+    present = {planned.tied_to or planned.name for planned in here if planned.name not in report["missing"]}
+    return model, loader.shares(model), {planned.tied_to or planned.name for planned in here} - present
 
 
 def _check_shape(key: str, shape: tuple[int, ...], planned: ParameterPlan) -> None:

@@ -8,6 +8,7 @@ than one whole tensor. Files grow in a hidden directory inside the target and mo
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import product
 from pathlib import Path
@@ -45,7 +46,8 @@ def save_pretrained(
     runtime, target = runtime_of(model), Path(directory)
     everyone_arrives(runtime.mesh, timeout, f"save_pretrained({str(target)!r})")
     writer, failure = None, None
-    contents = _contents(runtime)
+    entries = _entries(runtime)
+    contents = {entry.name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for entry in entries}
     stored = _host.stored_layout(runtime.model, contents)
     if _is_writer(runtime.mesh):
         try:
@@ -53,7 +55,7 @@ def save_pretrained(
         except (OSError, CheckpointError) as error:
             failure = error
     # Rank 0 takes every tensor even after a failure, so that no other rank waits forever to send its share.
-    for name, tensor in _whole_tensors(runtime):
+    for name, tensor in _whole_tensors(runtime, entries):
         if writer is not None and failure is None:
             try:
                 for stored_name, part in _host.as_stored(runtime.model, name, tensor).items():
@@ -103,20 +105,41 @@ def _report(mesh: Mesh, failure: Exception | None, target: Path) -> None:
         raise CheckpointError(f"{target} could not be written: {message[0]}") from failure
 
 
-def _contents(runtime: Runtime) -> dict[str, Tensor]:
-    """What will be written: name in the model -> a tensor without memory, of its whole shape."""
-    empty = {
-        _kept_name(runtime, planned): torch.empty(planned.shape, dtype=parameter.dtype, device="meta")
-        for planned, parameter in _saved_parameters(runtime)
-    }
-    empty.update({name: buffer.to("meta") for name, buffer in _buffers(runtime).items()})
-    return empty
+@dataclass(frozen=True)
+class _Entry:
+    """One tensor to save: what it is, and the pipeline rank it comes from. The same on every rank."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    home: int
+    planned: ParameterPlan | None  # None: a buffer, whole on every rank of its stage
 
 
-def _saved_parameters(runtime: Runtime) -> list[tuple[ParameterPlan, Tensor]]:
-    """The owned parameters but those that the host never stores (tables that it computes)."""
+def _entries(runtime: Runtime) -> list[_Entry]:
+    """Everything to save, in order: parameters in the plan's, but those that the host never stores (tables that it
+    computes), then buffers.
+    """
+    mesh, plan = runtime.mesh, runtime.plan
     ignored = _host.never_stored(runtime.model)
-    return [(planned, p) for planned, p in runtime.parameters() if _kept_name(runtime, planned) not in ignored]
+    found = [
+        _Entry(_kept_name(runtime, planned), torch.Size(planned.shape), parameter.dtype, mesh.ranks["pp"], planned)
+        for planned, parameter in runtime.parameters()
+        if runtime.counts(planned)
+    ]
+    found += [
+        _Entry(name, buffer.shape, buffer.dtype, mesh.ranks["pp"], None) for name, buffer in _buffers(runtime).items()
+    ]
+    if plan.stages is not None:
+        # One rank of each stage speaks for all of it.
+        speaks = not any(rank for axis, rank in mesh.ranks.items() if axis != "pp")
+        every: list[list[_Entry]] = [[] for _ in range(mesh.layout.total_size)]
+        dist.all_gather_object(every, found if speaks else [], group=mesh.control)
+        found = [entry for entries in every for entry in entries]
+    places = {planned.name: place for place, planned in enumerate(plan.owned())}
+    found.sort(key=lambda entry: places[entry.planned.name] if entry.planned else len(places))
+    first = {entry.name: entry for entry in reversed(found)}  # a buffer that every stage has is the first one's
+    return [entry for entry in found if first[entry.name] is entry and entry.name not in ignored]
 
 
 def _kept_name(runtime: Runtime, planned: ParameterPlan) -> str:
@@ -132,33 +155,38 @@ def _buffers(runtime: Runtime) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in runtime.model.named_buffers() if name in saved}
 
 
-def _whole_tensors(runtime: Runtime) -> Iterator[tuple[str, Tensor]]:
+def _whole_tensors(runtime: Runtime, entries: list[_Entry]) -> Iterator[tuple[str, Tensor]]:
     """Every tensor to save, one at a time: whole on rank 0, empty elsewhere. Same order on every rank."""
-    for planned, parameter in _saved_parameters(runtime):
-        yield _kept_name(runtime, planned), _gather(planned, local_tensor(parameter.detach()), runtime.mesh)
-    yield from _buffers(runtime).items()
+    here = {planned.name: parameter for planned, parameter in runtime.parameters()}
+    buffers = _buffers(runtime)
+    for entry in entries:
+        held = here.get(entry.planned.name) if entry.planned else buffers.get(entry.name)
+        share = None if held is None else local_tensor(held.detach())
+        yield entry.name, _gather(entry, share, runtime.mesh)
 
 
-def _gather(planned: ParameterPlan, share: Tensor, mesh: Mesh) -> Tensor:
-    if not planned.cuts or mesh.device_mesh is None:
+def _gather(entry: _Entry, share: Tensor | None, mesh: Mesh) -> Tensor:
+    cuts = entry.planned.cuts if entry.planned else ()
+    if share is not None and (mesh.device_mesh is None or (not cuts and _is_writer(mesh) and entry.home == 0)):
         return share
-    share = share.cpu().contiguous()
-    axes = [cut.axis for cut in planned.cuts]
-    if any(rank for axis, rank in mesh.ranks.items() if axis not in axes):
-        return share.new_empty(0)
+    axes = [cut.axis for cut in cuts]
+    at_home = mesh.ranks["pp"] == entry.home
+    sends = at_home and not any(rank for axis, rank in mesh.ranks.items() if axis not in (*axes, "pp"))
+    share = share.cpu().contiguous() if share is not None and sends else torch.empty(0, dtype=entry.dtype)
     if not _is_writer(mesh):
-        if share.numel():
+        if sends and share.numel():
             dist.send(share.view(-1).view(torch.uint8), dst=0, group=mesh.control)
         return share.new_empty(0)
-    whole = share.new_empty(planned.shape)
+    whole = share.new_empty(entry.shape)
     for coordinates in product(*(range(mesh.layout.size(axis)) for axis in axes)):
-        ranks = dict(zip(axes, coordinates, strict=True))
-        piece = share.new_empty(planned.local_shape(ranks))
-        if not any(coordinates):
+        ranks = {**dict(zip(axes, coordinates, strict=True)), "pp": entry.home}
+        if sends and not any(coordinates):
             piece = share
-        elif piece.numel():
-            dist.recv(piece.view(-1).view(torch.uint8), src=_global_rank(mesh, ranks), group=mesh.control)
-        write_share(whole, piece, planned.cuts, ranks)
+        else:
+            piece = share.new_empty(entry.planned.local_shape(ranks) if entry.planned else entry.shape)
+            if piece.numel():
+                dist.recv(piece.view(-1).view(torch.uint8), src=_global_rank(mesh, ranks), group=mesh.control)
+        write_share(whole, piece, cuts, ranks)
     return whole
 
 

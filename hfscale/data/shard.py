@@ -4,6 +4,9 @@ FSDP2 wraps the plain local tensors that the other axes left (ZeRO stage 3, Rajb
 One mechanism serves both axes: replicas are the outer dim of a two-dim mesh (HSDP), also where nothing is sharded.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -12,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from ..errors import ConfigError
 from ..mesh import Mesh
 from ..plan import Plan
+from ._fsdp import reduce_now
 
 MIXED_PRECISIONS = {"no": None, "bf16": torch.bfloat16}
 
@@ -31,15 +35,17 @@ def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, mixed_precision: s
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else MixedPrecisionPolicy()
     # Whole copies need not be given up after the forward pass where no memory is won by it.
     reshard = mesh.layout.size("dp_shard") > 1
-    for name in plan.layers:
+    for name in (layer for layer in plan.layers if plan.holds(mesh.ranks["pp"], layer)):
         fully_shard(model.get_submodule(name), mesh=data_mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=data_mesh, mp_policy=policy, reshard_after_forward=False)
 
 
-def install_shares(model: nn.Module, shares: dict[str, Tensor], plan: Plan) -> None:
+def install_shares(model: nn.Module, shares: dict[str, Tensor], plan: Plan, mesh: Mesh) -> None:
     """Fill a model whose parameters are on the meta device, FSDP2-wrapped or not, with this rank's final shares."""
     made: dict[str, nn.Parameter] = {}
     for planned in plan.parameters:
+        if not plan.holds(mesh.ranks["pp"], planned.name):
+            continue
         owner = planned.tied_to or planned.name
         module_name, _, attribute = planned.name.rpartition(".")
         module = model.get_submodule(module_name)
@@ -71,3 +77,30 @@ def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
     """Whether the next backward pass reduces gradients over the data axes (off while accumulating)."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(enabled)
+
+
+@contextmanager
+def one_reduction(model: nn.Module, *, backward: bool, regather: bool) -> Iterator[None]:
+    """Within: any number of forward and backward passes of which some are under way at once; on leaving, gradients are
+    reduced over the data axes once. Weights are gathered once and kept until then.
+
+    Args:
+        regather: give up a layer's weights after every pass instead; the model's other weights are kept.
+    """
+    if not isinstance(model, FSDPModule):
+        yield
+        return
+    model.set_requires_gradient_sync(False)
+    model.set_is_last_backward(False)
+    model.set_reshard_after_forward(False, recurse=not regather)
+    model.set_reshard_after_backward(False, recurse=not regather)
+    try:
+        yield
+        if backward:
+            model.set_requires_gradient_sync(True)
+            model.set_is_last_backward(True)
+            reduce_now(model)
+    finally:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()

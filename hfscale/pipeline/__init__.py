@@ -4,8 +4,11 @@ from .asynchronous import ASYNCHRONOUS, stashed_versions, weight_versions
 from .command import add_schedule_command
 from .formulas import ideal_bubble, peak_formula
 from .orders import default_virtual_stages, order
+from .run import install_pipeline, stage_places
 from .simulate import Costs, simulate
+from .stand_in import leave_out
 from .table import read_csv, write_csv
+from .ties import summed_over_stages
 from .timeline import Action, Order, Span, Timeline, peak_live, stage_ranks
 from .trace import Record, Recorder, merge_records, read_trace, write_trace
 
@@ -21,6 +24,8 @@ __all__ = [
     "add_schedule_command",
     "default_virtual_stages",
     "ideal_bubble",
+    "install_pipeline",
+    "leave_out",
     "merge_records",
     "order",
     "peak_formula",
@@ -28,8 +33,10 @@ __all__ = [
     "read_csv",
     "read_trace",
     "simulate",
+    "stage_places",
     "stage_ranks",
     "stashed_versions",
+    "summed_over_stages",
     "weight_versions",
     "write_csv",
     "write_trace",

@@ -16,6 +16,7 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
     get_schedule_class,
 )
+from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from .timeline import Action, Kind, Order
 
@@ -53,6 +54,21 @@ def engine_order(schedule: str, pp_size: int, num_microbatches: int, virtual_sta
     return tuple(tuple(action for found in lists[rank] for action in _translate(found)) for rank in range(pp_size))
 
 
+class _Runtime(_PipelineScheduleRuntime):
+    """Torch's engine for stages that need no preparation, also for orders of forward passes alone."""
+
+    def _initialize_stages(self, *args: Any, **kwargs: Any) -> None:
+        if any(isinstance(stage, _PipelineStageBase) for stage in self._stages):
+            super()._initialize_stages(*args, **kwargs)
+
+    def _validate_and_set_stage_mapping(self, actions: dict[int, list[_Action | None]]) -> None:
+        kinds = {part.computation_type for row in actions.values() for a in row if a for part in a.sub_actions or (a,)}
+        if kinds != {_ComputationType.FORWARD}:
+            super()._validate_and_set_stage_mapping(actions)
+            return
+        self.stage_index_to_group_rank = {a.stage_index: rank for rank, row in actions.items() for a in row if a}
+
+
 def engine_runtime(
     order: Order,
     stages: Sequence[Any],
@@ -64,15 +80,21 @@ def engine_runtime(
 
     Args:
         order: per rank, its actions; without updates, which are not the engine's.
-        stages: this rank's ``PipelineStage`` objects, by stage.
+        stages: this rank's stages, in order: ``PipelineStage`` objects, or what has their methods and needs no shapes
+            in advance (:class:`hfscale.pipeline.worker.StageWorker`).
         num_microbatches: microbatches of one step.
         loss_fn: of the last stage's result and the target.
         options: passed on: ``scale_grads``, ``args_chunk_spec``, ``kwargs_chunk_spec``, ``output_merge_spec`` ...
     """
-    runtime = _PipelineScheduleRuntime(list(stages), num_microbatches, loss_fn=loss_fn, **options)
+    runtime = _Runtime(list(stages), num_microbatches, loss_fn=loss_fn, **options)
     runtime.pipeline_order = {rank: _lower(actions) for rank, actions in enumerate(order)}
     runtime._prepare_schedule_with_comms(runtime.pipeline_order)
     return runtime
+
+
+def run_engine(runtime: _PipelineScheduleRuntime, num_microbatches: int) -> None:
+    """Run one step whose stages find their inputs by themselves."""
+    runtime._step_microbatches([()] * num_microbatches, [{}] * num_microbatches, return_outputs=False)
 
 
 def _lower(actions: tuple[Action, ...]) -> list[_Action | None]:

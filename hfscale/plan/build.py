@@ -17,7 +17,6 @@ from .vocabulary import cut_vocabulary, plan_head
 
 # What this version cannot run. An axis is switched on by taking it out of here.
 _LATER = {
-    "pp": "pipeline stages",
     "ep": "expert parallelism",
     "cp": "context parallelism",
 }
@@ -68,7 +67,7 @@ def _plan_stages(draft: Draft, layers: list[str], ranks: Ranks | None) -> StageP
     if draft.layout.size("pp") == 1:
         check_stage_layers(draft, layers)
         return None
-    return None if "pp" in _LATER else plan_stages(draft, layers, ranks)
+    return plan_stages(draft, layers, ranks)
 
 
 def _refuse_unavailable(draft: Draft) -> None:

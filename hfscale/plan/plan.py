@@ -176,6 +176,48 @@ class Plan:
         """On how many consecutive tensor ranks chunks of some parameters are, in ascending order, 1 left out."""
         return tuple(sorted({count for p in self.parameters for cut in p.cuts for count in cut.copies if count > 1}))
 
+    @cached_property
+    def ties(self) -> tuple[tuple[int, ...], ...]:
+        """Sets of pipeline ranks that hold one tensor, each set once, in order."""
+        if self.stages is None:
+            return ()
+        ranks = {tuple(sorted({self.stages.ranks[stage] for stage in tie.stages})) for tie in self.stages.ties}
+        return tuple(sorted(members for members in ranks if len(members) > 1))
+
+    def holds(self, rank: int, name: str) -> bool:
+        """Whether pipeline rank ``rank`` holds a parameter or module; not asked of what is on every stage."""
+        return self.stages is None or any(stage.holds(name) for stage in self.stages.of_rank(rank))
+
+    def held(self, rank: int) -> dict[str, str]:
+        """What pipeline rank ``rank`` holds: name of an owned parameter -> a name that it has there.
+
+        Another one than its own where the rank has but a copy of a tied tensor: a head without the embedding.
+        """
+        if rank not in self._held:
+            found: dict[str, str] = {}
+            for parameter in self.parameters:
+                if self.holds(rank, parameter.name):
+                    found.setdefault(parameter.tied_to or parameter.name, parameter.name)
+            self._held[rank] = found
+        return self._held[rank]
+
+    @cached_property
+    def _held(self) -> dict[int, dict[str, str]]:
+        return {}
+
+    def home(self, name: str) -> int:
+        """The pipeline rank that counts and saves an owned parameter."""
+        return 0 if self.stages is None else self.stages.ranks[self._stages_with(name)[0]]
+
+    def holders(self, name: str) -> tuple[int, ...]:
+        """All pipeline ranks that hold an owned parameter, ascending."""
+        return (0,) if self.stages is None else tuple(sorted({self.stages.ranks[s] for s in self._stages_with(name)}))
+
+    def _stages_with(self, name: str) -> tuple[int, ...]:
+        assert self.stages is not None
+        tied = next((tie for tie in self.stages.ties if name in tie.names), None)
+        return (self.by_name[name].stage,) if tied is None else tied.stages
+
     def owned(self) -> Iterator[ParameterPlan]:
         """The parameters that are not another one under a second name."""
         return (parameter for parameter in self.parameters if parameter.tied_to is None)

@@ -45,10 +45,10 @@ def install_edges(runtime: Runtime) -> None:
     streams = [Stream(planned, group) for planned in plan.streams]
     runtime.streams = streams
     for stream in streams:
-        stream.install(model)
-        for name in stream.plan.partial:
+        stream.install(model, runtime.holds)
+        for name in filter(runtime.holds, stream.plan.partial):
             read_partial(model.get_submodule(name), sums)
-    for block in plan.blocks:
+    for block in (block for block in plan.blocks if runtime.holds(block.name)):
         module: Any = model.get_submodule(block.name)
         for attribute, divisor in block.local_attributes:
             owner, _, name = attribute.rpartition(".")
@@ -65,12 +65,12 @@ def install_edges(runtime: Runtime) -> None:
             read_partial(model.get_submodule(owner), sums, names=(parameter,), once=mesh.ranks["tp"] == 0)
         cut = _stream_of(block.name, streams)
         install_block_edges(model, block, mesh, cut, _overlap(model, plan, block, group, cut))
-    install_copy_sums(model, plan, mesh)
+    install_copy_sums(model, plan, mesh, runtime.holds)
     if plan.blocks:
         model.register_forward_pre_hook(_refuse_partial_outputs, with_kwargs=True)
     if streams:
         model.register_forward_pre_hook(_refuse_cut_outputs, with_kwargs=True)
-    if plan.embedding is not None:
+    if plan.embedding is not None and runtime.holds(plan.embedding):
         planned = plan.by_name[f"{plan.embedding}.weight"]
         install_vocab_parallel_embedding(model.get_submodule(plan.embedding), planned, mesh, streams)
 
@@ -127,7 +127,7 @@ def cut_parameters(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
     """
     replaced: dict[int, nn.Parameter] = {}
     for planned in plan.parameters:
-        if planned.cut_over("tp") is None:
+        if planned.cut_over("tp") is None or not plan.holds(mesh.ranks["pp"], planned.name):
             continue
         owner, _, attribute = planned.name.rpartition(".")
         module = model.get_submodule(owner)

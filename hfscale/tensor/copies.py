@@ -25,14 +25,14 @@ from ..plan import ParameterPlan, Plan
 _Sum = tuple[int, Sequence[tuple[int, int]], dist.ProcessGroup]
 
 
-def install_copy_sums(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
+def install_copy_sums(model: nn.Module, plan: Plan, mesh: Mesh, holds: Callable[[str], bool]) -> None:
     """Let modules read parameters that have copies on other tensor ranks so that their gradients are summed over those.
 
-    ``mesh`` has the groups of :attr:`hfscale.plan.Plan.copies`.
+    ``mesh`` has the groups of :attr:`hfscale.plan.Plan.copies`; ``holds`` says which parameters are on this rank.
     """
     sums: dict[str, dict[str, list[_Sum]]] = {}
     for planned in plan.parameters:
-        if planned.copies > 1:
+        if planned.copies > 1 and holds(planned.name):
             owner, _, name = planned.name.rpartition(".")
             sums.setdefault(owner, {})[name] = _sums_of(planned, mesh)
     for owner, wanted in sums.items():

@@ -213,7 +213,11 @@ def install_loss(runtime: Runtime) -> None:
     plan, model = runtime.plan, runtime.model
     if plan.head is None:
         return
-    loss, head = VocabParallelLoss(plan, runtime.mesh), model.get_submodule(plan.head)
+    loss = VocabParallelLoss(plan, runtime.mesh)
+    runtime.loss = loss
+    if not runtime.holds(plan.head):  # another stage's; this one counts labels
+        return
+    head = model.get_submodule(plan.head)
     loss.head = head
     group = runtime.mesh.group("tp")
     if group is not None:
@@ -223,4 +227,3 @@ def install_loss(runtime: Runtime) -> None:
     model.register_forward_pre_hook(loss.before_model, with_kwargs=True)
     model.register_forward_hook(loss.after_model)
     model.loss_function = loss
-    runtime.loss = loss

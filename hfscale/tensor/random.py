@@ -133,7 +133,8 @@ def _generator_of(module: nn.Module) -> torch.Generator:
 def agree_on_replicated_stream(mesh: Mesh) -> None:
     """Give all ranks of a tensor group the state of its first rank, and every distinct batch a stream of its own.
 
-    Batch 0 keeps the stream it has, so that one process and a tensor-parallel run draw the same masks.
+    Pipeline stages draw streams of their own as well, or all stages would drop the same entries. The first stage of batch
+    0 keeps the stream it has, so that one process and a tensor-parallel run draw the same masks.
     """
     group = mesh.group("tp")
     # Also on a GPU some models draw from the CPU's stream (which layers to drop).
@@ -145,8 +146,9 @@ def agree_on_replicated_stream(mesh: Mesh) -> None:
             dist.broadcast(carried, group=group, group_src=0)
             state = carried.cpu()
             generator.set_state(state)
-        if mesh.batch_rank > 0:
-            generator.manual_seed(_derive(state, mesh.batch_rank))
+        if mesh.batch_rank > 0 or mesh.ranks["pp"] > 0:
+            place = mesh.batch_rank if mesh.ranks["pp"] == 0 else f"{mesh.batch_rank}, stage {mesh.ranks['pp']}"
+            generator.manual_seed(_derive(state, place))
 
 
 def synchronize_random_streams(runtime: Runtime) -> None:

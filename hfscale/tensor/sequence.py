@@ -43,7 +43,7 @@ class _Pass:
         """The backward pass is over when the gradient of this rank's first share is there."""
         if share.requires_grad:
             share.register_hook(lambda grad: self._end())
-            _keep(share, self)
+        _keep(share, self)
 
     def _end(self) -> None:
         self.done = True
@@ -60,6 +60,8 @@ class Stream:
         self._first: nn.Module | None = None  # the layer that cut it
         self._current: _Pass | None = None  # the latest pass
         self._pending: list[weakref.ref[_Pass]] = []
+        self._arrives: int | None = None  # tokens of a stream that is cut where it arrives, from another stage
+        self._leaves = False  # it stays cut where the pass ends, for the next stage
         self._partial = False  # the embedding left its sum over ranks to the first layer
         self.random = LayerRandom(self.rank)
         self.feeds_head = False  # a head whose outputs are cut asks for what this stack gave out
@@ -157,18 +159,25 @@ class Stream:
         same = same and x.requires_grad == whole.requires_grad and x._version == whole._version
         return gather_sum(own, self._lengths_of(whole), self.group, _DIM, known=whole) if same else None
 
-    def install(self, model: nn.Module) -> None:
-        """Hook the owner of the layers, the layers, and the modules that need the whole sequence."""
+    def passes(self, arrives: int | None, leaves: bool) -> None:
+        """What comes is a pipeline stage's pass: its stream may arrive cut, of so many tokens, and leave cut."""
+        self._arrives, self._leaves = arrives, leaves
+
+    def install(self, model: nn.Module, holds: Callable[[str], bool]) -> None:
+        """Hook the owner of the layers, the layers, and the modules that need the whole sequence; of what other
+        pipeline stages have, which ``holds`` says, nothing.
+        """
         owner = model.get_submodule(self.plan.owner)
         owner.register_forward_pre_hook(lambda *_: self._begin())
-        model.get_submodule(self.plan.exit).register_forward_hook(lambda _, args, output: self._end(output))
+        if self.plan.exit == self.plan.owner or holds(self.plan.exit):
+            model.get_submodule(self.plan.exit).register_forward_hook(lambda _, args, output: self._end(output))
         owner.register_forward_hook(lambda *_: self._check_ended())
-        for name in self.plan.layers:
+        for name in filter(holds, self.plan.layers):
             layer = model.get_submodule(name)
             layer.register_forward_pre_hook(self._before_layer, with_kwargs=True)
             if self.plan.dropout:
                 layer.register_forward_hook(lambda module, args, output: self.random.leave_layer(module))
-        for name in self.plan.gathered:
+        for name in filter(holds, self.plan.gathered):
             module = model.get_submodule(name)
             module.register_forward_pre_hook(self._before_whole, with_kwargs=True)
             module.register_forward_hook(lambda _, args, output: self._after_whole(output))
@@ -194,14 +203,21 @@ class Stream:
         first = self._first is layer if self._again else self._total is None
         if not first:
             return None
-        lengths = share_evenly(x.shape[_DIM], self.size)
-        share = (scatter_sum if self._partial else scatter)(x, lengths, self.group, _DIM)
+        if self._arrives is not None and not self._again:
+            self._begin_pass(self._arrives, x)
+            return None
+        total = x.shape[_DIM]
+        share = (scatter_sum if self._partial else scatter)(x, share_evenly(total, self.size), self.group, _DIM)
         if not self._again:
-            self._first, self._total = layer, x.shape[_DIM]
-            self._current = _Pass(x.shape[_DIM], x.shape[0])
-            self._pending.append(weakref.ref(self._current))
-            self._current.end_with(share)
+            self._first = layer
+            self._begin_pass(total, share)
         return _replaced(args, kwargs, share)
+
+    def _begin_pass(self, total: int, share: Tensor) -> None:
+        self._total = total
+        self._current = _Pass(total, share.shape[0])
+        self._pending.append(weakref.ref(self._current))
+        self._current.end_with(share)
 
     def _before_whole(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         if not self.cut:
@@ -217,6 +233,8 @@ class Stream:
         return (self.keep_own(output[0]), *output[1:]) if isinstance(output, tuple) else self.keep_own(output)
 
     def _end(self, output: Any) -> Any:
+        if self._leaves:
+            return output
         cut, self._open = self.cut, False
         if not cut:
             return output
@@ -228,6 +246,8 @@ class Stream:
         return output
 
     def _check_ended(self) -> None:
+        if self._leaves:
+            self._open = False
         if self.cut and not self._again:
             raise ConfigError(
                 f"sequence_parallel=True: {self.plan.owner!r} returned without having called {self.plan.exit!r}, where "
@@ -250,6 +270,8 @@ def _keep(x: Tensor, thing: Any) -> None:
     node: Any = x.grad_fn
     if node is not None:
         node.metadata["hfscale pass"] = thing
+    else:  # what arrived from another stage, which keeps it for its backward pass
+        x._hfscale_pass = thing  # type: ignore[attr-defined]
 
 
 def _trains(x: Any) -> bool:

@@ -1,0 +1,242 @@
+"""Train and evaluate a model that is spread over pipeline stages.
+
+Data flow of one step::
+
+    batch --share_out--> microbatches, the same on all stages
+    order of the schedule --torch's engine--> per microbatch and stage: receive, forward or backward, send
+    last stage: loss of every microbatch, a share of the whole step's token mean
+
+Every stage gets the whole batch (ids, masks, positions) and computes what lies around the layers from it; only the
+stream travels, and its gradient back.
+"""
+
+import zlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..config import ParallelConfig
+from ..errors import ConfigError
+from ..plan import Stage, share_evenly
+from ..runtime import Runtime
+from ._engine import engine_runtime, run_engine
+from .microbatches import Batch, share_out, tokens_of
+from .orders import check, order
+from .stand_in import blank_like, run_stages_apart
+from .streams import StreamTypes
+from .table import read_csv
+from .timeline import Order, stage_ranks
+from .worker import Place, StageWorker
+
+_LABELS = ("labels", "shift_labels", "num_items_in_batch")
+
+
+def stage_places(layout: ParallelConfig) -> dict[int, int] | None:
+    """The pipeline rank of each stage where the schedule is a file, which says so; else ``None``.
+
+    Raises:
+        ConfigError: the schedule cannot run with these numbers of ranks, stages and microbatches.
+    """
+    schedule, pp_size, count = str(layout.pipeline_schedule), layout.size("pp"), layout.num_microbatches
+    virtual = int(layout.virtual_stages or 1)
+    if pp_size == 1:
+        return None
+    if schedule.endswith(".csv"):
+        found = read_csv(Path(schedule))
+        given = 1 + max(action.microbatch for actions in found for action in actions)
+        return stage_ranks(order(schedule, pp_size, count or given, virtual))
+    if count is not None:
+        check(schedule, pp_size, count, virtual)
+    return None
+
+
+def install_pipeline(runtime: Runtime, settle: Callable[[], None]) -> None:
+    """Let a model that holds its rank's stages run them. No-op for one pipeline rank.
+
+    Args:
+        settle: called where gradients were made without autograd's hooks.
+    """
+    if runtime.plan.stages is None:
+        return
+    runtime.pipeline = Pipeline(runtime)
+    if runtime.mesh.batch_world > 1:
+        for worker in runtime.pipeline.workers:
+            worker.settle = settle
+
+
+class Pipeline:
+    """The stages of one rank, and what runs them.
+
+    Attributes:
+        workers: this rank's stages, in the order of the model.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime, self._mesh = runtime, runtime.mesh
+        stages, layout = runtime.plan.stages, runtime.mesh.layout
+        assert stages is not None and self._mesh.gradients is not None
+        self._stages, self._layout, self._rank = stages, layout, self._mesh.ranks["pp"]
+        activations = self._mesh.group("pp")
+        assert activations is not None
+        self._group = activations
+        own = stages.of_rank(self._rank)
+        self._running = run_stages_apart(runtime.model, stages, own)
+        self._types = StreamTypes(runtime.mesh)
+        self.workers = []
+        for stage in own:
+            place = Place(stage.index, stages.ranks, activations, self._mesh.gradients, self._mesh.device)
+            compute, shape = partial(self._compute, stage), partial(self._shape, stage.index)
+            self.workers.append(StageWorker(place, compute, shape, runtime.model.parameters))
+        self._engines: dict[tuple[int, bool], Any] = {}
+        self._batches: Sequence[Batch] = ()
+        self._count: tuple[Tensor, float] | None = None
+        self._trains = True
+        self._losses: list[Tensor] = []
+        runtime.model.register_forward_pre_hook(self._refuse_others)
+
+    def share_out(self, given: Sequence[Batch]) -> list[dict[str, Any]]:
+        """The microbatches of one step: see :func:`hfscale.pipeline.microbatches.share_out`."""
+        return share_out(given, self._layout.num_microbatches, self._layout.size("pp"), self._accepts)
+
+    def run(self, batches: Sequence[Batch], count: Tensor, label_smoothing: float, backward: bool) -> Tensor:
+        """Forward passes over the microbatches, and backward passes, which leave gradients where there is one batch
+        rank, and unreduced ones elsewhere.
+
+        Args:
+            count: valid labels of the whole step, which the loss is divided by.
+
+        Returns:
+            this rank's share of the loss: all of this batch rank's, on the last stage; else 0.
+        """
+        self._agree(batches, backward)
+        self._batches, self._count = batches, (count, label_smoothing)
+        self._trains, self._losses = backward, []
+        splits = not self._recomputes()
+        for worker in self.workers:
+            worker.has_backward, worker.splits = backward, splits
+        try:
+            run_engine(self._engine(len(batches), backward), len(batches))
+            for worker in self.workers:
+                worker.finish()
+            self._types.finish()
+        finally:
+            self._batches, self._count = (), None
+            for worker in self.workers:
+                worker.reset()
+        # Ranks without the last stage do not see the type of its loss.
+        wide = any(parameter.dtype == torch.float64 for parameter in self._runtime.model.parameters())
+        total = torch.zeros((), dtype=torch.float64 if wide else torch.float32, device=self._mesh.device)
+        return total + torch.stack(self._losses).sum() if self._losses else total
+
+    def _accepts(self, num_microbatches: int) -> bool:
+        try:
+            self._order(num_microbatches)
+        except ConfigError:
+            return False
+        return True
+
+    def _order(self, num_microbatches: int) -> Order:
+        layout = self._layout
+        schedule, virtual = str(layout.pipeline_schedule), int(layout.virtual_stages or 1)
+        check(schedule, layout.size("pp"), num_microbatches, virtual)
+        return order(schedule, layout.size("pp"), num_microbatches, virtual)
+
+    def _engine(self, num_microbatches: int, backward: bool) -> Any:
+        key = (num_microbatches, backward)
+        if key not in self._engines:
+            actions = self._order(num_microbatches)
+            if not backward:
+                actions = tuple(
+                    tuple(a._replace(paired=False) for a in row if a.kind == "forward") for row in actions
+                )
+            self._engines[key] = engine_runtime(actions, self.workers, num_microbatches)
+        return self._engines[key]
+
+    def _agree(self, batches: Sequence[Batch], backward: bool) -> None:
+        """All stages compare what they were given, and learn what trains; before anything is sent.
+
+        Raises:
+            ConfigError: on all stages, if they were given different batches.
+        """
+        shapes = [tokens_of(batch) for batch in batches]
+        about = torch.zeros(2 + len(self._stages.stages), dtype=torch.int64)
+        about[0], about[1] = len(batches), zlib.crc32(repr((shapes, backward)).encode())
+        if backward:
+            for planned, parameter in self._runtime.parameters():
+                if parameter.requires_grad:
+                    name = self._runtime.plan.held(self._rank)[planned.name]
+                    for stage in self._stages.of_rank(self._rank):
+                        about[2 + stage.index] |= int(stage.holds(name))
+        every = [torch.empty_like(about) for _ in range(self._layout.size("pp"))]
+        dist.all_gather(every, about, group=self._group)
+        if any(not torch.equal(other[:2], about[:2]) for other in every):
+            given = ", ".join(f"stage rank {rank}: {int(other[0])} microbatches" for rank, other in enumerate(every))
+            raise ConfigError(
+                "the ranks of one pipeline were given different batches, or some train where others evaluate "
+                f"({given}): ranks with equal hfscale.batch_rank(model) pass the same batch"
+            )
+        trains = torch.stack(every)[:, 2:].sum(0).cumsum(0).gt(0).tolist()
+        for worker in self.workers:
+            worker.trains = trains[worker.stage_index]
+            worker.trains_before = worker.stage_index > 0 and trains[worker.stage_index - 1]
+
+    def _recomputes(self) -> bool:
+        """Whether layers are recomputed in the backward pass; halves of it would recompute them many times."""
+        return any(getattr(module, "gradient_checkpointing", False) for module in self._runtime.model.modules())
+
+    def _compute(self, stage: Stage, arrived: Tensor | None, microbatch: int) -> Tensor:
+        batch, last = self._batches[microbatch], stage.index == len(self._stages.stages) - 1
+        samples, tokens = tokens_of(batch)
+        inputs = dict(batch) if last else {name: value for name, value in batch.items() if name not in _LABELS}
+        for stream in self._runtime.streams:
+            stream.passes(arrives=tokens if arrived is not None else None, leaves=not last)
+        with self._running(stage) as passage:
+            passage.arriving = arrived
+            passage.blank = None if arrived is None else blank_like(arrived, samples, tokens)
+            if not last:
+                self._runtime.model(**inputs)
+                leaving = passage.leaving
+            else:
+                loss = self._loss(inputs)
+        if last:
+            return loss
+        assert leaving is not None
+        if self._stages.ranks[stage.index + 1] != self._rank:
+            leading, peer = self._leading(samples, tokens), self._peer(stage.index + 1)
+            self._types.announce(stage.index + 1, leaving, leading, peer, self._trains)
+        return leaving
+
+    def _loss(self, inputs: dict[str, Any]) -> Tensor:
+        assert self._runtime.loss is not None and self._count is not None
+        with self._runtime.loss.normalized_by(*self._count):
+            output = self._runtime.model(**inputs)
+        loss: Tensor = output[0] if isinstance(output, tuple) else output.loss
+        self._losses.append(loss.detach())
+        # The data axes average gradients over the distinct batches; the loss is a share of a sum.
+        return loss * self._mesh.batch_world
+
+    def _shape(self, stage: int, microbatch: int) -> tuple[torch.Size, torch.dtype]:
+        leading = self._leading(*tokens_of(self._batches[microbatch]))
+        tail, dtype = self._types.learn(stage, self._peer(stage - 1), self._trains)
+        return torch.Size((*leading, *tail)), dtype
+
+    def _leading(self, samples: int, tokens: int) -> tuple[int, int]:
+        """Samples and tokens of the stream between stages; this rank's share of them where it is cut."""
+        if not self._runtime.streams or not self._trains:
+            return samples, tokens
+        return samples, share_evenly(tokens, self._layout.size("tp"))[self._mesh.ranks["tp"]]
+
+    def _peer(self, stage: int) -> int:
+        return dist.get_global_rank(self._group, self._stages.ranks[stage])
+
+    def _refuse_others(self, *_: Any) -> None:
+        if self._count is None:
+            raise ConfigError(
+                f"{self._layout.describe()}: a rank holds {len(self.workers)} of {len(self._stages.stages)} stages, so "
+                "its model cannot be called by itself: use hfscale.train_step and hfscale.eval_step"
+            )
