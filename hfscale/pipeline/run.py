@@ -27,7 +27,7 @@ from ..runtime import Runtime
 from ._engine import engine_runtime, run_engine
 from .microbatches import Batch, share_out, tokens_of
 from .orders import check, order
-from .stand_in import blank_like, run_stages_apart
+from .stand_in import run_stages_apart
 from .streams import StreamTypes
 from .table import read_csv
 from .timeline import Order, stage_ranks
@@ -196,8 +196,7 @@ class Pipeline:
         for stream in self._runtime.streams:
             stream.passes(arrives=tokens if arrived is not None else None, leaves=not last)
         with self._running(stage) as passage:
-            passage.arriving = arrived
-            passage.blank = None if arrived is None else blank_like(arrived, samples, tokens)
+            passage.arriving, passage.shape = arrived, (samples, tokens)
             if not last:
                 self._runtime.model(**inputs)
                 leaving = passage.leaving

@@ -30,15 +30,21 @@ class Passage:
 
     Attributes:
         first: index of the stage's first layer; the stand-ins of the layers before it give what arrived.
+        shape: samples and tokens of the batch.
         arriving: the stream from the stage before; ``None`` on the first stage.
-        blank: what stands for an embedding here: zeros for all tokens.
         leaving: the stream behind the stage's last layer, once it has got there.
     """
 
     first: int = 0
+    shape: tuple[int, int] = (0, 0)
     arriving: Tensor | None = None
-    blank: Tensor | None = None
     leaving: Tensor | None = None
+
+    def blank(self) -> Tensor:
+        """Zeros for all tokens, ``[b, s, h]``, without memory; the stream itself may be cut along the sequence."""
+        stream = self.leaving if self.arriving is None else self.arriving
+        assert stream is not None  # stand-ins are in front of or behind the layers of another stage
+        return torch.zeros((), dtype=stream.dtype, device=stream.device).expand(*self.shape, stream.shape[-1])
 
 
 class _StandIn(nn.Module):
@@ -81,12 +87,9 @@ class AbsentModule(_StandIn):
         self.__dict__.update(_returns=returns)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Zeros in front of the layers; behind them, what it is given. Neither is of any consequence."""
+        """Zeros; they are of no consequence."""
         passage: Passage = self._passage
-        if passage.leaving is None:
-            return _in_shape(passage.blank, self._returns)
-        given = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-        return _in_shape(given, self._returns)
+        return _in_shape(passage.blank(), self._returns)
 
 
 def _in_shape(x: Tensor | None, returns: int | None) -> Any:
@@ -158,7 +161,7 @@ def run_stages_apart(model: nn.Module, stages: StagePlan, own: tuple[Stage, ...]
             yield passage
         finally:
             active.clear()
-            passage.arriving = passage.blank = passage.leaving = None
+            passage.arriving = passage.leaving = None
 
     return running
 
@@ -174,8 +177,3 @@ def _boundary(stages: StagePlan, passage: Passage) -> dict[str, Callable[[nn.Mod
         for name in stage.modules:
             made[name] = functools.partial(AbsentModule, passage=passage, returns=returns.get(name))
     return made
-
-
-def blank_like(stream: Tensor, samples: int, tokens: int) -> Tensor:
-    """Zeros for all tokens, ``[b, s, h]``, without memory."""
-    return torch.zeros((), dtype=stream.dtype, device=stream.device).expand(samples, tokens, stream.shape[-1])
