@@ -5,7 +5,8 @@ from .checkpoint import load_state, save_pretrained, save_state
 from .config import ParallelConfig
 from .errors import CheckpointError, ConfigError, HFScaleError, MeshError, PlanError
 from .parallelize import from_config, from_pretrained, parallelize, plan
-from .train import batch_rank, batch_world, clip_grad_norm_, eval_step, train_step
+from .pipeline.record import record_schedule
+from .train import batch_rank, batch_world, clip_grad_norm_, drain, eval_step, train_step
 from .version import __version__
 
 __all__ = [
@@ -20,12 +21,14 @@ __all__ = [
     "batch_rank",
     "batch_world",
     "clip_grad_norm_",
+    "drain",
     "eval_step",
     "from_config",
     "from_pretrained",
     "load_state",
     "parallelize",
     "plan",
+    "record_schedule",
     "save_pretrained",
     "save_state",
     "train_step",

@@ -29,7 +29,8 @@ class Mesh:
         control: a gloo group over all ranks for barriers and small objects; ``None`` likewise.
         copies: how many consecutive tensor ranks -> the group of those that this rank is one of.
         ties: pipeline ranks that hold one tensor -> the group of them through this rank, where it is one of them.
-        gradients: a second group over the pipeline ranks; ``None`` where there is one.
+        gradients: a second group over the pipeline ranks through this one; ``None`` where there is one rank.
+        reports: a third, over gloo, for a few numbers.
     """
 
     layout: ParallelConfig
@@ -40,6 +41,7 @@ class Mesh:
     copies: dict[int, dist.ProcessGroup] = field(default_factory=dict)
     ties: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
     gradients: dist.ProcessGroup | None = None
+    reports: dist.ProcessGroup | None = None
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """The process group of ``axis`` through this rank; ``None`` where the axis has one rank."""
@@ -107,11 +109,12 @@ def build_mesh(layout: ParallelConfig, copies: Sequence[int] = (), ties: Sequenc
         for members in ties
         if (found := made.once((device.type, shape, members), partial(_pipeline_ranks, device_mesh, members)))
     }
-    gradients = None
+    gradients = reports = None
     if layout.size("pp") > 1:
         every = tuple(range(layout.size("pp")))
         gradients = made.once((device.type, shape, "gradients"), partial(_pipeline_ranks, device_mesh, every))
-    return Mesh(layout, device, ranks, device_mesh, control, groups, tied, gradients)
+        reports = made.once((device.type, shape, "reports"), partial(_pipeline_ranks, device_mesh, every, "gloo"))
+    return Mesh(layout, device, ranks, device_mesh, control, groups, tied, gradients, reports)
 
 
 class _Groups:
@@ -147,12 +150,14 @@ def _consecutive_ranks(device_mesh: DeviceMesh, count: int) -> dist.ProcessGroup
     return next(group for members, group in made if dist.get_rank() in members)
 
 
-def _pipeline_ranks(device_mesh: DeviceMesh, members: tuple[int, ...]) -> dist.ProcessGroup | None:
+def _pipeline_ranks(
+    device_mesh: DeviceMesh, members: tuple[int, ...], backend: str | None = None
+) -> dist.ProcessGroup | None:
     """The group of the pipeline ranks ``members`` through this rank; ``None`` where it is none of them."""
     mine = None
     for column in device_mesh.mesh.flatten(1).T.tolist():  # one per place within a stage
         ranks = [column[member] for member in members]
-        group = dist.new_group(ranks)
+        group = dist.new_group(ranks, backend=backend)
         mine = group if dist.get_rank() in ranks else mine
     return mine
 

@@ -1,7 +1,7 @@
 """The table of contents: from a stock model and a layout to a model that trains, in order."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from .config import ParallelConfig
 from .data import MIXED_PRECISIONS, add_up_gradients, apply_data_axes, install_shares
 from .errors import CheckpointError, ConfigError
 from .mesh import Mesh, build_mesh
-from .pipeline import install_pipeline, leave_out, stage_places
+from .pipeline import check_stages, install_pipeline, leave_out, stage_places
 from .plan import Plan, build_plan
 from .runtime import Runtime, find_runtime
 from .tensor import cut_parameters, install_edges, install_generate, install_loss
@@ -111,7 +111,9 @@ def parallelize(model: nn.Module, parallel: ParallelConfig | None = None, *, mix
         )
     planned = _planned(model, layout)
     mesh = build_mesh(layout, planned.copies, planned.ties)
+    whole = list(model.modules())
     leave_out(model, planned, mesh.ranks["pp"])
+    _give_up_memory(whole, kept=model)
     cut_parameters(model, planned, mesh)
     model.to(mesh.device)
     return _assemble(model, planned, mesh, mixed_precision, None)
@@ -138,7 +140,9 @@ def plan(
 
 def _planned(model: nn.Module, layout: ParallelConfig) -> Plan:
     """The plan; where a schedule is a file, stages are where that says."""
-    return build_plan(model, layout, stage_places(layout))
+    planned = build_plan(model, layout, stage_places(layout))
+    check_stages(planned)
+    return planned
 
 
 def _assemble(model: Any, planned: Plan, mesh: Mesh, mixed_precision: str, shares: dict[str, Tensor] | None) -> Any:
@@ -156,6 +160,19 @@ def _assemble(model: Any, planned: Plan, mesh: Mesh, mixed_precision: str, share
     install_pipeline(runtime, settle=lambda: add_up_gradients(model))
     runtime.attach()
     return model
+
+
+def _give_up_memory(modules: Iterable[nn.Module], kept: nn.Module) -> None:
+    """Empty those of ``modules`` that are no longer in ``kept``: stand-ins still ask them for their attributes."""
+    staying = set(kept.modules())
+    for module in modules:
+        if module in staying:
+            continue
+        for name, parameter in module._parameters.items():
+            if parameter is not None:  # of a tied tensor, another module may keep the memory
+                module._parameters[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to("meta")
 
 
 def _autocast(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:

@@ -1,7 +1,7 @@
 """One training step, and the gradient norm, whatever the layout."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .data import local_tensor, one_reduction, set_gradient_sync
 from .errors import ConfigError
-from .pipeline import summed_over_stages
+from .pipeline import UnflushedPipeline, summed_over_stages
 from .plan import ParameterPlan
 from .runtime import Runtime, runtime_of
 from .tensor.random import synchronize_random_streams
@@ -35,11 +35,16 @@ def train_step(model: nn.Module, batch: Batch | Sequence[Batch], *, label_smooth
             as in ``torch.nn.functional.cross_entropy``.
 
     Returns:
-        the loss, a scalar without a graph, equal on every rank; 0 where the step has no valid label.
+        the loss, a scalar without a graph, equal on every rank; 0 where the step has no valid label. Under the
+        schedules without a flush, loss and gradients are those of an earlier batch: see :func:`drain`.
     """
     runtime = runtime_of(model)
     microbatches, count = _prepare(runtime, batch)
     synchronize_random_streams(runtime)
+    if isinstance(runtime.pipeline, UnflushedPipeline):
+        loss = runtime.pipeline.run(microbatches, count, label_smoothing, backward=True)
+        _hand_out(runtime, runtime.pipeline)
+        return loss
     if runtime.pipeline is not None:
         with summed_over_stages(runtime, local_tensor), _partial_sums_at_the_end(runtime):
             total = _through_stages(runtime, microbatches, count, label_smoothing, backward=True)
@@ -55,14 +60,43 @@ def train_step(model: nn.Module, batch: Batch | Sequence[Batch], *, label_smooth
     return _sum_over_batches(runtime, total)
 
 
+def drain(model: nn.Module) -> Iterator[Tensor]:
+    """Finish what a schedule without a flush has under way; nothing under any other schedule.
+
+    ``pipedream`` and ``pipedream_2bw`` hand out gradients of earlier batches than the last one: what is missing when a
+    run ends is ``p - 1`` updates, or one. The loop goes on like the one before it::
+
+        for loss in hfscale.drain(model):
+            hfscale.clip_grad_norm_(model, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    Yields:
+        the next batch's loss, whenever gradients are in ``.grad``; as many times on every rank. With those that
+        ``train_step`` returned, these are the losses of all batches, each once.
+    """
+    runtime = runtime_of(model)
+    if isinstance(runtime.pipeline, UnflushedPipeline):
+        for loss in runtime.pipeline.drain():
+            _hand_out(runtime, runtime.pipeline)
+            yield loss
+
+
+def _hand_out(runtime: Runtime, pipeline: UnflushedPipeline) -> None:
+    """Add to ``.grad`` what has come to its end; nothing while the pipeline fills."""
+    if pipeline.ready():
+        with summed_over_stages(runtime, local_tensor):
+            pipeline.expose()
+
+
 @torch.no_grad()
 def eval_step(model: nn.Module, batch: Batch | Sequence[Batch], *, label_smoothing: float = 0.0) -> Tensor:
     """The loss :func:`train_step` would return, without gradients, in whatever mode the model is."""
     runtime = runtime_of(model)
     microbatches, count = _prepare(runtime, batch)
     if runtime.pipeline is not None:
-        total = _through_stages(runtime, microbatches, count, label_smoothing, backward=False)
-        return _sum_over_batches(runtime, total)
+        share = _through_stages(runtime, microbatches, count, label_smoothing, backward=False)
+        return _sum_over_batches(runtime, share)
     total = sum(_loss(model, runtime, microbatch, count, label_smoothing) for microbatch in microbatches)
     return _sum_over_batches(runtime, torch.as_tensor(total, device=runtime.mesh.device))
 
@@ -144,7 +178,7 @@ def _prepare(runtime: Runtime, batch: Batch | Sequence[Batch]) -> tuple[list[dic
             f"(loss_type {getattr(runtime.model, 'loss_type', None)!r}): loop over loss = model(**batch).loss and "
             "loss.backward() instead"
         )
-    given = [batch] if isinstance(batch, Mapping) else list(batch)
+    given: Sequence[Batch] = [batch] if isinstance(batch, Mapping) else list(batch)
     if not given:
         raise ConfigError("train_step got an empty list of microbatches: pass at least one")
     if runtime.pipeline is not None:

@@ -3,25 +3,30 @@
 from .asynchronous import ASYNCHRONOUS, stashed_versions, weight_versions
 from .command import add_schedule_command
 from .formulas import ideal_bubble, peak_formula
+from .install import check_stages, install_pipeline
 from .orders import default_virtual_stages, order
-from .run import install_pipeline, stage_places
+from .run import Pipeline, stage_places
 from .simulate import Costs, simulate
 from .stand_in import leave_out
 from .table import read_csv, write_csv
 from .ties import summed_over_stages
 from .timeline import Action, Order, Span, Timeline, peak_live, stage_ranks
 from .trace import Record, Recorder, merge_records, read_trace, write_trace
+from .unflushed import UnflushedPipeline
 
 __all__ = [
     "ASYNCHRONOUS",
     "Action",
     "Costs",
     "Order",
+    "Pipeline",
     "Record",
     "Recorder",
     "Span",
     "Timeline",
+    "UnflushedPipeline",
     "add_schedule_command",
+    "check_stages",
     "default_virtual_stages",
     "ideal_bubble",
     "install_pipeline",

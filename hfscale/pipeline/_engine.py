@@ -2,7 +2,8 @@
 
 Checked with torch 2.13: ``pipeline_order`` of the schedule classes, the fields of ``schedules._Action``, that the
 classes build their order from the counts of a stage alone, without processes, and
-``_PipelineScheduleRuntime._prepare_schedule_with_comms``, which adds the sends and receives to an order.
+``_PipelineScheduleRuntime._prepare_schedule_with_comms``, which adds the sends and receives to an order by
+``_add_send_recv``, and ``_step_microbatches``, which runs it.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.pipelining.schedules import (
     _Action,
+    _add_send_recv,
     _ComputationType,
     _PipelineScheduleRuntime,
     get_schedule_class,
@@ -55,18 +57,11 @@ def engine_order(schedule: str, pp_size: int, num_microbatches: int, virtual_sta
 
 
 class _Runtime(_PipelineScheduleRuntime):
-    """Torch's engine for stages that need no preparation, also for orders of forward passes alone."""
+    """Torch's engine, also for stages that need no preparation."""
 
     def _initialize_stages(self, *args: Any, **kwargs: Any) -> None:
         if any(isinstance(stage, _PipelineStageBase) for stage in self._stages):
             super()._initialize_stages(*args, **kwargs)
-
-    def _validate_and_set_stage_mapping(self, actions: dict[int, list[_Action | None]]) -> None:
-        kinds = {part.computation_type for row in actions.values() for a in row if a for part in a.sub_actions or (a,)}
-        if kinds != {_ComputationType.FORWARD}:
-            super()._validate_and_set_stage_mapping(actions)
-            return
-        self.stage_index_to_group_rank = {a.stage_index: rank for rank, row in actions.items() for a in row if a}
 
 
 def engine_runtime(
@@ -88,7 +83,14 @@ def engine_runtime(
     """
     runtime = _Runtime(list(stages), num_microbatches, loss_fn=loss_fn, **options)
     runtime.pipeline_order = {rank: _lower(actions) for rank, actions in enumerate(order)}
-    runtime._prepare_schedule_with_comms(runtime.pipeline_order)
+    if any(action.kind != "forward" for actions in order for action in actions):
+        runtime._prepare_schedule_with_comms(runtime.pipeline_order)
+        return runtime
+    # An evaluation. The engine insists on backward passes, but not the part of it that adds sends and receives.
+    places = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
+    listed: dict[int, list[_Action]] = {rank: [a for a in row if a] for rank, row in runtime.pipeline_order.items()}
+    runtime.stage_index_to_group_rank = places
+    runtime.pipeline_order_with_comms = _add_send_recv(listed, places.__getitem__, len(places))
     return runtime
 
 

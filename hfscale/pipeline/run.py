@@ -25,6 +25,7 @@ from ..errors import ConfigError
 from ..plan import Stage, share_evenly
 from ..runtime import Runtime
 from ._engine import engine_runtime, run_engine
+from .asynchronous import ASYNCHRONOUS
 from .microbatches import Batch, share_out, tokens_of
 from .orders import check, order
 from .stand_in import run_stages_apart
@@ -33,6 +34,7 @@ from .table import read_csv
 from .timeline import Order, stage_ranks
 from .worker import Place, StageWorker
 
+_LARGE = 1 << 16  # a number of microbatches that every schedule accepts, where the batch will decide
 _LABELS = ("labels", "shift_labels", "num_items_in_batch")
 
 
@@ -50,23 +52,13 @@ def stage_places(layout: ParallelConfig) -> dict[int, int] | None:
         found = read_csv(Path(schedule))
         given = 1 + max(action.microbatch for actions in found for action in actions)
         return stage_ranks(order(schedule, pp_size, count or given, virtual))
-    if count is not None:
-        check(schedule, pp_size, count, virtual)
+    if schedule in ASYNCHRONOUS and layout.batch_world > 1:
+        raise ConfigError(
+            f"{layout.describe()}: {schedule} keeps several versions of the weights, which FSDP2 cannot: use "
+            "dp_shard_size=1 and dp_replicate_size=1, or a schedule with a flush"
+        )
+    check(schedule, pp_size, count or _LARGE, virtual)
     return None
-
-
-def install_pipeline(runtime: Runtime, settle: Callable[[], None]) -> None:
-    """Let a model that holds its rank's stages run them. No-op for one pipeline rank.
-
-    Args:
-        settle: called where gradients were made without autograd's hooks.
-    """
-    if runtime.plan.stages is None:
-        return
-    runtime.pipeline = Pipeline(runtime)
-    if runtime.mesh.batch_world > 1:
-        for worker in runtime.pipeline.workers:
-            worker.settle = settle
 
 
 class Pipeline:
@@ -74,12 +66,15 @@ class Pipeline:
 
     Attributes:
         workers: this rank's stages, in the order of the model.
+        flushes: whether a step ends with all of its own gradients.
     """
+
+    flushes = True
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime, self._mesh = runtime, runtime.mesh
         stages, layout = runtime.plan.stages, runtime.mesh.layout
-        assert stages is not None and self._mesh.gradients is not None
+        assert stages is not None
         self._stages, self._layout, self._rank = stages, layout, self._mesh.ranks["pp"]
         activations = self._mesh.group("pp")
         assert activations is not None
@@ -87,17 +82,24 @@ class Pipeline:
         own = stages.of_rank(self._rank)
         self._running = run_stages_apart(runtime.model, stages, own)
         self._types = StreamTypes(runtime.mesh)
-        self.workers = []
-        for stage in own:
-            place = Place(stage.index, stages.ranks, activations, self._mesh.gradients, self._mesh.device)
-            compute, shape = partial(self._compute, stage), partial(self._shape, stage.index)
-            self.workers.append(StageWorker(place, compute, shape, runtime.model.parameters))
+        self.workers = [self._worker(stage) for stage in own]
         self._engines: dict[tuple[int, bool], Any] = {}
-        self._batches: Sequence[Batch] = ()
+        self._batches: Sequence[Batch] | dict[int, Batch] = ()
         self._count: tuple[Tensor, float] | None = None
         self._trains = True
         self._losses: list[Tensor] = []
         runtime.model.register_forward_pre_hook(self._refuse_others)
+
+    def _worker(self, stage: Stage) -> StageWorker:
+        assert self._mesh.gradients is not None
+        place = Place(stage.index, self._stages.ranks, self._group, self._mesh.gradients, self._mesh.device)
+        compute, shape = partial(self._compute, stage), partial(self._shape, stage.index)
+        return StageWorker(place, compute, shape, self._runtime.model.parameters)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether gradients of earlier steps are still to come."""
+        return False
 
     def share_out(self, given: Sequence[Batch]) -> list[dict[str, Any]]:
         """The microbatches of one step: see :func:`hfscale.pipeline.microbatches.share_out`."""
@@ -128,10 +130,13 @@ class Pipeline:
             self._batches, self._count = (), None
             for worker in self.workers:
                 worker.reset()
-        # Ranks without the last stage do not see the type of its loss.
-        wide = any(parameter.dtype == torch.float64 for parameter in self._runtime.model.parameters())
-        total = torch.zeros((), dtype=torch.float64 if wide else torch.float32, device=self._mesh.device)
+        total = torch.zeros((), dtype=self._loss_type(), device=self._mesh.device)
         return total + torch.stack(self._losses).sum() if self._losses else total
+
+    def _loss_type(self) -> torch.dtype:
+        """The loss's type, which ranks without the last stage do not see."""
+        wide = any(parameter.dtype == torch.float64 for parameter in self._runtime.model.parameters())
+        return torch.float64 if wide else torch.float32
 
     def _accepts(self, num_microbatches: int) -> bool:
         try:
@@ -151,9 +156,7 @@ class Pipeline:
         if key not in self._engines:
             actions = self._order(num_microbatches)
             if not backward:
-                actions = tuple(
-                    tuple(a._replace(paired=False) for a in row if a.kind == "forward") for row in actions
-                )
+                actions = tuple(tuple(a._replace(paired=False) for a in row if a.kind == "forward") for row in actions)
             self._engines[key] = engine_runtime(actions, self.workers, num_microbatches)
         return self._engines[key]
 
@@ -173,7 +176,7 @@ class Pipeline:
                     for stage in self._stages.of_rank(self._rank):
                         about[2 + stage.index] |= int(stage.holds(name))
         every = [torch.empty_like(about) for _ in range(self._layout.size("pp"))]
-        dist.all_gather(every, about, group=self._group)
+        dist.all_gather(every, about, group=self._mesh.reports)
         if any(not torch.equal(other[:2], about[:2]) for other in every):
             given = ", ".join(f"stage rank {rank}: {int(other[0])} microbatches" for rank, other in enumerate(every))
             raise ConfigError(

@@ -109,7 +109,9 @@ def leave_out(model: nn.Module, plan: Plan, rank: int) -> None:
         if child in holder._modules:
             holder._modules[child] = make(holder.get_submodule(child))
         else:  # a parameter of the model's own
-            setattr(holder, child, torch.zeros((), device="meta").expand(holder._parameters.pop(child).shape))
+            absent = holder.get_parameter(child)
+            del holder._parameters[child]
+            setattr(holder, child, torch.zeros((), device="meta").expand(absent.shape))
 
 
 def passage_of(model: nn.Module) -> Passage:

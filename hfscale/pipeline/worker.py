@@ -92,9 +92,7 @@ class StageWorker:
         recorder: notes what runs when, where there is one.
     """
 
-    def __init__(
-        self, place: Place, compute: Compute, shape: Shape, parameters: Callable[[], Iterable[Any]]
-    ) -> None:
+    def __init__(self, place: Place, compute: Compute, shape: Shape, parameters: Callable[[], Iterable[Any]]) -> None:
         self.place, self._compute, self._shape, self._parameters = place, compute, shape, parameters
         self.trains_before = self.trains = self.splits = True
         self.recorder: Recorder | None = None
@@ -140,8 +138,9 @@ class StageWorker:
             elif not wants:
                 kept.gradient = gradient  # nobody waits for it: all is done in the second half
             elif kept.output.requires_grad:
+                split: Any = stage_backward_input  # whose annotations are narrower than what it takes
                 gradients = None if self.is_last else [gradient]
-                _, kept.split = stage_backward_input([kept.output], gradients, [kept.arrived], iter(self._parameters()))  # type: ignore[arg-type, list-item]
+                _, kept.split = split([kept.output], gradients, [kept.arrived], iter(self._parameters()))
         if wants:
             assert kept.arrived is not None
             grad, kept.arrived.grad = kept.arrived.grad, None
@@ -202,6 +201,11 @@ class StageWorker:
         """The next stage is on this rank: take its gradient."""
         if next_stage_bwd_outputs is not None:
             self._gradients[mb_index] = next_stage_bwd_outputs
+
+    def forget_sent(self, keep: int) -> None:
+        """All gradients that were sent, but for the last ``keep``, are known to have arrived."""
+        while len(self._sent) > keep:
+            self._sent.pop(0).wait()
 
     def finish(self) -> None:
         """Wait for what was sent to arrive."""
