@@ -118,7 +118,7 @@ class Pipeline:
         self._agree(batches, backward)
         self._batches, self._count = batches, (count, label_smoothing)
         self._trains, self._losses = backward, []
-        splits = not self._recomputes()
+        splits = self._splits()
         for worker in self.workers:
             worker.has_backward, worker.splits = backward, splits
         try:
@@ -188,9 +188,13 @@ class Pipeline:
             worker.trains = trains[worker.stage_index]
             worker.trains_before = worker.stage_index > 0 and trains[worker.stage_index - 1]
 
-    def _recomputes(self) -> bool:
-        """Whether layers are recomputed in the backward pass; halves of it would recompute them many times."""
-        return any(getattr(module, "gradient_checkpointing", False) for module in self._runtime.model.modules())
+    def _splits(self) -> bool:
+        """Whether the halves of a backward pass can be apart. Each would recompute layers that are not kept, the second
+        one for every weight; and weights that were given up meanwhile are other tensors when they come back.
+        """
+        if self._layout.weights_regather and self._mesh.batch_world > 1:
+            return False
+        return not any(getattr(module, "gradient_checkpointing", False) for module in self._runtime.model.modules())
 
     def _compute(self, stage: Stage, arrived: Tensor | None, microbatch: int) -> Tensor:
         batch, last = self._batches[microbatch], stage.index == len(self._stages.stages) - 1

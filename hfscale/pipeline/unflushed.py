@@ -138,7 +138,7 @@ class UnflushedPipeline(Pipeline):
         if not self._calls:
             self._agree(batches, backward=True)
         self._trains, self._losses, (worker,) = True, [], self.workers
-        worker.splits = not self._recomputes()
+        worker.splits = self._splits()
         version = _Version(self._runtime.model, self._calls, len(batches))
         try:
             self._batches, self._count = self._held, (count, label_smoothing)

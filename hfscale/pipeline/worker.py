@@ -133,7 +133,9 @@ class StageWorker:
                 self._leaving.pop(microbatch).wait()
         wants = kept.arrived is not None and kept.arrived.requires_grad
         with self._recorded("backward" if full_backward else "backward_input", microbatch):
-            if full_backward or not self.splits:
+            if not self.trains:
+                pass  # the output may still ask for a gradient: the host makes embeddings do so for recomputation
+            elif full_backward or not self.splits:
                 _backward(kept.output, gradient)
             elif not wants:
                 kept.gradient = gradient  # nobody waits for it: all is done in the second half
@@ -153,7 +155,7 @@ class StageWorker:
             if kept.split is not None:
                 stage_backward_weight(iter(self._parameters()), kept.split)
                 self.settle()
-            elif self.splits and (kept.arrived is None or not kept.arrived.requires_grad):
+            elif self.trains and self.splits and (kept.arrived is None or not kept.arrived.requires_grad):
                 _backward(kept.output, kept.gradient)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:

@@ -1,0 +1,209 @@
+"""Pipeline stages equal one process under every schedule: loss, every gradient, norm, weights after two steps."""
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+import hfscale
+from hfscale import ConfigError, ParallelConfig
+from hfscale.pipeline import order, write_csv
+from hfscale.runtime import runtime_of
+from hfscale.testing import Case, RankPool, assert_layout_equal
+from hfscale.testing.parity import ragged_batch
+from hfscale.testing.precision import keep_float64
+
+from ..models import tiny
+
+Pools = Callable[[int], RankPool]
+SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev")
+
+
+def deep(family: str, layers: int = 5, **changes: Any) -> PreTrainedConfig:
+    """Layers that four stages share unevenly."""
+    return tiny(family, **{"n_layer" if family == "gpt2" else "num_hidden_layers": layers}, **changes)
+
+
+def _equal(pools: Pools, case: Case, **layout: Any) -> None:
+    parallel = ParallelConfig(**layout)
+    assert_layout_equal(case, parallel, pools(parallel.total_size))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])  # gpt2: embedding and head are tied, on two ranks, or on one (V)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_schedule(pools: Pools, schedule: str, family: str) -> None:
+    _equal(pools, Case(deep(family), accumulation=4), pp_size=2, pipeline_schedule=schedule)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 3])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zbv"])
+def test_fewer_and_odd_numbers_of_microbatches(pools: Pools, schedule: str, microbatches: int) -> None:
+    _equal(pools, Case(deep("llama"), accumulation=microbatches), pp_size=2, pipeline_schedule=schedule)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zero_bubble", "dualpipev"])
+def test_four_ranks(pools: Pools, schedule: str) -> None:
+    case = Case(deep("llama", 8, tie_word_embeddings=True), accumulation=8, lengths=(13, 8, 1))
+    _equal(pools, case, pp_size=4, pipeline_schedule=schedule)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize(
+    "frozen", [("embed", ".0.", ".1.", ".2."), ("norm", "q_proj"), (".3.", ".4.", "head", "model.norm")]
+)
+def test_frozen(pools: Pools, frozen: tuple[str, ...], schedule: str) -> None:
+    """A first stage that does not train at all, one that trains in part, a last stage that does not."""
+    _equal(pools, Case(deep("llama"), frozen=frozen, accumulation=3), pp_size=2, pipeline_schedule=schedule)
+
+
+@pytest.mark.parametrize("frozen", [(), ("embed", ".0.", ".1.", ".2.")])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved1f1b", "zbv"])
+def test_recomputed(pools: Pools, schedule: str, frozen: tuple[str, ...]) -> None:
+    case = Case(deep("llama"), checkpointing=True, frozen=frozen, accumulation=4)
+    _equal(pools, case, pp_size=2, pipeline_schedule=schedule)
+
+
+@pytest.mark.parametrize("build", ["from_pretrained", "parallelize"])
+@pytest.mark.parametrize("stages", [[1, 4], [4, 1]])
+def test_stages_by_hand(pools: Pools, stages: list[int], build: str) -> None:
+    _equal(pools, Case(deep("gpt2"), build=build), pp_size=2, stage_layers=stages)
+
+
+def test_virtual_stages_by_hand(pools: Pools) -> None:
+    layout = {"pp_size": 2, "virtual_stages": 2, "stage_layers": [2, 1, 1, 1], "pipeline_schedule": "looped_bfs"}
+    _equal(pools, Case(deep("gpt2"), accumulation=3), **layout)
+
+
+def test_a_schedule_of_ones_own(pools: Pools, tmp_path: Path) -> None:
+    """Stage 0 on rank 1, and microbatches in another order on the way back."""
+    path = tmp_path / "own.csv"
+    path.write_text("1F0,1F1,1F2,1B2,1I0,1B1,1W0\n0F0,0F1,0F2,0B2,0B0,0B1\n")
+    _equal(pools, Case(deep("gpt2"), accumulation=3), pp_size=2, pipeline_schedule=str(path))
+    write_csv(order("zbv", 2, 4, 2), path)
+    _equal(pools, Case(deep("llama"), accumulation=4), pp_size=2, virtual_stages=2, pipeline_schedule=str(path))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tp_size": 2},
+        {"tp_size": 2, "sequence_parallel": True},
+        {"tp_size": 2, "sequence_parallel": True, "sequence_regather": True},
+        {"dp_shard_size": 2},
+        {"dp_shard_size": 2, "weights_regather": True},
+        {"dp_replicate_size": 2},
+    ],
+    ids=lambda layout: "-".join(layout),
+)
+def test_with_other_axes(pools: Pools, layout: dict[str, Any], schedule: str) -> None:
+    case = Case(deep("llama", tie_word_embeddings=True), accumulation=3)
+    _equal(pools, case, pp_size=2, pipeline_schedule=schedule, **layout)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved1f1b"])
+def test_key_value_heads_on_several_ranks(pools: Pools, schedule: str) -> None:
+    case = Case(deep("llama", num_key_value_heads=1), accumulation=2)
+    _equal(pools, case, pp_size=2, tp_size=2, pipeline_schedule=schedule)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_recomputed_with_the_stream_cut(pools: Pools, schedule: str) -> None:
+    case = Case(deep("llama"), accumulation=3, checkpointing=True, lengths=(13,))
+    _equal(pools, case, pp_size=2, tp_size=2, sequence_parallel=True, pipeline_schedule=schedule)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"dp_shard_size": 2},
+        {"dp_replicate_size": 2, "sequence_parallel": True},
+        {"dp_shard_size": 2, "sequence_parallel": True, "pipeline_schedule": "zbv"},
+    ],
+    ids=["shard", "replicate-sp", "shard-sp-zbv"],
+)
+def test_eight_ranks(pools: Pools, layout: dict[str, Any]) -> None:
+    _equal(pools, Case(deep("llama", tie_word_embeddings=True)), pp_size=2, tp_size=2, **layout)
+
+
+def _split(directory: str, layout: ParallelConfig, batch: dict[str, torch.Tensor]) -> list[Any]:
+    model = hfscale.from_pretrained(directory, parallel=layout, dtype=torch.float64)
+    with keep_float64():
+        evaluated = hfscale.eval_step(model, batch)
+        losses = [hfscale.train_step(model, batch) for _ in range(2)]  # the second adds to the gradients of the first
+        model.eval()
+        evaluated_again = hfscale.eval_step(model, batch)
+    norm = hfscale.clip_grad_norm_(model, 1e9, float("inf"))
+    total = hfscale.clip_grad_norm_(model, 1e9)
+    return [evaluated, *losses, evaluated_again, norm, total]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_one_batch_is_cut_into_microbatches(pools: Pools, tmp_path: Path, schedule: str) -> None:
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(deep("gpt2"), dtype=torch.float64).save_pretrained(tmp_path)
+    batch = ragged_batch(torch.Generator().manual_seed(2), 67, 8, 9, masked=False)
+    batch["position_ids"] = torch.arange(9)[None]  # one row for all samples
+    one = _split(str(tmp_path), ParallelConfig(), batch)
+    for number in (None, 2, 4, 8):
+        layout = ParallelConfig(pp_size=2, num_microbatches=number, pipeline_schedule=schedule)
+        for rank in pools(2).run(_split, str(tmp_path), layout, batch):
+            torch.testing.assert_close(rank, one, rtol=1e-12, atol=1e-12)
+
+
+def _refusals(directory: str) -> list[str]:
+    found = []
+
+    def refused(layout: ParallelConfig, call: Callable[[Any], Any]) -> None:
+        with pytest.raises(ConfigError) as caught:
+            call(hfscale.from_pretrained(directory, parallel=layout))
+        found.append(str(caught.value))
+
+    generator, layout = torch.Generator().manual_seed(2), ParallelConfig(pp_size=2, num_microbatches=3)
+    batch = ragged_batch(generator, 67, 8, 9, masked=False)
+    refused(layout, lambda model: hfscale.train_step(model, batch))
+    interleaved = ParallelConfig(pp_size=2, pipeline_schedule="interleaved1f1b")
+    three = [ragged_batch(generator, 67, 1, 9, masked=False) for _ in range(3)]
+    refused(replace(interleaved, num_microbatches=None), lambda model: hfscale.train_step(model, three[:1] * 5))
+    refused(ParallelConfig(pp_size=2), lambda model: model(**batch))
+    rank = torch.distributed.get_rank()
+    refused(ParallelConfig(pp_size=2), lambda model: hfscale.train_step(model, [batch] * (1 + rank)))
+    return found
+
+
+def test_what_is_refused(pools: Pools, tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(deep("llama")).save_pretrained(tmp_path)
+    for uneven, odd, alone, different in pools(2).run(_refusals, str(tmp_path)):
+        assert "num_microbatches=3 does not divide a batch of 8 rows" in uneven
+        assert "use num_microbatches 1, 2, 4, 8" in uneven
+        assert "length is one of 1, 2, 3, 4, 6, 8" in odd
+        assert "use hfscale.train_step and hfscale.eval_step" in alone
+        assert "given different batches" in different
+    with pytest.raises(ConfigError, match="num_microbatches=5 does not divide into the 2 rounds"):
+        hfscale.plan(deep("llama"), ParallelConfig(pp_size=2, pipeline_schedule="interleaved1f1b", num_microbatches=5))
+
+
+def _masks(directory: str) -> torch.Tensor:
+    """Which entries the dropout inside the rank's first layer drops, seeded alike everywhere."""
+    torch.manual_seed(7)
+    model = hfscale.from_pretrained(directory, parallel=ParallelConfig(pp_size=2, tp_size=2)).train()
+    layers = runtime_of(model).plan.stages.of_rank(runtime_of(model).mesh.ranks["pp"])[0].layers  # type: ignore[union-attr]
+    seen: list[torch.Tensor] = []
+    model.get_submodule(layers[0]).mlp.dropout.register_forward_hook(lambda _, args, output: seen.append(output == 0))
+    batch = ragged_batch(torch.Generator().manual_seed(2), 67, 2, 9, masked=False)
+    hfscale.train_step(model, batch)
+    return seen[0]
+
+
+def test_stages_drop_different_entries(pools: Pools) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        AutoModelForCausalLM.from_config(deep("gpt2", resid_pdrop=0.5)).save_pretrained(name)
+        first, first_too, second, second_too = pools(4).run(_masks, name)
+    assert torch.equal(first, first_too)
+    assert torch.equal(second, second_too)
+    assert not torch.equal(first, second)
