@@ -28,6 +28,7 @@ from ._engine import engine_runtime, run_engine
 from .asynchronous import ASYNCHRONOUS
 from .microbatches import Batch, share_out, tokens_of
 from .orders import check, order
+from .split import splits_exactly
 from .stand_in import run_stages_apart
 from .streams import StreamTypes
 from .table import read_csv
@@ -193,6 +194,8 @@ class Pipeline:
         one for every weight; and weights that were given up meanwhile are other tensors when they come back.
         """
         if self._layout.weights_regather and self._mesh.batch_world > 1:
+            return False
+        if not splits_exactly():
             return False
         return not any(getattr(module, "gradient_checkpointing", False) for module in self._runtime.model.modules())
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
+from .split import Split, backward_of_input, backward_of_weights
 from .timeline import Action, Kind
 from .trace import Recorder
 
@@ -57,7 +57,7 @@ class _Kept:
 
     arrived: Tensor | None
     output: Tensor
-    split: list[dict[str, Any]] | None = None
+    split: Split | None = None
     gradient: Tensor | None = None  # of the output, where all of the backward pass waits for its second half
 
 
@@ -137,12 +137,10 @@ class StageWorker:
                 pass  # the output may still ask for a gradient: the host makes embeddings do so for recomputation
             elif full_backward or not self.splits:
                 _backward(kept.output, gradient)
-            elif not wants:
+            elif kept.arrived is None or not wants:
                 kept.gradient = gradient  # nobody waits for it: all is done in the second half
             elif kept.output.requires_grad:
-                split: Any = stage_backward_input  # whose annotations are narrower than what it takes
-                gradients = None if self.is_last else [gradient]
-                _, kept.split = split([kept.output], gradients, [kept.arrived], iter(self._parameters()))
+                kept.split = backward_of_input(kept.output, gradient, kept.arrived, self._parameters())
         if wants:
             assert kept.arrived is not None
             grad, kept.arrived.grad = kept.arrived.grad, None
@@ -153,7 +151,7 @@ class StageWorker:
         kept = self._kept.pop(microbatch)
         with self._recorded("backward_weight", microbatch):
             if kept.split is not None:
-                stage_backward_weight(iter(self._parameters()), kept.split)
+                backward_of_weights(kept.split, self._parameters())
                 self.settle()
             elif self.trains and self.splits and (kept.arrived is None or not kept.arrived.requires_grad):
                 _backward(kept.output, kept.gradient)
@@ -174,6 +172,9 @@ class StageWorker:
     def get_fwd_send_ops(self, microbatch: int) -> list[Any]:
         """Begin to send the stream."""
         output = self._kept[microbatch].output if self.has_backward else self._kept.pop(microbatch).output
+        if not self.has_backward:  # no gradient will tell what has arrived
+            for index in list(self._leaving)[:-1]:
+                self._leaving.pop(index).wait()
         self._leaving[microbatch] = self._move(dist.isend, output.detach(), +1, self.place.activations)
         return []
 
@@ -188,6 +189,8 @@ class StageWorker:
         """Begin to send the gradient of what arrived."""
         if self.trains_before and not self.is_first:
             self._sent = [transfer for transfer in self._sent if not transfer.over]
+            # Gloo tells only who waits for it. An engine's order has each receive where its send is, so this ends.
+            self.forget_sent(keep=1)
             self._sent.append(self._move(dist.isend, self._returning.pop(microbatch), -1, self.place.gradients))
         return []
 
