@@ -10,6 +10,7 @@ without any label, and gradient accumulation.
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -21,6 +22,7 @@ from hfscale.testing import Case, RankPool, measure_parity
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.models import tiny
 from tests.parity.test_layouts import LAYOUTS, MODELS
+from tests.parity.test_pipeline import SCHEDULES, deep
 
 TOLERANCE = 1e-10
 # Besides the layouts of the everyday tests; the models have two key/value heads, so tp4 holds each of them twice.
@@ -31,6 +33,16 @@ WIDER = {
     "tp4, sequence": {"tp_size": 4, "sequence_parallel": True, "sequence_regather": True},
     "tp2-shard2, sequence": {"tp_size": 2, "dp_shard_size": 2, "sequence_parallel": True},
 }
+STAGES = {
+    **{f"pp2, {schedule}": {"pp_size": 2, "pipeline_schedule": schedule} for schedule in SCHEDULES},
+    "pp4": {"pp_size": 4},
+    "pp2 x tp2": {"pp_size": 2, "tp_size": 2},
+    "pp2 x tp2, sequence": {"pp_size": 2, "tp_size": 2, "sequence_parallel": True},
+    "pp2 x shard2": {"pp_size": 2, "dp_shard_size": 2},
+    "pp2 x replicate2": {"pp_size": 2, "dp_replicate_size": 2},
+    "pp2 x tp2 x shard2, sequence": {"pp_size": 2, "tp_size": 2, "dp_shard_size": 2, "sequence_parallel": True},
+}
+STAGED = ("llama", "llama-tied", "mistral", "qwen3", "gpt2", "gpt2-untied")
 
 
 def main() -> int:
@@ -39,6 +51,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("docs/parity.md"))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
     pools: dict[int, RankPool] = {}
     lines = [
         "# Parity with one process",
@@ -53,17 +66,29 @@ def main() -> int:
         "|---|" + "---|" * len(WIDER),
     ]
     failed = 0
-    with tqdm(total=len(MODELS) * len(WIDER), desc="parity") as progress:
+
+    def cell(case: Case, sizes: dict[str, Any]) -> str:
+        nonlocal failed
+        layout = hfscale.ParallelConfig(**sizes)
+        if layout.total_size not in pools:
+            pools[layout.total_size] = RankPool(layout.total_size)
+        worst = measure_parity(case, layout, pools[layout.total_size]).worst()
+        failed += worst > TOLERANCE
+        progress.update()
+        return f"{worst:.0e}"
+
+    with tqdm(total=len(MODELS) * len(WIDER) + len(STAGED) * len(STAGES), desc="parity") as progress:
         for model, (family, changes) in MODELS.items():
-            cells = []
-            for sizes in WIDER.values():
-                layout = hfscale.ParallelConfig(**sizes)
-                pool = pools.setdefault(layout.total_size, RankPool(layout.total_size))
-                worst = measure_parity(Case(tiny(family, **changes)), layout, pool).worst()
-                failed += worst > TOLERANCE
-                cells.append(f"{worst:.0e}")
-                progress.update()
+            cells = [cell(Case(tiny(family, **changes)), sizes) for sizes in WIDER.values()]
             lines.append(f"| {model} | " + " | ".join(cells) + " |")
+        lines += ["", "Pipeline stages, five layers, four microbatches (1f1b where no schedule is named):", ""]
+        lines += ["| layout | " + " | ".join(STAGED) + " |", "|---|" + "---|" * len(STAGED)]
+        for name, sizes in STAGES.items():
+            cells = []
+            for model in STAGED:
+                family, changes = MODELS[model]
+                cells.append(cell(Case(deep(family, **changes), accumulation=4), sizes))
+            lines.append(f"| {name} | " + " | ".join(cells) + " |")
     for pool in pools.values():
         pool.close()
     arguments.out.parent.mkdir(exist_ok=True)
