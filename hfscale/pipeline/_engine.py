@@ -6,6 +6,7 @@ classes build their order from the counts of a stage alone, without processes, a
 ``_add_send_recv``, and ``_step_microbatches``, which runs it.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from .timeline import Action, Kind, Order
 
+_LOG = logging.getLogger("torch.distributed.pipelining.schedules")
 LETTERS: dict[str, Kind] = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
 _CLASSES = {
     "interleaved1f1b": "Interleaved1F1B",
@@ -96,7 +98,12 @@ def engine_runtime(
 
 def run_engine(runtime: _PipelineScheduleRuntime, num_microbatches: int) -> None:
     """Run one step whose stages find their inputs by themselves."""
-    runtime._step_microbatches([()] * num_microbatches, [{}] * num_microbatches, return_outputs=False)
+    level = _LOG.level
+    _LOG.setLevel(logging.CRITICAL)  # at an error in a stage it would print the whole schedule above the traceback
+    try:
+        runtime._step_microbatches([()] * num_microbatches, [{}] * num_microbatches, return_outputs=False)
+    finally:
+        _LOG.setLevel(level)
 
 
 def _lower(actions: tuple[Action, ...]) -> list[_Action | None]:

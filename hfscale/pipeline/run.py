@@ -83,6 +83,9 @@ class Pipeline:
         own = stages.of_rank(self._rank)
         self._running = run_stages_apart(runtime.model, stages, own)
         self._types = StreamTypes(runtime.mesh)
+        for group in (activations, self._mesh.gradients):
+            # NCCL connects all ranks of a group at its first call, and that may not be a message between two.
+            dist.all_reduce(torch.zeros(1, device=self._mesh.device), group=group)
         self.workers = [self._worker(stage) for stage in own]
         self._engines: dict[tuple[int, bool], Any] = {}
         self._batches: Sequence[Batch] | dict[int, Batch] = ()

@@ -41,10 +41,13 @@ class Passage:
     leaving: Tensor | None = None
 
     def blank(self) -> Tensor:
-        """Zeros for all tokens, ``[b, s, h]``, without memory; the stream itself may be cut along the sequence."""
+        """Zeros for all tokens, ``[b, s, h]``; the stream itself may be cut along the sequence.
+
+        In memory of their own, which lives as long as the forward pass: stock code scales an embedding in place.
+        """
         stream = self.leaving if self.arriving is None else self.arriving
         assert stream is not None  # stand-ins are in front of or behind the layers of another stage
-        return torch.zeros((), dtype=stream.dtype, device=stream.device).expand(*self.shape, stream.shape[-1])
+        return torch.zeros(*self.shape, stream.shape[-1], dtype=stream.dtype, device=stream.device)
 
 
 class _StandIn(nn.Module):
@@ -107,7 +110,8 @@ def leave_out(model: nn.Module, plan: Plan, rank: int) -> None:
         owner, _, child = name.rpartition(".")
         holder = model.get_submodule(owner)
         if child in holder._modules:
-            holder._modules[child] = make(holder.get_submodule(child))
+            # The stand-in remembers what it is for, and gives up its memory.
+            holder._modules[child] = make(holder.get_submodule(child).to_empty(device="meta"))
         else:  # a parameter of the model's own
             absent = holder.get_parameter(child)
             del holder._parameters[child]
