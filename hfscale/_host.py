@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
+    dot_natural_key,
     rename_source_key,
     revert_weight_conversion,
 )
@@ -74,17 +75,23 @@ def loading_through(
 
 
 def checkpoint_targets(model: Any, keys: list[str], weight_mapping: list[Any]) -> dict[str, tuple[str, bool]]:
-    """Stored key -> (name of the parameter it loads into, whether it goes there through a converter)."""
-    weight_mapping = copy.deepcopy(weight_mapping)  # matching leaves marks on the entries
-    renamings = [entry for entry in weight_mapping if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in weight_mapping if isinstance(entry, WeightConverter)]
+    """Stored key -> (name of the parameter it loads into, whether it goes there through a converter).
+
+    Entries of ``weight_mapping`` that these keys use are marked as used: the host saves through those, and a rank that
+    loads but its stage's keys has to save every stage's.
+    """
+    copies = copy.deepcopy(weight_mapping)  # matching leaves other marks too
+    renamings = [entry for entry in copies if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in copies if isinstance(entry, WeightConverter)]
     expected = model.state_dict()
     result = {}
-    for key in keys:
+    for key in sorted(keys, key=dot_natural_key):  # the host's order, which some entries depend on
         target, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, expected)
         if target not in expected and key in expected:
             target, pattern = rename_source_key(key, [], [], model.base_model_prefix, expected)
         result[key] = (target, pattern is not None)
+    for entry, copied in zip(weight_mapping, copies, strict=True):
+        entry._was_used = entry.was_used() or copied.was_used()
     return result
 
 

@@ -148,6 +148,19 @@ class Accelerator(accelerate.Accelerator):
 
         return recursively_apply(reduce_one, tensor, error_on_other_type=True)
 
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """As Accelerate's; through pipeline stages, :func:`hfscale.train_step` has run the backward pass already.
+
+        Raises:
+            ConfigError: the model is cut into pipeline stages.
+        """
+        if self._runtime is not None and self._runtime.pipeline is not None:
+            raise ConfigError(
+                f"{self.mesh.layout.describe()}: backward passes run between the stages, so accelerator.backward has "
+                "none to start: use loss = hfscale.train_step(model, batch), which leaves the gradients in .grad"
+            )
+        super().backward(loss, **kwargs)
+
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Within: backward passes accumulate gradients without reducing them over the data axes."""
@@ -167,7 +180,9 @@ class Accelerator(accelerate.Accelerator):
         given = {id(p) for p in ([parameters] if isinstance(parameters, Tensor) else _listed(parameters))}
         for model in self._models:
             trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-            if trained and trained <= given:
+            # Where nothing trains on this rank's stages, it must take part in the norm all the same.
+            still = runtime_of(model).pipeline is not None and (not given or given & set(map(id, model.parameters())))
+            if trained <= given and (trained or still):
                 return clip_grad_norm_(model, max_norm, norm_type) if self.sync_gradients else None
         raise ConfigError(
             "clip_grad_norm_ clips all the gradients of one prepared model together: pass model.parameters()"

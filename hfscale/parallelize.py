@@ -158,8 +158,17 @@ def _assemble(model: Any, planned: Plan, mesh: Mesh, mixed_precision: str, share
     if mesh.batch_world == 1 and mixed_precision != "no":
         _autocast(model, mesh.device, MIXED_PRECISIONS[mixed_precision])
     install_pipeline(runtime, settle=lambda: add_up_gradients(model))
+    if mesh.layout.total_size > 1:
+        model.save_pretrained = _refuse_partial_save
     runtime.attach()
     return model
+
+
+def _refuse_partial_save(*_: Any, **__: Any) -> None:
+    raise ConfigError(
+        "model.save_pretrained would write what this rank holds as if it were the model: call "
+        "hfscale.save_pretrained(model, directory) on every rank"
+    )
 
 
 def _give_up_memory(modules: Iterable[nn.Module], kept: nn.Module) -> None:

@@ -17,6 +17,7 @@ from .models import tiny
 
 Pools = Callable[[int], RankPool]
 LAYOUTS = [{"tp_size": 2}, {"tp_size": 2, "dp_shard_size": 2}, {"tp_size": 2, "dp_replicate_size": 2}]
+STAGES = [{"pp_size": 2}, {"pp_size": 2, "tp_size": 2}, {"pp_size": 2, "dp_shard_size": 2}]
 
 
 class Rows(Dataset):
@@ -111,8 +112,62 @@ def first_tokens(path: str, layout: dict[str, int], kind: str) -> tuple[int, lis
     return hfscale.batch_rank(model), seen, gathered
 
 
+def train_stages(path: str, layout: dict[str, int], out: str) -> dict[str, Any]:
+    """The same loop where the model is cut into stages: ``train_step`` in the place of forward and backward."""
+    accelerator = hfscale.Accelerator()
+    model = build(path, layout)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scheduler = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=10)
+    loader = DataLoader(Rows(16), batch_size=4)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    norms, losses, rows = [], [], []
+    for batch in loader:
+        loss = hfscale.train_step(model, batch)
+        norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss, "mean").item())
+        rows.append(accelerator.gather(batch["input_ids"][:, 0]).tolist())
+    accelerator.save_model(model, out)
+    return {"norms": norms, "losses": losses, "rows": rows, "epochs": scheduler.scheduler.last_epoch}
+
+
+@pytest.mark.parametrize("layout", STAGES)
+def test_a_loop_over_stages_equals_one_process(pools: Pools, layout: dict[str, int], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    stock = AutoModelForCausalLM.from_config(tiny("llama", tie_word_embeddings=True), dtype=torch.float64)
+    stock.save_pretrained(tmp_path / "start")
+    parallel = ParallelConfig(**layout)
+    found = pools(parallel.total_size).run(train_stages, str(tmp_path / "start"), layout, str(tmp_path / "out"))
+
+    rows, per_update = Rows(16), 4 * parallel.batch_world
+    optimizer = torch.optim.SGD(stock.parameters(), lr=0.5)
+    scheduler = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=10)
+    norms, losses = [], []
+    for start in range(0, 16, per_update):
+        ids = rows.ids[start : start + per_update]
+        loss = stock(input_ids=ids, labels=ids).loss
+        loss.backward()
+        losses.append(loss.item())
+        norms.append(torch.nn.utils.clip_grad_norm_(stock.parameters(), 0.5).item())
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    for result in found:
+        assert result["epochs"] == len(norms)
+        assert result["norms"] == pytest.approx(norms, rel=1e-6)
+        assert result["losses"] == pytest.approx(losses, rel=1e-6)
+        assert [sorted(step) for step in result["rows"]] == [
+            list(range(start, start + per_update)) for start in range(0, 16, per_update)
+        ]
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64)
+    for name, value in stock.state_dict().items():
+        torch.testing.assert_close(saved.state_dict()[name], value, rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.parametrize("kind", ["ordered", "shuffled", "stream"])
-@pytest.mark.parametrize("layout", LAYOUTS[:2])
+@pytest.mark.parametrize("layout", [*LAYOUTS[:2], STAGES[2]])
 def test_each_sample_once(pools: Pools, layout: dict[str, int], kind: str, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(tiny("llama")).save_pretrained(tmp_path)
     parallel = ParallelConfig(**layout)
@@ -140,8 +195,11 @@ def stop_and_go(path: str, layout: dict[str, int], directory: str) -> None:
     batch = next(iter(loader))
 
     def step() -> float:
-        loss = model(**batch).loss
-        accelerator.backward(loss)
+        if "pp_size" in layout:
+            loss = hfscale.train_step(model, batch)
+        else:
+            loss = model(**batch).loss
+            accelerator.backward(loss)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
@@ -154,7 +212,7 @@ def stop_and_go(path: str, layout: dict[str, int], directory: str) -> None:
     assert [step(), step()] == expected
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[:2])
+@pytest.mark.parametrize("layout", [*LAYOUTS[:2], *STAGES])
 def test_state(pools: Pools, layout: dict[str, int], tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(tiny("llama")).save_pretrained(tmp_path / "model")
     world = ParallelConfig(**layout).total_size
@@ -191,3 +249,52 @@ def test_refusals(tmp_path: Path) -> None:
         strict=True,
     ):  # fmt: skip
         assert part in message
+
+
+def refusals_over_stages(path: str) -> list[str]:
+    accelerator = hfscale.Accelerator()
+    model = accelerator.prepare(hfscale.from_pretrained(path, parallel=ParallelConfig(pp_size=2)))
+    batch = {"input_ids": Rows(4).ids, "labels": Rows(4).ids}
+    messages = []
+    for call in (
+        lambda: model(**batch),
+        lambda: accelerator.backward(hfscale.train_step(model, batch)),
+        lambda: accelerator.clip_grad_norm_(list(model.parameters())[:2], 1.0),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            call()
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_refusals_over_stages(pools: Pools, tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(tiny("llama")).save_pretrained(tmp_path)
+    for called, backward, clipped in pools(2).run(refusals_over_stages, str(tmp_path)):
+        assert "cannot be called by itself: use hfscale.train_step" in called
+        assert "accelerator.backward has none to start: use loss = hfscale.train_step(model, batch)" in backward
+        assert "pass model.parameters()" in clipped
+
+
+def norm_of_the_last_stage(path: str, given: str) -> float:
+    """Nothing trains on the first stage."""
+    accelerator = hfscale.Accelerator()
+    model = accelerator.prepare(hfscale.from_pretrained(path, parallel=ParallelConfig(pp_size=2), dtype=torch.float64))
+    if torch.distributed.get_rank() == 0:
+        model.requires_grad_(False)
+    hfscale.train_step(model, {"input_ids": Rows(4).ids, "labels": Rows(4).ids})
+    parameters = [p for p in model.parameters() if given == "all" or p.requires_grad]
+    norm = accelerator.clip_grad_norm_(parameters, 1e-3)
+    assert norm is not None
+    return norm.item()
+
+
+@pytest.mark.parametrize("given", ["all", "trained"])
+def test_a_stage_without_gradients_takes_part_in_the_norm(pools: Pools, tmp_path: Path, given: str) -> None:
+    stock = AutoModelForCausalLM.from_config(tiny("llama"), dtype=torch.float64)
+    stock.save_pretrained(tmp_path)
+    stock.requires_grad_(False)
+    for module in (stock.model.layers[1], stock.model.norm, stock.lm_head):
+        module.requires_grad_(True)
+    stock(input_ids=Rows(4).ids, labels=Rows(4).ids).loss.backward()
+    expected = torch.nn.utils.get_total_norm([p.grad for p in stock.parameters() if p.grad is not None]).item()
+    assert pools(2).run(norm_of_the_last_stage, str(tmp_path), given) == pytest.approx([expected] * 2, rel=1e-6)

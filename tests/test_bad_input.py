@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM, MambaConfig
 
 import hfscale
@@ -126,6 +127,20 @@ def test_too_few_processes(build: str, saved: str, model: Any) -> None:
     )
 
 
+def test_too_few_processes_for_stages(saved: str) -> None:
+    layout = ParallelConfig(pp_size=2, tp_size=2)
+    words = ("tp2 x pp2 needs 4 process(es) and 1 were started", "--num_processes 4")
+    _says(MeshError, lambda: hfscale.from_pretrained(saved, parallel=layout), *words)
+
+
+def test_more_stages_than_layers(saved: str) -> None:
+    words = ("pp_size=3 exceeds the 2 layers of 'llama'", "use pp_size 1 to 2")
+    _says(PlanError, lambda: hfscale.from_pretrained(saved, parallel=ParallelConfig(pp_size=3)), *words)
+    layout = ParallelConfig(pp_size=2, stage_layers=(1, 2))
+    words = ("stage_layers=[1, 2] shares out 3 layers", "has 2", "sum up to 2")
+    _says(PlanError, lambda: hfscale.from_pretrained(saved, parallel=layout), *words)
+
+
 def test_too_many_processes(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
     words = ("one process needs 1 process(es) and 3 were started", "--num_processes 1", "whose product is 3")
@@ -234,6 +249,15 @@ def test_a_config_of_another_shape(saved: str) -> None:
         "(32, 48)",
         "the config it was saved with",
     )
+
+
+def test_a_tied_tensor_of_two_values(tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(tiny("llama", tie_word_embeddings=True)).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    words = ("model.embed_tokens.weight", "lm_head.weight", "differ in the checkpoint", "tie_word_embeddings=false")
+    _says(CheckpointError, lambda: hfscale.from_pretrained(str(tmp_path)), *words)
 
 
 def test_a_missing_directory(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from .. import _host
 from ..mesh import Mesh
 from ..plan import Plan
+from .slices import is_elsewhere
 
 
 def initialize_shares(
@@ -31,15 +32,14 @@ def initialize_shares(
     """
     rank = mesh.ranks["pp"]
     held = plan.held(rank)
-    around = {name for stage in plan.stages.stages for name in (*stage.layers, *stage.modules)} if plan.stages else set()
     shares: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}
     for name, unit, recurse in _units(template, "", set(plan.layers)):
         prefix = f"{name}." if name else ""
         parameters = [prefix + key for key, _ in unit.named_parameters(recurse=recurse)]
         names = [key for key in parameters if plan.by_name[key].tied_to is None and key in held and wanted(key)]
-        absent = name in around and not plan.holds(rank, name)  # buffers of what other stages hold are theirs
-        buffer_names = [] if absent else [prefix + key for key, _ in unit.named_buffers(recurse=recurse)]
+        every_buffer = [prefix + key for key, _ in unit.named_buffers(recurse=recurse)]
+        buffer_names = [key for key in every_buffer if not is_elsewhere(plan, rank, key)]
         if not names and not buffer_names:
             continue
         unit.to_empty(device="cpu", recurse=recurse)

@@ -18,7 +18,7 @@ from ..pipeline import leave_out
 from ..plan import ParameterPlan, Plan
 from ..tensor import cut_parameters
 from .reader import SafetensorsFile
-from .slices import ShareOnDisk
+from .slices import ShareOnDisk, is_elsewhere
 
 
 class _Loader:
@@ -52,6 +52,7 @@ class _Loader:
                 empty = nn.Parameter(parameter.new_empty(shape), requires_grad=parameter.requires_grad)
                 _set(model, planned.name, empty)
         shown: dict[str, Any] = {}
+        read_from: dict[str, str] = {}  # owned parameter -> the key it is read from
         for key, tensor in stored.items():
             target, converter = targets[key]
             planned_target = self.plan.by_name.get(target)
@@ -60,18 +61,23 @@ class _Loader:
                 continue  # another stage's
             if planned_target is None or converter:
                 shown[key] = tensor
-            else:
-                _check_shape(key, tensor.shape, planned_target)
-                # Of a tied tensor, a stage may have another name than the checkpoint.
-                shown[key if here == target else here] = ShareOnDisk(tensor, planned_target.cuts, self.mesh.ranks)
+                continue
+            _check_shape(key, tensor.shape, planned_target)
+            share = ShareOnDisk(tensor, planned_target.cuts, self.mesh.ranks)
+            first = read_from.setdefault(planned_target.tied_to or target, key)
+            if first != key:  # a tied tensor that is stored under several names
+                _check_equal(share, ShareOnDisk(stored[first], planned_target.cuts, self.mesh.ranks), key, first)
+                continue
+            # Of a tied tensor, a stage may have another name than the checkpoint.
+            shown[key if here == target else here] = share
         return shown
 
     def _name_here(self, target: str) -> str | None:
         """The name that what loads into ``target`` has on this rank; ``None`` where it is another stage's."""
         planned = self.plan.by_name.get(target)
-        if planned is None or target in self.meta:
-            return target
-        return self.held.get(planned.tied_to or target)
+        if planned is None:
+            return None if is_elsewhere(self.plan, self.mesh.ranks["pp"], target) else target
+        return target if target in self.meta else self.held.get(planned.tied_to or target)
 
     def present(self, name: str) -> bool:
         """Whether the model still has a parameter, which another stage may hold."""
@@ -126,6 +132,15 @@ def _check_shape(key: str, shape: tuple[int, ...], planned: ParameterPlan) -> No
         raise CheckpointError(
             f"the checkpoint's {key} has the shape {shape} and the model's {planned.name} {planned.shape}: load it "
             "with the config it was saved with"
+        )
+
+
+def _check_equal(share: ShareOnDisk, first: ShareOnDisk, key: str, first_key: str) -> None:
+    """The host unties what differs in the checkpoint, and a plan is made before anything is read."""
+    if not torch.equal(share[...], first[...]):
+        raise CheckpointError(
+            f"{first_key} and {key} are one tensor by the config, and differ in the checkpoint: set "
+            "tie_word_embeddings=false in its config.json, or save it again with one of them"
         )
 
 

@@ -6,8 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..plan import Cut
+from ..plan import Cut, Plan
 from .reader import NAMES, TensorOnDisk
+
+
+def is_elsewhere(plan: Plan, rank: int, name: str) -> bool:
+    """Whether a parameter, buffer or module is other stages' only: pipeline rank ``rank`` has a stand-in there."""
+    return plan.stages is not None and not plan.holds(rank, name) and any(s.holds(name) for s in plan.stages.stages)
 
 
 class ShareOnDisk:

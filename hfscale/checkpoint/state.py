@@ -4,8 +4,8 @@ Every rank writes what it holds, and nothing is gathered: its random streams, an
 weights, buffers and optimizer state under the parameters' names. (:func:`hfscale.save_pretrained` writes weights that
 load anywhere, in any layout.) Files grow beside the directory and move into place when all are whole::
 
-    DIRECTORY/layout.json            sizes that a resumed run must have
-    DIRECTORY/shares-00-00.pt        dp_shard rank, tp rank: weights, buffers, optimizer
+    DIRECTORY/layout.json            sizes and layers per pipeline rank that a resumed run must have
+    DIRECTORY/shares-00-00-00.pt     pp, dp_shard, tp rank: weights, buffers, optimizer
     DIRECTORY/rank-00000.pt          random streams, scheduler, whatever else was given
 """
 
@@ -29,7 +29,7 @@ from ..runtime import Runtime, runtime_of
 from ..tensor.random import default_generator, synchronize_random_streams
 from .save import everyone_arrives
 
-_SIZES = ("dp_replicate", "dp_shard", "tp")
+_SIZES = ("pp", "dp_replicate", "dp_shard", "tp")
 
 
 def save_state(
@@ -48,9 +48,11 @@ def save_state(
         others: anything with ``state_dict`` and ``load_state_dict`` (``scheduler=...``), whose states are plain data.
 
     Raises:
-        CheckpointError: a rank did not arrive, or could not write; what ``directory`` held is then still there.
+        CheckpointError: a rank did not arrive, or could not write, or a schedule without a flush has microbatches under
+            way; what ``directory`` held is then still there.
     """
     runtime, target = runtime_of(model), Path(directory)
+    _refuse_under_way(runtime, "save_state")
     mesh, staging = runtime.mesh, target.with_name(f".{target.name}.incomplete")
     everyone_arrives(mesh, timeout, f"save_state({str(target)!r})")
     synchronize_random_streams(runtime)  # a run that goes on from here has agreed on them
@@ -60,7 +62,7 @@ def save_state(
         if not any(mesh.ranks.values()):
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
-            (staging / "layout.json").write_text(json.dumps(_sizes(mesh)))
+            (staging / "layout.json").write_text(json.dumps(_layout(runtime)))
 
     def write() -> None:
         if mesh.ranks["dp_replicate"] == 0:
@@ -92,14 +94,11 @@ def load_state(
         CheckpointError: it was written in another layout, by another optimizer or model, or is incomplete.
     """
     runtime, source = runtime_of(model), Path(directory)
+    _refuse_under_way(runtime, "load_state")
     mesh = runtime.mesh
     try:
         written = json.loads((source / "layout.json").read_text())
-        if written != _sizes(mesh):
-            raise CheckpointError(
-                f"{source} was written in the layout {written} and this run has {_sizes(mesh)}: resume in the same "
-                "layout, or load weights written by hfscale.save_pretrained, which fit every layout"
-            )
+        _check_layout(runtime, written, source)
         shares = torch.load(source / _shares_name(mesh), map_location=mesh.device, weights_only=True)
         own = torch.load(source / _rank_name(mesh), map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
@@ -115,12 +114,48 @@ def load_state(
     runtime.random_streams_agreed = True
 
 
-def _sizes(mesh: Mesh) -> dict[str, int]:
-    return {axis: mesh.layout.size(axis) for axis in _SIZES}
+def _refuse_under_way(runtime: Runtime, call: str) -> None:
+    if runtime.pipeline is not None and runtime.pipeline.under_way:
+        raise CheckpointError(
+            f"{call} knows nothing of the microbatches that {runtime.mesh.layout.pipeline_schedule} has under way: "
+            "take their gradients first (for loss in hfscale.drain(model): optimizer.step()), or they would be lost"
+        )
+
+
+def _layout(runtime: Runtime) -> dict[str, Any]:
+    """What decides which rank writes which file, and what is in it; the same on every rank."""
+    layout, plan = runtime.mesh.layout, runtime.plan
+    layers = []
+    if plan.stages is not None:
+        numbers = {name: number for number, name in enumerate(plan.layers)}
+        for rank in range(layout.size("pp")):
+            own = plan.stages.of_rank(rank)
+            layers.append(", ".join(f"{numbers[s.layers[0]]}-{numbers[s.layers[-1]]}" for s in own))
+    return {"sizes": {axis: layout.size(axis) for axis in _SIZES}, "layers": layers}
+
+
+def _check_layout(runtime: Runtime, written: dict[str, Any], source: Path) -> None:
+    here, otherwise = _layout(runtime), "or load weights written by hfscale.save_pretrained, which fit every layout"
+    sizes = written.get("sizes", written)
+    if sizes != here["sizes"]:
+        raise CheckpointError(
+            f"{source} was written in the layout {sizes} and this run has {here['sizes']}: resume in the same layout, "
+            f"{otherwise}"
+        )
+    if written["layers"] != here["layers"]:
+        raise CheckpointError(
+            f"{source} was written with the layers {_by_rank(written['layers'])}, and this run has "
+            f"{_by_rank(here['layers'])}: resume with the pipeline_schedule, virtual_stages and stage_layers of then, "
+            f"{otherwise}"
+        )
+
+
+def _by_rank(layers: list[str]) -> str:
+    return "; ".join(f"{spans} on pipeline rank {rank}" for rank, spans in enumerate(layers))
 
 
 def _shares_name(mesh: Mesh) -> str:
-    return f"shares-{mesh.ranks['dp_shard']:02d}-{mesh.ranks['tp']:02d}.pt"
+    return "shares-{pp:02d}-{dp_shard:02d}-{tp:02d}.pt".format(**mesh.ranks)
 
 
 def _rank_name(mesh: Mesh) -> str:

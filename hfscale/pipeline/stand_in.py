@@ -110,8 +110,7 @@ def leave_out(model: nn.Module, plan: Plan, rank: int) -> None:
         owner, _, child = name.rpartition(".")
         holder = model.get_submodule(owner)
         if child in holder._modules:
-            # The stand-in remembers what it is for, and gives up its memory.
-            holder._modules[child] = make(holder.get_submodule(child).to_empty(device="meta"))
+            holder._modules[child] = make(holder.get_submodule(child))
         else:  # a parameter of the model's own
             absent = holder.get_parameter(child)
             del holder._parameters[child]

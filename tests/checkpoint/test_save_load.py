@@ -154,12 +154,13 @@ def test_a_missing_rank_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def save_on_a_full_disk(path: str, target: str) -> list[str]:
+def save_on_a_full_disk(path: str, target: str, layout: dict[str, int]) -> list[str]:
     from hfscale.checkpoint.writer import CheckpointWriter
 
-    model = hfscale.from_pretrained(path, parallel=ParallelConfig(tp_size=2))
+    model = hfscale.from_pretrained(path, parallel=ParallelConfig(**layout))
     with torch.no_grad():
-        model.model.norm.weight.fill_(7.0)
+        for parameter in model.parameters():
+            parameter.fill_(7.0)
     calls = 0
     original = CheckpointWriter.add
 
@@ -179,11 +180,12 @@ def save_on_a_full_disk(path: str, target: str) -> list[str]:
     return [str(caught.value)]
 
 
-def test_a_failed_write_leaves_the_old_checkpoint(pools: Pools, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", [{"tp_size": 2}, {"pp_size": 2}])
+def test_a_failed_write_leaves_the_old_checkpoint(pools: Pools, tmp_path: Path, layout: dict[str, int]) -> None:
     AutoModelForCausalLM.from_config(tiny("llama")).save_pretrained(tmp_path / "in")
     shutil.copytree(tmp_path / "in", tmp_path / "out")
     before = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
-    for messages in pools(2).run(save_on_a_full_disk, str(tmp_path / "in"), str(tmp_path / "out")):
+    for messages in pools(2).run(save_on_a_full_disk, str(tmp_path / "in"), str(tmp_path / "out"), layout):
         assert "No space left" in messages[0]
     assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == before
 

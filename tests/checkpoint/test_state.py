@@ -21,22 +21,31 @@ DROPOUT = {"resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.2}
 
 def start(layout: dict[str, Any], seed: int) -> tuple[Any, torch.optim.Optimizer, Any]:
     torch.manual_seed(seed)
-    model = hfscale.from_config(tiny("gpt2", **DROPOUT), parallel=ParallelConfig(**layout), seed=seed)
+    tied = layout.get("pipeline_schedule") != "pipedream"  # its stages hold weights of different steps
+    config = tiny("gpt2", n_layer=4, tie_word_embeddings=tied, **DROPOUT)
+    model = hfscale.from_config(config, parallel=ParallelConfig(**layout), seed=seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     return model, optimizer, torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=6)
 
 
 def train(run: tuple[Any, torch.optim.Optimizer, Any], steps: range) -> list[float]:
-    model, optimizer, scheduler = run
-    losses = []
+    model, losses = run[0], []
     for step in steps:
         generator = torch.Generator().manual_seed(10 * step + hfscale.batch_rank(model))
-        ids = torch.randint(0, 67, (2, 9), generator=generator)
+        ids = torch.randint(0, 67, (4, 9), generator=generator)
         losses.append(hfscale.train_step(model, {"input_ids": ids, "labels": ids}).item())
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-    return losses
+        update(run)
+    for loss in hfscale.drain(model):  # of schedules without a flush
+        losses.append(loss.item())
+        update(run)
+    return [loss for loss in losses if loss == loss]  # such a schedule has none at first
+
+
+def update(run: tuple[Any, torch.optim.Optimizer, Any]) -> None:
+    _, optimizer, scheduler = run
+    optimizer.step()
+    scheduler.step()
+    optimizer.zero_grad()
 
 
 def weights(model: Any) -> dict[str, Tensor]:
@@ -63,6 +72,15 @@ LAYOUTS = {
     "shard2": {"dp_shard_size": 2},
     "tp2-shard2": {"tp_size": 2, "dp_shard_size": 2},
     "tp2-replicate2": {"tp_size": 2, "dp_replicate_size": 2},
+    "pp2": {"pp_size": 2, "stage_layers": (1, 3)},
+    "interleaved": {"pp_size": 2, "pipeline_schedule": "interleaved1f1b"},
+    "zbv": {"pp_size": 2, "pipeline_schedule": "zbv"},
+    "pipedream": {"pp_size": 2, "pipeline_schedule": "pipedream"},
+    "pipedream_2bw": {"pp_size": 2, "pipeline_schedule": "pipedream_2bw"},
+    "pp2-tp2": {"pp_size": 2, "tp_size": 2},
+    "pp2-tp2-sequence": {"pp_size": 2, "tp_size": 2, "sequence_parallel": True},
+    "pp2-shard2": {"pp_size": 2, "dp_shard_size": 2},
+    "pp2-replicate2": {"pp_size": 2, "dp_replicate_size": 2},
 }
 
 
@@ -71,6 +89,77 @@ def test_resumed_bit_by_bit(pools: Pools, tmp_path: Path, layout: str) -> None:
     parallel = LAYOUTS[layout]
     pools(ParallelConfig(**parallel).total_size).run(stop_and_go, parallel, str(tmp_path / "state"))
     assert [path.name for path in tmp_path.iterdir()] == ["state"]
+
+
+def written(layout: dict[str, Any], directory: str) -> None:
+    model, optimizer, _ = start(layout, 0)
+    hfscale.save_state(model, directory, optimizer=optimizer)
+
+
+def refused(layout: dict[str, Any], directory: str) -> str:
+    model, *_ = start(layout, 1)
+    before = weights(model)
+    with pytest.raises(CheckpointError) as caught:
+        hfscale.load_state(model, directory)
+    assert all(torch.equal(weight, before[name]) for name, weight in weights(model).items())
+    return str(caught.value)
+
+
+def test_layers_on_other_stages_are_refused(pools: Pools, tmp_path: Path) -> None:
+    pool, directory = pools(2), str(tmp_path / "state")
+    pool.run(written, {"pp_size": 2, "pipeline_schedule": "zbv"}, directory)
+    for message in pool.run(refused, {"pp_size": 2, "pipeline_schedule": "interleaved1f1b"}, directory):
+        assert "with the layers 0-0, 3-3 on pipeline rank 0; 1-1, 2-2 on pipeline rank 1" in message
+        assert "this run has 0-0, 2-2 on pipeline rank 0; 1-1, 3-3 on pipeline rank 1" in message
+        assert "pipeline_schedule, virtual_stages and stage_layers" in message
+        assert "hfscale.save_pretrained" in message
+    for layout in ({"pp_size": 2}, {"pp_size": 2, "stage_layers": (1, 3)}):
+        for message in pool.run(refused, layout, directory):
+            assert "stage_layers" in message
+    for layout in ({"tp_size": 2}, {"dp_shard_size": 2}):
+        for message in pool.run(refused, layout, directory):
+            assert "in the layout {'pp': 2, 'dp_replicate': 1, 'dp_shard': 1, 'tp': 1}" in message
+            assert "in the same layout" in message
+
+
+def refused_under_way(directory: str) -> list[str]:
+    model, optimizer, _ = start({"pp_size": 2, "pipeline_schedule": "pipedream_2bw"}, 0)
+    ids = torch.arange(36).view(4, 9)
+    hfscale.train_step(model, {"input_ids": ids, "labels": ids})
+    messages = []
+    for call in (hfscale.save_state, hfscale.load_state):
+        with pytest.raises(CheckpointError) as caught:
+            call(model, directory)
+        messages.append(str(caught.value))
+    for _ in hfscale.drain(model):
+        optimizer.step()
+    hfscale.save_state(model, directory)
+    return messages
+
+
+def test_microbatches_under_way_are_not_lost_silently(pools: Pools, tmp_path: Path) -> None:
+    for messages in pools(2).run(refused_under_way, str(tmp_path / "state")):
+        for message, call in zip(messages, ("save_state", "load_state"), strict=True):
+            assert f"{call} knows nothing of the microbatches that pipedream_2bw has under way" in message
+            assert "hfscale.drain(model)" in message
+
+
+def resumed(layout: dict[str, Any], directory: str) -> dict[str, Tensor]:
+    model, optimizer, _ = start(layout, 1)
+    hfscale.load_state(model, directory, optimizer=optimizer)
+    return weights(model)
+
+
+def test_another_order_of_the_same_stages_resumes(pools: Pools, tmp_path: Path) -> None:
+    """What is on which rank counts, and not when it is computed."""
+    pool, directory = pools(2), str(tmp_path / "state")
+    pool.run(written, {"pp_size": 2, "pipeline_schedule": "interleaved1f1b"}, directory)
+    found = pool.run(resumed, {"pp_size": 2, "pipeline_schedule": "looped_bfs", "num_microbatches": 4}, directory)
+    expected = weights(start({}, 0)[0])
+    assert {name for rank in found for name in rank} == expected.keys() | {"lm_head.weight"}
+    for rank in found:
+        for name, weight in rank.items():
+            assert torch.equal(weight, expected["transformer.wte.weight" if name == "lm_head.weight" else name]), name
 
 
 def cannot_write(directory: str) -> str:
