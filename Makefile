@@ -1,4 +1,5 @@
 # make demo   trains, fine-tunes, saves and checks a small model on this machine (set-up included)
+# make demo-pipeline   the same over 4 processes: two pipeline stages, each cut over two tensor ranks
 # make test   runs the tests
 
 PYTHON ?= python3
@@ -8,7 +9,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: setup demo test test-all test-gpu test-oldest lint bench clean
+.PHONY: setup demo demo-pipeline test test-all test-gpu test-oldest lint bench clean
 
 setup: $(VENV)/.ready
 
@@ -24,6 +25,9 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 
 demo: setup
 	bash scripts/demo.sh
+
+demo-pipeline: setup
+	RUN=demo-llama-pipeline PROCESSES=4 bash scripts/demo.sh parallel.pp_size=2 parallel.num_microbatches=4
 
 test: setup
 	$(BIN)/python -m pytest

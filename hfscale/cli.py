@@ -10,10 +10,11 @@ from typing import Any
 import torch
 import transformers
 
-from .config import ParallelConfig
+from .config import SCHEDULES, ParallelConfig
 from .errors import ConfigError, HFScaleError
 from .parallelize import plan as make_plan
 from .pipeline import add_schedule_command
+from .pipeline.orders import check
 from .plan import describe_blueprint, render, to_json
 from .version import __version__
 
@@ -25,6 +26,13 @@ _SIZES = {
     "--pp": "pipeline stages",
     "--ep": "expert ranks",
     "--cp": "context ranks: the sequence is cut",
+}
+# Flag -> field of the layout, what to call the value, help.
+_PIPELINE = {
+    "--schedule": ("pipeline_schedule", "NAME", f"with --pp: {', '.join(SCHEDULES)}, or a .csv file (default: 1f1b)"),
+    "--microbatches": ("num_microbatches", "N", "with --pp: microbatches of one step"),
+    "--virtual-stages": ("virtual_stages", "N", "with --pp: stages per pipeline rank"),
+    "--stage-layers": ("stage_layers", "N,N,...", "with --pp: layers of each stage (default: balanced by cost)"),
 }
 
 
@@ -93,19 +101,32 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_layout(parser: argparse.ArgumentParser) -> None:
-    # Sizes stay strings here: ParallelConfig says what is wrong with them, and fills in those left out.
+    # Values stay strings here: ParallelConfig says what is wrong with them, and fills in those left out.
     layout = parser.add_argument_group("layout")
     for flag, text in _SIZES.items():
         layout.add_argument(flag, metavar="N", help=text)
     layout.add_argument(
         "--sequence-parallel", action="store_true", default=None, help="cut norms and residuals over tp"
     )
+    for flag, (_, metavar, text) in _PIPELINE.items():
+        layout.add_argument(flag, metavar=metavar, help=text)
 
 
 def _layout(arguments: argparse.Namespace) -> ParallelConfig:
-    sizes = {flag[2:].replace("-", "_"): None for flag in _SIZES}
-    given = {f"{axis}_size": getattr(arguments, axis) for axis in sizes}
-    return ParallelConfig(**given, sequence_parallel=arguments.sequence_parallel)
+    def of(flag: str) -> str | None:
+        value: str | None = getattr(arguments, flag[2:].replace("-", "_"))
+        return value
+
+    sizes: dict[str, Any] = {f"{flag[2:].replace('-', '_')}_size": of(flag) for flag in _SIZES}
+    pipeline: dict[str, Any] = {name: of(flag) for flag, (name, _, _) in _PIPELINE.items()}
+    layout = ParallelConfig(**sizes, **pipeline, sequence_parallel=arguments.sequence_parallel)
+    pp_size, schedule = layout.size("pp"), str(layout.pipeline_schedule)
+    given = [flag for flag in _PIPELINE if of(flag) is not None]
+    if pp_size == 1 and given:
+        raise ConfigError(f"{', '.join(given)} is about pipeline stages, and there is one: give --pp 2 or more as well")
+    if pp_size > 1 and not schedule.endswith(".csv"):
+        check(schedule, pp_size, layout.num_microbatches or 2 * pp_size, int(layout.virtual_stages or 1))
+    return layout
 
 
 def _verify(arguments: argparse.Namespace) -> int:

@@ -190,12 +190,13 @@ def _prepare(runtime: Runtime, batch: Batch | Sequence[Batch]) -> tuple[list[dic
             "config.output_router_logits = False, or train with one microbatch on one distinct batch"
         )
     device, valid, microbatches = runtime.mesh.device, 0, []
+    may_cache = _takes_use_cache(runtime.model)
     for microbatch in given:
         if microbatch.get("labels") is None:
             raise ConfigError(f"train_step needs 'labels' in every batch, and found only {', '.join(microbatch)}")
         moved = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in microbatch.items()}
         valid += runtime.loss.count_valid(moved)
-        if _takes_use_cache(runtime.model):
+        if may_cache:
             moved.setdefault("use_cache", False)  # a cache of keys and values is for generation
         microbatches.append(moved)
     count = torch.tensor(valid, device=device)

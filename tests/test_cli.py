@@ -59,11 +59,52 @@ def test_another_auto_class(llama: str, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_all_problems_of_a_layout_on_stderr(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
-    axes = ["--tp", "3", "--pp", "2", "--ep", "2", "--cp", "2", "--sequence-parallel"]
+    axes = ["--tp", "3", "--ep", "2", "--cp", "2", "--sequence-parallel"]
     message = _refused(capsys, "plan", llama, *axes)
-    assert message.startswith("hfscale plan: tp3 x cp2 x ep2 x pp2, sequence parallel does not fit LlamaForCausalLM:\n")
-    for problem in ("tp_size=3", "pp_size=2", "ep_size=2", "cp_size=2"):
+    assert message.startswith("hfscale plan: tp3 x cp2 x ep2, sequence parallel does not fit LlamaForCausalLM:\n")
+    for problem in ("tp_size=3", "ep_size=2", "cp_size=2"):
         assert f"  - {problem}" in message
+
+
+def test_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny("llama", num_hidden_layers=6).save_pretrained(tmp_path)
+    flags = ["--pp", "2", "--schedule", "zbv", "--microbatches", "6", "--stage-layers", "1,2,2,1"]
+    assert main(["plan", str(tmp_path), *flags, "--json"]) == 0
+    stages = json.loads(capsys.readouterr().out)["stages"]["stages"]
+    assert [(stage["rank"], len(stage["layers"])) for stage in stages] == [(0, 1), (1, 2), (1, 2), (0, 1)]
+    assert main(["plan", str(tmp_path), "--pp", "3", "--schedule", "looped_bfs", "--virtual-stages", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "on pp3 = 3 ranks" in out
+    assert "    5     2       1  model.layers.5, model.norm, lm_head" in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--schedule", "zbw"], "did you mean 'zbv'? use one of gpipe, 1f1b"),
+        (["--schedule", "zbv", "--virtual-stages", "3"], "virtual_stages=3 does not fit zbv: use 2"),
+        (
+            ["--schedule", "dualpipev", "--microbatches", "3"],
+            "num_microbatches=3 is too few for dualpipev over pp_size=2",
+        ),
+        (["--schedule", "interleaved1f1b", "--microbatches", "5"], "use 4 or 6"),
+        (["--virtual-stages", "2"], "virtual_stages=2 does not fit 1f1b: use 1"),
+        (["--microbatches", "0"], "num_microbatches='0' is impossible: use a whole number of at least 1"),
+        (["--stage-layers", "1,1,1"], "use one number per stage"),
+        (["--stage-layers", "2,2"], "use numbers that sum up to 2"),
+        (["--schedule", "absent.csv"], "no schedule could be read from absent.csv"),
+    ],
+)
+@pytest.mark.parametrize("command", ["plan", "verify"])
+def test_impossible_pipelines(
+    llama: str, capsys: pytest.CaptureFixture[str], command: str, flags: list[str], message: str
+) -> None:
+    assert message in _refused(capsys, command, llama, "--pp", "2", *flags)
+
+
+def test_a_pipeline_of_one_stage_is_refused(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    message = _refused(capsys, "plan", llama, "--tp", "2", "--schedule", "gpipe", "--microbatches", "4")
+    assert "--schedule, --microbatches is about pipeline stages, and there is one: give --pp 2" in message
 
 
 def test_an_impossible_size(llama: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,17 +13,18 @@ torch.set_num_threads(1)
 import hfscale
 from transformers import LlamaConfig
 
-config = LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+config = LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
                      num_key_value_heads=2, vocab_size=67)
+axis = "pp_size" if "stages" in sys.argv else "tp_size"
 accelerator = hfscale.Accelerator() if "accelerator-first" in sys.argv else None
 try:
-    model = hfscale.from_config(config, parallel=hfscale.ParallelConfig(tp_size=2))
+    model = hfscale.from_config(config, parallel=hfscale.ParallelConfig(**{axis: 2}))
 except hfscale.MeshError as error:
     print("REFUSED", error, flush=True)
     raise SystemExit(3)
 accelerator = accelerator or hfscale.Accelerator()
 model = accelerator.prepare(model)
-ids = torch.arange(12)[None]
+ids = torch.arange(12).repeat(2, 1)
 loss = hfscale.train_step(model, {"input_ids": ids, "labels": ids})
 # one write per line: two ranks share the pipe
 sys.stdout.write(f"RANK {accelerator.process_index} OF {accelerator.num_processes} LOSS {loss.item():.6f}\\n")
@@ -45,6 +46,7 @@ def launch(tmp_path: Path, options: list[str], *arguments: str) -> subprocess.Co
     ("options", "arguments"),
     [
         (["--multi_gpu", "--num_processes", "2"], []),
+        (["--multi_gpu", "--num_processes", "2"], ["stages"]),
         # people who come with an FSDP launch line get hfscale's data axes, not a second wrapper
         (["--use_fsdp", "--fsdp_version", "2", "--num_processes", "2"], ["accelerator-first"]),
     ],

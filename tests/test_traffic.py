@@ -1,9 +1,13 @@
-"""What one step sends under tensor parallelism is what the formula says, counted at torch's dispatcher.
+"""What one step sends is what the formulas say, counted at torch's dispatcher.
 
-Per layer and microbatch of ``b x s`` tokens: four all-reduces of ``b s h`` (enter and leave of two blocks); besides,
-one all-reduce of ``b s h`` for the embedding (forward) and one for the head (backward), all-gathers of ``2 b (s - 1)``
-numbers for the loss (the last position predicts nothing), and one all-reduce a step for all parameters that a cut block
-uses whole.
+Tensor parallelism: per layer and microbatch of ``b x s`` tokens, four all-reduces of ``b s h`` (enter and leave of two
+blocks); besides, one all-reduce of ``b s h`` for the embedding (forward) and one for the head (backward), all-gathers
+of ``2 b (s - 1)`` numbers for the loss (the last position predicts nothing), and one all-reduce a step for all
+parameters that a cut block uses whole.
+
+Pipeline stages: per microbatch and pair of neighbours on different ranks, the stream ``b s h`` once forwards and, where
+anything in front trains, once backwards; besides, one all-gather a step of a few numbers by which the stages agree, and
+all-reduces of scalars. Over sharded data, one all-gather and one reduce-scatter a step of every layer and of the rest.
 """
 
 from collections.abc import Callable
@@ -65,3 +69,55 @@ def count_one() -> Traffic:
 
 def test_one_process_is_silent() -> None:
     assert not count_one().calls
+
+
+def count_stages(layout: ParallelConfig, microbatches: int, frozen: str = "") -> Traffic:
+    model = hfscale.from_config(tiny("llama", num_hidden_layers=4), parallel=layout).train()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(part in name for part in frozen.split()))
+    ids = torch.arange(B * S).view(B, S)
+    batch = [{"input_ids": ids, "labels": ids}] * microbatches
+    hfscale.train_step(model, batch)  # in the first step a stage also tells the next one what it sends
+    with count_traffic() as traffic:
+        hfscale.train_step(model, batch)
+    return traffic
+
+
+STREAM = B * S * H * 4
+
+
+@pytest.mark.parametrize("microbatches", [4, 8])
+@pytest.mark.parametrize(
+    ("schedule", "pp_size", "edges"),
+    [("1f1b", 2, [1, 1]), ("gpipe", 4, [1, 2, 2, 1]), ("1f1b", 4, [1, 2, 2, 1]), ("zbv", 2, [2, 2])],
+)
+def test_streams_between_stages(pools: Pools, schedule: str, pp_size: int, edges: list[int], microbatches: int) -> None:
+    virtual = 2 if schedule == "zbv" else 1
+    layout = ParallelConfig(pp_size=pp_size, pipeline_schedule=schedule, virtual_stages=virtual)
+    for traffic, own in zip(pools(pp_size).run(count_stages, layout, microbatches), edges, strict=True):
+        # At each edge to another rank, the stream of every microbatch goes one way and its gradient the other.
+        streams = {"send": microbatches * own, "recv": microbatches * own}
+        assert traffic.calls == {**streams, "allgather": 1, "allreduce": 1}
+        scalars = {"allgather": 8 * (3 + pp_size * virtual), "allreduce": 4}
+        assert traffic.payload == {**{name: number * STREAM for name, number in streams.items()}, **scalars}
+
+
+def test_no_gradient_goes_to_stages_that_do_not_train(pools: Pools) -> None:
+    frozen = "embed_tokens layers.0. layers.1."
+    ranks = pools(4).run(count_stages, ParallelConfig(pp_size=4), 5, frozen)
+    sent = [(traffic.calls["send"], traffic.calls["recv"]) for traffic in ranks]
+    # stages 0 and 1 train nothing: stage 2 is the first that anything goes back to
+    assert sent == [(5, 0), (5, 5), (5, 10), (5, 5)]
+
+
+@pytest.mark.parametrize("regather", [False, True])
+@pytest.mark.parametrize("microbatches", [2, 5])
+def test_sharded_stages_gather_and_reduce_once(pools: Pools, microbatches: int, regather: bool) -> None:
+    layout = ParallelConfig(pp_size=2, dp_shard_size=2, weights_regather=regather)
+    layers, rest = 2, 1  # of one stage: what is gathered at once
+    for traffic in pools(4).run(count_stages, layout, microbatches):
+        assert traffic.calls["reduce_scatter"] == layers + rest
+        gathers = layers * 2 * microbatches + rest if regather else layers + rest
+        assert traffic.calls["allgather"] == gathers + 1  # the agreement
+        assert traffic.calls["send"] == traffic.calls["recv"] == microbatches
+        assert traffic.payload["send"] == traffic.payload["recv"] == microbatches * STREAM

@@ -1,8 +1,8 @@
 """The one file of this room that touches private names of FSDP2.
 
 Checked with torch 2.13, where a module has several parameter groups, and written for 2.11 too, where it has one. FSDP2
-reduces gradients in hooks of autograd. They do not serve where several microbatches are under way at once, nor where the
-gradients of weights are made without them (a split backward pass), so it is told when to; torch's own pipelines do
+reduces gradients in hooks of autograd. They do not serve where several microbatches are under way at once, nor where
+the gradients of weights are made without them (a split backward pass), so it is told when to; torch's own pipelines do
 the same.
 """
 
@@ -35,7 +35,7 @@ def reduce_now(model: nn.Module) -> None:
 
 
 def add_up_gradients(model: nn.Module) -> None:
-    """Move gradients that autograd's hooks have not seen to where microbatches are summed, in the type of reductions."""
+    """Move gradients that autograd's hooks have not seen to where they are added up, in the type of reductions."""
     for parameter in _parameters(model):
         parameter.accumulate_unsharded_grad_if_needed()
         parameter.to_accumulated_grad_if_needed()

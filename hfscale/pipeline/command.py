@@ -15,7 +15,7 @@ from .simulate import DEFAULT_COSTS, Costs, simulate
 from .table import read_csv, write_csv
 from .terminal import render
 from .timeline import KINDS, Order, Timeline
-from .trace import read_trace, write_trace
+from .trace import last_whole_step, read_runs, write_trace
 
 
 def add_schedule_command(parser: argparse.ArgumentParser) -> None:
@@ -30,6 +30,7 @@ def add_schedule_command(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the order of actions, in torch's format")
     parser.add_argument("--out", type=Path, metavar="FILE", help="draw a picture: .png or .svg")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="a run's recorded trace, drawn below the plan")
+    parser.add_argument("--step", type=int, metavar="N", help="of a trace with several (default: the last whole one)")
     parser.add_argument("--save-trace", type=Path, metavar="FILE", help="write the plan as a trace that Perfetto opens")
     parser.add_argument("--width", type=int, metavar="N", help="columns to draw in (default: the terminal's)")
     parser.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="(default: %(default)s)")
@@ -38,8 +39,10 @@ def add_schedule_command(parser: argparse.ArgumentParser) -> None:
 
 def run_schedule(arguments: argparse.Namespace) -> int:
     """Carry out one ``hfscale schedule``."""
-    measured = read_trace(arguments.trace) if arguments.trace else None
+    measured = _measured(arguments.trace, arguments.step)
     planned_order, name, microbatches = _asked(arguments, measured)
+    if measured:
+        planned_order = _as_measured(planned_order, measured)
     costs = measured_costs(measured) if measured else DEFAULT_COSTS
     planned = simulate(planned_order, costs, name, microbatches)
     shown = [("", planned)]
@@ -69,6 +72,31 @@ def run_schedule(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _measured(trace: Path | None, step: int | None) -> Timeline | None:
+    """The step to draw of a recorded run."""
+    if trace is None:
+        if step is not None:
+            raise ConfigError(f"--step {step} chooses from a recorded run: give its --trace as well")
+        return None
+    runs = read_runs(trace)
+    if step is None:
+        return last_whole_step(runs)
+    if step - 1 not in runs:
+        raise ConfigError(f"--step {step} is not in {trace}: use one of {', '.join(str(run + 1) for run in runs)}")
+    return runs[step - 1]
+
+
+def _as_measured(planned: Order, measured: Timeline) -> Order:
+    """The order with what a run has besides it, and without what it has not: updates, and backward passes."""
+    kinds = {span.action.kind for _, span in measured.spans()}
+    if kinds == {"forward"}:
+        return tuple(tuple(a._replace(paired=False) for a in row if a.kind == "forward") for row in planned)
+    if len(planned) != measured.num_ranks or any(action.kind == "update" for row in planned for action in row):
+        return planned
+    updates = [[span.action for span in spans if span.action.kind == "update"] for spans in measured.ranks]
+    return tuple((*row, *after) for row, after in zip(planned, updates, strict=True))
+
+
 def measured_costs(timeline: Timeline) -> Costs:
     """The mean duration of each kind of action in a run: what its plan should be simulated with.
 
@@ -89,7 +117,8 @@ def measured_costs(timeline: Timeline) -> Costs:
 
 def _asked(arguments: argparse.Namespace, measured: Timeline | None) -> tuple[Order, str, int]:
     """The order to draw, its name, and the microbatches of one step."""
-    schedule = arguments.schedule or (measured.name if measured and measured.name in SCHEDULES else "1f1b")
+    known = measured is not None and (measured.name in SCHEDULES or measured.name.endswith(".csv"))
+    schedule = arguments.schedule or (measured.name if measured and known else "1f1b")
     pp_size, microbatches, virtual = arguments.pp, arguments.microbatches, arguments.virtual_stages
     if measured:
         pp_size = pp_size or measured.num_ranks

@@ -35,7 +35,9 @@ def share_out(
     if wanted == count or (wanted is None and count > 1 and accepts(count)):
         return [dict(batch) for batch in given]
     rows = [rows_of(batch) for batch in given]
-    fitting = [parts for parts in range(1, min(rows) + 1) if not any(r % parts for r in rows) and accepts(parts * count)]
+    fitting = [
+        parts for parts in range(1, min(rows) + 1) if not any(r % parts for r in rows) and accepts(parts * count)
+    ]
     if wanted is None:
         few = [parts for parts in fitting if parts * count <= _PER_STAGE * pp_size]
         parts = max(few) if few else min(fitting, default=0)
@@ -94,8 +96,8 @@ def _unfit(count: int, wanted: int | None, rows: list[int], fitting: list[int], 
         return f"{asked} into microbatches that the schedule accepts: use num_microbatches {_listed(fitting)}"
     lengths = [number for number in range(1, 65) if accepts(number)]
     return (
-        f"{asked}, and no other number does: pass batches with more rows, or a list of microbatches whose length is one "
-        f"of {_listed(lengths)}"
+        f"{asked}, and no other number does: pass batches with more rows, or a list of microbatches whose length is "
+        f"one of {_listed(lengths)}"
     )
 
 

@@ -11,7 +11,7 @@ stream travels, and its gradient back.
 """
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from .table import read_csv
 from .timeline import Order, stage_ranks
 from .worker import Place, StageWorker
 
-_LARGE = 1 << 16  # a number of microbatches that every schedule accepts, where the batch will decide
+_SAME = 3  # numbers that all stages must be given alike: of microbatches, of their shapes, of their tokens
 _LABELS = ("labels", "shift_labels", "num_items_in_batch")
 
 
@@ -58,7 +58,7 @@ def stage_places(layout: ParallelConfig) -> dict[int, int] | None:
             f"{layout.describe()}: {schedule} keeps several versions of the weights, which FSDP2 cannot: use "
             "dp_shard_size=1 and dp_replicate_size=1, or a schedule with a flush"
         )
-    check(schedule, pp_size, count or _LARGE, virtual)
+    check(schedule, pp_size, count or 2 * pp_size, virtual)  # a number that all accept, where the batch will decide
     return None
 
 
@@ -87,6 +87,8 @@ class Pipeline:
             # NCCL connects all ranks of a group at its first call, and that may not be a message between two.
             dist.all_reduce(torch.zeros(1, device=self._mesh.device), group=group)
         self.workers = [self._worker(stage) for stage in own]
+        self._flags: dict[str, list[int]] = {}
+        self._loss_type = torch.float32
         self._engines: dict[tuple[int, bool], Any] = {}
         self._batches: Sequence[Batch] | dict[int, Batch] = ()
         self._count: tuple[Tensor, float] | None = None
@@ -122,7 +124,7 @@ class Pipeline:
         self._agree(batches, backward)
         self._batches, self._count = batches, (count, label_smoothing)
         self._trains, self._losses = backward, []
-        splits = self._splits()
+        splits = backward and self._splits()
         for worker in self.workers:
             worker.has_backward, worker.splits = backward, splits
         try:
@@ -134,13 +136,8 @@ class Pipeline:
             self._batches, self._count = (), None
             for worker in self.workers:
                 worker.reset()
-        total = torch.zeros((), dtype=self._loss_type(), device=self._mesh.device)
+        total = torch.zeros((), dtype=self._loss_type, device=self._mesh.device)
         return total + torch.stack(self._losses).sum() if self._losses else total
-
-    def _loss_type(self) -> torch.dtype:
-        """The loss's type, which ranks without the last stage do not see."""
-        wide = any(parameter.dtype == torch.float64 for parameter in self._runtime.model.parameters())
-        return torch.float64 if wide else torch.float32
 
     def _accepts(self, num_microbatches: int) -> bool:
         try:
@@ -171,26 +168,34 @@ class Pipeline:
             ConfigError: on all stages, if they were given different batches.
         """
         shapes = [tokens_of(batch) for batch in batches]
-        about = torch.zeros(2 + len(self._stages.stages), dtype=torch.int64)
+        about = torch.zeros(_SAME + len(self._stages.stages), dtype=torch.int64)
         about[0], about[1] = len(batches), zlib.crc32(repr((shapes, backward)).encode())
-        if backward:
-            for planned, parameter in self._runtime.parameters():
-                if parameter.requires_grad:
-                    name = self._runtime.plan.held(self._rank)[planned.name]
-                    for stage in self._stages.of_rank(self._rank):
-                        about[2 + stage.index] |= int(stage.holds(name))
+        about[2] = sum(int(ids.sum()) for batch in batches if (ids := batch.get("input_ids")) is not None)
+        self._loss_type = torch.float32
+        for name, parameter in self._runtime.model.named_parameters(remove_duplicate=False):
+            if parameter.dtype == torch.float64:  # ranks without the last stage do not see the type of its loss
+                self._loss_type = torch.float64
+            if backward and parameter.requires_grad:
+                about[self._flags_of(name)] = 1
         every = [torch.empty_like(about) for _ in range(self._layout.size("pp"))]
         dist.all_gather(every, about, group=self._mesh.reports)
-        if any(not torch.equal(other[:2], about[:2]) for other in every):
+        if any(not torch.equal(other[:_SAME], about[:_SAME]) for other in every):
             given = ", ".join(f"stage rank {rank}: {int(other[0])} microbatches" for rank, other in enumerate(every))
             raise ConfigError(
                 "the ranks of one pipeline were given different batches, or some train where others evaluate "
                 f"({given}): ranks with equal hfscale.batch_rank(model) pass the same batch"
             )
-        trains = torch.stack(every)[:, 2:].sum(0).cumsum(0).gt(0).tolist()
+        trains = torch.stack(every)[:, _SAME:].sum(0).cumsum(0).gt(0).tolist()
         for worker in self.workers:
             worker.trains = trains[worker.stage_index]
             worker.trains_before = worker.stage_index > 0 and trains[worker.stage_index - 1]
+
+    def _flags_of(self, name: str) -> list[int]:
+        """Where a rank notes that a parameter of its own trains: at each of its stages that have it."""
+        if name not in self._flags:
+            own = self._stages.of_rank(self._rank)
+            self._flags[name] = [_SAME + stage.index for stage in own if stage.holds(name)]
+        return self._flags[name]
 
     def _splits(self) -> bool:
         """Whether the halves of a backward pass can be apart. Each would recompute layers that are not kept, the second
@@ -224,7 +229,8 @@ class Pipeline:
         return leaving
 
     def _loss(self, inputs: dict[str, Any]) -> Tensor:
-        assert self._runtime.loss is not None and self._count is not None
+        assert self._runtime.loss is not None
+        assert self._count is not None
         with self._runtime.loss.normalized_by(*self._count):
             output = self._runtime.model(**inputs)
         loss: Tensor = output[0] if isinstance(output, tuple) else output.loss

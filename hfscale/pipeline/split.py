@@ -1,7 +1,8 @@
 """A backward pass in two halves: the gradient of a stage's input first, those of its weights later (Qi et al. 2023).
 
-Torch's functions for it are private and have been wrong: where a weight is used twice, and one use depends on the other,
-some versions count a part of its gradient twice (pytorch#180952). They are tried on such a case before they are used.
+Torch's functions for it are private and have been wrong: where a weight is used twice, and one use depends on the
+other, some versions count a part of its gradient twice (pytorch#180952). They are tried on such a case before they are
+used.
 """
 
 from collections.abc import Iterable

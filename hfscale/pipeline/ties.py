@@ -21,8 +21,8 @@ def summed_over_stages(runtime: Runtime, local: Callable[[Tensor], Tensor]) -> I
     Args:
         local: gives the plain tensor that this rank holds of a gradient.
     """
-    tied = []
-    for planned, parameter in runtime.parameters():
+    tied: list[tuple[Tensor, Tensor | None, dist.ProcessGroup]] = []
+    for planned, parameter in runtime.parameters() if runtime.plan.ties else ():
         holders = runtime.plan.holders(planned.name)
         if len(holders) > 1 and parameter.requires_grad:
             tied.append((parameter, parameter.grad, runtime.mesh.ties[holders]))

@@ -133,8 +133,8 @@ def _generator_of(module: nn.Module) -> torch.Generator:
 def agree_on_replicated_stream(mesh: Mesh) -> None:
     """Give all ranks of a tensor group the state of its first rank, and every distinct batch a stream of its own.
 
-    Pipeline ranks draw streams of their own as well, or all stages would drop the same entries. The first one of batch 0
-    keeps the stream it has, so that one process and a tensor-parallel run draw the same masks.
+    Pipeline ranks draw streams of their own as well, or all stages would drop the same entries. The first one of batch
+    0 keeps the stream it has, so that one process and a tensor-parallel run draw the same masks.
     """
     group = mesh.group("tp")
     # Also on a GPU some models draw from the CPU's stream (which layers to drop).

@@ -4,41 +4,87 @@ What a user runs before renting a cluster: it needs no GPU and no weights, and t
 """
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
 
 from .. import plan
-from ..config import AXES, ParallelConfig
-from .clone import tiny_clone
+from ..config import AXES, SCHEDULES, ParallelConfig
+from ..errors import ConfigError
+from ..pipeline import ASYNCHRONOUS, read_csv
+from .clone import LAYERS, tiny_clone
 from .parity import Case, Parity, measure_parity
 from .pool import RankPool
 
 TOLERANCE = 1e-10
 MAX_RANKS = 8
+MAX_MICROBATCHES = 32
+MAX_LAYERS = 8
 
 
 def scale_down(layout: ParallelConfig) -> ParallelConfig:
-    """The layout itself up to :data:`MAX_RANKS` ranks; beyond, two ranks on every axis that has more than one."""
-    if layout.total_size <= MAX_RANKS:
-        return layout
-    sizes: dict[str, Any] = {f"{axis}_size": min(2, layout.size(axis)) for axis in AXES}
-    return replace(layout, **sizes)
+    """The layout, made small enough for one machine, with every number of its pipeline chosen.
+
+    It keeps its ranks up to :data:`MAX_RANKS`; beyond, two are left on every axis that has more than one (a pipeline
+    from a file keeps its own). Microbatches and layers of stages stay as they are asked for as long as they are few and
+    the stages are the same; else there are two microbatches per pipeline rank, which every schedule can run, and a
+    layer or two in each stage.
+    """
+    sizes: dict[str, Any] = {}
+    from_file = str(layout.pipeline_schedule).endswith(".csv")
+    if layout.total_size > MAX_RANKS:
+        sizes = {f"{axis}_size": min(2, layout.size(axis)) for axis in AXES if not (axis == "pp" and from_file)}
+    pp_size = int(sizes.get("pp_size", layout.size("pp")))
+    if layout.size("pp") == 1:
+        return replace(layout, **sizes)
+    asked, stages = layout.num_microbatches, layout.stage_layers
+    if from_file:
+        actions = (action for row in read_csv(Path(str(layout.pipeline_schedule))) for action in row)
+        asked = asked or 1 + max(action.microbatch for action in actions)
+    elif asked is None or asked > MAX_MICROBATCHES or pp_size != layout.size("pp"):
+        asked = 2 * pp_size
+    if stages is not None and pp_size != layout.size("pp"):
+        stages = None
+    elif stages is not None and sum(stages) > MAX_LAYERS:
+        stages = [1 + (count > min(stages)) for count in stages]
+    return replace(layout, **sizes, num_microbatches=asked, stage_layers=stages)
 
 
 def verify(config: PreTrainedConfig, layout: ParallelConfig, **hf_kwargs: Any) -> tuple[ParallelConfig, Parity]:
     """Compare the layout (scaled down to what one machine can start) with one process, on a tiny clone of the model.
 
     Raises:
-        PlanError: the layout does not fit the clone.
+        ConfigError: the pipeline schedule cannot run with its numbers, or is not meant to equal one process.
+        PlanError: the layout does not fit the clone, or the stages do not fit the model.
     """
+    if layout.size("pp") > 1:
+        _refuse_asynchronous(layout)
+        plan(config, layout, **hf_kwargs)  # the clone gets as many layers as there are stages, whatever the model has
     small = scale_down(layout)
-    case = Case(tiny_clone(config, **_heads_that_fit(config, layout.size("tp"), small.size("tp"))))
+    clone = tiny_clone(config, layers=_layers(small), **_heads_that_fit(config, layout.size("tp"), small.size("tp")))
+    case = Case(clone) if small.size("pp") == 1 else Case(clone, accumulation=int(small.num_microbatches or 1))
     plan(case.config, small)  # refuse before any process is started
     if small.total_size == 1:
         return small, measure_parity(case, small, None)
     with RankPool(small.total_size) as pool:
         return small, measure_parity(case, small, pool)
+
+
+def _refuse_asynchronous(layout: ParallelConfig) -> None:
+    if layout.pipeline_schedule in ASYNCHRONOUS:
+        others = ", ".join(schedule for schedule in SCHEDULES if schedule not in ASYNCHRONOUS)
+        raise ConfigError(
+            f"pipeline_schedule={layout.pipeline_schedule!r} updates weights while microbatches are under way, so its "
+            f"steps are not those of one process: verify {others}, or a .csv file"
+        )
+
+
+def _layers(layout: ParallelConfig) -> int:
+    """Layers of the clone: as few as let every stage have some."""
+    if layout.stage_layers is not None:
+        return sum(layout.stage_layers)
+    return max(LAYERS, layout.size("pp") * int(layout.virtual_stages or 1))
 
 
 def _heads_that_fit(config: PreTrainedConfig, asked: int, tensor: int) -> dict[str, int]:
@@ -55,6 +101,16 @@ def _heads_that_fit(config: PreTrainedConfig, asked: int, tensor: int) -> dict[s
     return {"num_key_value_heads": tensor, "num_attention_heads": 2 * tensor} if tensor > 2 else {}
 
 
+def describe_pipeline(layout: ParallelConfig) -> str:
+    """``zbv, 4 stages of 1, 1, 1, 1 layers on 2 pipeline ranks, 4 microbatches``, of a clone's layout."""
+    stages = layout.size("pp") * int(layout.virtual_stages or 1)
+    layers = ", ".join(map(str, layout.stage_layers or [1] * stages))
+    return (
+        f"{layout.pipeline_schedule}, {stages} stages of {layers} layers on {layout.size('pp')} pipeline ranks, "
+        f"{layout.num_microbatches} microbatches"
+    )
+
+
 def render(config: PreTrainedConfig, asked: ParallelConfig, used: ParallelConfig, parity: Parity) -> str:
     """The comparison as a table."""
     rows = [
@@ -65,7 +121,11 @@ def render(config: PreTrainedConfig, asked: ParallelConfig, used: ParallelConfig
         ("saved checkpoint", parity.saved, ""),
     ]
     title = f"a tiny {config.model_type} in {used.describe()} against stock transformers in one process, float64, gloo"
-    if used != asked:
+    if used.size("pp") > 1:
+        title += f"\n{describe_pipeline(used)}"
+        if asked.num_microbatches not in (None, used.num_microbatches):
+            title += f" (not the {asked.num_microbatches} asked for)"
+    if used.total_size != asked.total_size:
         title += f"\n({asked.describe()} has {asked.total_size} ranks: two are started on every axis instead)"
     lines = [
         f"{name:30} {value:9.1e}  {'ok' if value <= TOLERANCE else 'DIFFERS'}  {where}" for name, value, where in rows

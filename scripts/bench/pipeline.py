@@ -3,8 +3,13 @@
     python scripts/bench/pipeline.py [--milliseconds 25] [--out scripts/bench/results/pipeline.json]
 
 A stage takes ``T`` for the forward of a microbatch, ``T`` for the gradient of its input and ``T`` for those of its
-weights. The stages sleep, so that eight ranks need no eight cores; the tensors are tiny. torch's own schedule classes
-and engine run them over gloo. Printed per schedule, ranks p and microbatches m: the step's time over the ideal one
+weights. The stages sleep, so that eight ranks need no eight cores; the tensors are tiny. They run over gloo by each of
+
+- ``class``: torch's own schedule class and ``PipelineStage``, where the class has an engine of its own;
+- ``runtime``: torch's general engine, given hfscale's order, and ``PipelineStage``;
+- ``worker``: the same engine and order with hfscale's own stages, which is what ``hfscale.train_step`` runs.
+
+Printed per schedule, ranks p and microbatches m: the step's time over the ideal one
 (work plus the bubble of the formula), what an action took longer and waited, its Python's processor time, and the
 most microbatches alive at once on every stage, counted by the tensors that their backward keeps.
 """
@@ -16,7 +21,9 @@ import platform
 import statistics
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +49,17 @@ from hfscale.pipeline import (
     stage_ranks,
     write_trace,
 )
-from hfscale.pipeline._engine import engine_runtime
+from hfscale.pipeline._engine import engine_runtime, run_engine
 from hfscale.pipeline.timeline import GRADIENT
+from hfscale.pipeline.worker import Place, StageWorker
 from hfscale.testing import RankPool
 
 GOAL = 1.05
-ENGINES = ("class", "runtime")
+ENGINES = ("class", "runtime", "worker")
 CLASSES = {"gpipe": "GPipe", "1f1b": "1F1B"}
 SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev")
 _seconds = {"forward": 0.0}
+_groups: list[dist.ProcessGroup] = []
 
 
 class Alive:
@@ -124,8 +133,7 @@ class SleepingStage(nn.Module):
 class Case:
     """One line of the table.
 
-    ``engine`` is ``class`` (torch's class, where it has an engine of its own) or ``runtime`` (torch's general engine,
-    given our order).
+    ``engine`` is one of :data:`ENGINES`.
     """
 
     schedule: str
@@ -195,44 +203,80 @@ def waits(timeline: Timeline, order_run: Order) -> float:
 def run_case(case: Case, seconds: float) -> dict[str, Any]:
     """On every rank: one step without sleep, then one with; the second's times and counts."""
     first = _go_first()
-    actions = order(case.schedule, case.pp_size, case.num_microbatches, case.virtual_stages)
-    count = case.pp_size * case.virtual_stages
-    rank, x = dist.get_rank(), torch.zeros(1, 4)
-    recorder = Recorder()
-    stages = []
-    for index in sorted(stage for stage, home in stage_ranks(actions).items() if home == rank):
-        # Given both shapes, torch does not run the stages once more to find them out.
-        takes, gives = x.clone().requires_grad_(index > 0), x.clone().requires_grad_()
-        module = SleepingStage(index == 0)
-        stage = PipelineStage(module, index, count, torch.device("cpu"), input_args=takes, output_args=gives)
-        _record(stage, recorder)
-        stages.append(stage)
-    loss: Any = lambda result, _: result.sum()  # noqa: E731
-    if case.engine != "class":
-        runner: Any = engine_runtime(actions, stages, case.num_microbatches, loss)
-    elif case.schedule in CLASSES:
-        runner = get_schedule_class(CLASSES[case.schedule])(stages[0], case.num_microbatches, loss_fn=loss)
-    batch = torch.zeros(case.num_microbatches, 4)
-    arguments = (batch,) if rank == stage_ranks(actions)[0] else ()
-    keywords = {"target": batch} if any(stage.is_last for stage in stages) else {}
+    actions, recorder = order(case.schedule, case.pp_size, case.num_microbatches, case.virtual_stages), Recorder()
+    own = sorted(stage for stage, home in stage_ranks(actions).items() if home == dist.get_rank())
+    modules = {index: SleepingStage(index == 0) for index in own}
+    make = _our_step if case.engine == "worker" else _torch_step
+    step = make(case, actions, modules, recorder)
     answer: dict[str, Any] = {}
     for pause in (0.0, seconds):
         _seconds["forward"] = pause
-        for stage in stages:
-            stage.submod.alive.peak = 0
+        for module in modules.values():
+            module.alive.peak = 0
         dist.barrier()
         recorder.start()
         begin, cpu = time.perf_counter(), time.process_time()
-        runner.step(*arguments, **keywords, return_outputs=False)
+        step()
         answer = {
             "first": first,
             "begin": begin,
             "end": time.perf_counter(),
             "cpu": time.process_time() - cpu,
             "record": recorder.record,
-            "peak": {stage.stage_index: stage.submod.alive.peak for stage in stages},
+            "peak": {index: module.alive.peak for index, module in modules.items()},
         }
     return answer
+
+
+def _torch_step(
+    case: Case, actions: Order, modules: dict[int, SleepingStage], recorder: Recorder
+) -> Callable[[], object]:
+    """A step over torch's stages."""
+    count, x, stages = case.pp_size * case.virtual_stages, torch.zeros(1, 4), []
+    for index, module in modules.items():
+        # Given both shapes, torch does not run the stages once more to find them out.
+        takes, gives = x.clone().requires_grad_(index > 0), x.clone().requires_grad_()
+        stage = PipelineStage(module, index, count, torch.device("cpu"), input_args=takes, output_args=gives)
+        _record(stage, recorder)
+        stages.append(stage)
+    loss: Any = lambda result, _: result.sum()  # noqa: E731
+    if case.engine != "class":
+        runner: Any = engine_runtime(actions, stages, case.num_microbatches, loss)
+    else:
+        runner = get_schedule_class(CLASSES[case.schedule])(stages[0], case.num_microbatches, loss_fn=loss)
+    batch = torch.zeros(case.num_microbatches, 4)
+    arguments = (batch,) if 0 in modules else ()
+    keywords = {"target": batch} if count - 1 in modules else {}
+    return partial(runner.step, *arguments, **keywords, return_outputs=False)
+
+
+def _our_step(case: Case, actions: Order, modules: dict[int, SleepingStage], recorder: Recorder) -> Callable[[], None]:
+    """A step over hfscale's stages."""
+    if not _groups:  # forwards and backwards, as in a mesh; made once by all ranks
+        _groups.extend(dist.new_group() for _ in range(2))
+    homes, x = stage_ranks(actions), torch.zeros(1, 4)
+    ranks = tuple(homes[stage] for stage in range(len(homes)))
+
+    def compute(module: SleepingStage, last: bool, arrived: Tensor | None, _: int) -> Tensor:
+        result: Tensor = module(x if arrived is None else arrived)
+        return result.sum() if last else result
+
+    workers = []
+    for index, module in modules.items():
+        place = Place(index, ranks, _groups[0], _groups[1], torch.device("cpu"))
+        last = index == len(ranks) - 1
+        workers.append(
+            StageWorker(place, partial(compute, module, last), lambda _: (x.shape, x.dtype), module.parameters)
+        )
+        workers[-1].recorder = recorder
+    engine = engine_runtime(actions, workers, case.num_microbatches)
+
+    def step() -> None:
+        run_engine(engine, case.num_microbatches)
+        for worker in workers:
+            worker.finish()
+
+    return step
 
 
 def measure(case: Case, seconds: float, pool: RankPool, traces: Path | None) -> dict[str, Any]:
@@ -321,16 +365,19 @@ def main() -> None:
                     flush=True,
                 )
     report = {
-        "what": "torch.distributed.pipelining over gloo, sleeping stages, one step after one warm-up step",
+        "what": "torch's engines over gloo, sleeping stages of torch's and of hfscale's; one step after a warm-up step",
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "load": [round(value, 1) for value in os.getloadavg()],  # other programs of the machine included
         "goal": GOAL,
         "versions": {"torch": torch.__version__, "hfscale": hfscale.__version__, "python": platform.python_version()},
         "seconds": round(time.perf_counter() - started, 1),
         "worst": max(row["ratio"] for row in rows),
+        "worst by engine": {
+            engine: max(row["ratio"] for row in rows if row["engine"] == engine) for engine in arguments.engines
+        },
         "results": rows,
     }
-    print(f"worst ratio {report['worst']}, goal {GOAL}, {report['seconds']} s")
+    print(f"worst ratio {report['worst']} ({report['worst by engine']}), goal {GOAL}, {report['seconds']} s")
     if arguments.out:
         arguments.out.write_text(json.dumps(report, indent=1) + "\n")
 

@@ -60,12 +60,12 @@ def evaluation_steps(
     """What one rank evaluates: all ranks together visit every sequence once, in as many steps on each.
 
     Yields:
-        ``size`` sequences (or fewer on all ranks, at the end), how many of them count (the rest fill up), and how many
+        ``size`` sequences, as many as a step of training has, how many of them count (the rest fill up), and how many
         count over all ranks.
     """
     for start in range(0, available, size * batch_world):
         total = min(size * batch_world, available - start)
-        rows = -(-total // batch_world)
-        first = start + batch_rank * rows
-        counted = max(0, min(rows, start + total - first))
-        yield [first + index if index < counted else 0 for index in range(rows)], counted, total
+        share = -(-total // batch_world)
+        first = start + batch_rank * share
+        counted = max(0, min(share, start + total - first))
+        yield [first + index if index < counted else 0 for index in range(size)], counted, total

@@ -48,7 +48,7 @@ def make_card(
         parameters=_parameters(config),
         origin=origin,
         source=source,
-        layout=layout.describe(),
+        layout=describe_layout(layout),
         processes=layout.total_size,
         device=torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, gloo",
         train_sequences=train_sequences,
@@ -72,6 +72,16 @@ def make_card(
         hfscale=hfscale.__version__,
     )
     return ModelCard(text)
+
+
+def describe_layout(layout: hfscale.ParallelConfig) -> str:
+    """The axes, and of a pipeline its schedule."""
+    if layout.size("pp") == 1:
+        return layout.describe()
+    stages = layout.size("pp") * int(layout.virtual_stages or 1)
+    schedule = Path(str(layout.pipeline_schedule)).name  # a file's, without saying where it lies
+    microbatches = f", {layout.num_microbatches} microbatches" if layout.num_microbatches else ""
+    return f"{layout.describe()}, {schedule} over {stages} stages{microbatches}"
 
 
 def describe_source(data: DataRecipe) -> str:

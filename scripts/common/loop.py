@@ -46,7 +46,7 @@ def train(model: Any, recipe: Recipe, train_data: Dataset, validation_data: Data
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
 
     memory_before = peak_memory()
-    first = validation = evaluate(model, validation_data, size)
+    first = validation = evaluate(model, validation_data, microbatches, size)
     log.evaluated(0, validation)
     losses: list[Tensor] = []
     train_loss, seconds, logged_seconds, started = 0.0, 0.0, 0.0, time.perf_counter()
@@ -69,23 +69,30 @@ def train(model: Any, recipe: Recipe, train_data: Dataset, validation_data: Data
             losses, logged_seconds, started = [], seconds, time.perf_counter()
         if step % training.evaluate_every == 0 or step == training.steps:
             seconds += time.perf_counter() - started
-            validation = evaluate(model, validation_data, size)
+            validation = evaluate(model, validation_data, microbatches, size)
             log.evaluated(step, validation)
             started = time.perf_counter()
     tokens = training.steps * tokens_per_step
     return Outcome(train_loss, first, validation, tokens, tokens / seconds, peak_memory(), memory_before)
 
 
-def evaluate(model: Any, data: Dataset, size: int) -> float:
-    """The mean loss over all of ``data``, the same for every layout. Call it on every rank."""
+def evaluate(model: Any, data: Dataset, microbatches: int, size: int) -> float:
+    """The mean loss over all of ``data``, the same for every layout. Call it on every rank.
+
+    A step has as many microbatches of ``size`` sequences as one of training: a pipeline that runs the one runs the
+    other.
+    """
     model.eval()
     total = torch.zeros((), dtype=torch.float64)
     for rows, counted, everywhere in evaluation_steps(
-        len(data), hfscale.batch_rank(model), hfscale.batch_world(model), size
+        len(data), hfscale.batch_rank(model), hfscale.batch_world(model), microbatches * size
     ):
         batch = batch_of(data, rows)
         batch["labels"][counted:] = IGNORED
-        total += everywhere * hfscale.eval_step(model, batch).double().cpu()
+        step = [
+            {name: value[start : start + size] for name, value in batch.items()} for start in range(0, len(rows), size)
+        ]
+        total += everywhere * hfscale.eval_step(model, step).double().cpu()
     return float(total) / len(data)
 
 

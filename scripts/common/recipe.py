@@ -93,7 +93,8 @@ class Recipe:
     Attributes:
         name: results go to ``runs/<name>``; those of an earlier run of this name are replaced.
         seed: of the initial weights and of the order of the sequences.
-        parallel: the layout, the fields of ``hfscale.ParallelConfig``.
+        parallel: the layout, the fields of ``hfscale.ParallelConfig``; with ``pp_size``, ``num_microbatches`` cuts what
+            a rank runs at once (``training.microbatch_size``, or all of its step).
     """
 
     name: str = MISSING

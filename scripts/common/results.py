@@ -7,7 +7,7 @@ from omegaconf import OmegaConf
 
 import hfscale
 
-from .card import make_card
+from .card import describe_layout, make_card
 from .loop import Outcome
 from .processes import barrier, is_main
 from .recipe import Recipe
@@ -31,12 +31,12 @@ def finish(
     if is_main():
         tokenizer.save_pretrained(checkpoint)
         OmegaConf.save(OmegaConf.structured(recipe), directory / "recipe.yaml")
-        plot_losses(log.path, directory / "loss.png", f"{recipe.name} ({layout.describe()})")
+        plot_losses(log.path, directory / "loss.png", f"{recipe.name} ({describe_layout(layout)})")
         shutil.copyfile(directory / "loss.png", checkpoint / "loss.png")
         card = make_card(model.config, recipe, layout, outcome, log, train_sequences)
         card.save(checkpoint / "README.md")
         print(
-            f"\n{recipe.name}: {layout.describe()}, {outcome.tokens_per_second:,.0f} tokens/s, peak memory "
+            f"\n{recipe.name}: {describe_layout(layout)}, {outcome.tokens_per_second:,.0f} tokens/s, peak memory "
             f"{outcome.memory / 2**30:.2f} GiB\n"
             f"  validation loss {outcome.first_validation_loss:.4f} -> {outcome.validation_loss:.4f}, unigram entropy "
             f"{log.unigram_entropy:.4f} (nats per token)\n"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hfscale.cli import main
-from hfscale.pipeline import Costs, order, read_csv, read_trace, simulate, write_trace
+from hfscale.pipeline import Action, Costs, Timeline, order, read_csv, read_trace, simulate, write_trace
 from hfscale.pipeline.draw import draw, title
 from hfscale.pipeline.terminal import render
 
@@ -104,6 +104,38 @@ def test_planned_above_measured(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "seconds" in (tmp_path / "t.svg").read_text()
     message = _refused(capsys, "--trace", str(tmp_path / "t.json"), "--pp", "4")
     assert "has 2 ranks and the plan 4: use --pp 2" in message
+
+
+def test_one_of_several_recorded_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def ran(microbatches: int, kinds: tuple[str, ...]) -> Timeline:
+        planned = tuple(tuple(a for a in row if a.kind in kinds) for row in order("1f1b", 2, microbatches))
+        return replace(simulate(planned, Costs(0.01, 0.03), "1f1b"), unit="s")
+
+    both = ("forward", "backward")
+    trace = tmp_path / "t.json"
+    write_trace(trace, ran(3, both), ran(5, both), ran(6, ("forward",)))
+    for argv, microbatches in (([], 5), (["--step", "1"], 3), (["--step", "2"], 5), (["--step", "3"], 6)):
+        lines = _run(capsys, "--trace", str(trace), *argv).splitlines()
+        assert lines[0].startswith(f"planned: 1f1b, p = 2, m = {microbatches}, ")
+        assert lines[4].startswith(f"measured: 1f1b, p = 2, m = {microbatches}, ")
+        assert ("B backward" in lines[8]) == (microbatches != 6)  # an evaluation is planned as one
+    assert "use one of 1, 2, 3" in _refused(capsys, "--trace", str(trace), "--step", "4")
+    assert "give its --trace as well" in _refused(capsys, "--pp", "2", "--microbatches", "4", "--step", "1")
+
+
+def test_a_recorded_update_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with_updates = tuple((*row, Action(rank, "update", 7)) for rank, row in enumerate(order("gpipe", 2, 2)))
+    write_trace(tmp_path / "t.json", replace(simulate(with_updates, Costs(update=2.0), "gpipe"), unit="s"))
+    rows = _run(capsys, "--trace", str(tmp_path / "t.json"), "--width", "80").splitlines()
+    assert rows[1:3] == rows[5:7]
+    assert all("U7" in row for row in rows[1:3])
+
+
+def test_a_trace_of_a_schedule_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    write_trace(tmp_path / "t.json", simulate(read_csv(path), name=str(path)))
+    assert _run(capsys, "--trace", str(tmp_path / "t.json")).startswith(f"planned: {path}, p = 2, m = 2")
 
 
 def test_a_schedule_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,12 +2,13 @@
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hfscale.errors import ConfigError
-from hfscale.pipeline import Action, Record, Recorder, merge_records, order, read_trace, simulate, write_trace
+from hfscale.pipeline import Action, Record, Recorder, Span, merge_records, order, read_trace, simulate, write_trace
 
 
 def test_round_trip(tmp_path: Path) -> None:
@@ -49,6 +50,18 @@ def test_other_events_are_passed_over(tmp_path: Path) -> None:
     assert timeline.ranks[1][0].end == pytest.approx(2e-6)
 
 
+def test_runs_have_names_and_keep_their_times(tmp_path: Path) -> None:
+    first = simulate(order("1f1b", 2, 2), name="1f1b")
+    later = tuple(tuple(Span(s.action, s.start + 100, s.end + 100) for s in spans) for spans in first.ranks)
+    write_trace(tmp_path / "t.json", first, replace(first, ranks=later), labels=["one", "two"])
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert [event["args"]["name"] for event in events if event.get("name") == "process_name"] == ["one", "two"]
+    assert min(event["ts"] for event in events if event.get("pid") == 1 and "ts" in event) == 100_000
+    assert read_trace(tmp_path / "t.json", run=1).ranks == first.ranks  # read, each begins at 0
+    with pytest.raises(ConfigError, match="no actions of run 2: it has 0, 1"):
+        read_trace(tmp_path / "t.json", run=2)
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"traceEvents": []}', '[{"ph": "X", "args": 3}]', "[1]"])
 def test_bad_traces(text: str, tmp_path: Path) -> None:
     (tmp_path / "t.json").write_text(text)
@@ -76,6 +89,17 @@ def test_clocks_of_two_machines_are_set_at_the_start() -> None:
     same = Record("a", 1100, [(action, 1700, 1800)])
     timeline = merge_records([here, there, same])
     assert [round(spans[0].start * 1e9) for spans in timeline.ranks] == [0, 100, 200]
+
+
+def test_the_clock_is_read_when_what_was_begun_is_done() -> None:
+    waits: list[int] = []
+    recorder = Recorder(lambda: (waits.append(time.perf_counter_ns()), time.sleep(0.002))[1])
+    with recorder.run(Action(0, "forward", 0)):
+        pass
+    ((_, begin, end),) = recorder.record.events
+    assert len(waits) == 2
+    assert begin >= waits[0] + 2_000_000
+    assert end >= waits[1] + 2_000_000
 
 
 def test_nothing_is_noted_where_a_computation_fails() -> None:

@@ -1,14 +1,19 @@
 import json
 import math
+import os
+import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 from common.batches import evaluation_steps, per_rank, sequences_of_step, share_of_step
+from common.card import describe_layout
 from common.corpus import is_for_validation, is_wanted, read_texts
 from common.data import pack, train_tokenizer, unigram_entropy
 from common.read_recipe import load_recipe
 from common.recipe import DataRecipe, FinetuneRecipe, PretrainRecipe, RecipeError
+
+from hfscale import ParallelConfig
 
 RECIPES = Path(__file__).parents[2] / "scripts" / "recipes"
 DEMO = RECIPES / "demo_pretrain.yaml"
@@ -29,6 +34,36 @@ def test_overrides_win():
     recipe = load_recipe(PretrainRecipe, DEMO, ["training.steps=3", "parallel.tp_size=1", "parallel.dp_shard_size=2"])
     assert recipe.training.steps == 3
     assert recipe.parallel == {"tp_size": 1, "dp_shard_size": 2}
+
+
+def test_a_layout_takes_every_field_of_a_pipeline():
+    fields = ["pp_size=2", "pipeline_schedule=zbv", "virtual_stages=2", "num_microbatches=4", "stage_layers=[1,2,3,2]"]
+    overrides = [f"parallel.{field}" for field in (*fields, "weights_regather=true")]
+    layout = ParallelConfig(**load_recipe(PretrainRecipe, DEMO, overrides).parallel)
+    assert (layout.size("pp"), layout.size("tp")) == (2, 2)
+    assert (layout.pipeline_schedule, layout.virtual_stages, layout.num_microbatches) == ("zbv", 2, 4)
+    assert (layout.stage_layers, layout.weights_regather) == ((1, 2, 3, 2), True)
+    recipe = load_recipe(PretrainRecipe, DEMO, ["parallel.pp_size=2", "parallel.pipeline_schedule=1f1b"])
+    assert ParallelConfig(**recipe.parallel).pipeline_schedule == "1f1b"  # which is no number
+    assert describe_layout(layout) == "tp2 x pp2, zbv over 4 stages, 4 microbatches"
+    assert describe_layout(ParallelConfig(tp_size=2)) == "tp2"
+
+
+def test_the_demo_runs_under_another_name_and_number_of_processes(tmp_path):
+    log = tmp_path / "log"
+    python = tmp_path / "python"
+    python.write_text(f'#!/usr/bin/env bash\necho "$@" >> {log}\n')
+    python.chmod(0o755)
+    environment = {**os.environ, "PYTHON": str(python), "PROCESSES": "4", "RUN": "mine"}
+    demo = RECIPES.parent / "demo.sh"
+    subprocess.run(["bash", str(demo), "parallel.pp_size=2"], env=environment, check=True, capture_output=True)
+    pretrain, finetune, check, summary = log.read_text().splitlines()
+    assert pretrain.endswith("demo_pretrain.yaml name=mine-base parallel.pp_size=2")
+    assert finetune.endswith("demo_finetune.yaml name=mine base=runs/mine-base/checkpoint parallel.pp_size=2")
+    assert "--num_processes 4 " in pretrain
+    assert "--num_processes 4 " in finetune
+    assert check.endswith("check_checkpoint.py runs/mine")
+    assert summary.endswith("summary.py runs/mine-base runs/mine")
 
 
 @pytest.mark.parametrize(
@@ -157,4 +192,4 @@ def test_evaluation_visits_every_sequence_once(available, batch_world):
     assert sorted(visited) == list(range(available))
     for together in zip(*ranks, strict=True):
         assert sum(counted for _, counted, _ in together) == together[0][2]
-        assert len({len(rows) for rows, _, _ in together}) == 1
+        assert {len(rows) for rows, _, _ in together} == {3}  # as in training, which a pipeline relies on

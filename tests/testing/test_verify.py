@@ -1,14 +1,20 @@
 """`hfscale verify`, and what it is made of."""
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from hfscale import ParallelConfig
 from hfscale.cli import main
-from hfscale.testing import Parity, verify
+from hfscale.config import SCHEDULES
+from hfscale.pipeline import order, write_csv
+from hfscale.pipeline.orders import check
+from hfscale.testing import Case, Parity, RankPool, measure_parity, verify
 from hfscale.testing.clone import tiny_clone
 from hfscale.testing.verify import _heads_that_fit
 
@@ -44,6 +50,75 @@ def test_large_layouts_are_scaled_down() -> None:
     assert verify.scale_down(ParallelConfig(tp_size=8, dp_shard_size=4)) == ParallelConfig(tp_size=2, dp_shard_size=2)
 
 
+def test_pipelines_are_scaled_down() -> None:
+    def small(**fields: Any) -> tuple[int, Any, Any]:
+        found = verify.scale_down(ParallelConfig(**fields))
+        return found.size("pp"), found.num_microbatches, found.stage_layers
+
+    assert small(pp_size=3) == (3, 6, None)
+    assert small(pp_size=2, num_microbatches=7) == (2, 7, None)
+    assert small(pp_size=2, num_microbatches=512) == (2, 4, None)
+    assert small(pp_size=2, stage_layers=[1, 4]) == (2, 4, (1, 4))
+    assert small(pp_size=4, stage_layers=[18, 22, 22, 18]) == (4, 8, (1, 2, 2, 1))
+    assert small(pp_size=4, tp_size=8, num_microbatches=16, stage_layers=[20] * 4) == (2, 4, None)
+    assert small() == (1, None, None)
+    # Whatever the schedule, it can run the number that is chosen.
+    for schedule in SCHEDULES:
+        for pp_size in (2, 3, 4, 8):
+            found = verify.scale_down(ParallelConfig(pp_size=pp_size, pipeline_schedule=schedule))
+            check(schedule, pp_size, found.num_microbatches or 0, found.virtual_stages or 0)
+
+
+def test_a_file_keeps_its_ranks_and_microbatches(tmp_path: Path) -> None:
+    write_csv(order("1f1b", 3, 5), tmp_path / "mine.csv")
+    layout = ParallelConfig(pp_size=3, tp_size=4, pipeline_schedule=str(tmp_path / "mine.csv"))
+    small = verify.scale_down(layout)
+    assert (small.size("pp"), small.size("tp"), small.num_microbatches) == (3, 2, 5)
+
+
+PIPELINES = {
+    "zbv": (["--schedule", "zbv", "--microbatches", "5"], "zbv, 4 stages of 1, 1, 1, 1 layers", 5),
+    "uneven": (["--stage-layers", "30,50"], "1f1b, 2 stages of 1, 2 layers", 4),
+    "dualpipev": (["--schedule", "dualpipev", "--microbatches", "64"], "dualpipev, 4 stages of 1, 1, 1, 1 layers", 4),
+    "file": (["--schedule", "mine.csv", "--virtual-stages", "2"], "mine.csv, 4 stages of 1, 1, 1, 1 layers", 4),
+}
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_the_command_on_stages(
+    pools: Callable[[int], RankPool],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    flags, described, microbatches = PIPELINES[name]
+    write_csv(order("interleaved1f1b", 2, 4, 2), tmp_path / "mine.csv")
+    flags = [str(tmp_path / flag) if flag.endswith(".csv") else flag for flag in flags]
+    monkeypatch.setattr(verify, "RankPool", lambda world: nullcontext(pools(world)))
+    measured: list[Case] = []
+    monkeypatch.setattr(
+        verify, "measure_parity", lambda case, *rest: (measured.append(case), measure_parity(case, *rest))[1]
+    )
+    BIG.save_pretrained(tmp_path)
+    assert main(["verify", str(tmp_path), "--pp", "2", *flags]) == 0
+    printed = capsys.readouterr().out
+    assert "in pp2 against stock transformers in one process" in printed
+    assert f"{described} on 2 pipeline ranks, {microbatches} microbatches" in printed
+    assert ("(not the 64 asked for)" in printed) == (name == "dualpipev")
+    assert printed.count(" ok") == 5
+    assert [case.accumulation for case in measured] == [microbatches]
+
+
+def test_schedules_that_are_not_one_process_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    BIG.save_pretrained(tmp_path)
+    assert main(["verify", str(tmp_path), "--pp", "2", "--schedule", "pipedream_2bw"]) == 2
+    message = capsys.readouterr().err
+    assert "its steps are not those of one process: verify gpipe, 1f1b" in message
+    assert "verify gpipe" in message
+    assert message.count("pipedream") == 1
+
+
 @pytest.mark.parametrize("layout", [["--tp", "2"], []])
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], layout: list[str]) -> None:
     BIG.save_pretrained(tmp_path)
@@ -68,8 +143,11 @@ def test_a_difference_fails(
 
 def test_a_layout_that_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     BIG.save_pretrained(tmp_path)
-    assert main(["verify", str(tmp_path), "--pp", "2"]) == 2
-    assert "pp_size=2" in capsys.readouterr().err
+    assert main(["verify", str(tmp_path), "--cp", "2"]) == 2
+    assert "cp_size=2" in capsys.readouterr().err
+    # The clone would have a layer for each stage; the model has not.
+    assert main(["verify", str(tmp_path), "--pp", "81"]) == 2
+    assert "pp_size=81 exceeds the 80 layers" in capsys.readouterr().err
 
 
 def test_a_clone_of_a_model_with_fewer_key_value_heads_than_ranks_has_fewer_too() -> None:

@@ -1,0 +1,55 @@
+"""The training loop of the scripts: the same curves through pipeline stages as in one process."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from common.loop import Outcome, train
+from common.recipe import PretrainRecipe, TrainingRecipe
+from common.report import RunLog, read_metrics
+from datasets import Dataset
+
+import hfscale
+from hfscale.testing import RankPool
+from tests.models import tiny
+
+
+def _sequences(count: int, seed: int) -> Dataset:
+    tokens = torch.randint(0, 67, (count, 12), generator=torch.Generator().manual_seed(seed))
+    return Dataset.from_dict({"input_ids": tokens.numpy()}).with_format("torch")
+
+
+def _run(directory: str, layout: dict, microbatch_size: int | None) -> Outcome:
+    recipe = PretrainRecipe(name="x")
+    recipe.data.sequence_length = 12
+    recipe.training = TrainingRecipe(
+        steps=3, batch_size=4, microbatch_size=microbatch_size, log_every=1, evaluate_every=2, learning_rate=0.01
+    )
+    model = hfscale.from_config(tiny("llama", num_hidden_layers=4), parallel=hfscale.ParallelConfig(**layout))
+    log = RunLog(Path(directory), "x", 3, 4.0)
+    outcome = train(model, recipe, _sequences(20, 0), _sequences(5, 1), log)
+    log.close()
+    return outcome
+
+
+@pytest.mark.parametrize(
+    ("layout", "microbatch_size"),
+    [
+        ({"num_microbatches": 4}, None),  # cuts the step's four rows, and the fifth validation row with three that fill
+        ({}, 2),  # two batches a step are two microbatches
+        ({"pipeline_schedule": "dualpipev"}, 1),  # takes no fewer than four
+    ],
+)
+def test_curves_through_stages(
+    pools: Callable[[int], RankPool], tmp_path: Path, layout: dict, microbatch_size: int | None
+) -> None:
+    expected = _run(str(tmp_path / "one"), {}, None)
+    (found, other) = pools(2).run(_run, str(tmp_path / "two"), {"pp_size": 2, **layout}, microbatch_size)
+    assert found.validation_loss == other.validation_loss
+    assert expected.validation_loss < expected.first_validation_loss
+    curves = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two")]
+    for kind, name in enumerate(("loss", "validation_loss")):
+        one, two = ([record[name] for record in curve[kind]] for curve in curves)
+        assert two == pytest.approx(one, rel=1e-5)
+        assert len(one) == 3
