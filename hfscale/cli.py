@@ -132,6 +132,7 @@ def _layout(arguments: argparse.Namespace) -> ParallelConfig:
 def _verify(arguments: argparse.Namespace) -> int:
     from .testing.verify import TOLERANCE, render, verify
 
+    transformers.utils.logging.disable_progress_bar()  # of a clone's few kilobytes
     asked, config = _layout(arguments), _load_config(arguments.model, arguments.trust_remote_code)
     used, parity = verify(config, asked, **_code(arguments))
     print(render(config, asked, used, parity))

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -137,7 +138,10 @@ def _serve(
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
         import torch
         import torch.distributed as dist
+        from tqdm import tqdm
 
+        # Or each bar would own a lock of the machine's, which a rank that is stopped leaves behind.
+        tqdm.set_lock(threading.RLock())
         torch.set_num_threads(threads)
         warnings.simplefilter("ignore")
         store = torch.distributed.FileStore(str(Path(directory) / "store"), world)  # type: ignore[attr-defined]
