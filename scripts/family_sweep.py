@@ -1,5 +1,5 @@
-"""Train a tiny model of every causal-LM family transformers has under tp2 against one process, and of other classes
-(classification, masked tokens, sequence to sequence, speech, images); write docs/families.md.
+"""Train a tiny model of every causal-LM family transformers has under tp2 and under pp2 against one process, and of
+other classes (classification, masked tokens, sequence to sequence, speech, images); write docs/families.md.
 
     python scripts/family_sweep.py [--only gemma opt] [--out docs/families.md]
 
@@ -10,6 +10,7 @@ a defect.
 """
 
 import argparse
+import re
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,11 +35,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import hfscale
 from hfscale.testing import Case, RankPool, measure_parity, plain
-from hfscale.testing.clone import tiny_clone
+from hfscale.testing.clone import LAYERS, tiny_clone
 
 TOLERANCE = 1e-9
 LAYOUT = hfscale.ParallelConfig(tp_size=2)
 SEQUENCE = hfscale.ParallelConfig(tp_size=2, sequence_parallel=True)
+STAGE_LAYERS = 4  # of a clone that is cut into two stages: each then has a layer within it
 KINDS = ("equal", "refused", "DIFFERS", "FAILS")
 # What a default config needs besides to build and train as a decoder.
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8}
@@ -138,10 +140,15 @@ OTHERS: list[tuple[str, Any, plain.Maker, dict[str, Any]]] = [
 ]
 
 
-def config_of(family: str) -> Any:
+def config_of(family: str, layers: int = LAYERS) -> Any:
     """A tiny config of ``family``, without a padding token (the host re-zeroes its embedding on every reload)."""
     changes = {"pad_token_id": None, **CHANGES.get(family, {})}
-    config = tiny_clone(AutoConfig.for_model(family).get_text_config(), **changes)
+    for name, value in changes.items():
+        if name.startswith("layer") and len(value) < layers:
+            changes[name] = (value * layers)[:layers]
+    if changes.get("num_hidden_layers", layers) < layers:
+        del changes["num_hidden_layers"]
+    config = tiny_clone(AutoConfig.for_model(family).get_text_config(), layers=layers, **changes)
     config.pad_token_id = changes["pad_token_id"]
     if hasattr(config, "is_decoder"):
         config.is_decoder = True
@@ -155,12 +162,14 @@ class Verdict:
     Attributes:
         kind: one of :data:`KINDS`, or ``no clone``.
         sequence: the same with the sequence cut as well; ``-`` where it was not tried.
+        stages: the same in two pipeline stages.
         detail: the largest difference, or why not.
     """
 
     kind: str
     detail: str
     sequence: str = "-"
+    stages: str = "-"
 
 
 def judge(family: str, pool: RankPool) -> Verdict:
@@ -172,7 +181,15 @@ def judge(family: str, pool: RankPool) -> Verdict:
         model(input_ids=ids, labels=ids).loss.backward()
     except Exception as error:  # whatever stock code says of a clone it cannot train
         return Verdict("no clone", f"{type(error).__name__}: {error}".split("\n")[0][:100])
-    return judge_case(Case(config), pool)
+    return judge_case(Case(config), Case(deeper(family, config)), pool)
+
+
+def deeper(family: str, config: Any) -> Any:
+    """A clone with layers enough for two stages, where the family has one; else ``config``."""
+    try:
+        return config_of(family, STAGE_LAYERS)
+    except Exception:  # a config that checks its numbers of layers against one another
+        return config
 
 
 def judge_class(family: str, auto_class: Any, maker: plain.Maker, changes: dict[str, Any], pool: RankPool) -> Verdict:
@@ -180,27 +197,34 @@ def judge_class(family: str, auto_class: Any, maker: plain.Maker, changes: dict[
     config = tiny_clone(AutoConfig.for_model(family), **{"pad_token_id": None, **changes})
     if hasattr(config, "vision_config"):
         config.vision_config.image_size, config.vision_config.patch_size = 32, 8
-    return judge_case(plain.PlainCase(config, auto_class=auto_class, make_batch=maker), pool)
+    case = plain.PlainCase(config, auto_class=auto_class, make_batch=maker)
+    return judge_case(case, case, pool)
 
 
-def judge_case(case: Case, pool: RankPool) -> Verdict:
-    """Both layouts."""
+def judge_case(case: Case, deep: Case, pool: RankPool) -> Verdict:
+    """All layouts; stages with the clone that has more layers."""
     kind, detail = measure(case, LAYOUT, pool)
-    if not kind.startswith("equal"):
-        return Verdict(kind, detail)
-    sequence, why = measure(case, SEQUENCE, pool)
-    if sequence.startswith("equal"):
-        return Verdict(kind, detail, "equal")
-    return Verdict(kind, f"{detail}; {why}", sequence)
+    details, sequence = [detail], "-"
+    if kind.startswith("equal"):
+        sequence, why = measure(case, SEQUENCE, pool)
+        if sequence.startswith("equal"):
+            sequence = "equal"
+        else:
+            details.append(why)
+    stages, why = measure(deep, None, pool)
+    details += [] if stages == "equal" else [why]
+    return Verdict(kind, "; ".join(details), sequence, stages)
 
 
-def measure(case: Case, layout: hfscale.ParallelConfig, pool: RankPool) -> tuple[str, str]:
-    """``(verdict, detail)`` for one case, by a plain loop where ``train_step`` is not for it."""
+def measure(case: Case, layout: hfscale.ParallelConfig | None, pool: RankPool) -> tuple[str, str]:
+    """``(verdict, detail)`` for one case, by a plain loop where ``train_step`` is not for it; ``None``: two stages."""
     try:
+        layout = layout or two_stages(case)
         planned = hfscale.plan(case.config, layout, auto_class=case.auto_class)
     except hfscale.HFScaleError as error:
         why = str(error).split("\n  - ")[1]
-        return "refused", why.split(": use tp_size")[0].split(": use sequence_parallel")[0][:160]
+        why = re.split(": use (?:tp_size|pp_size|sequence_parallel)", why)[0]
+        return "refused", re.sub("pp_size=2 does not fit .*?:", "stages:", why)[:160]
     except Exception as error:  # planning must say what is missing, and nothing else
         return "FAILS", f"plan: {type(error).__name__}: {error}"[:160]
     verdict = "equal"
@@ -220,6 +244,13 @@ def measure(case: Case, layout: hfscale.ParallelConfig, pool: RankPool) -> tuple
     if parity.worst() > TOLERANCE:
         return "DIFFERS", str(parity)[:160]
     return verdict, f"{parity.worst():.0e}, {cut} of {len(list(planned.owned()))} parameters cut"
+
+
+def two_stages(case: Case) -> hfscale.ParallelConfig:
+    """Two stages with half of the layers each, whatever lies around them."""
+    count = len(hfscale.plan(case.config, auto_class=case.auto_class).layers)
+    halves = [count // 2, count - count // 2] if count > 1 else None
+    return hfscale.ParallelConfig(pp_size=2, pipeline_schedule="1f1b", stage_layers=halves)
 
 
 def class_name(auto_class: Any, family: str) -> str:
@@ -258,39 +289,46 @@ def main() -> int:
     print("\n".join(summaries))
     if arguments.out:
         lines = [
-            "# Families under tensor parallelism",
+            "# Families under tensor parallelism and in pipeline stages",
             "",
             "Written by `scripts/family_sweep.py`: a tiny model of every causal-LM family, tp2 against one process in",
-            "float64 (loss, every gradient, norm, weights after two steps, saved checkpoint), and again with",
-            "`sequence_parallel=True`. A plain loop is `loss = model(**batch).loss; loss.backward()`, for classes that",
-            f"compute a loss of their own. transformers {transformers.__version__}, of those that build and train:",
-            f"{summaries[0]}.",
+            "float64 (loss, every gradient, norm, weights after two steps, saved checkpoint), again with",
+            f"`sequence_parallel=True`, and again in two pipeline stages (1F1B, {STAGE_LAYERS} layers where the family",
+            "can have them). A plain loop is `loss = model(**batch).loss; loss.backward()`, for classes that compute a",
+            "loss of their own; stages are for `train_step`, which those refuse.",
             "",
-            "| family | tensor parallel | with the sequence cut | |",
-            "|---|---|---|---|",
-            *(f"| {family} | {v.kind} | {v.sequence} | {v.detail} |" for family, v in built.items()),
+            f"transformers {transformers.__version__}, of those that build and train:",
+            *f"{summaries[0]}.".replace("; ", ";\n").splitlines(),
+            "",
+            "| family | tensor parallel | with the sequence cut | stages | |",
+            "|---|---|---|---|---|",
+            *(f"| {family} | {v.kind} | {v.sequence} | {v.stages} | {v.detail} |" for family, v in built.items()),
             "",
             "## Other classes",
             "",
-            f"Likewise: {summaries[1]}.",
+            *f"Likewise: {summaries[1]}.".replace("; ", ";\n").splitlines(),
             "",
-            "| family | class | tensor parallel | with the sequence cut | |",
-            "|---|---|---|---|---|",
-            *(f"| {family} | {name} | {v.kind} | {v.sequence} | {v.detail} |" for family, name, v in others),
+            "| family | class | tensor parallel | with the sequence cut | stages | |",
+            "|---|---|---|---|---|---|",
+            *(
+                f"| {family} | {name} | {v.kind} | {v.sequence} | {v.stages} | {v.detail} |"
+                for family, name, v in others
+            ),
         ]
         arguments.out.write_text("\n".join(lines) + "\n")
-    return int(any(kind in ("DIFFERS", "FAILS") for v in found for kind in (v.kind, v.sequence)))
+    return int(any(kind in ("DIFFERS", "FAILS") for v in found for kind in (v.kind, v.sequence, v.stages)))
 
 
 def summarize(verdicts: list[Verdict]) -> str:
-    """``140 equal, 7 refused, ... of 147; with the sequence cut 130 equal, ...``."""
+    """``140 equal, 7 refused, ... of 147; with the sequence cut 130 equal, ...; in stages 135 equal, ...``."""
 
     def counted(kinds: list[str]) -> str:
         return ", ".join(f"{sum(found.startswith(kind) for found in kinds)} {kind}" for kind in KINDS)
 
     return (
         f"{counted([v.kind for v in verdicts])} of {len(verdicts)}; "
-        f"with the sequence cut {counted([v.sequence for v in verdicts])}"
+        f"with the sequence cut {counted([v.sequence for v in verdicts])}; "
+        f"in stages {counted([v.stages for v in verdicts])}"
     )
 
 

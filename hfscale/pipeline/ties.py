@@ -33,9 +33,18 @@ def summed_over_stages(runtime: Runtime, local: Callable[[Tensor], Tensor]) -> I
         for parameter, before, _ in tied:
             parameter.grad = before
         raise
-    for parameter, before, group in tied:
-        if parameter.grad is None:  # the other stage may have one
-            parameter.grad = torch.zeros_like(parameter)
-        dist.all_reduce(local(parameter.grad), group=group)
-        if before is not None:
-            parameter.grad = before.add_(parameter.grad)
+    groups = {id(group): group for _, _, group in tied}
+    for key, group in groups.items():  # in the plan's order, so the same on all ranks of a group
+        members = [(parameter, before) for parameter, before, other in tied if id(other) == key]
+        # What no stage has a gradient of (a table that is read without one) stays without: optimizers skip it then.
+        used = torch.tensor([int(parameter.grad is not None) for parameter, _ in members], device=runtime.mesh.device)
+        dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
+        for (parameter, before), anywhere in zip(members, used.tolist(), strict=True):
+            if not anywhere:
+                parameter.grad = before
+                continue
+            if parameter.grad is None:  # the other stage has one
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(local(parameter.grad), group=group)
+            if before is not None:
+                parameter.grad = before.add_(parameter.grad)

@@ -31,8 +31,9 @@ def assign_stages(
     """Cut a stock Hugging Face model, whole and unpatched, into ``pp_size * virtual_stages`` stages.
 
     The layers are shared out as ``layout.stage_layers`` says, or such that the most expensive stage costs least. What
-    the model does before its first layer is on the first stage, what it does after the last one is on the last stage,
-    and modules without parameters are on all: nothing but the stream between layers travels.
+    the model does before its first layer is on the first stage, what it does after the last one is on the last stage.
+    On all of them are modules without parameters, and those whose results all layers read (inputs per layer, a table of
+    positions): nothing but the stream between layers travels.
 
     Args:
         model: on any device; the meta device is enough.
@@ -73,13 +74,19 @@ def plan_stages(
         return None
     places = place_stages(str(layout.pipeline_schedule), layout.size("pp"), virtual) if ranks is None else ranks
     if len(places) != count:
-        _problem(draft, f"the schedule has {len(places)} stages, and the layout {count}", "a schedule that fits")
+        stage_problem(draft, f"the schedule has {len(places)} stages, and the layout {count}", "a schedule that fits")
         return None
     passage = _trace(draft, layer_list, layers)
     if passage is None:
         return None
     costs = layer_costs(
-        draft.model, layers, passage.before, passage.after, batch_tokens=batch_tokens, sequence=sequence
+        draft.model,
+        layers,
+        passage.before,
+        passage.after,
+        passage.shared,
+        batch_tokens=batch_tokens,
+        sequence=sequence,
     )
     counts = layout.stage_layers or costs.balanced(count)
     return _stages(draft, layers, layer_list, passage, costs, counts, places)
@@ -91,6 +98,7 @@ class _Passage:
 
     before: tuple[str, ...]
     after: tuple[str, ...]
+    shared: tuple[str, ...]  # what all layers read
     everywhere: tuple[str, ...]
     returns: int | None
     item_returns: dict[str, int | None]
@@ -112,16 +120,18 @@ def _single_list(draft: Draft, layers: list[str], count: int) -> str | None:
     """The name of the list that holds all layers, where there is one and it can be cut into ``count``."""
     lists = list(dict.fromkeys(layer.rpartition(".")[0] for layer in layers))
     if getattr(draft.config, "is_encoder_decoder", False):
-        _problem(draft, "an encoder-decoder has two streams, and its decoder's layers all read the encoder's output")
+        stage_problem(
+            draft, "an encoder-decoder has two streams, and its decoder's layers all read the encoder's output"
+        )
     elif len(lists) > 1:
-        _problem(draft, f"stages are cut from one list of layers, and there are {len(lists)} ({', '.join(lists)})")
+        stage_problem(draft, f"stages are cut from one list of layers, and there are {len(lists)} ({', '.join(lists)})")
     elif not lists or not isinstance(draft.modules[lists[0]], nn.ModuleList):
-        _problem(draft, "no list of layers was found", "pp_size=1, or a blueprint that names it")
+        stage_problem(draft, "no list of layers was found", "pp_size=1, or a blueprint that names it")
     elif len(draft.modules[lists[0]]) != len(layers):
-        _problem(draft, f"layers in {lists[0]} share parameters with the rest of the model")
+        stage_problem(draft, f"layers in {lists[0]} share parameters with the rest of the model")
     elif getattr(draft.config, "output_router_logits", False):
         what = "output_router_logits=True makes a loss of what the layers of all stages compute"
-        _problem(draft, what, "config.output_router_logits = False, or pp_size=1")
+        stage_problem(draft, what, "config.output_router_logits = False, or pp_size=1")
     elif check_stage_layers(draft, layers) and count > len(layers):
         _too_many(draft, len(layers))
     if draft.problems:
@@ -141,7 +151,8 @@ def _too_many(draft: Draft, layers: int) -> None:
     )
 
 
-def _problem(draft: Draft, what: str, instead: str = "pp_size=1") -> None:
+def stage_problem(draft: Draft, what: str, instead: str = "pp_size=1") -> None:
+    """Note why a model cannot be cut into stages."""
     draft.problem(f"pp_size={draft.layout.size('pp')} does not fit {type(draft.model).__name__}: {what}: use {instead}")
 
 
@@ -165,10 +176,10 @@ def _trace(draft: Draft, layer_list: str, layers: list[str]) -> _Passage | None:
     if probe.failure and (clone := tiny_model(draft.model)) is not None:
         probe = PassageProbe(clone, layer_list, tensors)
     if probe.failure:
-        _problem(draft, f"it cannot be traced, so what comes before its layers is unknown ({probe.failure})")
+        stage_problem(draft, f"it cannot be traced, so what comes before its layers is unknown ({probe.failure})")
         return None
     for obstacle in probe.obstacles:
-        _problem(draft, f"{obstacle}, and only the stream travels between stages")
+        stage_problem(draft, obstacle)
     placed: dict[str, set[str]] = {}
     reached = {tensor for item in probe.phases for tensor in tensors.get(item, ())}
     for item, held in tensors.items():
@@ -176,9 +187,11 @@ def _trace(draft: Draft, layer_list: str, layers: list[str]) -> _Passage | None:
         if not held:
             continue
         if "between" in phases:
-            _problem(draft, f"{item} is used between layers, so every stage would need it")
+            stage_problem(draft, f"{item} is used between layers, so every stage would need it")
         elif not phases and not held <= reached:
-            _problem(draft, f"{item} has no part in a pass over tokens, so it belongs to no stage")
+            stage_problem(draft, f"{item} has no part in a pass over tokens, so it belongs to no stage")
+        elif probe.item_returns.get(item) == 0:
+            stage_problem(draft, f"{item} returns neither a tensor nor a tuple that begins with one")
         elif not phases:  # a second name for what is used under another one
             twin = next(other for other in probe.phases if held & tensors.get(other, set()))
             phases = probe.phases[twin]
@@ -188,8 +201,9 @@ def _trace(draft: Draft, layer_list: str, layers: list[str]) -> _Passage | None:
     used = {item: order for order, item in enumerate(probe.phases)}
     ordered = sorted(placed, key=lambda item: used.get(item, len(used)))
     return _Passage(
-        before=tuple(item for item in ordered if "before" in placed[item]),
+        before=tuple(item for item in ordered if "before" in placed[item] and item not in probe.shared),
         after=tuple(item for item in ordered if "after" in placed[item]),
+        shared=tuple(item for item in ordered if item in probe.shared),
         everywhere=tuple(item for item, held in tensors.items() if not held),
         returns=probe.returns,
         item_returns=probe.item_returns,
@@ -219,7 +233,7 @@ def _stages(
         own = layers[start : start + count]
         before = passage.before if index == 0 else ()
         after = passage.after if index == len(counts) - 1 else ()
-        modules = tuple(dict.fromkeys((*before, *after)))
+        modules = tuple(dict.fromkeys((*passage.shared, *before, *after)))
         held = {tensor for name in (*own, *modules) for tensor in _tensors(draft.model, name)}
         for tensor in held:
             holders.setdefault(tensor, []).append(index)
@@ -237,7 +251,7 @@ def _stages(
         returns=passage.returns,
         module_returns=tuple(
             (name, passage.item_returns[name])
-            for name in dict.fromkeys((*passage.before, *passage.after))
+            for name in dict.fromkeys((*passage.shared, *passage.before, *passage.after))
             if name in passage.item_returns
         ),
         ties=tuple(

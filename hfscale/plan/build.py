@@ -4,7 +4,7 @@ from torch import nn
 
 from ..config import ParallelConfig
 from ..errors import PlanError
-from .assign import Ranks, check_stage_layers, plan_stages
+from .assign import Ranks, check_stage_layers, plan_stages, stage_problem
 from .blocks import plan_blocks
 from .blueprint import Blueprint, find_blueprint
 from .cut import Cut
@@ -47,7 +47,7 @@ def _build(draft: Draft, ranks: Ranks | None) -> Plan:
     embedding = cut_vocabulary(draft, head) if draft.tp > 1 else None
     cut_sequence = draft.tp > 1 and draft.layout.sequence_parallel
     streams = plan_streams(draft, layers, blocks, embedding, blueprint.source) if cut_sequence and blueprint else ()
-    stages = _plan_stages(draft, layers, ranks)
+    stages = _plan_stages(draft, layers, ranks, trains=loss is not None)
     return Plan(
         family=draft.config.model_type,
         layout=draft.layout,
@@ -63,10 +63,16 @@ def _build(draft: Draft, ranks: Ranks | None) -> Plan:
     )
 
 
-def _plan_stages(draft: Draft, layers: list[str], ranks: Ranks | None) -> StagePlan | None:
+def _plan_stages(draft: Draft, layers: list[str], ranks: Ranks | None, trains: bool) -> StagePlan | None:
     if draft.layout.size("pp") == 1:
         check_stage_layers(draft, layers)
         return None
+    if not trains:  # and nobody can call the model: a rank has but a part of it
+        stage_problem(
+            draft,
+            "train_step does not run its loss (only that of causal language models with a Linear head), and nothing "
+            "else runs stages",
+        )
     return plan_stages(draft, layers, ranks)
 
 

@@ -21,8 +21,7 @@ _BECOMES: dict[int, str] = {
         intermediate_size_mlp dense_intermediate_size feed_forward_size ff_dim mlp_dim hidden_dim""",
     24: """moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size expert_ffn_hidden_size
         shared_experts_intermediate_size moe_shared_expert_intermediate_size""",
-    LAYERS: """num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_blocks num_encoder_layers
-        num_decoder_layers num_experts_per_tok moe_topk moe_k num_experts_per_token""",
+    2: "num_experts_per_tok moe_topk moe_k num_experts_per_token",
     HEADS: """num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads
         attention_heads num_encoder_attention_heads num_decoder_attention_heads swa_num_attention_heads num_experts
         num_local_experts n_routed_experts moe_num_experts qk_rope_head_dim qk_nope_head_dim rotary_dim""",
@@ -34,6 +33,10 @@ _BECOMES: dict[int, str] = {
     0: "num_nextn_predict_layers",
 }
 _SMALL = {name: size for size, names in _BECOMES.items() for name in names.split()}
+_LAYER_COUNTS = (
+    *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks"),
+    *("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers"),
+)
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "n_kv_heads", "n_head_kv", "kv_heads")
 HEAD_FIELDS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 DROPOUT_WORDS = ("dropout", "pdrop", "drop_rate", "layerdrop", "jitter")
@@ -48,27 +51,28 @@ _PER_LAYER = (
 )
 
 
-def tiny_clone(config: PreTrainedConfig, **changes: Any) -> PreTrainedConfig:
+def tiny_clone(config: PreTrainedConfig, *, layers: int = LAYERS, **changes: Any) -> PreTrainedConfig:
     """A config of the same class with a few layers, small widths, a small odd vocabulary and no dropout.
 
     Args:
+        layers: how many layers, in every list of them.
         changes: fields to set besides.
     """
-    small = _shrink(copy.deepcopy(config.to_dict()))
+    small = _shrink(copy.deepcopy(config.to_dict()), layers)
     small.update(changes)
     small = {key: value for key, value in small.items() if key not in ("transformers_version", "model_type")}
     return type(config)(**small)
 
 
-def _shrink(fields: dict[str, Any]) -> dict[str, Any]:
+def _shrink(fields: dict[str, Any], layers: int) -> dict[str, Any]:
     heads = next((fields[name] for name in HEAD_FIELDS if fields.get(name)), None)
     for name, value in list(fields.items()):
         if isinstance(value, dict) and "model_type" in value:
-            fields[name] = _shrink(value)
+            fields[name] = _shrink(value, layers)
         elif name == "num_attention_heads_per_layer" and isinstance(value, list):
-            fields[name] = [HEADS] * LAYERS
-        elif name in _PER_LAYER and isinstance(value, (list, tuple)) and len(value) > LAYERS:
-            fields[name] = _sample(list(value))
+            fields[name] = [HEADS] * layers
+        elif name in _PER_LAYER and isinstance(value, (list, tuple)) and len(value) > layers:
+            fields[name] = _sample(list(value), layers)
         elif name.endswith("_token_id") and isinstance(value, int) and not isinstance(value, bool):
             fields[name] = min(value, VOCABULARY - 1) if value >= 0 else value
         elif name.endswith("_token_id") and isinstance(value, (list, tuple)):
@@ -78,16 +82,18 @@ def _shrink(fields: dict[str, Any]) -> dict[str, Any]:
         elif name in _KEY_HEADS and isinstance(value, int):
             fields[name] = HEADS if value == heads else min(value, HEADS // 2)
         elif name == "per_layer_config" and isinstance(value, dict):
-            fields[name] = {index: kind for index, kind in value.items() if int(index) < LAYERS}
+            fields[name] = {index: kind for index, kind in value.items() if int(index) < layers}
+        elif name in _LAYER_COUNTS and type(value) is int:
+            fields[name] = layers
         elif name in _SMALL and (isinstance(value, int) or name == "head_dim") and not isinstance(value, bool):
             fields[name] = _SMALL[name]
     return fields
 
 
-def _sample(kinds: list[Any]) -> list[Any]:
-    """``LAYERS`` entries of a per-layer list, with as many different kinds as fit."""
+def _sample(kinds: list[Any], layers: int) -> list[Any]:
+    """``layers`` entries of a per-layer list, with as many different kinds as fit."""
     seen: list[Any] = []
     for kind in kinds:
         if kind not in seen:
             seen.append(kind)
-    return (seen + kinds)[:LAYERS]
+    return (seen + kinds)[:layers]

@@ -57,12 +57,15 @@ class Cost:
 
 @dataclass(frozen=True)
 class Costs:
-    """What the parts of a model cost: what comes before its first layer, each layer, and what follows the last."""
+    """What the parts of a model cost: what comes before its first layer, each layer, what follows the last, and what
+    every stage has besides.
+    """
 
     before: Cost
     layers: tuple[Cost, ...]
     after: Cost
     batch_tokens: int = BATCH_TOKENS
+    shared: Cost = Cost()
 
     def balanced(self, stages: int) -> tuple[int, ...]:
         """How many layers each of ``stages`` gets; see :func:`hfscale.plan.stages.balance`."""
@@ -77,7 +80,7 @@ class Costs:
         """What each stage costs, given its number of layers."""
         result, start = [], 0
         for stage, count in enumerate(counts):
-            cost = sum(self.layers[start : start + count], Cost())
+            cost = sum(self.layers[start : start + count], self.shared)
             cost += self.before if stage == 0 else Cost()
             cost += self.after if stage == len(counts) - 1 else Cost()
             result.append(cost)
@@ -90,6 +93,7 @@ def layer_costs(
     layers: Sequence[str],
     before: Iterable[str] = (),
     after: Iterable[str] = (),
+    shared: Iterable[str] = (),
     *,
     batch_tokens: int = BATCH_TOKENS,
     sequence: int = SEQUENCE,
@@ -101,6 +105,7 @@ def layer_costs(
         layers: names of its layers, in order.
         before: names of the modules (or parameters) that come before the first layer: embeddings.
         after: names of those that follow the last: final norm, head.
+        shared: names of those that every stage has, since all layers read what they compute.
         batch_tokens: tokens of one optimizer step that go through the pipeline.
         sequence: tokens in one sequence, which attention's FLOPs grow with.
     """
@@ -108,7 +113,7 @@ def layer_costs(
     def cost(names: Iterable[str]) -> Cost:
         return sum((_named_cost(model, name, sequence) for name in names), Cost())
 
-    return Costs(cost(before), tuple(cost([layer]) for layer in layers), cost(after), batch_tokens)
+    return Costs(cost(before), tuple(cost([layer]) for layer in layers), cost(after), batch_tokens, cost(shared))
 
 
 def module_cost(module: nn.Module, config: Any, sequence: int = SEQUENCE) -> Cost:

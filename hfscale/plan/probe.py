@@ -3,7 +3,7 @@
 :class:`EntryProbe` stops where the layers begin; :class:`PassageProbe` goes all the way through one list of layers.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from inspect import signature
 from typing import Any
@@ -19,6 +19,8 @@ from .draft import Draft
 from .plan import join_path
 
 _STREAM = "hidden_states"
+_PROBED = (1, 2)  # samples, and tokens of each
+_ALONE = ", and only the stream travels between stages"
 
 
 class _Reached(Exception):
@@ -66,7 +68,7 @@ class _Probe(TorchDispatchMode):
 
     def _run(self, model: Any, **inputs: Any) -> None:
         device = next(model.parameters()).device
-        ids = torch.full((1, 2), 3, dtype=torch.long, device=device)
+        ids = torch.full(_PROBED, 3, dtype=torch.long, device=device)
         inputs = {"input_ids": ids, **({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}), **inputs}
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), self:
@@ -132,6 +134,8 @@ class PassageProbe(_Probe):
             layers.
         returns: what a layer returns: ``None`` for a tensor, ``n`` for a tuple of ``n`` with the stream first.
         item_returns: the same of the modules among ``items`` that were called; 0 for anything else.
+        shared: those of ``items`` that the layers get something from besides the stream (inputs per layer, positions
+            from a table): every process would have to hold them.
         obstacles: what keeps the layers from being run by several processes that pass on the stream alone, in words.
     """
 
@@ -142,10 +146,12 @@ class PassageProbe(_Probe):
         self.returns: int | None = None
         self.item_returns: dict[str, int | None] = {}
         self.obstacles: list[str] = []
+        self.shared: set[str] = set()
         self._count, self._entered, self._left = len(layers), 0, 0
         self._inside = False
         self._stream: Tensor | None = None  # what the last layer returned
-        self._sources = WeakTensorKeyDictionary()  # tensor -> the parameters, or the layers, that it depends on
+        self._sources = WeakTensorKeyDictionary()  # tensor -> the items that it depends on; "" for the layers
+        self._calling: list[str] = []
         self._uses: dict[int, str] = {}  # parameters that one item alone has -> the item
         for item in items:
             self._watch(model, modules, item)
@@ -178,8 +184,16 @@ class PassageProbe(_Probe):
             # A tensor that two items share (a tied head) is told apart by which module is called.
             self._uses[id(tensor)] = item if self._uses.get(id(tensor), item) == item else ""
         if isinstance(found, nn.Module):
-            self._before(found, lambda *_: self._used(item))
-            self._after(found, lambda _, args, output: self.item_returns.update({item: _structure(output)}))
+            self._before(found, lambda *_: self._begin(item))
+            self._after(found, lambda _, args, output: self._end(item, output))
+
+    def _begin(self, item: str) -> None:
+        self._used(item)
+        self._calling.append(item)
+
+    def _end(self, item: str, output: Any) -> None:
+        self._calling.pop()
+        self.item_returns[item] = _structure(output)
 
     def _used(self, item: str) -> None:
         self.phases.setdefault(item, set()).add(self._phase)
@@ -192,10 +206,12 @@ class PassageProbe(_Probe):
             elif not isinstance(x, Tensor):
                 self._obstacle("its layers do not get the stream as first argument")
             elif self._stream is not None and x is not self._stream:
-                self._obstacle("it computes between its layers")
-            for leaf in tree_leaves((args, kwargs)):
-                if isinstance(leaf, Tensor) and leaf is not x and leaf in self._sources:
-                    self._obstacle(f"its layers are given what depends on {self._sources[leaf]}, besides the stream")
+                self._obstacle(f"it computes between its layers{_ALONE}")
+            for leaf in _tensors_in((args, kwargs)):
+                if leaf is not x and leaf in self._sources:
+                    if "" in self._sources[leaf]:
+                        self._obstacle(f"its layers are given what another layer computed, besides the stream{_ALONE}")
+                    self.shared |= self._sources[leaf]
             self._entered, self._inside = self._entered + 1, True
 
         return hook
@@ -206,25 +222,26 @@ class PassageProbe(_Probe):
             self._obstacle(f"its layers return a {type(output).__name__} that does not begin with the stream")
         elif self._left and structure != self.returns:
             self._obstacle("its layers do not all return the same")
+        stream = output if structure is None else output[0] if structure else None
+        if stream is not None and tuple(stream.shape[:2]) != _PROBED:
+            shape = f"{tuple(stream.shape)} for {_PROBED[0]} sample of {_PROBED[1]} tokens"
+            self._obstacle(f"its stream does not begin with samples and tokens (it has the shape {shape})")
         self.returns = structure
-        self._stream = None if structure == 0 else output if structure is None else output[0]
+        self._stream = stream
         self._left, self._inside = self._left + 1, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        items = [self._uses[id(leaf)] for leaf in tensors if id(leaf) in self._uses]
+        # Which item a tensor of two items (a tied head) is used for, the module that is being called says.
+        items = [self._uses[id(leaf)] or "".join(self._calling[-1:]) for leaf in tensors if id(leaf) in self._uses]
         for item in filter(None, items):
             self._used(item)
         result = func(*args, **(kwargs or {}))
-        if self._inside:
-            source = "what another layer computed"
-        elif items:
-            source = f"the parameters of {items[0] or 'the embedding'}"
-        else:
-            source = next((self._sources[leaf] for leaf in tensors if leaf in self._sources), "")
-        for leaf in tree_leaves(result) if source else ():
+        known = (self._sources.get(leaf, frozenset()) for leaf in tensors)
+        sources = frozenset([""]) if self._inside else frozenset(items).union(*known)
+        for leaf in tree_leaves(result) if sources else ():
             if isinstance(leaf, Tensor):
-                self._sources[leaf] = source
+                self._sources[leaf] = sources
         return result
 
 
@@ -245,6 +262,15 @@ def _are_experts(module: nn.Module) -> bool:
     """Whether a module is called as the host calls all experts: tokens, the experts chosen for them, and weights."""
     names = list(signature(module.forward).parameters)
     return type(module).__name__.endswith("Experts") and names[1:2] in (["top_k_index"], ["router_indices"])
+
+
+def _tensors_in(arguments: Any) -> Iterator[Tensor]:
+    """Tensors among arguments of a call, also in mappings of the model's own: keys and values that layers share."""
+    for leaf in tree_leaves(arguments):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif isinstance(leaf, Mapping):
+            yield from _tensors_in(dict(leaf))
 
 
 def _structure(output: Any) -> int | None:

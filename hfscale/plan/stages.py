@@ -124,7 +124,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Tie:
-    """One tensor that several stages hold a copy of (an embedding and the head tied to it).
+    """One tensor that several stages hold a copy of: an embedding and the head tied to it, or what all layers read.
 
     Its gradient is the sum over ``stages``; it counts once in a norm, in memory of the model, and in a checkpoint: at
     ``owner``.

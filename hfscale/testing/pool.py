@@ -53,8 +53,12 @@ class RankPool:
         """
         if not self._processes:
             self._start()
-        for pipe in self._pipes:
-            pipe.send((function, args, kwargs))
+        try:
+            for pipe in self._pipes:
+                pipe.send((function, args, kwargs))
+        except OSError as error:  # a rank died after its last answer
+            self.close()
+            raise RankError(f"a rank is gone: {error}") from error
         return self._collect()
 
     def close(self) -> None:
@@ -133,15 +137,16 @@ def _serve(
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     # Accelerate insists on an address, also where the process group exists; nothing listens there.
     os.environ.update(ACCELERATE_USE_CPU="1", MASTER_ADDR="localhost", MASTER_PORT="29500")
-    os.environ.setdefault("TQDM_DISABLE", "1")
     with open(Path(directory) / f"stack-{rank}", "w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
         import torch
         import torch.distributed as dist
         from tqdm import tqdm
+        from transformers.utils import logging
 
         # Or each bar would own a lock of the machine's, which a rank that is stopped leaves behind.
         tqdm.set_lock(threading.RLock())
+        logging.disable_progress_bar()
         torch.set_num_threads(threads)
         warnings.simplefilter("ignore")
         store = torch.distributed.FileStore(str(Path(directory) / "store"), world)  # type: ignore[attr-defined]

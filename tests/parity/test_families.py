@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from hfscale import ParallelConfig, PlanError, plan
 from hfscale.plan import FAMILIES as FAMILIES_OF_PLAN
 from hfscale.testing import Case, RankPool, assert_layout_equal
-from hfscale.testing.clone import tiny_clone
+from hfscale.testing.clone import LAYERS, tiny_clone
 
 Pools = Callable[[int], RankPool]
 EAGER = {"experts_implementation": "eager"}  # the host's grouped matrix products take no float64
@@ -40,15 +40,28 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # its head comes before its base model, which the host ties the other way round
     "camembert": ({"pad_token_id": 1, "is_decoder": True}, {}),
     "gemma2": ({}, {}),  # a scaled embedding tied to the head, capped logits
+    "falcon": ({}, {}),  # attention and MLP beside each other, one key/value head
+    "gpt_neox": ({}, {}),  # the same, and a head that is stored under another name
+    "opt": ({}, {}),  # positions counted from the mask
+    "qwen3_moe": ({}, EAGER),
+    "ctrl": ({}, {}),  # the embedding is scaled in place
+    "deepseek_v4": ({}, EAGER),  # several streams side by side
+    "gemma4_text": ({}, {}),  # a second embedding, which all layers read
 }
+# What tensor ranks run; the others are for stages.
+TENSOR = [
+    family for family in FAMILIES if family not in ("ctrl", "deepseek_v4", "falcon", "gemma4_text", "gpt_neox", "opt")
+]
 
 
-def case(family: str) -> Case:
+def case(family: str, layers: int = LAYERS) -> Case:
     changes, kwargs = FAMILIES[family]
-    return Case(tiny_clone(AutoConfig.for_model(family), **{"pad_token_id": None, **changes}), hf_kwargs=kwargs)
+    changes = {name: value * (layers // LAYERS) if name == "layer_types" else value for name, value in changes.items()}
+    config = tiny_clone(AutoConfig.for_model(family), layers=layers, **{"pad_token_id": None, **changes})
+    return Case(config, hf_kwargs=kwargs)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TENSOR)
 def test_tensor_ranks(pools: Pools, family: str) -> None:
     assert_layout_equal(case(family), ParallelConfig(tp_size=2), pools(2))
 
@@ -58,6 +71,28 @@ def test_tensor_ranks(pools: Pools, family: str) -> None:
 )
 def test_tensor_and_data_ranks(pools: Pools, family: str) -> None:
     assert_layout_equal(case(family), ParallelConfig(tp_size=2, dp_shard_size=2), pools(4))
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("gpt2", "bloom", "falcon", "phi3", "gemma2", "qwen3_moe", "mixtral", "deepseek_v3", "olmo2", "opt"),
+        *("gpt_neox", "gpt_oss", "camembert"),
+    ],
+)
+def test_tensor_ranks_in_stages(pools: Pools, family: str) -> None:
+    assert_layout_equal(case(family, layers=4), ParallelConfig(tp_size=2, pp_size=2), pools(4))
+
+
+@pytest.mark.parametrize("family", ["ctrl", "deepseek_v4", "gemma4_text"])
+def test_stages(pools: Pools, family: str) -> None:
+    assert_layout_equal(case(family, layers=4), ParallelConfig(pp_size=2), pools(2))
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_zero_bubble", "zbv"])
+def test_what_all_layers_read_under_split_backward_passes(pools: Pools, schedule: str) -> None:
+    layout = ParallelConfig(pp_size=2, pipeline_schedule=schedule, virtual_stages=2)
+    assert_layout_equal(case("gemma4_text", layers=4), layout, pools(2))
 
 
 def test_experts_are_cut_inside_and_routers_are_not() -> None:

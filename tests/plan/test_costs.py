@@ -114,3 +114,10 @@ def test_work_weighs_parameters_where_batches_are_small() -> None:
     few, many = (Costs(Cost(), (light,) * 4, Cost(0, 10), tokens).balanced(2) for tokens in (1, 1 << 30))
     assert (few, many) == ((2, 2), (2, 2))
     assert Costs(Cost(), (light,) * 4, Cost(0, 20), 1).balanced(2) == (3, 1)
+
+
+def test_what_every_stage_has() -> None:
+    layer, shared = Cost(4, 1), Cost(2, 3)
+    costs = Costs(Cost(), (layer,) * 4, Cost(0, 5), shared=shared)
+    assert costs.of_stages((2, 2)) == (Cost(10, 5), Cost(10, 10))
+    assert costs.balanced(2) == Costs(Cost(), (layer,) * 4, Cost(0, 5)).balanced(2)

@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
     BertConfig,
     BloomConfig,
     Gemma3nTextConfig,
@@ -33,11 +35,11 @@ from hfscale.plan import (
     Tie,
     assign,
     assign_stages,
-    build,
     build_plan,
     place_stages,
     to_json,
 )
+from hfscale.testing.clone import tiny_clone
 from tests.models import tiny
 
 
@@ -280,8 +282,28 @@ def test_what_travels_besides_the_stream_is_refused() -> None:
         layer_types=None,
         activation_sparsity_pattern=None,
     )
-    with pytest.raises(PlanError, match=r"given what depends on the parameters of model\.per_layer_.* besides the str"):
+    with pytest.raises(PlanError, match=r"it has the shape \(4, 1, 2, 32\) for 1 sample of 2 tokens") as caught:
         assign_stages(on_meta(config), ParallelConfig(pp_size=2))
+    # Keys and values that layers share travel in a mapping of the host's own.
+    assert "its layers are given what another layer computed, besides the stream, and only the" in str(caught.value)
+
+
+def test_what_all_layers_read_is_on_every_stage() -> None:
+    model = on_meta(tiny_clone(AutoConfig.for_model("gemma4_text"), layers=4))
+    plan = assign_stages(model, ParallelConfig(pp_size=2))
+    read = [
+        *("model.embed_tokens", "model.embed_tokens_per_layer", "model.per_layer_model_projection"),
+        "model.per_layer_projection_norm",
+    ]
+    assert [list(stage.modules) for stage in plan.stages] == [read, [*read, "model.norm", "lm_head"]]
+    assert {tie.names[0] for tie in plan.ties} == {f"{name}.weight" for name in read}
+    assert all(tie.stages == (0, 1) for tie in plan.ties)
+    assert dict(plan.module_returns) == dict.fromkeys([*read, "model.norm", "lm_head"])
+    _all_held_once(model, plan)
+    held = sum(model.get_submodule(name).weight.numel() for name in read)
+    layers = [sum(p.numel() for p in layer.parameters()) for layer in model.model.layers]
+    # The head is tied to the embedding, which is there already.
+    assert [stage.parameters - held for stage in plan.stages] == [sum(layers[:2]), sum(layers[2:]) + 32]
 
 
 def test_layers_run_twice_or_used_between_are_refused() -> None:
@@ -318,22 +340,27 @@ def test_a_router_loss_is_refused() -> None:
 # --- in the plan ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def _switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(build._LATER, "pp")
-
-
 def _plan(family: str, *, changes: Any = None, **layout: Any) -> Plan:
     return build_plan(on_meta(_config(family, **(changes or {}))), ParallelConfig(**layout))
 
 
-def test_it_cannot_be_run_yet() -> None:
-    with pytest.raises(PlanError, match="pipeline stages cannot be run by this version"):
-        _plan("llama", pp_size=2)
+def test_one_stage_is_none() -> None:
     assert _plan("llama").stages is None
 
 
-@pytest.mark.usefixtures("_switched_on")
+@pytest.mark.parametrize(
+    ("family", "auto_class"),
+    [("bert", AutoModelForMaskedLM), ("llama", AutoModelForSequenceClassification), ("t5", AutoModelForSeq2SeqLM)],
+)
+def test_a_loss_that_train_step_does_not_run_is_refused(family: str, auto_class: Any) -> None:
+    small = {"d_model": 32, "d_ff": 48, "num_layers": 3, "num_heads": 4, "d_kv": 8, "vocab_size": 67}
+    model = on_meta(T5Config(**small) if family == "t5" else _config(family), auto_class)
+    why = r"pp_size=2 does not fit \w+: train_step does not run its loss \(only that of causal .*: use pp_size=1"
+    with pytest.raises(PlanError, match=why):
+        build_plan(model, ParallelConfig(pp_size=2))
+    assert build_plan(model, ParallelConfig()).loss is None
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "opt"])
 def test_every_parameter_has_its_stage(family: str) -> None:
     plan = _plan(family, pp_size=2, dp_shard_size=2, stage_layers=[2, 3])
@@ -346,7 +373,6 @@ def test_every_parameter_has_its_stage(family: str) -> None:
     assert [len(stage["layers"]) for stage in document["stages"]["stages"]] == [2, 3]
 
 
-@pytest.mark.usefixtures("_switched_on")
 def test_it_is_printed() -> None:
     plan = _plan("llama", changes={"tie_word_embeddings": True}, pp_size=2, tp_size=2)
     text = str(plan)
