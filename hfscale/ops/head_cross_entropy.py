@@ -25,7 +25,7 @@ _CHUNK_ELEMENTS = 1 << 23  # logits of a chunk
 _CHUNK_ELEMENTS_GPU = 1 << 26
 # Fewer rows make the products slow: each chunk also reads the head's weight twice and its gradient once.
 _FEWEST_ROWS = 128
-_FEWEST_CHUNKS = 4  # also where everything would fit
+_FEWEST_CHUNKS = 2  # also where everything would fit
 
 
 class _HeadCrossEntropy(torch.autograd.Function):

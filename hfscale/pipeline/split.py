@@ -2,10 +2,12 @@
 
 Torch's functions for it are private and have been wrong: where a weight is used twice, and one use depends on the
 other, some versions count a part of its gradient twice (pytorch#180952). They are tried on such a case before they are
-used.
+used. What torch 2.13 itself gets wrong is put right here: a weight that is listed in two groups, which would be counted
+twice, and a hook on an activation's gradient, which would act twice on the weights next to it.
 """
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 from functools import cache
 from typing import Any
 
@@ -14,36 +16,60 @@ from torch import Tensor
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 Split = list[dict[str, Any]]
-"""What the second half needs."""
+"""What the second half needs: groups of weights, each with the graph's nodes next to them and the gradients there."""
 
 
 def backward_of_input(output: Tensor, gradient: Tensor | None, given: Tensor, weights: Iterable[Any]) -> Split:
     """The first half: adds to ``given.grad``; ``gradient`` is of ``output``, ``None`` for a scalar."""
     gradients: Any = None if gradient is None else [gradient]
-    return stage_backward_input([output], gradients, [given], iter(weights))[1]
+    return _merged(stage_backward_input([output], gradients, [given], iter(weights))[1])
 
 
 def backward_of_weights(split: Split, weights: Iterable[Any]) -> None:
     """The second half: adds to the ``.grad`` of the same weights."""
-    # Groups of weights with uses in common go through the same part of the graph, one after the other.
-    stage_backward_weight(iter(weights), split, retain_graph=True)
+    with ExitStack() as hooks:
+        for group in split:
+            for node, gradients in zip(group["intermediates"], group["grads"], strict=True):
+                # What was noted is behind the hooks on that activation, which run once more on the way to the weights.
+                handle = node.register_prehook(lambda _, noted=gradients: noted)
+                hooks.callback(handle.remove)
+        # Groups go through the same part of the graph, where a module is used twice, one after the other.
+        stage_backward_weight(iter(weights), split, retain_graph=True)
+
+
+def _merged(groups: Split) -> Split:
+    """The groups, those with a weight in common made one; without those that no gradient came to."""
+    merged: Split = []
+    for group in groups:
+        if "grads" not in group:
+            continue
+        common = [other for other in merged if other["params"] & group["params"]]
+        merged = [other for other in merged if not any(other is one for one in common)]
+        nodes: dict[Any, Any] = {}
+        for one in (*common, group):
+            nodes.update(zip(one["intermediates"], one["grads"], strict=True))
+        params = set().union(*(one["params"] for one in (*common, group)))
+        merged.append({"params": params, "intermediates": list(nodes), "grads": list(nodes.values())})
+    return merged
 
 
 @cache
 def splits_exactly() -> bool:
-    """Whether this torch's halves make the gradients of the whole, tried on a weight with two uses in a row."""
-    weight = torch.tensor([3.0, 5.0], requires_grad=True)
-    given = torch.tensor([2.0, 7.0], requires_grad=True)
+    """Whether this torch's halves make the gradients of the whole, tried on weights with several uses."""
+    names = ("given", "twice", "shared", "first", "second")
+    leaves = {name: torch.linspace(0.5, 1.5 + index, 4, requires_grad=True) for index, name in enumerate(names)}
 
     def use() -> Tensor:
-        once = given * weight
-        return (once * weight + once.sin()).sum()
+        once = leaves["given"] * leaves["twice"]
+        both = once * leaves["twice"] + once.sin()
+        return ((both * leaves["shared"] + leaves["first"]) * (both.cos() * leaves["shared"] + leaves["second"])).sum()
 
+    weights = [leaf for name, leaf in leaves.items() if name != "given"]
     with torch.enable_grad():
-        wanted = torch.autograd.grad(use(), [given, weight])
+        wanted = torch.autograd.grad(use(), list(leaves.values()))
         try:
-            backward_of_weights(backward_of_input(use(), None, given, [weight]), [weight])
+            backward_of_weights(backward_of_input(use(), None, leaves["given"], weights), weights)
         except Exception:  # a version with other private functions
             return False
-    found = (given.grad, weight.grad)
+    found = [leaf.grad for leaf in leaves.values()]
     return all(grad is not None and torch.allclose(grad, want) for grad, want in zip(found, wanted, strict=True))

@@ -87,6 +87,7 @@ class StageWorker:
     Attributes:
         trains_before: whether anything in front of this stage trains; its input then has a gradient.
         trains: whether anything up to this stage's end does.
+        recomputes: whether layers are recomputed in the backward pass.
         splits: whether the halves of a split backward pass run apart; else the first half does all.
         settle: called after every second half, whose gradients autograd's hooks do not see.
         recorder: notes what runs when, where there is one.
@@ -95,6 +96,7 @@ class StageWorker:
     def __init__(self, place: Place, compute: Compute, shape: Shape, parameters: Callable[[], Iterable[Any]]) -> None:
         self.place, self._compute, self._shape, self._parameters = place, compute, shape, parameters
         self.trains_before = self.trains = self.splits = True
+        self.recomputes = False
         self.recorder: Recorder | None = None
         self.settle: Callable[[], None] = lambda: None
         self._kept: dict[int, _Kept] = {}
@@ -117,9 +119,12 @@ class StageWorker:
         """Forward pass; the output stays until the backward pass, or until it is sent where there will be none."""
         arrived = None if self.is_first else _there(self._arriving.pop(microbatch))
         if arrived is not None and self.has_backward:
-            arrived.requires_grad_(self.trains_before)
+            # Reentrant recomputation gives no gradients to layers whose input has none.
+            arrived.requires_grad_(self.trains_before or (self.recomputes and self.trains))
         with self._recorded("forward", microbatch), torch.set_grad_enabled(self.has_backward):
             output = self._compute(arrived, microbatch)
+            if self.splits and output._is_view():  # torch's halves detach it in place
+                output = output.clone()
         self._kept[microbatch] = _Kept(arrived, output)
         return output
 
@@ -131,7 +136,7 @@ class StageWorker:
             gradient = _there(self._gradients.pop(microbatch))
             if microbatch in self._leaving:  # its gradient is back, so it has long arrived
                 self._leaving.pop(microbatch).wait()
-        wants = kept.arrived is not None and kept.arrived.requires_grad
+        wants = kept.arrived is not None and self.trains_before
         with self._recorded("backward" if full_backward else "backward_input", microbatch):
             if not self.trains:
                 pass  # the output may still ask for a gradient: the host makes embeddings do so for recomputation
@@ -153,7 +158,7 @@ class StageWorker:
             if kept.split is not None:
                 backward_of_weights(kept.split, self._parameters())
                 self.settle()
-            elif self.trains and self.splits and (kept.arrived is None or not kept.arrived.requires_grad):
+            elif self.trains and self.splits and (kept.arrived is None or not self.trains_before):
                 _backward(kept.output, kept.gradient)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:

@@ -49,3 +49,38 @@ def test_the_halves_of_a_stage_add_up() -> None:
         split.backward_of_weights(found, modules.parameters())
     for tensor, wanted in zip([given, *weights], expected, strict=True):
         torch.testing.assert_close(tensor.grad, 2 * wanted)
+
+
+@pytest.mark.parametrize("first", ["weight", "biases"])
+def test_a_weight_of_two_layers_with_biases_of_their_own(first: str) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+    biases = [torch.randn(4, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    given = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    weights = [weight, *biases] if first == "weight" else [*biases, weight]
+
+    def use() -> torch.Tensor:
+        one = torch.nn.functional.linear(given, weight, biases[0]).sin()
+        return (one * torch.nn.functional.linear(given.cos(), weight, biases[1])).sum()
+
+    expected = torch.autograd.grad(use(), weights)
+    split.backward_of_weights(split.backward_of_input(use(), None, given, weights), weights)
+    for tensor, wanted in zip(weights, expected, strict=True):
+        torch.testing.assert_close(tensor.grad, wanted)
+
+
+def test_a_hook_on_the_gradient_of_an_activation_acts_once() -> None:
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 2)).double()
+    given = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+
+    def use() -> torch.Tensor:
+        normed = layers[1](layers[0](given))
+        normed.register_hook(lambda gradient: gradient / 2)
+        return layers[2](normed).square().sum()
+
+    weights = list(layers.parameters())
+    expected = torch.autograd.grad(use(), weights)
+    split.backward_of_weights(split.backward_of_input(use(), None, given, weights), weights)
+    for tensor, wanted in zip(weights, expected, strict=True):
+        torch.testing.assert_close(tensor.grad, wanted)
