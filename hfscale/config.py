@@ -25,6 +25,8 @@ SCHEDULES = (
     "pipedream",
     "pipedream_2bw",
 )
+WITHOUT_FLUSH = ("pipedream", "pipedream_2bw")
+"""Schedules whose updates are delayed: a step does not wait for its own microbatches."""
 _SEVERAL_STAGES = ("interleaved1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev")
 _ENVIRONMENT = "PARALLELISM_CONFIG_"
 

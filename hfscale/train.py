@@ -194,6 +194,7 @@ def _prepare(runtime: Runtime, batch: Batch | Sequence[Batch]) -> tuple[list[dic
     for microbatch in given:
         if microbatch.get("labels") is None:
             raise ConfigError(f"train_step needs 'labels' in every batch, and found only {', '.join(microbatch)}")
+        _refuse_half_answers(runtime, microbatch)
         moved = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in microbatch.items()}
         valid += runtime.loss.count_valid(moved)
         if may_cache:
@@ -203,6 +204,22 @@ def _prepare(runtime: Runtime, batch: Batch | Sequence[Batch]) -> tuple[list[dic
     for group in runtime.mesh.batch_groups:
         dist.all_reduce(count, group=group)
     return microbatches, count.clamp(min=1)
+
+
+def _refuse_half_answers(runtime: Runtime, microbatch: Batch) -> None:
+    """What a rank could compute from its part only, or could not make a loss of."""
+    if microbatch.get("logits_to_keep"):
+        raise ConfigError(
+            "logits_to_keep leaves positions without logits, and the loss is over all of them: leave it out"
+        )
+    wanted = microbatch.get("output_router_logits")
+    if runtime.pipeline is not None and (
+        getattr(runtime.model.config, "output_router_logits", False) if wanted is None else wanted
+    ):
+        raise ConfigError(
+            "output_router_logits=True makes a loss of what the layers of all stages compute: leave it out, or use "
+            "pp_size=1"
+        )
 
 
 def _loss(

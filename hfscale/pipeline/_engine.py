@@ -21,6 +21,7 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
+from ..errors import ConfigError
 from .timeline import Action, Kind, Order
 
 _LOG = logging.getLogger("torch.distributed.pipelining.schedules")
@@ -94,6 +95,25 @@ def engine_runtime(
     runtime.stage_index_to_group_rank = places
     runtime.pipeline_order_with_comms = _add_send_recv(listed, places.__getitem__, len(places))
     return runtime
+
+
+def check_runs(order: Order, name: str) -> None:
+    """Refuse an order of one's own that the engine cannot carry out.
+
+    Raises:
+        ConfigError: it has updates of the weights, or no order of sends and receives fits it.
+    """
+    if any(action.kind == "update" for actions in order for action in actions):
+        raise ConfigError(f"{name} has updates (U) inside a step, which are for drawing: the optimizer runs after it")
+    places = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
+    listed = {rank: [action for action in _lower(actions) if action] for rank, actions in enumerate(order)}
+    try:
+        _add_send_recv(listed, places.__getitem__, len(places))
+    except AssertionError as error:
+        raise ConfigError(
+            f"{name} cannot be run: a pair, as in (0F1;1B0)OVERLAP_F_B, begins when both of its parts can, and one of "
+            "them waits for the other, or for something behind it: take them apart"
+        ) from error
 
 
 def run_engine(runtime: _PipelineScheduleRuntime, num_microbatches: int) -> None:

@@ -19,12 +19,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ..config import ParallelConfig
 from ..errors import ConfigError
 from ..plan import Stage, share_evenly
 from ..runtime import Runtime
-from ._engine import engine_runtime, run_engine
+from ._engine import check_runs, engine_runtime, run_engine
 from .asynchronous import ASYNCHRONOUS
 from .microbatches import Batch, share_out, tokens_of
 from .orders import check, order
@@ -51,6 +52,7 @@ def stage_places(layout: ParallelConfig) -> dict[int, int] | None:
         return None
     if schedule.endswith(".csv"):
         found = read_csv(Path(schedule))
+        check_runs(found, schedule)
         given = 1 + max(action.microbatch for actions in found for action in actions)
         return stage_ranks(order(schedule, pp_size, count or given, virtual))
     if schedule in ASYNCHRONOUS and layout.batch_world > 1:
@@ -88,6 +90,8 @@ class Pipeline:
             dist.all_reduce(torch.zeros(1, device=self._mesh.device), group=group)
         self.workers = [self._worker(stage) for stage in own]
         self._flags: dict[str, list[int]] = {}
+        self._holders = {planned.name: runtime.plan.holders(planned.name) for planned in runtime.plan.owned()}
+        self._tied = [name for name, ranks in self._holders.items() if len(ranks) > 1]
         self._loss_type = torch.float32
         self._engines: dict[tuple[int, bool], Any] = {}
         self._batches: Sequence[Batch] | dict[int, Batch] = ()
@@ -124,9 +128,7 @@ class Pipeline:
         self._agree(batches, backward)
         self._batches, self._count = batches, (count, label_smoothing)
         self._trains, self._losses = backward, []
-        splits = backward and self._splits()
-        for worker in self.workers:
-            worker.has_backward, worker.splits = backward, splits
+        self._tell_workers(backward)
         try:
             run_engine(self._engine(len(batches), backward), len(batches))
             for worker in self.workers:
@@ -162,33 +164,72 @@ class Pipeline:
         return self._engines[key]
 
     def _agree(self, batches: Sequence[Batch], backward: bool) -> None:
-        """All stages compare what they were given, and learn what trains; before anything is sent.
+        """All stages compare what they were given and hold, and learn what trains; before anything is sent.
 
         Raises:
-            ConfigError: on all stages, if they were given different batches.
+            ConfigError: on all stages, if they were given different batches, or differ in a tensor that several hold.
         """
-        shapes = [tokens_of(batch) for batch in batches]
-        about = torch.zeros(_SAME + len(self._stages.stages), dtype=torch.int64)
-        about[0], about[1] = len(batches), zlib.crc32(repr((shapes, backward)).encode())
-        about[2] = sum(int(ids.sum()) for batch in batches if (ids := batch.get("input_ids")) is not None)
-        self._loss_type = torch.float32
-        for name, parameter in self._runtime.model.named_parameters(remove_duplicate=False):
-            if parameter.dtype == torch.float64:  # ranks without the last stage do not see the type of its loss
-                self._loss_type = torch.float64
-            if backward and parameter.requires_grad:
-                about[self._flags_of(name)] = 1
-        every = [torch.empty_like(about) for _ in range(self._layout.size("pp"))]
-        dist.all_gather(every, about, group=self._mesh.reports)
-        if any(not torch.equal(other[:_SAME], about[:_SAME]) for other in every):
+        mine = self._about(batches, backward)
+        every = [mine.new_empty(mine.shape) for _ in range(self._layout.size("pp"))]
+        dist.all_gather(every, mine, group=self._mesh.reports)
+        if any(not torch.equal(other[:_SAME], mine[:_SAME]) for other in every):
             given = ", ".join(f"stage rank {rank}: {int(other[0])} microbatches" for rank, other in enumerate(every))
             raise ConfigError(
                 "the ranks of one pipeline were given different batches, or some train where others evaluate "
                 f"({given}): ranks with equal hfscale.batch_rank(model) pass the same batch"
             )
-        trains = torch.stack(every)[:, _SAME:].sum(0).cumsum(0).gt(0).tolist()
+        flags, ties = torch.stack(every)[:, _SAME:].split([len(self._stages.stages), 2 * len(self._tied)], 1)
+        for index, name in enumerate(self._tied):
+            self._check_tie(name, [ties[rank, 2 * index : 2 * index + 2].tolist() for rank in self._holders[name]])
+        trains = flags.sum(0).cumsum(0).gt(0).tolist()
         for worker in self.workers:
             worker.trains = trains[worker.stage_index]
             worker.trains_before = worker.stage_index > 0 and trains[worker.stage_index - 1]
+
+    def _about(self, batches: Sequence[Batch], backward: bool) -> Tensor:
+        """What this rank tells the others: numbers that must be alike; per stage, whether it trains; per tensor that
+        several stages hold, whether it trains and what its sum is.
+        """
+        shapes, stages = [tokens_of(batch) for batch in batches], len(self._stages.stages)
+        about = torch.zeros(_SAME + stages + 2 * len(self._tied), dtype=torch.int64)
+        about[0], about[1] = len(batches), zlib.crc32(repr((shapes, backward)).encode())
+        about[2] = sum(int(ids.sum()) for batch in batches if (ids := batch.get("input_ids")) is not None)
+        self._loss_type = torch.float32
+        live = dict(self._runtime.model.named_parameters(remove_duplicate=False))
+        for name, parameter in live.items():
+            if parameter.dtype == torch.float64:  # ranks without the last stage do not see the type of its loss
+                self._loss_type = torch.float64
+            if backward and parameter.requires_grad:
+                about[self._flags_of(name)] = 1
+                if getattr(parameter, "_post_accumulate_grad_hooks", None):
+                    raise ConfigError(
+                        f"{name} has a hook that runs when its gradient is accumulated; through pipeline stages "
+                        "gradients are whole only when train_step returns: step the optimizer then, without such hooks"
+                    )
+        held = self._runtime.plan.held(self._rank)
+        for index, name in enumerate(self._tied) if backward else ():
+            if name in held:
+                parameter = live[held[name]].detach()
+                local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                place = _SAME + stages + 2 * index
+                about[place] = 1 + int(live[held[name]].requires_grad)
+                about[place + 1] = local.sum(dtype=torch.float64).cpu().view(torch.int64)
+        return about
+
+    def _check_tie(self, name: str, told: list[list[int]]) -> None:
+        """``told`` by every rank that holds the tensor: whether it trains, and the bits of its sum."""
+        names = " = ".join(next(tie.names for tie in self._stages.ties if name in tie.names))
+        if len({trains for trains, _ in told}) > 1:
+            raise ConfigError(
+                f"{names} is one tensor that several stages hold, and it trains on some of them and is frozen on "
+                "others: freeze it under all of its names"
+            )
+        if len({total for _, total in told}) > 1:
+            raise ConfigError(
+                f"{names} is one tensor that several stages hold, and their copies differ since the last update: give "
+                "it the same optimizer options under all of its names (a group of parameters chosen by name has some "
+                "of them), or load the model again if its weights were changed by hand on one stage"
+            )
 
     def _flags_of(self, name: str) -> list[int]:
         """Where a rank notes that a parameter of its own trains: at each of its stages that have it."""
@@ -197,15 +238,18 @@ class Pipeline:
             self._flags[name] = [_SAME + stage.index for stage in own if stage.holds(name)]
         return self._flags[name]
 
+    def _tell_workers(self, backward: bool) -> None:
+        model = self._runtime.model
+        recomputes = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+        for worker in self.workers:
+            worker.has_backward, worker.recomputes = backward, recomputes
+            worker.splits = backward and not recomputes and self._splits()
+
     def _splits(self) -> bool:
-        """Whether the halves of a backward pass can be apart. Each would recompute layers that are not kept, the second
-        one for every weight; and weights that were given up meanwhile are other tensors when they come back.
+        """Whether the halves of a backward pass can be apart, where layers are not recomputed (the second half would do
+        that once per weight): weights that were given up meanwhile are other tensors when they come back.
         """
-        if self._layout.weights_regather and self._mesh.batch_world > 1:
-            return False
-        if not splits_exactly():
-            return False
-        return not any(getattr(module, "gradient_checkpointing", False) for module in self._runtime.model.modules())
+        return splits_exactly() and not (self._layout.weights_regather and self._mesh.batch_world > 1)
 
     def _compute(self, stage: Stage, arrived: Tensor | None, microbatch: int) -> Tensor:
         batch, last = self._batches[microbatch], stage.index == len(self._stages.stages) - 1
@@ -215,13 +259,16 @@ class Pipeline:
             stream.passes(arrives=tokens if arrived is not None else None, leaves=not last)
         with self._running(stage) as passage:
             passage.arriving, passage.shape = arrived, (samples, tokens)
-            if not last:
-                self._runtime.model(**inputs)
-                leaving = passage.leaving
-            else:
-                loss = self._loss(inputs)
+            loss = self._loss(inputs) if last else self._runtime.model(**inputs)
+            leaving = passage.leaving
+            missed = arrived is not None and not passage.arrived
+        if missed or (leaving is None and not last):
+            raise ConfigError(
+                f"{type(self._runtime.model).__name__} left out layers at the border of stage {stage.index} in this "
+                "pass, so the stream did not get through: switch off what skips layers, or use pp_size=1"
+            )
         if last:
-            return loss
+            return loss  # type: ignore[no-any-return]
         assert leaving is not None
         if self._stages.ranks[stage.index + 1] != self._rank:
             leading, peer = self._leading(samples, tokens), self._peer(stage.index + 1)

@@ -32,12 +32,14 @@ class Passage:
         first: index of the stage's first layer; the stand-ins of the layers before it give what arrived.
         shape: samples and tokens of the batch.
         arriving: the stream from the stage before; ``None`` on the first stage.
+        arrived: whether it was taken.
         leaving: the stream behind the stage's last layer, once it has got there.
     """
 
     first: int = 0
     shape: tuple[int, int] = (0, 0)
     arriving: Tensor | None = None
+    arrived: bool = False
     leaving: Tensor | None = None
 
     def blank(self) -> Tensor:
@@ -76,7 +78,7 @@ class AbsentLayer(_StandIn):
         passage: Passage = self._passage
         stream: Tensor | None = args[0] if args else kwargs["hidden_states"]
         if self._index < passage.first:
-            stream = passage.arriving
+            stream, passage.arrived = passage.arriving, True
         elif passage.leaving is None:
             passage.leaving = stream
         return _in_shape(stream, self._returns)
@@ -161,7 +163,7 @@ def run_stages_apart(model: nn.Module, stages: StagePlan, own: tuple[Stage, ...]
     @contextmanager
     def running(stage: Stage) -> Iterator[Passage]:
         active[:] = [stage]
-        passage.first, passage.leaving = firsts[stage.index], None
+        passage.first, passage.arrived, passage.leaving = firsts[stage.index], False, None
         try:
             yield passage
         finally:

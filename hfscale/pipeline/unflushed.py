@@ -49,6 +49,7 @@ class _Version:
                         leaves[id(parameter)] = parameter, nn.Parameter(parameter.data)
                     self._places.append((module._parameters, name, leaves[id(parameter)][1]))
         self._leaves = list(leaves.values())
+        self._gradients: list[tuple[Tensor, Tensor]] = []
         self.call = call
         self.left = microbatches  # whose backward passes are to come
         self.stashed = False
@@ -73,11 +74,15 @@ class _Version:
                 parameter.data = parameter.data.clone()
         self.stashed = True
 
+    def retire(self) -> None:
+        """Nothing will compute with these weights any more: keep their gradients, and give up the weights."""
+        self._gradients = [(parameter, leaf.grad) for parameter, leaf in self._leaves if leaf.grad is not None]
+        self._leaves, self._places = [], []
+
     def expose(self) -> None:
         """Add the gradients of this version to the parameters'."""
-        for parameter, leaf in self._leaves:
-            if leaf.grad is not None:
-                parameter.grad = leaf.grad if parameter.grad is None else parameter.grad.add_(leaf.grad)
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
 
 class UnflushedPipeline(Pipeline):
@@ -90,6 +95,8 @@ class UnflushedPipeline(Pipeline):
         self._last = self._layout.size("pp") - 1
         self._depth = self._last - self._rank  # microbatches under way between two calls
         self._every = self._layout.pipeline_schedule == "pipedream_2bw"  # all stages update with one batch's gradient
+        self._broken = False
+        self._trained: list[str] = []
         self._evaluators = [self._worker(stage) for stage in self._stages.of_rank(self._rank)]
         self._forgotten()
 
@@ -135,10 +142,17 @@ class UnflushedPipeline(Pipeline):
         """
         if not backward:
             return self._evaluate(batches, count, label_smoothing)
+        self._refuse_broken()
         if not self._calls:
             self._agree(batches, backward=True)
+            self._trained = self._what_trains()
+        elif self._trained != self._what_trains():
+            raise ConfigError(
+                "parameters were frozen or thawed while microbatches are under way: take their gradients first (for "
+                "loss in hfscale.drain(model): optimizer.step())"
+            )
         self._trains, self._losses, (worker,) = True, [], self.workers
-        worker.splits = self._splits()
+        self._tell_workers(backward=True)
         version = _Version(self._runtime.model, self._calls, len(batches))
         try:
             self._batches, self._count = self._held, (count, label_smoothing)
@@ -156,6 +170,7 @@ class UnflushedPipeline(Pipeline):
                     self._step_back(worker)
         except BaseException:
             self._forgotten()
+            self._broken = True  # messages of this call may still arrive
             raise
         finally:
             self._count = None
@@ -176,6 +191,16 @@ class UnflushedPipeline(Pipeline):
         finally:
             self.workers = workers
 
+    def _what_trains(self) -> list[str]:
+        return [name for name, parameter in self._runtime.model.named_parameters() if parameter.requires_grad]
+
+    def _refuse_broken(self) -> None:
+        if self._broken:
+            raise ConfigError(
+                f"an earlier call of train_step under {self._layout.pipeline_schedule} was broken off by an error, and "
+                "what the stages had sent each other is lost: build the model again"
+            )
+
     def _step_back(self, worker: Any) -> None:
         """The backward pass of the oldest microbatch under way."""
         index = self._backward
@@ -189,6 +214,7 @@ class UnflushedPipeline(Pipeline):
         self._backward += 1
         version.left -= 1
         if not version.left:
+            version.retire()
             self._finished.append(version)
 
     def _reported(self, loss: Tensor) -> Tensor:

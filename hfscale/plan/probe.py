@@ -69,8 +69,10 @@ class _Probe(TorchDispatchMode):
     def _run(self, model: Any, **inputs: Any) -> None:
         device = next(model.parameters()).device
         ids = torch.full(_PROBED, 3, dtype=torch.long, device=device)
+        modes = [(module, module.training) for module in model.modules()]
         inputs = {"input_ids": ids, **({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}), **inputs}
         try:
+            model.eval()  # some models leave out layers at random while they train
             with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), self:
                 model(**inputs)
         except _Reached:
@@ -78,6 +80,8 @@ class _Probe(TorchDispatchMode):
         except Exception as error:  # whatever stock code says of a run without memory
             self.failure = f"{type(error).__name__}: {error}".split("\n")[0][:100]
         finally:
+            for module, training in modes:
+                module.training = training
             for handle in self._handles:
                 handle.remove()
 

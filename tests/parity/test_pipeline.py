@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, OPTConfig, PreTrainedConfig
 
 import hfscale
-from hfscale import ConfigError, ParallelConfig
+from hfscale import ConfigError, ParallelConfig, PlanError
 from hfscale.pipeline import order, write_csv
 from hfscale.runtime import runtime_of
 from hfscale.testing import Case, RankPool, assert_layout_equal
@@ -209,3 +209,86 @@ def test_stages_drop_different_entries(pools: Pools) -> None:
     assert torch.equal(first, first_too)
     assert torch.equal(second, second_too)
     assert not torch.equal(first, second)
+
+
+def _tied_copies(directory: str) -> list[str]:
+    layout, batch = ParallelConfig(pp_size=2), ragged_batch(torch.Generator().manual_seed(2), 67, 2, 9, masked=False)
+    found = []
+
+    def refused(model: Any) -> None:
+        with pytest.raises(ConfigError) as caught:
+            hfscale.train_step(model, batch)
+        found.append(str(caught.value))
+
+    model = hfscale.from_pretrained(directory, parallel=layout).train()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("wte" not in name)  # the head on the last stage is the same tensor
+    refused(model)
+    model = hfscale.from_pretrained(directory, parallel=layout).train()
+    named = dict(model.named_parameters())
+    chosen = [named.pop(name) for name in list(named) if "wte" in name]
+    groups = [{"params": list(named.values())}, *([{"params": chosen, "weight_decay": 0.0}] if chosen else [])]
+    optimizer = torch.optim.AdamW(groups, weight_decay=0.5)
+    hfscale.train_step(model, batch)
+    optimizer.step()
+    refused(model)
+    model = hfscale.from_pretrained(directory, parallel=layout).train()
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: None)
+    refused(model)
+    model = hfscale.from_pretrained(directory, parallel=layout).train()
+    batch["logits_to_keep"] = 1  # type: ignore[assignment]
+    refused(model)
+    return found
+
+
+def test_tied_copies_stay_equal_or_are_refused(pools: Pools, tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(deep("gpt2")).save_pretrained(tmp_path)
+    for frozen, drifted, hooked, kept in pools(2).run(_tied_copies, str(tmp_path)):
+        assert "transformer.wte.weight = lm_head.weight is one tensor" in frozen
+        assert "freeze it under all of its names" in frozen
+        assert "the same optimizer options under all of its names" in drifted
+        assert "hook that runs when its gradient is accumulated" in hooked
+        assert "leave it out" in kept
+
+
+def test_recomputed_by_reentering_behind_a_frozen_stage(pools: Pools, tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(deep("llama")).save_pretrained(tmp_path)
+    plain, reentrant = (pools(2).run(_gradients, str(tmp_path), recompute) for recompute in (False, True))
+    assert plain[1].keys() == reentrant[1].keys() != set()
+    for name, gradient in plain[1].items():
+        torch.testing.assert_close(reentrant[1][name], gradient)
+
+
+def _gradients(directory: str, recompute: bool) -> dict[str, torch.Tensor]:
+    model = hfscale.from_pretrained(directory, parallel=ParallelConfig(pp_size=2)).train()
+    if recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".4." in name or ".3." in name)
+    batch = ragged_batch(torch.Generator().manual_seed(2), 67, 4, 9, masked=False)
+    hfscale.train_step(model, batch)
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_layers_that_return_a_view(pools: Pools) -> None:
+    config = OPTConfig(
+        hidden_size=32, ffn_dim=48, num_hidden_layers=4, num_attention_heads=4, vocab_size=67, word_embed_proj_dim=32,
+        max_position_embeddings=64, dropout=0.0, attention_dropout=0.0, layerdrop=0.0,
+    )  # fmt: skip
+    _equal(pools, Case(config, accumulation=4), pp_size=2, pipeline_schedule="zbv")
+    config.layerdrop = 0.2
+    with pytest.raises(PlanError, match=r"layerdrop=0\.2 leaves out layers at random.*use config\.layerdrop = 0"):
+        hfscale.plan(config, ParallelConfig(pp_size=2))
+
+
+def test_schedules_that_cannot_run_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "own.csv"
+    for text, words in (
+        ("0F0,0B0,0U0\n1F0,1B0\n", "has updates"),
+        ("(0F0;1F0)OVERLAP_F_B,1B0,0B0\n2F0,3F0,3B0,2B0\n", "take them apart"),
+    ):
+        path.write_text(text)
+        layout = {"pp_size": 2, "virtual_stages": 2 if "3F0" in text else 1}
+        with pytest.raises(ConfigError, match=words):
+            hfscale.plan(deep("llama"), ParallelConfig(pipeline_schedule=str(path), **layout))

@@ -1,5 +1,6 @@
 """PipeDream and PipeDream-2BW against a simulation of the same delays in one process, on stock models in float64."""
 
+import gc
 import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -178,3 +179,55 @@ def test_what_is_refused(pools: Pools, tmp_path: Path) -> None:
     assert "empty list" in none
     with pytest.raises(ConfigError, match="pipedream keeps several versions of the weights"):
         hfscale.plan(tiny("llama"), ParallelConfig(pp_size=2, dp_shard_size=2, pipeline_schedule="pipedream"))
+
+
+def _versions(directory: str, schedule: str) -> list[int]:
+    """Copies of the weights that a rank holds after every call."""
+    microbatches = 1 if schedule == "pipedream" else 4
+    model = hfscale.from_pretrained(directory, parallel=ParallelConfig(pp_size=4, pipeline_schedule=schedule)).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    own = [parameter for name, parameter in model.named_parameters() if "gate_proj" in name or "up_proj" in name]
+
+    def alive() -> set[int]:
+        gc.collect()
+        kept = [x for x in gc.get_objects() if type(x) is torch.nn.Parameter and x.shape == own[0].shape]
+        return {x.data_ptr() for x in kept if not x.is_meta}
+
+    others = alive() - {parameter.data_ptr() for parameter in own}
+    found = []
+    for given in _batches(7, microbatches):
+        hfscale.train_step(model, given if microbatches > 1 else given[0])
+        found.append(len(alive() - others) // len(own))
+        optimizer.step()
+        optimizer.zero_grad()
+    own[0].requires_grad_(False)
+    with pytest.raises(ConfigError, match=r"take their gradients first \(for loss in hfscale\.drain"):
+        hfscale.train_step(model, given if microbatches > 1 else given[0])
+    return found
+
+
+def test_versions_that_are_kept(pools: Pools, tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(tiny("llama", num_hidden_layers=4)).save_pretrained(tmp_path)
+    for stage, found in enumerate(pools(4).run(_versions, str(tmp_path), "pipedream")):
+        assert max(found) == found[-1] == 4 - stage
+    for stage, found in enumerate(pools(4).run(_versions, str(tmp_path), "pipedream_2bw")):
+        assert max(found) == found[-1] == (2 if stage < 3 else 1)
+
+
+def _one_after_the_other(directory: str, abandon: bool) -> list[float]:
+    layout = ParallelConfig(pp_size=2, pipeline_schedule="pipedream")
+    for last in (False, True):
+        model = hfscale.from_pretrained(directory, parallel=layout).train()
+        for (given,) in _batches(3, 1):
+            hfscale.train_step(model, given)
+        if last:
+            return [float(p.grad.norm()) for p in model.parameters() if p.grad is not None]
+        if not abandon:
+            list(hfscale.drain(model))
+    raise AssertionError
+
+
+def test_what_a_model_left_under_way_does_not_reach_the_next(pools: Pools, tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(tiny("llama", num_hidden_layers=4)).save_pretrained(tmp_path)
+    drained = pools(2).run(_one_after_the_other, str(tmp_path), False)
+    assert pools(2).run(_one_after_the_other, str(tmp_path), True) == drained
