@@ -25,7 +25,7 @@ _CHUNK_ELEMENTS = 1 << 23  # logits of a chunk
 _CHUNK_ELEMENTS_GPU = 1 << 26
 # Fewer rows make the products slow: each chunk also reads the head's weight twice and its gradient once.
 _FEWEST_ROWS = 128
-_FEWEST_CHUNKS = 2  # also where everything would fit
+_CHUNKS = 4  # also where everything would fit, unless they had fewer rows; then two
 
 
 class _HeadCrossEntropy(torch.autograd.Function):
@@ -85,7 +85,8 @@ def _times(saved: Tensor | None, factor: Tensor) -> Tensor | None:
 def rows_per_chunk(rows: int, width: int, device: torch.device) -> int:
     """How many of ``rows`` are worked at once, where a row has ``width`` logits."""
     budget = _CHUNK_ELEMENTS if device.type == "cpu" else _CHUNK_ELEMENTS_GPU
-    return max(1, min(max(_FEWEST_ROWS, budget // width), -(-rows // _FEWEST_CHUNKS)))
+    even = max(-(-rows // _CHUNKS), min(_FEWEST_ROWS, -(-rows // 2)))
+    return max(1, min(max(_FEWEST_ROWS, budget // width), even))
 
 
 def head_cross_entropy(
