@@ -28,46 +28,51 @@ _FEWEST_ROWS = 128
 _CHUNKS = 4  # also where everything would fit, unless they had fewer rows; then two
 
 
-class _HeadCrossEntropy(torch.autograd.Function):
+class _WithGradients(torch.autograd.Function):
+    """A loss whose gradients are known already."""
+
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,  # [N, h]
-        targets: Tensor,  # [N] global ids, or ignore_index
-        scale: Tensor,  # scalar
-        ignore_index: int,
-        vocabulary: VocabularySlice,
-        head: HeadRows,
-        dtype: torch.dtype,
-        gradients: bool,
-        *parameters: Tensor,
-    ) -> Tensor:
-        compute = compute_dtype(dtype)
-        valid = (targets != ignore_index).nonzero().squeeze(1)  # the same on all tensor ranks, and so are the chunks
-        total = torch.zeros((), dtype=compute, device=hidden.device)
-        by_hidden = torch.zeros_like(hidden) if gradients and ctx.needs_input_grad[0] else None
-        step = rows_per_chunk(len(valid), vocabulary.widest, hidden.device)
-        for i in range(0, len(valid), step):
-            chosen = valid[i : i + step]
-            logits = head.logits(hidden.index_select(0, chosen), gradients)
-            terms = RowTerms(logits, targets[chosen], vocabulary)
-            total += terms.losses().sum()
-            if gradients:
-                gradient = logits if head.reusable else torch.empty_like(logits)
-                terms.gradient(logits, scale.to(compute).expand(len(chosen)), out=gradient)
-                by_rows = head.backward(gradient)
-                if by_hidden is not None and by_rows is not None:
-                    by_hidden[chosen] = by_rows
-                del gradient
-            del logits  # before the next ones are made
-        ctx.save_for_backward(by_hidden, *(head.sums() if gradients else ()))
-        return total * scale
+    def forward(ctx: Any, loss: Tensor, gradients: tuple[Tensor | None, ...], *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*gradients)
+        return loss.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        by_hidden, *by_parameters = (_times(saved, grads[0]) for saved in ctx.saved_tensors)
-        return by_hidden, None, None, None, None, None, None, None, *by_parameters
+        return None, None, *(_times(saved, grads[0]) for saved in ctx.saved_tensors)
+
+
+@torch.no_grad()
+def _loss_and_gradients(
+    hidden: Tensor,  # [N, h]
+    targets: Tensor,  # [N] global ids, or ignore_index
+    scale: Tensor,  # scalar
+    ignore_index: int,
+    vocabulary: VocabularySlice,
+    head: HeadRows,
+    dtype: torch.dtype,
+    gradients: bool,
+) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:
+    """The loss, its gradient by ``hidden``, and its gradients by the head's parameters."""
+    compute = compute_dtype(dtype)
+    valid = (targets != ignore_index).nonzero().squeeze(1)  # the same on all tensor ranks, and so are the chunks
+    total = torch.zeros((), dtype=compute, device=hidden.device)
+    by_hidden = torch.zeros_like(hidden) if gradients and hidden.requires_grad else None
+    step = rows_per_chunk(len(valid), vocabulary.widest, hidden.device)
+    for i in range(0, len(valid), step):
+        chosen = valid[i : i + step]
+        logits = head.logits(hidden.index_select(0, chosen), gradients)
+        terms = RowTerms(logits, targets[chosen], vocabulary)
+        total += terms.losses().sum()
+        if gradients:
+            gradient = logits if head.reusable else torch.empty_like(logits)
+            terms.gradient(logits, scale.to(compute).expand(len(chosen)), out=gradient)
+            by_rows = head.backward(gradient)
+            if by_hidden is not None and by_rows is not None:
+                by_hidden[chosen] = by_rows
+            del gradient
+        del logits  # before the next ones are made
+    return total * scale, by_hidden, tuple(head.sums()) if gradients else ()
 
 
 def _times(saved: Tensor | None, factor: Tensor) -> Tensor | None:
@@ -114,6 +119,14 @@ def head_cross_entropy(
     dtype = dtype or hidden.dtype
     count = (targets != ignore_index).sum() if divisor is None else divisor
     scale = torch.as_tensor(count, dtype=compute_dtype(dtype), device=hidden.device).reciprocal()
-    return _HeadCrossEntropy.apply(
-        hidden, targets, scale, ignore_index, vocabulary, head, dtype, torch.is_grad_enabled(), *head.parameters
+    trains = torch.is_grad_enabled() and (hidden.requires_grad or any(p.requires_grad for p in head.parameters))
+    loss, by_hidden, by_head = _loss_and_gradients(
+        hidden, targets, scale, ignore_index, vocabulary, head, dtype, gradients=trains
     )
+    if not trains:
+        return loss
+    # Apart, so that a backward pass for one of them leaves the other's alone (a stage's, in two halves).
+    result = _WithGradients.apply(loss, (by_hidden,), hidden)
+    if head.parameters:
+        result = result + _WithGradients.apply(torch.zeros_like(loss), by_head, *head.parameters)
+    return result  # type: ignore[no-any-return]
