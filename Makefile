@@ -56,6 +56,8 @@ lint: setup
 bench: setup
 	$(BIN)/python scripts/bench/tensor_parallel.py --out scripts/bench/results/tensor_parallel.json
 	$(BIN)/python scripts/bench/loading.py --out scripts/bench/results/loading.json
+	$(BIN)/python scripts/bench/stages.py --out scripts/bench/results/stages.json
+	$(BIN)/python scripts/bench/pipeline.py --out scripts/bench/results/pipeline.json
 
 clean:
 	rm -rf $(VENV) runs build *.egg-info

@@ -3,7 +3,7 @@
 from .enter import enter
 from .gather import gather
 from .gather_sum import gather_sum
-from .head_cross_entropy import head_cross_entropy
+from .head_cross_entropy import each_gradient_once, head_cross_entropy
 from .head_rows import AnyRows, HeadRows, LinearRows
 from .leave import leave
 from .overlap import WeightLater, enter_overlapped, project
@@ -17,6 +17,7 @@ __all__ = [
     "LinearRows",
     "VocabularySlice",
     "WeightLater",
+    "each_gradient_once",
     "enter",
     "enter_overlapped",
     "gather",

@@ -12,6 +12,8 @@ can be dropped (Liger Kernel, Hsu et al. 2024); the backward pass multiplies wha
 Memory: one chunk of logits and the gradients themselves. Rows without a target are neither projected nor sent.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ _CHUNK_ELEMENTS = 1 << 23  # logits of a chunk
 _CHUNK_ELEMENTS_GPU = 1 << 26
 # Fewer rows make the products slow: each chunk also reads the head's weight twice and its gradient once.
 _FEWEST_ROWS = 128
+_once: list[bool] = []  # not empty within each_gradient_once; autograd's threads read it too
 _CHUNKS = 4  # also where everything would fit, unless they had fewer rows; then two
 
 
@@ -75,12 +78,22 @@ def _loss_and_gradients(
     return total * scale, by_hidden, tuple(head.sums()) if gradients else ()
 
 
+@contextmanager
+def each_gradient_once() -> Iterator[None]:
+    """Within: backward passes that keep their graph do not come to a loss twice for the same gradients."""
+    _once.append(True)
+    try:
+        yield
+    finally:
+        _once.pop()
+
+
 def _times(saved: Tensor | None, factor: Tensor) -> Tensor | None:
     """``saved * factor``, in the saved tensor itself where no second backward pass will look at it."""
     if saved is None:
         return None
-    # Where the graph is not kept, autograd lets go of what is saved right after this, and makes it `.grad` as it is.
-    if torch._C._autograd._get_current_graph_task_keep_graph():  # type: ignore[attr-defined]
+    # Where the graph is not kept (or for other parts of it only), autograd lets go of what is saved right after this, and makes it `.grad` as it is.
+    if torch._C._autograd._get_current_graph_task_keep_graph() and not _once:  # type: ignore[attr-defined]
         return saved * factor.to(saved.dtype)
     if factor.device.type == "cpu" and factor == 1:  # asking a GPU would wait for it
         return saved

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
+from ..ops import each_gradient_once
+
 Split = list[dict[str, Any]]
 """What the second half needs: groups of weights, each with the graph's nodes next to them and the gradients there."""
 
@@ -22,12 +24,13 @@ Split = list[dict[str, Any]]
 def backward_of_input(output: Tensor, gradient: Tensor | None, given: Tensor, weights: Iterable[Any]) -> Split:
     """The first half: adds to ``given.grad``; ``gradient`` is of ``output``, ``None`` for a scalar."""
     gradients: Any = None if gradient is None else [gradient]
-    return _merged(stage_backward_input([output], gradients, [given], iter(weights))[1])
+    with each_gradient_once():
+        return _merged(stage_backward_input([output], gradients, [given], iter(weights))[1])
 
 
 def backward_of_weights(split: Split, weights: Iterable[Any]) -> None:
     """The second half: adds to the ``.grad`` of the same weights."""
-    with ExitStack() as hooks:
+    with ExitStack() as hooks, each_gradient_once():
         for group in split:
             for node, gradients in zip(group["intermediates"], group["grads"], strict=True):
                 # What was noted is behind the hooks on that activation, which run once more on the way to the weights.
