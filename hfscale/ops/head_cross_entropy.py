@@ -92,7 +92,8 @@ def _times(saved: Tensor | None, factor: Tensor) -> Tensor | None:
     """``saved * factor``, in the saved tensor itself where no second backward pass will look at it."""
     if saved is None:
         return None
-    # Where the graph is not kept (or for other parts of it only), autograd lets go of what is saved right after this, and makes it `.grad` as it is.
+    # Where the graph is not kept (or for other parts of it only), autograd lets go of what is saved right after this,
+    # and makes it `.grad` as it is.
     if torch._C._autograd._get_current_graph_task_keep_graph() and not _once:  # type: ignore[attr-defined]
         return saved * factor.to(saved.dtype)
     if factor.device.type == "cpu" and factor == 1:  # asking a GPU would wait for it
