@@ -25,7 +25,7 @@ SCHEDULES = (
     "pipedream",
     "pipedream_2bw",
 )
-WITHOUT_FLUSH = ("pipedream", "pipedream_2bw")
+ASYNCHRONOUS = ("pipedream", "pipedream_2bw")
 """Schedules whose updates are delayed: a step does not wait for its own microbatches."""
 _SEVERAL_STAGES = ("interleaved1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev")
 _ENVIRONMENT = "PARALLELISM_CONFIG_"
@@ -90,10 +90,8 @@ class ParallelConfig(ParallelismConfig):
             name = f"{axis}_size"
             setattr(self, name, _positive(name, _default(name, getattr(self, name), 1)))
         self.pipeline_schedule = _default("pipeline_schedule", self.pipeline_schedule, "1f1b")
-        several = self.size("pp") > 1 and self.pipeline_schedule in _SEVERAL_STAGES
-        self.virtual_stages = _positive(
-            "virtual_stages", _default("virtual_stages", self.virtual_stages, 2 if several else 1)
-        )
+        virtual = default_virtual_stages(str(self.pipeline_schedule)) if self.size("pp") > 1 else 1
+        self.virtual_stages = _positive("virtual_stages", _default("virtual_stages", self.virtual_stages, virtual))
         self.stage_layers = _stage_layers(
             _default("stage_layers", self.stage_layers, None), self.size("pp"), self.virtual_stages
         )
@@ -172,6 +170,11 @@ class ParallelConfig(ParallelismConfig):
             "weights_regather",
         )
         return f"ParallelConfig({values}, {', '.join(f'{name}={getattr(self, name)!r}' for name in rest)})"
+
+
+def default_virtual_stages(schedule: str) -> int:
+    """Stages per rank where the user named none: two for a schedule that is about several, else one."""
+    return 2 if schedule in _SEVERAL_STAGES else 1
 
 
 def _default(name: str, value: Any, default: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from .config import WITHOUT_FLUSH, ParallelConfig, cpu_requested, local_rank, started_processes
+from .config import ASYNCHRONOUS, ParallelConfig, cpu_requested, local_rank, started_processes
 from .errors import MeshError
 
 _MESH_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
@@ -113,7 +113,7 @@ def build_mesh(layout: ParallelConfig, copies: Sequence[int] = (), ties: Sequenc
     if layout.size("pp") > 1:
         every = tuple(range(layout.size("pp")))
         gradients = made.once((device.type, shape, "gradients"), partial(_pipeline_ranks, device_mesh, every))
-        if layout.pipeline_schedule in WITHOUT_FLUSH:  # gradients are under way between calls: not another model's
+        if layout.pipeline_schedule in ASYNCHRONOUS:  # gradients are under way between calls: not another model's
             gradients = _pipeline_ranks(device_mesh, every)
         reports = made.once((device.type, shape, "reports"), partial(_pipeline_ranks, device_mesh, every, "gloo"))
     return Mesh(layout, device, ranks, device_mesh, control, groups, tied, gradients, reports)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from .errors import ConfigError
 from .mesh import Mesh
@@ -85,3 +86,8 @@ def find_runtime(model: nn.Module) -> Runtime | None:
             found: Runtime = module.__dict__[_ATTRIBUTE]
             return found
     return None
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """The plain tensor this rank holds of a parameter or gradient."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

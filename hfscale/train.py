@@ -46,14 +46,15 @@ def train_step(model: nn.Module, batch: Batch | Sequence[Batch], *, label_smooth
         _hand_out(runtime, runtime.pipeline)
         return loss
     if runtime.pipeline is not None:
-        with summed_over_stages(runtime, local_tensor), _partial_sums_at_the_end(runtime):
+        with summed_over_stages(runtime), _partial_sums_at_the_end(runtime):
             total = _through_stages(runtime, microbatches, count, label_smoothing, backward=True)
         return _sum_over_batches(runtime, total)
+    assert runtime.loss is not None
     total = torch.zeros((), device=runtime.mesh.device)
     with _partial_sums_at_the_end(runtime):
         for index, microbatch in enumerate(microbatches):
             set_gradient_sync(runtime.model, index == len(microbatches) - 1)
-            loss = _loss(model, runtime, microbatch, count, label_smoothing)
+            loss = runtime.loss.of(model, microbatch, count, label_smoothing)
             # The data axes average gradients over the distinct batches; the loss is a share of a sum.
             (loss * runtime.mesh.batch_world).backward()
             total = total + loss.detach()
@@ -85,7 +86,7 @@ def drain(model: nn.Module) -> Iterator[Tensor]:
 def _hand_out(runtime: Runtime, pipeline: UnflushedPipeline) -> None:
     """Add to ``.grad`` what has come to its end; nothing while the pipeline fills."""
     if pipeline.ready():
-        with summed_over_stages(runtime, local_tensor):
+        with summed_over_stages(runtime):
             pipeline.expose()
 
 
@@ -97,7 +98,8 @@ def eval_step(model: nn.Module, batch: Batch | Sequence[Batch], *, label_smoothi
     if runtime.pipeline is not None:
         share = _through_stages(runtime, microbatches, count, label_smoothing, backward=False)
         return _sum_over_batches(runtime, share)
-    total = sum(_loss(model, runtime, microbatch, count, label_smoothing) for microbatch in microbatches)
+    assert runtime.loss is not None
+    total = sum(runtime.loss.of(model, microbatch, count, label_smoothing) for microbatch in microbatches)
     return _sum_over_batches(runtime, torch.as_tensor(total, device=runtime.mesh.device))
 
 
@@ -220,16 +222,6 @@ def _refuse_half_answers(runtime: Runtime, microbatch: Batch) -> None:
             "output_router_logits=True makes a loss of what the layers of all stages compute: leave it out, or use "
             "pp_size=1"
         )
-
-
-def _loss(
-    model: nn.Module, runtime: Runtime, microbatch: dict[str, Any], count: Tensor, label_smoothing: float
-) -> Tensor:
-    assert runtime.loss is not None
-    with runtime.loss.normalized_by(count, label_smoothing):
-        output = model(**microbatch)
-    loss: Tensor = output[0] if isinstance(output, tuple) else output.loss
-    return loss
 
 
 def _partial_sums_at_the_end(runtime: Runtime) -> AbstractContextManager[None]:

@@ -1,12 +1,12 @@
 """The data axes: FSDP2 over ``dp_shard``, HSDP with ``dp_replicate``, applied last."""
 
+from ..runtime import local_tensor
 from ._fsdp import add_up_gradients
 from .shard import (
     MIXED_PRECISIONS,
     apply_data_axes,
     install_shares,
     like_sharded,
-    local_tensor,
     one_reduction,
     set_gradient_sync,
 )

@@ -68,11 +68,6 @@ def like_sharded(share: Tensor, other: Tensor) -> Tensor:
     return DTensor.from_local(share, mesh, placements, run_check=False, shape=other.shape, stride=other.stride())
 
 
-def local_tensor(tensor: Tensor) -> Tensor:
-    """The plain tensor this rank holds of a parameter or gradient."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
     """Whether the next backward pass reduces gradients over the data axes (off while accumulating)."""
     if isinstance(model, FSDPModule):

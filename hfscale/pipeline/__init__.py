@@ -1,10 +1,11 @@
 """Pipeline parallelism: schedules as data, what they cost, and how they ran."""
 
-from .asynchronous import ASYNCHRONOUS, stashed_versions, weight_versions
+from ..config import ASYNCHRONOUS, default_virtual_stages
+from .asynchronous import stashed_versions, weight_versions
 from .command import add_schedule_command
 from .formulas import ideal_bubble, peak_formula
 from .install import check_stages, install_pipeline
-from .orders import default_virtual_stages, order
+from .orders import order
 from .run import Pipeline, stage_places
 from .simulate import Costs, simulate
 from .stand_in import leave_out

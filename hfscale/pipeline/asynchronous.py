@@ -12,10 +12,7 @@ a stash of versions; version ``k`` is what ``k`` updates have made::
 A version number below zero means version 0: the pipeline is still filling.
 """
 
-from ..config import WITHOUT_FLUSH
 from .timeline import RELEASE, Action, Order, stage_ranks
-
-ASYNCHRONOUS = WITHOUT_FLUSH
 
 
 def one_forward_one_backward(stage: int, pp_size: int, total: int) -> list[Action]:

@@ -6,11 +6,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from ..config import SCHEDULES
+from ..config import ASYNCHRONOUS, SCHEDULES, default_virtual_stages
 from ..errors import ConfigError
-from .asynchronous import ASYNCHRONOUS
 from .draw import draw
-from .orders import default_virtual_stages, order
+from .orders import order
 from .simulate import DEFAULT_COSTS, Costs, simulate
 from .table import read_csv, write_csv
 from .terminal import render

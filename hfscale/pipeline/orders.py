@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from ..config import SCHEDULES
+from ..config import ASYNCHRONOUS, SCHEDULES
 from ..errors import ConfigError
 from ._engine import engine_order
-from .asynchronous import ASYNCHRONOUS, asynchronous_order, one_forward_one_backward
+from .asynchronous import asynchronous_order, one_forward_one_backward
 from .table import read_csv
 from .timeline import Action, Order
 
@@ -92,11 +92,6 @@ def allowed_virtual_stages(schedule: str) -> range:
     if schedule in _PAIRS:
         return range(2, 3)
     return range(2 if schedule in ("interleaved1f1b", "looped_bfs") else 1, 1 << 16)
-
-
-def default_virtual_stages(schedule: str) -> int:
-    """Stages per rank where the user named none: the least, but two for a schedule that is about interleaving."""
-    return 2 if schedule == "interleaved_zero_bubble" else allowed_virtual_stages(schedule)[0]
 
 
 def _why_virtual(schedule: str) -> str:

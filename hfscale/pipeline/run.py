@@ -19,14 +19,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from ..config import ParallelConfig
+from ..config import ASYNCHRONOUS, ParallelConfig
 from ..errors import ConfigError
 from ..plan import Stage, share_evenly
-from ..runtime import Runtime
+from ..runtime import Runtime, local_tensor
 from ._engine import check_runs, engine_runtime, run_engine
-from .asynchronous import ASYNCHRONOUS
 from .microbatches import Batch, share_out, tokens_of
 from .orders import check, order
 from .split import splits_exactly
@@ -69,10 +67,7 @@ class Pipeline:
 
     Attributes:
         workers: this rank's stages, in the order of the model.
-        flushes: whether a step ends with all of its own gradients.
     """
-
-    flushes = True
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime, self._mesh = runtime, runtime.mesh
@@ -93,6 +88,7 @@ class Pipeline:
         self._holders = {planned.name: runtime.plan.holders(planned.name) for planned in runtime.plan.owned()}
         self._tied = [name for name, ranks in self._holders.items() if len(ranks) > 1]
         self._loss_type = torch.float32
+        self._accepted: dict[int, bool] = {}
         self._engines: dict[tuple[int, bool], Any] = {}
         self._batches: Sequence[Batch] | dict[int, Batch] = ()
         self._count: tuple[Tensor, float] | None = None
@@ -142,11 +138,13 @@ class Pipeline:
         return total + torch.stack(self._losses).sum() if self._losses else total
 
     def _accepts(self, num_microbatches: int) -> bool:
-        try:
-            self._order(num_microbatches)
-        except ConfigError:
-            return False
-        return True
+        if num_microbatches not in self._accepted:  # asked at every step
+            try:
+                self._order(num_microbatches)
+                self._accepted[num_microbatches] = True
+            except ConfigError:
+                self._accepted[num_microbatches] = False
+        return self._accepted[num_microbatches]
 
     def _order(self, num_microbatches: int) -> Order:
         layout = self._layout
@@ -209,11 +207,9 @@ class Pipeline:
         held = self._runtime.plan.held(self._rank)
         for index, name in enumerate(self._tied) if backward else ():
             if name in held:
-                parameter = live[held[name]].detach()
-                local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
                 place = _SAME + stages + 2 * index
                 about[place] = 1 + int(live[held[name]].requires_grad)
-                about[place + 1] = local.sum(dtype=torch.float64).cpu().view(torch.int64)
+                about[place + 1] = _bits_of_sum(live[held[name]])
         return about
 
     def _check_tie(self, name: str, told: list[list[int]]) -> None:
@@ -241,15 +237,12 @@ class Pipeline:
     def _tell_workers(self, backward: bool) -> None:
         model = self._runtime.model
         recomputes = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+        # The second half of a backward pass would recompute a layer once per weight; and weights that were given up
+        # between the halves are other tensors when they come back.
+        regathers = self._layout.weights_regather and self._mesh.batch_world > 1
+        splits = backward and not recomputes and not regathers and splits_exactly()
         for worker in self.workers:
-            worker.has_backward, worker.recomputes = backward, recomputes
-            worker.splits = backward and not recomputes and self._splits()
-
-    def _splits(self) -> bool:
-        """Whether the halves of a backward pass can be apart, where layers are not recomputed (the second half would do
-        that once per weight): weights that were given up meanwhile are other tensors when they come back.
-        """
-        return splits_exactly() and not (self._layout.weights_regather and self._mesh.batch_world > 1)
+            worker.has_backward, worker.recomputes, worker.splits = backward, recomputes, splits
 
     def _compute(self, stage: Stage, arrived: Tensor | None, microbatch: int) -> Tensor:
         batch, last = self._batches[microbatch], stage.index == len(self._stages.stages) - 1
@@ -278,9 +271,7 @@ class Pipeline:
     def _loss(self, inputs: dict[str, Any]) -> Tensor:
         assert self._runtime.loss is not None
         assert self._count is not None
-        with self._runtime.loss.normalized_by(*self._count):
-            output = self._runtime.model(**inputs)
-        loss: Tensor = output[0] if isinstance(output, tuple) else output.loss
+        loss = self._runtime.loss.of(self._runtime.model, inputs, *self._count)
         self._losses.append(loss.detach())
         # The data axes average gradients over the distinct batches; the loss is a share of a sum.
         return loss * self._mesh.batch_world
@@ -305,3 +296,7 @@ class Pipeline:
                 f"{self._layout.describe()}: a rank holds {len(self.workers)} of {len(self._stages.stages)} stages, so "
                 "its model cannot be called by itself: use hfscale.train_step and hfscale.eval_step"
             )
+
+
+def _bits_of_sum(parameter: Tensor) -> Tensor:
+    return local_tensor(parameter.detach()).sum(dtype=torch.float64).cpu().view(torch.int64)

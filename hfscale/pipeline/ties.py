@@ -4,23 +4,19 @@ Each stage sees the gradient of its own use; the sum over the stages is the tens
 equal stay equal under any optimizer that works entry by entry or tensor by tensor.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..runtime import Runtime
+from ..runtime import Runtime, local_tensor
 
 
 @contextmanager
-def summed_over_stages(runtime: Runtime, local: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Within: a step that leaves gradients; on leaving, those of tied copies are summed, and added to what there was.
-
-    Args:
-        local: gives the plain tensor that this rank holds of a gradient.
-    """
+def summed_over_stages(runtime: Runtime) -> Iterator[None]:
+    """Within: a step leaves gradients; on leaving, those of tied copies are summed, and added to what there was."""
     tied: list[tuple[Tensor, Tensor | None, dist.ProcessGroup]] = []
     for planned, parameter in runtime.parameters() if runtime.plan.ties else ():
         holders = runtime.plan.holders(planned.name)
@@ -45,6 +41,6 @@ def summed_over_stages(runtime: Runtime, local: Callable[[Tensor], Tensor]) -> I
                 continue
             if parameter.grad is None:  # the other stage has one
                 parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(local(parameter.grad), group=group)
+            dist.all_reduce(local_tensor(parameter.grad), group=group)
             if before is not None:
                 parameter.grad = before.add_(parameter.grad)

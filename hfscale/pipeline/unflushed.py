@@ -52,7 +52,6 @@ class _Version:
         self._gradients: list[tuple[Tensor, Tensor]] = []
         self.call = call
         self.left = microbatches  # whose backward passes are to come
-        self.stashed = False
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -69,10 +68,8 @@ class _Version:
     @torch.no_grad()
     def stash(self) -> None:
         """Keep these weights; the parameters, which the optimizer is about to change, move to new memory."""
-        if not self.stashed:
-            for parameter, _ in self._leaves:
-                parameter.data = parameter.data.clone()
-        self.stashed = True
+        for parameter, _ in self._leaves:
+            parameter.data = parameter.data.clone()
 
     def retire(self) -> None:
         """Nothing will compute with these weights any more: keep their gradients, and give up the weights."""
@@ -87,8 +84,6 @@ class _Version:
 
 class UnflushedPipeline(Pipeline):
     """The stage of one rank under a schedule without a flush."""
-
-    flushes = False
 
     def __init__(self, runtime: Runtime) -> None:
         super().__init__(runtime)
@@ -162,7 +157,6 @@ class UnflushedPipeline(Pipeline):
                 worker.get_fwd_recv_ops(index)
                 with version.in_use():
                     worker.forward_one_chunk(index)
-                worker.forget_sent(keep=1)  # the stage before took the others before it sent this
                 if self._depth:
                     worker.get_fwd_send_ops(index)
                 self._forward += 1

@@ -68,11 +68,6 @@ class _Transfer:
         self.tensor = tensor
         self._works = dist.batch_isend_irecv([dist.P2POp(move, tensor, peer, group)]) if tensor.numel() else []
 
-    @property
-    def over(self) -> bool:
-        """Whether it has arrived."""
-        return all(work.is_completed() for work in self._works)
-
     def wait(self) -> Tensor:
         """The tensor, once it is there."""
         for work in self._works:
@@ -193,9 +188,10 @@ class StageWorker:
     def get_bwd_send_ops(self, microbatch: int) -> list[Any]:
         """Begin to send the gradient of what arrived."""
         if self.trains_before and not self.is_first:
-            self._sent = [transfer for transfer in self._sent if not transfer.over]
-            # Gloo tells only who waits for it. An engine's order has each receive where its send is, so this ends.
-            self.forget_sent(keep=1)
+            # Gloo tells only who waits for it. An order has each receive where its send is, and a stage without a flush
+            # has been sent what the stage before made after it took the older ones: so this ends.
+            while len(self._sent) > 1:
+                self._sent.pop(0).wait()
             self._sent.append(self._move(dist.isend, self._returning.pop(microbatch), -1, self.place.gradients))
         return []
 
@@ -211,11 +207,6 @@ class StageWorker:
         """The next stage is on this rank: take its gradient."""
         if next_stage_bwd_outputs is not None:
             self._gradients[mb_index] = next_stage_bwd_outputs
-
-    def forget_sent(self, keep: int) -> None:
-        """All gradients that were sent, but for the last ``keep``, are known to have arrived."""
-        while len(self._sent) > keep:
-            self._sent.pop(0).wait()
 
     def finish(self) -> None:
         """Wait for what was sent to arrive."""

@@ -96,6 +96,13 @@ class VocabParallelLoss:
         finally:
             self.count, self.label_smoothing = None, 0.0
 
+    def of(self, model: nn.Module, batch: dict[str, Any], count: Tensor, label_smoothing: float) -> Tensor:
+        """The loss of one microbatch, as a share of a step with ``count`` valid labels."""
+        with self.normalized_by(count, label_smoothing):
+            output = model(**batch)
+        loss: Tensor = output[0] if isinstance(output, tuple) else output.loss
+        return loss
+
     def __call__(
         self,
         logits: Tensor,

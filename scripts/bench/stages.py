@@ -18,7 +18,6 @@ import argparse
 import cProfile
 import io
 import json
-import platform
 import pstats
 import statistics
 import tempfile
@@ -31,6 +30,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from hand_cut import HandCut
+from report import write_report
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -254,15 +254,7 @@ def main() -> None:
                 print(json.dumps(row, indent=1), flush=True)
     for pool in pools.values():
         pool.close()
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    versions |= {"hfscale": hfscale.__version__, "python": platform.python_version()}
-    report = {
-        "machine": f"{platform.machine()}, 2 processes x 1 thread, gloo",
-        "versions": versions,
-        "results": results,
-    }
-    if arguments.out:
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(arguments.out, results, torch, transformers, hfscale)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ Two rank processes and one single process, each with one thread, stay alive; per
 
 import argparse
 import json
-import platform
 import statistics
 import tempfile
 import time
@@ -19,6 +18,7 @@ from typing import Any
 import accelerate
 import torch
 import transformers
+from report import write_report
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import hfscale
@@ -161,19 +161,7 @@ def main() -> None:
             print(json.dumps(results[-1], indent=1), flush=True)
     for pool in pools.values():
         pool.close()
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    versions |= {
-        "accelerate": accelerate.__version__,
-        "hfscale": hfscale.__version__,
-        "python": platform.python_version(),
-    }
-    report = {
-        "machine": f"{platform.machine()}, 2 processes x 1 thread, gloo",
-        "versions": versions,
-        "results": results,
-    }
-    if arguments.out:
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(arguments.out, results, torch, transformers, accelerate, hfscale)
 
 
 if __name__ == "__main__":
