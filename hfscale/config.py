@@ -44,7 +44,12 @@ class ParallelConfig(ParallelismConfig):
         tp_size: ranks over which each layer's matrices are cut (Shoeybi et al. 2019, Megatron-LM).
         cp_size: ranks over which the sequence is cut for attention.
         pp_size: pipeline stages.
-        ep_size: ranks over which experts are spread.
+        ep_size: ranks over which the experts of a mixture are spread, whole ones (Lepikhin et al. 2020, GShard). They
+            are ranks of the tensor and data axes, so this multiplies nothing: with ``expert_tp_size=1`` the ranks of
+            ``tp`` come first and those of the data axes after them; ``ep_size`` is a multiple of ``tp_size``. Data
+            ranks that it needs are added where ``dp_shard_size`` is left out.
+        expert_tp_size: ranks over which each expert's matrices are cut besides: 1, or ``tp_size``; the expert ranks are
+            ranks of the data axes then.
         sequence_parallel: cut norms and residuals along the sequence between tensor-parallel blocks (Korthikanti et al.
             2022).
         sequence_regather: with it, gather a block's input once more in the backward pass instead of keeping it: all
@@ -64,6 +69,7 @@ class ParallelConfig(ParallelismConfig):
 
     pp_size: int | None = None
     ep_size: int | None = None
+    expert_tp_size: int | None = None
     sequence_parallel: bool | None = None
     sequence_regather: bool | None = None
     overlap: bool | None = None
@@ -86,9 +92,12 @@ class ParallelConfig(ParallelismConfig):
 
     # Replaces accelerate's checks on purpose: those refuse layouts hfscale does run (replicated data x tensor).
     def __post_init__(self) -> None:
+        may_add_data = _default("dp_shard_size", self.dp_shard_size, None) is None
         for axis in (*AXES, "sp"):
             name = f"{axis}_size"
             setattr(self, name, _positive(name, _default(name, getattr(self, name), 1)))
+        self.expert_tp_size = _positive("expert_tp_size", _default("expert_tp_size", self.expert_tp_size, 1))
+        self._place_experts(may_add_data)
         self.pipeline_schedule = _default("pipeline_schedule", self.pipeline_schedule, "1f1b")
         virtual = default_virtual_stages(str(self.pipeline_schedule)) if self.size("pp") > 1 else 1
         self.virtual_stages = _positive("virtual_stages", _default("virtual_stages", self.virtual_stages, virtual))
@@ -125,6 +134,35 @@ class ParallelConfig(ParallelismConfig):
         self._sizes = {axis: self.size(axis) for axis in (*AXES, "sp")}
         self._fixed = True
 
+    def _place_experts(self, may_add_data: bool) -> None:
+        """Check that the expert ranks are whole tensor groups, or data ranks, of consecutive batches."""
+        ep, tp, cut = self.size("ep"), self.size("tp"), self.size("expert_tp")
+        if cut not in (1, tp):
+            raise ConfigError(
+                f"expert_tp_size={cut} is impossible with tp_size={tp}: use 1 (whole experts)"
+                + (f" or {tp} (each expert cut like the dense layers)" if tp > 1 else "")
+            )
+        if ep == 1:
+            return
+        if ep * cut % tp:
+            raise ConfigError(
+                f"ep_size={ep} does not fit tp_size={tp}: whole experts are spread over all tensor ranks of a batch: "
+                f"use a multiple of {tp}, or expert_tp_size={tp} to cut each expert over them and spread experts over "
+                "data ranks"
+            )
+        batches, replicas = self.expert_batches, self.size("dp_replicate")
+        if may_add_data and replicas % batches:
+            self.dp_shard_size = batches
+        shards = self.size("dp_shard")
+        if shards % batches and (batches % shards or shards * replicas % batches):
+            every = range(1, shards * replicas + 1)
+            fits = [n for n in every if shards % n == 0 or (n % shards == 0 and shards * replicas % n == 0)]
+            raise ConfigError(
+                f"ep_size={ep} needs the tensor ranks of {batches} distinct batches, and dp_shard_size={shards} x "
+                f"dp_replicate_size={replicas} cannot be divided so: use ep_size "
+                f"{', '.join(str(n * tp // cut) for n in fits)}, or leave dp_shard_size out"
+            )
+
     def __setattr__(self, name: str, value: Any) -> None:
         """Plans and meshes are made from a layout once, so it does not change after construction."""
         if self.__dict__.get("_fixed") and name in {f.name for f in fields(self)}:
@@ -135,15 +173,32 @@ class ParallelConfig(ParallelismConfig):
         return hash(repr(self))
 
     def size(self, axis: str) -> int:
-        """Number of ranks on ``axis``."""
+        """Number of ranks on ``axis``: one of :data:`AXES`, or of those of experts, which divide the same ranks anew.
+
+        Ranks of the tensor and data axes are, for experts, ``edp_replicate x edp_shard x ep x expert_tp``.
+        """
+        if axis == "edp_shard":
+            return max(1, self.size("dp_shard") // self.expert_batches)
+        if axis == "edp_replicate":
+            return self.size("dp_replicate") // max(1, self.expert_batches // self.size("dp_shard"))
         return int(getattr(self, f"{axis}_size"))
+
+    @property
+    def expert_batches(self) -> int:
+        """Number of distinct batches whose tokens go to one group of experts; 1 where experts follow the other axes."""
+        return self.size("ep") * self.size("expert_tp") // self.size("tp") if self.size("ep") > 1 else 1
+
+    @property
+    def slices_tokens(self) -> bool:
+        """Whether tensor ranks, which share a batch, each send a share of its tokens to whole experts."""
+        return self.size("ep") > 1 and self.size("tp") > 1 and self.size("expert_tp") == 1
 
     @property
     def total_size(self) -> int:
         """Number of processes this layout needs."""
         total = 1
         for axis in AXES:
-            total *= self.size(axis)
+            total *= self.size(axis) if axis != "ep" else 1  # expert ranks are ranks of the other axes
         return total
 
     @property
@@ -153,13 +208,17 @@ class ParallelConfig(ParallelismConfig):
 
     def describe(self) -> str:
         """The axes larger than one, as ``tp2 x dp_shard4``; ``one process`` where there is none."""
-        named = [f"{axis}{self.size(axis)}" for axis in reversed(AXES) if self.size(axis) > 1]
+        named = [f"{axis}{self.size(axis)}" for axis in reversed(AXES) if self.size(axis) > 1 and axis != "ep"]
         cut = ", sequence parallel" if self.sequence_parallel and self.size("tp") > 1 else ""
+        if self.size("ep") > 1:
+            cut += f", ep{self.size('ep')}"
+            cut += f" of experts cut over tp{self.size('tp')}" if self.size("expert_tp") > 1 else ""
         return (" x ".join(named) or "one process") + cut
 
     def __repr__(self) -> str:
         values = ", ".join(f"{axis}_size={self.size(axis)}" for axis in AXES)
         rest = (
+            "expert_tp_size",
             "sequence_parallel",
             "sequence_regather",
             "overlap",

@@ -13,8 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .config import ASYNCHRONOUS, ParallelConfig, cpu_requested, local_rank, started_processes
 from .errors import MeshError
+from .plan import Cut
 
 _MESH_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+_EXPERT_AXES = ("pp", "edp_replicate", "edp_shard", "ep", "tp")
+"""The same ranks in the same order, divided as experts see them; ``tp`` has one rank where experts are whole."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,7 @@ class Mesh:
         ties: pipeline ranks that hold one tensor -> the group of them through this rank, where it is one of them.
         gradients: a second group over the pipeline ranks through this one; ``None`` where there is one rank.
         reports: a third, over gloo, for a few numbers.
+        expert_mesh: torch's mesh over :data:`_EXPERT_AXES`; ``None`` where experts are not spread.
     """
 
     layout: ParallelConfig
@@ -42,16 +46,26 @@ class Mesh:
     ties: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
     gradients: dist.ProcessGroup | None = None
     reports: dist.ProcessGroup | None = None
+    expert_mesh: DeviceMesh | None = None
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """The process group of ``axis`` through this rank; ``None`` where the axis has one rank."""
         if self.layout.size(axis) == 1 or self.device_mesh is None:
             return None
-        return self.device_mesh.get_group(axis)
+        if axis in _MESH_AXES:
+            return self.device_mesh.get_group(axis)
+        return None if self.expert_mesh is None else self.expert_mesh.get_group(axis)
 
     def groups(self, *axes: str) -> list[dist.ProcessGroup]:
         """The groups of those ``axes`` that have more than one rank, in order."""
         return [group for group in map(self.group, axes) if group is not None]
+
+    def view(self, cuts: Sequence[Cut]) -> tuple[DeviceMesh | None, dict[str, int]]:
+        """The division of the ranks that a parameter with these ``cuts`` follows, and this rank's coordinates in it."""
+        if not any(cut.axis == "ep" for cut in cuts):
+            return self.device_mesh, {axis: self.ranks[axis] for axis in _MESH_AXES}
+        ranks = {axis: self.ranks[axis] for axis in _EXPERT_AXES}
+        return self.expert_mesh, ranks if self.layout.size("expert_tp") > 1 else {**ranks, "tp": 0}
 
     @property
     def batch_groups(self) -> list[dist.ProcessGroup]:
@@ -99,6 +113,14 @@ def build_mesh(layout: ParallelConfig, copies: Sequence[int] = (), ties: Sequenc
         (device.type, shape), lambda: init_device_mesh(device.type, shape, mesh_dim_names=_MESH_AXES)
     )
     ranks = {axis: device_mesh.get_local_rank(axis) for axis in _MESH_AXES}
+    expert_mesh = None
+    if layout.size("ep") > 1:
+        divided = tuple(layout.size("expert_tp" if axis == "tp" else axis) for axis in _EXPERT_AXES)
+        expert_mesh = made.once(
+            (device.type, "experts", divided),
+            lambda: init_device_mesh(device.type, divided, mesh_dim_names=_EXPERT_AXES),
+        )
+        ranks = {**{axis: expert_mesh.get_local_rank(axis) for axis in _EXPERT_AXES}, **ranks}
     control = made.once("control", lambda: dist.new_group(backend="gloo"))
     groups = {
         count: made.once((device.type, shape, count), partial(_consecutive_ranks, device_mesh, count))
@@ -116,7 +138,7 @@ def build_mesh(layout: ParallelConfig, copies: Sequence[int] = (), ties: Sequenc
         if layout.pipeline_schedule in ASYNCHRONOUS:  # gradients are under way between calls: not another model's
             gradients = _pipeline_ranks(device_mesh, every)
         reports = made.once((device.type, shape, "reports"), partial(_pipeline_ranks, device_mesh, every, "gloo"))
-    return Mesh(layout, device, ranks, device_mesh, control, groups, tied, gradients, reports)
+    return Mesh(layout, device, ranks, device_mesh, control, groups, tied, gradients, reports, expert_mesh)
 
 
 class _Groups:

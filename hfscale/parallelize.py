@@ -14,6 +14,7 @@ from .checkpoint.load import materialize_buffers
 from .config import ParallelConfig
 from .data import MIXED_PRECISIONS, add_up_gradients, apply_data_axes, install_shares
 from .errors import CheckpointError, ConfigError
+from .experts import install_experts
 from .mesh import Mesh, build_mesh
 from .pipeline import check_stages, install_pipeline, leave_out, stage_places
 from .plan import Plan, build_plan
@@ -148,6 +149,7 @@ def _planned(model: nn.Module, layout: ParallelConfig) -> Plan:
 def _assemble(model: Any, planned: Plan, mesh: Mesh, mixed_precision: str, shares: dict[str, Tensor] | None) -> Any:
     """The common end: edges, loss, data axes, weights (where they are not in place yet), bookkeeping."""
     runtime = Runtime(model, planned, mesh, mixed_precision=mixed_precision)
+    install_experts(runtime)
     install_edges(runtime)
     install_loss(runtime)
     install_generate(model, mesh)

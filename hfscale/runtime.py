@@ -63,6 +63,11 @@ class Runtime:
         """Whether this rank has a parameter or module of the layers, or of what is around them on one stage only."""
         return self.plan.holds(self.mesh.ranks["pp"], name)
 
+    def stream_of(self, name: str) -> "Stream | None":
+        """The stream that a module in the layers reads and writes, where sequence parallelism cuts it."""
+        inside = (s for s in self.streams if any(f"{name}.".startswith(f"{layer}.") for layer in s.plan.layers))
+        return next(inside, None)
+
 
 def runtime_of(model: nn.Module) -> Runtime:
     """The runtime of a model that hfscale parallelized, seen through any wrapper.

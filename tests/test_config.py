@@ -35,9 +35,52 @@ def test_is_accelerates_config_with_accelerates_fields() -> None:
 
 
 def test_sizes_multiply() -> None:
-    layout = ParallelConfig(pp_size=2, dp_replicate_size=3, dp_shard_size=5, ep_size=7, cp_size=11, tp_size=13)
-    assert layout.total_size == 2 * 3 * 5 * 7 * 11 * 13
+    layout = ParallelConfig(pp_size=2, dp_replicate_size=3, dp_shard_size=5, cp_size=11, tp_size=13)
+    assert layout.total_size == 2 * 3 * 5 * 11 * 13
     assert layout.batch_world == 3 * 5
+
+
+# (ep, tp, expert_tp, dp_shard, dp_replicate) -> processes, edp_shard, edp_replicate, distinct batches, sliced
+_EXPERTS = {
+    (2, 1, None, None, None): (2, 1, 1, 2, False),  # over data ranks, which are added
+    (2, 1, None, 2, None): (2, 1, 1, 2, False),
+    (2, 1, None, 6, 2): (12, 3, 2, 2, False),
+    (4, 1, None, 2, 2): (4, 1, 1, 4, False),  # over replicas too
+    (2, 1, None, None, 2): (2, 1, 1, 2, False),
+    (2, 2, None, None, None): (2, 1, 1, 1, True),  # over tensor ranks
+    (2, 2, None, 3, None): (6, 3, 1, 1, True),
+    (4, 2, None, None, None): (4, 1, 1, 2, True),  # over both
+    (2, 2, 2, None, None): (4, 1, 1, 2, False),  # over data ranks, each expert cut
+    (3, 4, 4, 6, 2): (48, 2, 2, 3, False),
+}
+
+
+@pytest.mark.parametrize("sizes", list(_EXPERTS))
+def test_expert_ranks_are_ranks_of_the_other_axes(sizes: tuple[int | None, ...]) -> None:
+    names = ("ep_size", "tp_size", "expert_tp_size", "dp_shard_size", "dp_replicate_size")
+    layout = ParallelConfig(**dict(zip(names, sizes, strict=True)))
+    found = layout.total_size, layout.size("edp_shard"), layout.size("edp_replicate"), layout.expert_batches
+    assert (*found, layout.slices_tokens) == _EXPERTS[sizes]
+    divided = layout.size("edp_shard") * layout.size("edp_replicate") * layout.size("ep") * layout.size("expert_tp")
+    assert divided == layout.total_size
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"ep_size": 3, "tp_size": 2}, "ep_size=3 does not fit tp_size=2: .* use a multiple of 2, or expert_tp_size=2"),
+        ({"ep_size": 2, "tp_size": 4, "expert_tp_size": 2}, "expert_tp_size=2 is impossible .* use 1 .* or 4"),
+        (
+            {"ep_size": 2, "expert_tp_size": 2},
+            r"expert_tp_size=2 is impossible with tp_size=1: use 1 \(whole experts\)$",
+        ),
+        ({"ep_size": 4, "dp_shard_size": 6}, "ep_size=4 needs the tensor ranks of 4 .* use ep_size 1, 2, 3, 6, or"),
+        ({"ep_size": 4, "dp_shard_size": 3, "dp_replicate_size": 2}, "use ep_size 1, 3, 6, or leave dp_shard_size out"),
+    ],
+)
+def test_expert_ranks_that_cannot_be_placed(sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ParallelConfig(**sizes)
 
 
 def test_describe_names_only_real_axes() -> None:

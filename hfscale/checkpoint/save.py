@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _host
 from ..data import local_tensor
@@ -170,27 +171,28 @@ def _gather(entry: _Entry, share: Tensor | None, mesh: Mesh) -> Tensor:
     if share is not None and (mesh.device_mesh is None or (not cuts and _is_writer(mesh) and entry.home == 0)):
         return share
     axes = [cut.axis for cut in cuts]
-    at_home = mesh.ranks["pp"] == entry.home
-    sends = at_home and not any(rank for axis, rank in mesh.ranks.items() if axis not in (*axes, "pp"))
+    device_mesh, own = mesh.view(cuts)
+    at_home = own["pp"] == entry.home
+    sends = at_home and not any(rank for axis, rank in own.items() if axis not in (*axes, "pp"))
     share = share.cpu().contiguous() if share is not None and sends else torch.empty(0, dtype=entry.dtype)
     if not _is_writer(mesh):
         if sends and share.numel():
             dist.send(share.view(-1).view(torch.uint8), dst=0, group=mesh.control)
         return share.new_empty(0)
     whole = share.new_empty(entry.shape)
-    for coordinates in product(*(range(mesh.layout.size(axis)) for axis in axes)):
+    for coordinates in product(*(range(cut.size) for cut in cuts)):
         ranks = {**dict(zip(axes, coordinates, strict=True)), "pp": entry.home}
         if sends and not any(coordinates):
             piece = share
         else:
             piece = share.new_empty(entry.planned.local_shape(ranks) if entry.planned else entry.shape)
             if piece.numel():
-                dist.recv(piece.view(-1).view(torch.uint8), src=_global_rank(mesh, ranks), group=mesh.control)
+                dist.recv(piece.view(-1).view(torch.uint8), src=_global_rank(device_mesh, ranks), group=mesh.control)
         write_share(whole, piece, cuts, ranks)
     return whole
 
 
-def _global_rank(mesh: Mesh, ranks: dict[str, int]) -> int:
-    assert mesh.device_mesh is not None
-    names: Any = mesh.device_mesh.mesh_dim_names
-    return int(mesh.device_mesh.mesh[tuple(ranks.get(name, 0) for name in names)])
+def _global_rank(device_mesh: DeviceMesh | None, ranks: dict[str, int]) -> int:
+    assert device_mesh is not None
+    names: Any = device_mesh.mesh_dim_names
+    return int(device_mesh.mesh[tuple(ranks.get(name, 0) for name in names)])

@@ -29,7 +29,7 @@ from ..runtime import Runtime, runtime_of
 from ..tensor.random import default_generator, synchronize_random_streams
 from .save import everyone_arrives
 
-_SIZES = ("pp", "dp_replicate", "dp_shard", "tp")
+_SIZES = ("pp", "dp_replicate", "dp_shard", "tp", "ep", "expert_tp")
 
 
 def save_state(
@@ -65,7 +65,7 @@ def save_state(
             (staging / "layout.json").write_text(json.dumps(_layout(runtime)))
 
     def write() -> None:
-        if mesh.ranks["dp_replicate"] == 0:
+        if mesh.ranks["dp_replicate"] == _replica(mesh):
             torch.save(shares, staging / _shares_name(mesh))
         states = {name: other.state_dict() for name, other in others.items()}
         torch.save({"random": _random_states(mesh), "others": states}, staging / _rank_name(mesh))
@@ -155,7 +155,15 @@ def _by_rank(layers: list[str]) -> str:
 
 
 def _shares_name(mesh: Mesh) -> str:
-    return "shares-{pp:02d}-{dp_shard:02d}-{tp:02d}.pt".format(**mesh.ranks)
+    replica = f"{_replica(mesh):02d}-" if _replica(mesh) else ""
+    return f"shares-{replica}" + "{pp:02d}-{dp_shard:02d}-{tp:02d}.pt".format(**mesh.ranks)
+
+
+def _replica(mesh: Mesh) -> int:
+    """The replica of the data axes whose shares this rank's are equal to: the first, or, where experts are spread over
+    replicas, its own.
+    """
+    return mesh.ranks["dp_replicate"] if mesh.layout.expert_batches > mesh.layout.size("dp_shard") else 0
 
 
 def _rank_name(mesh: Mesh) -> str:

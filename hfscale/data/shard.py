@@ -9,8 +9,9 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from ..errors import ConfigError
 from ..mesh import Mesh
@@ -29,15 +30,45 @@ def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, mixed_precision: s
     """
     if mesh.batch_world == 1 or mesh.device_mesh is None:
         return
-    names = ("dp_replicate", "dp_shard") if mesh.layout.size("dp_replicate") > 1 else ("dp_shard",)
-    data_mesh = mesh.device_mesh[names]
+    data_mesh = _data_mesh(mesh.device_mesh, mesh, "dp_replicate", "dp_shard")
     dtype = MIXED_PRECISIONS[mixed_precision]
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else MixedPrecisionPolicy()
     # Whole copies need not be given up after the forward pass where no memory is won by it.
     reshard = mesh.layout.size("dp_shard") > 1
+    alone = _shard_experts(model, plan, mesh, policy)
     for name in (layer for layer in plan.layers if plan.holds(mesh.ranks["pp"], layer)):
-        fully_shard(model.get_submodule(name), mesh=data_mesh, mp_policy=policy, reshard_after_forward=reshard)
-    fully_shard(model, mesh=data_mesh, mp_policy=policy, reshard_after_forward=False)
+        layer = model.get_submodule(name)
+        fully_shard(layer, mesh=data_mesh, mp_policy=policy, reshard_after_forward=reshard, ignored_params=alone)
+    fully_shard(model, mesh=data_mesh, mp_policy=policy, reshard_after_forward=False, ignored_params=alone)
+
+
+def _shard_experts(model: nn.Module, plan: Plan, mesh: Mesh, policy: MixedPrecisionPolicy) -> set[nn.Parameter]:
+    """Wrap experts over their own, smaller group: ranks that hold the same ones.
+
+    Returns:
+        parameters of experts that no other rank holds and that compute in their own type: nothing is to be gathered.
+    """
+    layout, alone = mesh.layout, set[nn.Parameter]()
+    shards = layout.size("edp_shard")
+    for experts in (e for e in plan.experts if plan.holds(mesh.ranks["pp"], e.name)):
+        module = model.get_submodule(experts.name)
+        if shards * layout.size("edp_replicate") == 1 and policy.param_dtype is None:
+            alone |= set(module.parameters())
+            continue
+        assert mesh.expert_mesh is not None
+        dims = {p: plan.by_name[f"{experts.name}.{name}"].cuts[-1].dim for name, p in module.named_parameters()}
+        fully_shard(
+            module,
+            mesh=_data_mesh(mesh.expert_mesh, mesh, "edp_replicate", "edp_shard"),
+            mp_policy=policy,
+            reshard_after_forward=shards > 1,
+            shard_placement_fn=(lambda p, dims=dims: Shard(dims[p])) if shards > 1 else None,  # type: ignore[misc]
+        )
+    return alone
+
+
+def _data_mesh(device_mesh: DeviceMesh, mesh: Mesh, replicate: str, shard: str) -> DeviceMesh:
+    return device_mesh[(replicate, shard) if mesh.layout.size(replicate) > 1 else (shard,)]
 
 
 def install_shares(model: nn.Module, shares: dict[str, Tensor], plan: Plan, mesh: Mesh) -> None:

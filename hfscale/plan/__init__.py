@@ -8,7 +8,7 @@ from .cut import Cut, cut_shape, write_share
 from .entry import as_python, describe_blueprint
 from .families import FAMILIES
 from .infer import infer_blueprint
-from .plan import LOSSES, BlockPlan, ParameterPlan, Plan, StreamPlan
+from .plan import LOSSES, BlockPlan, ExpertsPlan, ParameterPlan, Plan, StreamPlan
 from .stages import Stage, StagePlan, Tie, balance, place_stages
 from .stream import share_evenly
 from .table import render, to_json
@@ -23,6 +23,7 @@ __all__ = [
     "Cost",
     "Costs",
     "Cut",
+    "ExpertsPlan",
     "ParameterPlan",
     "Plan",
     "Stage",

@@ -7,6 +7,7 @@ from transformers.pytorch_utils import Conv1D
 
 from .blueprint import Block, Blueprint
 from .draft import Draft
+from .experts import blocks_around_experts
 from .heads import KEY_VALUE_COUNTS, check_block_heads, check_heads, key_value_copies
 from .layers import has_every_list
 from .plan import BlockPlan, join_path, wild_name
@@ -19,7 +20,8 @@ _GROUPS = "num_key_value_groups"
 
 def plan_blocks(draft: Draft, blueprint: Blueprint, layers: list[str]) -> list[BlockPlan]:
     """The blocks of every layer; the rules of their parameters go into ``draft``."""
-    blocks = []
+    blocks: list[BlockPlan] = []
+    matched: set[str] = set()  # paths in the blueprint that some layer has
     unfit = blueprint.unfit(draft.config)
     if unfit:
         draft.problem(f"tp_size={draft.tp}: {draft.config.model_type!r} with {unfit}: use tp_size=1")
@@ -28,9 +30,10 @@ def plan_blocks(draft: Draft, blueprint: Blueprint, layers: list[str]) -> list[B
         for path, role in blueprint.blocks.items():
             name = f"{layer}.{path}" if path else layer
             if name in draft.modules and _applies(draft, name, role):
-                blocks.append(_block(draft, name, role, layers))
+                matched.add(path)
+                blocks += [_block(draft, *inner, layers) for inner in blocks_around_experts(draft, name, role)]
     for path in blueprint.blocks if has_every_list(draft, blueprint) else ():
-        if path and not any(block.name.endswith(f".{path}") for block in blocks):
+        if path and path not in matched:
             draft.problem(
                 f"tp_size={draft.tp}: the blueprint of {draft.config.model_type!r} names a block {path!r} that no "
                 "layer has: correct the blueprint, or use tp_size=1"

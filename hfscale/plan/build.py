@@ -9,15 +9,15 @@ from .blocks import plan_blocks
 from .blueprint import Blueprint, find_blueprint
 from .cut import Cut
 from .draft import Draft
+from .experts import expert_cuts, plan_experts
 from .layers import find_layers
-from .plan import ParameterPlan, Plan, wild_name
+from .plan import ParameterPlan, Plan, StreamPlan, wild_name
 from .stages import StagePlan
 from .stream import plan_streams
 from .vocabulary import cut_vocabulary, plan_head
 
 # What this version cannot run. An axis is switched on by taking it out of here.
 _LATER = {
-    "ep": "expert parallelism",
     "cp": "context parallelism",
 }
 
@@ -42,11 +42,14 @@ def _build(draft: Draft, ranks: Ranks | None) -> Plan:
     _refuse_unavailable(draft)
     blueprint = _blueprint(draft)
     layers = find_layers(draft, blueprint)
+    experts = plan_experts(draft, layers)
     blocks = plan_blocks(draft, blueprint, layers) if draft.tp > 1 and blueprint else []
     head, loss = plan_head(draft)
     embedding = cut_vocabulary(draft, head) if draft.tp > 1 else None
     cut_sequence = draft.tp > 1 and draft.layout.sequence_parallel
-    streams = plan_streams(draft, layers, blocks, embedding, blueprint.source) if cut_sequence and blueprint else ()
+    streams: tuple[StreamPlan, ...] = ()
+    if cut_sequence and blueprint:
+        streams = plan_streams(draft, layers, blocks, experts, embedding, blueprint.source)
     stages = _plan_stages(draft, layers, ranks, trains=loss is not None)
     return Plan(
         family=draft.config.model_type,
@@ -58,6 +61,7 @@ def _build(draft: Draft, ranks: Ranks | None) -> Plan:
         head=head,
         loss=loss,
         streams=streams,
+        experts=experts,
         source=blueprint.source if blueprint and blocks else "",
         stages=stages,
     )
@@ -128,7 +132,9 @@ def _parameters(draft: Draft, stages: StagePlan | None) -> list[ParameterPlan]:
                 f"{draft.layout.describe()}: {wild_name(name)} is a scalar, which FSDP2 cannot hold: use "
                 "dp_shard_size=1 and dp_replicate_size=1"
             )
-        if shard > 1 and parameter.ndim:
+        if name in draft.spread:
+            cuts = expert_cuts(draft.layout, tuple(parameter.shape), cuts)
+        elif shard > 1 and parameter.ndim:
             cuts.append(Cut("dp_shard", 0, shard))
         result.append(
             ParameterPlan(

@@ -17,6 +17,7 @@ class Draft:
         modules: every module of the model by name.
         problems: why the layout does not fit, in words; each once.
         rules: parameter name -> (its cut over the tensor axis, the axes over which its gradient is partial).
+        spread: parameters of experts that are spread over the expert axis.
     """
 
     def __init__(self, model: Any, layout: ParallelConfig) -> None:
@@ -25,6 +26,7 @@ class Draft:
         self.problems: list[str] = []
         self.modules: dict[str, Any] = dict(model.named_modules())
         self.rules: dict[str, tuple[Cut | None, tuple[str, ...]]] = {}
+        self.spread: set[str] = set()
 
     def problem(self, problem: str) -> None:
         """Note a reason why the layout does not fit, once."""

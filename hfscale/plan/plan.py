@@ -137,6 +137,21 @@ class StreamPlan:
 
 
 @dataclass(frozen=True)
+class ExpertsPlan:
+    """The experts of one mixture, spread over ranks.
+
+    Attributes:
+        name: the module that holds them.
+        count: how many there are.
+        layer: the layer it is in; empty outside of the layers.
+    """
+
+    name: str
+    count: int
+    layer: str
+
+
+@dataclass(frozen=True)
 class Plan:
     """What becomes of a model under a layout. ``print(plan)`` is a table.
 
@@ -147,6 +162,7 @@ class Plan:
         layers: names of the layers, in order; an encoder's before its decoder's.
         blocks: the tensor-parallel blocks; empty where ``tp_size`` is 1.
         streams: the streams that are cut along the sequence, under sequence parallelism.
+        experts: the experts that are spread over ranks; empty where ``ep_size`` is 1.
         embedding: name of the vocabulary-parallel embedding, if cut.
         head: name of the output projection onto the vocabulary, if the loss runs on it.
         loss: the host's name of the loss, if it is one of :data:`LOSSES`.
@@ -163,6 +179,7 @@ class Plan:
     head: str | None
     loss: str | None
     streams: tuple[StreamPlan, ...] = ()
+    experts: tuple[ExpertsPlan, ...] = ()
     source: str = ""
     stages: StagePlan | None = None
 

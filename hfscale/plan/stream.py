@@ -1,6 +1,6 @@
 """Plan sequence parallelism: where the stream is cut, and which parameters see their rank's tokens only."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -9,7 +9,7 @@ from transformers.pytorch_utils import Conv1D
 from .blueprint import INFERRED
 from .draft import Draft
 from .families import SEQUENCE_UNFIT
-from .plan import BlockPlan, StreamPlan, wild_name
+from .plan import BlockPlan, ExpertsPlan, StreamPlan, wild_name
 from .probe import direct_children, probe_entry
 
 _TOKENWISE = (nn.Linear, Conv1D, nn.Dropout, nn.Identity, nn.Embedding)
@@ -21,7 +21,12 @@ def share_evenly(total: int, size: int) -> list[int]:
 
 
 def plan_streams(
-    draft: Draft, layers: list[str], blocks: list[BlockPlan], embedding: str | None, source: str
+    draft: Draft,
+    layers: list[str],
+    blocks: list[BlockPlan],
+    experts: Sequence[ExpertsPlan],
+    embedding: str | None,
+    source: str,
 ) -> tuple[StreamPlan, ...]:
     """One stream per layer list; the rules of its parameters go into ``draft``."""
     unfit = SEQUENCE_UNFIT.get(draft.config.model_type)
@@ -39,7 +44,7 @@ def plan_streams(
     probe = probe_entry(draft, {members[0]: owner for owner, members in owners.items()}, embedding)
     streams = []
     for owner, members in owners.items():
-        if not any(block.name.startswith(f"{owner}.") for block in blocks):
+        if not any(name.startswith(f"{owner}.") for name in (*(b.name for b in blocks), *(e.name for e in experts))):
             continue
         before = probe.before.get(owner)
         rest = [
@@ -53,13 +58,13 @@ def plan_streams(
             )
             continue
         after = [name for name in rest if name not in (before or ())]
-        edges = _edges(blocks)
+        edges, mixtures = _edges(blocks), _mixtures(draft, experts)
         streams.append(
             StreamPlan(
                 owner=owner,
                 exit=after[0] if len(after) == 1 else owner,  # an owner may reshape what its only norm returns
                 layers=tuple(members),
-                gathered=tuple(name for layer in members for name in _gathered(draft, layer, edges)),
+                gathered=tuple(name for layer in members for name in _gathered(draft, layer, edges, mixtures)),
                 partial=tuple(_partial(draft, [*members, *after])),
                 direct=probe.direct == members[0] and _only_looks_up(draft, embedding),
                 dropout=_drops_out(draft, members),
@@ -82,14 +87,19 @@ def _edges(blocks: list[BlockPlan]) -> set[str]:
     return {name for block in blocks for name in (*block.enter, *block.leave, *block.row)}
 
 
-def _gathered(draft: Draft, path: str, edges: set[str]) -> Iterator[str]:
+def _mixtures(draft: Draft, experts: Sequence[ExpertsPlan]) -> set[str]:
+    """Modules that treat every token by itself because they are a router, experts, and shared experts with edges."""
+    return {each.name.rpartition(".")[0] for each in experts if draft.layout.slices_tokens}
+
+
+def _gathered(draft: Draft, path: str, edges: set[str], mixtures: set[str]) -> Iterator[str]:
     """Modules under ``path`` that are outside of all edges and may compute across tokens."""
     for name in direct_children(draft.modules, path):
         module = draft.modules[name]
-        if name in edges or isinstance(module, _TOKENWISE) or "Norm" in type(module).__name__:
+        if name in edges or name in mixtures or isinstance(module, _TOKENWISE) or "Norm" in type(module).__name__:
             continue
         if any(edge.startswith(f"{name}.") for edge in edges):
-            yield from _gathered(draft, name, edges)
+            yield from _gathered(draft, name, edges, mixtures)
         elif _has_parameters(draft, name):
             yield name
 

@@ -22,10 +22,11 @@ def gradient_rule(parameter: ParameterPlan, plan: Plan) -> str:
         steps.append(f"sum over stages {', '.join(map(str, tie.stages))}")
     if parameter.copies > 1:
         steps.append(f"sum over the {parameter.copies} ranks with the same heads")
-    if parameter.cut_over("dp_shard"):
-        steps.append("reduce-scatter over dp_shard")
-    if plan.layout.size("dp_replicate") > 1:
-        steps.append("all-reduce over dp_replicate")
+    shard, replicate = ("edp_shard", "edp_replicate") if parameter.cut_over("ep") else ("dp_shard", "dp_replicate")
+    if parameter.cut_over(shard):
+        steps.append(f"reduce-scatter over {shard}")
+    if plan.layout.size(replicate) > 1:
+        steps.append(f"all-reduce over {replicate}")
     return ", ".join(steps) or "complete"
 
 
@@ -76,6 +77,7 @@ def to_json(plan: Plan) -> str:
             "weight_bytes_per_rank": weights_per_rank(plan)[1],
             "layers": list(plan.layers),
             "blocks": [asdict(block) for block in plan.blocks],
+            "experts": [asdict(experts) for experts in plan.experts],
             "streams": [asdict(stream) for stream in plan.streams],
             "stages": asdict(plan.stages) if plan.stages else None,
             "embedding": plan.embedding,
@@ -167,13 +169,13 @@ def _edges(plan: Plan) -> list[str]:
     if plan.blocks:
         talk = "an all-gather and a reduce-scatter each way" if plan.streams else "one all-reduce forward, one backward"
         lines.append(f"edges over tp (blocks: {talk} for each input)")
-        folded: dict[tuple[str, ...], int] = {}
+        counted: dict[tuple[str, ...], int] = {}
         for block in plan.blocks:
             roles = {"column": block.column, "row": block.row, "shared": block.shared}
             named = "; ".join(f"{role} {_inside(block.name, names)}" for role, names in roles.items() if names)
             key = (wild_name(block.name), named)
-            folded[key] = folded.get(key, 0) + 1
-        entries = [(f"{name} x{count}", named) for (name, named), count in folded.items()]
+            counted[key] = counted.get(key, 0) + 1
+        entries = [(f"{name} x{count}", named) for (name, named), count in counted.items()]
         for name, what in (
             (plan.embedding, "all-reduce forward"),
             (plan.head, f"all-reduce backward, loss {plan.loss} on cut logits"),
@@ -190,6 +192,14 @@ def _edges(plan: Plan) -> list[str]:
         lines.append(
             f"sequence: from {stream.layers[0]} to {stream.exit or 'the end'}, each rank holds "
             f"1/{plan.layout.size('tp')} of the tokens between blocks" + (f"; run on all: {whole}" if whole else "")
+        )
+    folded = {wild_name(each.name): each for each in plan.experts}
+    for name, each in folded.items():
+        size = plan.layout.size("ep")
+        sliced = "; each tensor rank sends its share of a batch" if plan.layout.slices_tokens else ""
+        lines.append(
+            f"experts: {name} x{sum(wild_name(other.name) == name for other in plan.experts)}, {each.count // size} of "
+            f"{each.count} per rank, two all-to-alls forward and two backward over ep{size}{sliced}"
         )
     if plan.layout.batch_world > 1:
         lines.append(

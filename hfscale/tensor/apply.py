@@ -29,6 +29,8 @@ from .shared import PartialSums, read_partial
 # as [out, in], Conv1D as [in, out] = [nx, nf].
 _SIZE_ATTRIBUTES = {"out_features": 0, "in_features": 1, "nx": 0, "nf": 1}
 
+_CUT = ("ep", "tp")  # the axes that change shapes in the model; shards of the data axes come last and on top
+
 _PARTIAL_OUTPUTS = {
     "output_attentions": "would return the attention weights of this rank's heads only",
     "output_router_logits": "adds a loss on the router that every tensor rank would count once",
@@ -63,7 +65,7 @@ def install_edges(runtime: Runtime) -> None:
         for name in block.once:
             owner, _, parameter = name.rpartition(".")
             read_partial(model.get_submodule(owner), sums, names=(parameter,), once=mesh.ranks["tp"] == 0)
-        cut = _stream_of(block.name, streams)
+        cut = runtime.stream_of(block.name)
         install_block_edges(model, block, mesh, cut, _overlap(model, plan, block, group, cut))
     install_copy_sums(model, plan, mesh, runtime.holds)
     if plan.blocks:
@@ -73,11 +75,6 @@ def install_edges(runtime: Runtime) -> None:
     if plan.embedding is not None and runtime.holds(plan.embedding):
         planned = plan.by_name[f"{plan.embedding}.weight"]
         install_vocab_parallel_embedding(model.get_submodule(plan.embedding), planned, mesh, streams)
-
-
-def _stream_of(block: str, streams: list[Stream]) -> Stream | None:
-    """The stream that a block reads and writes, where it is cut."""
-    return next((s for s in streams if any(f"{block}.".startswith(f"{layer}.") for layer in s.plan.layers)), None)
 
 
 def _overlap(
@@ -121,13 +118,14 @@ def _refuse_cut_outputs(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def cut_parameters(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
-    """Replace every parameter cut over the tensor axis by this rank's share, keeping ties and ``requires_grad``.
+    """Replace every parameter that is cut over the tensor or expert axis by this rank's share, keeping ties and
+    ``requires_grad``.
 
     Works on a whole model on any device; on the meta device it only changes shapes.
     """
     replaced: dict[int, nn.Parameter] = {}
     for planned in plan.parameters:
-        if planned.cut_over("tp") is None or not plan.holds(mesh.ranks["pp"], planned.name):
+        if not any(cut.axis in _CUT for cut in planned.cuts) or not plan.holds(mesh.ranks["pp"], planned.name):
             continue
         owner, _, attribute = planned.name.rpartition(".")
         module = model.get_submodule(owner)
@@ -140,8 +138,8 @@ def cut_parameters(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
 
 
 def local_parameter(whole: Any, planned: ParameterPlan, mesh: Mesh) -> nn.Parameter:
-    """This rank's tensor share of a whole parameter, in memory of its own."""
-    share = planned.take(whole.detach(), mesh.ranks, axes=("tp",))
+    """This rank's tensor or expert share of a whole parameter, in memory of its own."""
+    share = planned.take(whole.detach(), mesh.ranks, axes=_CUT)
     share = share.clone() if share.device.type != "meta" else share.new_empty(share.shape)
     return nn.Parameter(share, requires_grad=whole.requires_grad)
 

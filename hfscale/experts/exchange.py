@@ -1,0 +1,75 @@
+"""Tokens to their experts and back, with gradients.
+
+::
+
+    dispatch   x [n, h] ----> grouped [arrived, h]      backward   sum over a token's routes <---- the rows back
+    combine    grouped  ----> y [n, h]                  backward   weighted rows to the experts <---- dy
+               y[t] = sum over routes of weight * row, on the sender
+
+So weights of routes, and their gradients, never travel: a row carries ``h`` numbers, four times per step and layer.
+
+Experts see the tokens of several distinct batches. The data axes average gradients over distinct batches, and those of
+experts over fewer ranks, or none: what is missing is divided out of the gradient on its way into the experts, and put
+back where it leaves them.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .routes import Routes
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, routes: Routes, batches: int) -> Tensor:
+        ctx.routes, ctx.batches = routes, batches
+        return routes.to_experts(x.index_select(0, routes.tokens))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        rows = ctx.routes.by_token(ctx.routes.from_experts(grads[0]))
+        total = rows.squeeze(1) if rows.shape[1] == 1 else rows.sum(1)
+        return total.mul_(ctx.batches) if ctx.batches > 1 else total, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, grouped: Tensor, weights: Tensor, routes: Routes, batches: int) -> Tensor:
+        rows = routes.from_experts(grouped)
+        ctx.save_for_backward(rows, weights)
+        ctx.routes, ctx.batches = routes, batches
+        return (routes.by_token(rows) * weights.unsqueeze(-1)).sum(1).to(grouped.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        rows, weights = ctx.saved_tensors
+        routes, back = ctx.routes, grads[0].index_select(0, ctx.routes.tokens)
+        of_weights = None
+        if ctx.needs_input_grad[1]:
+            products = (rows * back).sum(-1, dtype=weights.dtype)
+            of_weights = torch.zeros_like(weights).view(-1).index_copy_(0, routes.order, products).view_as(weights)
+        if not ctx.needs_input_grad[0]:
+            return None, of_weights, None, None
+        scale = weights.reshape(-1).index_select(0, routes.order).unsqueeze(-1) / ctx.batches
+        return routes.to_experts((back * scale).to(rows.dtype)), of_weights, None, None
+
+
+def dispatch(x: Tensor, routes: Routes, batches: int) -> Tensor:
+    """Tokens ``[n, h]`` of this rank -> the rows ``[arrived, h]`` that this rank's experts compute on, by expert.
+
+    Args:
+        batches: distinct batches whose tokens meet in one group of experts.
+    """
+    return _Dispatch.apply(x, routes, batches)
+
+
+def combine(grouped: Tensor, weights: Tensor, routes: Routes, batches: int) -> Tensor:
+    """What experts computed, ``[arrived, h]`` -> the weighted sum ``[n, h]`` over the routes of each token, given their
+    ``weights [n, k]``.
+    """
+    return _Combine.apply(grouped, weights, routes, batches)

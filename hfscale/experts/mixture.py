@@ -1,0 +1,82 @@
+"""Put the exchange of tokens in the place of the forward pass of a stock module of experts.
+
+The stock block around it is unchanged: it asks its router, calls ``experts(hidden, index, weights)`` with the numbers
+of *all* experts, and gets the weighted sums for its tokens. Where tensor ranks share a batch and each has whole
+experts, every one sends a share of the tokens, so that no token is computed twice; under sequence parallelism it has
+but a share to begin with.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..ops import gather, scatter
+from ..plan import ExpertsPlan, share_evenly
+from ..runtime import Runtime
+from .exchange import combine, dispatch
+from .grouped import run_experts
+from .routes import plan_routes
+
+
+class Mixture:
+    """What surrounds the experts of one layer.
+
+    Attributes:
+        plan: which module, and how many experts it has on all ranks.
+        group: the ranks over which they are spread; ``None`` for one.
+        batches: distinct batches whose tokens meet in it.
+        shares: the tensor ranks that share a batch, if each of them sends a share of it.
+        is_cut: whether the tokens that arrive are a share already.
+    """
+
+    def __init__(
+        self,
+        plan: ExpertsPlan,
+        group: dist.ProcessGroup | None,
+        batches: int = 1,
+        shares: dist.ProcessGroup | None = None,
+        is_cut: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.plan, self.group, self.batches, self.shares, self.is_cut = plan, group, batches, shares, is_cut
+
+    def run(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """The host's ``experts(hidden [n, h], index [n, k], weights [n, k])``, with ``experts`` those of this rank."""
+        if self.shares is None or self.is_cut():
+            return self._exchanged(experts, hidden, index, weights)
+        size, rank = dist.get_world_size(self.shares), dist.get_rank(self.shares)
+        lengths = share_evenly(hidden.shape[0], size)
+        own_index = index.narrow(0, sum(lengths[:rank]), lengths[rank])
+        own_hidden, own_weights = (scatter(x, lengths, self.shares, 0) for x in (hidden, weights))
+        return gather(self._exchanged(experts, own_hidden, own_index, own_weights), lengths, self.shares, 0)
+
+    def _exchanged(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        routes, _ = plan_routes(index, self.plan.count, self.group)
+        grouped = run_experts(experts, dispatch(hidden, routes, self.batches), routes.counts)
+        return combine(grouped, weights, routes, self.batches).to(hidden.dtype)
+
+
+def install_experts(runtime: Runtime) -> None:
+    """Spread experts: their modules, which hold this rank's, exchange tokens with the others. No-op for one rank.
+
+    Comes before the edges of tensor parallelism, which may read parameters of experts in their own way.
+    """
+    mesh, layout = runtime.mesh, runtime.mesh.layout
+    group = mesh.group("ep")
+    if group is None:
+        return
+    shares = mesh.group("tp") if layout.slices_tokens else None
+    for planned in runtime.plan.experts:
+        if not runtime.holds(planned.name):
+            continue
+        module: Any = runtime.model.get_submodule(planned.name)
+        is_cut = partial(_is_cut, runtime, planned.layer)
+        mixture = Mixture(planned, group, layout.expert_batches, shares, is_cut)
+        module.forward = partial(mixture.run, module)
+
+
+def _is_cut(runtime: Runtime, layer: str) -> bool:
+    stream = runtime.stream_of(layer)
+    return stream is not None and stream.cut

@@ -1,0 +1,107 @@
+"""Plan expert parallelism: which modules hold experts, and what is left of the blocks around them.
+
+transformers keeps the experts of one mixture as a module of 3-D parameters ``[experts, ...]`` that is called as
+``experts(hidden_states, top_k_index, top_k_weights)``. Spread over ranks, a module holds whole experts, and tokens
+travel to them (Lepikhin et al. 2020, GShard). Everything else of a mixture - router, shared experts - follows the other
+axes.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from ..config import ParallelConfig
+from .blueprint import Block
+from .cut import Cut, cut_shape
+from .draft import Draft
+from .plan import ExpertsPlan, wild_name
+
+# What the host's experts say of how their parameters are used.
+_MARKS = ("has_gate", "has_bias", "is_transposed", "num_experts")
+
+
+def holds_experts(module: Any) -> bool:
+    """Whether a module holds the experts of a mixture in the host's way."""
+    return isinstance(module, nn.Module) and all(hasattr(module, mark) for mark in _MARKS)
+
+
+def plan_experts(draft: Draft, layers: list[str]) -> tuple[ExpertsPlan, ...]:
+    """The experts of every mixture; their parameters are noted in ``draft``. Empty where they are not spread."""
+    size = draft.layout.size("ep")
+    if size == 1:
+        return ()
+    found = [(name, module) for name, module in draft.modules.items() if holds_experts(module)]
+    if not found:
+        draft.problem(
+            f"ep_size={size} needs experts that transformers keeps as one module of 3-D parameters, and "
+            f"{type(draft.model).__name__} has none: use ep_size=1"
+        )
+    plans = []
+    for name, module in found:
+        count = int(module.num_experts)
+        if count % size:
+            fits = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+            draft.problem(
+                f"ep_size={size} does not divide the {count} experts of {wild_name(name)}: use ep_size {fits}"
+            )
+        for parameter, value in module.named_parameters(prefix=name):
+            if value.ndim < 2 or value.shape[0] != count:
+                draft.problem(
+                    f"ep_size={size}: {wild_name(parameter)} of shape {tuple(value.shape)} is not one per expert (of "
+                    f"{count}), so it cannot be spread with them: use ep_size=1"
+                )
+            draft.spread.add(parameter)
+            if draft.tp == 1 or draft.layout.slices_tokens:
+                draft.rules[parameter] = (None, ())
+        owner = next((layer for layer in layers if name.startswith(f"{layer}.")), "")
+        plans.append(ExpertsPlan(name, count, owner))
+    return tuple(plans)
+
+
+def expert_cuts(layout: ParallelConfig, shape: tuple[int, ...], cuts: list[Cut]) -> list[Cut]:
+    """All cuts of a parameter of experts, given that over the tensor axis: whole experts first, their shards last.
+
+    Shards are whole experts too, or rows of every expert where these are too few to share out evenly.
+    """
+    cuts = [Cut("ep", 0, layout.size("ep")), *cuts]
+    shards = layout.size("edp_shard")
+    if shards > 1:
+        local = cut_shape(shape, cuts, {})
+        by_rows = local[0] % shards != 0 and local[1] % shards == 0
+        cuts.append(Cut("edp_shard", 1 if by_rows else 0, shards))
+    return cuts
+
+
+def blocks_around_experts(draft: Draft, name: str, role: Block) -> Iterator[tuple[str, Block]]:
+    """What the tensor axis cuts of block ``name``.
+
+    The block itself; or, if tensor ranks hold whole experts in it, its shared experts, each as a block of its own:
+    what enters and leaves the mixture is whole then, and its router is an ordinary whole module.
+    """
+    inside = [
+        found for found, module in draft.modules.items() if found.startswith(f"{name}.") and holds_experts(module)
+    ]
+    if not draft.layout.slices_tokens or not inside:
+        yield name, role
+        return
+    children = dict.fromkeys(child.rpartition(".")[0] for child in (*role.column, *role.row) if "." in child)
+    for child in children:
+        if f"{name}.{child}" in draft.modules:
+            yield f"{name}.{child}", _inner(role, child)
+
+
+def _inner(role: Block, child: str) -> Block:
+    """The part of a block's role that is about its module ``child``."""
+
+    def within(paths: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(path.removeprefix(f"{child}.") for path in paths if path.startswith(f"{child}."))
+
+    parts = {path.removeprefix(f"{child}."): value for path, value in role.parts.items() if path.startswith(child)}
+    return replace(
+        Block(column=within(role.column), row=within(role.row), dropout=()),
+        parts=parts,
+        shared=within(role.shared),
+        optional=True,
+    )
