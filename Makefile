@@ -1,5 +1,8 @@
 # make demo   trains, fine-tunes, saves and checks a small model on this machine (set-up included)
 # make demo-pipeline   the same over 4 processes: two pipeline stages, each cut over two tensor ranks
+# make demo-experts   the demo with a mixture of experts, whole ones on each of two tensor ranks
+# make demo-experts-pipeline   the same over 4 processes: two pipeline stages, experts spread over two data ranks
+# make demo-upcycle   the demo's pretrained model goes on as a mixture of experts, beside itself
 # make test   runs the tests
 
 PYTHON ?= python3
@@ -9,7 +12,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: setup demo demo-pipeline test test-all test-gpu test-oldest lint bench clean
+.PHONY: setup demo demo-pipeline demo-experts demo-experts-pipeline demo-upcycle test test-all test-gpu test-oldest lint bench clean
 
 setup: $(VENV)/.ready
 
@@ -28,6 +31,16 @@ demo: setup
 
 demo-pipeline: setup
 	RUN=demo-llama-pipeline PROCESSES=4 bash scripts/demo.sh parallel.pp_size=2 parallel.num_microbatches=4
+
+demo-experts: setup
+	RUN=demo-experts RECIPES=demo_experts bash scripts/demo.sh
+
+demo-experts-pipeline: setup
+	RUN=demo-experts-pipeline RECIPES=demo_experts PROCESSES=4 bash scripts/demo.sh parallel.tp_size=1 \
+	    parallel.pp_size=2 parallel.dp_shard_size=2 parallel.num_microbatches=4
+
+demo-upcycle: setup
+	bash scripts/demo_upcycle.sh
 
 test: setup
 	$(BIN)/python -m pytest

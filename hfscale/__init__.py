@@ -2,8 +2,10 @@
 
 from .accelerator import Accelerator
 from .checkpoint import load_state, save_pretrained, save_state
+from .checkpoint.upcycle import upcycle
 from .config import ParallelConfig
 from .errors import CheckpointError, ConfigError, HFScaleError, MeshError, PlanError
+from .experts import ExpertLoad, ExpertLoadHistory, RoutingConfig, expert_load
 from .parallelize import from_config, from_pretrained, parallelize, plan
 from .pipeline.record import record_schedule
 from .train import batch_rank, batch_world, clip_grad_norm_, drain, eval_step, train_step
@@ -13,16 +15,20 @@ __all__ = [
     "Accelerator",
     "CheckpointError",
     "ConfigError",
+    "ExpertLoad",
+    "ExpertLoadHistory",
     "HFScaleError",
     "MeshError",
     "ParallelConfig",
     "PlanError",
+    "RoutingConfig",
     "__version__",
     "batch_rank",
     "batch_world",
     "clip_grad_norm_",
     "drain",
     "eval_step",
+    "expert_load",
     "from_config",
     "from_pretrained",
     "load_state",
@@ -32,4 +38,5 @@ __all__ = [
     "save_pretrained",
     "save_state",
     "train_step",
+    "upcycle",
 ]

@@ -24,7 +24,8 @@ _SIZES = {
     "--dp-shard": "sharded-data ranks (ZeRO-3, FSDP2)",
     "--dp-replicate": "replicas of the whole sharded model",
     "--pp": "pipeline stages",
-    "--ep": "expert ranks",
+    "--ep": "expert ranks, which are ranks of tp and of the data axes: whole experts on each",
+    "--expert-tp": "1 (whole experts) or tp: ranks over which each expert is cut besides, with --ep",
     "--cp": "context ranks: the sequence is cut",
 }
 # Flag -> field of the layout, what to call the value, help.

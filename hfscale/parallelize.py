@@ -14,7 +14,7 @@ from .checkpoint.load import materialize_buffers
 from .config import ParallelConfig
 from .data import MIXED_PRECISIONS, add_up_gradients, apply_data_axes, install_shares
 from .errors import CheckpointError, ConfigError
-from .experts import install_experts
+from .experts import RoutingConfig, install_experts, install_passes
 from .mesh import Mesh, build_mesh
 from .pipeline import check_stages, install_pipeline, leave_out, stage_places
 from .plan import Plan, build_plan
@@ -35,6 +35,7 @@ def from_pretrained(
     parallel: ParallelConfig | None = None,
     auto_class: Any = AutoModelForCausalLM,
     mixed_precision: str = "no",
+    routing: RoutingConfig | None = None,
     seed: int = 0,
     **hf_kwargs: Any,
 ) -> Any:
@@ -47,6 +48,7 @@ def from_pretrained(
         parallel: the layout; one process by default.
         auto_class: the Auto class (or model class) to load with.
         mixed_precision: ``"no"``, or ``"bf16"``: compute in bfloat16 over weights kept in their own type.
+        routing: how tokens find their experts, and what keeps those evenly busy; the model's own router by default.
         seed: for parameters that the checkpoint does not have.
         hf_kwargs: whatever ``from_pretrained`` takes, except what distributes the model.
 
@@ -56,7 +58,7 @@ def from_pretrained(
     Raises:
         ConfigError, PlanError, MeshError, CheckpointError: before any weight is read, except for damaged files.
     """
-    path, layout = str(path), _checked(parallel, mixed_precision, hf_kwargs)
+    path, layout = str(path), _checked(parallel, mixed_precision, hf_kwargs, routing)
     config, _ = _load_config(path, hf_kwargs)
     code = {key: hf_kwargs[key] for key in _CODE if key in hf_kwargs}
     planned = plan(config, layout, auto_class=auto_class, dtype=_as_dtype(hf_kwargs), **code)
@@ -67,7 +69,7 @@ def from_pretrained(
         fresh, _ = initialize_shares(template, planned, mesh, seed, wanted=lambda name: name in missing)
         shares.update(fresh)
     materialize_buffers(model, {}, mesh.device)
-    return _assemble(model, planned, mesh, mixed_precision, shares)
+    return _assemble(model, planned, mesh, mixed_precision, routing, shares)
 
 
 def from_config(
@@ -76,6 +78,7 @@ def from_config(
     parallel: ParallelConfig | None = None,
     auto_class: Any = AutoModelForCausalLM,
     mixed_precision: str = "no",
+    routing: RoutingConfig | None = None,
     seed: int = 0,
     **hf_kwargs: Any,
 ) -> Any:
@@ -85,7 +88,7 @@ def from_config(
     ever holds more than its share and one whole layer. Arguments, result and errors are those of
     :func:`from_pretrained`; the model is in training mode, like the host's.
     """
-    layout = _checked(parallel, mixed_precision, hf_kwargs)
+    layout = _checked(parallel, mixed_precision, hf_kwargs, routing)
     model = _on_meta(auto_class, config, hf_kwargs)
     planned = _planned(model, layout)
     mesh = build_mesh(layout, planned.copies, planned.ties)
@@ -94,17 +97,23 @@ def from_config(
     cut_parameters(model, planned, mesh)
     shares, buffers = initialize_shares(template, planned, mesh, seed)
     materialize_buffers(model, buffers, mesh.device)
-    return _assemble(model, planned, mesh, mixed_precision, shares)
+    return _assemble(model, planned, mesh, mixed_precision, routing, shares)
 
 
-def parallelize(model: nn.Module, parallel: ParallelConfig | None = None, *, mixed_precision: str = "no") -> Any:
+def parallelize(
+    model: nn.Module,
+    parallel: ParallelConfig | None = None,
+    *,
+    mixed_precision: str = "no",
+    routing: RoutingConfig | None = None,
+) -> Any:
     """Shard, in place, a whole stock model that is in memory and the same on every rank; returns it.
 
     Raises:
         ConfigError: the model is distributed already.
         PlanError, MeshError: the layout does not fit it, or the processes that were started.
     """
-    layout = _checked(parallel, mixed_precision, {})
+    layout = _checked(parallel, mixed_precision, {}, routing)
     reason = "hfscale already parallelized it" if find_runtime(model) else _host.is_distributed_by_host(model)
     if reason:
         raise ConfigError(
@@ -117,7 +126,7 @@ def parallelize(model: nn.Module, parallel: ParallelConfig | None = None, *, mix
     _give_up_memory(whole, kept=model)
     cut_parameters(model, planned, mesh)
     model.to(mesh.device)
-    return _assemble(model, planned, mesh, mixed_precision, None)
+    return _assemble(model, planned, mesh, mixed_precision, routing, None)
 
 
 def plan(
@@ -146,14 +155,22 @@ def _planned(model: nn.Module, layout: ParallelConfig) -> Plan:
     return planned
 
 
-def _assemble(model: Any, planned: Plan, mesh: Mesh, mixed_precision: str, shares: dict[str, Tensor] | None) -> Any:
+def _assemble(
+    model: Any,
+    planned: Plan,
+    mesh: Mesh,
+    mixed_precision: str,
+    routing: RoutingConfig | None,
+    shares: dict[str, Tensor] | None,
+) -> Any:
     """The common end: edges, loss, data axes, weights (where they are not in place yet), bookkeeping."""
     runtime = Runtime(model, planned, mesh, mixed_precision=mixed_precision)
-    install_experts(runtime)
+    install_experts(runtime, routing)
     install_edges(runtime)
     install_loss(runtime)
     install_generate(model, mesh)
     synchronize_before_training(runtime)
+    install_passes(runtime)
     apply_data_axes(model, planned, mesh, mixed_precision)
     if shares is not None:
         install_shares(model, shares, planned, mesh)
@@ -198,7 +215,11 @@ def _autocast(model: nn.Module, device: torch.device, dtype: torch.dtype | None)
     model.forward = autocast_forward  # type: ignore[method-assign]
 
 
-def _checked(parallel: ParallelConfig | None, mixed_precision: str, kwargs: dict[str, Any]) -> ParallelConfig:
+def _checked(
+    parallel: ParallelConfig | None, mixed_precision: str, kwargs: dict[str, Any], routing: RoutingConfig | None
+) -> ParallelConfig:
+    if routing is not None and not isinstance(routing, RoutingConfig):
+        raise ConfigError(f"routing={routing!r} is no such choice: pass hfscale.RoutingConfig(balance_loss=...)")
     if parallel is not None and not isinstance(parallel, ParallelConfig):
         raise ConfigError(f"parallel={parallel!r} is not a layout: pass hfscale.ParallelConfig(tp_size=...)")
     clashing = [name for name in _EXCLUSIVE if kwargs.get(name) is not None]

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -11,6 +12,7 @@ from .mesh import Mesh
 from .plan import ParameterPlan, Plan
 
 if TYPE_CHECKING:
+    from .experts.routing import Routing
     from .pipeline.run import Pipeline
     from .tensor.loss import VocabParallelLoss
     from .tensor.sequence import Stream
@@ -31,6 +33,7 @@ class Runtime:
         sums: sums partial gradients over the tensor ranks; ``None`` where there is one.
         streams: what sequence parallelism cuts along the sequence.
         pipeline: runs the model's stages; ``None`` where there is one.
+        routing: what routes tokens, counts them and balances experts; ``None`` where there are none, or stock ones.
         mixed_precision: what its forward pass computes in.
         random_streams_agreed: whether the tensor ranks have agreed on the stream that dropout draws from.
     """
@@ -42,6 +45,7 @@ class Runtime:
     sums: "PartialSums | None" = None
     streams: "list[Stream]" = field(default_factory=list)
     pipeline: "Pipeline | None" = None
+    routing: "Routing | None" = None
     mixed_precision: str = "no"
     random_streams_agreed: bool = False
 
@@ -91,6 +95,11 @@ def find_runtime(model: nn.Module) -> Runtime | None:
             found: Runtime = module.__dict__[_ATTRIBUTE]
             return found
     return None
+
+
+def recomputing() -> bool:
+    """Whether this forward pass is activation checkpointing's second one, inside a backward pass."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

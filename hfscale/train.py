@@ -23,7 +23,8 @@ def train_step(model: nn.Module, batch: Batch | Sequence[Batch], *, label_smooth
     """Forward and backward over this rank's batch; leaves synchronized gradients in ``.grad``.
 
     Gradients and loss are those of the mean over *all* valid labels of the step - every microbatch on every distinct
-    batch rank counts by its number of labels - so they do not depend on how the step was divided. Gradients add to
+    batch rank counts by its number of labels - so they do not depend on how the step was divided. What
+    :class:`hfscale.RoutingConfig` adds to the loss is a mean over the tokens of the step likewise. Gradients add to
     what ``.grad`` holds: zero them between steps, as always.
 
     Args:
@@ -41,6 +42,13 @@ def train_step(model: nn.Module, batch: Batch | Sequence[Batch], *, label_smooth
     runtime = runtime_of(model)
     microbatches, count = _prepare(runtime, batch)
     synchronize_random_streams(runtime)
+    with _routing_step(runtime, microbatches, train=model.training):
+        return _train(runtime, model, microbatches, count, label_smoothing)
+
+
+def _train(
+    runtime: Runtime, model: nn.Module, microbatches: list[dict[str, Any]], count: Tensor, label_smoothing: float
+) -> Tensor:
     if isinstance(runtime.pipeline, UnflushedPipeline):
         loss = runtime.pipeline.run(microbatches, count, label_smoothing, backward=True)
         _hand_out(runtime, runtime.pipeline)
@@ -95,11 +103,12 @@ def eval_step(model: nn.Module, batch: Batch | Sequence[Batch], *, label_smoothi
     """The loss :func:`train_step` would return, without gradients, in whatever mode the model is."""
     runtime = runtime_of(model)
     microbatches, count = _prepare(runtime, batch)
-    if runtime.pipeline is not None:
-        share = _through_stages(runtime, microbatches, count, label_smoothing, backward=False)
-        return _sum_over_batches(runtime, share)
-    assert runtime.loss is not None
-    total = sum(runtime.loss.of(model, microbatch, count, label_smoothing) for microbatch in microbatches)
+    with _routing_step(runtime, microbatches, train=False):
+        if runtime.pipeline is not None:
+            share = _through_stages(runtime, microbatches, count, label_smoothing, backward=False)
+            return _sum_over_batches(runtime, share)
+        assert runtime.loss is not None
+        total = sum(runtime.loss.of(model, microbatch, count, label_smoothing) for microbatch in microbatches)
     return _sum_over_batches(runtime, torch.as_tensor(total, device=runtime.mesh.device))
 
 
@@ -189,7 +198,8 @@ def _prepare(runtime: Runtime, batch: Batch | Sequence[Batch]) -> tuple[list[dic
         raise ConfigError(
             "output_router_logits=True adds the router's loss to every microbatch's share of the token mean, so it "
             f"would count {len(given) * runtime.mesh.batch_world} times in this step: set "
-            "config.output_router_logits = False, or train with one microbatch on one distinct batch"
+            "config.output_router_logits = False and load the model with routing=hfscale.RoutingConfig(balance_loss="
+            "...), whose weight is the same however a step is divided"
         )
     device, valid, microbatches = runtime.mesh.device, 0, []
     may_cache = _takes_use_cache(runtime.model)
@@ -219,9 +229,14 @@ def _refuse_half_answers(runtime: Runtime, microbatch: Batch) -> None:
         getattr(runtime.model.config, "output_router_logits", False) if wanted is None else wanted
     ):
         raise ConfigError(
-            "output_router_logits=True makes a loss of what the layers of all stages compute: leave it out, or use "
-            "pp_size=1"
+            "output_router_logits=True makes a loss of what the layers of all stages compute: leave it out, and load "
+            "the model with routing=hfscale.RoutingConfig(balance_loss=...), or use pp_size=1"
         )
+
+
+def _routing_step(runtime: Runtime, microbatches: list[dict[str, Any]], train: bool) -> AbstractContextManager[None]:
+    """Within: one step's passes, as the routing of experts sees them."""
+    return nullcontext() if runtime.routing is None else runtime.routing.step(microbatches, train)
 
 
 def _partial_sums_at_the_end(runtime: Runtime) -> AbstractContextManager[None]:

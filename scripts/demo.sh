@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
 # The whole way on CPU processes: pretrain, fine-tune, and load the result with hfscale out of reach.
 # Arguments are recipe overrides for both trainings: scripts/demo.sh training.steps=20
-# PROCESSES are started, which the layout must need; results go to runs/$RUN-base and runs/$RUN.
+# PROCESSES are started, which the layout must need; results go to runs/$RUN-base and runs/$RUN. RECIPES names the pair
+# of recipes: scripts/recipes/${RECIPES}_pretrain.yaml and ..._finetune.yaml.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 PYTHON="${PYTHON:-.venv/bin/python}"
 PROCESSES="${PROCESSES:-2}"
 RUN="${RUN:-demo-llama-stdlib}"
+RECIPES="scripts/recipes/${RECIPES:-demo}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-true}"
 # Ranks over gloo where there are no GPUs. Port 0: any free one. The rest are Accelerate's defaults, said aloud.
 LAUNCH=("$PYTHON" -m accelerate.commands.launch --multi_gpu --num_processes "$PROCESSES" --num_machines 1
@@ -15,9 +17,9 @@ LAUNCH=("$PYTHON" -m accelerate.commands.launch --multi_gpu --num_processes "$PR
 SECONDS=0
 
 echo "== pretrain"
-"${LAUNCH[@]}" scripts/pretrain.py --config scripts/recipes/demo_pretrain.yaml name="$RUN-base" "$@"
+"${LAUNCH[@]}" scripts/pretrain.py --config "${RECIPES}_pretrain.yaml" name="$RUN-base" "$@"
 echo "== fine-tune"
-"${LAUNCH[@]}" scripts/finetune.py --config scripts/recipes/demo_finetune.yaml name="$RUN" \
+"${LAUNCH[@]}" scripts/finetune.py --config "${RECIPES}_finetune.yaml" name="$RUN" \
     base="runs/$RUN-base/checkpoint" "$@"
 echo "== check, without hfscale"
 "$PYTHON" scripts/check_checkpoint.py "runs/$RUN"

@@ -57,6 +57,7 @@ def load(recipe: FinetuneRecipe, layout: hfscale.ParallelConfig) -> tuple[Any, A
             parallel=layout,
             seed=recipe.seed,
             mixed_precision=recipe.training.mixed_precision,
+            routing=hfscale.RoutingConfig(**recipe.routing) if recipe.routing else None,
             dtype="float32",
         )
         return model, AutoTokenizer.from_pretrained(recipe.base)

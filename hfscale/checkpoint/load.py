@@ -3,7 +3,8 @@
 Data flow: the host's ``from_pretrained`` builds the stock model on the meta device and is about to read weights; here
 the model gets its local shapes (tensor shares, then data shares) and the host is shown the checkpoint *through the
 plan*: a state dict whose tensors read only this rank's part. The host's own renaming, type rules and tying then do
-their work unchanged. A weight that the host fuses or transposes on its way in is read whole and cut afterwards.
+their work unchanged. So it is with a weight that the host merges on its way in, from one tensor per expert, say; one
+whose values it moves in other ways is read whole and cut afterwards.
 """
 
 from typing import Any
@@ -17,7 +18,8 @@ from ..mesh import Mesh
 from ..pipeline import leave_out
 from ..plan import ParameterPlan, Plan
 from ..tensor import cut_parameters
-from .reader import SafetensorsFile
+from .merged import merged_parameters, parts_of_share
+from .reader import SafetensorsFile, TensorOnDisk
 from .slices import ShareOnDisk, is_elsewhere
 
 
@@ -30,12 +32,14 @@ class _Loader:
 
     def prepare(self, model: Any, weight_mapping: list[Any], files: list[str]) -> dict[str, Any]:
         """Give the meta model local shapes; return the checkpoint as this rank sees it."""
-        stored = {}
+        stored: dict[str, TensorOnDisk] = {}
         for file in files:
             stored.update(SafetensorsFile(file).slices())
         targets = _host.checkpoint_targets(model, list(stored), weight_mapping)
         leave_out(model, self.plan, self.mesh.ranks["pp"])
-        self.converted = {target for target, converter in targets.values() if converter}
+        parts = self._merged(stored, targets)
+        made = {n: d.name in parts for d in targets.values() if d.converter for n in (d.name, *d.others)}
+        self.converted = {name for name, by_parts in made.items() if not by_parts}
         whole = {name: p for name, p in model.named_parameters(remove_duplicate=False) if name in self.converted}
         cut_parameters(model, self.plan, self.mesh)
         self.meta = dict(model.named_parameters(remove_duplicate=False))
@@ -52,14 +56,18 @@ class _Loader:
                 empty = nn.Parameter(parameter.new_empty(shape), requires_grad=parameter.requires_grad)
                 _set(model, planned.name, empty)
         shown: dict[str, Any] = {}
+        for pieces in parts.values():
+            shown.update(pieces)
         read_from: dict[str, str] = {}  # owned parameter -> the key it is read from
         for key, tensor in stored.items():
-            target, converter = targets[key]
+            target = targets[key].name
+            if target in parts:
+                continue
             planned_target = self.plan.by_name.get(target)
             here = self._name_here(target)
             if here is None:
                 continue  # another stage's
-            if planned_target is None or converter:
+            if planned_target is None or targets[key].converter:
                 shown[key] = tensor
                 continue
             _check_shape(key, tensor.shape, planned_target)
@@ -71,6 +79,16 @@ class _Loader:
             # Of a tied tensor, a stage may have another name than the checkpoint.
             shown[key if here == target else here] = share
         return shown
+
+    def _merged(
+        self, stored: dict[str, TensorOnDisk], targets: dict[str, _host.Destination]
+    ) -> dict[str, dict[str, Any]]:
+        """Parameters of this rank that the host merges from stored tensors -> what it is shown to merge of each."""
+        return {
+            name: parts_of_share(self.plan.by_name[name], sources, stored, self.mesh.ranks)
+            for name, sources in merged_parameters(targets).items()
+            if self.held.get(name) == name
+        }
 
     def _name_here(self, target: str) -> str | None:
         """The name that what loads into ``target`` has on this rank; ``None`` where it is another stage's."""

@@ -1,5 +1,7 @@
 """Show a checkpoint through the plan: a tensor that, when read, reads only one rank's share."""
 
+from collections.abc import Sequence
+from copy import copy
 from itertools import product
 from typing import Any
 
@@ -9,25 +11,32 @@ from torch import Tensor
 from ..plan import Cut, Plan
 from .reader import NAMES, TensorOnDisk
 
+Spans = list[tuple[int, int]]
+"""``(start, stop)`` of pieces along one dim."""
+
 
 def is_elsewhere(plan: Plan, rank: int, name: str) -> bool:
     """Whether a parameter, buffer or module is other stages' only: pipeline rank ``rank`` has a stand-in there."""
     return plan.stages is not None and not plan.holds(rank, name) and any(s.holds(name) for s in plan.stages.stages)
 
 
-class ShareOnDisk:
-    """The share of a stored tensor that the ``cuts`` leave to the rank at coordinates ``ranks``."""
+def share_spans(shape: Sequence[int], cuts: Sequence[Cut], ranks: dict[str, int]) -> list[Spans]:
+    """Per dim of a whole tensor: the spans that make up the share at coordinates ``ranks``, in order."""
+    spans = [[(0, size)] for size in shape]
+    for cut in cuts:
+        spans[cut.dim] = _narrow(spans[cut.dim], cut, ranks.get(cut.axis, 0))
+    return spans
 
-    def __init__(self, source: TensorOnDisk, cuts: tuple[Cut, ...], ranks: dict[str, int]) -> None:
-        self.source, self.dtype = source, source.dtype
-        # Per dim: the spans of the stored tensor that make up the share, in order.
-        self.spans: list[list[tuple[int, int]]] = [[(0, size)] for size in source.shape]
-        for cut in cuts:
-            self.spans[cut.dim] = _narrow(self.spans[cut.dim], cut, ranks.get(cut.axis, 0))
-        self.shape = tuple(sum(stop - start for start, stop in dim) for dim in self.spans)
+
+class PartOnDisk:
+    """Of a stored tensor, per dim, the ``spans``, laid side by side."""
+
+    def __init__(self, source: TensorOnDisk, spans: Sequence[Spans]) -> None:
+        self.source, self.dtype, self.spans = source, source.dtype, spans
+        self.shape = tuple(sum(stop - start for start, stop in dim) for dim in spans)
 
     def get_shape(self) -> list[int]:
-        """Shape of the share."""
+        """Shape of the part."""
         return list(self.shape)
 
     def get_dtype(self) -> str:
@@ -37,16 +46,37 @@ class ShareOnDisk:
     def __getitem__(self, index: Any) -> Tensor:
         pieces = list(product(*self.spans))
         if len(pieces) == 1:
-            share = self.source.read(pieces[0])
+            part = _read(self.source, pieces[0])
         else:
-            share = torch.empty(self.shape, dtype=self.dtype)
+            part = torch.empty(self.shape, dtype=self.dtype)
             places = [_places(dim) for dim in self.spans]
             for box, place in zip(pieces, product(*places), strict=True):
-                share[tuple(slice(*span) for span in place)] = self.source.read(box)
-        return share if index is Ellipsis else share[index]
+                part[tuple(slice(*span) for span in place)] = _read(self.source, box)
+        return part if index is Ellipsis else part[index]
 
 
-def _places(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+class ShareOnDisk(PartOnDisk):
+    """The share of a stored tensor that the ``cuts`` leave to the rank at coordinates ``ranks``."""
+
+    def __init__(self, source: TensorOnDisk, cuts: tuple[Cut, ...], ranks: dict[str, int]) -> None:
+        super().__init__(source, share_spans(source.shape, cuts, ranks))
+
+
+def _read(source: TensorOnDisk, box: tuple[tuple[int, int], ...]) -> Tensor:
+    """Read one box. Of matrices stacked in one tensor, rows of each are read, not each of them whole."""
+    if len(box) < 3 or box[1] == (0, source.shape[1]):
+        return source.read(box)
+    rows = copy(source)  # the same bytes as one matrix, all below one another
+    rows.shape = (source.shape[0] * source.shape[1], *source.shape[2:])
+    (first, last), (start, stop), *rest = box
+    part = torch.empty([high - low for low, high in box], dtype=source.dtype)
+    for place, matrix in enumerate(range(first, last)):
+        offset = matrix * source.shape[1]
+        part[place] = rows.read(((offset + start, offset + stop), *rest))
+    return part
+
+
+def _places(spans: Spans) -> Spans:
     """Where each span lies once all are laid side by side."""
     result, offset = [], 0
     for start, stop in spans:
@@ -55,7 +85,7 @@ def _places(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return result
 
 
-def _narrow(spans: list[tuple[int, int]], cut: Cut, rank: int) -> list[tuple[int, int]]:
+def _narrow(spans: Spans, cut: Cut, rank: int) -> Spans:
     """Apply one cut to a dim that is itself made of spans of the stored tensor."""
     length = sum(stop - start for start, stop in spans)
     result = []

@@ -47,15 +47,19 @@ def _shard_experts(model: nn.Module, plan: Plan, mesh: Mesh, policy: MixedPrecis
 
     Returns:
         parameters of experts that no other rank holds and that compute in their own type: nothing is to be gathered.
+        They become sharded tensors of one rank, since an optimizer does not take those of FSDP2 and plain ones at once.
     """
     layout, alone = mesh.layout, set[nn.Parameter]()
     shards = layout.size("edp_shard")
     for experts in (e for e in plan.experts if plan.holds(mesh.ranks["pp"], e.name)):
         module = model.get_submodule(experts.name)
+        assert mesh.expert_mesh is not None
         if shards * layout.size("edp_replicate") == 1 and policy.param_dtype is None:
+            for name, whole in list(module.named_parameters(recurse=False)):
+                local = DTensor.from_local(whole.detach(), mesh.expert_mesh["edp_shard"], [Shard(0)], run_check=False)
+                module.register_parameter(name, nn.Parameter(local, whole.requires_grad))
             alone |= set(module.parameters())
             continue
-        assert mesh.expert_mesh is not None
         dims = {p: plan.by_name[f"{experts.name}.{name}"].cuts[-1].dim for name, p in module.named_parameters()}
         fully_shard(
             module,
@@ -103,6 +107,13 @@ def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
     """Whether the next backward pass reduces gradients over the data axes (off while accumulating)."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(enabled)
+
+
+def give_up_gathered(model: nn.Module) -> None:
+    """Leave this rank its shards only, also where a forward pass without a backward pass has kept whole weights."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..ops import grouped_linear
+from ..runtime import local_tensor
 
 
 def run_experts(experts: Any, x: Tensor, counts: Sequence[int]) -> Tensor:
@@ -22,8 +23,9 @@ def run_experts(experts: Any, x: Tensor, counts: Sequence[int]) -> Tensor:
     biased, transposed = experts.has_bias, experts.is_transposed
 
     def linear(x: Tensor, name: str) -> Tensor:
-        bias = getattr(experts, f"{name}_bias").to(dtype) if biased else None
-        return grouped_linear(x, getattr(experts, name).to(dtype), bias, counts, transposed=transposed)
+        bias = local_tensor(getattr(experts, f"{name}_bias")).to(dtype) if biased else None
+        weight = local_tensor(getattr(experts, name)).to(dtype)
+        return grouped_linear(x, weight, bias, counts, transposed=transposed)
 
     if experts.has_gate:
         inner = experts._apply_gate(linear(x.to(dtype), "gate_up_proj"))

@@ -18,7 +18,11 @@ from ..plan import ExpertsPlan, share_evenly
 from ..runtime import Runtime
 from .exchange import combine, dispatch
 from .grouped import run_experts
+from .install import routing_of_layers
+from .layer import LayerRouting
+from .options import RoutingConfig
 from .routes import plan_routes
+from .slots import through_slots
 
 
 class Mixture:
@@ -26,6 +30,7 @@ class Mixture:
 
     Attributes:
         plan: which module, and how many experts it has on all ranks.
+        routing: changes and counts its routes.
         group: the ranks over which they are spread; ``None`` for one.
         batches: distinct batches whose tokens meet in it.
         shares: the tensor ranks that share a batch, if each of them sends a share of it.
@@ -35,15 +40,30 @@ class Mixture:
     def __init__(
         self,
         plan: ExpertsPlan,
+        routing: LayerRouting,
         group: dist.ProcessGroup | None,
         batches: int = 1,
         shares: dist.ProcessGroup | None = None,
         is_cut: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.plan, self.group, self.batches, self.shares, self.is_cut = plan, group, batches, shares, is_cut
+        self.plan, self.routing, self.group, self.batches = plan, routing, group, batches
+        self.shares, self.is_cut = shares, is_cut
 
     def run(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """The host's ``experts(hidden [n, h], index [n, k], weights [n, k])``, with ``experts`` those of this rank."""
+        choice = self.routing.choose(index, weights)
+        if choice.places is None:
+            out = self._routed(experts, hidden, choice.index, choice.weights)
+        else:
+            self.routing.count_on_device(choice.index)
+            compute, count = partial(run_experts, experts), self.plan.count
+            out = through_slots(
+                hidden, choice.weights, choice.places, count, choice.slots, compute, self.group, self.batches
+            )
+        return self.routing.finish(out, choice)
+
+    def _routed(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """Where tensor ranks share a batch, this rank's share of the tokens is exchanged, and results are gathered."""
         if self.shares is None or self.is_cut():
             return self._exchanged(experts, hidden, index, weights)
         size, rank = dist.get_world_size(self.shares), dist.get_rank(self.shares)
@@ -53,30 +73,24 @@ class Mixture:
         return gather(self._exchanged(experts, own_hidden, own_index, own_weights), lengths, self.shares, 0)
 
     def _exchanged(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        routes, _ = plan_routes(index, self.plan.count, self.group)
+        routes, counts = plan_routes(index, self.plan.count, self.group)
+        self.routing.count(counts)
         grouped = run_experts(experts, dispatch(hidden, routes, self.batches), routes.counts)
         return combine(grouped, weights, routes, self.batches).to(hidden.dtype)
 
 
-def install_experts(runtime: Runtime) -> None:
-    """Spread experts: their modules, which hold this rank's, exchange tokens with the others. No-op for one rank.
+def install_experts(runtime: Runtime, options: RoutingConfig | None = None) -> None:
+    """Spread experts: their modules, which hold this rank's, exchange tokens with the others. No-op for one rank whose
+    routing nobody has asked for.
 
     Comes before the edges of tensor parallelism, which may read parameters of experts in their own way.
     """
     mesh, layout = runtime.mesh, runtime.mesh.layout
     group = mesh.group("ep")
-    if group is None:
+    if group is None and options is None:
         return
     shares = mesh.group("tp") if layout.slices_tokens else None
-    for planned in runtime.plan.experts:
-        if not runtime.holds(planned.name):
-            continue
-        module: Any = runtime.model.get_submodule(planned.name)
-        is_cut = partial(_is_cut, runtime, planned.layer)
-        mixture = Mixture(planned, group, layout.expert_batches, shares, is_cut)
+    for routing in routing_of_layers(runtime, options):
+        module: Any = runtime.model.get_submodule(routing.planned.name)
+        mixture = Mixture(routing.planned, routing, group, layout.expert_batches, shares, routing.is_cut)
         module.forward = partial(mixture.run, module)
-
-
-def _is_cut(runtime: Runtime, layer: str) -> bool:
-    stream = runtime.stream_of(layer)
-    return stream is not None and stream.cut

@@ -9,7 +9,7 @@ from .blocks import plan_blocks
 from .blueprint import Blueprint, find_blueprint
 from .cut import Cut
 from .draft import Draft
-from .experts import expert_cuts, plan_experts
+from .experts import expert_cuts, find_mixtures, plan_experts
 from .layers import find_layers
 from .plan import ParameterPlan, Plan, StreamPlan, wild_name
 from .stages import StagePlan
@@ -42,7 +42,8 @@ def _build(draft: Draft, ranks: Ranks | None) -> Plan:
     _refuse_unavailable(draft)
     blueprint = _blueprint(draft)
     layers = find_layers(draft, blueprint)
-    experts = plan_experts(draft, layers)
+    mixtures = find_mixtures(draft, layers)
+    experts = plan_experts(draft, mixtures)
     blocks = plan_blocks(draft, blueprint, layers) if draft.tp > 1 and blueprint else []
     head, loss = plan_head(draft)
     embedding = cut_vocabulary(draft, head) if draft.tp > 1 else None
@@ -62,6 +63,7 @@ def _build(draft: Draft, ranks: Ranks | None) -> Plan:
         loss=loss,
         streams=streams,
         experts=experts,
+        mixtures=mixtures,
         source=blueprint.source if blueprint and blocks else "",
         stages=stages,
     )

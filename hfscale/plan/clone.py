@@ -9,8 +9,9 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-HEADS, HEAD_DIM, LAYERS, VOCABULARY = 4, 8, 2, 67
+HEADS, HEAD_DIM, LAYERS, VOCABULARY, EXPERTS = 4, 8, 2, 67, 4
 HIDDEN = HEADS * HEAD_DIM
+EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 # What a count becomes -> the names configs give it. Everything not named here keeps its value.
 _BECOMES: dict[int, str] = {
@@ -23,8 +24,8 @@ _BECOMES: dict[int, str] = {
         shared_experts_intermediate_size moe_shared_expert_intermediate_size""",
     2: "num_experts_per_tok moe_topk moe_k num_experts_per_token",
     HEADS: """num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads
-        attention_heads num_encoder_attention_heads num_decoder_attention_heads swa_num_attention_heads num_experts
-        num_local_experts n_routed_experts moe_num_experts qk_rope_head_dim qk_nope_head_dim rotary_dim""",
+        attention_heads num_encoder_attention_heads num_decoder_attention_heads swa_num_attention_heads
+        qk_rope_head_dim qk_nope_head_dim rotary_dim""",
     HEAD_DIM: """head_dim kv_channels dim_head v_head_dim attention_head_dim swa_head_dim d_head qk_head_dim d_kv
         mamba_chunk_size""",
     16: "mamba_d_state q_lora_rank kv_lora_rank o_lora_rank",
@@ -32,7 +33,9 @@ _BECOMES: dict[int, str] = {
     1: "n_group topk_group num_expert_group",
     0: "num_nextn_predict_layers",
 }
-_SMALL = {name: size for size, names in _BECOMES.items() for name in names.split()}
+_SMALL = {name: size for size, names in _BECOMES.items() for name in names.split()} | dict.fromkeys(
+    EXPERT_FIELDS, EXPERTS
+)
 _LAYER_COUNTS = (
     *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks"),
     *("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers"),

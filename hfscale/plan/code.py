@@ -16,3 +16,10 @@ def looks_up_like_stock(embedding: nn.Embedding) -> bool:
     """Whether the lookup itself is ``nn.Embedding``'s, with or without something (a scale) around it."""
     forward = type(embedding).forward
     return forward is nn.Embedding.forward or "super().forward(" in inspect.getsource(forward)
+
+
+def scores_by_sigmoid(router: nn.Module) -> bool:
+    """Whether a router makes scores of its logits with a sigmoid, and never with a softmax."""
+    code = getattr(inspect.unwrap(type(router).forward), "__code__", None)
+    names = set(code.co_names) if code is not None else set()
+    return "sigmoid" in names and "softmax" not in names

@@ -27,26 +27,34 @@ def holds_experts(module: Any) -> bool:
     return isinstance(module, nn.Module) and all(hasattr(module, mark) for mark in _MARKS)
 
 
-def plan_experts(draft: Draft, layers: list[str]) -> tuple[ExpertsPlan, ...]:
-    """The experts of every mixture; their parameters are noted in ``draft``. Empty where they are not spread."""
+def find_mixtures(draft: Draft, layers: list[str]) -> tuple[ExpertsPlan, ...]:
+    """The experts of every mixture, in the model's order."""
+    found = []
+    for name, module in draft.modules.items():
+        if holds_experts(module):
+            owner = next((layer for layer in layers if name.startswith(f"{layer}.")), "")
+            found.append(ExpertsPlan(name, int(module.num_experts), owner))
+    return tuple(found)
+
+
+def plan_experts(draft: Draft, mixtures: tuple[ExpertsPlan, ...]) -> tuple[ExpertsPlan, ...]:
+    """The experts that are spread; their parameters are noted in ``draft``. Empty where ``ep_size`` is 1."""
     size = draft.layout.size("ep")
     if size == 1:
         return ()
-    found = [(name, module) for name, module in draft.modules.items() if holds_experts(module)]
-    if not found:
+    if not mixtures:
         draft.problem(
             f"ep_size={size} needs experts that transformers keeps as one module of 3-D parameters, and "
             f"{type(draft.model).__name__} has none: use ep_size=1"
         )
-    plans = []
-    for name, module in found:
-        count = int(module.num_experts)
+    for planned in mixtures:
+        name, count = planned.name, planned.count
         if count % size:
             fits = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
             draft.problem(
                 f"ep_size={size} does not divide the {count} experts of {wild_name(name)}: use ep_size {fits}"
             )
-        for parameter, value in module.named_parameters(prefix=name):
+        for parameter, value in draft.modules[name].named_parameters(prefix=name):
             if value.ndim < 2 or value.shape[0] != count:
                 draft.problem(
                     f"ep_size={size}: {wild_name(parameter)} of shape {tuple(value.shape)} is not one per expert (of "
@@ -55,9 +63,7 @@ def plan_experts(draft: Draft, layers: list[str]) -> tuple[ExpertsPlan, ...]:
             draft.spread.add(parameter)
             if draft.tp == 1 or draft.layout.slices_tokens:
                 draft.rules[parameter] = (None, ())
-        owner = next((layer for layer in layers if name.startswith(f"{layer}.")), "")
-        plans.append(ExpertsPlan(name, count, owner))
-    return tuple(plans)
+    return mixtures
 
 
 def expert_cuts(layout: ParallelConfig, shape: tuple[int, ...], cuts: list[Cut]) -> list[Cut]:

@@ -138,7 +138,7 @@ class StreamPlan:
 
 @dataclass(frozen=True)
 class ExpertsPlan:
-    """The experts of one mixture, spread over ranks.
+    """The experts of one mixture.
 
     Attributes:
         name: the module that holds them.
@@ -163,6 +163,7 @@ class Plan:
         blocks: the tensor-parallel blocks; empty where ``tp_size`` is 1.
         streams: the streams that are cut along the sequence, under sequence parallelism.
         experts: the experts that are spread over ranks; empty where ``ep_size`` is 1.
+        mixtures: the experts of every mixture, spread or not.
         embedding: name of the vocabulary-parallel embedding, if cut.
         head: name of the output projection onto the vocabulary, if the loss runs on it.
         loss: the host's name of the loss, if it is one of :data:`LOSSES`.
@@ -180,6 +181,7 @@ class Plan:
     loss: str | None
     streams: tuple[StreamPlan, ...] = ()
     experts: tuple[ExpertsPlan, ...] = ()
+    mixtures: tuple[ExpertsPlan, ...] = ()
     source: str = ""
     stages: StagePlan | None = None
 

@@ -33,7 +33,8 @@ _CUT = ("ep", "tp")  # the axes that change shapes in the model; shards of the d
 
 _PARTIAL_OUTPUTS = {
     "output_attentions": "would return the attention weights of this rank's heads only",
-    "output_router_logits": "adds a loss on the router that every tensor rank would count once",
+    "output_router_logits": "adds a loss on the router that every tensor rank would count once (load the model with "
+    "routing=hfscale.RoutingConfig(balance_loss=...) for one that counts once in all)",
 }
 
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..mesh import Mesh
-from ..runtime import Runtime
+from ..runtime import Runtime, recomputing
 
 _RANKS = 1 << 16  # seeds of the cut streams of one region differ below this
 
@@ -64,11 +64,6 @@ def cut_region(
     for module in exits:
         module.register_forward_pre_hook(back)
     return restore
-
-
-def recomputing() -> bool:
-    """Whether this forward pass is activation checkpointing's second one, inside a backward pass."""
-    return torch._C._current_graph_task_id() != -1
 
 
 class LayerRandom:

@@ -28,7 +28,8 @@ from ..errors import ConfigError
 from ..ops import enter, gather, gather_sum, scatter, scatter_sum
 from ..ops.exchange import Started, start_all_gather, start_reduce_scatter
 from ..plan import StreamPlan, share_evenly
-from .random import LayerRandom, recomputing
+from ..runtime import recomputing
+from .random import LayerRandom
 
 _DIM = 1
 

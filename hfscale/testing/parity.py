@@ -171,6 +171,7 @@ def _prepare(model: Any, case: Case) -> Any:
             parameter.data = parameter.data.double()
         if any(part in name for part in case.frozen):
             parameter.requires_grad_(False)
+    _host.use_eager_experts(model)
     model.train()
     if case.checkpointing:
         # The recomputation runs outside of the block in which the forward pass ran.

@@ -13,7 +13,7 @@ from .. import plan
 from ..config import AXES, SCHEDULES, ParallelConfig
 from ..errors import ConfigError
 from ..pipeline import ASYNCHRONOUS, read_csv
-from .clone import LAYERS, tiny_clone
+from .clone import EXPERT_FIELDS, EXPERTS, LAYERS, tiny_clone
 from .parity import Case, Parity, measure_parity
 from .pool import RankPool
 
@@ -35,6 +35,7 @@ def scale_down(layout: ParallelConfig) -> ParallelConfig:
     from_file = str(layout.pipeline_schedule).endswith(".csv")
     if layout.total_size > MAX_RANKS:
         sizes = {f"{axis}_size": min(2, layout.size(axis)) for axis in AXES if not (axis == "pp" and from_file)}
+        sizes["expert_tp_size"] = min(2, layout.size("expert_tp"))
     pp_size = int(sizes.get("pp_size", layout.size("pp")))
     if layout.size("pp") == 1:
         return replace(layout, **sizes)
@@ -62,7 +63,8 @@ def verify(config: PreTrainedConfig, layout: ParallelConfig, **hf_kwargs: Any) -
         _refuse_asynchronous(layout)
         plan(config, layout, **hf_kwargs)  # the clone gets as many layers as there are stages, whatever the model has
     small = scale_down(layout)
-    clone = tiny_clone(config, layers=_layers(small), **_heads_that_fit(config, layout.size("tp"), small.size("tp")))
+    changes = _heads_that_fit(config, layout.size("tp"), small.size("tp")) | _experts_that_fit(config, small.size("ep"))
+    clone = tiny_clone(config, layers=_layers(small), **changes)
     case = Case(clone) if small.size("pp") == 1 else Case(clone, accumulation=int(small.num_microbatches or 1))
     plan(case.config, small)  # refuse before any process is started
     if small.total_size == 1:
@@ -99,6 +101,13 @@ def _heads_that_fit(config: PreTrainedConfig, asked: int, tensor: int) -> dict[s
     if fewer and tensor > 1:
         return {"num_key_value_heads": tensor // 2 if tensor % 2 == 0 else 1, "num_attention_heads": 2 * tensor}
     return {"num_key_value_heads": tensor, "num_attention_heads": 2 * tensor} if tensor > 2 else {}
+
+
+def _experts_that_fit(config: PreTrainedConfig, ranks: int) -> dict[str, int]:
+    """Changes to a clone's few experts so that ``ranks`` can share them."""
+    if EXPERTS % ranks == 0:
+        return {}
+    return {name: ranks * -(-EXPERTS // ranks) for name in EXPERT_FIELDS if name in config.to_dict()}
 
 
 def describe_pipeline(layout: ParallelConfig) -> str:

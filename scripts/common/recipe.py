@@ -75,7 +75,14 @@ class TrainingRecipe:
 
 @dataclass
 class ModelRecipe:
-    """The Llama that pretraining starts; names are those of ``transformers.LlamaConfig``."""
+    """The model that pretraining starts; names are those of its config.
+
+    Attributes:
+        family: ``model_type`` of a decoder of transformers.
+        options: fields of its config besides, as ``num_experts`` of ``qwen3_moe``.
+    """
+
+    family: str = "llama"
 
     vocab_size: int = 4096
     hidden_size: int = 256
@@ -84,6 +91,7 @@ class ModelRecipe:
     num_attention_heads: int = 8
     num_key_value_heads: int = 4
     tie_word_embeddings: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -95,11 +103,13 @@ class Recipe:
         seed: of the initial weights and of the order of the sequences.
         parallel: the layout, the fields of ``hfscale.ParallelConfig``; with ``pp_size``, ``num_microbatches`` cuts what
             a rank runs at once (``training.microbatch_size``, or all of its step).
+        routing: what a mixture's router is to do besides, the fields of ``hfscale.RoutingConfig``.
     """
 
     name: str = MISSING
     seed: int = 0
     parallel: dict[str, Any] = field(default_factory=dict)
+    routing: dict[str, Any] = field(default_factory=dict)
     data: DataRecipe = field(default_factory=DataRecipe)
     training: TrainingRecipe = field(default_factory=TrainingRecipe)
 

@@ -1,0 +1,176 @@
+"""A checksum of every expert, of the model over all its ranks and of the checkpoint, which must be equal.
+
+Ranks that all loaded the same experts train without an error, and badly. Only the checkpoint can tell: experts may be
+equal rightly, as they are after upcycling. So the checkpoint is read a second time, once by all ranks together, by
+the host's converters and without a plan, and what is at hand counts as the experts whose tokens a rank is sent.
+
+The checksum of a tensor is the sum, modulo 2**64, of its entries' bits times a weight made of their place in the whole.
+So those of parts add up: an expert that several ranks share is compared without being gathered.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import chain
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .. import _host
+from ..data import local_tensor
+from ..errors import CheckpointError
+from ..mesh import Mesh
+from ..plan import ParameterPlan
+from ..runtime import Runtime, runtime_of
+from .reader import SafetensorsFile, TensorOnDisk
+from .slices import share_spans
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BLOCK = 1 << 20
+_MODULUS = 1 << 64
+
+Sums = dict[int, int]
+"""Number of an expert -> its checksum."""
+
+
+def verify_experts(model: nn.Module, directory: str | Path) -> dict[str, Sums]:
+    """Compare every expert, on the ranks that hold it, with the checkpoint that was loaded or saved last.
+
+    Call it on every rank, before a step changes the weights. All ranks together read the experts' weights once; none
+    holds more than one whole parameter.
+
+    Returns:
+        the checksums of the experts of each parameter that ``ep_size`` spreads over ranks, by name.
+
+    Raises:
+        CheckpointError: on every rank, if some expert is not the checkpoint's; it says which, and whose it is.
+    """
+    runtime = runtime_of(model)
+    held = _everyones(_held(runtime), runtime.mesh)
+    types = {name: dtype for rank in held for name, (dtype, _, _) in rank.items()}
+    try:
+        own, failure = _stored(runtime, Path(directory), types), ""
+    except (CheckpointError, OSError) as error:
+        own, failure = {}, str(error)
+    answers = _everyones((own, failure), runtime.mesh)
+    stored: dict[str, Sums] = {name: sums for found, _ in answers for name, sums in found.items()}
+    problems = [text for _, text in answers if text] or _differences(held, stored)
+    if problems:
+        raise CheckpointError(f"{directory} is not what this model holds: {'; '.join(dict.fromkeys(problems))}")
+    return stored
+
+
+def checksum(part: Tensor, spans: Sequence[Sequence[tuple[int, int]]], shape: Sequence[int]) -> int:
+    """What a part of a tensor of ``shape`` adds to its checksum; ``spans``, per dim, say where the part lies in it."""
+    places = [_places(dim, part.device) for dim in spans]
+    rows = max(1, _BLOCK // max(1, prod(part.shape[1:])))
+    total = 0
+    for first in range(0, part.shape[0], rows):
+        index = places[0][first : first + rows]
+        for size, place in zip(shape[1:], places[1:], strict=True):
+            index = index.unsqueeze(-1) * size + place
+        bits = part[first : first + rows].contiguous().view(_INTEGERS[part.dtype.itemsize]).long()
+        total += int((bits * _weights(index)).sum())
+    return total % _MODULUS
+
+
+def _weights(index: Tensor) -> Tensor:
+    """An odd number for each place, all unlike each other; products overflow on purpose."""
+    mixed = (index + 1) * (0x9E3779B97F4A7C15 - _MODULUS)
+    return ((mixed ^ (mixed >> 29)) * (0xBF58476D1CE4E5B9 - _MODULUS)) | 1
+
+
+def _places(spans: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
+    return torch.tensor(list(chain.from_iterable(range(*span) for span in spans)), dtype=torch.long, device=device)
+
+
+def _held(runtime: Runtime) -> dict[str, tuple[torch.dtype, Any, Sums]]:
+    """Of every parameter of experts: its type, which copy of the experts this rank has a part of, and checksums.
+
+    Which experts they are is told by the group over which tokens are sent, not by the coordinates that cut them.
+    """
+    result: dict[str, tuple[torch.dtype, Any, Sums]] = {}
+    group = runtime.mesh.group("ep")
+    for planned, parameter in runtime.parameters():
+        if planned.cut_over("ep") is None or group is None:
+            continue
+        _, own = runtime.mesh.view(planned.cuts)
+        ranks = {**own, "ep": dist.get_rank(group)}
+        share = local_tensor(parameter.detach())
+        experts, *spans = share_spans(planned.shape, planned.cuts, ranks)
+        numbers = _places(experts, torch.device("cpu")).tolist()
+        sums = {n: checksum(share[i], spans, planned.shape[1:]) for i, n in enumerate(numbers)}
+        cut = {"pp", *(cut.axis for cut in planned.cuts)}
+        copy = tuple(rank for axis, rank in ranks.items() if axis not in cut)
+        result[planned.name] = (parameter.dtype, copy, sums)
+    return result
+
+
+class _Shapes:
+    """Stands in for the whole model before the host's converters."""
+
+    def __init__(self, parameters: dict[str, ParameterPlan]) -> None:
+        self.parameters = parameters
+
+    def get_parameter(self, name: str) -> Tensor:
+        return torch.empty(self.parameters[name].shape, device="meta")
+
+
+def _stored(runtime: Runtime, directory: Path, types: dict[str, torch.dtype]) -> dict[str, Sums]:
+    """Checksums of the checkpoint's experts, of those parameters that fall to this rank to read."""
+    by_name = runtime.plan.by_name
+    stored: dict[str, TensorOnDisk] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        stored.update(SafetensorsFile(file).slices())
+    if not stored:
+        raise CheckpointError(f"{directory} has no safetensors files: give the directory of the checkpoint")
+    found = _host.loaded_targets(runtime.model, list(stored), by_name)
+    keys: dict[str, list[str]] = {}
+    for key, destination in found.items():
+        keys.setdefault(destination.name, []).append(key)
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    result = {}
+    for name in [name for name in by_name if name in types and name in keys][rank::world]:
+        tensors = {key: stored[key][...].to(types[name]) for key in keys[name]}
+        whole = _host.assemble(tensors, found, _Shapes(by_name), runtime.model.config)
+        del tensors
+        everything = [[(0, size)] for size in whole.shape[1:]]
+        result[name] = {n: checksum(expert, everything, whole.shape[1:]) for n, expert in enumerate(whole)}
+    return result
+
+
+def _differences(held: list[dict[str, tuple[torch.dtype, Any, Sums]]], stored: dict[str, Sums]) -> list[str]:
+    """What is wrong, in words: one line per expert of a parameter, on the ranks that hold a copy of it."""
+    sums: dict[tuple[str, int, Any], int] = defaultdict(int)
+    ranks: dict[tuple[str, int, Any], list[int]] = defaultdict(list)
+    copies: dict[str, set[Any]] = defaultdict(set)
+    for rank, parameters in enumerate(held):
+        for name, (_, copy, own) in parameters.items():
+            copies[name].add(copy)
+            for number, value in own.items():
+                sums[name, number, copy] = (sums[name, number, copy] + value) % _MODULUS
+                ranks[name, number, copy].append(rank)
+    problems = []
+    for name, expected in stored.items():
+        for number, value in expected.items():
+            for copy in sorted(copies[name]):
+                here = sums.get((name, number, copy))
+                if here == value:
+                    continue
+                where = ", ".join(map(str, ranks[name, number, copy])) or "none"
+                same = next((n for n, other in expected.items() if other == here), None)
+                whose = "" if same is None else f" but expert {same}"
+                problems.append(f"expert {number} of {name} (rank {where}) is not the checkpoint's{whose}")
+    return problems
+
+
+def _everyones(value: Any, mesh: Mesh) -> list[Any]:
+    """What every rank has, on every rank."""
+    if mesh.control is None:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group=mesh.control)
+    return values

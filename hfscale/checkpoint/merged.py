@@ -1,0 +1,98 @@
+"""Read this rank's share of a parameter that the host merges from many stored tensors.
+
+Most checkpoints of mixtures keep each expert's projections apart, and the host stacks and joins them into one 3-D
+parameter. Such a merge moves values and changes none, so the cuts of the parameter say which part of each *stored*
+tensor is this rank's::
+
+    experts.4.gate_proj [2, 3]  ->  gate_up_proj[4, 0:2]      experts.4.up_proj [2, 3]  ->  gate_up_proj[4, 2:4]
+
+The host is shown these parts alone, and what it merges of them is the share: it never sees another rank's experts.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from math import prod
+from typing import Any
+
+import torch
+
+from .._host import Destination, Merge
+from ..errors import CheckpointError
+from ..plan import ParameterPlan
+from .reader import TensorOnDisk
+from .slices import PartOnDisk, Spans, share_spans
+
+
+def merged_parameters(found: Mapping[str, Destination]) -> dict[str, list[tuple[str, Merge]]]:
+    """The parameters that are merged from stored tensors, with the keys of these, in the order of the merge."""
+    keys: dict[str, list[tuple[str, Destination]]] = {}
+    for key, destination in found.items():
+        keys.setdefault(destination.name, []).append((key, destination))
+    result = {}
+    for name, sources in keys.items():
+        known = [(key, destination.merge) for key, destination in sources if destination.merge is not None]
+        if len(known) == len(sources) and all(d.converter is sources[0][1].converter for _, d in sources):
+            result[name] = sorted(known, key=lambda source: source[1].source)
+    return result
+
+
+def parts_of_share(
+    planned: ParameterPlan,
+    sources: Sequence[tuple[str, Merge]],
+    stored: Mapping[str, TensorOnDisk],
+    ranks: dict[str, int],
+) -> dict[str, Any]:
+    """What to show the host in place of the stored ``sources`` of a parameter, so that it merges this rank's share.
+
+    Raises:
+        CheckpointError: merged, the sources do not have the parameter's shape: there is one too few, say.
+    """
+    boxes = _boxes(planned, sources, stored)
+    spans = share_spans(planned.shape, planned.cuts, ranks)
+    stack = sources[0][1].stack
+    shown: dict[str, Any] = {}
+    for key, box in boxes.items():
+        parts = [_within(dim, *edges) for dim, edges in zip(spans, box, strict=True)]
+        if stack is not None and not parts.pop(stack):
+            continue  # another rank's expert
+        # Rows may be another rank's altogether; nothing of them is shown, so that the host misses no source.
+        shown[key] = PartOnDisk(stored[key], [part or [(0, 0)] for part in parts])
+    if not shown:  # a rank beyond the last expert; the host cannot stack nothing
+        shown[planned.name] = torch.empty(planned.local_shape(ranks), dtype=stored[sources[0][0]].dtype)
+    return shown
+
+
+def _boxes(
+    planned: ParameterPlan, sources: Sequence[tuple[str, Merge]], stored: Mapping[str, TensorOnDisk]
+) -> dict[str, Spans]:
+    """Where each stored tensor lies in the merged one: ``(start, stop)`` per dim."""
+    stack, join = sources[0][1].stack, sources[0][1].join
+    boxes: dict[str, Spans] = {}
+    offset, fit = 0, True
+    for _, group in groupby(sources, key=lambda source: source[1].source):
+        keys = [key for key, _ in group]
+        for number, key in enumerate(keys):
+            box = [(0, size) for size in stored[key].shape]
+            if stack is not None:
+                box.insert(stack, (number, number + 1))
+                fit = fit and stored[key].shape == stored[keys[0]].shape
+            if join is not None:
+                box[join] = (offset, offset + box[join][1])
+                if stack is None or key == keys[-1]:  # what is stacked lies at the same place of the joined dim
+                    offset = box[join][1]
+            boxes[key] = box
+    shape = tuple(max(stop for _, stop in edges) for edges in zip(*boxes.values(), strict=True))
+    volume = sum(prod(stop - start for start, stop in box) for box in boxes.values())
+    if not fit or shape != planned.shape or volume != prod(shape):
+        raise CheckpointError(
+            f"{len(boxes)} tensors of the checkpoint, {sources[0][0]} to {sources[-1][0]}, make up the model's "
+            f"{planned.name} of shape {planned.shape}, and theirs do not: the checkpoint is incomplete, or was saved "
+            "with another config"
+        )
+    return boxes
+
+
+def _within(spans: Spans, low: int, high: int) -> Spans:
+    """What of ``spans`` is between ``low`` and ``high``, counted from ``low``."""
+    kept = [(max(start, low) - low, min(stop, high) - low) for start, stop in spans]
+    return [(start, stop) for start, stop in kept if start < stop]

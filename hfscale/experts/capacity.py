@@ -1,0 +1,48 @@
+"""Room at experts: which routes find a place in the queue of their expert. Pure.
+
+A queue is one sequence's, so that who is dropped does not depend on which other sequences are beside it. First choices
+come before second ones, and earlier tokens before later ones (Lepikhin et al. 2020, GShard; Fedus et al. 2021, Switch).
+"""
+
+import math
+from typing import overload
+
+import torch
+from torch import Tensor
+
+_ROUNDING = 1e-9  # 1.1 * 10 is a little more than 11
+
+
+@overload
+def room(tokens: int, factor: float, k: int, count: int) -> int: ...
+@overload
+def room(tokens: Tensor, factor: float, k: int, count: int) -> Tensor: ...
+def room(tokens: int | Tensor, factor: float, k: int, count: int) -> int | Tensor:
+    """Places of each queue: ``factor`` times an even share of the routes of ``tokens``, rounded up; not more than
+    tokens, of which each goes to an expert once at most.
+
+    Args:
+        tokens: of a sequence; or of several, ``[b]``.
+        k: routes of a token.
+        count: experts.
+    """
+    share = factor * k / count
+    if isinstance(tokens, int):
+        return min(tokens, math.ceil(tokens * share - _ROUNDING))
+    return torch.minimum(tokens, (tokens.double() * share - _ROUNDING).ceil().to(tokens.dtype))
+
+
+def queue_places(index: Tensor, count: int) -> Tensor:
+    """``index [b, s, k]``, experts, or ``count`` for none -> ``[b, s, k]``: how many routes are before each in its
+    queue. One sort, and no look at the host.
+    """
+    samples, _, k = index.shape
+    queues = torch.arange(samples, device=index.device).view(-1, 1, 1) * (count + 1) + index
+    flat = queues.transpose(1, 2).reshape(-1)  # all first choices of a sequence, then all second ones
+    order = flat.argsort(stable=True)
+    lengths = torch.zeros(samples * (count + 1), dtype=torch.int64, device=index.device)
+    lengths.scatter_add_(0, flat, torch.ones_like(flat))
+    starts = lengths.cumsum(0) - lengths
+    places = torch.empty_like(flat)
+    places[order] = torch.arange(len(flat), device=index.device) - starts[flat[order]]
+    return places.view(samples, k, -1).transpose(1, 2)

@@ -1,0 +1,65 @@
+"""Which experts a token goes to, of its router's logits: pure.
+
+Each returns ``index [n, k]`` and ``weights [n, k]``, the best choice first, with gradients to the logits ``[n, e]``.
+An index of ``e`` means that this route is not taken.
+"""
+
+import torch
+from torch import Tensor
+
+
+def probabilities(logits: Tensor, scores: str = "softmax") -> Tensor:
+    """``[n, e]``, at least 32 bits wide, each row with the sum 1.
+
+    Args:
+        scores: ``"softmax"``, or ``"sigmoid"`` divided by its sum (DeepSeek-AI 2024, V3).
+    """
+    logits = widened(logits)
+    if scores == "softmax":
+        return logits.softmax(-1)
+    each = logits.sigmoid()
+    return each / (each.sum(-1, keepdim=True) + 1e-20)
+
+
+def switch(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The best expert, weighted with its probability (Fedus et al. 2021, Switch Transformers, equation 2)."""
+    weights, index = probabilities(logits).max(-1, keepdim=True)
+    return index, weights
+
+
+def gshard(logits: Tensor, draws: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The best two, weighted with their shares of the two's probability; the second one is taken with twice its share
+    as the chance (Lepikhin et al. 2020, GShard, algorithm 1), always where nothing is drawn.
+
+    Args:
+        draws: ``[n]``, uniform in ``[0, 1)``; ``None`` in evaluation.
+    """
+    best, index = probabilities(logits).topk(2, dim=-1)
+    weights = best / best.sum(-1, keepdim=True)
+    if draws is not None:
+        taken = 2 * weights.detach()[:, 1] > draws
+        index = torch.stack((index[:, 0], index[:, 1].where(taken, logits.shape[-1])), 1)
+    return index, weights
+
+
+def noisy_topk(logits: Tensor, k: int, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The best ``k`` after noise, weighted by a softmax over theirs (Shazeer et al. 2017, equations 3 to 5).
+
+    Args:
+        noise: ``[n, e]``, to be added; ``None`` in evaluation.
+    """
+    logits = widened(logits)
+    best, index = (logits if noise is None else logits + noise).topk(k, dim=-1)
+    return index, best.softmax(-1)
+
+
+def round_robin(index: Tensor, count: int) -> Tensor:
+    """In the shape of ``index``: experts in turn, so that loads differ by one at most, and a token's experts are
+    different.
+    """
+    return torch.arange(index.numel(), device=index.device).remainder_(count).view_as(index)
+
+
+def widened(x: Tensor) -> Tensor:
+    """``x`` in 32 bits, or more where it has more."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
