@@ -1,7 +1,7 @@
 """hfscale: train the Hugging Face models you already have, at any scale, from the tools you already use."""
 
 from .accelerator import Accelerator
-from .checkpoint import load_state, save_pretrained, save_state
+from .checkpoint import load_state, save_pretrained, save_state, verify_experts
 from .checkpoint.upcycle import upcycle
 from .config import ParallelConfig
 from .errors import CheckpointError, ConfigError, HFScaleError, MeshError, PlanError
@@ -39,4 +39,5 @@ __all__ = [
     "save_state",
     "train_step",
     "upcycle",
+    "verify_experts",
 ]

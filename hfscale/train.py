@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .data import local_tensor, one_reduction, set_gradient_sync
+from .data import give_up_gathered, local_tensor, one_reduction, set_gradient_sync
 from .errors import ConfigError
 from .pipeline import UnflushedPipeline, summed_over_stages
 from .plan import ParameterPlan
@@ -109,6 +109,7 @@ def eval_step(model: nn.Module, batch: Batch | Sequence[Batch], *, label_smoothi
             return _sum_over_batches(runtime, share)
         assert runtime.loss is not None
         total = sum(runtime.loss.of(model, microbatch, count, label_smoothing) for microbatch in microbatches)
+        give_up_gathered(runtime.model)  # no backward pass will
     return _sum_over_batches(runtime, torch.as_tensor(total, device=runtime.mesh.device))
 
 
@@ -243,6 +244,7 @@ def _partial_sums_at_the_end(runtime: Runtime) -> AbstractContextManager[None]:
     """Within: gradients that are partial over the tensor ranks stay so; they are summed once, on leaving."""
     if runtime.sums is None:
         return nullcontext()
+    give_up_gathered(runtime.model)  # or gathered weights would be taken for the parameters
     partial = [parameter for planned, parameter in runtime.parameters() if "tp" in planned.partial]
     # A hook (an optimizer that steps in backward) must see whole gradients: they are summed at once then.
     if any(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in partial):

@@ -1,7 +1,10 @@
-"""Train a tiny model of every causal-LM family transformers has under tp2 and under pp2 against one process, and of
-other classes (classification, masked tokens, sequence to sequence, speech, images); write docs/families.md.
+"""Train a tiny model of every causal-LM family transformers has under tp2 and under pp2 against one process, of every
+mixture of experts under ep2, and of other classes (classification, masked tokens, sequence to sequence, speech,
+images); write docs/families.md.
 
-    python scripts/family_sweep.py [--only gemma opt] [--out docs/families.md]
+    python scripts/family_sweep.py [--only gemma opt] [--part families experts classes] [--out docs/families.md]
+
+With ``--part``, other tables of the file stay as they are.
 
 Equal: loss, every gradient, norm, weights after two steps and the saved checkpoint agree with plain transformers in one
 process to 1e-9 in float64; by a plain loop (``loss = model(**batch).loss; loss.backward()``) where the class keeps a
@@ -18,19 +21,9 @@ from typing import Any
 
 import torch
 import transformers
+from family_clones import CHANGES, MIXED, OTHERS
 from tqdm import tqdm
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageClassification,
-    AutoModelForMaskedLM,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
-    AutoModelForSpeechSeq2Seq,
-    AutoModelForTokenClassification,
-    CLIPModel,
-    SiglipModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import hfscale
@@ -42,107 +35,17 @@ LAYOUT = hfscale.ParallelConfig(tp_size=2)
 SEQUENCE = hfscale.ParallelConfig(tp_size=2, sequence_parallel=True)
 STAGE_LAYERS = 4  # of a clone that is cut into two stages: each then has a layer within it
 KINDS = ("equal", "refused", "DIFFERS", "FAILS")
-# What a default config needs besides to build and train as a decoder.
-_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8}
-CHANGES: dict[str, dict[str, Any]] = {
-    "axk1": {"head_dim": 4},
-    "bamba": {**_MAMBA, "attn_layer_indices": [1]},
-    "codegen": {"n_head": 8},
-    "deepseek_v2": {"num_experts_per_tok": 2, "topk_method": "greedy"},
-    "deepseek_v3": {"head_dim": 4},
-    "glm_moe_dsa": {"index_n_heads": 4},
-    "granitemoehybrid": {**_MAMBA, "layer_types": ["mamba", "attention"], "num_local_experts": 4},
-    "hrm_text": {"num_layers_per_stack": 1, "num_hidden_layers": 8},
-    "jamba": {
-        "attn_layer_period": 2,
-        "attn_layer_offset": 1,
-        "expert_layer_period": 2,
-        "expert_layer_offset": 1,
-        "mamba_dt_rank": 4,
-    },
-    "lfm2": {"layer_types": ["conv", "full_attention"]},
-    "modernbert-decoder": {"pad_token_id": 0},
-    "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
-    "nemotron_h": {
-        "layers_block_type": ["linear_attention", "full_attention", "mlp", "moe"],
-        "num_hidden_layers": 4,
-        "mamba_num_heads": 8,
-        "mamba_head_dim": 8,
-        "n_groups": 1,
-        "ssm_state_size": 8,
-    },
-    "phi3": {"num_key_value_heads": 2},
-    "prophetnet": {"pad_token_id": 0},
-    "qwen4_exp_text": {
-        "indexer_n_heads": 4,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 8,
-        "indexer_budget": 8,
-        "indexer_compress_ratio": 2,
-    },
-    "recurrent_gemma": {"num_hidden_layers": 3},
-    # positions are counted from the padding token's id
-    "camembert": {"pad_token_id": 1},
-    "data2vec-text": {"pad_token_id": 1},
-    "roberta": {"pad_token_id": 1},
-    "roberta-prelayernorm": {"pad_token_id": 1},
-    "xlm-roberta": {"pad_token_id": 1},
-    "xlm-roberta-xl": {"pad_token_id": 1},
-    "xmod": {"pad_token_id": 1, "default_language": "en_XX"},
-    "youtu": {"head_dim": 4},
+# Of mixtures, on two ranks: experts over ranks with a batch each; over ranks that share one; that with its tokens cut.
+EXPERTS = {
+    "data ranks": hfscale.ParallelConfig(ep_size=2),
+    "tensor ranks": hfscale.ParallelConfig(ep_size=2, tp_size=2),
+    "with the sequence cut": hfscale.ParallelConfig(ep_size=2, tp_size=2, sequence_parallel=True),
 }
-_ROBERTA, _BART = {"pad_token_id": 1}, {"decoder_start_token_id": 2, "pad_token_id": 1, "eos_token_id": 3}
-_T5 = {"pad_token_id": 0, "decoder_start_token_id": 0, "relative_attention_num_buckets": 8}
-_DEBERTA = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_buckets": 8, "pad_token_id": 0}
-_WHISPER = {"num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 40, **_BART}
-_ENCODERS: dict[str, dict[str, Any]] = {
-    "albert": {},
-    "bert": {},
-    "deberta-v2": _DEBERTA,
-    "distilbert": {"pad_token_id": 0},
-    "electra": {},
-    "roberta": _ROBERTA,
-}
-# (family, class, what makes its batches, changes to the clone)
-OTHERS: list[tuple[str, Any, plain.Maker, dict[str, Any]]] = [
-    *(
-        (family, AutoModelForSequenceClassification, plain.sequence_classification, c)
-        for family, c in _ENCODERS.items()
-    ),
-    *((family, AutoModelForMaskedLM, plain.causal_lm, c) for family, c in _ENCODERS.items()),
-    *((family, AutoModelForTokenClassification, plain.token_classification, c) for family, c in _ENCODERS.items()),
-    *((family, AutoModelForSeq2SeqLM, plain.sequence_to_sequence, _T5) for family in ("t5", "mt5", "umt5")),
-    (
-        "t5",
-        AutoModelForSeq2SeqLM,
-        plain.sequence_to_sequence,
-        {**_T5, "is_gated_act": True, "dense_act_fn": "gelu_new"},
-    ),
-    *(
-        (family, AutoModelForSeq2SeqLM, plain.sequence_to_sequence, _BART)
-        for family in (
-            "bart",
-            "bigbird_pegasus",
-            "blenderbot",
-            "blenderbot-small",
-            "m2m_100",
-            "mbart",
-            "mvp",
-            "pegasus",
-        )
-    ),
-    ("plbart", AutoModelForSeq2SeqLM, plain.sequence_to_sequence, _BART),
-    ("marian", AutoModelForSeq2SeqLM, plain.sequence_to_sequence, {**_BART, "decoder_vocab_size": 67}),
-    ("whisper", AutoModelForSpeechSeq2Seq, plain.speech_to_text, _WHISPER),
-    ("vit", AutoModelForImageClassification, plain.image_classification, {"image_size": 32}),
-    ("clip", CLIPModel, plain.image_text_pairs, {}),
-    ("siglip", SiglipModel, plain.image_text_pairs, {}),
-]
 
 
-def config_of(family: str, layers: int = LAYERS) -> Any:
+def config_of(family: str, layers: int = LAYERS, **further: Any) -> Any:
     """A tiny config of ``family``, without a padding token (the host re-zeroes its embedding on every reload)."""
-    changes = {"pad_token_id": None, **CHANGES.get(family, {})}
+    changes = {"pad_token_id": None, **CHANGES.get(family, {}), **further}
     for name, value in changes.items():
         if name.startswith("layer") and len(value) < layers:
             changes[name] = (value * layers)[:layers]
@@ -174,14 +77,40 @@ class Verdict:
 
 def judge(family: str, pool: RankPool) -> Verdict:
     """One causal-LM family."""
+    config, why = trainable(family)
+    if config is None:
+        return Verdict("no clone", why)
+    return judge_case(Case(config), Case(deeper(family, config)), pool)
+
+
+def trainable(family: str, **changes: Any) -> tuple[Any, str]:
+    """A clone's config, and, where stock code cannot train it, ``None`` and why."""
     try:
-        config = config_of(family)
+        config = config_of(family, **changes)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
         ids = torch.randint(3, 60, (2, 8))
         model(input_ids=ids, labels=ids).loss.backward()
     except Exception as error:  # whatever stock code says of a clone it cannot train
-        return Verdict("no clone", f"{type(error).__name__}: {error}".split("\n")[0][:100])
-    return judge_case(Case(config), Case(deeper(family, config)), pool)
+        return None, f"{type(error).__name__}: {error}".split("\n")[0][:100]
+    return config, ""
+
+
+def judge_mixture(family: str, pool: RankPool) -> tuple[list[str], str] | None:
+    """A verdict for each of :data:`EXPERTS` and the details; ``None`` for a family without experts."""
+    config, _ = trainable(family, **MIXED.get(family, {}))
+    if config is None:
+        return None
+    parameters = list(hfscale.plan(config, dtype=torch.float64).owned())
+    if family not in MIXED and not any("expert" in parameter.name for parameter in parameters):
+        return None
+    # The data axes hold parameters that cannot be given another type afterwards.
+    build = "from_pretrained" if len({parameter.dtype for parameter in parameters}) == 1 else "parallelize"
+    kinds, details = [], []
+    for layout in EXPERTS.values():
+        kind, detail = measure(Case(config, build=build), layout, pool)
+        kinds.append(kind)
+        details.append(detail)
+    return kinds, "; ".join(dict.fromkeys(details))
 
 
 def deeper(family: str, config: Any) -> Any:
@@ -223,7 +152,7 @@ def measure(case: Case, layout: hfscale.ParallelConfig | None, pool: RankPool) -
         planned = hfscale.plan(case.config, layout, auto_class=case.auto_class)
     except hfscale.HFScaleError as error:
         why = str(error).split("\n  - ")[1]
-        why = re.split(": use (?:tp_size|pp_size|sequence_parallel)", why)[0]
+        why = re.split(": use (?:tp_size|pp_size|ep_size|sequence_parallel)", why)[0]
         return "refused", re.sub("pp_size=2 does not fit .*?:", "stages:", why)[:160]
     except Exception as error:  # planning must say what is missing, and nothing else
         return "FAILS", f"plan: {type(error).__name__}: {error}"[:160]
@@ -232,7 +161,8 @@ def measure(case: Case, layout: hfscale.ParallelConfig | None, pool: RankPool) -
         verdict = "equal (plain loop)"
         if not isinstance(case, plain.PlainCase):
             case = plain.PlainCase(case.config, auto_class=case.auto_class)
-    cut = sum(parameter.cut_over("tp") is not None for parameter in planned.owned())
+    total = len(list(planned.owned()))
+    cut, spread = (sum(p.cut_over(axis) is not None for p in planned.owned()) for axis in ("tp", "ep"))
     try:
         # the host's grouped matrix products take no float64
         if any("expert" in parameter.name for parameter in planned.owned()):
@@ -243,7 +173,8 @@ def measure(case: Case, layout: hfscale.ParallelConfig | None, pool: RankPool) -
         return "FAILS", (lines[-1] if lines else str(error))[:160]
     if parity.worst() > TOLERANCE:
         return "DIFFERS", str(parity)[:160]
-    return verdict, f"{parity.worst():.0e}, {cut} of {len(list(planned.owned()))} parameters cut"
+    shares = f"{spread} spread, {cut} cut of {total} parameters" if spread else f"{cut} of {total} parameters cut"
+    return verdict, f"{parity.worst():.0e}, {shares}"
 
 
 def two_stages(case: Case) -> hfscale.ParallelConfig:
@@ -260,76 +191,149 @@ def class_name(auto_class: Any, family: str) -> str:
     return str((found[0] if isinstance(found, (list, tuple)) else found).__name__)
 
 
+@dataclass
+class Section:
+    """One table of the file: its summary, its rows, and every verdict in it."""
+
+    summary: str
+    rows: list[str]
+    kinds: list[str]
+
+
+def sweep_families(chosen: list[str], pool: RankPool) -> Section:
+    """Every causal-LM family under tensor ranks and in stages."""
+    verdicts: dict[str, Verdict] = {}
+    for family in tqdm(chosen or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), desc="families"):
+        verdict = judge(family, pool)
+        if verdict.kind != "no clone":
+            verdicts[family] = verdict
+        if chosen:
+            tqdm.write(f"{family}: {verdict}")
+    rows = [f"| {family} | {v.kind} | {v.sequence} | {v.stages} | {v.detail} |" for family, v in verdicts.items()]
+    return _section(list(verdicts.values()), rows)
+
+
+def sweep_mixtures(chosen: list[str], pool: RankPool) -> Section:
+    """Every causal-LM family with experts, under those of :data:`EXPERTS`."""
+    rows, columns = [], list[list[str]]()
+    for family in tqdm(chosen or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), desc="mixtures"):
+        judged = judge_mixture(family, pool)
+        if judged is not None:
+            columns.append(judged[0])
+            rows.append(f"| {family} | {' | '.join(judged[0])} | {judged[1]} |")
+        if chosen:
+            tqdm.write(f"{family}: {judged}")
+    summary = "; ".join(f"{name}: {count([kinds[index] for kinds in columns])}" for index, name in enumerate(EXPERTS))
+    return Section(f"{len(rows)} families; {summary}", rows, [kind for kinds in columns for kind in kinds])
+
+
+def sweep_classes(chosen: list[str], pool: RankPool) -> Section:
+    """Classes with a loss of their own."""
+    rows, verdicts = [], list[Verdict]()
+    for family, auto_class, maker, changes in tqdm(OTHERS, desc="classes"):
+        if chosen and family not in chosen:
+            continue
+        v = judge_class(family, auto_class, maker, changes, pool)
+        verdicts.append(v)
+        name = class_name(auto_class, family)
+        rows.append(f"| {family} | {name} | {v.kind} | {v.sequence} | {v.stages} | {v.detail} |")
+        if chosen:
+            tqdm.write(rows[-1])
+    return _section(verdicts, rows)
+
+
+def _section(verdicts: list[Verdict], rows: list[str]) -> Section:
+    return Section(summarize(verdicts), rows, [kind for v in verdicts for kind in (v.kind, v.sequence, v.stages)])
+
+
+PARTS = {"families": sweep_families, "experts": sweep_mixtures, "classes": sweep_classes}
+
+
 def main() -> int:
-    """Write the table; the exit status is 1 where a family fails or differs."""
+    """Write the tables; the exit status is 1 where a family fails or differs."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="*")
+    parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--part", nargs="*", choices=PARTS, default=list(PARTS))
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)  # tiny products: threads of this process would only wait for those of the ranks
     transformers.logging.set_verbosity_error()
-    families = arguments.only or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    verdicts: dict[str, Verdict] = {}
-    others: list[tuple[str, str, Verdict]] = []
     with RankPool(2) as pool:
-        for family, auto_class, maker, changes in tqdm(OTHERS, desc="classes"):
-            if not arguments.only or family in arguments.only:
-                verdict = judge_class(family, auto_class, maker, changes, pool)
-                others.append((family, class_name(auto_class, family), verdict))
-                if arguments.only:
-                    tqdm.write(str(others[-1]))
-        for family in tqdm(families, desc="families"):
-            verdicts[family] = judge(family, pool)
-            if arguments.only:
-                tqdm.write(f"{family}: {verdicts[family]}")
-    built = {family: verdict for family, verdict in verdicts.items() if verdict.kind != "no clone"}
-    found = [*built.values(), *(verdict for _, _, verdict in others)]
-    summaries = [summarize(list(built.values())), summarize([verdict for _, _, verdict in others])]
-    print("\n".join(summaries))
+        found = {part: PARTS[part](arguments.only, pool) for part in arguments.part}
+    for part, section in found.items():
+        print(f"{part}: {section.summary}")
     if arguments.out:
-        lines = [
-            "# Families under tensor parallelism and in pipeline stages",
-            "",
-            "Written by `scripts/family_sweep.py`: a tiny model of every causal-LM family, tp2 against one process in",
-            "float64 (loss, every gradient, norm, weights after two steps, saved checkpoint), again with",
-            f"`sequence_parallel=True`, and again in two pipeline stages (1F1B, {STAGE_LAYERS} layers where the family",
-            "can have them). A plain loop is `loss = model(**batch).loss; loss.backward()`, for classes that compute a",
-            "loss of their own; stages are for `train_step`, which those refuse.",
-            "",
-            f"transformers {transformers.__version__}, of those that build and train:",
-            *f"{summaries[0]}.".replace("; ", ";\n").splitlines(),
-            "",
-            "| family | tensor parallel | with the sequence cut | stages | |",
-            "|---|---|---|---|---|",
-            *(f"| {family} | {v.kind} | {v.sequence} | {v.stages} | {v.detail} |" for family, v in built.items()),
-            "",
-            "## Other classes",
-            "",
-            *f"Likewise: {summaries[1]}.".replace("; ", ";\n").splitlines(),
-            "",
-            "| family | class | tensor parallel | with the sequence cut | stages | |",
-            "|---|---|---|---|---|---|",
-            *(
-                f"| {family} | {name} | {v.kind} | {v.sequence} | {v.stages} | {v.detail} |"
-                for family, name, v in others
-            ),
-        ]
-        arguments.out.write_text("\n".join(lines) + "\n")
-    return int(any(kind in ("DIFFERS", "FAILS") for v in found for kind in (v.kind, v.sequence, v.stages)))
+        before = arguments.out.read_text() if arguments.out.exists() else ""
+        arguments.out.write_text(written(found, before))
+    return int(any(kind in ("DIFFERS", "FAILS") for section in found.values() for kind in section.kinds))
+
+
+def written(found: dict[str, Section], before: str) -> str:
+    """The file with the sections ``found``, and what was in it ``before`` of the others."""
+    old = {text.splitlines()[0]: text for text in re.split("(?m)^(?=#)", before) if text}
+    texts = []
+    for part, lines in TEXTS.items():
+        if part in found:
+            summary = f"{found[part].summary}.".replace("; ", ";\n")
+            filled = [line.replace("SUMMARY", summary) for line in lines]
+            texts.append("\n".join([*filled, *found[part].rows]) + "\n")
+        elif lines[0] in old:
+            texts.append(old[lines[0]].rstrip("\n") + "\n")
+    return "\n".join(texts)
+
+
+TEXTS = {
+    "families": [
+        "# Families under tensor parallelism and in pipeline stages",
+        "",
+        "Written by `scripts/family_sweep.py`: a tiny model of every causal-LM family, tp2 against one process in",
+        "float64 (loss, every gradient, norm, weights after two steps, saved checkpoint), again with",
+        f"`sequence_parallel=True`, and again in two pipeline stages (1F1B, {STAGE_LAYERS} layers where the family",
+        "can have them). A plain loop is `loss = model(**batch).loss; loss.backward()`, for classes that compute a",
+        "loss of their own; stages are for `train_step`, which those refuse.",
+        "",
+        f"transformers {transformers.__version__}, of those that build and train:",
+        "SUMMARY",
+        "",
+        "| family | tensor parallel | with the sequence cut | stages | |",
+        "|---|---|---|---|---|",
+    ],
+    "experts": [
+        "## Mixtures of experts",
+        "",
+        "The same comparison for every causal-LM family whose clone has experts, whole ones spread over two ranks:",
+        "of the data axes (each with a batch of its own), of the tensor axis (which share a batch, and whose attention",
+        "and shared experts are cut), and of the tensor axis with `sequence_parallel=True`.",
+        "",
+        "SUMMARY",
+        "",
+        f"| family | {' | '.join(EXPERTS)} | |",
+        "|---" * (len(EXPERTS) + 2) + "|",
+    ],
+    "classes": [
+        "## Other classes",
+        "",
+        "Likewise: SUMMARY",
+        "",
+        "| family | class | tensor parallel | with the sequence cut | stages | |",
+        "|---|---|---|---|---|---|",
+    ],
+}
 
 
 def summarize(verdicts: list[Verdict]) -> str:
     """``140 equal, 7 refused, ... of 147; with the sequence cut 130 equal, ...; in stages 135 equal, ...``."""
-
-    def counted(kinds: list[str]) -> str:
-        return ", ".join(f"{sum(found.startswith(kind) for found in kinds)} {kind}" for kind in KINDS)
-
     return (
-        f"{counted([v.kind for v in verdicts])} of {len(verdicts)}; "
-        f"with the sequence cut {counted([v.sequence for v in verdicts])}; "
-        f"in stages {counted([v.stages for v in verdicts])}"
+        f"{count([v.kind for v in verdicts])} of {len(verdicts)}; "
+        f"with the sequence cut {count([v.sequence for v in verdicts])}; "
+        f"in stages {count([v.stages for v in verdicts])}"
     )
+
+
+def count(kinds: list[str]) -> str:
+    """``140 equal, 7 refused, ...``."""
+    return ", ".join(f"{sum(found.startswith(kind) for found in kinds)} {kind}" for kind in KINDS)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,10 @@ import hfscale
 from hfscale.testing import Case, RankPool, measure_parity
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.experts.models import EAGER, gpt_oss, qwen2_moe, qwen3_moe
 from tests.models import tiny
+from tests.parity.test_experts import LAYOUTS as EXPERT_LAYOUTS
+from tests.parity.test_experts import SEQUENCE
 from tests.parity.test_layouts import LAYOUTS, MODELS
 from tests.parity.test_pipeline import SCHEDULES, deep
 
@@ -42,6 +45,14 @@ STAGES = {
     "pp2 x replicate2": {"pp_size": 2, "dp_replicate_size": 2},
     "pp2 x tp2 x shard2, sequence": {"pp_size": 2, "tp_size": 2, "dp_shard_size": 2, "sequence_parallel": True},
 }
+EXPERTS = {
+    **EXPERT_LAYOUTS,
+    "ep2, shard8": {"ep_size": 2, "dp_shard_size": 8},
+    **{f"ep2, pp2, {schedule}": {"ep_size": 2, "pp_size": 2, "pipeline_schedule": schedule} for schedule in SCHEDULES},
+    "ep2, tp2, pp2, sequence": {**SEQUENCE, "pp_size": 2},
+    "ep2, pp2, shard4": {"ep_size": 2, "pp_size": 2, "dp_shard_size": 4},
+}
+MIXTURES = {"qwen3_moe": qwen3_moe, "qwen2_moe": qwen2_moe, "gpt_oss": gpt_oss}
 STAGED = ("llama", "llama-tied", "mistral", "qwen3", "gpt2", "gpt2-untied")
 
 
@@ -77,7 +88,8 @@ def main() -> int:
         progress.update()
         return f"{worst:.0e}"
 
-    with tqdm(total=len(MODELS) * len(WIDER) + len(STAGED) * len(STAGES), desc="parity") as progress:
+    cells_in_all = len(MODELS) * len(WIDER) + len(STAGED) * len(STAGES) + len(MIXTURES) * len(EXPERTS)
+    with tqdm(total=cells_in_all, desc="parity") as progress:
         for model, (family, changes) in MODELS.items():
             cells = [cell(Case(tiny(family, **changes)), sizes) for sizes in WIDER.values()]
             lines.append(f"| {model} | " + " | ".join(cells) + " |")
@@ -88,6 +100,20 @@ def main() -> int:
             for model in STAGED:
                 family, changes = MODELS[model]
                 cells.append(cell(Case(deep(family, **changes), accumulation=4), sizes))
+            lines.append(f"| {name} | " + " | ".join(cells) + " |")
+        lines += [
+            "",
+            "Experts: four in each layer, whole on their ranks or (`of tp2`) cut over two; four layers in stages:",
+            "",
+        ]
+        lines += ["| layout | " + " | ".join(MIXTURES) + " |", "|---|" + "---|" * len(MIXTURES)]
+        for name, sizes in EXPERTS.items():
+            cells = []
+            for config in MIXTURES.values():
+                staged = {"num_hidden_layers": 4} if "pp_size" in sizes else {}
+                if staged and config is gpt_oss:
+                    staged["layer_types"] = ["sliding_attention", "full_attention"] * 2
+                cells.append(cell(Case(config(**staged), accumulation=4 if staged else 2, hf_kwargs=EAGER), sizes))
             lines.append(f"| {name} | " + " | ".join(cells) + " |")
     for pool in pools.values():
         pool.close()

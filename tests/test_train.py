@@ -236,6 +236,31 @@ def test_attention_weights_of_some_heads_are_not_handed_out(pools: Pools, tmp_pa
         assert "tp_size=1" in message
 
 
+def _after_evaluation() -> tuple[list[bool], bool]:
+    """Whether an evaluation before it changes a step's gradients, parameter by parameter; and what parameters are."""
+    found, shards = [], []
+    for evaluates in (False, True):
+        layout = ParallelConfig(tp_size=2, dp_shard_size=2, sequence_parallel=True)
+        model = hfscale.from_config(tiny("llama"), parallel=layout, dtype=torch.float64).train()
+        generator = torch.Generator().manual_seed(hfscale.batch_rank(model))
+        ids = torch.randint(0, 67, (2, 9), generator=generator)
+        batch = {"input_ids": ids, "labels": ids}
+        if evaluates:
+            hfscale.eval_step(model, batch)
+        shards.append([local_tensor(parameter).shape for parameter in model.parameters()])
+        with torch.no_grad():
+            model(**batch)
+        hfscale.train_step(model, batch)
+        found.append([local_tensor(tensor.grad) for _, tensor in runtime_of(model).parameters()])
+    return [torch.equal(a, b) for a, b in zip(*found, strict=True)], shards[0] == shards[1]
+
+
+def test_an_evaluation_before_it_changes_nothing_in_a_step(pools: Pools) -> None:
+    for same, still_shards in pools(4).run(_after_evaluation):
+        assert all(same)
+        assert still_shards, "an optimizer that is made now must not get gathered weights"
+
+
 def test_a_router_loss_is_not_counted_per_microbatch() -> None:
     """Trap T10."""
     config = tiny_clone(AutoConfig.for_model("mixtral"), output_router_logits=True)

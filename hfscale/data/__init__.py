@@ -5,6 +5,7 @@ from ._fsdp import add_up_gradients
 from .shard import (
     MIXED_PRECISIONS,
     apply_data_axes,
+    give_up_gathered,
     install_shares,
     like_sharded,
     one_reduction,
@@ -15,6 +16,7 @@ __all__ = [
     "MIXED_PRECISIONS",
     "add_up_gradients",
     "apply_data_axes",
+    "give_up_gathered",
     "install_shares",
     "like_sharded",
     "local_tensor",

@@ -6,6 +6,7 @@ One mechanism serves both axes: replicas are the outer dim of a two-dim mesh (HS
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +51,7 @@ def _shard_experts(model: nn.Module, plan: Plan, mesh: Mesh, policy: MixedPrecis
         They become sharded tensors of one rank, since an optimizer does not take those of FSDP2 and plain ones at once.
     """
     layout, alone = mesh.layout, set[nn.Parameter]()
+    policy = replace(policy, cast_forward_inputs=False)  # weights of routes stay exact; tokens come in the right type
     shards = layout.size("edp_shard")
     for experts in (e for e in plan.experts if plan.holds(mesh.ranks["pp"], e.name)):
         module = model.get_submodule(experts.name)

@@ -10,16 +10,21 @@ from ..ops import grouped_linear
 from ..runtime import local_tensor
 
 
+def compute_type(experts: Any) -> torch.dtype:
+    """The type in which ``experts``, a host's module, computes now."""
+    weight: Tensor = experts.down_proj
+    if torch.is_autocast_enabled(weight.device.type):
+        return torch.get_autocast_dtype(weight.device.type)
+    return weight.dtype
+
+
 def run_experts(experts: Any, x: Tensor, counts: Sequence[int]) -> Tensor:
     """Rows ``x [rows, h]``, ``counts`` of them for each expert in ``experts``, a host's module -> ``[rows, h]``.
 
     What the host's own forward computes for each row, without weights of routes. The module's parameters and functions
     are looked up now, so that whatever was put in their place is used.
     """
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-    else:
-        dtype = experts.down_proj.dtype
+    dtype = compute_type(experts)
     biased, transposed = experts.has_bias, experts.is_transposed
 
     def linear(x: Tensor, name: str) -> Tensor:

@@ -57,6 +57,7 @@ def _routing_of(runtime: Runtime, routing: Routing, planned: ExpertsPlan, number
         number,
         options,
         routing.passes,
+        routing.counters,
         routing.counters.layer(planned.name, planned.count),
         runtime.mesh,
         partial(_is_cut, runtime, planned.layer),

@@ -26,7 +26,7 @@ from ..runtime import recomputing
 from .balance import balance_loss, expert_counts, expert_sums, z_loss
 from .capacity import queue_places, room
 from .choices import gshard, noisy_topk, round_robin, switch
-from .load import LayerCounter
+from .load import Counters, LayerCounter
 from .options import RoutingConfig
 from .passes import Pass, Passes, attach
 
@@ -81,7 +81,8 @@ class LayerRouting:
         number: which of the model's mixtures it is.
         options: what the user asked for.
         passes: the model's; ``None`` where nothing here needs them.
-        counter: counts its tokens.
+        counters: the model's.
+        counter: this layer's.
         mesh: the ranks.
         is_cut: whether this rank has a share of the tokens.
         fixed: whether room at experts, where it is limited, has slots of its own.
@@ -94,6 +95,7 @@ class LayerRouting:
     number: int
     options: RoutingConfig
     passes: Passes | None
+    counters: Counters
     counter: LayerCounter
     mesh: Mesh
     is_cut: Callable[[], bool]
@@ -104,6 +106,8 @@ class LayerRouting:
 
     def choose(self, index: Tensor, weights: Tensor) -> Choice:
         """The routes of ``n`` tokens, given those of the model's router, ``[n, k]`` each."""
+        if not recomputing():
+            self.counters.begin_if_asked()
         if self.passes is not None:
             return self._choose(self.passes.current(), index, weights)
         if self.options.force_balanced:

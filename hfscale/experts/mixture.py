@@ -17,7 +17,7 @@ from ..ops import gather, scatter
 from ..plan import ExpertsPlan, share_evenly
 from ..runtime import Runtime
 from .exchange import combine, dispatch
-from .grouped import run_experts
+from .grouped import compute_type, run_experts
 from .install import routing_of_layers
 from .layer import LayerRouting
 from .options import RoutingConfig
@@ -75,7 +75,8 @@ class Mixture:
     def _exchanged(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         routes, counts = plan_routes(index, self.plan.count, self.group)
         self.routing.count(counts)
-        grouped = run_experts(experts, dispatch(hidden, routes, self.batches), routes.counts)
+        arrived = dispatch(hidden.to(compute_type(experts)), routes, self.batches)
+        grouped = run_experts(experts, arrived, routes.counts)
         return combine(grouped, weights, routes, self.batches).to(hidden.dtype)
 
 

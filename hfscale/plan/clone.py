@@ -36,6 +36,7 @@ _BECOMES: dict[int, str] = {
 _SMALL = {name: size for size, names in _BECOMES.items() for name in names.split()} | dict.fromkeys(
     EXPERT_FIELDS, EXPERTS
 )
+_CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token")
 _LAYER_COUNTS = (
     *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks"),
     *("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers"),
@@ -88,6 +89,8 @@ def _shrink(fields: dict[str, Any], layers: int) -> dict[str, Any]:
             fields[name] = {index: kind for index, kind in value.items() if int(index) < layers}
         elif name in _LAYER_COUNTS and type(value) is int:
             fields[name] = layers
+        elif name in _CHOSEN and type(value) is int:  # a mixture that sends each token to one expert stays one
+            fields[name] = min(value, _SMALL[name])
         elif name in _SMALL and (isinstance(value, int) or name == "head_dim") and not isinstance(value, bool):
             fields[name] = _SMALL[name]
     return fields

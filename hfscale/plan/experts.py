@@ -44,8 +44,8 @@ def plan_experts(draft: Draft, mixtures: tuple[ExpertsPlan, ...]) -> tuple[Exper
         return ()
     if not mixtures:
         draft.problem(
-            f"ep_size={size} needs experts that transformers keeps as one module of 3-D parameters, and "
-            f"{type(draft.model).__name__} has none: use ep_size=1"
+            f"ep_size={size} needs a module that is called with the experts of each token (transformers' "
+            f"use_experts_implementation), and {type(draft.model).__name__} has none: use ep_size=1"
         )
     for planned in mixtures:
         name, count = planned.name, planned.count

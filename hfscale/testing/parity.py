@@ -165,10 +165,16 @@ def _portable(case: Case) -> Case:
     return replace(case, config=plain)
 
 
-def _prepare(model: Any, case: Case) -> Any:
-    for name, parameter in model.named_parameters():
-        if parameter.dtype != torch.float64:  # the host keeps some modules in float32
+def _in_float64(model: Any) -> Any:
+    """The host keeps some modules in float32."""
+    for parameter in model.parameters():
+        if parameter.dtype != torch.float64:
             parameter.data = parameter.data.double()
+    return model
+
+
+def _prepare(model: Any, case: Case) -> Any:
+    for name, parameter in _in_float64(model).named_parameters():
         if any(part in name for part in case.frozen):
             parameter.requires_grad_(False)
     _host.use_eager_experts(model)
@@ -221,7 +227,8 @@ def run_rank(case: Case, layout: ParallelConfig, directory: str) -> Parity:
     start = Path(directory) / "start"
     if case.build == "parallelize":
         whole = case.auto_class.from_pretrained(start, dtype=torch.float64, **case.hf_kwargs)
-        model = hfscale.parallelize(whole, layout)
+        # FSDP2 holds parameters whose type cannot be changed like that.
+        model = hfscale.parallelize(_in_float64(whole), layout)
     else:
         model = hfscale.from_pretrained(
             str(start), parallel=layout, auto_class=case.auto_class, dtype=torch.float64, **case.hf_kwargs
@@ -256,6 +263,7 @@ def run_rank(case: Case, layout: ParallelConfig, directory: str) -> Parity:
                 if error >= parity.weight:
                     parity.weight, parity.worst_weight = error, planned.name
     hfscale.save_pretrained(model, Path(directory) / "saved", max_shard_size="40KB")
+    hfscale.verify_experts(model, Path(directory) / "saved")
     return parity
 
 

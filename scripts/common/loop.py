@@ -66,6 +66,8 @@ def train(model: Any, recipe: Recipe, train_data: Dataset, validation_data: Data
             seconds += time.perf_counter() - started
             speed = len(losses) * tokens_per_step / (seconds - logged_seconds)
             log.trained(step, train_loss, learning_rate, float(norm), speed, peak_memory())
+            if recipe.routing:
+                log.routed(step, hfscale.expert_load(model))
             losses, logged_seconds, started = [], seconds, time.perf_counter()
         if step % training.evaluate_every == 0 or step == training.steps:
             seconds += time.perf_counter() - started

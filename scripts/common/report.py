@@ -10,6 +10,8 @@ import torch
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
+import hfscale
+
 from .processes import is_main, largest
 
 
@@ -29,6 +31,7 @@ class RunLog:
         self.unigram_entropy = unigram_entropy
         self._active = is_main()
         self._shown: dict[str, str] = {}
+        self._loads: hfscale.ExpertLoadHistory | None = None
         self._bar = tqdm(
             total=steps, desc=name, unit="step", disable=not self._active, dynamic_ncols=True, mininterval=1.0
         )
@@ -52,6 +55,24 @@ class RunLog:
         }
         self._write(record)
         self._show(loss=f"{loss:.3f}", tok_s=f"{speed:,.0f}", mem=f"{memory / 2**30:.2f} GiB")
+
+    def routed(self, step: int, load: hfscale.ExpertLoad) -> None:
+        """How busy the experts of a mixture were in a step; ``experts.jsonl`` has every expert's tokens."""
+        if not self._active:
+            return
+        if self._loads is None:
+            path = self.path.with_name("experts.jsonl")
+            path.write_text("")
+            self._loads = hfscale.ExpertLoadHistory(path)
+        self._loads.record(step, load)
+        metrics = load.metrics()
+        self._write({"step": step, **metrics})
+        self._show(busiest=f"{metrics['experts/max_over_mean']:.2f}x")
+
+    def plot_loads(self) -> None:
+        """Draw ``experts.png``, where a mixture was trained."""
+        if self._loads is not None:
+            self._loads.plot(self.path.with_name("experts.png"))
 
     def evaluated(self, step: int, validation_loss: float) -> None:
         """The loss on the validation sequences after ``step`` steps, beside what the frequencies of tokens give."""

@@ -23,7 +23,10 @@ def finish(
     log: RunLog,
     train_sequences: int,
 ) -> None:
-    """Write ``checkpoint/`` (weights, tokenizer, card), ``loss.png`` and ``recipe.yaml``. Call it on every rank."""
+    """Write ``checkpoint/`` (weights, tokenizer, card), ``loss.png``, ``recipe.yaml``; of a mixture, ``experts.png``.
+
+    Call it on every rank.
+    """
     log.close()
     directory = recipe.directory
     checkpoint = directory / "checkpoint"
@@ -33,6 +36,7 @@ def finish(
         OmegaConf.save(OmegaConf.structured(recipe), directory / "recipe.yaml")
         plot_losses(log.path, directory / "loss.png", f"{recipe.name} ({describe_layout(layout)})")
         shutil.copyfile(directory / "loss.png", checkpoint / "loss.png")
+        log.plot_loads()
         card = make_card(model.config, recipe, layout, outcome, log, train_sequences)
         card.save(checkpoint / "README.md")
         print(

@@ -118,7 +118,7 @@ def test_layers_on_other_stages_are_refused(pools: Pools, tmp_path: Path) -> Non
             assert "stage_layers" in message
     for layout in ({"tp_size": 2}, {"dp_shard_size": 2}):
         for message in pool.run(refused, layout, directory):
-            assert "in the layout {'pp': 2, 'dp_replicate': 1, 'dp_shard': 1, 'tp': 1}" in message
+            assert "in the layout {'pp': 2, 'dp_replicate': 1, 'dp_shard': 1, 'tp': 1, 'ep': 1, " in message
             assert "in the same layout" in message
 
 

@@ -12,8 +12,9 @@ from common.corpus import is_for_validation, is_wanted, read_texts
 from common.data import pack, train_tokenizer, unigram_entropy
 from common.read_recipe import load_recipe
 from common.recipe import DataRecipe, FinetuneRecipe, PretrainRecipe, RecipeError
+from pretrain import config_of
 
-from hfscale import ParallelConfig
+from hfscale import ParallelConfig, RoutingConfig
 
 RECIPES = Path(__file__).parents[2] / "scripts" / "recipes"
 DEMO = RECIPES / "demo_pretrain.yaml"
@@ -193,3 +194,27 @@ def test_evaluation_visits_every_sequence_once(available, batch_world):
     for together in zip(*ranks, strict=True):
         assert sum(counted for _, counted, _ in together) == together[0][2]
         assert {len(rows) for rows, _, _ in together} == {3}  # as in training, which a pipeline relies on
+
+
+def test_the_demo_of_experts_is_a_mixture_that_computes_as_much_as_the_dense_demo():
+    recipe = load_recipe(PretrainRecipe, RECIPES / "demo_experts_pretrain.yaml")
+    config, dense = config_of(recipe), config_of(load_recipe(PretrainRecipe, DEMO))
+    assert (config.model_type, dense.model_type) == ("qwen3_moe", "llama")
+    assert config.num_experts_per_tok * config.moe_intermediate_size == dense.intermediate_size
+    assert ParallelConfig(**recipe.parallel).slices_tokens
+    assert RoutingConfig(**recipe.routing).has_loss
+    finetuned = load_recipe(FinetuneRecipe, RECIPES / "demo_experts_finetune.yaml")
+    assert finetuned.base == str(recipe.directory / "checkpoint")
+    assert finetuned.data.include == recipe.data.exclude != []
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.family=lama", "model.family='lama' is no model_type of transformers"),
+        ("model.options.num_expert=4", "llama has no num_expert: use fields of LlamaConfig"),
+    ],
+)
+def test_a_family_and_its_options_are_checked(override, message):
+    with pytest.raises(RecipeError, match=message):
+        config_of(load_recipe(PretrainRecipe, DEMO, [override]))
