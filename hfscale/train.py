@@ -24,7 +24,8 @@ def train_step(model: nn.Module, batch: Batch | Sequence[Batch], *, label_smooth
 
     Gradients and loss are those of the mean over *all* valid labels of the step - every microbatch on every distinct
     batch rank counts by its number of labels - so they do not depend on how the step was divided. What
-    :class:`hfscale.RoutingConfig` adds to the loss is a mean over the tokens of the step likewise. Gradients add to
+    :class:`hfscale.RoutingConfig` adds to it is a mean over the tokens of the step likewise: it is in the gradients,
+    and not in the loss that is returned; see :func:`hfscale.expert_load`. Gradients add to
     what ``.grad`` holds: zero them between steps, as always.
 
     Args:

@@ -31,8 +31,7 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        rows = ctx.routes.by_token(ctx.routes.from_experts(grads[0]))
-        total = rows.squeeze(1) if rows.shape[1] == 1 else rows.sum(1)
+        total = ctx.routes.sum_by_token(ctx.routes.from_experts(grads[0]))
         return total.mul_(ctx.batches) if ctx.batches > 1 else total, None, None
 
 
@@ -42,7 +41,7 @@ class _Combine(torch.autograd.Function):
         rows = routes.from_experts(grouped)
         ctx.save_for_backward(rows, weights)
         ctx.routes, ctx.batches = routes, batches
-        return (routes.by_token(rows) * weights.unsqueeze(-1)).sum(1).to(grouped.dtype)
+        return routes.sum_by_token(rows, weights).to(grouped.dtype)
 
     @staticmethod
     @once_differentiable
@@ -55,7 +54,8 @@ class _Combine(torch.autograd.Function):
             of_weights = torch.zeros_like(weights).view(-1).index_copy_(0, routes.order, products).view_as(weights)
         if not ctx.needs_input_grad[0]:
             return None, of_weights, None, None
-        scale = weights.reshape(-1).index_select(0, routes.order).unsqueeze(-1) / ctx.batches
+        scale = routes.taken(weights)
+        scale = scale / ctx.batches if ctx.batches > 1 else scale
         return routes.to_experts((back * scale).to(rows.dtype)), of_weights, None, None
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..ops import gather, scatter
+from ..ops import enter, gather, leave, scatter
 from ..plan import ExpertsPlan, share_evenly
 from ..runtime import Runtime
 from .exchange import combine, dispatch
@@ -63,14 +63,32 @@ class Mixture:
         return self.routing.finish(out, choice)
 
     def _routed(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """Where tensor ranks share a batch, this rank's share of the tokens is exchanged, and results are gathered."""
+        """Where tensor ranks share a batch, this rank's share of the tokens is exchanged, and results are gathered; or
+        nothing is, where sums over the ranks are no more bytes.
+        """
         if self.shares is None or self.is_cut():
             return self._exchanged(experts, hidden, index, weights)
+        if self.batches == 1 and 2 * index.shape[1] >= dist.get_world_size(self.shares):
+            return self._summed(experts, hidden, index, weights, self.shares)
         size, rank = dist.get_world_size(self.shares), dist.get_rank(self.shares)
         lengths = share_evenly(hidden.shape[0], size)
         own_index = index.narrow(0, sum(lengths[:rank]), lengths[rank])
         own_hidden, own_weights = (scatter(x, lengths, self.shares, 0) for x in (hidden, weights))
         return gather(self._exchanged(experts, own_hidden, own_index, own_weights), lengths, self.shares, 0)
+
+    def _summed(
+        self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor, ranks: dist.ProcessGroup
+    ) -> Tensor:
+        """All tokens are here, and so are all their routes: each rank runs those to its own experts."""
+        own = self.plan.count // dist.get_world_size(ranks)
+        local = index - dist.get_rank(ranks) * own
+        local = local.masked_fill((local < 0) | (local >= own), own)
+        routes, counts = plan_routes(local, own, None)
+        before = dist.get_rank(ranks) * own
+        self.routing.count([0] * before + counts + [0] * (self.plan.count - before - own))
+        arrived = dispatch(enter(hidden.to(compute_type(experts)), ranks), routes, 1)
+        grouped = run_experts(experts, arrived, routes.counts)
+        return leave(combine(grouped, enter(weights, ranks), routes, 1), ranks).to(hidden.dtype)
 
     def _exchanged(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         routes, counts = plan_routes(index, self.plan.count, self.group)

@@ -21,10 +21,11 @@ class RoutingConfig:
 
     Every default leaves the model as it is: ``RoutingConfig()`` only counts, for :func:`hfscale.expert_load`.
 
-    The losses are added to the loss of :func:`hfscale.train_step`, :func:`hfscale.eval_step` and
-    ``model(**batch).loss``, whatever ``config.output_router_logits`` says, and are left out where no ``labels`` are
-    given. They are defined per sequence, over tokens that the attention mask does not call padding, so that value and
-    gradient do not depend on how a step is divided - over data ranks, microbatches, tensor ranks, stages. The host's
+    The losses are added to ``model(**batch).loss`` and, in its gradients, to that of :func:`hfscale.train_step`, which
+    returns the mean over tokens alone; whatever ``config.output_router_logits`` says; they are left out where no
+    ``labels`` are given. They are defined per sequence, over tokens that the attention mask does not call padding, so
+    that value and gradient do not depend on how a step is divided - over data ranks, microbatches, tensor ranks,
+    stages. The host's
     own auxiliary loss is another one per rank and microbatch, is added once for each of them, and takes all layers for
     one: at balance it is ``k`` (experts per token), where this one is 1 per layer. A host's coefficient ``c`` for
     ``L`` layers is about ``balance_loss=c * k / L``.

@@ -98,10 +98,12 @@ class Passes:
         current = self.latest
         if not self._with_labels or current.loss is None:
             return output
+        # A step reports the mean over tokens alone, which other runs can be compared with.
+        share = current.loss if self.tokens is None else torch.zeros_like(current.loss)
         if isinstance(output, tuple):
-            return (_Added.apply(output[0], current.loss, current), *output[1:])
+            return (_Added.apply(output[0], share, current), *output[1:])
         if getattr(output, "loss", None) is not None:
-            output.loss = _Added.apply(output.loss, current.loss, current)
+            output.loss = _Added.apply(output.loss, share, current)
         return output
 
 

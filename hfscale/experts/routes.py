@@ -60,11 +60,26 @@ class Routes:
         leaving = grouped if self.ungroup is None else grouped.index_select(0, self.ungroup)
         return all_to_all(leaving, self.receive, self.send, self.group)
 
-    def by_token(self, rows: Tensor) -> Tensor:
-        """``[routes, h]`` in ``order`` -> ``[n, k, h]``, zero for routes that go nowhere."""
+    def sum_by_token(self, rows: Tensor, weights: Tensor | None = None) -> Tensor:
+        """``[routes, h]`` in ``order`` -> ``[n, h]``: the sum over each token's routes, times ``weights [n, k]``."""
+        return self.added_up(rows, weights) if rows.device.type == "cpu" else self.gathered(rows, weights)
+
+    def added_up(self, rows: Tensor, weights: Tensor | None) -> Tensor:
+        """The sum, row by row: a quarter of the other way's time on a CPU."""
+        weighted = rows if weights is None else rows * self.taken(weights)
+        total = weighted.new_zeros((self.shape[0], *rows.shape[1:]))
+        return total.index_add_(0, self.tokens, weighted)
+
+    def gathered(self, rows: Tensor, weights: Tensor | None) -> Tensor:
+        """The sum, token by token: always in the same order, where a GPU would add rows in any."""
         if len(self.order) < len(self.places):
             rows = F.pad(rows, (0, 0, 0, 1))
-        return rows.index_select(0, self.places).unflatten(0, self.shape)
+        routes = rows.index_select(0, self.places).unflatten(0, self.shape)
+        return (routes if weights is None else routes * weights.unsqueeze(-1)).sum(1)
+
+    def taken(self, weights: Tensor) -> Tensor:
+        """``[n, k]`` -> ``[routes, 1]`` in ``order``."""
+        return weights.reshape(-1).index_select(0, self.order).unsqueeze(-1)
 
 
 def plan_routes(experts: Tensor, count: int, group: dist.ProcessGroup | None) -> tuple[Routes, list[int]]:

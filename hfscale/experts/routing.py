@@ -50,16 +50,12 @@ class Routing:
         if train and self.biases:
             self._move_biases()
 
-    def take_loss(self, scale: float) -> list[Tensor]:
-        """What the latest pass's layers add to the loss, where the pass itself ends without one, in a pipeline stage.
-
-        Args:
-            scale: the gradient that the step's backward passes begin with.
+    def note_scale(self, scale: float) -> None:
+        """The gradient that the step's backward passes begin with, for what the latest pass's layers add to the loss:
+        told where the pass itself ends without one, in a pipeline stage.
         """
-        if self.passes is None or self.passes.latest.loss is None:
-            return []
-        self.passes.latest.scale = scale
-        return [self.passes.latest.loss]
+        if self.passes is not None and self.passes.latest.loss is not None:
+            self.passes.latest.scale = scale
 
     @torch.no_grad()
     def _move_biases(self) -> None:

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .exchange import all_reduce
+
 
 class _Enter(torch.autograd.Function):
     @staticmethod
@@ -28,8 +30,7 @@ class _Enter(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         # A copy, since autograd may hand the same gradient tensor to another branch.
         grad = grads[0].clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
+        return all_reduce(grad, ctx.group), None
 
 
 def enter(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:

@@ -25,8 +25,17 @@ class Started:
         return self._finish()
 
 
+# From here on gloo's own reductions and gathers of two ranks take longer than an exchange of the same bytes:
+# 2.9 against 0.9 ms for 1 MiB, 0.5 against 0.4 ms for 256 KiB.
+_LARGE = 64 << 10
+
+
 def start_all_reduce(x: Tensor, group: dist.ProcessGroup) -> Started:
-    """Sum ``x`` over the ranks, in place."""
+    """Sum ``x``, contiguous, over the ranks, in place."""
+    if _exchanges(x, group) and dist.get_world_size(group) == 2:
+        both = x.new_empty((2, *x.shape))
+        work = dist.all_to_all_single(both, torch.stack((x, x)), group=group, async_op=True)
+        return Started(work, lambda: torch.sum(both, 0, out=x))
     return Started(dist.all_reduce(x, group=group, async_op=True), lambda: x)
 
 
@@ -35,7 +44,10 @@ def start_all_gather(x: Tensor, lengths: Sequence[int], dim: int, group: dist.Pr
     dim, size = dim % x.ndim, len(lengths)
     x = _padded(x, max(lengths), dim).contiguous()
     pieces = x.new_empty((size * x.shape[0], *x.shape[1:]))
-    work = dist.all_gather_into_tensor(pieces, x, group=group, async_op=True)
+    if _exchanges(x, group):
+        work = dist.all_to_all_single(pieces, torch.cat([x] * size), group=group, async_op=True)
+    else:
+        work = dist.all_gather_into_tensor(pieces, x, group=group, async_op=True)
 
     def finish() -> Tensor:
         if dim == 0 and len(set(lengths)) == 1:
@@ -58,6 +70,16 @@ def start_reduce_scatter(x: Tensor, lengths: Sequence[int], dim: int, group: dis
     parts = torch.empty_like(pieces)
     work = dist.all_to_all_single(parts, pieces, group=group, async_op=True)
     return Started(work, lambda: _cropped(parts.sum(0), length, dim))
+
+
+def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """``x``, contiguous, summed over the ranks, in place."""
+    return start_all_reduce(x, group).result()
+
+
+def _exchanges(x: Tensor, group: dist.ProcessGroup) -> bool:
+    """Whether an exchange of everybody's ``x`` is the faster way to send the same bytes."""
+    return x.numel() * x.element_size() >= _LARGE and dist.get_backend(group) == "gloo"
 
 
 def _cropped(x: Tensor, length: int, dim: int) -> Tensor:

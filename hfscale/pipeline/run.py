@@ -119,7 +119,7 @@ class Pipeline:
             count: valid labels of the whole step, which the loss is divided by.
 
         Returns:
-            this rank's share of the loss: all of this batch rank's, on the last stage; on others, what layers add.
+            this rank's share of the loss: all of this batch rank's, on the last stage; else 0.
         """
         self._agree(batches, backward)
         self._batches, self._count = batches, (count, label_smoothing)
@@ -264,8 +264,7 @@ class Pipeline:
             return loss  # type: ignore[no-any-return]
         assert leaving is not None
         if self._runtime.routing is not None:
-            shares = self._runtime.routing.take_loss(self._mesh.batch_world)
-            self._losses += [share.to(self._loss_type) for share in shares]
+            self._runtime.routing.note_scale(self._mesh.batch_world)
         if self._stages.ranks[stage.index + 1] != self._rank:
             leading, peer = self._leading(samples, tokens), self._peer(stage.index + 1)
             self._types.announce(stage.index + 1, leaving, leading, peer, self._trains)

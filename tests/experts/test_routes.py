@@ -28,8 +28,14 @@ def travel(index: Tensor, count: int, group: dist.ProcessGroup | None) -> tuple[
     rows = named.flatten(0, 1).index_select(0, routes.order)
     assert torch.equal(rows[:, 1].long(), routes.tokens)
     arrived = routes.to_experts(rows)
-    back = routes.by_token(routes.from_experts(arrived))
-    assert torch.equal(back, named * kept.unsqueeze(-1))
+    back = routes.from_experts(arrived)
+    assert torch.equal(back, rows)
+    weights = torch.rand(n, k, dtype=torch.float64)
+    plain, weighted = (named * kept.unsqueeze(-1)).sum(1), (named * (kept * weights).unsqueeze(-1)).sum(1)
+    for sums in (routes.sum_by_token, routes.added_up, routes.gathered):  # on a CPU, and what GPUs do
+        assert torch.equal(sums(back, None), plain)
+        torch.testing.assert_close(sums(back, weights), weighted)
+    assert torch.equal(routes.places.flatten()[routes.order], torch.arange(len(routes.order)))
     chosen = index.flatten()[index.flatten() < count]
     assert torch.as_tensor(counts).flatten().tolist() == torch.bincount(chosen, minlength=count).tolist()
     return routes, arrived
@@ -117,8 +123,8 @@ def looked_at(k: int) -> dict[str, int]:
         with Counting():
             routes, _ = plan_routes(index, 8, dist.group.WORLD)
             assert seen["sorts"] == 1
-            back = routes.by_token(routes.from_experts(routes.to_experts(torch.ones(len(routes.order), 3))))
-            assert back.shape == (5, k, 3)
+            back = routes.sum_by_token(routes.from_experts(routes.to_experts(torch.ones(len(routes.order), 3))))
+            assert back.shape == (5, 3)
     finally:
         torch.Tensor.tolist = tolist  # type: ignore[method-assign]
     return seen

@@ -53,6 +53,12 @@ def _config(family: str) -> PreTrainedConfig:
     return OlmoeConfig(**{**_SMALL, "num_experts": 4, "rms_norm_eps": 1e-5})
 
 
+def _names_logits(family: str) -> bool:
+    """Whether this version of the host says where a family's router has its logits."""
+    with torch.device("meta"):
+        return bool(_host.router_logits(AutoModelForCausalLM.from_config(_config(family))))
+
+
 def _microbatches() -> list[dict[str, Tensor]]:
     """Four of two sequences, of different lengths, some padded; one without any label."""
     generator = torch.Generator().manual_seed(7)
@@ -211,6 +217,8 @@ def _formula(model: Any, batch: dict[str, Tensor], balance: float, z: float, sco
     ("family", "scores"), [("olmoe", "softmax"), ("qwen2_moe", "softmax"), ("deepseek_v3", "sigmoid")]
 )
 def test_losses_are_the_papers(family: str, scores: str, tmp_path: Path) -> None:
+    if not _names_logits(family):
+        pytest.skip("this version of transformers does not record the logits of its router")
     start, batch = _stored(_config(family), tmp_path), _together(_microbatches())
     stock = _double(AutoModelForCausalLM.from_pretrained(start, dtype=torch.float64))
     model = _loaded(start, None, _LOSSES)
@@ -218,15 +226,15 @@ def test_losses_are_the_papers(family: str, scores: str, tmp_path: Path) -> None
         expected = _formula(stock, batch, _LOSSES.balance_loss, _LOSSES.z_loss, scores)
         expected.backward()
         loss = hfscale.train_step(model, batch)
-        torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=0)
         torch.testing.assert_close(hfscale.eval_step(model, batch), loss, rtol=1e-12, atol=0)
         gradients = dict(model.named_parameters())
         for name, parameter in stock.named_parameters():
             torch.testing.assert_close(gradients[name].grad, parameter.grad, rtol=1e-9, atol=1e-12, msg=name)
         plain = hfscale.train_step(_loaded(start, None, None), batch)
+    torch.testing.assert_close(loss, plain, rtol=1e-12, atol=0)  # the token mean alone
     load = hfscale.expert_load(model)
     parts = sum(_LOSSES.balance_loss * layer.balance_loss + _LOSSES.z_loss * layer.z_loss for layer in load.layers)
-    assert float(loss - plain) == pytest.approx(parts)
+    assert float(expected.detach() - plain) == pytest.approx(parts)
     assert all(layer.balance_loss > 1.01 for layer in load.layers), "a router without preferences would hide errors"
 
 
@@ -234,14 +242,17 @@ def test_a_plain_loop_adds_them_too_and_scales_their_gradient(tmp_path: Path) ->
     start, batch = _stored(_config("olmoe"), tmp_path), _together(_microbatches())
     model, other = _loaded(start, None, _LOSSES), _loaded(start, None, _LOSSES)
     with keep_float64():
-        expected = hfscale.train_step(other, batch)
+        load, tokens = _LOSSES, hfscale.train_step(other, batch)
         loss = model(**batch).loss
         (3 * loss).backward()
-    assert float(loss.detach()) == pytest.approx(float(expected), rel=1e-12)
+    layers = hfscale.expert_load(other).layers
+    parts = sum(load.balance_loss * layer.balance_loss + load.z_loss * layer.z_loss for layer in layers)
+    expected = float(tokens) + parts
+    assert float(loss.detach()) == pytest.approx(expected, rel=1e-12)
     for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, 3 * theirs.grad, rtol=1e-9, atol=1e-12)
     values = model(**batch, return_dict=False)
-    assert float(values[0].detach()) == pytest.approx(float(expected), rel=1e-6)
+    assert float(values[0].detach()) == pytest.approx(expected, rel=1e-6)
     with torch.no_grad():
         assert model(input_ids=batch["input_ids"]).loss is None
 
@@ -253,10 +264,10 @@ def test_padding_in_a_mask_of_four_dims_is_left_out(kind: str, tmp_path: Path) -
     length = batch["input_ids"].shape[1]
     allowed = torch.ones(length, length, dtype=torch.bool).tril() & batch["attention_mask"].bool()[:, None, None, :]
     mask = allowed if kind == "bool" else torch.zeros(allowed.shape).double().masked_fill(~allowed, -1e30)
-    with keep_float64():
-        expected = hfscale.eval_step(model, batch)
-        found = hfscale.eval_step(model, {**batch, "attention_mask": mask})
-        without = hfscale.eval_step(model, {name: x for name, x in batch.items() if name != "attention_mask"})
+    with keep_float64(), torch.no_grad():
+        expected = model(**batch).loss
+        found = model(**{**batch, "attention_mask": mask}).loss
+        without = model(**{name: x for name, x in batch.items() if name != "attention_mask"}).loss
     assert float(found) == pytest.approx(float(expected), rel=1e-9)
     assert float(without) != pytest.approx(float(expected), rel=1e-4)
 
@@ -313,7 +324,8 @@ def test_recomputation_counts_once(pools: Pools, layout: ParallelConfig | None, 
 
 @pytest.mark.parametrize("layout", [_LAYOUTS[0], _LAYOUTS[-1], _WIDE[2]], ids=_name)
 def test_losses_of_a_sigmoid_router_and_updates_of_its_bias(pools: Pools, layout: ParallelConfig) -> None:
-    _compare(pools, layout, RoutingConfig(balance_loss=0.3, bias_update_rate=0.01), "deepseek_v3")
+    balance = 0.3 if _names_logits("deepseek_v3") else 0.0
+    _compare(pools, layout, RoutingConfig(balance_loss=balance, bias_update_rate=0.01), "deepseek_v3")
 
 
 @pytest.mark.parametrize("layout", [None, *_LAYOUTS, _WIDE[1], _WIDE[2]], ids=_name)

@@ -353,9 +353,11 @@ def sent(path: str, sizes: dict[str, Any], checkpointing: bool) -> Traffic:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize(("sizes", "senders"), [(EP2, 2), (WHOLE, 2), (CUT, 4)])
+@pytest.mark.parametrize(
+    ("sizes", "senders", "copies"), [(EP2, 2, 1), ({"ep_size": 4, "tp_size": 2}, 4, 1), (CUT, 4, 2)]
+)
 def test_what_a_step_sends(
-    pools: Pools, tmp_path: Path, sizes: dict[str, Any], senders: int, checkpointing: bool
+    pools: Pools, tmp_path: Path, sizes: dict[str, Any], senders: int, copies: int, checkpointing: bool
 ) -> None:
     """Per layer and microbatch, every route's ``h`` numbers four times, and once how many go where.
 
@@ -365,13 +367,26 @@ def test_what_a_step_sends(
     found = pools(ParallelConfig(**sizes).total_size).run(sent, saved(config, tmp_path), sizes, checkpointing)
     layers, microbatches, times = config.num_hidden_layers, 2, 6 if checkpointing else 4
     # Tensor ranks that cut every expert send each route all the same.
-    routes = IDS.numel() * config.num_experts_per_tok * (senders // 2)
+    routes = IDS.numel() * config.num_experts_per_tok * copies
     rows = times * routes * config.hidden_size * 4
     counts = (times // 2 - 1) * senders * config.num_experts * 8
     assert [traffic.calls["alltoall"] for traffic in found] == [
         layers * microbatches * (times + times // 2 - 1)
     ] * senders
     assert sum(traffic.payload["alltoall"] for traffic in found) == layers * microbatches * (rows + counts)
+
+
+def test_tensor_ranks_that_share_a_batch_sum_instead(pools: Pools, tmp_path: Path) -> None:
+    """No token travels: sums of experts' outputs and of two gradients, and two sums for attention, per layer."""
+    payloads = []
+    for layers in (2, 3):
+        path = saved(qwen3_moe(num_hidden_layers=layers), tmp_path / str(layers))
+        found = pools(2).run(sent, path, WHOLE, False)[0]
+        assert found.calls["alltoall"] == 0
+        payloads.append(found.payload["allreduce"])
+    config, tokens = qwen3_moe(), IDS.numel()
+    of_layer = 2 * 4 * (4 * tokens * config.hidden_size + tokens * config.num_experts_per_tok)
+    assert payloads[1] - payloads[0] == of_layer + 4 * 2 * config.head_dim  # and once per step, of the norms of heads
 
 
 def _stepped(layout: dict[str, Any], options: dict[str, Any]) -> list[torch.Tensor]:
