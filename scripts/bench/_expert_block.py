@@ -13,6 +13,10 @@ from torch import Tensor, nn
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
+from hfscale.experts.exchange import combine, dispatch
+from hfscale.experts.grouped import run_experts
+from hfscale.experts.routes import plan_routes
+
 
 @dataclass(frozen=True)
 class BlockSize:
@@ -41,11 +45,21 @@ def _of_transformers(name: str) -> Callable[[nn.Module], None]:
     return choose
 
 
+def _of_hfscale(block: Any) -> None:
+    def forward(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        routes, _ = plan_routes(index, block.experts.num_experts, None)
+        grouped = run_experts(block.experts, dispatch(hidden, routes, 1), routes.counts)
+        return combine(grouped, weights, routes, 1)
+
+    block.experts.forward = forward
+
+
 # Name -> what prepares a block for it; it may also replace modules or forwards of the block it is given.
 IMPLEMENTATIONS: dict[str, Callable[[nn.Module], None]] = {
     "eager": _of_transformers("eager"),
     "grouped_mm": _of_transformers("grouped_mm"),
     "batched_mm": _of_transformers("batched_mm"),
+    "hfscale": _of_hfscale,
 }
 
 

@@ -13,6 +13,7 @@ import hfscale
 from hfscale import ParallelConfig
 from hfscale.ops import LinearRows, VocabularySlice, head_cross_entropy
 
+from ..experts.models import qwen3_moe
 from ..models import tiny
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -56,6 +57,20 @@ def test_training_equals_stock(tmp_path: Path, family: str, dtype: torch.dtype) 
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=dtype)
     for name, value in again.state_dict().items():
         assert torch.equal(value, model.state_dict()[name].cpu()), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mixture_equals_stock(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Through hfscale's own grouped products, and torch's where it has them."""
+    torch.manual_seed(0)
+    original = AutoModelForCausalLM.from_config(qwen3_moe(), dtype=dtype)
+    original.save_pretrained(tmp_path)
+    expected = train(original.cuda().train(), ours=False)
+    model = hfscale.from_pretrained(str(tmp_path), dtype=dtype, routing=hfscale.RoutingConfig()).train()
+    tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+    assert train(model, ours=True)[0] == pytest.approx(expected[0], rel=tolerance)
+    routes = IDS.numel() * model.config.num_experts_per_tok
+    assert [sum(layer.tokens) for layer in hfscale.expert_load(model).layers] == [routes] * 2
 
 
 def test_float64_parity(tmp_path: Path) -> None:
