@@ -196,10 +196,13 @@ def _edges(plan: Plan) -> list[str]:
     folded = {wild_name(each.name): each for each in plan.experts}
     for name, each in folded.items():
         size = plan.layout.size("ep")
-        sliced = "; each tensor rank sends its share of a batch" if plan.layout.slices_tokens else ""
+        talk = f"two all-to-alls forward and two backward over ep{size}"
+        if plan.layout.slices_tokens:
+            talk += "; each tensor rank sends its share of a batch"
+            talk += ", or sums over them, whatever is fewer bytes" if plan.layout.expert_batches == 1 else ""
         lines.append(
             f"experts: {name} x{sum(wild_name(other.name) == name for other in plan.experts)}, {each.count // size} of "
-            f"{each.count} per rank, two all-to-alls forward and two backward over ep{size}{sliced}"
+            f"{each.count} per rank, {talk}"
         )
     if plan.layout.batch_world > 1:
         lines.append(
