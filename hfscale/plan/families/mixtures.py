@@ -102,4 +102,8 @@ MIXTURES: dict[str, Blueprint] = {
             )
         },
     ),
+    # The host's plan in transformers 5.17 describes its dense layers only.
+    "qwen2_moe": Blueprint(
+        layers="layers", blocks={"self_attn": _ATTENTION, "mlp": _mixture("shared_expert", _EXPERTS)}
+    ),
 }
