@@ -67,6 +67,14 @@ class Mesh:
         ranks = {axis: self.ranks[axis] for axis in _EXPERT_AXES}
         return self.expert_mesh, ranks if self.layout.size("expert_tp") > 1 else {**ranks, "tp": 0}
 
+    def everyones(self, value: Any) -> list[Any]:
+        """What every rank has, by rank, on every rank, each of which calls it."""
+        if self.control is None:
+            return [value]
+        values: list[Any] = [None] * self.layout.total_size
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
     @property
     def batch_groups(self) -> list[dist.ProcessGroup]:
         """Groups to reduce over, one after the other, to sum over all distinct batches."""

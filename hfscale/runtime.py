@@ -48,6 +48,7 @@ class Runtime:
     routing: "Routing | None" = None
     mixed_precision: str = "no"
     random_streams_agreed: bool = False
+    _stream_of: "dict[str, Stream | None]" = field(default_factory=dict)
 
     def attach(self) -> None:
         """Make this runtime findable from the model."""
@@ -69,8 +70,10 @@ class Runtime:
 
     def stream_of(self, name: str) -> "Stream | None":
         """The stream that a module in the layers reads and writes, where sequence parallelism cuts it."""
-        inside = (s for s in self.streams if any(f"{name}.".startswith(f"{layer}.") for layer in s.plan.layers))
-        return next(inside, None)
+        if name not in self._stream_of:  # layers ask in every pass
+            inside = (s for s in self.streams if any(f"{name}.".startswith(f"{layer}.") for layer in s.plan.layers))
+            self._stream_of[name] = next(inside, None)
+        return self._stream_of[name]
 
 
 def runtime_of(model: nn.Module) -> Runtime:

@@ -22,10 +22,9 @@ from torch import Tensor, nn
 from .. import _host
 from ..data import local_tensor
 from ..errors import CheckpointError
-from ..mesh import Mesh
 from ..plan import ParameterPlan
 from ..runtime import Runtime, runtime_of
-from .reader import SafetensorsFile, TensorOnDisk
+from .reader import open_tensors
 from .slices import share_spans
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -49,13 +48,13 @@ def verify_experts(model: nn.Module, directory: str | Path) -> dict[str, Sums]:
         CheckpointError: on every rank, if some expert is not the checkpoint's; it says which, and whose it is.
     """
     runtime = runtime_of(model)
-    held = _everyones(_held(runtime), runtime.mesh)
+    held = runtime.mesh.everyones(_held(runtime))
     types = {name: dtype for rank in held for name, (dtype, _, _) in rank.items()}
     try:
         own, failure = _stored(runtime, Path(directory), types), ""
     except (CheckpointError, OSError) as error:
         own, failure = {}, str(error)
-    answers = _everyones((own, failure), runtime.mesh)
+    answers = runtime.mesh.everyones((own, failure))
     stored: dict[str, Sums] = {name: sums for found, _ in answers for name, sums in found.items()}
     problems = [text for _, text in answers if text] or _differences(held, stored)
     if problems:
@@ -122,9 +121,7 @@ class _Shapes:
 def _stored(runtime: Runtime, directory: Path, types: dict[str, torch.dtype]) -> dict[str, Sums]:
     """Checksums of the checkpoint's experts, of those parameters that fall to this rank to read."""
     by_name = runtime.plan.by_name
-    stored: dict[str, TensorOnDisk] = {}
-    for file in sorted(directory.glob("*.safetensors")):
-        stored.update(SafetensorsFile(file).slices())
+    stored = open_tensors(sorted(directory.glob("*.safetensors")))
     if not stored:
         raise CheckpointError(f"{directory} has no safetensors files: give the directory of the checkpoint")
     found = _host.loaded_targets(runtime.model, list(stored), by_name)
@@ -165,12 +162,3 @@ def _differences(held: list[dict[str, tuple[torch.dtype, Any, Sums]]], stored: d
                 whose = "" if same is None else f" but expert {same}"
                 problems.append(f"expert {number} of {name} (rank {where}) is not the checkpoint's{whose}")
     return problems
-
-
-def _everyones(value: Any, mesh: Mesh) -> list[Any]:
-    """What every rank has, on every rank."""
-    if mesh.control is None:
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value, group=mesh.control)
-    return values

@@ -16,7 +16,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 from .. import _host
 from ..errors import CheckpointError, ConfigError
 from ..runtime import find_runtime
-from .reader import SafetensorsFile, TensorOnDisk
+from .reader import TensorOnDisk, open_tensors
 from .writer import INDEX, WEIGHTS
 
 TOKENIZER_FILES = (
@@ -83,9 +83,7 @@ def _on_disk(source: str | os.PathLike[str]) -> WholeModel:
     if not (directory / "config.json").is_file():
         raise CheckpointError(f"{source} has no config.json: give the directory of a Hugging Face checkpoint")
     config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    tensors: dict[str, TensorOnDisk] = {}
-    for file in _weight_files(directory):
-        tensors.update(SafetensorsFile(file).slices())
+    tensors = open_tensors(_weight_files(directory))
     generation = GenerationConfig.from_pretrained(directory) if (directory / _GENERATION).is_file() else None
     return WholeModel(config, tensors, generation, directory)
 

@@ -19,7 +19,7 @@ from ..pipeline import leave_out
 from ..plan import ParameterPlan, Plan
 from ..tensor import cut_parameters
 from .merged import merged_parameters, parts_of_share
-from .reader import SafetensorsFile, TensorOnDisk
+from .reader import TensorOnDisk, open_tensors
 from .slices import ShareOnDisk, is_elsewhere
 
 
@@ -32,9 +32,7 @@ class _Loader:
 
     def prepare(self, model: Any, weight_mapping: list[Any], files: list[str]) -> dict[str, Any]:
         """Give the meta model local shapes; return the checkpoint as this rank sees it."""
-        stored: dict[str, TensorOnDisk] = {}
-        for file in files:
-            stored.update(SafetensorsFile(file).slices())
+        stored = open_tensors(files)
         targets = _host.checkpoint_targets(model, list(stored), weight_mapping)
         leave_out(model, self.plan, self.mesh.ranks["pp"])
         parts = self._merged(stored, targets)

@@ -7,6 +7,7 @@ first dim is one ``pread`` of just its bytes, and another slice is read in row b
 
 import json
 import os
+from collections.abc import Iterable
 from io import FileIO
 from math import prod
 from pathlib import Path
@@ -75,6 +76,11 @@ class SafetensorsFile:
             if count <= 0:
                 raise CheckpointError(f"{self.path} ended early while it was read: download or save it again")
             done += count
+
+
+def open_tensors(files: Iterable[str | Path]) -> "dict[str, TensorOnDisk]":
+    """Every tensor of several files, unread."""
+    return {name: tensor for file in files for name, tensor in SafetensorsFile(file).slices().items()}
 
 
 def _header(file: FileIO) -> tuple[dict[str, Any], int]:

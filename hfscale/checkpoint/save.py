@@ -134,9 +134,7 @@ def _entries(runtime: Runtime) -> list[_Entry]:
     if plan.stages is not None:
         # One rank of each stage speaks for all of it.
         speaks = not any(rank for axis, rank in mesh.ranks.items() if axis != "pp")
-        every: list[list[_Entry]] = [[] for _ in range(mesh.layout.total_size)]
-        dist.all_gather_object(every, found if speaks else [], group=mesh.control)
-        found = [entry for entries in every for entry in entries]
+        found = [entry for entries in mesh.everyones(found if speaks else []) for entry in entries]
     places = {planned.name: place for place, planned in enumerate(plan.owned())}
     found.sort(key=lambda entry: places[entry.planned.name] if entry.planned else len(places))
     first = {entry.name: entry for entry in reversed(found)}  # a buffer that every stage has is the first one's

@@ -269,8 +269,4 @@ def _failures_of(part: Callable[[], None], mesh: Mesh) -> list[str]:
         part()
     except OSError as error:
         failure = f"{type(error).__name__}: {error}"
-    failures = [failure]
-    if mesh.control is not None:
-        failures = [""] * dist.get_world_size()
-        dist.all_gather_object(failures, failure, group=mesh.control)
-    return [f"rank {rank}: {text}" for rank, text in enumerate(failures) if text]
+    return [f"rank {rank}: {text}" for rank, text in enumerate(mesh.everyones(failure)) if text]

@@ -113,7 +113,7 @@ def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
 
 def give_up_gathered(model: nn.Module) -> None:
     """Leave this rank its shards only, also where a forward pass without a backward pass has kept whole weights."""
-    for module in model.modules():
+    for module in model.modules() if isinstance(model, FSDPModule) else ():
         if isinstance(module, FSDPModule):
             module.reshard()
 
@@ -140,6 +140,4 @@ def one_reduction(model: nn.Module, *, backward: bool, regather: bool) -> Iterat
             model.set_is_last_backward(True)
             reduce_now(model)
     finally:
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        give_up_gathered(model)

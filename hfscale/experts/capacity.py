@@ -32,6 +32,12 @@ def room(tokens: int | Tensor, factor: float, k: int, count: int) -> int | Tenso
     return torch.minimum(tokens, (tokens.double() * share - _ROUNDING).ceil().to(tokens.dtype))
 
 
+def count_each(numbers: Tensor, count: int) -> Tensor:
+    """``numbers [m]``, each below ``count`` -> ``[count]``: how often each is there, without a look at the host."""
+    counts = torch.zeros(count, dtype=torch.int64, device=numbers.device)
+    return counts.scatter_add_(0, numbers, torch.ones_like(numbers))
+
+
 def queue_places(index: Tensor, count: int) -> Tensor:
     """``index [b, s, k]``, experts, or ``count`` for none -> ``[b, s, k]``: how many routes are before each in its
     queue. One sort, and no look at the host.
@@ -40,8 +46,7 @@ def queue_places(index: Tensor, count: int) -> Tensor:
     queues = torch.arange(samples, device=index.device).view(-1, 1, 1) * (count + 1) + index
     flat = queues.transpose(1, 2).reshape(-1)  # all first choices of a sequence, then all second ones
     order = flat.argsort(stable=True)
-    lengths = torch.zeros(samples * (count + 1), dtype=torch.int64, device=index.device)
-    lengths.scatter_add_(0, flat, torch.ones_like(flat))
+    lengths = count_each(flat, samples * (count + 1))
     starts = lengths.cumsum(0) - lengths
     places = torch.empty_like(flat)
     places[order] = torch.arange(len(flat), device=index.device) - starts[flat[order]]

@@ -24,7 +24,7 @@ from ..ops.exchange import start_all_gather
 from ..plan import ExpertsPlan, share_evenly
 from ..runtime import recomputing
 from .balance import balance_loss, expert_counts, expert_sums, z_loss
-from .capacity import queue_places, room
+from .capacity import count_each, queue_places, room
 from .choices import gshard, noisy_topk, round_robin, switch
 from .load import Counters, LayerCounter
 from .options import RoutingConfig
@@ -127,9 +127,7 @@ class LayerRouting:
 
     def count_on_device(self, index: Tensor) -> None:
         """The same, given the routes ``[n, k]``, where nobody has looked at them."""
-        counts = torch.zeros(self.planned.count + 1, dtype=torch.int64, device=index.device)
-        routes = index.flatten()
-        self.count(counts.scatter_add_(0, routes, torch.ones_like(routes))[:-1])
+        self.count(count_each(index.flatten(), self.planned.count + 1)[:-1])
 
     @property
     def _first(self) -> bool:

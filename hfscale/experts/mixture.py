@@ -21,7 +21,7 @@ from .grouped import compute_type, run_experts
 from .install import routing_of_layers
 from .layer import LayerRouting
 from .options import RoutingConfig
-from .routes import plan_routes
+from .routes import Routes, plan_routes
 from .slots import through_slots
 
 
@@ -81,21 +81,25 @@ class Mixture:
     ) -> Tensor:
         """All tokens are here, and so are all their routes: each rank runs those to its own experts."""
         own = self.plan.count // dist.get_world_size(ranks)
-        local = index - dist.get_rank(ranks) * own
+        before = dist.get_rank(ranks) * own
+        local = index - before
         local = local.masked_fill((local < 0) | (local >= own), own)
         routes, counts = plan_routes(local, own, None)
-        before = dist.get_rank(ranks) * own
         self.routing.count([0] * before + counts + [0] * (self.plan.count - before - own))
-        arrived = dispatch(enter(hidden.to(compute_type(experts)), ranks), routes, 1)
-        grouped = run_experts(experts, arrived, routes.counts)
-        return leave(combine(grouped, enter(weights, ranks), routes, 1), ranks).to(hidden.dtype)
+        entered = enter(hidden.to(compute_type(experts)), ranks)
+        return leave(through_experts(experts, entered, enter(weights, ranks), routes), ranks).to(hidden.dtype)
 
     def _exchanged(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         routes, counts = plan_routes(index, self.plan.count, self.group)
         self.routing.count(counts)
-        arrived = dispatch(hidden.to(compute_type(experts)), routes, self.batches)
-        grouped = run_experts(experts, arrived, routes.counts)
-        return combine(grouped, weights, routes, self.batches).to(hidden.dtype)
+        computed = through_experts(experts, hidden.to(compute_type(experts)), weights, routes, self.batches)
+        return computed.to(hidden.dtype)
+
+
+def through_experts(experts: Any, hidden: Tensor, weights: Tensor, routes: Routes, batches: int = 1) -> Tensor:
+    """Tokens ``hidden [n, h]`` along their routes, of ``weights [n, k]``, through the experts of all ranks and back."""
+    grouped = run_experts(experts, dispatch(hidden, routes, batches), routes.counts)
+    return combine(grouped, weights, routes, batches)
 
 
 def install_experts(runtime: Runtime, options: RoutingConfig | None = None) -> None:

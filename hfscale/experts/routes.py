@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..ops import all_to_all, exchange_counts
+from .capacity import count_each
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,7 @@ def plan_routes(experts: Tensor, count: int, group: dist.ProcessGroup | None) ->
     ranks = 1 if group is None else dist.get_world_size(group)
     flat = experts.reshape(-1)
     order = flat.argsort(stable=True)
-    counts = torch.zeros(count + 1, dtype=torch.int64, device=flat.device)
-    counts = counts.scatter_add_(0, flat, torch.ones_like(flat))[:count].view(ranks, -1)
+    counts = count_each(flat, count + 1)[:count].view(ranks, -1)
     received = exchange_counts(counts, group)
     sent_to, arrived_from = torch.stack((counts, received)).tolist()  # the only look at the host
     kept, total = sum(map(sum, sent_to)), sum(map(sum, arrived_from))

@@ -36,7 +36,7 @@ _BECOMES: dict[int, str] = {
 _SMALL = {name: size for size, names in _BECOMES.items() for name in names.split()} | dict.fromkeys(
     EXPERT_FIELDS, EXPERTS
 )
-_CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token")
+_CHOSEN = _BECOMES[2].split()
 _LAYER_COUNTS = (
     *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks"),
     *("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers"),

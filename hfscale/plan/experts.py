@@ -7,7 +7,6 @@ axes.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -104,10 +103,11 @@ def _inner(role: Block, child: str) -> Block:
     def within(paths: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(path.removeprefix(f"{child}.") for path in paths if path.startswith(f"{child}."))
 
-    parts = {path.removeprefix(f"{child}."): value for path, value in role.parts.items() if path.startswith(child)}
-    return replace(
-        Block(column=within(role.column), row=within(role.row), dropout=()),
-        parts=parts,
+    return Block(
+        column=within(role.column),
+        row=within(role.row),
+        parts={path: role.parts[f"{child}.{path}"] for path in within(tuple(role.parts))},
         shared=within(role.shared),
         optional=True,
+        dropout=(),
     )

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from hfscale.experts.exchange import combine, dispatch
-from hfscale.experts.grouped import run_experts
+from hfscale.experts.mixture import through_experts
 from hfscale.experts.routes import plan_routes
 
 
@@ -48,8 +47,7 @@ def _of_transformers(name: str) -> Callable[[nn.Module], None]:
 def _of_hfscale(block: Any) -> None:
     def forward(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         routes, _ = plan_routes(index, block.experts.num_experts, None)
-        grouped = run_experts(block.experts, dispatch(hidden, routes, 1), routes.counts)
-        return combine(grouped, weights, routes, 1)
+        return through_experts(block.experts, hidden, weights, routes)
 
     block.experts.forward = forward
 
