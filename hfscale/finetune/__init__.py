@@ -1,0 +1,1 @@
+"""Adapters (PEFT), quantized weights and optimizers (bitsandbytes) over shards; third-party libraries on use."""
