@@ -25,6 +25,8 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 from transformers.dynamic_module_utils import custom_object_save
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils import logging
 
 from .config import local_rank, without_launcher_switches
@@ -33,12 +35,12 @@ from .errors import CheckpointError
 
 @contextmanager
 def loading_through(
-    prepare: Callable[[Any, list[Any], list[str]], dict[str, Any]], present: Callable[[str], bool]
+    prepare: Callable[[Any, list[Any], list[str], Any], dict[str, Any]], present: Callable[[str], bool]
 ) -> Iterator[dict[str, Any]]:
     """Within: ``from_pretrained`` shows every freshly built meta model to ``prepare`` before it reads weights.
 
-    ``prepare(model, weight_mapping, files)`` may change the model's shapes and take modules out, and returns the state
-    dict to load from. What the host reports as missing and mismatched is left in the yielded dict.
+    ``prepare(model, weight_mapping, files, quantizer)`` may change the model's shapes and take modules out, and returns
+    the state dict to load from. What the host reports as missing and mismatched is left in the yielded dict.
 
     Args:
         present: whether a parameter is still there, by name; the host ties only what is.
@@ -53,7 +55,7 @@ def loading_through(
                 f"{Path(files[0]).name if files else 'none'}: convert it once with "
                 "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
             )
-        shown = prepare(model, load_config.weight_mapping or [], files)
+        shown = prepare(model, load_config.weight_mapping or [], files, load_config.hf_quantizer)
         report["model"], report["ties"] = model, model.all_tied_weights_keys
         model.all_tied_weights_keys = {a: b for a, b in report["ties"].items() if present(a) and present(b)}
         info, index = original.__func__(model, shown, None, load_config, *args, **kwargs)
@@ -246,9 +248,7 @@ def initialize_weights(model: Any, unit: nn.Module, recurse: bool) -> None:
 def write_configs(model: Any, directory: Path) -> None:
     """Write ``config.json`` and, for models that generate, ``generation_config.json``, as ``save_pretrained`` would."""
     config = model.config
-    # FSDP2 gives a model a class of its own, derived from the stock one.
-    stock = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
-    config.architectures = [stock.__name__]
+    config.architectures = [stock_class(model).__name__]
     config.save_pretrained(directory)
     if getattr(model, "_auto_class", None) is not None:  # the code of a class that came with its checkpoint
         custom_object_save(model, directory, config=config)
@@ -301,3 +301,20 @@ def enable_checkpointing(model: Any, **kwargs: Any) -> None:
     # The host renamed it in 5.2x and warns about the old name.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False, **kwargs})
+
+
+def quantizes(model: Any, config: Any) -> Callable[[str], bool]:
+    """Whether the host's bitsandbytes quantizers would quantize a module of that name, given their ``config``."""
+    kept = HfQuantizer.get_modules_to_not_convert(model, config.llm_int8_skip_modules, model._keep_in_fp32_modules)
+    return lambda name: bool(should_convert_module(name, kept))
+
+
+def stock_class(model: nn.Module) -> Any:
+    """The stock class of a model; FSDP2 gives it one of its own, derived from that."""
+    return next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+
+
+def empty_copy(model: Any) -> Any:
+    """A whole model like the one that ``model`` is a part of, on the meta device."""
+    with torch.device("meta"):
+        return stock_class(model)._from_config(copy.deepcopy(model.config), dtype=model.dtype)

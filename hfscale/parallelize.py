@@ -1,26 +1,29 @@
 """The table of contents: from a stock model and a layout to a model that trains, in order."""
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from copy import copy
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from . import _host
+from .assemble import assemble
 from .checkpoint import initialize_shares, load_pretrained
 from .checkpoint.load import materialize_buffers
 from .config import ParallelConfig
-from .data import MIXED_PRECISIONS, add_up_gradients, apply_data_axes, install_shares
+from .data import MIXED_PRECISIONS
 from .errors import CheckpointError, ConfigError
-from .experts import RoutingConfig, install_experts, install_passes
-from .mesh import Mesh, build_mesh
-from .pipeline import check_stages, install_pipeline, leave_out, stage_places
+from .experts import RoutingConfig
+from .finetune.adapters import attach_adapters, read_config
+from .finetune.quantized import check_quantization, plan_quantized, stored_quantization
+from .mesh import build_mesh
+from .pipeline import check_stages, leave_out, stage_places
 from .plan import Plan, build_plan
-from .runtime import Runtime, find_runtime
-from .tensor import cut_parameters, install_edges, install_generate, install_loss
-from .tensor.random import synchronize_before_training
+from .runtime import find_runtime
+from .tensor import cut_parameters
 
 # Arguments of from_pretrained that distribute a model by other means.
 _EXCLUSIVE = ("device_map", "distributed_config", "tp_plan", "tp_size", "device_mesh", "max_memory", "offload_folder")
@@ -36,6 +39,7 @@ def from_pretrained(
     auto_class: Any = AutoModelForCausalLM,
     mixed_precision: str = "no",
     routing: RoutingConfig | None = None,
+    peft_config: Any = None,
     seed: int = 0,
     **hf_kwargs: Any,
 ) -> Any:
@@ -49,7 +53,9 @@ def from_pretrained(
         auto_class: the Auto class (or model class) to load with.
         mixed_precision: ``"no"``, or ``"bf16"``: compute in bfloat16 over weights kept in their own type.
         routing: how tokens find their experts, and what keeps those evenly busy; the model's own router by default.
-        seed: for parameters that the checkpoint does not have.
+        peft_config: a PEFT config, whose adapters are put around the model's modules, or the path or Hub id of a saved
+            adapter to go on training; :func:`hfscale.save_pretrained` then writes the adapter.
+        seed: for parameters that the checkpoint does not have, and for new adapters.
         hf_kwargs: whatever ``from_pretrained`` takes, except what distributes the model.
 
     Returns:
@@ -58,10 +64,18 @@ def from_pretrained(
     Raises:
         ConfigError, PlanError, MeshError, CheckpointError: before any weight is read, except for damaged files.
     """
-    path, layout = str(path), _checked(parallel, mixed_precision, hf_kwargs, routing)
-    config, _ = _load_config(path, hf_kwargs)
+    quantization = hf_kwargs.get("quantization_config")
+    others = {key: value for key, value in hf_kwargs.items() if key != "quantization_config"}
+    path, layout = str(path), _checked(parallel, mixed_precision, others, routing)
+    check_quantization(quantization)
+    adapting = None if peft_config is None else read_config(peft_config)
+    config, _ = _load_config(path, others)
     code = {key: hf_kwargs[key] for key in _CODE if key in hf_kwargs}
-    planned = plan(config, layout, auto_class=auto_class, dtype=_as_dtype(hf_kwargs), **code)
+    planned = plan(
+        config, layout, auto_class=auto_class, dtype=_as_dtype(hf_kwargs), quantization_config=quantization, **code
+    )
+    if (stored := stored_quantization(config)) is not None:
+        hf_kwargs = {**hf_kwargs, "config": config, "quantization_config": stored}
     mesh = build_mesh(layout, planned.copies, planned.ties)
     model, shares, missing = load_pretrained(auto_class, path, planned, mesh, hf_kwargs)
     if missing:
@@ -69,7 +83,14 @@ def from_pretrained(
         fresh, _ = initialize_shares(template, planned, mesh, seed, wanted=lambda name: name in missing)
         shares.update(fresh)
     materialize_buffers(model, {}, mesh.device)
-    return _assemble(model, planned, mesh, mixed_precision, routing, shares)
+    adapters = None
+    if adapting is not None:
+        template = _on_meta(auto_class, model.config, {"dtype": model.dtype, **code})
+        adapters, planned = attach_adapters(
+            model, template, adapting[0], planned, mesh, shares, source=adapting[1], seed=seed
+        )
+    assemble(model, planned, mesh, mixed_precision, routing, shares, adapters)
+    return model
 
 
 def from_config(
@@ -79,6 +100,7 @@ def from_config(
     auto_class: Any = AutoModelForCausalLM,
     mixed_precision: str = "no",
     routing: RoutingConfig | None = None,
+    peft_config: Any = None,
     seed: int = 0,
     **hf_kwargs: Any,
 ) -> Any:
@@ -89,6 +111,7 @@ def from_config(
     :func:`from_pretrained`; the model is in training mode, like the host's.
     """
     layout = _checked(parallel, mixed_precision, hf_kwargs, routing)
+    adapting = None if peft_config is None else read_config(peft_config)
     model = _on_meta(auto_class, config, hf_kwargs)
     planned = _planned(model, layout)
     mesh = build_mesh(layout, planned.copies, planned.ties)
@@ -97,7 +120,14 @@ def from_config(
     cut_parameters(model, planned, mesh)
     shares, buffers = initialize_shares(template, planned, mesh, seed)
     materialize_buffers(model, buffers, mesh.device)
-    return _assemble(model, planned, mesh, mixed_precision, routing, shares)
+    adapters = None
+    if adapting is not None:
+        template = _on_meta(auto_class, config, hf_kwargs)
+        adapters, planned = attach_adapters(
+            model, template, adapting[0], planned, mesh, shares, source=adapting[1], seed=seed
+        )
+    assemble(model, planned, mesh, mixed_precision, routing, shares, adapters)
+    return model
 
 
 def parallelize(
@@ -126,7 +156,8 @@ def parallelize(
     _give_up_memory(whole, kept=model)
     cut_parameters(model, planned, mesh)
     model.to(mesh.device)
-    return _assemble(model, planned, mesh, mixed_precision, routing, None)
+    assemble(model, planned, mesh, mixed_precision, routing, None)
+    return model
 
 
 def plan(
@@ -141,11 +172,18 @@ def plan(
     Raises:
         PlanError: the layout does not fit; every problem is listed with the valid values.
     """
+    layout, quantization = parallel or ParallelConfig(), hf_kwargs.pop("quantization_config", None)
+    check_quantization(quantization)
     if isinstance(source, PreTrainedConfig):
         config, rest = source, hf_kwargs
     else:
         config, rest = _load_config(str(source), hf_kwargs)
-    return _planned(_on_meta(auto_class, config, rest), parallel or ParallelConfig())
+    config = copy(config)  # which is to forget how weights are stored
+    stored = stored_quantization(config)
+    if stored is not None and quantization is not None:
+        raise ConfigError("quantization_config= is given, and the checkpoint is quantized already: leave it out")
+    model = _on_meta(auto_class, config, rest)
+    return plan_quantized(_planned(model, layout), model, stored or quantization, stored is not None)
 
 
 def _planned(model: nn.Module, layout: ParallelConfig) -> Plan:
@@ -153,41 +191,6 @@ def _planned(model: nn.Module, layout: ParallelConfig) -> Plan:
     planned = build_plan(model, layout, stage_places(layout))
     check_stages(planned)
     return planned
-
-
-def _assemble(
-    model: Any,
-    planned: Plan,
-    mesh: Mesh,
-    mixed_precision: str,
-    routing: RoutingConfig | None,
-    shares: dict[str, Tensor] | None,
-) -> Any:
-    """The common end: edges, loss, data axes, weights (where they are not in place yet), bookkeeping."""
-    runtime = Runtime(model, planned, mesh, mixed_precision=mixed_precision)
-    install_experts(runtime, routing)
-    install_edges(runtime)
-    install_loss(runtime)
-    install_generate(model, mesh)
-    synchronize_before_training(runtime)
-    install_passes(runtime)
-    apply_data_axes(model, planned, mesh, mixed_precision)
-    if shares is not None:
-        install_shares(model, shares, planned, mesh)
-    if mesh.batch_world == 1 and mixed_precision != "no":
-        _autocast(model, mesh.device, MIXED_PRECISIONS[mixed_precision])
-    install_pipeline(runtime, settle=lambda: add_up_gradients(model))
-    if mesh.layout.total_size > 1:
-        model.save_pretrained = _refuse_partial_save
-    runtime.attach()
-    return model
-
-
-def _refuse_partial_save(*_: Any, **__: Any) -> None:
-    raise ConfigError(
-        "model.save_pretrained would write what this rank holds as if it were the model: call "
-        "hfscale.save_pretrained(model, directory) on every rank"
-    )
 
 
 def _give_up_memory(modules: Iterable[nn.Module], kept: nn.Module) -> None:
@@ -201,18 +204,6 @@ def _give_up_memory(modules: Iterable[nn.Module], kept: nn.Module) -> None:
                 module._parameters[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.to("meta")
-
-
-def _autocast(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
-    """Mixed precision where there are no data axes whose wrapper does it: torch's autocast around the forward pass."""
-    forward: Callable[..., Any] = model.forward
-
-    def autocast_forward(*args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(device.type, dtype=dtype):
-            return forward(*args, **kwargs)
-
-    autocast_forward.__wrapped__ = forward  # type: ignore[attr-defined]  # the host inspects forward's signature
-    model.forward = autocast_forward  # type: ignore[method-assign]
 
 
 def _checked(
@@ -229,7 +220,10 @@ def _checked(
             "as parallel=hfscale.ParallelConfig(...)"
         )
     if kwargs.get("quantization_config") is not None:
-        raise ConfigError("quantization_config cannot be used by this version: load the weights in 16 or 32 bits")
+        raise ConfigError(
+            "from_config(quantization_config=...) would quantize random weights: quantize those of a checkpoint, with "
+            "hfscale.from_pretrained(path, quantization_config=...)"
+        )
     if mixed_precision not in MIXED_PRECISIONS:
         raise ConfigError(f"mixed_precision={mixed_precision!r} is unknown: use {', '.join(MIXED_PRECISIONS)}")
     return parallel or ParallelConfig()

@@ -1,5 +1,6 @@
 """What is attached to a parallelized model: its plan and its mesh, found again from whatever wraps it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -9,10 +10,13 @@ from torch.distributed.tensor import DTensor
 
 from .errors import ConfigError
 from .mesh import Mesh
+from .names import stock_name
 from .plan import ParameterPlan, Plan
 
 if TYPE_CHECKING:
+    from .experts.options import RoutingConfig
     from .experts.routing import Routing
+    from .finetune.adapters import Adapters
     from .pipeline.run import Pipeline
     from .tensor.loss import VocabParallelLoss
     from .tensor.sequence import Stream
@@ -35,6 +39,9 @@ class Runtime:
         pipeline: runs the model's stages; ``None`` where there is one.
         routing: what routes tokens, counts them and balances experts; ``None`` where there are none, or stock ones.
         mixed_precision: what its forward pass computes in.
+        adapters: what PEFT put around its modules; ``None`` where nothing.
+        options: how the routing of experts was asked for.
+        undo: takes out of the model what makes it compute with other ranks; see :mod:`hfscale.undo`.
         random_streams_agreed: whether the tensor ranks have agreed on the stream that dropout draws from.
     """
 
@@ -47,6 +54,9 @@ class Runtime:
     pipeline: "Pipeline | None" = None
     routing: "Routing | None" = None
     mixed_precision: str = "no"
+    adapters: "Adapters | None" = None
+    options: "RoutingConfig | None" = None
+    undo: "Callable[[], None] | None" = None
     random_streams_agreed: bool = False
     _stream_of: "dict[str, Stream | None]" = field(default_factory=dict)
 
@@ -56,7 +66,8 @@ class Runtime:
 
     def parameters(self) -> list[tuple[ParameterPlan, Tensor]]:
         """Every owned parameter that this rank holds with its plan, in the plan's order."""
-        live: dict[str, Tensor] = dict(self.model.named_parameters(remove_duplicate=False))
+        here: dict[str, Tensor] = dict(self.model.named_parameters(remove_duplicate=False))
+        live = {**{stock_name(name): parameter for name, parameter in here.items()}, **here}
         held = self.plan.held(self.mesh.ranks["pp"])
         return [(planned, live[held[planned.name]]) for planned in self.plan.owned() if planned.name in held]
 

@@ -25,6 +25,7 @@ class NoHfscale(MetaPathFinder):
 sys.meta_path.insert(0, NoHfscale())
 
 import torch  # noqa: E402
+from common.rows import IGNORED, Rows  # noqa: E402
 from datasets import load_from_disk  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
@@ -59,12 +60,13 @@ def main() -> None:
 
 @torch.no_grad()
 def validation_loss(model: Any, data: Any, size: int = 8) -> float:
-    """The mean loss per token; every sequence has as many."""
-    total = 0.0
-    for start in range(0, len(data), size):
-        tokens = data[start : start + size]["input_ids"]
-        total += float(model(input_ids=tokens, labels=tokens, use_cache=False).loss) * len(tokens)
-    return total / len(data)
+    """The mean loss per label."""
+    rows, total = Rows(data), 0.0
+    for start in range(0, len(rows), size):
+        batch = rows.batch(list(range(start, min(start + size, len(rows)))))
+        labels = int((batch["labels"][:, 1:] != IGNORED).sum())
+        total += float(model(**batch, use_cache=False).loss) * labels
+    return total / int(rows.labels.sum())
 
 
 @torch.no_grad()

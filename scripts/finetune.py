@@ -8,6 +8,7 @@ As for pretraining, any key of the recipe can be given behind it, and results go
 from pathlib import Path
 from typing import Any
 
+from common.borders import check_borders
 from common.data import prepare
 from common.loop import train
 from common.processes import run
@@ -25,6 +26,8 @@ def main() -> None:
     layout = hfscale.ParallelConfig(**recipe.parallel)
     check_base(recipe)
     model, tokenizer = load(recipe, layout)
+    if recipe.data.is_packed:
+        check_borders(model.config)
     tokenizer, train_data, validation_data, entropy = prepare(recipe.data, tokenizer, len(tokenizer), recipe.directory)
     log = RunLog(recipe.directory, recipe.name, recipe.training.steps, entropy)
     outcome = train(model, recipe, train_data, validation_data, log)

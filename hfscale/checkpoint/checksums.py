@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from .. import _host
 from ..data import local_tensor
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ConfigError
 from ..plan import ParameterPlan
 from ..runtime import Runtime, runtime_of
 from .reader import open_tensors
@@ -46,8 +46,17 @@ def verify_experts(model: nn.Module, directory: str | Path) -> dict[str, Sums]:
 
     Raises:
         CheckpointError: on every rank, if some expert is not the checkpoint's; it says which, and whose it is.
+        ConfigError: the experts are held in 4 bits.
     """
     runtime = runtime_of(model)
+    if runtime.plan.quantized is not None and any(
+        name in runtime.plan.quantized.weights and runtime.plan.by_name[name].cut_over("ep")
+        for name in runtime.plan.by_name
+    ):
+        raise ConfigError(
+            "verify_experts compares values with the checkpoint's, and the experts are held in 4 bits: load the model "
+            "without quantization_config, or with the experts in llm_int8_skip_modules"
+        )
     held = runtime.mesh.everyones(_held(runtime))
     types = {name: dtype for rank in held for name, (dtype, _, _) in rank.items()}
     try:

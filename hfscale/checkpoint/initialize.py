@@ -44,7 +44,7 @@ def initialize_shares(
             continue
         unit.to_empty(device="cpu", recurse=recurse)
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(_seed(seed, name))
+            torch.default_generator.manual_seed(seed_of(seed, name))
             _host.initialize_weights(template, unit, recurse)
         for key in names:
             whole = template.get_parameter(key).detach()
@@ -66,6 +66,7 @@ def _units(module: nn.Module, name: str, layers: set[str]) -> Iterator[tuple[str
         yield from _units(submodule, f"{name}.{child}" if name else child, layers)
 
 
-def _seed(seed: int, name: str) -> int:
+def seed_of(seed: int, name: str) -> int:
+    """A seed for the part of a model called ``name``."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

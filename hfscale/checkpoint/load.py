@@ -3,8 +3,8 @@
 Data flow: the host's ``from_pretrained`` builds the stock model on the meta device and is about to read weights; here
 the model gets its local shapes (tensor shares, then data shares) and the host is shown the checkpoint *through the
 plan*: a state dict whose tensors read only this rank's part. The host's own renaming, type rules and tying then do
-their work unchanged. So it is with a weight that the host merges on its way in, from one tensor per expert, say; one
-whose values it moves in other ways is read whole and cut afterwards.
+their work unchanged, and so does its quantizer. So it is with a weight that the host merges on its way in, from one
+tensor per expert, say; one whose values it moves in other ways is read whole and cut afterwards.
 """
 
 from typing import Any
@@ -19,6 +19,8 @@ from ..pipeline import leave_out
 from ..plan import ParameterPlan, Plan
 from ..tensor import cut_parameters
 from .merged import merged_parameters, parts_of_share
+from .prequantized import split_packed
+from .quantize import Quantizing, Shares
 from .reader import TensorOnDisk, open_tensors
 from .slices import ShareOnDisk, is_elsewhere
 
@@ -29,12 +31,15 @@ class _Loader:
         self.held = plan.held(mesh.ranks["pp"])  # owned parameter -> its name here
         self.converted: set[str] = set()
         self.meta: dict[str, nn.Parameter] = {}
+        self.quantizing: Quantizing | None = None
 
-    def prepare(self, model: Any, weight_mapping: list[Any], files: list[str]) -> dict[str, Any]:
+    def prepare(self, model: Any, weight_mapping: list[Any], files: list[str], quantizer: Any) -> dict[str, Any]:
         """Give the meta model local shapes; return the checkpoint as this rank sees it."""
-        stored = open_tensors(files)
+        stored, packed = split_packed(open_tensors(files))
         targets = _host.checkpoint_targets(model, list(stored), weight_mapping)
         leave_out(model, self.plan, self.mesh.ranks["pp"])
+        if quantizer is not None:
+            self.quantizing = Quantizing(model, self.plan, self.mesh, quantizer)
         parts = self._merged(stored, targets)
         made = {n: d.name in parts for d in targets.values() if d.converter for n in (d.name, *d.others)}
         self.converted = {name for name, by_parts in made.items() if not by_parts}
@@ -54,12 +59,18 @@ class _Loader:
                 empty = nn.Parameter(parameter.new_empty(shape), requires_grad=parameter.requires_grad)
                 _set(model, planned.name, empty)
         shown: dict[str, Any] = {}
+        if self.quantizing is not None:
+            for key in packed:
+                if targets[key].name in self.quantizing.weights:
+                    self.quantizing.read_packed(targets[key].name, packed[key], targets[key].converter is not None)
+                    shown[key] = torch.empty(0)  # read once the host comes to it
+            self.quantizing.shape(self.converted)
         for pieces in parts.values():
             shown.update(pieces)
         read_from: dict[str, str] = {}  # owned parameter -> the key it is read from
         for key, tensor in stored.items():
             target = targets[key].name
-            if target in parts:
+            if target in parts or key in packed:
                 continue
             planned_target = self.plan.by_name.get(target)
             here = self._name_here(target)
@@ -99,12 +110,14 @@ class _Loader:
         """Whether the model still has a parameter, which another stage may hold."""
         return name in self.meta or name not in self.plan.by_name
 
-    def shares(self, model: Any) -> dict[str, Tensor]:
+    def shares(self, model: Any) -> Shares:
         """What was loaded, as this rank's final shares; the model gets its meta parameters back."""
         loaded = dict(model.named_parameters(remove_duplicate=False))
-        shares = {}
+        shares = Shares()
+        if self.quantizing is not None:
+            self.quantizing.collect(shares)
         for planned in self.plan.owned():
-            if planned.name not in self.held:
+            if planned.name not in self.held or planned.name in shares:
                 continue
             tensor = loaded[self.held[planned.name]].detach()
             if planned.name in self.converted:
@@ -113,6 +126,8 @@ class _Loader:
         for name, parameter in self.meta.items():
             # The host may have chosen another type for a parameter while loading, or have thawed it.
             owner = self.plan.by_name[name].tied_to or name
+            if self.quantizing is not None and owner in self.quantizing.weights:
+                continue
             parameter.requires_grad_(loaded[self.held[owner]].requires_grad)
             if parameter.dtype != shares[owner].dtype:
                 parameter.data = parameter.data.to(shares[owner].dtype)
@@ -122,7 +137,7 @@ class _Loader:
 
 def load_pretrained(
     auto_class: Any, path: str, plan: Plan, mesh: Mesh, kwargs: dict[str, Any]
-) -> tuple[Any, dict[str, Tensor], set[str]]:
+) -> tuple[Any, Shares, set[str]]:
     """Run the host's ``from_pretrained``.
 
     Returns:

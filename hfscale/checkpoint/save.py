@@ -7,7 +7,7 @@ than one whole tensor. Files grow in a hidden directory inside the target and mo
 """
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import product
@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _host
 from ..data import local_tensor
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ConfigError
 from ..mesh import Mesh
 from ..plan import ParameterPlan, write_share
 from ..runtime import Runtime, runtime_of
@@ -35,7 +35,8 @@ def save_pretrained(
 ) -> None:
     """Write ``model`` as an ordinary Hugging Face directory that loads with hfscale uninstalled.
 
-    Call it on every rank. Weights that ``directory`` holds already are replaced at the very end.
+    Call it on every rank. Weights that ``directory`` holds already are replaced at the very end. Of a model with
+    adapters, the adapter is written, in PEFT's format.
 
     Args:
         max_shard_size: the most bytes in one file, as for the host's ``save_pretrained``.
@@ -46,11 +47,20 @@ def save_pretrained(
     """
     runtime, target = runtime_of(model), Path(directory)
     everyone_arrives(runtime.mesh, timeout, f"save_pretrained({str(target)!r})")
+    if runtime.adapters is not None:
+        runtime.adapters.save(runtime, target)
+        return
+    if runtime.plan.quantized is not None:
+        raise ConfigError(
+            f"the model is held in {runtime.plan.quantized.bits} bits, and {str(target)!r} would keep their error for "
+            "good: merge it into 16 bits first, with hfscale.merge_and_unload(model, dtype=torch.bfloat16), or train "
+            "an adapter (load the model with peft_config=...), which save_pretrained writes by itself"
+        )
     writer, failure = None, None
     entries = _entries(runtime)
     contents = {entry.name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for entry in entries}
     stored = _host.stored_layout(runtime.model, contents)
-    if _is_writer(runtime.mesh):
+    if is_writer(runtime.mesh):
         try:
             writer = CheckpointWriter(target, stored, max_shard_size)
         except (OSError, CheckpointError) as error:
@@ -72,10 +82,11 @@ def save_pretrained(
             failure = error
         finally:
             shutil.rmtree(writer.staging, ignore_errors=True)
-    _report(runtime.mesh, failure, target)
+    report(runtime.mesh, failure, target)
 
 
-def _is_writer(mesh: Mesh) -> bool:
+def is_writer(mesh: Mesh) -> bool:
+    """Whether this rank writes files: the first one."""
     return not any(mesh.ranks.values())
 
 
@@ -97,7 +108,7 @@ def everyone_arrives(mesh: Mesh, timeout: timedelta, call: str) -> None:
         ) from error
 
 
-def _report(mesh: Mesh, failure: Exception | None, target: Path) -> None:
+def report(mesh: Mesh, failure: Exception | None, target: Path) -> None:
     """Every rank learns whether rank 0 succeeded."""
     message = [f"{type(failure).__name__}: {failure}" if failure else ""]
     if mesh.control is not None:
@@ -115,6 +126,13 @@ class _Entry:
     dtype: torch.dtype
     home: int
     planned: ParameterPlan | None  # None: a buffer, whole on every rank of its stage
+
+
+def whole_parameters(runtime: Runtime, wanted: Callable[[ParameterPlan], bool]) -> Iterator[tuple[str, Tensor]]:
+    """Owned parameters by name, one at a time: whole on rank 0, empty elsewhere. Every rank goes through all."""
+    entries = [entry for entry in _entries(runtime) if entry.planned and wanted(entry.planned)]
+    for entry, (_, tensor) in zip(entries, _whole_tensors(runtime, entries), strict=True):
+        yield entry.planned.name if entry.planned else entry.name, tensor
 
 
 def _entries(runtime: Runtime) -> list[_Entry]:
@@ -166,14 +184,14 @@ def _whole_tensors(runtime: Runtime, entries: list[_Entry]) -> Iterator[tuple[st
 
 def _gather(entry: _Entry, share: Tensor | None, mesh: Mesh) -> Tensor:
     cuts = entry.planned.cuts if entry.planned else ()
-    if share is not None and (mesh.device_mesh is None or (not cuts and _is_writer(mesh) and entry.home == 0)):
+    if share is not None and (mesh.device_mesh is None or (not cuts and is_writer(mesh) and entry.home == 0)):
         return share
     axes = [cut.axis for cut in cuts]
     device_mesh, own = mesh.view(cuts)
     at_home = own["pp"] == entry.home
     sends = at_home and not any(rank for axis, rank in own.items() if axis not in (*axes, "pp"))
     share = share.cpu().contiguous() if share is not None and sends else torch.empty(0, dtype=entry.dtype)
-    if not _is_writer(mesh):
+    if not is_writer(mesh):
         if sends and share.numel():
             dist.send(share.view(-1).view(torch.uint8), dst=0, group=mesh.control)
         return share.new_empty(0)

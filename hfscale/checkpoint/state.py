@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from ..data import like_sharded, local_tensor
 from ..errors import CheckpointError
 from ..mesh import Mesh
+from ..plan import ParameterPlan
 from ..runtime import Runtime, runtime_of
 from ..tensor.random import default_generator, synchronize_random_streams
 from .save import everyone_arrives
@@ -186,7 +187,7 @@ def _shares(runtime: Runtime, optimizer: torch.optim.Optimizer | None) -> dict[s
             options = {key: value for key, value in group.items() if key != "params"}
             groups.append({**options, "names": [names[id(parameter)] for parameter in group["params"]]})
     return {
-        "weights": {planned.name: local_tensor(parameter.detach()) for planned, parameter in runtime.parameters()},
+        "weights": {planned.name: local_tensor(parameter.detach()) for planned, parameter in _written(runtime)},
         "buffers": dict(runtime.model.named_buffers()),
         "optimizer": {"state": state, "groups": groups},
     }
@@ -206,8 +207,14 @@ def _put_back(runtime: Runtime, shares: dict[str, Any], source: Path) -> None:
 
 
 def _paired(runtime: Runtime, shares: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    yield from ((planned.name, local_tensor(parameter)) for planned, parameter in runtime.parameters())
+    yield from ((planned.name, local_tensor(parameter)) for planned, parameter in _written(runtime))
     yield from runtime.model.named_buffers()
+
+
+def _written(runtime: Runtime) -> list[tuple[ParameterPlan, Tensor]]:
+    """Not weights in 4 or 8 bits, which are frozen: they are those of the checkpoint that the model is loaded from."""
+    frozen = runtime.plan.quantized.weights if runtime.plan.quantized is not None else ()
+    return [(planned, parameter) for planned, parameter in runtime.parameters() if planned.name not in frozen]
 
 
 def _put_back_optimizer(
@@ -223,9 +230,10 @@ def _put_back_optimizer(
     for group, options in zip(optimizer.param_groups, written["groups"], strict=True):
         group.update({key: value for key, value in options.items() if key != "names"})
     optimizer.state.clear()
+    plain = getattr(optimizer, "keeps_plain_state", False)  # hfscale's own: some states are of other shapes than shares
     for name, values in written["state"].items():
         parameter = parameters[name]
-        optimizer.state[parameter] = {key: _like(value, parameter) for key, value in values.items()}
+        optimizer.state[parameter] = {key: value if plain else _like(value, parameter) for key, value in values.items()}
 
 
 def _like(value: Any, parameter: Tensor) -> Any:

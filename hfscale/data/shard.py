@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ..errors import ConfigError
 from ..mesh import Mesh
-from ..plan import Plan
+from ..names import owner_of, stock_name
+from ..plan import ParameterPlan, Plan
 from ._fsdp import reduce_now
 
 MIXED_PRECISIONS = {"no": None, "bf16": torch.bfloat16}
@@ -57,12 +58,16 @@ def _shard_experts(model: nn.Module, plan: Plan, mesh: Mesh, policy: MixedPrecis
         module = model.get_submodule(experts.name)
         assert mesh.expert_mesh is not None
         if shards * layout.size("edp_replicate") == 1 and policy.param_dtype is None:
-            for name, whole in list(module.named_parameters(recurse=False)):
+            for name, whole in list(module.named_parameters()):
                 local = DTensor.from_local(whole.detach(), mesh.expert_mesh["edp_shard"], [Shard(0)], run_check=False)
-                module.register_parameter(name, nn.Parameter(local, whole.requires_grad))
+                holder, attribute = owner_of(module, name)
+                holder.register_parameter(attribute, nn.Parameter(local, whole.requires_grad))
             alone |= set(module.parameters())
             continue
-        dims = {p: plan.by_name[f"{experts.name}.{name}"].cuts[-1].dim for name, p in module.named_parameters()}
+        dims = {  # packed bytes have a row for each data rank
+            p: 0 if p.dtype == torch.uint8 else _planned(plan, f"{experts.name}.{name}").cuts[-1].dim
+            for name, p in module.named_parameters()
+        }
         fully_shard(
             module,
             mesh=_data_mesh(mesh.expert_mesh, mesh, "edp_replicate", "edp_shard"),
@@ -71,6 +76,10 @@ def _shard_experts(model: nn.Module, plan: Plan, mesh: Mesh, policy: MixedPrecis
             shard_placement_fn=(lambda p, dims=dims: Shard(dims[p])) if shards > 1 else None,  # type: ignore[misc]
         )
     return alone
+
+
+def _planned(plan: Plan, name: str) -> ParameterPlan:
+    return plan.by_name[name if name in plan.by_name else stock_name(name)]
 
 
 def _data_mesh(device_mesh: DeviceMesh, mesh: Mesh, replicate: str, shard: str) -> DeviceMesh:
@@ -84,8 +93,7 @@ def install_shares(model: nn.Module, shares: dict[str, Tensor], plan: Plan, mesh
         if not plan.holds(mesh.ranks["pp"], planned.name):
             continue
         owner = planned.tied_to or planned.name
-        module_name, _, attribute = planned.name.rpartition(".")
-        module = model.get_submodule(module_name)
+        module, attribute = owner_of(model, planned.name)
         if owner not in made:
             made[owner] = _filled(module._parameters[attribute], shares[owner])
         module._parameters[attribute] = made[owner]

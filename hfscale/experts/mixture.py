@@ -13,7 +13,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..names import unwrapped
 from ..ops import enter, gather, leave, scatter
+from ..ops.four_bit import packings_of
 from ..plan import ExpertsPlan, share_evenly
 from ..runtime import Runtime
 from .exchange import combine, dispatch
@@ -104,13 +106,15 @@ def through_experts(experts: Any, hidden: Tensor, weights: Tensor, routes: Route
 
 def install_experts(runtime: Runtime, options: RoutingConfig | None = None) -> None:
     """Spread experts: their modules, which hold this rank's, exchange tokens with the others. No-op for one rank whose
-    routing nobody has asked for.
+    routing nobody has asked for and whose experts are neither quantized nor adapted.
 
     Comes before the edges of tensor parallelism, which may read parameters of experts in their own way.
     """
     mesh, layout = runtime.mesh, runtime.mesh.layout
     group = mesh.group("ep")
-    if group is None and options is None:
+    modules = [runtime.model.get_submodule(e.name) for e in runtime.plan.mixtures if runtime.holds(e.name)]
+    changed = any(unwrapped(module) is not module or packings_of(unwrapped(module)) for module in modules)
+    if group is None and options is None and not changed:
         return
     shares = mesh.group("tp") if layout.slices_tokens else None
     for routing in routing_of_layers(runtime, options):

@@ -8,7 +8,7 @@ from .cut import Cut, cut_shape, write_share
 from .entry import as_python, describe_blueprint
 from .families import FAMILIES
 from .infer import infer_blueprint
-from .plan import LOSSES, BlockPlan, ExpertsPlan, ParameterPlan, Plan, StreamPlan
+from .plan import LOSSES, AdapterParameter, BlockPlan, ExpertsPlan, ParameterPlan, Plan, StreamPlan
 from .stages import Stage, StagePlan, Tie, balance, place_stages
 from .stream import share_evenly
 from .table import render, to_json
@@ -17,6 +17,7 @@ from .translate import translate_host_plan
 __all__ = [
     "FAMILIES",
     "LOSSES",
+    "AdapterParameter",
     "Block",
     "BlockPlan",
     "Blueprint",

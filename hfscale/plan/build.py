@@ -92,8 +92,9 @@ def _refuse_unavailable(draft: Draft) -> None:
     if quantization is not None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
         draft.problem(
-            f"the checkpoint is quantized ({getattr(method, 'value', method)}), which this version does not load: "
-            "use one with weights of 16 or 32 bits"
+            f"it is quantized ({getattr(method, 'value', method)}) already, which this version does not load: use a "
+            "checkpoint with weights of 16 or 32 bits, which hfscale.from_pretrained(..., quantization_config="
+            "BitsAndBytesConfig(load_in_4bit=True)) quantizes as it loads"
         )
 
 

@@ -7,12 +7,16 @@ loader, the patcher, gradient sync, norm clipping, the checkpoint writer and the
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..config import ParallelConfig
 from .cut import Cut, cut_shape, narrow_spans
 from .stages import StagePlan
+
+if TYPE_CHECKING:
+    from .quantized import QuantizedPlan
 
 LOSSES = {"ForCausalLM": 1}
 """Losses over the vocabulary that can run on cut logits -> how many positions the labels are shifted by."""
@@ -152,6 +156,31 @@ class ExpertsPlan:
 
 
 @dataclass(frozen=True)
+class AdapterParameter:
+    """One parameter of an adapter, of the whole model.
+
+    Attributes:
+        name: in the model with adapters.
+        shape: of the whole parameter.
+        dtype: its type.
+        base: the stock name of the parameter that it adapts, or is a copy of.
+        kept_in: the attribute of the wrapper that holds it, ``lora_A`` say.
+        transposed: ``base`` is stored as ``[in, out]``.
+        experts: how many experts' parameters lie side by side in it; 0 where it is of one module.
+        tied_to: the name of the parameter it is the same tensor as.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    base: str
+    kept_in: str
+    transposed: bool = False
+    experts: int = 0
+    tied_to: str | None = None
+
+
+@dataclass(frozen=True)
 class Plan:
     """What becomes of a model under a layout. ``print(plan)`` is a table.
 
@@ -169,6 +198,8 @@ class Plan:
         loss: the host's name of the loss, if it is one of :data:`LOSSES`.
         source: where the blueprint of its blocks comes from, in words; empty where there are none.
         stages: what each pipeline stage holds; ``None`` where ``pp_size`` is 1.
+        quantized: which weights are loaded in 4 or 8 bits; ``None`` where none are.
+        adapters: which of the parameters are those of adapters; they come last.
     """
 
     family: str
@@ -184,6 +215,8 @@ class Plan:
     mixtures: tuple[ExpertsPlan, ...] = ()
     source: str = ""
     stages: StagePlan | None = None
+    quantized: "QuantizedPlan | None" = None
+    adapters: tuple[AdapterParameter, ...] = ()
 
     @cached_property
     def by_name(self) -> dict[str, ParameterPlan]:

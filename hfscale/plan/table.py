@@ -208,6 +208,8 @@ def _edges(plan: Plan) -> list[str]:
         lines.append(
             f"data axes: {len(plan.layers)} layers, each gathered and reduced as one, and the rest of the model"
         )
+    if plan.quantized is not None:
+        lines += plan.quantized.notes(plan)
     return [*lines, ""] if lines else []
 
 

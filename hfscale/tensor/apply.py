@@ -16,8 +16,10 @@ from torch import nn
 
 from ..errors import ConfigError
 from ..mesh import Mesh
+from ..names import owner_of
 from ..plan import BlockPlan, ParameterPlan, Plan
 from ..runtime import Runtime
+from .adapters import install_adapter_edges
 from .copies import install_copy_sums
 from .edges import install_block_edges
 from .embedding import install_vocab_parallel_embedding
@@ -68,6 +70,7 @@ def install_edges(runtime: Runtime) -> None:
             read_partial(model.get_submodule(owner), sums, names=(parameter,), once=mesh.ranks["tp"] == 0)
         cut = runtime.stream_of(block.name)
         install_block_edges(model, block, mesh, cut, _overlap(model, plan, block, group, cut))
+    install_adapter_edges(runtime, sums)
     install_copy_sums(model, plan, mesh, runtime.holds)
     if plan.blocks:
         model.register_forward_pre_hook(_refuse_partial_outputs, with_kwargs=True)
@@ -128,8 +131,7 @@ def cut_parameters(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
     for planned in plan.parameters:
         if not any(cut.axis in _CUT for cut in planned.cuts) or not plan.holds(mesh.ranks["pp"], planned.name):
             continue
-        owner, _, attribute = planned.name.rpartition(".")
-        module = model.get_submodule(owner)
+        module, attribute = owner_of(model, planned.name)
         whole = getattr(module, attribute)
         if id(whole) not in replaced:
             replaced[id(whole)] = local_parameter(whole, planned, mesh)

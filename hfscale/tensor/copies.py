@@ -11,6 +11,7 @@ projection only the matrices of keys and values are summed.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..mesh import Mesh
+from ..names import owner_of
 from ..plan import ParameterPlan, Plan
+from .shared import computes_with, read_through
 
 # What is summed over one group: spans along a dim; no spans mean the whole tensor.
 _Sum = tuple[int, Sequence[tuple[int, int]], dist.ProcessGroup]
@@ -30,13 +33,13 @@ def install_copy_sums(model: nn.Module, plan: Plan, mesh: Mesh, holds: Callable[
 
     ``mesh`` has the groups of :attr:`hfscale.plan.Plan.copies`; ``holds`` says which parameters are on this rank.
     """
-    sums: dict[str, dict[str, list[_Sum]]] = {}
+    sums: dict[nn.Module, dict[str, list[_Sum]]] = {}
     for planned in plan.parameters:
         if planned.copies > 1 and holds(planned.name):
-            owner, _, name = planned.name.rpartition(".")
+            owner, name = owner_of(model, planned.name)
             sums.setdefault(owner, {})[name] = _sums_of(planned, mesh)
     for owner, wanted in sums.items():
-        _read_summed(model.get_submodule(owner), wanted)
+        read_through(computes_with(model, owner), owner, {n: partial(_read, sums=s) for n, s in wanted.items()})
 
 
 def _sums_of(planned: ParameterPlan, mesh: Mesh) -> list[_Sum]:
@@ -51,22 +54,8 @@ def _sums_of(planned: ParameterPlan, mesh: Mesh) -> list[_Sum]:
     return result
 
 
-def _read_summed(module: nn.Module, wanted: dict[str, list[_Sum]]) -> None:
-    forward: Callable[..., Any] = module.forward
-
-    def summed_forward(*args: Any, **kwargs: Any) -> Any:
-        # Only for the time of the computation: anyone else who looks (FSDP, optimizers, state dicts) sees the leaf. A
-        # frozen parameter is left as it is: it may be of a kind (4-bit) that does not survive being looked through.
-        leaves = {name: leaf for name in wanted if (leaf := module._parameters[name]) is not None}
-        for name, leaf in leaves.items():
-            if leaf.requires_grad:
-                module._parameters[name] = _Copied.apply(leaf, wanted[name])  # type: ignore[assignment]
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            module._parameters.update(leaves)
-
-    module.forward = summed_forward  # type: ignore[method-assign]
+def _read(leaf: Tensor, sums: list[_Sum]) -> Tensor:
+    return _Copied.apply(leaf, sums) if leaf.requires_grad else leaf
 
 
 class _Copied(torch.autograd.Function):

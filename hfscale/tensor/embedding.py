@@ -4,11 +4,14 @@ Each rank looks up the tokens of its slice and contributes zeros for the others;
 the sum. The backward pass needs no communication.
 """
 
+from typing import Any
+
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..errors import ConfigError
 from ..mesh import Mesh
+from ..names import computing, unwrapped
 from ..ops import leave
 from ..plan import ParameterPlan
 from .sequence import Stream
@@ -18,28 +21,45 @@ class VocabParallelEmbedding(nn.Embedding):
     """An ``nn.Embedding`` whose weight holds the token ids ``[start, start + weight.shape[0])``."""
 
     _hfscale_start: int
-    _hfscale_mesh: Mesh
-    _hfscale_streams: list[Stream]
 
     def forward(self, input: Tensor) -> Tensor:
-        """Token ids ``[...]`` -> embeddings ``[..., h]``, equal on all tensor ranks (or summed by the first layer)."""
+        """Token ids ``[...]`` -> embeddings ``[..., h]`` of this rank's tokens, and zeros for the others."""
+        return self.look_up(input, self.weight)
+
+    def look_up(self, input: Tensor, weight: Tensor, **_: Any) -> Tensor:
+        """The same in another table of this rank's tokens."""
         local = input - self._hfscale_start
-        missing = (local < 0) | (local >= self.weight.shape[0])
-        found = F.embedding(local.masked_fill(missing, 0), self.weight)
+        missing = (local < 0) | (local >= weight.shape[0])
+        found = F.embedding(local.masked_fill(missing, 0), weight)
         if self.padding_idx is not None:  # the padding token's embedding is used, never trained
             found = found.where((input != self.padding_idx)[..., None], found.detach())
-        found = found.masked_fill(missing[..., None], 0)
-        if any(stream.sum_later(self) for stream in self._hfscale_streams):
-            return found
-        return leave(found, self._hfscale_mesh.group("tp"))
+        return found.masked_fill(missing[..., None], 0)
 
 
 def install_vocab_parallel_embedding(
     module: nn.Module, planned: ParameterPlan, mesh: Mesh, streams: list[Stream]
 ) -> None:
-    """Turn a stock ``nn.Embedding``, whose weight is already this rank's slice, into a vocabulary-parallel one."""
+    """Turn a stock ``nn.Embedding``, whose weight is already this rank's slice, into a vocabulary-parallel one.
+
+    ``module`` may be an adapter around it; what that adds is this rank's share as well.
+    """
     cut = planned.cut_over("tp")
-    if cut is None or not isinstance(module, nn.Embedding):
+    assert cut is not None
+    start = cut.spans(planned.shape[0], mesh.ranks["tp"])[0][0]
+    for stock in computing(module):
+        _cut_lookup(stock, planned, start)
+    if hasattr(module, "_embed"):  # PEFT's low-rank adapter of an embedding looks up its first factor with it
+        module._embed = unwrapped(module).look_up  # type: ignore[assignment, operator]
+
+    def summed(_: nn.Module, args: Any, found: Tensor) -> Tensor:
+        later = any(stream.sum_later(module) for stream in streams)
+        return found if later else leave(found, mesh.group("tp"))
+
+    module.register_forward_hook(summed, prepend=True)
+
+
+def _cut_lookup(module: nn.Module, planned: ParameterPlan, start: int) -> None:
+    if not isinstance(module, nn.Embedding):
         raise ConfigError(f"{planned.name} is not an embedding cut over tp")
     if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
         raise ConfigError(
@@ -51,6 +71,4 @@ def install_vocab_parallel_embedding(
         module.__class__ = VocabParallelEmbedding
     else:  # a subclass that wraps the lookup: behind it comes ours
         module.__class__ = type(stock.__name__, (stock, VocabParallelEmbedding), {"__module__": stock.__module__})
-    module._hfscale_start = cut.spans(planned.shape[0], mesh.ranks["tp"])[0][0]  # type: ignore[assignment]
-    module._hfscale_mesh = mesh  # type: ignore[assignment]
-    module._hfscale_streams = streams  # type: ignore[assignment]
+    module._hfscale_start = start  # type: ignore[assignment]

@@ -112,6 +112,27 @@ class LayerRandom:
             self._cut = None
 
 
+def drop_own(dropout: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, rank: int) -> torch.Tensor:
+    """Drop entries of an activation that is spread over the ranks, where the replicated stream is in use."""
+    generator = default_generator(x.device)
+    after = _switch(generator, rank)
+    try:
+        return dropout(x)
+    finally:
+        generator.set_state(after)
+
+
+def drop_alike(dropout: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, key: str) -> torch.Tensor:
+    """Drop entries of a whole activation, where a cut stream is in use."""
+    generator = default_generator(x.device)
+    after = generator.get_state()
+    generator.manual_seed(_derive(str(generator.initial_seed() // _RANKS), key))
+    try:
+        return dropout(x)
+    finally:
+        generator.set_state(after)
+
+
 def _switch(generator: torch.Generator, rank: int) -> torch.Tensor:
     """Seed the generator for ``rank`` out of its own state, and return the state to go on with afterwards."""
     # One number is drawn so that the next region, which may draw nothing else between, starts elsewhere.

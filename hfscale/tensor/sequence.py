@@ -144,7 +144,7 @@ class Stream:
     def sum_later(self, embedding: nn.Module) -> bool:
         """Asked by the embedding: may it leave the sum over the ranks to the first layer?"""
         # What a hook adds to its output (noise, say) must be added once.
-        hooked = bool(embedding._forward_hooks)
+        hooked = len(embedding._forward_hooks) > 1  # one is the embedding's own, which asks
         self._partial = self._open and self._total is None and self.plan.direct and not hooked
         return self._partial
 

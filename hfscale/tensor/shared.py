@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..names import computing
 from ..ops import enter
 
 
@@ -74,27 +75,53 @@ def _sum_together(grads: list[Tensor], group: dist.ProcessGroup) -> None:
             grad.copy_(total.view_as(grad))
 
 
-def read_partial(module: nn.Module, sums: PartialSums, names: Sequence[str] | None = None, once: bool = True) -> None:
-    """Let ``module`` compute with its parameters ``names`` (all of its own by default) read through ``sums``.
+def read_partial(
+    module: nn.Module,
+    sums: PartialSums,
+    names: Sequence[str] | None = None,
+    once: bool = True,
+    holder: nn.Module | None = None,
+) -> None:
+    """Let ``module`` compute with the parameters ``names`` (all by default) of ``holder`` read through ``sums``.
 
     Args:
         once: whether this rank contributes the value; where ``False`` it computes with zeros, still with a gradient.
+        holder: the module that holds them; by default ``module``, or the stock modules that are wrapped in it.
     """
-    own = [name for name, parameter in module._parameters.items() if parameter is not None]
-    chosen = [name for name in own if names is None or name in names]
-    if not chosen:
-        return
+
+    def read(leaf: Tensor) -> Tensor:
+        # A frozen one is left as it is: it may be of a kind (4-bit) that does not survive being looked through.
+        value = sums.read(leaf) if leaf.requires_grad else leaf
+        return value if once else value * 0.0
+
+    for held in computing(module) if holder is None else [holder]:
+        own = [name for name, parameter in held._parameters.items() if parameter is not None]
+        chosen = [name for name in own if names is None or name in names]
+        if chosen:
+            read_through(module, held, dict.fromkeys(chosen, read))
+
+
+def read_through(module: nn.Module, holder: nn.Module, reads: dict[str, Callable[[Tensor], Tensor]]) -> None:
+    """Let ``module`` compute with parameters of ``holder`` as the functions ``reads`` make them of the leaves."""
     forward: Callable[..., Any] = module.forward
 
-    def partial_forward(*args: Any, **kwargs: Any) -> Any:
+    def forward_reading(*args: Any, **kwargs: Any) -> Any:
         # Only for the time of the computation: anyone else who looks (FSDP, optimizers, state dicts) sees the leaf.
-        leaves = {name: module._parameters[name] for name in chosen}
+        leaves = {name: leaf for name in reads if (leaf := holder._parameters.get(name)) is not None}
         for name, leaf in leaves.items():
-            value = sums.read(leaf)  # type: ignore[arg-type]
-            module._parameters[name] = value if once else value * 0.0  # type: ignore[assignment]
+            holder._parameters[name] = reads[name](leaf)  # type: ignore[assignment]
         try:
             return forward(*args, **kwargs)
         finally:
-            module._parameters.update(leaves)
+            holder._parameters.update(leaves)
 
-    module.forward = partial_forward  # type: ignore[method-assign]
+    module.forward = forward_reading  # type: ignore[method-assign]
+
+
+def computes_with(model: nn.Module, holder: nn.Module) -> nn.Module:
+    """The module whose forward pass reads the parameters of ``holder``: itself, or where it is but a dict of them, the
+    adapter that it is in.
+    """
+    if not isinstance(holder, nn.ParameterDict):
+        return holder
+    return next(module for module in model.modules() if any(child is holder for child in module.children()))

@@ -5,6 +5,7 @@ same checkpoint and data; loss, every gradient, the clipped norm and every weigh
 in float64.
 """
 
+import copy
 import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -22,6 +23,7 @@ import hfscale
 from .. import _host
 from ..config import ParallelConfig
 from ..data import local_tensor
+from ..names import stock_name
 from ..runtime import runtime_of
 from .pool import RankPool
 from .precision import keep_float64
@@ -45,6 +47,8 @@ class Case:
         build: how the layout gets its model: ``from_pretrained``, ``parallelize``.
         hf_kwargs: given to both models' ``from_pretrained``.
         auto_class: the Auto class, or the stock class, of the model.
+        peft: a PEFT config; the reference is then stock PEFT around the stock model, with random factors.
+        peft_build: how the layout gets its adapters: ``from_pretrained``, or ``get_peft_model`` afterwards.
     """
 
     config: PreTrainedConfig
@@ -59,6 +63,8 @@ class Case:
     build: str = "from_pretrained"
     hf_kwargs: dict[str, Any] = field(default_factory=dict)
     auto_class: Any = AutoModelForCausalLM
+    peft: Any = None
+    peft_build: str = "from_pretrained"
 
     def batches(self, batch_world: int) -> list[list[list[Batch]]]:
         """``[step][distinct batch][microbatch]``, with uneven labels: see :func:`ragged_batch`."""
@@ -144,7 +150,8 @@ def measure_parity(case: Case, layout: ParallelConfig, pool: RankPool | None) ->
         saved, final = _stored(directory / "saved"), _stored(directory / "end")
         assert saved.keys() == final.keys(), f"stored names differ: {sorted(saved.keys() ^ final.keys())}"
         differences = {key: _difference(value, final[key]) for key, value in saved.items()}
-        case.auto_class.from_pretrained(directory / "saved", **case.hf_kwargs)
+        if case.peft is None:
+            case.auto_class.from_pretrained(directory / "saved", **case.hf_kwargs)
     return Parity(
         loss=max(parity.loss for parity in found),
         gradient=max(parity.gradient for parity in found),
@@ -196,6 +203,8 @@ def _reference(case: Case, batch_world: int, directory: Path) -> list[dict[str, 
     model.save_pretrained(directory / "start")
     # Reloaded, as the layout loads it: the host changes some weights on the way (a type, the padding token's row).
     model = case.auto_class.from_pretrained(directory / "start", dtype=torch.float64, **case.hf_kwargs)
+    if case.peft is not None:
+        model = _with_random_adapters(model, case, directory)
     _prepare(model, case)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=case.learning_rate)
@@ -203,14 +212,34 @@ def _reference(case: Case, batch_world: int, directory: Path) -> list[dict[str, 
     with keep_float64():
         for step in case.batches(batch_world):
             losses = case.reference_step(model, step)
-            gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+            gradients = {_plain(name): p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
             norm = torch.nn.utils.clip_grad_norm_(trained, case.max_norm if case.max_norm is not None else 1e30)
             optimizer.step()
             optimizer.zero_grad()
-            weights = {name: value.clone() for name, value in model.state_dict().items()}
+            weights = {_plain(name): value.clone() for name, value in model.state_dict().items()}
             results.append({"losses": losses, "gradients": gradients, "norm": norm, "weights": weights})
     model.save_pretrained(directory / "end")
     return results
+
+
+def _with_random_adapters(model: Any, case: Case, directory: Path) -> Any:
+    """Stock PEFT around ``model``, saved as it starts; new adapters would change nothing, and hide errors in them."""
+    import peft
+
+    model = peft.get_peft_model(model, copy.deepcopy(case.peft))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(directory / "adapter")
+    return model
+
+
+def _plain(name: str) -> str:
+    """A parameter's name in the plan."""
+    name = name.removeprefix("base_model.model.")
+    adapted = any(part in name for part in (".lora_", ".ia3_", ".hada_", ".modules_to_save."))
+    return name if adapted else stock_name(name)
 
 
 def _stored(directory: Path) -> dict[str, Tensor]:
@@ -230,9 +259,14 @@ def run_rank(case: Case, layout: ParallelConfig, directory: str) -> Parity:
         # FSDP2 holds parameters whose type cannot be changed like that.
         model = hfscale.parallelize(_in_float64(whole), layout)
     else:
+        adapter = str(Path(directory) / "adapter") if case.peft is not None else None
+        later = case.peft_build == "get_peft_model"
         model = hfscale.from_pretrained(
-            str(start), parallel=layout, auto_class=case.auto_class, dtype=torch.float64, **case.hf_kwargs
-        )
+            str(start), parallel=layout, auto_class=case.auto_class, dtype=torch.float64,
+            peft_config=None if later else adapter, **case.hf_kwargs
+        )  # fmt: skip
+        if later:
+            model = hfscale.get_peft_model(model, adapter)
     _prepare(model, case)
     runtime = runtime_of(model)
     ranks, batch_rank = runtime.mesh.ranks, hfscale.batch_rank(model)
@@ -263,7 +297,8 @@ def run_rank(case: Case, layout: ParallelConfig, directory: str) -> Parity:
                 if error >= parity.weight:
                     parity.weight, parity.worst_weight = error, planned.name
     hfscale.save_pretrained(model, Path(directory) / "saved", max_shard_size="40KB")
-    hfscale.verify_experts(model, Path(directory) / "saved")
+    if case.peft is None:
+        hfscale.verify_experts(model, Path(directory) / "saved")
     return parity
 
 

@@ -6,9 +6,6 @@ import torch
 
 from .recipe import RecipeError
 
-IGNORED = -100
-"""The label that counts in no loss."""
-
 
 def per_rank(batch_size: int, batch_world: int, microbatch_size: int | None) -> tuple[int, int]:
     """How many microbatches of how many sequences each rank runs in one optimizer step.
@@ -56,11 +53,11 @@ def share_of_step(sequences: list[int], batch_rank: int, microbatches: int, size
 
 def evaluation_steps(
     available: int, batch_rank: int, batch_world: int, size: int
-) -> Iterator[tuple[list[int], int, int]]:
+) -> Iterator[tuple[list[int], int, range]]:
     """What one rank evaluates: all ranks together visit every sequence once, in as many steps on each.
 
     Yields:
-        ``size`` sequences, as many as a step of training has, how many of them count (the rest fill up), and how many
+        ``size`` sequences, as many as a step of training has, how many of them count (the rest fill up), and those that
         count over all ranks.
     """
     for start in range(0, available, size * batch_world):
@@ -68,4 +65,4 @@ def evaluation_steps(
         share = -(-total // batch_world)
         first = start + batch_rank * share
         counted = max(0, min(share, start + total - first))
-        yield [first + index if index < counted else 0 for index in range(size)], counted, total
+        yield [first + index if index < counted else 0 for index in range(size)], counted, range(start, start + total)

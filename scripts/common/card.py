@@ -54,6 +54,7 @@ def make_card(
         train_sequences=train_sequences,
         length=recipe.data.sequence_length,
         selection=_selection(recipe.data),
+        rows=_rows(recipe.data),
         training=_table(vars(recipe.training)),
         seed=recipe.seed,
         train_loss=outcome.train_loss,
@@ -86,6 +87,10 @@ def describe_layout(layout: hfscale.ParallelConfig) -> str:
 
 def describe_source(data: DataRecipe) -> str:
     """The source of the text, without saying where it lies on this machine."""
+    if data.source == "stdlib-docs":
+        return (
+            f"questions about functions of Python {platform.python_version()}'s standard library with their docstrings"
+        )
     if data.source == "stdlib":
         return f"the source of Python {platform.python_version()}'s standard library"
     path = Path(data.source)
@@ -98,8 +103,19 @@ def _selection(data: DataRecipe) -> str:
     return f"Of its documents, {', '.join(parts)}" if parts else "All its documents"
 
 
+def _rows(data: DataRecipe) -> str:
+    """How sequences are made, up to their length."""
+    if data.is_stream:
+        return "Documents are put one after the other, with an end-of-text token after each, and cut into sequences of"
+    what = {"text": "Documents", "chat": "Conversations", "completion": "Prompts with completions"}[data.format]
+    labels = "" if data.format == "text" or data.train_on == "all" else ", of which only completions have labels,"
+    if data.is_packed:
+        return f"{what}{labels} are packed, none of them seeing another, into sequences of at most"
+    return f"{what}{labels} have a sequence each, of at most"
+
+
 def _is_hub_data(data: DataRecipe) -> bool:
-    return data.source != "stdlib" and not Path(data.source).exists()
+    return data.source not in ("stdlib", "stdlib-docs") and not Path(data.source).exists()
 
 
 def _without_machine(base: str) -> str:
@@ -175,8 +191,8 @@ It is an ordinary Hugging Face checkpoint; hfscale need not be installed.
 
 ## Data
 
-Text: {source}.
-{selection}. Documents are put one after the other, with an end-of-text token after each, and cut into sequences of
+From: {source}.
+{selection}. {rows}
 {length} tokens: {train_sequences:,} to train on. Those to validate on are from other documents, chosen by name.
 
 ## Hyperparameters

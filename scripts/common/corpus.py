@@ -1,4 +1,4 @@
-"""Where text comes from: documents of a source, each to train on or to validate on, the same on every machine."""
+"""Where data comes from: documents of a source, each to train on or to validate on, the same on every machine."""
 
 import json
 import sysconfig
@@ -6,10 +6,11 @@ import zlib
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from datasets import load_dataset
 
+from .docstrings import questions
 from .recipe import DataRecipe, RecipeError
 
 # Parts of the standard library that are not library code written by hand: tests, tables, tools, other packages.
@@ -20,10 +21,10 @@ _NOT_LIBRARY = {
 
 
 class Document(NamedTuple):
-    """A text, and a name for it that does not depend on the machine."""
+    """The columns of a record, and a name for it that does not depend on the machine."""
 
     name: str
-    text: str
+    columns: dict[str, Any]
 
 
 def is_for_validation(name: str, fraction: float) -> bool:
@@ -37,18 +38,18 @@ def is_wanted(name: str, include: list[str], exclude: list[str]) -> bool:
     return included and not any(fnmatchcase(name, pattern) for pattern in exclude)
 
 
-def read_texts(data: DataRecipe) -> tuple[list[str], list[str]]:
-    """The texts to train on and those to validate on, in an order that does not depend on the machine.
+def read(data: DataRecipe) -> tuple[list[Document], list[Document]]:
+    """The documents to train on and those to validate on, in an order that does not depend on the machine.
 
     Raises:
-        RecipeError: the source is not there, or has nothing to train or to validate on.
+        RecipeError: the source is not there, has nothing to train or to validate on, or lacks the recipe's columns.
     """
-    train: list[str] = []
-    validation: list[str] = []
+    train: list[Document] = []
+    validation: list[Document] = []
     for document in read_documents(data):
         if is_wanted(document.name, data.include, data.exclude):
             kept_out = is_for_validation(document.name, data.validation_fraction)
-            (validation if kept_out else train).append(document.text)
+            (validation if kept_out else train).append(document)
     if not train or not validation:
         raise RecipeError(
             f"data.source={data.source!r} has {len(train)} document(s) to train on and {len(validation)} to validate "
@@ -61,48 +62,99 @@ def read_texts(data: DataRecipe) -> tuple[list[str], list[str]]:
 def read_documents(data: DataRecipe) -> Iterator[Document]:
     """The documents of ``data.source``, in a fixed order."""
     if data.source == "stdlib":
-        return _standard_library()
+        return (Document(name, {data.text_column: text}) for name, text in _standard_library())
+    if data.source == "stdlib-docs":
+        return _standard_library_questions(data)
     path = Path(data.source)
     if path.is_dir():
-        return _directory(path, data.text_column)
+        return _directory(path, data)
     if path.is_file():
-        return _file(path, path.name, data.text_column, split=True)
+        return _file(path, path.name, data, split=True)
     return _hub(data)
 
 
-def _standard_library() -> Iterator[Document]:
+def _standard_library() -> Iterator[tuple[str, str]]:
     root = Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
         text = None if _NOT_LIBRARY.intersection(relative.parts) else _text(path)
         if text:
-            yield Document(relative.as_posix(), text)
+            yield relative.as_posix(), text
 
 
-def _directory(root: Path, text_column: str) -> Iterator[Document]:
+def _standard_library_questions(data: DataRecipe) -> Iterator[Document]:
+    for path, text in _standard_library():
+        for name, question, answer in questions(path, text):
+            turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            record = {data.messages_column: turns, data.prompt_column: question, data.completion_column: f" {answer}"}
+            yield from _document(f"{path}:{name}", record, data)
+
+
+def _directory(root: Path, data: DataRecipe) -> Iterator[Document]:
     for path in sorted(root.rglob("*")):
         relative = path.relative_to(root)
         if path.is_file() and not any(part.startswith(".") for part in relative.parts):
-            yield from _file(path, relative.as_posix(), text_column, split=False)
+            yield from _file(path, relative.as_posix(), data, split=False)
 
 
-def _file(path: Path, name: str, text_column: str, split: bool) -> Iterator[Document]:
-    """Records of a JSONL file; a text file whole, or split at blank lines. Nothing if it is not text."""
-    text = _text(path)
+def _file(path: Path, name: str, data: DataRecipe, split: bool) -> Iterator[Document]:
+    """Records of a JSONL file; a text file whole, or split at blank lines. Nothing if it is not text.
+
+    Only records have the columns of the formats other than text; other files are passed over.
+    """
+    is_records = path.suffix == ".jsonl"
+    text = _text(path) if is_records or data.format == "text" else None
     if text is None:
         return
-    if path.suffix == ".jsonl":
-        records = [json.loads(line) for line in text.splitlines() if line.strip()]
-        if records and text_column not in records[0]:
-            raise RecipeError(
-                f"data.text_column={text_column!r} is not in {name}: its records have {', '.join(records[0])}"
-            )
-        parts = [record[text_column] for record in records]
+    if is_records:
+        for index, record in enumerate(_records(text, name)):
+            yield from _document(f"{name}:{index}", record, data)
     else:
-        parts = text.split("\n\n") if split else [text]
-    for index, part in enumerate(parts):
-        if part.strip():
-            yield Document(f"{name}:{index}", part)
+        for index, part in enumerate(text.split("\n\n") if split else [text]):
+            yield from _document(f"{name}:{index}", {data.text_column: part}, data)
+
+
+def _records(text: str, name: str) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise RecipeError(
+                    f"line {number} of {name} is not JSON: {error}; a JSONL file has a record per line"
+                ) from error
+            if not isinstance(record, dict):
+                raise RecipeError(f"line {number} of {name} is not a record with named columns: {line[:200]}")
+            yield record
+
+
+def _document(name: str, record: dict[str, Any], data: DataRecipe) -> Iterator[Document]:
+    """The record's columns that its format needs; nothing if it is blank text."""
+    _check_columns(name, list(record), data)
+    columns = {column: record[column] for column in needed_columns(data).values()}
+    if data.format == "text":
+        text = columns[data.text_column]
+        if not isinstance(text, str):
+            raise RecipeError(f"data.text_column={data.text_column!r} of {name} is no text: {str(text)[:200]!r}")
+        if not text.strip():
+            return
+    yield Document(name, columns)
+
+
+def needed_columns(data: DataRecipe) -> dict[str, str]:
+    """Field of the recipe -> the column that it names, for those that ``data.format`` reads."""
+    fields = {
+        "text": ["text_column"],
+        "chat": ["messages_column"],
+        "completion": ["prompt_column", "completion_column"],
+    }
+    return {field: getattr(data, field) for field in fields[data.format]}
+
+
+def _check_columns(name: str, found: list[str], data: DataRecipe) -> None:
+    for field, column in needed_columns(data).items():
+        if column not in found:
+            raise RecipeError(f"data.{field}={column!r} is not in {name}: its records have {', '.join(found)}")
 
 
 def _hub(data: DataRecipe) -> Iterator[Document]:
@@ -110,15 +162,13 @@ def _hub(data: DataRecipe) -> Iterator[Document]:
         dataset = load_dataset(data.source, data.subset, split=data.split)
     except Exception as error:  # whatever the Hub, the network or the data set's own loader raises
         raise RecipeError(
-            f"data.source={data.source!r} is neither 'stdlib', nor a file or directory here, nor a data set that the "
-            f"Hub gave ({type(error).__name__}: {error}): correct data.source, data.subset or data.split"
+            f"data.source={data.source!r} is neither 'stdlib' nor 'stdlib-docs', nor a file or directory here, nor a "
+            f"data set that the Hub gave ({type(error).__name__}: {error}): correct data.source, data.subset or "
+            "data.split"
         ) from error
-    if data.text_column not in dataset.column_names:
-        raise RecipeError(
-            f"data.text_column={data.text_column!r} is not in {data.source}: it has {', '.join(dataset.column_names)}"
-        )
+    _check_columns(data.source, dataset.column_names, data)
     for index, record in enumerate(dataset):
-        yield Document(f"{data.source}:{index}", record[data.text_column])
+        yield from _document(f"{data.source}:{index}", record, data)
 
 
 def _text(path: Path) -> str | None:

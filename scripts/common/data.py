@@ -1,4 +1,4 @@
-"""From text to packed sequences of tokens on disk, and the tokenizer that pretraining trains for itself."""
+"""From documents to rows of tokens on disk, and the tokenizer that pretraining trains for itself."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -9,9 +9,12 @@ from datasets import Dataset, disable_progress_bars, load_from_disk
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from .corpus import read_texts
+from .chat import encode_chat, encode_completion, set_chat_template
+from .corpus import Document, read
+from .packing import Columns, Example, cut, packed_rows, separate_rows
 from .processes import on_main
 from .recipe import DataRecipe, RecipeError
+from .rows import IGNORED
 
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_ID = 0
@@ -46,12 +49,12 @@ def pack(documents: Iterable[list[int]], end: int, length: int) -> np.ndarray:
     return stream[: rows * length].reshape(rows, length)
 
 
-def tokenize(tokenizer: Any, texts: list[str], length: int) -> np.ndarray:
-    """``texts`` as packed sequences."""
+def tokenize(tokenizer: Any, texts: list[str]) -> list[list[int]]:
+    """The tokens of each text, with no special ones."""
     documents: list[list[int]] = []
     for start in range(0, len(texts), _AT_ONCE):
         documents += tokenizer(texts[start : start + _AT_ONCE], add_special_tokens=False, verbose=False)["input_ids"]
-    return pack(documents, tokenizer.eos_token_id, length)
+    return documents
 
 
 def unigram_entropy(tokens: np.ndarray) -> float:
@@ -71,37 +74,94 @@ def prepare(
         directory: of the run; gets ``tokenizer/`` if one is trained, ``data/train`` and ``data/validation``.
 
     Returns:
-        the tokenizer, the sequences to train on and to validate on (each has ``input_ids``; labels are the same), and
-        the unigram entropy of those to validate on.
+        the tokenizer, the rows to train on and to validate on (of a stream of text with ``input_ids`` alone, else as
+        :mod:`common.packing` makes them), and the unigram entropy of the labels to validate on.
 
     Raises:
         RecipeError: the source cannot be read, or is too small.
     """
     disable_progress_bars()  # theirs would get in the way of the one of training
+    if tokenizer is None and data.format != "text":
+        raise RecipeError(f"data.format={data.format} is for fine-tuning a base model: pretraining uses text")
+    if data.format == "chat":
+        set_chat_template(tokenizer, data)
     on_main(lambda: _write(data, tokenizer, vocab_size, directory))
     if tokenizer is None:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(directory / "tokenizer")
     train, validation = (load_from_disk(str(directory / "data" / part)) for part in ("train", "validation"))
     train, validation = train.with_format("torch"), validation.with_format("torch")
-    return tokenizer, train, validation, unigram_entropy(validation[:]["input_ids"].numpy())
+    labels = np.concatenate(validation.with_format("numpy")[:]["input_ids" if data.is_stream else "labels"])
+    return tokenizer, train, validation, unigram_entropy(labels[labels != IGNORED])
 
 
 def _write(data: DataRecipe, tokenizer: Any | None, vocab_size: int, directory: Path) -> None:
-    train, validation = read_texts(data)
+    train, validation = read(data)
     if tokenizer is None:
-        tokenizer = train_tokenizer(train, vocab_size)
+        tokenizer = train_tokenizer((document.columns[data.text_column] for document in train), vocab_size)
         tokenizer.save_pretrained(directory / "tokenizer")
     if tokenizer.eos_token_id is None:
         raise RecipeError("the tokenizer of the base model has no end-of-text token to put between documents")
-    rows = tokenize(tokenizer, validation, data.sequence_length)[: data.validation_sequences]
-    _save(rows, directory / "data" / "validation", "validation", data)
-    _save(tokenize(tokenizer, train, data.sequence_length), directory / "data" / "train", "training", data)
+    rows = {
+        name: column[: data.validation_sequences]
+        for name, column in make_rows(data, tokenizer, validation, "validation").items()
+    }
+    Dataset.from_dict(rows).save_to_disk(str(directory / "data" / "validation"))
+    Dataset.from_dict(make_rows(data, tokenizer, train, "training")).save_to_disk(str(directory / "data" / "train"))
 
 
-def _save(rows: np.ndarray, directory: Path, name: str, data: DataRecipe) -> None:
-    if not len(rows):
+def make_rows(data: DataRecipe, tokenizer: Any, documents: list[Document], use: str) -> Columns | dict[str, np.ndarray]:
+    """The columns of the rows that the recipe makes of ``documents``.
+
+    Args:
+        use: what the rows are for, to say so.
+
+    Raises:
+        RecipeError: there is not one row.
+    """
+    if data.is_stream:
+        stream = tokenize(tokenizer, [document.columns[data.text_column] for document in documents])
+        rows = pack(stream, tokenizer.eos_token_id, data.sequence_length)
+        if not len(rows):
+            raise RecipeError(
+                f"the {use} text of data.source={data.source!r} is shorter than one sequence of "
+                f"data.sequence_length={data.sequence_length} tokens: use shorter sequences, or more text"
+            )
+        return {"input_ids": rows}
+    examples, shortened, dropped = cut(encode(data, tokenizer, documents), data.sequence_length)
+    if not examples:
         raise RecipeError(
-            f"the {name} text of data.source={data.source!r} is shorter than one sequence of "
-            f"data.sequence_length={data.sequence_length} tokens: use shorter sequences, or more text"
+            f"none of the {dropped} {use} examples of data.source={data.source!r} has a label in its first "
+            f"data.sequence_length={data.sequence_length} tokens: use longer sequences, or data.train_on=all"
         )
-    Dataset.from_dict({"input_ids": rows}).save_to_disk(str(directory))
+    columns = packed_rows(examples, data.sequence_length) if data.is_packed else separate_rows(examples)
+    print(
+        f"{use}: {len(examples):,} examples in {len(columns['input_ids']):,} rows; {shortened:,} cut to "
+        f"{data.sequence_length} tokens, {dropped:,} dropped since no label was left",
+        flush=True,
+    )
+    return columns
+
+
+def encode(data: DataRecipe, tokenizer: Any, documents: list[Document]) -> list[Example]:
+    """Tokens and labels of every document, as its format has them; text in pieces that fit into a row."""
+    if data.format == "chat":
+        return [
+            encode_chat(tokenizer, document.columns[data.messages_column], data.train_on, document.name)
+            for document in documents
+        ]
+    if data.format == "completion":
+        return [
+            encode_completion(
+                tokenizer,
+                document.columns[data.prompt_column],
+                document.columns[data.completion_column],
+                data.train_on,
+                document.name,
+            )
+            for document in documents
+        ]
+    texts = tokenize(tokenizer, [document.columns[data.text_column] for document in documents])
+    ended = [[*tokens, tokenizer.eos_token_id] for tokens in texts]
+    length = data.sequence_length
+    pieces = [tokens[start : start + length] for tokens in ended for start in range(0, len(tokens), length)]
+    return [Example(piece, piece) for piece in pieces]

@@ -11,14 +11,19 @@ from transformers import get_scheduler
 
 import hfscale
 
-from .batches import IGNORED, evaluation_steps, per_rank, sequences_of_step, share_of_step
+from .batches import evaluation_steps, per_rank, sequences_of_step, share_of_step
 from .recipe import Recipe, TrainingRecipe
 from .report import RunLog, peak_memory
+from .rows import IGNORED, Rows, divided
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a training run measured. Losses are in nats per token; memory is that of the largest process, in bytes."""
+    """What a training run measured.
+
+    Losses are in nats per label, which in text is every token; tokens leave padding out; memory is that of the largest
+    process, in bytes.
+    """
 
     train_loss: float
     first_validation_loss: float
@@ -32,54 +37,57 @@ class Outcome:
 def train(model: Any, recipe: Recipe, train_data: Dataset, validation_data: Dataset, log: RunLog) -> Outcome:
     """Train ``model`` as the recipe says. Call it on every rank.
 
-    A training loss in the log is the mean over the steps since the one before; time spent evaluating does not count
-    in tokens per second.
+    Rows have ``input_ids``, and where they are not plain text ``labels`` and ``position_ids`` or ``attention_mask``:
+    see :mod:`common.packing`. A training loss in the log is the mean over the steps since the one before; time spent
+    evaluating does not count in tokens per second, nor do padding tokens.
     """
     training = recipe.training
     microbatches, size = per_rank(training.batch_size, hfscale.batch_world(model), training.microbatch_size)
     optimizer = make_optimizer(model, training)
     warmup = round(training.warmup_ratio * training.steps)
     scheduler = get_scheduler("cosine", optimizer, num_warmup_steps=warmup, num_training_steps=training.steps)
-    tokens_per_step = training.batch_size * recipe.data.sequence_length
+    train_rows, validation_rows = Rows(train_data), Rows(validation_data)
     if training.gradient_checkpointing:
         # transformers 5.23 gives it a new name and warns at the old one.
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
 
     memory_before = peak_memory()
-    first = validation = evaluate(model, validation_data, microbatches, size)
+    first = validation = evaluate(model, validation_rows, microbatches, size)
     log.evaluated(0, validation)
     losses: list[Tensor] = []
+    tokens, logged_tokens = 0, 0
     train_loss, seconds, logged_seconds, started = 0.0, 0.0, 0.0, time.perf_counter()
     for step in range(1, training.steps + 1):
         model.train()
-        sequences = sequences_of_step(step - 1, training.batch_size, len(train_data), recipe.seed)
+        sequences = sequences_of_step(step - 1, training.batch_size, len(train_rows), recipe.seed)
         share = share_of_step(sequences, hfscale.batch_rank(model), microbatches, size)
-        losses.append(hfscale.train_step(model, [batch_of(train_data, rows) for rows in share]))
+        batch = train_rows.batch([row for rows in share for row in rows])
+        losses.append(hfscale.train_step(model, divided(batch, size)))
         norm = hfscale.clip_grad_norm_(model, training.max_grad_norm)
         learning_rate = scheduler.get_last_lr()[0]
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
+        tokens += int(train_rows.tokens[sequences].sum())
         log.stepped()
         if step % training.log_every == 0 or step == training.steps:
             train_loss = float(torch.stack(losses).mean())  # also waits for the device
             seconds += time.perf_counter() - started
-            speed = len(losses) * tokens_per_step / (seconds - logged_seconds)
+            speed = (tokens - logged_tokens) / (seconds - logged_seconds)
             log.trained(step, train_loss, learning_rate, float(norm), speed, peak_memory())
             if recipe.routing:
                 log.routed(step, hfscale.expert_load(model))
-            losses, logged_seconds, started = [], seconds, time.perf_counter()
+            losses, logged_tokens, logged_seconds, started = [], tokens, seconds, time.perf_counter()
         if step % training.evaluate_every == 0 or step == training.steps:
             seconds += time.perf_counter() - started
-            validation = evaluate(model, validation_data, microbatches, size)
+            validation = evaluate(model, validation_rows, microbatches, size)
             log.evaluated(step, validation)
             started = time.perf_counter()
-    tokens = training.steps * tokens_per_step
     return Outcome(train_loss, first, validation, tokens, tokens / seconds, peak_memory(), memory_before)
 
 
-def evaluate(model: Any, data: Dataset, microbatches: int, size: int) -> float:
-    """The mean loss over all of ``data``, the same for every layout. Call it on every rank.
+def evaluate(model: Any, data: Rows, microbatches: int, size: int) -> float:
+    """The mean loss over all labels of ``data``, the same for every layout. Call it on every rank.
 
     A step has as many microbatches of ``size`` sequences as one of training: a pipeline that runs the one runs the
     other.
@@ -89,19 +97,12 @@ def evaluate(model: Any, data: Dataset, microbatches: int, size: int) -> float:
     for rows, counted, everywhere in evaluation_steps(
         len(data), hfscale.batch_rank(model), hfscale.batch_world(model), microbatches * size
     ):
-        batch = batch_of(data, rows)
+        batch = data.batch(rows)
         batch["labels"][counted:] = IGNORED
-        step = [
-            {name: value[start : start + size] for name, value in batch.items()} for start in range(0, len(rows), size)
-        ]
-        total += everywhere * hfscale.eval_step(model, step).double().cpu()
-    return float(total) / len(data)
-
-
-def batch_of(data: Dataset, rows: list[int]) -> dict[str, Tensor]:
-    """The arguments of one forward pass; the host shifts the labels."""
-    tokens = data[rows]["input_ids"]
-    return {"input_ids": tokens, "labels": tokens.clone()}
+        step = divided(batch, size)
+        # The mean over the labels of the step, of which steps have more or fewer.
+        total += int(data.labels[everywhere].sum()) * hfscale.eval_step(model, step).double().cpu()
+    return float(total) / int(data.labels.sum())
 
 
 def make_optimizer(model: Any, training: TrainingRecipe) -> torch.optim.Optimizer:

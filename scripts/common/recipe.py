@@ -13,13 +13,24 @@ class RecipeError(Exception):
 
 @dataclass
 class DataRecipe:
-    """The text to train on.
+    """What to train on.
 
     Attributes:
-        source: ``stdlib`` (the source of the running Python's standard library), a text file (documents are separated
-            by blank lines), a JSONL file, a directory of such files (each text file is one document), or the id of a
-            data set on the Hub.
+        source: ``stdlib`` (the source of the running Python's standard library), ``stdlib-docs`` (questions about its
+            functions, answered by their docstrings: chat or completion), a text file (documents are separated by blank
+            lines), a JSONL file, a directory of such files (each text file is one document), or the id of a data set on
+            the Hub.
+        format: ``text``, ``chat`` (conversations, rendered through the tokenizer's chat template) or ``completion``
+            (prompts with completions). Chat and completion read records only, not text files.
         text_column: the field of JSONL records and Hub data sets that holds the text.
+        messages_column: the field that holds a conversation, a list of records with role and content.
+        prompt_column: the field that holds the prompt.
+        completion_column: the field that holds the completion.
+        chat_template: a file with a Jinja template, or ``chatml`` or ``plain``, instead of the tokenizer's own.
+        train_on: ``completions``: only what the assistant says, or the completion, has labels; ``all``: everything.
+        packing: whether rows hold several whole examples, which do not see each other; else every example has a row of
+            its own, with padding. By default chat and completion are packed, and text is one stream, an end-of-text
+            token behind each document, cut into rows; documents that are packed, or padded, are cut into examples.
         subset: the configuration of a Hub data set, where it has several.
         split: the split of a Hub data set to read.
         include: patterns such as ``asyncio/*``: only documents whose name, a path below the source, matches one are
@@ -31,14 +42,31 @@ class DataRecipe:
     """
 
     source: str = "stdlib"
+    format: str = "text"
     text_column: str = "text"
-    subset: Optional[str] = None  # noqa: UP045  # OmegaConf reads this spelling in all its versions
+    messages_column: str = "messages"
+    prompt_column: str = "prompt"
+    completion_column: str = "completion"
+    chat_template: Optional[str] = None  # noqa: UP045  # OmegaConf reads this spelling in all its versions
+    train_on: str = "completions"
+    packing: Optional[bool] = None  # noqa: UP045
+    subset: Optional[str] = None  # noqa: UP045
     split: str = "train"
     include: list[str] = field(default_factory=list)
     exclude: list[str] = field(default_factory=list)
     validation_fraction: float = 0.05
     sequence_length: int = 256
     validation_sequences: int = 64
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether rows are cut from one stream of text."""
+        return self.format == "text" and self.packing is None
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether rows hold several examples with borders between them."""
+        return self.packing if self.packing is not None else self.format != "text"
 
 
 @dataclass
@@ -140,6 +168,7 @@ class FinetuneRecipe(Recipe):
 def check_values(recipe: Recipe) -> None:
     """Raise a :class:`RecipeError` for the first value that is impossible in itself."""
     data, training = recipe.data, recipe.training
+    _check_format(data)
     if not 0 < data.validation_fraction < 1:
         raise RecipeError(
             f"data.validation_fraction={data.validation_fraction} leaves nothing to validate or to train on: it is a "
@@ -158,3 +187,18 @@ def check_values(recipe: Recipe) -> None:
     for name, value in counts.items():
         if value is not None and value < 1:
             raise RecipeError(f"{name}={value} is impossible: use a whole number of at least 1")
+
+
+def _check_format(data: DataRecipe) -> None:
+    choices = {"format": ("text", "chat", "completion"), "train_on": ("completions", "all")}
+    for name, valid in choices.items():
+        if getattr(data, name) not in valid:
+            raise RecipeError(f"data.{name}={getattr(data, name)!r} is not known: use {' or '.join(valid)}")
+    if data.source in ("stdlib", "stdlib-docs") and (data.source == "stdlib") != (data.format == "text"):
+        fitting = "text" if data.source == "stdlib" else "chat or completion"
+        raise RecipeError(f"data.source={data.source} has no records for data.format={data.format}: use {fitting}")
+    if data.chat_template is not None and data.format != "chat":
+        raise RecipeError(
+            f"data.chat_template={data.chat_template!r} has no use with data.format={data.format}: leave it out, or "
+            "use data.format=chat"
+        )

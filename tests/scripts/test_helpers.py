@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from common.batches import evaluation_steps, per_rank, sequences_of_step, share_of_step
 from common.card import describe_layout
-from common.corpus import is_for_validation, is_wanted, read_texts
+from common.corpus import is_for_validation, is_wanted, read
 from common.data import pack, train_tokenizer, unigram_entropy
 from common.read_recipe import load_recipe
 from common.recipe import DataRecipe, FinetuneRecipe, PretrainRecipe, RecipeError
@@ -121,20 +121,18 @@ def test_texts_are_read_from_files_records_and_directories(tmp_path):
     (tmp_path / "b.txt").write_text("\n\n".join(texts))
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     for name in ("a.jsonl", "b.txt"):
-        train, validation = read_texts(
-            DataRecipe(source=str(tmp_path / name), text_column="body", validation_fraction=0.2)
-        )
-        assert sorted(train + validation) == sorted(texts)
-    both = read_texts(DataRecipe(source=str(tmp_path), text_column="body", validation_fraction=0.2))
+        train, validation = read(DataRecipe(source=str(tmp_path / name), text_column="body", validation_fraction=0.2))
+        assert sorted(document.columns["body"] for document in train + validation) == sorted(texts)
+    both = read(DataRecipe(source=str(tmp_path), text_column="body", validation_fraction=0.2))
     assert sum(map(len, both)) == 41
     with pytest.raises(RecipeError, match="its records have body"):
-        read_texts(DataRecipe(source=str(tmp_path / "a.jsonl"), text_column="content"))
+        read(DataRecipe(source=str(tmp_path / "a.jsonl"), text_column="content"))
 
 
 def test_a_source_too_small_to_validate_on_is_refused(tmp_path):
     (tmp_path / "one.txt").write_text("one")
     with pytest.raises(RecipeError, match=r"1 document.* to train on and 0 to validate"):
-        read_texts(DataRecipe(source=str(tmp_path / "one.txt")))
+        read(DataRecipe(source=str(tmp_path / "one.txt")))
 
 
 def test_packing_puts_an_end_after_each_document():
@@ -192,7 +190,8 @@ def test_evaluation_visits_every_sequence_once(available, batch_world):
     visited = [row for steps in ranks for rows, counted, _ in steps for row in rows[:counted]]
     assert sorted(visited) == list(range(available))
     for together in zip(*ranks, strict=True):
-        assert sum(counted for _, counted, _ in together) == together[0][2]
+        counted = [row for rows, count, _ in together for row in rows[:count]]
+        assert all(counted == list(everywhere) for _, _, everywhere in together)
         assert {len(rows) for rows, _, _ in together} == {3}  # as in training, which a pipeline relies on
 
 

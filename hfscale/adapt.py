@@ -1,0 +1,127 @@
+"""Adapters around a model that computes with the other ranks already, and merged into it."""
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import _host
+from .assemble import assemble, take_apart
+from .errors import ConfigError
+from .finetune.adapters import attach_adapters, describe_coverage, merge_shares, read_config
+from .runtime import Runtime, runtime_of
+from .train import eval_step
+
+_SAMPLE = (2, 16)  # rows and tokens that show what merging changes
+
+
+def get_peft_model(model: nn.Module, peft_config: Any, adapter_name: str = "default", *, seed: int = 0) -> Any:
+    """Put adapters around the modules of a model that hfscale parallelized; call it on every rank.
+
+    PEFT's own ``get_peft_model``, over shards: weights are frozen, and what trains are factors whose first values do
+    not depend on the layout. Optimizers made before know nothing of them. The model itself goes on to work, with the
+    adapters, in :func:`hfscale.train_step` and everywhere else.
+
+    Args:
+        peft_config: a PEFT config, or the path or Hub id of a saved adapter to go on training.
+        adapter_name: PEFT's name for the adapter.
+        seed: of what is random in new adapters.
+
+    Returns:
+        PEFT's model around ``model``.
+
+    Raises:
+        ConfigError: the model has adapters, or the config asks for what hfscale or PEFT does not know, or matches
+            nothing.
+        CheckpointError: a saved adapter does not fit the model.
+    """
+    runtime = runtime_of(model)
+    if runtime.adapters is not None:
+        raise ConfigError(
+            f"{type(runtime.model).__name__} has the adapter {runtime.adapters.name!r} already: merge it first "
+            "(hfscale.merge_and_unload), or load the model again"
+        )
+    config, source = read_config(peft_config)
+    template = _host.empty_copy(runtime.model)
+    plan, mesh = runtime.plan, runtime.mesh
+    training = runtime.model.training
+    shares = take_apart(runtime)
+    before = dict(shares)
+    try:
+        adapters, planned = attach_adapters(
+            runtime.model, template, config, plan, mesh, shares, source=source, name=adapter_name, seed=seed
+        )
+    except Exception:  # the model goes on without
+        assemble(runtime.model, plan, mesh, runtime.mixed_precision, runtime.options, before)
+        raise
+    assemble(runtime.model, planned, mesh, runtime.mixed_precision, runtime.options, shares, adapters)
+    adapters.peft_model.train(training)
+    return adapters.peft_model
+
+
+def merge_and_unload(model: nn.Module, *, quiet: bool = False) -> Any:
+    """Add adapters to the weights that they adapt, on every rank its share, and take them away; collective.
+
+    What merging changed is measured and printed by the first rank: the largest difference of the logits of a few
+    random tokens, or of the loss where the model runs in stages.
+
+    Returns:
+        the stock model.
+
+    Raises:
+        ConfigError: the model has no adapters.
+    """
+    runtime = runtime_of(model)
+    adapters = runtime.adapters
+    if adapters is None:
+        raise ConfigError(f"{type(runtime.model).__name__} has no adapters to merge: see hfscale.get_peft_model")
+    before = None if quiet else _answer(runtime)
+    training = runtime.model.training
+    merged, plan = len({adapter.base for adapter in runtime.plan.adapters}), adapters.stock_plan
+    shares = take_apart(runtime)
+    stock, shares = merge_shares(adapters, runtime, shares)
+    assemble(stock, plan, runtime.mesh, runtime.mixed_precision, runtime.options, shares)
+    stock.train(training)
+    if before is not None:
+        what, expected = before
+        found = _answer(runtime_of(stock))[1]
+        difference, scale = float((found - expected).abs().max()), float(expected.abs().max())
+        if not any(runtime.mesh.ranks.values()):
+            print(
+                f"merged the adapters of {merged} weights: largest difference of the {what} {difference:.1e} "
+                f"(largest of the {what} {scale:.3g})",
+                file=sys.stderr,
+            )
+    return stock
+
+
+@torch.no_grad()
+def _answer(runtime: Runtime) -> tuple[str, Tensor]:
+    """What the model makes of a few tokens, in evaluation mode: its logits, or its loss."""
+    model, training = runtime.model, runtime.model.training
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, vocabulary, _SAMPLE, generator=generator).to(runtime.mesh.device)
+    model.eval()
+    try:
+        if runtime.pipeline is not None:
+            rows = ids.repeat(int(runtime.mesh.layout.num_microbatches or 1), 1)
+            return "loss", eval_step(model, {"input_ids": rows, "labels": rows}).detach().clone()
+        output = model(input_ids=ids)
+        answer = getattr(output, "logits", None)
+        return "logits", (output[0] if answer is None else answer).detach().double().cpu()
+    finally:
+        model.train(training)
+
+
+def coverage_report(model: nn.Module) -> str:
+    """Which parts of the model have adapters, in lines like ``100.0% of the parameters of layers have adapters``.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    runtime = runtime_of(model)
+    if runtime.adapters is None:
+        raise ConfigError(f"{type(runtime.model).__name__} has no adapters: see hfscale.get_peft_model")
+    return describe_coverage(runtime.plan)

@@ -1,0 +1,104 @@
+"""Make a model that has its local sizes compute with the other ranks, and undo that."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .checkpoint.quantize import Shares
+from .data import MIXED_PRECISIONS, add_up_gradients, apply_data_axes, give_up_gathered, install_shares
+from .errors import ConfigError
+from .experts import RoutingConfig, install_experts, install_passes
+from .finetune.adapters import Adapters
+from .finetune.quantized import install_quantized, take_quantized
+from .mesh import Mesh
+from .names import owner_of
+from .pipeline import install_pipeline
+from .plan import Plan, cut_shape
+from .runtime import Runtime, local_tensor
+from .tensor import install_edges, install_generate, install_loss
+from .tensor.random import synchronize_before_training
+from .undo import watch
+
+_IN_MODEL = ("ep", "tp")  # the axes that change shapes in the model
+
+
+def assemble(
+    model: Any,
+    planned: Plan,
+    mesh: Mesh,
+    mixed_precision: str,
+    routing: RoutingConfig | None,
+    shares: dict[str, Tensor] | None,
+    adapters: Adapters | None = None,
+) -> Runtime:
+    """Edges, loss, data axes, weights (where they are not in place yet), bookkeeping."""
+    stop = watch(model)
+    runtime = Runtime(model, planned, mesh, mixed_precision=mixed_precision, adapters=adapters, options=routing)
+    install_experts(runtime, routing)
+    install_edges(runtime)
+    install_loss(runtime)
+    install_generate(model, mesh)
+    synchronize_before_training(runtime)
+    install_passes(runtime)
+    apply_data_axes(model, planned, mesh, mixed_precision)
+    if shares is not None:
+        install_shares(model, shares, planned, mesh)
+        install_quantized(shares)
+    if mesh.batch_world == 1 and mixed_precision != "no":
+        _autocast(model, mesh.device, MIXED_PRECISIONS[mixed_precision])
+    install_pipeline(runtime, settle=lambda: add_up_gradients(model))
+    if mesh.layout.total_size > 1:
+        model.save_pretrained = _refuse_partial_save
+    runtime.attach()
+    runtime.undo = stop()
+    return runtime
+
+
+def take_apart(runtime: Runtime) -> dict[str, Tensor]:
+    """Undo :func:`assemble`: the model is left with its local sizes on the meta device.
+
+    Returns:
+        this rank's final shares, by name, in the memory that the model had.
+    """
+    give_up_gathered(runtime.model)
+    shares = Shares()
+    shares.update({planned.name: local_tensor(parameter).detach() for planned, parameter in runtime.parameters()})
+    trains = {planned.name: parameter.requires_grad for planned, parameter in runtime.parameters()}
+    assert runtime.undo is not None
+    runtime.undo()
+    take_quantized(runtime.model, shares)
+    quantized = runtime.plan.quantized.weights if runtime.plan.quantized is not None else ()
+    made: dict[str, nn.Parameter] = {}
+    for planned in runtime.plan.parameters:
+        if not runtime.plan.holds(runtime.mesh.ranks["pp"], planned.name) or planned.name in quantized:
+            continue
+        owner = planned.tied_to or planned.name
+        if owner not in made:
+            cuts = [cut for cut in planned.cuts if cut.axis in _IN_MODEL]
+            shape = cut_shape(planned.shape, cuts, runtime.mesh.ranks)
+            empty = torch.empty(shape, dtype=shares[owner].dtype, device="meta")
+            made[owner] = nn.Parameter(empty, requires_grad=trains[owner])
+        module, attribute = owner_of(runtime.model, planned.name)
+        module._parameters[attribute] = made[owner]
+    return shares
+
+
+def _refuse_partial_save(*_: Any, **__: Any) -> None:
+    raise ConfigError(
+        "model.save_pretrained would write what this rank holds as if it were the model: call "
+        "hfscale.save_pretrained(model, directory) on every rank"
+    )
+
+
+def _autocast(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
+    """Mixed precision where there are no data axes whose wrapper does it: torch's autocast around the forward pass."""
+    forward: Callable[..., Any] = model.forward
+
+    def autocast_forward(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device.type, dtype=dtype):
+            return forward(*args, **kwargs)
+
+    autocast_forward.__wrapped__ = forward  # type: ignore[attr-defined]  # the host inspects forward's signature
+    model.forward = autocast_forward  # type: ignore[method-assign]

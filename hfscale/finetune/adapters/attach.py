@@ -1,0 +1,148 @@
+"""Put adapters around a model that has its local sizes and computes with nobody yet."""
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import ConfigError, PlanError
+from ...mesh import Mesh
+from ...names import owner_of
+from ...ops.four_bit import shown_unpacked
+from ...plan import Plan, cut_shape
+from ...plan.adapters import COPY, plan_adapters
+from ...runtime import Runtime
+from .config import check_config
+from .initialize import initialize_adapters
+from .storage import load_adapter, save_adapter
+from .structure import adapter_parameters, check_matches, narrowed, quietly, targets_of, wrap
+
+_IN_MODEL = ("ep", "tp")  # the axes that change shapes in the model
+
+
+@dataclass
+class Adapters:
+    """What PEFT put around the modules of one model.
+
+    Attributes:
+        peft_model: PEFT's model around what this rank holds.
+        whole: the same around the whole model, without memory.
+        name: the adapter's, among others that PEFT could have.
+        stock_plan: the plan without them.
+    """
+
+    peft_model: Any
+    whole: Any
+    name: str
+    stock_plan: Plan
+
+    def save(self, runtime: Runtime, directory: Path) -> None:
+        """Write the adapter in PEFT's format; collective."""
+        save_adapter(runtime, self.whole, self.name, directory)
+
+
+def attach_adapters(
+    model: nn.Module,
+    template: nn.Module,
+    config: Any,
+    plan: Plan,
+    mesh: Mesh,
+    shares: dict[str, Tensor],
+    *,
+    source: str | None = None,
+    name: str = "default",
+    seed: int = 0,
+) -> tuple[Adapters, Plan]:
+    """Wrap the modules of ``model`` as ``config`` says; ``shares`` get those of the adapters.
+
+    Args:
+        model: what this rank holds, with local sizes, on the meta device where ``shares`` hold the values.
+        template: the whole stock model on the meta device; it is wrapped too.
+        plan: of the stock model.
+        shares: this rank's final shares, by name.
+        source: a saved adapter to go on with.
+        seed: of what is random in new adapters.
+
+    Returns:
+        the adapters, and the plan with their parameters.
+
+    Raises:
+        ConfigError: the config asks for what hfscale or PEFT does not know, or matches nothing.
+        CheckpointError: the saved adapter does not fit.
+    """
+    check_config(config)
+    _refuse_inner_modules(config, plan)
+    asked = copy.deepcopy(config)
+    whole = wrap(template, config, name)  # which resolves and translates targets in the config
+    found = adapter_parameters(whole, plan)
+    check_matches(asked, config, plan, found)
+    planned = plan_adapters(plan, found)
+    held = [adapter for adapter in found if plan.holds(mesh.ranks["pp"], adapter.name)]
+    with shown_unpacked(model):
+        local = quietly(model, _uninitialized(narrowed(config, *targets_of(held))), name)
+    local.base_model.peft_config[name] = whole.peft_config[name]
+    _give_local_shapes(model, planned, mesh, shares)
+    made = initialize_adapters(whole, config, name, planned, mesh, shares, seed)
+    if source is not None:
+        made.update(load_adapter(source, whole, name, planned, mesh))
+    for parameter, share in made.items():
+        holder, attribute = owner_of(model, parameter)
+        kept: Any = holder._parameters[attribute]
+        shares[parameter] = share.to(kept.dtype)
+    return Adapters(local, whole, name, plan), planned
+
+
+def _uninitialized(config: Any) -> Any:
+    """Values come later, and some cannot be made of a part of a weight."""
+    for field in ("init_lora_weights", "init_weights", "init_ia3_weights"):
+        if hasattr(config, field):
+            setattr(config, field, False)
+    return config
+
+
+def _refuse_inner_modules(config: Any, plan: Plan) -> None:
+    for wanted in getattr(config, "modules_to_save", None) or ():
+        inside = [name for name in (*plan.layers, *(block.name for block in plan.blocks)) if _is_in(name, wanted)]
+        if inside:
+            raise ConfigError(
+                f"modules_to_save={wanted!r} is or holds {inside[0]}, and only modules around the layers and single "
+                "projections can be copied: name those, or train the whole model without adapters"
+            )
+
+
+def _is_in(name: str, wanted: str) -> bool:
+    return f".{wanted}." in f".{name}."
+
+
+def _give_local_shapes(model: nn.Module, plan: Plan, mesh: Mesh, shares: dict[str, Tensor]) -> None:
+    """Give every adapter's parameter the shape that the plan says, and the type that PEFT gives those with memory.
+
+    PEFT reads some sizes from attributes that keep their global values.
+    """
+    here = dict(model.named_parameters(remove_duplicate=False))
+    made: dict[str, nn.Parameter] = {}
+    for adapter in plan.adapters:
+        if not plan.holds(mesh.ranks["pp"], adapter.name):
+            continue
+        if adapter.name not in here:
+            raise PlanError(f"PEFT has not put {adapter.name} around this rank's part of the model")
+        planned, old = plan.by_name[adapter.name], here[adapter.name]
+        shape = cut_shape(planned.shape, [cut for cut in planned.cuts if cut.axis in _IN_MODEL], mesh.ranks)
+        if tuple(old.shape) != shape and adapter.kept_in != "lora_embedding_A":
+            raise PlanError(f"{adapter.name} has the shape {tuple(old.shape)} on this rank, and should have {shape}")
+        owner = adapter.tied_to or adapter.name
+        if owner not in made:
+            base = shares[plan.by_name[adapter.base].tied_to or adapter.base].dtype
+            empty = torch.empty(shape, dtype=_type_beside(base, adapter.kept_in), device="meta")
+            made[owner] = nn.Parameter(empty, requires_grad=old.requires_grad)
+        holder, attribute = owner_of(model, adapter.name)
+        setattr(holder, attribute, made[owner])
+
+
+def _type_beside(base: torch.dtype, kept_in: str) -> torch.dtype:
+    """PEFT keeps factors in 32 bits where the weight has fewer, and copies in the weight's type."""
+    wide = base.is_floating_point and base.itemsize > 2
+    return base if wide or kept_in == COPY else torch.float32

@@ -1,0 +1,93 @@
+"""Merge adapters into the weights they adapt, every rank its share, one module at a time."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...names import owner_of, unwrapped
+from ...plan import ParameterPlan
+from ...plan.adapters import COPY
+from ...runtime import Runtime
+from ...tensor.adapters import sum_norms
+from ...whole import gather_whole
+
+_IN_MODEL = ("ep", "tp")
+
+
+def merge_shares(adapters: Any, runtime: Runtime, shares: dict[str, Tensor]) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Add every adapter of a model that has been taken apart to its weight, and put the stock modules back.
+
+    Args:
+        shares: this rank's final shares, with those of the adapters; they are changed.
+
+    Returns:
+        the stock model, without memory, and its shares.
+    """
+    plan, mesh, model = runtime.plan, runtime.mesh, runtime.model
+    held = [adapter for adapter in plan.adapters if plan.holds(mesh.ranks["pp"], adapter.name)]
+    wrappers: dict[str, list[Any]] = {}
+    for adapter in held:
+        if adapter.kept_in == COPY:
+            base = plan.by_name[adapter.base]
+            shares[base.tied_to or base.name] = shares[adapter.tied_to or adapter.name]
+        else:
+            wrappers.setdefault(adapter.base.rpartition(".")[0], []).append(adapter)
+    group = mesh.group("tp")
+    rows = {name for block in plan.blocks for name in block.row}
+    for path, own in wrappers.items():
+        wrapper: Any = model.get_submodule(path)
+        names = list(dict.fromkeys([a.base for a in own] + [a.name for a in own]))
+        bias = f"{path}.bias"
+        names += [bias] if bias in plan.by_name and bias not in names else []
+        for name in names:
+            _fill(model, plan.by_name[name], runtime, shares)
+        if group is not None and path in rows:
+            sum_norms(wrapper, group)
+        _merge(wrapper)
+        for name in names:
+            planned = plan.by_name[name]
+            holder, attribute = owner_of(model, name)
+            value: Any = holder._parameters[attribute]
+            if name in {a.base for a in own} or name == bias:
+                shares[planned.tied_to or name] = _cut_over_data(planned, value.detach(), mesh.ranks)
+            holder._parameters[attribute] = nn.Parameter(value.to("meta"), requires_grad=value.requires_grad)
+    _put_back(model)
+    for adapter in plan.adapters:
+        shares.pop(adapter.name, None)
+    return model, shares
+
+
+def _fill(model: nn.Module, planned: ParameterPlan, runtime: Runtime, shares: dict[str, Tensor]) -> None:
+    """Put this rank's part of a parameter, whole over the data ranks, in its place."""
+    share = shares[planned.tied_to or planned.name]
+    inner = tuple(cut for cut in planned.cuts if cut.axis in _IN_MODEL)
+    data = tuple(cut for cut in planned.cuts if cut.axis not in _IN_MODEL)
+    shape = torch.empty(planned.shape, device="meta")
+    for cut in inner:
+        shape = cut.take(shape, runtime.mesh.ranks.get(cut.axis, 0))
+    local = gather_whole(share.contiguous(), tuple(shape.shape), data, runtime.mesh)
+    holder, attribute = owner_of(model, planned.name)
+    holder._parameters[attribute] = nn.Parameter(local.clone(), requires_grad=False)
+
+
+def _cut_over_data(planned: ParameterPlan, local: Tensor, ranks: dict[str, int]) -> Tensor:
+    for cut in planned.cuts:
+        if cut.axis not in _IN_MODEL:
+            local = cut.take(local, ranks.get(cut.axis, 0))
+    return local.clone()
+
+
+def _merge(wrapper: Any) -> None:
+    """PEFT's own merge, of every wrapper around one module, the inner ones first."""
+    inner = getattr(wrapper, "base_layer", None)
+    if inner is not None and hasattr(inner, "base_layer"):
+        _merge(inner)
+    wrapper.merge(safe_merge=True)
+
+
+def _put_back(model: nn.Module) -> None:
+    for module in list(model.modules()):
+        for name, child in list(module._modules.items()):
+            if child is not None and unwrapped(child) is not child:
+                module._modules[name] = unwrapped(child)

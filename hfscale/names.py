@@ -1,0 +1,49 @@
+"""Names of the stock model, also where adapters are wrapped around its modules.
+
+PEFT puts a wrapper in the place of a module, which becomes the wrapper's child. Everything in hfscale goes by the names
+that the stock model has: they are found through wrappers here.
+"""
+
+from torch import nn
+
+# Under what names PEFT's wrappers hold what they wrap.
+_WRAPPED = ("base_layer", "original_module")
+_COPIES = "modules_to_save"
+
+
+def stock_name(name: str) -> str:
+    """``layers.0.q_proj.base_layer.weight`` -> ``layers.0.q_proj.weight``."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPED)
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The stock module under any number of wrappers."""
+    while (inner := _wrapped(module)) is not None:
+        module = inner
+    return module
+
+
+def computing(module: nn.Module) -> list[nn.Module]:
+    """The stock modules in a wrapper, any of which may compute: what it wraps, and trained copies of that."""
+    copies = module._modules.get(_COPIES)
+    return [unwrapped(module), *(copies.children() if copies is not None else ())]
+
+
+def owner_of(model: nn.Module, parameter: str) -> tuple[nn.Module, str]:
+    """The module that holds a parameter, and its attribute there; stock names and the wrappers' own are both found.
+
+    Raises:
+        AttributeError: there is no such module.
+    """
+    module, (*path, attribute) = model, parameter.split(".")
+    for part in path:
+        while part not in module._modules and (inner := _wrapped(module)) is not None:
+            module = inner
+        module = module.get_submodule(part)
+    while attribute not in module._parameters and (inner := _wrapped(module)) is not None:
+        module = inner
+    return module, attribute
+
+
+def _wrapped(module: nn.Module) -> nn.Module | None:
+    return next((module._modules[name] for name in _WRAPPED if module._modules.get(name) is not None), None)

@@ -1,0 +1,266 @@
+"""4-bit weights as plain bytes: what data ranks can shard and gather like any other tensor.
+
+bitsandbytes keeps a 4-bit weight (QLoRA, Dettmers et al. 2023) as packed bytes with a state object beside them, and
+wrappers that shard parameters lose the object. Here packed bytes and scales are two ``uint8`` tensors with one row per
+data rank, and a frozen :class:`Packing` says how to read them::
+
+    weight  [shards, matrices * blocks * 32]     32 bytes = one block of 64 values
+    scales  [shards, matrices * scale_bytes]     float32 per block; with double quantization
+                                                 [float32 per 256 blocks | float32 mean | byte per block]
+
+Row ``s`` is what data rank ``s`` has read and quantized by itself: rows, columns or whole matrices of the weight.
+Gathered rows are the weight as all data ranks compute with it.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from math import ceil
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+from ..plan.quantized import BLOCK
+
+_OUTER = 256  # scales with one scale of their own, in double quantization
+_PACKINGS = "_packings"
+SCALES = "scales"
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How the bytes of a weight are to be read.
+
+    Attributes:
+        shape: ``[matrices, rows, columns]`` of the weight once it is gathered; a projection is one matrix.
+        quant_type: ``nf4`` or ``fp4``.
+        double: whether the scales are quantized too.
+        dtype: the type it was quantized from.
+        compute_dtype: the type that experts compute in; a projection knows its own.
+        shards: how many data ranks share it.
+        dim: the dim of ``shape`` along which they do.
+    """
+
+    shape: tuple[int, int, int]
+    quant_type: str
+    double: bool
+    dtype: torch.dtype
+    compute_dtype: torch.dtype
+    shards: int = 1
+    dim: int = 1
+
+    @property
+    def chunk(self) -> tuple[int, int, int]:
+        """The shape of the largest shard."""
+        sizes = list(self.shape)
+        sizes[self.dim] = ceil(sizes[self.dim] / self.shards)
+        return sizes[0], sizes[1], sizes[2]
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of one matrix of a shard."""
+        return ceil(self.chunk[1] * self.chunk[2] / BLOCK)
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of the scales of one matrix of a shard, a multiple of 4."""
+        if not self.double:
+            return 4 * self.blocks
+        return 4 * (ceil(self.blocks / _OUTER) + 1 + ceil(self.blocks / 4))
+
+    @property
+    def weight_shape(self) -> tuple[int, int]:
+        """Shape of the packed bytes, gathered."""
+        return self.shards, self.chunk[0] * self.blocks * BLOCK // 2
+
+    @property
+    def scales_shape(self) -> tuple[int, int]:
+        """Shape of the bytes of the scales, gathered."""
+        return self.shards, self.chunk[0] * self.scale_bytes
+
+    @property
+    def is_one_stream(self) -> bool:
+        """Whether the gathered bytes are those of one matrix that was quantized at once."""
+        if self.shape[0] != 1:
+            return False
+        return self.shards == 1 or (self.dim == 1 and self.chunk[1] * self.chunk[2] % BLOCK == 0)
+
+
+def packings_of(module: nn.Module) -> dict[str, Packing]:
+    """The parameters of ``module`` that hold packed bytes, by name; beside each are its scales: :func:`scales_name`."""
+    found: dict[str, Packing] = module.__dict__.get(_PACKINGS, {})
+    return found
+
+
+def scales_name(name: str) -> str:
+    """The parameter beside a packed one that holds its scales."""
+    return SCALES if name == "weight" else f"{name}_{SCALES}"
+
+
+def register_packed(module: nn.Module, name: str, packing: Packing) -> None:
+    """Give ``module`` a packed parameter ``name`` and its scales, on the meta device."""
+    module.__dict__.setdefault(_PACKINGS, {})[name] = packing
+    for key, shape in ((name, packing.weight_shape), (scales_name(name), packing.scales_shape)):
+        empty = torch.empty(shape, dtype=torch.uint8, device="meta")
+        module._parameters[key] = nn.Parameter(empty, requires_grad=False)
+    mark(module)
+
+
+def mark(module: nn.Module) -> None:
+    """Let a packed weight say of itself what adapters ask a stock one for."""
+    for name, packing in packings_of(module).items():
+        parameter: Any = module._parameters[name]
+        parameter.quant_type, parameter.compress_statistics = packing.quant_type, packing.double
+
+
+@contextmanager
+def shown_unpacked(model: nn.Module) -> Iterator[None]:
+    """Within: packed experts have a parameter without memory of the unpacked shape, for those who go by it."""
+    kept = []
+    for module in model.modules():
+        for name, packing in packings_of(module).items():
+            if name != "weight":
+                kept.append((module, name, module._parameters[name]))
+                empty = torch.empty(packing.shape, dtype=packing.dtype, device="meta")
+                module._parameters[name] = nn.Parameter(empty, requires_grad=False)
+    try:
+        yield
+    finally:
+        for module, name, packed in kept:
+            module._parameters[name] = packed
+
+
+def pack(share: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
+    """Quantize one data rank's share.
+
+    Args:
+        share: ``[matrices, rows, columns]`` in 16 or 32 bits; no larger than ``packing.chunk``.
+
+    Returns:
+        one row of the packed bytes and one of the bytes of the scales, ``[1, ...]`` each, ``uint8``.
+    """
+    functional = _functional()
+    missing = packing.chunk[2] - share.shape[2]
+    share = F.pad(share, (0, missing)) if missing else share
+    weight = torch.zeros((packing.chunk[0], packing.blocks * BLOCK // 2), dtype=torch.uint8, device=share.device)
+    scales = torch.zeros((packing.chunk[0], packing.scale_bytes), dtype=torch.uint8, device=share.device)
+    for number, matrix in enumerate(share):
+        if not matrix.numel():
+            continue
+        packed, state = functional.quantize_4bit(
+            matrix.contiguous(),
+            blocksize=BLOCK,
+            compress_statistics=packing.double,
+            quant_type=packing.quant_type,
+            quant_storage=torch.uint8,
+        )
+        weight[number, : packed.numel()] = packed.view(-1)
+        if not packing.double:
+            _write(scales[number], 0, state.absmax)
+            continue
+        mean = 4 * ceil(packing.blocks / _OUTER)
+        _write(scales[number], 0, state.state2.absmax)
+        _write(scales[number], mean, state.offset.float().view(1))
+        _write(scales[number], mean + 4, state.absmax)
+    return weight.view(1, -1), scales.view(1, -1)
+
+
+def _write(row: Tensor, start: int, values: Tensor) -> None:
+    found = values.reshape(-1).contiguous().view(torch.uint8)
+    row[start : start + found.numel()] = found
+
+
+def unpack_state(weight: Tensor, scales: Tensor, packing: Packing) -> tuple[Tensor, Any]:
+    """Packed bytes ``[n, 1]`` and bitsandbytes' ``QuantState`` of a weight whose bytes are one stream."""
+    _, rows, columns = packing.shape
+    size = rows * columns
+    state = _state(read_scales(scales, packing).view(-1)[: ceil(size / BLOCK)], packing, (rows, columns))
+    return as_bytes(weight).view(-1, 1)[: ceil(size / 2)], state
+
+
+def unpack(weight: Tensor, scales: Tensor, packing: Packing, dtype: torch.dtype | None = None) -> Tensor:
+    """The weight ``[matrices, rows, columns]`` out of its gathered bytes.
+
+    Args:
+        dtype: the type to dequantize into at once; by default the type it was quantized from.
+    """
+    functional = _functional()
+    if packing.is_one_stream:
+        packed, state = unpack_state(weight, scales, packing)
+    else:
+        chunk = (packing.shards * packing.chunk[0], packing.blocks * BLOCK)
+        packed = as_bytes(weight).view(-1, 1)
+        state = _state(read_scales(scales, packing).view(-1), packing, chunk)
+    state.dtype = dtype or packing.dtype
+    values: Tensor = functional.dequantize_4bit(packed, state)
+    if packing.is_one_stream:
+        return values.view(packing.shape)
+    matrices, rows, columns = packing.chunk
+    parts = values.view(packing.shards, matrices, -1)[..., : rows * columns].reshape(-1, *packing.chunk)
+    if packing.shards == 1:
+        return parts[0]
+    joined = parts.movedim(0, packing.dim).flatten(packing.dim, packing.dim + 1)
+    return joined.narrow(packing.dim, 0, packing.shape[packing.dim])
+
+
+def read_scales(scales: Tensor, packing: Packing) -> Tensor:
+    """One scale per block, ``[shards * matrices, blocks]`` in float32."""
+    rows = as_bytes(scales).view(-1, packing.scale_bytes)
+    if not packing.double:
+        return rows.view(torch.float32)
+    mean = 4 * ceil(packing.blocks / _OUTER)
+    outer = rows[:, :mean].contiguous().view(torch.float32)
+    means = rows[:, mean : mean + 4].contiguous().view(torch.float32)
+    bytes_of_blocks = rows[:, mean + 4 : mean + 4 + packing.blocks].contiguous()
+    functional, code = _functional(), _code(rows.device)
+    found = [
+        functional.dequantize_blockwise(bytes_of_blocks[row], absmax=outer[row], code=code, blocksize=_OUTER)
+        for row in range(len(rows))
+    ]
+    return torch.stack(found) + means
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The plain bytes; wrappers for mixed precision may have made numbers of them (0 to 255 are exact in bfloat16)."""
+    plain = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    return plain if plain.dtype == torch.uint8 else plain.to(torch.uint8)
+
+
+def read_packed(module: nn.Module, name: str, dtype: torch.dtype | None = None) -> Tensor:
+    """A packed parameter of ``module`` as ``[matrices, rows, columns]``; its bytes must be gathered now."""
+    parameters: Any = module._parameters
+    return unpack(parameters[name], parameters[scales_name(name)], packings_of(module)[name], dtype)
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """The bytes of all data ranks, whether they are gathered now or not; every data rank calls it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _state(absmax: Tensor, packing: Packing, shape: tuple[int, int]) -> Any:
+    functional = _functional()
+    return functional.QuantState(
+        absmax=absmax,
+        shape=torch.Size(shape),
+        code=functional.get_4bit_type(packing.quant_type, device=absmax.device),
+        blocksize=BLOCK,
+        quant_type=packing.quant_type,
+        dtype=packing.dtype,
+    )
+
+
+@cache
+def _code(device: torch.device) -> Tensor:
+    """The 8-bit type that bitsandbytes keeps quantized scales in."""
+    code: Tensor = _functional().create_dynamic_map().to(device)
+    return code
+
+
+def _functional() -> Any:
+    import bitsandbytes.functional
+
+    return bitsandbytes.functional

@@ -1,0 +1,54 @@
+"""A 4-bit projection whose packed weight and scales are plain parameters, so that FSDP2 can shard them.
+
+Imported on use: it derives from a class of bitsandbytes.
+"""
+
+from typing import Any
+
+import bitsandbytes
+import torch
+from torch import Tensor, nn
+
+from .four_bit import Packing, packings_of, read_packed, register_packed, unpack_state
+from .frozen_linear import frozen_linear
+
+bnb: Any = bitsandbytes  # whose types say little
+
+
+class ShardedLinear4bit(bnb.nn.Linear4bit):
+    """bitsandbytes' ``Linear4bit`` over sharded bytes (QLoRA, Dettmers et al. 2023).
+
+    ``weight`` and ``scales`` are ``uint8 [data ranks, bytes]``; see :mod:`.four_bit`. ``in_features``,
+    ``out_features``, ``bias`` and ``compute_dtype`` are those of the stock class, and so is the arithmetic.
+    """
+
+    compute_type_is_set: bool
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x [..., in]`` -> ``[..., out]``, in the type of ``x``."""
+        given = x.dtype
+        if not self.compute_type_is_set:
+            self.set_compute_type(x)
+            self.compute_type_is_set = True
+        if self.compute_dtype is not None:
+            x = x.to(self.compute_dtype)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return frozen_linear(x, bias, self._product, self._read).to(given)
+
+    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        packing = packings_of(self)["weight"]
+        if not packing.is_one_stream:
+            return nn.functional.linear(x, read_packed(self, "weight", x.dtype)[0], bias)
+        weight, state = unpack_state(self.weight, self.scales, packing)
+        out: Tensor = bnb.matmul_4bit(x, weight, quant_state=state, bias=bias)
+        return out
+
+    def _read(self, dtype: torch.dtype) -> Tensor:
+        return read_packed(self, "weight")[0].to(dtype)
+
+
+def make_sharded(module: Any, packing: Packing) -> None:
+    """Turn a stock ``Linear4bit`` into a :class:`ShardedLinear4bit` with parameters on the meta device."""
+    module.__class__ = ShardedLinear4bit
+    module.quant_state = None
+    register_packed(module, "weight", packing)

@@ -1,0 +1,91 @@
+"""Whether the shares of a tensor are made of whole blocks of it: integers in, a truth value out.
+
+8-bit optimizers quantize a state in blocks of consecutive entries of the flattened tensor, each block with a scale of
+its own (Dettmers et al. 2022). A share can be stepped on its own, with the same result, where every block of the whole
+tensor is on one rank, in one piece, and begins at a border of a block of the flattened share::
+
+    [4, 512] cut along dim 1 over 2, blocks of 256      row 0: | block 0: rank 0 | block 1: rank 1 |
+                                                        row 1: | block 2: rank 0 | block 3: rank 1 | ...
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import product
+from math import prod
+
+from .cut import Cut, cut_shape
+from .plan import ParameterPlan
+
+Spans = list[tuple[int, int]]
+
+
+@cache
+def blocks_align(planned: ParameterPlan, block: int) -> bool:
+    """Whether every rank's share is made of whole blocks of ``block`` entries of the flattened tensor.
+
+    The tensor's last block may be shorter. Where runs of entries of a share touch across rows, it may say ``False``
+    of blocks that do align.
+    """
+    return all(
+        _share_aligns(planned.shape, _global_spans(planned, ranks), block) for ranks in _coordinates(planned.cuts)
+    )
+
+
+@cache
+def some_share_is_empty(planned: ParameterPlan) -> bool:
+    """Whether a rank has none of its entries."""
+    return any(prod(cut_shape(planned.shape, planned.cuts, ranks)) == 0 for ranks in _coordinates(planned.cuts))
+
+
+def _coordinates(cuts: Sequence[Cut]) -> Iterator[dict[str, int]]:
+    for ranks in product(*(range(cut.size) for cut in cuts)):
+        yield {cut.axis: rank for cut, rank in zip(cuts, ranks, strict=True)}
+
+
+def _global_spans(planned: ParameterPlan, ranks: dict[str, int]) -> list[Spans]:
+    """Per dim: ``(start, stop)`` of the runs of the whole dim that make up the share at ``ranks``, in order."""
+    spans: list[Spans] = [[(0, size)] for size in planned.shape]
+    for cut in planned.cuts:
+        length = sum(stop - start for start, stop in spans[cut.dim])
+        wanted = cut.spans(length, ranks[cut.axis])
+        spans[cut.dim] = _joined(piece for span in wanted for piece in _within(spans[cut.dim], *span))
+    return spans
+
+
+def _within(spans: Spans, low: int, high: int) -> Iterator[tuple[int, int]]:
+    """Entries ``low`` to ``high`` of what ``spans`` make up, as spans of the same dim."""
+    offset = 0
+    for start, stop in spans:
+        first, last = max(low - offset, 0), min(high - offset, stop - start)
+        if first < last:
+            yield start + first, start + last
+        offset += stop - start
+
+
+def _joined(spans: Iterator[tuple[int, int]]) -> Spans:
+    result: Spans = []
+    for start, stop in spans:
+        if result and result[-1][1] == start:
+            result[-1] = (result[-1][0], stop)
+        else:
+            result.append((start, stop))
+    return result
+
+
+def _share_aligns(shape: tuple[int, ...], spans: list[Spans], block: int) -> bool:
+    if not all(spans):
+        return True  # an empty share has no block
+    cut = [dim for dim, size in enumerate(shape) if spans[dim] != [(0, size)]]
+    if not cut:
+        return True
+    # Runs of consecutive entries lie along the last dim that is cut, over all that is behind it.
+    dim, offset = cut[-1], 0
+    for outer in range(dim):
+        step = prod(shape[outer + 1 :])
+        if step % block:  # at most one index, or not every run can begin at a border
+            if sum(stop - start for start, stop in spans[outer]) > 1:
+                return False
+            offset += spans[outer][0][0] * step
+    inner, total = prod(shape[dim + 1 :]), prod(shape)
+    runs = [(offset + low * inner, offset + high * inner) for low, high in spans[dim]]
+    return all(begin % block == 0 and (end % block == 0 or end == total) for begin, end in runs)

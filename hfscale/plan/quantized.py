@@ -1,0 +1,125 @@
+"""Which weights are quantized, and whether what a rank quantizes of one is what one process would have: integers only.
+
+A 4-bit weight is quantized in blocks of 64 consecutive values of the matrix, row by row, each with a scale of its own
+(QLoRA, Dettmers et al. 2023); an 8-bit one row by row (LLM.int8(), Dettmers et al. 2022). A rank quantizes its share as
+a matrix of its own. Where every block of the share is a block of the whole matrix, the result is the same to the last
+bit; where a cut goes through blocks, scales differ::
+
+    row of 128 values, cut in two      |---- block 0 ----|---- block 1 ----|     aligned: 64 | 64
+    row of 96 values, cut in two       |---- block 0 -----|-- block 1 ...        48 | 48: the blocks are other ones
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+
+from .cut import Cut
+from .plan import ParameterPlan, Plan
+
+BLOCK = 64
+"""Values with one scale in 4 bits."""
+
+_Spans = list[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class QuantizedPlan:
+    """What is quantized as it is loaded.
+
+    Attributes:
+        bits: 4 or 8.
+        kind: ``nf4``, ``fp4`` or ``int8``.
+        double: whether the scales of 4-bit blocks are quantized too.
+        weights: names of the parameters.
+        transposed: those of them that are ``[in, out]`` and quantized ``[out, in]``.
+        stored: whether the checkpoint holds them quantized; scales are kept in float32 then.
+    """
+
+    bits: int
+    kind: str
+    double: bool
+    weights: tuple[str, ...]
+    transposed: frozenset[str] = frozenset()
+    stored: bool = False
+
+    def aligned(self, planned: ParameterPlan) -> bool:
+        """Whether every rank's share of a weight is quantized as in one process, double quantization aside."""
+        return blocks_align(planned.shape, planned.cuts, self.bits, planned.name in self.transposed)
+
+    def notes(self, plan: Plan) -> list[str]:
+        """What a person should know about the arithmetic of ``plan``."""
+        weights = [plan.by_name[name] for name in self.weights]
+        lines = [f"quantized: {len(weights)} weights in {self.bits} bits ({self.kind})"]
+        cut_through = sum(not self.aligned(planned) for planned in weights)
+        if cut_through and self.stored:
+            lines.append(f"4-bit blocks of {cut_through} weights do not align with their shards: they cannot be loaded")
+        elif cut_through:
+            unit = "4-bit blocks" if self.bits == 4 else "8-bit rows"
+            lines.append(
+                f"{unit} of {cut_through} weights do not align with their shards: close to unsharded, not equal"
+            )
+        if self.double and any(planned.cuts for planned in weights):
+            lines.append(
+                "double quantization takes blocks and a mean over the scales of a shard: close to unsharded, not equal"
+            )
+        return lines
+
+
+@cache
+def blocks_align(
+    shape: tuple[int, ...], cuts: tuple[Cut, ...], bits: int = 4, transposed: bool = False, block: int = BLOCK
+) -> bool:
+    """Whether the blocks of every rank's share are blocks of the whole.
+
+    Args:
+        shape: ``[rows, columns]``, or ``[matrices, rows, columns]`` of experts, each matrix quantized by itself.
+        cuts: how it is cut between ranks, in order.
+        bits: 4, or 8, where a block is a whole row.
+        transposed: whether it is quantized as ``[columns, rows]``.
+        block: values in a 4-bit block.
+    """
+    *_, rows, columns = range(len(shape))
+    if transposed:
+        rows, columns = columns, rows
+    for place in product(*(range(cut.size) for cut in cuts)):
+        ranks = {cut.axis: rank for cut, rank in zip(cuts, place, strict=True)}
+        down = _spans(shape[rows], [cut for cut in cuts if cut.dim == rows], ranks)
+        across = _spans(shape[columns], [cut for cut in cuts if cut.dim == columns], ranks)
+        if down and across and not _share_aligns(down, across, shape[rows], shape[columns], bits, block):
+            return False
+    return True
+
+
+def _share_aligns(down: _Spans, across: _Spans, rows: int, columns: int, bits: int, block: int) -> bool:
+    whole = across == [(0, columns)]
+    if bits == 8:
+        return whole
+    if not whole:
+        return columns % block == 0 and all(start % block == 0 and stop % block == 0 for start, stop in across)
+    starts = all(start * columns % block == 0 for start, _ in down)
+    *inner, last = (stop for _, stop in down)
+    stops = all(stop * columns % block == 0 for stop in inner)
+    return starts and stops and (last == rows or last * columns % block == 0)
+
+
+def _spans(length: int, cuts: Sequence[Cut], ranks: dict[str, int]) -> _Spans:
+    """``(start, stop)`` of what is left of a dim after its ``cuts``, neighbours joined."""
+    spans = [(0, length)]
+    for cut in cuts:
+        held = sum(stop - start for start, stop in spans)
+        left: _Spans = []
+        for low, high in cut.spans(held, ranks[cut.axis]):
+            offset = 0
+            for start, stop in spans:
+                first, last = max(low, offset), min(high, offset + stop - start)
+                if first < last:
+                    left.append((start + first - offset, start + last - offset))
+                offset += stop - start
+        spans = left
+    joined: _Spans = []
+    for start, stop in spans:
+        if joined and joined[-1][1] == start:
+            start = joined.pop()[0]
+        joined.append((start, stop))
+    return joined

@@ -1,0 +1,84 @@
+"""Take back what was done to a model: its modules, with whatever has been put around them since, as they were before.
+
+What makes a model compute with other ranks are hooks, functions in the place of ``forward``, classes in the place of
+stock ones, and attributes with local values. They are written down as the difference between two looks at the model, so
+whoever installs something need not know how to take it out. What others did in the meantime stays.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.distributed import _composable_state as composable
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_non_full_backward_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+# What a module holds is put back by whoever takes it apart.
+_CONTENTS = ("_parameters", "_buffers", "_modules", "training")
+_MISSING = object()
+
+_Look = list[tuple[nn.Module, type, dict[str, Any], dict[str, set[Any]]]]
+
+
+def watch(model: nn.Module) -> Callable[[], Callable[[], None]]:
+    """Look at ``model`` now; the function that is returned looks again, and returns what takes the changes back."""
+    before = _look(model)
+
+    def stop() -> Callable[[], None]:
+        after = {module: (attributes, hooks) for module, _, attributes, hooks in _look(model)}
+        changes = []
+        for module, kind, attributes, hooks in before:
+            if module not in after:
+                continue
+            new_attributes, new_hooks = after[module]
+            changed = {
+                name: attributes.get(name, _MISSING)
+                for name in attributes.keys() | new_attributes.keys()
+                if attributes.get(name, _MISSING) is not new_attributes.get(name, _MISSING)
+            }
+            added = {name: new_hooks[name] - hooks.get(name, set()) for name in new_hooks}
+            changes.append((module, kind, changed, added))
+        return lambda: _take_back(changes)
+
+    return stop
+
+
+def _look(model: nn.Module) -> _Look:
+    looks = []
+    for module in model.modules():
+        attributes = {
+            name: value for name, value in module.__dict__.items() if name not in _HOOKS and name not in _CONTENTS
+        }
+        hooks = {name: set(module.__dict__[name]) for name in _HOOKS if module.__dict__.get(name)}
+        looks.append((module, type(module), attributes, hooks))
+    return looks
+
+
+def _take_back(changes: list[tuple[nn.Module, type, dict[str, Any], dict[str, set[Any]]]]) -> None:
+    for module, kind, changed, added in changes:
+        if type(module) is not kind:
+            composable._module_state_mapping.pop(module, None)  # FSDP2's, which marks a module by its class
+            module.__class__ = kind
+        for name, value in changed.items():
+            if value is _MISSING:
+                module.__dict__.pop(name, None)
+            else:
+                module.__dict__[name] = value
+        for name, keys in added.items():
+            held = module.__dict__.get(name)
+            if isinstance(held, OrderedDict | dict):
+                for key in keys:
+                    held.pop(key, None)

@@ -1,0 +1,42 @@
+"""Questions about functions of Python modules, answered by their docstrings."""
+
+import ast
+import warnings
+from collections.abc import Iterator
+
+
+def questions(path: str, source: str) -> Iterator[tuple[str, str, str]]:
+    """Name, question and answer for every public function and method of a module that has a docstring.
+
+    The answer is the docstring's first paragraph.
+
+    Args:
+        path: of the module, such as ``asyncio/events.py``; private ones have no questions.
+        source: its text; no questions if it is not Python of this version.
+    """
+    parts = path.removesuffix(".py").removesuffix("/__init__").split("/")
+    if any(part.startswith("_") for part in parts):
+        return
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about escapes in other people's strings
+            tree = ast.parse(source)
+    except SyntaxError:
+        return
+    seen = set()
+    for name, docstring in _documented(tree, ".".join(parts)):
+        answer = " ".join(docstring.split("\n\n")[0].split())
+        if answer and name not in seen:  # some are defined once per operating system
+            seen.add(name)
+            yield name, f"What does {name} do?", answer
+
+
+def _documented(owner: ast.Module | ast.ClassDef, prefix: str) -> Iterator[tuple[str, str]]:
+    for node in owner.body:
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) or node.name.startswith("_"):
+            continue
+        name = f"{prefix}.{node.name}"
+        if isinstance(node, ast.ClassDef):
+            yield from _documented(node, name)
+        elif docstring := ast.get_docstring(node):
+            yield name, docstring

@@ -1,0 +1,70 @@
+"""Rows of a data set, as the arguments of a forward pass."""
+
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import pyarrow.compute
+import torch
+from datasets import Dataset
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
+
+IGNORED = -100
+"""The label that counts in no loss."""
+
+_PADDING = {"input_ids": 0, "labels": IGNORED, "attention_mask": 0, "position_ids": 0}
+"""The columns that a model gets, and what fills them up behind a row's end."""
+
+
+class Rows:
+    """Rows to train or to evaluate on, of whatever format, from a data set whose format is torch's.
+
+    ``labels`` are missing where they are the same as ``input_ids``. In packed rows, which have ``position_ids``, each
+    padding token is an example of its own, without a label.
+    """
+
+    def __init__(self, data: Dataset) -> None:
+        self._data = data
+        is_packed = "position_ids" in data.column_names
+        # A router cannot tell the padding of packed rows, which have no mask: there must be as much in every layout.
+        self._length = int(self.tokens.max()) if is_packed else 0
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        """How many tokens each row has, padding left out."""
+        table = self._data.select_columns("input_ids").with_format("arrow")[:]
+        return pyarrow.compute.list_value_length(table["input_ids"]).to_numpy()
+
+    @cached_property
+    def labels(self) -> np.ndarray:
+        """How many labels of each row count in a loss: the first token's does not, since nothing predicts it."""
+        labels = (self.batch([row])["labels"] for row in range(len(self)))
+        return np.array([int(torch.count_nonzero(row[:, 1:] != IGNORED)) for row in labels])
+
+    def batch(self, rows: list[int]) -> dict[str, Tensor]:
+        """The arguments of one forward pass, padded on the right; the host shifts the labels.
+
+        Rows are as long as the longest of them; packed ones as the longest of the data set.
+        """
+        columns: dict[str, Any] = self._data[rows]
+        batch = {}
+        for name, filler in _PADDING.items():
+            if name in columns:
+                column = pad_sequence(list(columns[name]), batch_first=True, padding_value=filler)
+                batch[name] = pad(column, (0, max(self._length - column.shape[1], 0)), value=filler)
+        batch.setdefault("labels", batch["input_ids"].clone())
+        return batch
+
+
+def divided(batch: dict[str, Tensor], size: int) -> list[dict[str, Tensor]]:
+    """The microbatches of a step, ``size`` rows each.
+
+    They have one length, since a pipeline may cut the step anew, or recompute layers of several at a time.
+    """
+    rows = len(batch["input_ids"])
+    return [{name: value[start : start + size] for name, value in batch.items()} for start in range(0, rows, size)]
