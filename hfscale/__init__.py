@@ -7,6 +7,7 @@ from .checkpoint.upcycle import upcycle
 from .config import ParallelConfig
 from .errors import CheckpointError, ConfigError, HFScaleError, MeshError, PlanError
 from .experts import ExpertLoad, ExpertLoadHistory, RoutingConfig, expert_load
+from .finetune.memory import memory_estimate
 from .finetune.optimizers import create_optimizer
 from .parallelize import from_config, from_pretrained, parallelize, plan
 from .pipeline.record import record_schedule
@@ -37,6 +38,7 @@ __all__ = [
     "from_pretrained",
     "get_peft_model",
     "load_state",
+    "memory_estimate",
     "merge_and_unload",
     "parallelize",
     "plan",

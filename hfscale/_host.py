@@ -318,3 +318,11 @@ def empty_copy(model: Any) -> Any:
     """A whole model like the one that ``model`` is a part of, on the meta device."""
     with torch.device("meta"):
         return stock_class(model)._from_config(copy.deepcopy(model.config), dtype=model.dtype)
+
+
+def forget_quantization(model: Any) -> None:
+    """Let a model whose weights are quantized no more say so."""
+    for name in ("hf_quantizer", "quantization_method", "is_loaded_in_4bit", "is_loaded_in_8bit", "is_quantized"):
+        model.__dict__.pop(name, None)
+    for config in {id(c): c for c in (model.config, model.config.get_text_config())}.values():
+        config.__dict__.pop("quantization_config", None)

@@ -10,6 +10,7 @@ from . import _host
 from .assemble import assemble, take_apart
 from .errors import ConfigError
 from .finetune.adapters import attach_adapters, describe_coverage, merge_shares, read_config
+from .finetune.adapters.merge import dequantized_shares, put_plain_modules
 from .runtime import Runtime, runtime_of
 from .train import eval_step
 
@@ -60,26 +61,40 @@ def get_peft_model(model: nn.Module, peft_config: Any, adapter_name: str = "defa
     return adapters.peft_model
 
 
-def merge_and_unload(model: nn.Module, *, quiet: bool = False) -> Any:
+def merge_and_unload(model: nn.Module, *, dtype: torch.dtype | None = None, quiet: bool = False) -> Any:
     """Add adapters to the weights that they adapt, on every rank its share, and take them away; collective.
 
     What merging changed is measured and printed by the first rank: the largest difference of the logits of a few
     random tokens, or of the loss where the model runs in stages.
 
+    Args:
+        dtype: the type that quantized weights get, those without adapters too; has to be said where there are any.
+        quiet: measure and print nothing.
+
     Returns:
         the stock model.
 
     Raises:
-        ConfigError: the model has no adapters.
+        ConfigError: the model has no adapters, or quantized weights and no ``dtype``.
     """
     runtime = runtime_of(model)
     adapters = runtime.adapters
     if adapters is None:
         raise ConfigError(f"{type(runtime.model).__name__} has no adapters to merge: see hfscale.get_peft_model")
+    quantized = runtime.plan.quantized
+    if quantized is not None and dtype is None:
+        raise ConfigError(
+            f"adapters cannot be added to weights in {quantized.bits} bits without rounding them again: pass "
+            "dtype=torch.bfloat16 to merge into weights of that type, or keep the base as it is and write the adapter "
+            "alone with hfscale.save_pretrained"
+        )
     before = None if quiet else _answer(runtime)
     training = runtime.model.training
     merged, plan = len({adapter.base for adapter in runtime.plan.adapters}), adapters.stock_plan
+    plain = {} if dtype is None else dequantized_shares(runtime, dtype)
     shares = take_apart(runtime)
+    if quantized is not None:
+        plan, shares = put_plain_modules(adapters, runtime, plain), {**shares, **plain}
     stock, shares = merge_shares(adapters, runtime, shares)
     assemble(stock, plan, runtime.mesh, runtime.mixed_precision, runtime.options, shares)
     stock.train(training)

@@ -1,9 +1,9 @@
-"""Check a run's checkpoint in a plain process that cannot import hfscale.
+"""Check what a run has written, a checkpoint or an adapter or both, in a plain process that cannot import hfscale.
 
     python scripts/check_checkpoint.py runs/demo-llama-stdlib
 
-The validation loss, computed anew by stock transformers from what is on disk, must equal the one that the run measured
-last; then the model writes a few lines of Python.
+The validation loss, computed anew by stock transformers (and PEFT) from what is on disk, must equal the one that the run
+measured last; then the model writes a few lines of Python.
 """
 
 import argparse
@@ -25,37 +25,69 @@ class NoHfscale(MetaPathFinder):
 sys.meta_path.insert(0, NoHfscale())
 
 import torch  # noqa: E402
+import yaml  # noqa: E402
 from common.rows import IGNORED, Rows  # noqa: E402
 from datasets import load_from_disk  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig  # noqa: E402
+
+_FILES = {"adapter": "adapter_config.json", "checkpoint": "config.json"}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Check a run's checkpoint without hfscale.")
+    parser = argparse.ArgumentParser(description="Check a run's checkpoint or adapter without hfscale.")
     parser.add_argument("run", type=Path, help="the directory of a run, such as runs/demo-llama-stdlib")
     parser.add_argument("--tolerance", type=float, default=1e-4, help="relative; bfloat16 runs need about 1e-2")
     parser.add_argument("--prompt", default="import os\n\ndef")
     parser.add_argument("--new-tokens", type=int, default=48)
     arguments = parser.parse_args()
-    metrics = arguments.run / "metrics.jsonl"
-    if not metrics.is_file() or not (arguments.run / "checkpoint" / "config.json").is_file():
-        sys.exit(f"{arguments.run} has no finished run (metrics.jsonl and checkpoint/): train it first")
+    run, metrics = arguments.run, arguments.run / "metrics.jsonl"
+    found = [part for part, file in _FILES.items() if (run / part / file).is_file()]
+    if not metrics.is_file() or not found:
+        sys.exit(f"{run} has no finished run (metrics.jsonl, and checkpoint/ or adapter/): train it first")
 
-    model = AutoModelForCausalLM.from_pretrained(arguments.run / "checkpoint").eval()
-    tokenizer = AutoTokenizer.from_pretrained(arguments.run / "checkpoint")
-    measured = validation_loss(model, load_from_disk(str(arguments.run / "data" / "validation")).with_format("torch"))
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
     trained = [record["validation_loss"] for record in records if "validation_loss" in record][-1]
-    difference = abs(measured - trained) / abs(trained)
-    print(f"{type(model).__module__}.{type(model).__name__} from {arguments.run / 'checkpoint'}, without hfscale")
-    print(f"  validation loss {measured:.6f}, while training {trained:.6f}: relative difference {difference:.1e}")
-    if not difference <= arguments.tolerance:
-        sys.exit(f"they differ by more than {arguments.tolerance:g}: this is not the model that was trained")
+    merged = [record["merged_validation_loss"] for record in records if "merged_validation_loss" in record]
+    data = load_from_disk(str(run / "data" / "validation")).with_format("torch")
+    for part in found:
+        expected = merged[-1] if part == "checkpoint" and merged else trained
+        model = load_adapter(run) if part == "adapter" else AutoModelForCausalLM.from_pretrained(run / part)
+        compare(model.eval(), run / part, validation_loss(model.eval(), data), expected, arguments.tolerance)
     print("  it writes:\n")
+    tokenizer = AutoTokenizer.from_pretrained(run / found[-1])
     for line in write(model, tokenizer, arguments.prompt, arguments.new_tokens).splitlines():
         print(f"    {line}")
     if "hfscale" in sys.modules:
         sys.exit("hfscale was imported after all")
+
+
+def load_adapter(run: Path) -> Any:
+    """The adapter of a run around its base, by PEFT, in the types that the recipe says."""
+    from peft import PeftModel
+
+    recipe = yaml.safe_load((run / "recipe.yaml").read_text())
+    quantization = recipe["quantization"]
+    base = AutoModelForCausalLM.from_pretrained(
+        recipe["base"],
+        dtype=recipe["training"]["dtype"],
+        **({"quantization_config": BitsAndBytesConfig(**quantization)} if quantization else {}),
+    )
+    for module in base.modules():
+        # bitsandbytes packs weights anew for evaluation on some processors, and multiplies with less precision then.
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+    return PeftModel.from_pretrained(base, str(run / "adapter"))
+
+
+def compare(model: Any, path: Path, measured: float, trained: float, tolerance: float) -> None:
+    """Print both losses; end where they are not the same."""
+    difference = abs(measured - trained) / abs(trained)
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    around = f"{type(model).__module__}.{type(model).__name__} around " if inner is not model else ""
+    print(f"{around}{type(inner).__module__}.{type(inner).__name__} from {path}, without hfscale")
+    print(f"  validation loss {measured:.6f}, while training {trained:.6f}: relative difference {difference:.1e}")
+    if not difference <= tolerance:
+        sys.exit(f"they differ by more than {tolerance:g}: this is not the model that was trained")
 
 
 @torch.no_grad()

@@ -1,18 +1,23 @@
-"""Fine-tune all parameters of a checkpoint: one of ``scripts/pretrain.py``, any other directory, or a model on the Hub.
+"""Fine-tune a checkpoint, of ``scripts/pretrain.py``, in any other directory or on the Hub: all its parameters, or an
+adapter over it, quantized or not, in any layout.
 
-    accelerate launch --multi_gpu --num_processes 2 scripts/finetune.py --config scripts/recipes/demo_finetune.yaml
+    accelerate launch --multi_gpu --num_processes 2 scripts/finetune.py --config scripts/recipes/demo_lora.yaml
 
 As for pretraining, any key of the recipe can be given behind it, and results go to ``runs/<name>``.
+``--max-memory`` says what each rank will need before training starts, and ``--max-memory=40`` stops where that is more
+than 40 GiB.
 """
 
 from pathlib import Path
 from typing import Any
 
+from common.adapting import adapter_of, check_adapter_place, quantization_of
 from common.borders import check_borders
 from common.data import prepare
 from common.loop import train
-from common.processes import run
-from common.read_recipe import recipe_from_command_line
+from common.memory import check_memory
+from common.processes import is_main, run
+from common.read_recipe import recipe_and_limit
 from common.recipe import FinetuneRecipe, RecipeError
 from common.report import RunLog
 from common.results import finish
@@ -22,20 +27,31 @@ import hfscale
 
 
 def main() -> None:
-    recipe = recipe_from_command_line(FinetuneRecipe, "Fine-tune all parameters of a checkpoint.")
+    finetune(*recipe_and_limit(FinetuneRecipe, "Fine-tune a checkpoint, or an adapter over it."))
+
+
+def finetune(recipe: FinetuneRecipe, limit: float | None = None) -> None:
+    """The whole run; call it on every rank.
+
+    Args:
+        limit: more GiB than this on one rank are too many; ``None`` makes no estimate.
+    """
     layout = hfscale.ParallelConfig(**recipe.parallel)
     check_base(recipe)
+    expected = check_memory(recipe, layout, limit)
     model, tokenizer = load(recipe, layout)
+    if recipe.adapter and is_main():
+        print(hfscale.coverage_report(model), flush=True)
     if recipe.data.is_packed:
         check_borders(model.config)
     tokenizer, train_data, validation_data, entropy = prepare(recipe.data, tokenizer, len(tokenizer), recipe.directory)
     log = RunLog(recipe.directory, recipe.name, recipe.training.steps, entropy)
     outcome = train(model, recipe, train_data, validation_data, log)
-    finish(model, tokenizer, recipe, layout, outcome, log, len(train_data))
+    finish(model, tokenizer, recipe, layout, outcome, log, len(train_data), validation_data, expected)
 
 
 def check_base(recipe: FinetuneRecipe) -> None:
-    """Refuse a directory that is not a checkpoint, before anything is loaded."""
+    """Refuse a directory that is not a checkpoint, or that the run would replace, before anything is loaded."""
     base = Path(recipe.base)
     if base.is_dir() and not (base / "config.json").is_file():
         raise RecipeError(f"base={recipe.base!r} is a directory without config.json: give that of a checkpoint")
@@ -50,10 +66,12 @@ def check_base(recipe: FinetuneRecipe) -> None:
             f"base={recipe.base!r} is where name={recipe.name!r} will be written: choose another name, so that the "
             "checkpoint to start from is kept"
         )
+    check_adapter_place(recipe)
 
 
 def load(recipe: FinetuneRecipe, layout: hfscale.ParallelConfig) -> tuple[Any, Any]:
-    """The sharded model, in 32-bit weights whatever the checkpoint has, and its tokenizer."""
+    """The sharded model, in the recipe's type whatever the checkpoint has, and its tokenizer."""
+    quantization = quantization_of(recipe)
     try:
         model = hfscale.from_pretrained(
             recipe.base,
@@ -61,7 +79,9 @@ def load(recipe: FinetuneRecipe, layout: hfscale.ParallelConfig) -> tuple[Any, A
             seed=recipe.seed,
             mixed_precision=recipe.training.mixed_precision,
             routing=hfscale.RoutingConfig(**recipe.routing) if recipe.routing else None,
-            dtype="float32",
+            peft_config=adapter_of(recipe),
+            dtype=recipe.training.dtype,
+            **({} if quantization is None else {"quantization_config": quantization}),
         )
         return model, AutoTokenizer.from_pretrained(recipe.base)
     except OSError as error:

@@ -10,13 +10,17 @@ def main() -> None:
         records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         training = [record for record in records if "loss" in record]
         evaluation = [record for record in records if "validation_loss" in record]
+        merged = [record["merged_validation_loss"] for record in records if "merged_validation_loss" in record]
         first, last = evaluation[0], evaluation[-1]
         print(f"{run.name}: {training[-1]['step']} steps, train loss {training[-1]['loss']:.4f}")
         print(
             f"  validation loss {first['validation_loss']:.4f} -> {last['validation_loss']:.4f} nats per token "
             f"(unigram entropy {last['unigram_entropy']:.4f})"
         )
-        print(f"  {run}/checkpoint (card: README.md), {run}/metrics.jsonl, {run}/loss.png")
+        if merged:
+            print(f"  merged into the base: validation loss {merged[-1]:.4f}")
+        written = [f"{run}/{part} (card: README.md)" for part in ("adapter", "checkpoint") if (run / part).is_dir()]
+        print(f"  {', '.join([*written, f'{run}/metrics.jsonl', f'{run}/loss.png'])}")
 
 
 if __name__ == "__main__":

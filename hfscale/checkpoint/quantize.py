@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError
 from ..mesh import Mesh
-from ..ops.four_bit import Packing, pack, register_packed, scales_name, unpack_state
+from ..ops.four_bit import Packing, pack, unpack_state
+from ..ops.packed import register_packed, scales_name
 from ..plan import ParameterPlan, Plan
 from ..plan.cut import cut_shape
 from ..plan.plan import wild_name

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..names import unwrapped
 from ..ops import grouped_linear
-from ..ops.four_bit import packings_of, read_packed
 from ..ops.frozen_linear import frozen_grouped_linear
+from ..ops.packed import packings_of, read_packed
 from ..runtime import local_tensor
 
 

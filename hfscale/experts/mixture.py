@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..names import unwrapped
 from ..ops import enter, gather, leave, scatter
-from ..ops.four_bit import packings_of
+from ..ops.packed import packings_of
 from ..plan import ExpertsPlan, share_evenly
 from ..runtime import Runtime
 from .exchange import combine, dispatch

@@ -17,7 +17,8 @@ from .. import _host
 from ..checkpoint.quantize import Shares
 from ..data.shard import like_sharded
 from ..errors import ConfigError
-from ..ops.four_bit import gathered, mark, packings_of, register_packed, scales_name, unpack
+from ..ops.four_bit import gathered, unpack
+from ..ops.packed import mark, packings_of, register_packed, scales_name
 from ..plan import Plan
 from ..plan.quantized import QuantizedPlan
 from ..runtime import local_tensor
@@ -37,8 +38,8 @@ def check_quantization(config: Any) -> None:
     if not isinstance(config, BitsAndBytesConfig) or not (config.load_in_4bit or config.load_in_8bit):
         raise ConfigError(
             f"quantization_config={config!r} is not one that hfscale can shard: pass "
-            "transformers.BitsAndBytesConfig(load_in_4bit=True, ...) or BitsAndBytesConfig(load_in_8bit=True), or leave "
-            "it out, and load the weights in 16 or 32 bits"
+            "transformers.BitsAndBytesConfig(load_in_4bit=True, ...) or BitsAndBytesConfig(load_in_8bit=True), or "
+            "leave it out, and load the weights in 16 or 32 bits"
         )
     if config.load_in_8bit and config.llm_int8_has_fp16_weight:
         raise ConfigError(

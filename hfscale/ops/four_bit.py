@@ -12,23 +12,19 @@ Row ``s`` is what data rank ``s`` has read and quantized by itself: rows, column
 Gathered rows are the weight as all data ranks compute with it.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from math import ceil
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from ..plan.quantized import BLOCK
 
 _OUTER = 256  # scales with one scale of their own, in double quantization
-_PACKINGS = "_packings"
-SCALES = "scales"
 
 
 @dataclass(frozen=True)
@@ -88,50 +84,6 @@ class Packing:
         if self.shape[0] != 1:
             return False
         return self.shards == 1 or (self.dim == 1 and self.chunk[1] * self.chunk[2] % BLOCK == 0)
-
-
-def packings_of(module: nn.Module) -> dict[str, Packing]:
-    """The parameters of ``module`` that hold packed bytes, by name; beside each are its scales: :func:`scales_name`."""
-    found: dict[str, Packing] = module.__dict__.get(_PACKINGS, {})
-    return found
-
-
-def scales_name(name: str) -> str:
-    """The parameter beside a packed one that holds its scales."""
-    return SCALES if name == "weight" else f"{name}_{SCALES}"
-
-
-def register_packed(module: nn.Module, name: str, packing: Packing) -> None:
-    """Give ``module`` a packed parameter ``name`` and its scales, on the meta device."""
-    module.__dict__.setdefault(_PACKINGS, {})[name] = packing
-    for key, shape in ((name, packing.weight_shape), (scales_name(name), packing.scales_shape)):
-        empty = torch.empty(shape, dtype=torch.uint8, device="meta")
-        module._parameters[key] = nn.Parameter(empty, requires_grad=False)
-    mark(module)
-
-
-def mark(module: nn.Module) -> None:
-    """Let a packed weight say of itself what adapters ask a stock one for."""
-    for name, packing in packings_of(module).items():
-        parameter: Any = module._parameters[name]
-        parameter.quant_type, parameter.compress_statistics = packing.quant_type, packing.double
-
-
-@contextmanager
-def shown_unpacked(model: nn.Module) -> Iterator[None]:
-    """Within: packed experts have a parameter without memory of the unpacked shape, for those who go by it."""
-    kept = []
-    for module in model.modules():
-        for name, packing in packings_of(module).items():
-            if name != "weight":
-                kept.append((module, name, module._parameters[name]))
-                empty = torch.empty(packing.shape, dtype=packing.dtype, device="meta")
-                module._parameters[name] = nn.Parameter(empty, requires_grad=False)
-    try:
-        yield
-    finally:
-        for module, name, packed in kept:
-            module._parameters[name] = packed
 
 
 def pack(share: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
@@ -228,12 +180,6 @@ def as_bytes(tensor: Tensor) -> Tensor:
     """The plain bytes; wrappers for mixed precision may have made numbers of them (0 to 255 are exact in bfloat16)."""
     plain = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
     return plain if plain.dtype == torch.uint8 else plain.to(torch.uint8)
-
-
-def read_packed(module: nn.Module, name: str, dtype: torch.dtype | None = None) -> Tensor:
-    """A packed parameter of ``module`` as ``[matrices, rows, columns]``; its bytes must be gathered now."""
-    parameters: Any = module._parameters
-    return unpack(parameters[name], parameters[scales_name(name)], packings_of(module)[name], dtype)
 
 
 def gathered(tensor: Tensor) -> Tensor:

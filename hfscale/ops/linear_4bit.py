@@ -9,8 +9,9 @@ import bitsandbytes
 import torch
 from torch import Tensor, nn
 
-from .four_bit import Packing, packings_of, read_packed, register_packed, unpack_state
+from .four_bit import Packing, unpack_state
 from .frozen_linear import frozen_linear
+from .packed import packings_of, read_packed, register_packed
 
 bnb: Any = bitsandbytes  # whose types say little
 

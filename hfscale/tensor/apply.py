@@ -137,7 +137,7 @@ def cut_parameters(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
             replaced[id(whole)] = local_parameter(whole, planned, mesh)
         module._parameters[attribute] = replaced[id(whole)]
         if attribute == "weight":
-            _follow_weight(module)
+            follow_weight(module)
 
 
 def local_parameter(whole: Any, planned: ParameterPlan, mesh: Mesh) -> nn.Parameter:
@@ -147,7 +147,8 @@ def local_parameter(whole: Any, planned: ParameterPlan, mesh: Mesh) -> nn.Parame
     return nn.Parameter(share, requires_grad=whole.requires_grad)
 
 
-def _follow_weight(module: Any) -> None:
+def follow_weight(module: Any) -> None:
+    """Let the size attributes of a projection say what its local weight is."""
     for attribute, dim in _SIZE_ATTRIBUTES.items():
         if attribute in module.__dict__:
             setattr(module, attribute, module.weight.shape[dim])

@@ -1,6 +1,7 @@
 """The model card of a run: layout, data, hyperparameters, what was measured, versions, how to load it."""
 
 import platform
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +12,53 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 import hfscale
 
+from .adapting import describe_adapter, describe_loading
 from .loop import Outcome
+from .memory import Expected
 from .recipe import DataRecipe, FinetuneRecipe, Recipe
 from .report import RunLog, read_metrics
 
 
+@dataclass(frozen=True)
+class Made:
+    """A directory of weights that a run has written.
+
+    Attributes:
+        kind: ``full`` (all parameters were trained), ``adapter``, or ``merged``: base and adapter in one.
+        validation_loss: of these weights.
+        coverage: what the adapter covers, in lines.
+    """
+
+    kind: str
+    validation_loss: float
+    coverage: str = ""
+
+    @property
+    def directory(self) -> str:
+        """Its name in the run's."""
+        return "adapter" if self.kind == "adapter" else "checkpoint"
+
+
 def make_card(
-    config: Any, recipe: Recipe, layout: hfscale.ParallelConfig, outcome: Outcome, log: RunLog, train_sequences: int
+    config: Any,
+    recipe: Recipe,
+    layout: hfscale.ParallelConfig,
+    outcome: Outcome,
+    log: RunLog,
+    train_sequences: int,
+    made: Made,
+    expected: Expected | None = None,
 ) -> ModelCard:
     """The card: what was trained, on what, how, and what was measured."""
     finetuned = isinstance(recipe, FinetuneRecipe)
+    base = _without_machine(recipe.base) if finetuned else ""
     source = describe_source(recipe.data)
+    tags = ["hfscale", config.model_type, "fine-tuned" if finetuned else "pretrained"]
     data = ModelCardData(
         model_name=recipe.name,
-        library_name="transformers",
+        library_name="peft" if made.kind == "adapter" else "transformers",
         pipeline_tag="text-generation",
-        tags=["hfscale", config.model_type, "fine-tuned" if finetuned else "pretrained"],
+        tags=tags + (sorted({"adapter", recipe.adapter.get("method", "adapter")}) if made.coverage else []),
         base_model=recipe.base if finetuned and not _is_local(recipe.base) else None,
         datasets=[recipe.data.source] if _is_hub_data(recipe.data) else None,
         eval_results=[
@@ -36,11 +68,15 @@ def make_card(
                 dataset_name=f"{source} (validation)",
                 metric_type="loss",
                 metric_name="validation loss (nats per token)",
-                metric_value=round(outcome.validation_loss, 4),
+                metric_value=round(made.validation_loss, 4),
             )
         ],
     )
-    origin = f"all of them fine-tuned from `{_without_machine(recipe.base)}`" if finetuned else "from random weights"
+    origin = {
+        "full": f"all of them fine-tuned from `{base}`" if finetuned else "from random weights",
+        "adapter": f"an adapter over `{base}`, which stays as it is",
+        "merged": f"an adapter over `{base}`, merged into it",
+    }[made.kind]
     text = _TEMPLATE.format(
         yaml=data.to_yaml(),
         name=recipe.name,
@@ -48,6 +84,8 @@ def make_card(
         parameters=_parameters(config),
         origin=origin,
         source=source,
+        loading=describe_loading(recipe, base) if made.kind == "adapter" else _PLAIN,
+        adapting="".join(f"{line}\n" for line in describe_adapter(recipe, made.coverage)) if made.coverage else "",
         layout=describe_layout(layout),
         processes=layout.total_size,
         device=torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, gloo",
@@ -55,17 +93,21 @@ def make_card(
         length=recipe.data.sequence_length,
         selection=_selection(recipe.data),
         rows=_rows(recipe.data),
+        optimizer=_optimizer(recipe.training.optimizer),
         training=_table(vars(recipe.training)),
         seed=recipe.seed,
         train_loss=outcome.train_loss,
         first=outcome.first_validation_loss,
         last=outcome.validation_loss,
+        found=made.validation_loss,
+        merged=f"| validation loss once merged | {made.validation_loss:.4f} |\n" if made.kind == "merged" else "",
         entropy=log.unigram_entropy,
         losses=_loss_table(log.path),
         tokens=outcome.tokens,
         speed=outcome.tokens_per_second,
         memory=outcome.memory / 2**30,
         before=outcome.memory_before / 2**30,
+        expected=f"; predicted {expected.total / 2**30:.2f} GiB" if expected is not None else "",
         python=platform.python_version(),
         torch=torch.__version__,
         transformers=transformers.__version__,
@@ -133,6 +175,10 @@ def _parameters(config: Any) -> int:
         return transformers.AutoModelForCausalLM.from_config(config).num_parameters()
 
 
+def _optimizer(name: str) -> str:
+    return "AdamW" if name.startswith("adamw_torch") else f"`{name}`, a name of HF Trainer's,"
+
+
 def _table(values: dict[str, Any]) -> str:
     rows = [f"| {name} | {'-' if value is None else value} |" for name, value in values.items()]
     return "\n".join(["| key | value |", "|---|---|", *rows])
@@ -149,6 +195,15 @@ def _loss_table(metrics: Path) -> str:
     return "\n".join(["| step | train loss | validation loss |", "|---|---|---|", *rows])
 
 
+_PLAIN = """```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("path/of/this/directory")
+tokenizer = AutoTokenizer.from_pretrained("path/of/this/directory")
+```
+
+It is an ordinary Hugging Face checkpoint; hfscale need not be installed."""
+
 _TEMPLATE = """---
 {yaml}
 ---
@@ -157,20 +212,13 @@ _TEMPLATE = """---
 
 `{architecture}` with {parameters:,} parameters, trained with hfscale: {origin}, on
 {source}.
-
-**Validation loss {last:.4f} nats per token.** The unigram entropy of the same text is {entropy:.4f}: the best that
+{adapting}
+**Validation loss {found:.4f} nats per token.** The unigram entropy of the same text is {entropy:.4f}: the best that
 knowing only how frequent each token is can do.
 
 ## Load it
 
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("path/of/this/directory")
-tokenizer = AutoTokenizer.from_pretrained("path/of/this/directory")
-```
-
-It is an ordinary Hugging Face checkpoint; hfscale need not be installed.
+{loading}
 
 ## Measured
 
@@ -180,10 +228,10 @@ It is an ordinary Hugging Face checkpoint; hfscale need not be installed.
 | train loss (mean since the previous log line) | {train_loss:.4f} |
 | validation loss before training | {first:.4f} |
 | validation loss after training | {last:.4f} |
-| unigram entropy of the validation text | {entropy:.4f} |
+{merged}| unigram entropy of the validation text | {entropy:.4f} |
 | tokens trained on | {tokens:,} |
 | tokens per second, all processes | {speed:,.0f} |
-| peak memory of the largest process | {memory:.2f} GiB ({before:.2f} GiB before the first step) |
+| peak memory of the largest process | {memory:.2f} GiB ({before:.2f} GiB before the first step{expected}) |
 
 {losses}
 
@@ -197,7 +245,7 @@ From: {source}.
 
 ## Hyperparameters
 
-AdamW (betas 0.9, 0.95), cosine schedule after a linear warm-up, seed {seed}.
+{optimizer} (betas 0.9, 0.95), cosine schedule after a linear warm-up, seed {seed}.
 
 {training}
 

@@ -106,10 +106,11 @@ def evaluate(model: Any, data: Rows, microbatches: int, size: int) -> float:
 
 
 def make_optimizer(model: Any, training: TrainingRecipe) -> torch.optim.Optimizer:
-    """AdamW with weight decay on matrices alone."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": training.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=training.learning_rate, betas=(0.9, 0.95), fused=True)
+    """The optimizer of the recipe, over what trains; neither biases nor norms decay."""
+    return hfscale.create_optimizer(
+        model,
+        training.optimizer,
+        lr=training.learning_rate,
+        weight_decay=training.weight_decay,
+        betas=(0.9, 0.95),
+    )

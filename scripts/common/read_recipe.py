@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import math
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -18,11 +19,43 @@ AnyRecipe = TypeVar("AnyRecipe", bound=Recipe)
 
 def recipe_from_command_line(schema: type[AnyRecipe], description: str) -> AnyRecipe:
     """Read ``--config FILE key=value ...``."""
+    return _read(schema, _parser(description).parse_args())
+
+
+def recipe_and_limit(schema: type[AnyRecipe], description: str) -> tuple[AnyRecipe, float | None]:
+    """Read ``--config FILE key=value ... --max-memory=GIB``; the second is infinite without a number."""
+    parser = _parser(description)
+    parser.add_argument(
+        "--max-memory",
+        nargs="?",
+        const=math.inf,
+        type=_gibibytes,
+        metavar="GIB",
+        help="say what memory each rank needs; with a number, stop before training where it is more",
+    )
+    arguments = parser.parse_args()
+    return _read(schema, arguments), arguments.max_memory
+
+
+def _parser(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--config", required=True, help="a recipe, such as those in scripts/recipes")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as training.steps=20")
-    arguments = parser.parse_args()
+    return parser
+
+
+def _read(schema: type[AnyRecipe], arguments: argparse.Namespace) -> AnyRecipe:
     return load_recipe(schema, arguments.config, arguments.overrides)
+
+
+def _gibibytes(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        # Where the flag stands before an override, the parser takes that for its number.
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no number of GiB: write --max-memory=40, or --max-memory alone behind everything else"
+        ) from None
 
 
 def load_recipe(schema: type[AnyRecipe], path: str | Path, overrides: Sequence[str] = ()) -> AnyRecipe:

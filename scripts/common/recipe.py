@@ -6,6 +6,12 @@ from typing import Any, Optional
 
 from omegaconf import MISSING
 
+METHODS = ("lora", "dora", "ia3", "loha")
+"""Kinds of adapters."""
+
+DTYPES = ("float32", "bfloat16", "float16")
+"""Types of weights; those to train on or over come first."""
+
 
 class RecipeError(Exception):
     """A recipe asks for something that cannot be done: says what was asked, what was found and what to do."""
@@ -80,9 +86,12 @@ class TrainingRecipe:
             smaller number accumulates gradients.
         learning_rate: the peak of a cosine schedule.
         warmup_ratio: share of the steps over which the rate rises to its peak.
-        weight_decay: of matrices; vectors (norms, biases) have none.
+        weight_decay: of what HF Trainer lets decay: all but biases and norms.
         max_grad_norm: gradients are scaled down to at most this global norm.
         mixed_precision: ``no``, or ``bf16`` to compute in bfloat16 over 32-bit weights.
+        dtype: of the weights: ``float32``, or ``bfloat16`` for a base that adapters leave as it is. Factors of adapters
+            are in 32 bits either way.
+        optimizer: a name of HF Trainer's ``optim``, as ``adamw_8bit``, ``adafactor`` or ``lion_8bit``, or ``muon``.
         gradient_checkpointing: recompute activations in the backward pass instead of keeping them.
         log_every: steps between lines of metrics.
         evaluate_every: steps between evaluations; the first and the last step are always evaluated.
@@ -96,6 +105,8 @@ class TrainingRecipe:
     weight_decay: float = 0.1
     max_grad_norm: float = 1.0
     mixed_precision: str = "no"
+    dtype: str = "float32"
+    optimizer: str = "adamw_torch_fused"
     gradient_checkpointing: bool = False
     log_every: int = 10
     evaluate_every: int = 50
@@ -156,19 +167,30 @@ class PretrainRecipe(Recipe):
 
 @dataclass
 class FinetuneRecipe(Recipe):
-    """Fine-tuning of all parameters.
+    """Fine-tuning: of all parameters, or of an adapter over a base that stays as it is.
 
     Attributes:
         base: the checkpoint to start from: a directory, or the id of a model on the Hub.
+        adapter: what to train instead of all parameters: ``method`` (``lora``, ``dora``, ``ia3`` or ``loha``) and
+            fields of PEFT's config of it, as ``r``, ``lora_alpha``, ``target_modules: all-linear``,
+            ``target_parameters``; or only ``path``, a saved adapter to go on with. Empty: all parameters.
+        quantization: of the base under an adapter, the fields of ``transformers.BitsAndBytesConfig``, as
+            ``load_in_4bit``, ``bnb_4bit_quant_type``. Empty: none.
+        merge: whether to add the adapter to the base after training and to write that besides, as a plain checkpoint:
+            false or true; over a quantized base, which is unpacked for it, the type to merge into, as ``bfloat16``.
     """
 
     base: str = MISSING
+    adapter: dict[str, Any] = field(default_factory=dict)
+    quantization: dict[str, Any] = field(default_factory=dict)
+    merge: Any = False
 
 
 def check_values(recipe: Recipe) -> None:
     """Raise a :class:`RecipeError` for the first value that is impossible in itself."""
     data, training = recipe.data, recipe.training
     _check_format(data)
+    _check_weights(recipe)
     if not 0 < data.validation_fraction < 1:
         raise RecipeError(
             f"data.validation_fraction={data.validation_fraction} leaves nothing to validate or to train on: it is a "
@@ -201,4 +223,59 @@ def _check_format(data: DataRecipe) -> None:
         raise RecipeError(
             f"data.chat_template={data.chat_template!r} has no use with data.format={data.format}: leave it out, or "
             "use data.format=chat"
+        )
+
+
+def _check_weights(recipe: Recipe) -> None:
+    """What trains, over what, and in which type."""
+    adapter = recipe.adapter if isinstance(recipe, FinetuneRecipe) else {}
+    if isinstance(recipe, FinetuneRecipe):
+        _check_adapter(adapter)
+        if recipe.quantization and not adapter:
+            raise RecipeError(
+                f"quantization={recipe.quantization} without an adapter: weights in 4 or 8 bits cannot be trained; add "
+                "one (adapter.method=lora adapter.target_modules=all-linear), or leave out quantization"
+            )
+        _check_merge(recipe)
+    dtype = recipe.training.dtype
+    if dtype not in DTYPES[:2]:
+        raise RecipeError(f"training.dtype={dtype!r} is not known: use {' or '.join(DTYPES[:2])}")
+    if dtype != "float32" and not adapter:
+        raise RecipeError(
+            f"training.dtype={dtype} without an adapter: updates smaller than about 1/512 of a bfloat16 weight would "
+            "be lost; use training.dtype=float32 training.mixed_precision=bf16, which computes in bfloat16"
+        )
+
+
+def _check_adapter(adapter: dict[str, Any]) -> None:
+    if not adapter:
+        return
+    if "path" in adapter:
+        others = [name for name in adapter if name != "path"]
+        if others:
+            raise RecipeError(
+                f"adapter.path={adapter['path']!r} goes on with a saved adapter, whose config is saved with it: leave "
+                f"out {', '.join(f'adapter.{name}' for name in others)}"
+            )
+    elif adapter.get("method") not in METHODS:
+        raise RecipeError(
+            f"adapter.method={adapter.get('method')!r} is not known: use {', '.join(METHODS)}, or adapter.path of a "
+            "saved adapter alone"
+        )
+
+
+def _check_merge(recipe: FinetuneRecipe) -> None:
+    if recipe.merge not in (False, True, *DTYPES):
+        raise RecipeError(f"merge={recipe.merge!r} is not known: use false, true or a type: {', '.join(DTYPES)}")
+    if recipe.merge and not recipe.adapter:
+        raise RecipeError(f"merge={recipe.merge} without an adapter: there is nothing to merge; leave it out")
+    if recipe.merge is True and recipe.quantization:
+        raise RecipeError(
+            "merge=true over a quantized base does not say what type its weights are unpacked into: use merge=bfloat16 "
+            f"or another of {', '.join(DTYPES)}"
+        )
+    if isinstance(recipe.merge, str) and not recipe.quantization:
+        raise RecipeError(
+            f"merge={recipe.merge} names a type, and the base is not quantized: use merge=true, which merges into the "
+            f"base's own ({recipe.training.dtype})"
         )

@@ -84,6 +84,10 @@ class RunLog:
                 "(nats per token)"
             )
 
+    def merged(self, step: int, validation_loss: float) -> None:
+        """The loss on the validation sequences once the adapter is added to the base."""
+        self._write({"step": step, "merged_validation_loss": validation_loss})
+
     def close(self) -> None:
         """End the progress bar."""
         self._bar.close()

@@ -1,17 +1,24 @@
 """What a run leaves behind when training has ended."""
 
 import shutil
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import torch
+from datasets import Dataset
 from omegaconf import OmegaConf
 
 import hfscale
 
-from .card import describe_layout, make_card
-from .loop import Outcome
+from .batches import per_rank
+from .card import Made, describe_layout, make_card
+from .loop import Outcome, evaluate
+from .memory import Expected, beside
 from .processes import barrier, is_main
-from .recipe import Recipe
+from .recipe import FinetuneRecipe, Recipe
 from .report import RunLog, plot_losses
+from .rows import Rows
 
 
 def finish(
@@ -22,29 +29,77 @@ def finish(
     outcome: Outcome,
     log: RunLog,
     train_sequences: int,
+    validation_data: Dataset | None = None,
+    expected: Expected | None = None,
 ) -> None:
-    """Write ``checkpoint/`` (weights, tokenizer, card), ``loss.png``, ``recipe.yaml``; of a mixture, ``experts.png``.
+    """Write the weights with tokenizer and card, ``loss.png``, ``recipe.yaml``; of a mixture, ``experts.png``.
 
-    Call it on every rank.
+    The weights are in ``checkpoint/``, or in ``adapter/`` where an adapter was trained; merged as well in the former
+    where the recipe says so. Call it on every rank.
+
+    Args:
+        validation_data: what a merged model is measured on once more.
+        expected: what memory was expected, to show beside what was measured.
     """
     log.close()
     directory = recipe.directory
-    checkpoint = directory / "checkpoint"
-    hfscale.save_pretrained(model, checkpoint)
+    adapted = isinstance(recipe, FinetuneRecipe) and bool(recipe.adapter)
+    if is_main():  # what an earlier run of this name has left would be taken for this one's
+        for name in ("adapter", "checkpoint"):
+            shutil.rmtree(directory / name, ignore_errors=True)
+    barrier()
+    made = [Made("full", outcome.validation_loss)]
+    if adapted:
+        made = [Made("adapter", outcome.validation_loss, hfscale.coverage_report(model))]
+    hfscale.save_pretrained(model, directory / made[0].directory)
+    if adapted and recipe.merge:
+        model = merged(model, recipe)
+        hfscale.save_pretrained(model, directory / "checkpoint")
+        loss = outcome.validation_loss if validation_data is None else measure(model, recipe, validation_data)
+        log.merged(recipe.training.steps, loss)
+        made.append(replace(made[0], kind="merged", validation_loss=loss))
     if is_main():
-        tokenizer.save_pretrained(checkpoint)
         OmegaConf.save(OmegaConf.structured(recipe), directory / "recipe.yaml")
         plot_losses(log.path, directory / "loss.png", f"{recipe.name} ({describe_layout(layout)})")
-        shutil.copyfile(directory / "loss.png", checkpoint / "loss.png")
         log.plot_loads()
-        card = make_card(model.config, recipe, layout, outcome, log, train_sequences)
-        card.save(checkpoint / "README.md")
-        print(
-            f"\n{recipe.name}: {describe_layout(layout)}, {outcome.tokens_per_second:,.0f} tokens/s, peak memory "
-            f"{outcome.memory / 2**30:.2f} GiB\n"
-            f"  validation loss {outcome.first_validation_loss:.4f} -> {outcome.validation_loss:.4f}, unigram entropy "
-            f"{log.unigram_entropy:.4f} (nats per token)\n"
-            f"  {checkpoint}, {log.path}, {directory / 'loss.png'}",
-            flush=True,
-        )
+        for part in made:
+            target = directory / part.directory
+            tokenizer.save_pretrained(target)
+            shutil.copyfile(directory / "loss.png", target / "loss.png")
+            card = make_card(model.config, recipe, layout, outcome, log, train_sequences, part, expected)
+            card.save(target / "README.md")
+        print(_summary(recipe, layout, outcome, log, made, expected), flush=True)
     barrier()
+
+
+def merged(model: Any, recipe: FinetuneRecipe) -> Any:
+    """The model with its adapter added to the base, which is unpacked if it is quantized."""
+    dtype = getattr(torch, recipe.merge) if isinstance(recipe.merge, str) else None
+    return hfscale.merge_and_unload(model, dtype=dtype)
+
+
+def measure(model: Any, recipe: Recipe, validation_data: Dataset) -> float:
+    """The validation loss, in steps as those of training."""
+    training = recipe.training
+    microbatches, size = per_rank(training.batch_size, hfscale.batch_world(model), training.microbatch_size)
+    return evaluate(model, Rows(validation_data), microbatches, size)
+
+
+def _summary(
+    recipe: Recipe,
+    layout: hfscale.ParallelConfig,
+    outcome: Outcome,
+    log: RunLog,
+    made: list[Made],
+    expected: Expected | None,
+) -> str:
+    lines = [
+        f"\n{recipe.name}: {describe_layout(layout)}, {outcome.tokens_per_second:,.0f} tokens/s, peak memory "
+        f"{outcome.memory / 2**30:.2f} GiB",
+        f"  validation loss {outcome.first_validation_loss:.4f} -> {outcome.validation_loss:.4f}, unigram entropy "
+        f"{log.unigram_entropy:.4f} (nats per token)",
+    ]
+    lines += [f"  merged: validation loss {part.validation_loss:.4f}" for part in made if part.kind == "merged"]
+    lines += [f"  {beside(expected, outcome)}"] if expected is not None else []
+    written: list[Path] = [*(recipe.directory / part.directory for part in made), log.path]
+    return "\n".join([*lines, f"  {', '.join(map(str, written))}, {recipe.directory / 'loss.png'}"])

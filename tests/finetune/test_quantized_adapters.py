@@ -102,7 +102,9 @@ def experts_trained(path: str, layout: Layout, late: bool) -> list[float]:
     if late:
         hfscale.get_peft_model(model, adapters)
     model.train()
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE)
+    optimizer = torch.optim.SGD(
+        [p for p in model.parameters() if p.requires_grad], lr=1e5
+    )  # routed sums of small experts
     ids = tokens(4)[hfscale.batch_rank(model) :: hfscale.batch_world(model)]
     losses = []
     for _ in range(STEPS):

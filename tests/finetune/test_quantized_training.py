@@ -16,7 +16,7 @@ from hfscale import ParallelConfig
 from hfscale._host import enable_checkpointing
 from hfscale.checkpoint.reader import SafetensorsFile
 from hfscale.data import local_tensor
-from hfscale.ops.four_bit import packings_of
+from hfscale.ops.packed import packings_of
 from hfscale.runtime import runtime_of
 from hfscale.testing import RankPool
 

@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ from torch import Tensor, nn
 from ...errors import ConfigError, PlanError
 from ...mesh import Mesh
 from ...names import owner_of
-from ...ops.four_bit import shown_unpacked
+from ...ops.packed import shown_unpacked
 from ...plan import Plan, cut_shape
 from ...plan.adapters import COPY, plan_adapters
 from ...runtime import Runtime
-from .config import check_config
+from ..quantized import dequantized
+from .config import check_config, check_over_quantized
 from .initialize import initialize_adapters
 from .storage import load_adapter, save_adapter
 from .structure import adapter_parameters, check_matches, narrowed, quietly, targets_of, wrap
@@ -75,6 +77,8 @@ def attach_adapters(
     """
     check_config(config)
     _refuse_inner_modules(config, plan)
+    if plan.quantized is not None:
+        check_over_quantized(config, plan.quantized.bits, mesh.batch_world)
     asked = copy.deepcopy(config)
     whole = wrap(template, config, name)  # which resolves and translates targets in the config
     found = adapter_parameters(whole, plan)
@@ -85,7 +89,7 @@ def attach_adapters(
         local = quietly(model, _uninitialized(narrowed(config, *targets_of(held))), name)
     local.base_model.peft_config[name] = whole.peft_config[name]
     _give_local_shapes(model, planned, mesh, shares)
-    made = initialize_adapters(whole, config, name, planned, mesh, shares, seed)
+    made = initialize_adapters(whole, config, name, planned, mesh, shares, seed, partial(_dequantized, model, planned))
     if source is not None:
         made.update(load_adapter(source, whole, name, planned, mesh))
     for parameter, share in made.items():
@@ -93,6 +97,12 @@ def attach_adapters(
         kept: Any = holder._parameters[attribute]
         shares[parameter] = share.to(kept.dtype)
     return Adapters(local, whole, name, plan), planned
+
+
+def _dequantized(model: nn.Module, plan: Plan, name: str) -> Tensor:
+    """This rank's share of a quantized weight, over which no data ranks are."""
+    share = dequantized(*owner_of(model, name))
+    return share.T if plan.quantized is not None and name in plan.quantized.transposed else share
 
 
 def _uninitialized(config: Any) -> Any:

@@ -76,6 +76,28 @@ def check_config(config: Any) -> None:
         )
 
 
+def check_over_quantized(config: Any, bits: int, batch_world: int) -> None:
+    """Refuse what is not known to be right over weights in 4 or 8 bits.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    method = getattr(config.peft_type, "value", config.peft_type)
+    if method == "LOHA":
+        raise ConfigError(f"LoHa is for weights of 16 or 32 bits, and these have {bits}: use LoRA or IA3")
+    init = getattr(config, "init_lora_weights", True)
+    if isinstance(init, str) and init not in ("gaussian", "orthogonal"):
+        raise ConfigError(
+            f"LoraConfig(init_lora_weights={init!r}) changes the weights, which would be rounded to {bits} bits once "
+            "more: use True or 'gaussian', or load the weights in 16 or 32 bits"
+        )
+    if getattr(config, "use_dora", False) and (bits != 4 or batch_world > 1):
+        raise ConfigError(
+            f"LoraConfig(use_dora=True) needs the norms of {bits}-bit weights, which hfscale has only of 4-bit weights "
+            "that no data ranks share: use LoRA without it, or tp_size and pp_size alone with load_in_4bit=True"
+        )
+
+
 def needs_weights(config: Any) -> bool:
     """Whether the first values of adapters are made of the weights that they adapt."""
     init = getattr(config, "init_lora_weights", True)

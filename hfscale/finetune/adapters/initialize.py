@@ -7,6 +7,7 @@ OLoRA, Buyukakyuz 2024; DoRA's magnitudes), that one weight is put together firs
 
 import copy
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,13 +24,21 @@ from .structure import narrowed, targets_of
 
 
 def initialize_adapters(
-    whole: Any, config: Any, name: str, plan: Plan, mesh: Mesh, shares: dict[str, Tensor], seed: int
+    whole: Any,
+    config: Any,
+    name: str,
+    plan: Plan,
+    mesh: Mesh,
+    shares: dict[str, Tensor],
+    seed: int,
+    dequantized: Callable[[str], Tensor],
 ) -> dict[str, Tensor]:
     """This rank's shares of all adapters that it holds, and of weights that their making has changed.
 
     Args:
         whole: PEFT's model around the whole stock model, on the meta device.
         shares: this rank's final shares of the stock model's parameters.
+        dequantized: gives this rank's share of a quantized weight.
     """
     made: dict[str, Tensor] = {}
     by_module: dict[str, list[AdapterParameter]] = {}
@@ -43,7 +52,7 @@ def initialize_adapters(
     stock = whole.get_base_model()
     for path, adapters in by_module.items():
         module = copy.deepcopy(unwrapped(stock.get_submodule(path))).to_empty(device="cpu")
-        weights = _fill(module, path, plan, mesh, shares) if needs_weights(config) else {}
+        weights = _fill(module, path, plan, mesh, shares, dequantized) if needs_weights(config) else {}
         before = {key: getattr(module, key).detach().clone() for key in weights}
         values = _made_alone(module, path, config, name, adapters, seed)
         for adapter in adapters:
@@ -60,12 +69,20 @@ def initialize_adapters(
     return made
 
 
-def _fill(module: nn.Module, path: str, plan: Plan, mesh: Mesh, shares: dict[str, Tensor]) -> dict[str, Tensor]:
+def _fill(
+    module: nn.Module,
+    path: str,
+    plan: Plan,
+    mesh: Mesh,
+    shares: dict[str, Tensor],
+    dequantized: Callable[[str], Tensor],
+) -> dict[str, Tensor]:
     """Put the real weights into ``module``; returns those of its parameters, in their own type."""
     weights = {}
     for key, parameter in module.named_parameters(recurse=False):
         planned = plan.by_name[f"{path}.{key}"]
-        share = shares[planned.tied_to or planned.name]
+        quantized = plan.quantized is not None and planned.name in plan.quantized.weights
+        share = dequantized(planned.name) if quantized else shares[planned.tied_to or planned.name]
         weights[key] = gather_whole(share.contiguous(), planned.shape, planned.cuts, mesh).cpu()
         # PEFT's decompositions take no wider type.
         narrow = torch.float32 if share.dtype == torch.float64 else share.dtype

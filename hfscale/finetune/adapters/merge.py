@@ -1,16 +1,22 @@
 """Merge adapters into the weights they adapt, every rank its share, one module at a time."""
 
+import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ... import _host
 from ...names import owner_of, unwrapped
-from ...plan import ParameterPlan
+from ...ops.packed import forget_packed
+from ...plan import ParameterPlan, Plan, cut_shape
 from ...plan.adapters import COPY
 from ...runtime import Runtime
 from ...tensor.adapters import sum_norms
+from ...tensor.apply import follow_weight
 from ...whole import gather_whole
+from ..quantized import dequantized
 
 _IN_MODEL = ("ep", "tp")
 
@@ -58,6 +64,52 @@ def merge_shares(adapters: Any, runtime: Runtime, shares: dict[str, Tensor]) -> 
     return model, shares
 
 
+def dequantized_shares(runtime: Runtime, dtype: torch.dtype) -> dict[str, Tensor]:
+    """This rank's shares of the weights that are quantized, in ``dtype``; collective over the data ranks.
+
+    One weight at a time is whole over the data ranks.
+    """
+    plan, mesh = runtime.plan, runtime.mesh
+    shares: dict[str, Tensor] = {}
+    for name in plan.quantized.weights if plan.quantized is not None else ():
+        if plan.holds(mesh.ranks["pp"], name):
+            whole = dequantized(*owner_of(runtime.model, name)).to(dtype)
+            whole = whole.T if plan.quantized is not None and name in plan.quantized.transposed else whole
+            shares[name] = _cut_over_data(plan.by_name[name], whole, mesh.ranks)
+    return shares
+
+
+def put_plain_modules(adapters: Any, runtime: Runtime, shares: dict[str, Tensor]) -> Plan:
+    """In a model that has been taken apart, put modules without quantization, and PEFT's wrappers for such, in the
+    place of those with; ``shares`` are those of :func:`dequantized_shares`.
+
+    Returns:
+        the plan of the stock model in which nothing is quantized.
+    """
+    model, mesh, stock = runtime.model, runtime.mesh, adapters.whole.get_base_model()
+    for name, share in shares.items():
+        planned = runtime.plan.by_name[name]
+        module, attribute = owner_of(model, name)
+        inner = [cut for cut in planned.cuts if cut.axis in _IN_MODEL]
+        empty = torch.empty(cut_shape(planned.shape, inner, mesh.ranks), dtype=share.dtype, device="meta")
+        if len(planned.shape) > 2:  # experts, which are modules of the host's all the time
+            forget_packed(module, attribute)
+        else:
+            path = name.rpartition(".")[0]
+            bias = module._parameters.get("bias")
+            owner, _, child = path.rpartition(".")
+            model.get_submodule(owner)._modules[child] = copy.deepcopy(stock.get_submodule(path))
+            module, attribute = owner_of(model, name)
+            if bias is not None:
+                module._parameters["bias"] = bias
+        module._parameters[attribute] = nn.Parameter(empty, requires_grad=False)
+        follow_weight(module)
+    _host.forget_quantization(model)
+    plan = adapters.stock_plan
+    plain = (replace(p, dtype=shares[p.name].dtype) if p.name in shares else p for p in plan.parameters)
+    return replace(plan, parameters=tuple(plain), quantized=None)
+
+
 def _fill(model: nn.Module, planned: ParameterPlan, runtime: Runtime, shares: dict[str, Tensor]) -> None:
     """Put this rank's part of a parameter, whole over the data ranks, in its place."""
     share = shares[planned.tied_to or planned.name]
@@ -75,7 +127,7 @@ def _cut_over_data(planned: ParameterPlan, local: Tensor, ranks: dict[str, int])
     for cut in planned.cuts:
         if cut.axis not in _IN_MODEL:
             local = cut.take(local, ranks.get(cut.axis, 0))
-    return local.clone()
+    return local.clone(memory_format=torch.contiguous_format)
 
 
 def _merge(wrapper: Any) -> None:

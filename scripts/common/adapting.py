@@ -1,0 +1,99 @@
+"""What a recipe says of adapters and quantization, as the configs of PEFT and transformers."""
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import peft
+from transformers import BitsAndBytesConfig
+
+from .recipe import FinetuneRecipe, RecipeError
+
+_CLASSES: dict[str, tuple[type, dict[str, Any]]] = {
+    "lora": (peft.LoraConfig, {}),
+    "dora": (peft.LoraConfig, {"use_dora": True}),
+    "ia3": (peft.IA3Config, {}),
+    "loha": (peft.LoHaConfig, {}),
+}
+
+
+def adapter_of(recipe: FinetuneRecipe) -> Any:
+    """A PEFT config, or the path of a saved adapter; ``None`` where all parameters train.
+
+    Raises:
+        RecipeError: a field is none of the method's config, or PEFT refuses its value.
+    """
+    if not recipe.adapter or "path" in recipe.adapter:
+        return recipe.adapter.get("path")
+    fields = {name: value for name, value in recipe.adapter.items() if name != "method"}
+    kind, fixed = _CLASSES[recipe.adapter["method"]]
+    return _made("adapter", kind, fields, {"task_type": "CAUSAL_LM", **fixed})
+
+
+def quantization_of(recipe: FinetuneRecipe) -> BitsAndBytesConfig | None:
+    """How the base is quantized; ``None`` where it is not.
+
+    Raises:
+        RecipeError: a field is none of ``BitsAndBytesConfig``, or it refuses its value.
+    """
+    return _made("quantization", BitsAndBytesConfig, recipe.quantization, {}) if recipe.quantization else None
+
+
+def check_adapter_place(recipe: FinetuneRecipe) -> None:
+    """Refuse to go on with an adapter that the run would replace."""
+    path = recipe.adapter.get("path")
+    if path is not None and Path(path).resolve() == (recipe.directory / "adapter").resolve():
+        raise RecipeError(
+            f"adapter.path={path!r} is where name={recipe.name!r} will be written: choose another name, so that the "
+            "adapter to start from is kept"
+        )
+
+
+def describe_adapter(recipe: FinetuneRecipe, coverage: str) -> list[str]:
+    """In Markdown lines for the card: which adapter over what, and what it covers."""
+    quantization = _listed(recipe.quantization)
+    base = f"the base was quantized ({quantization})" if quantization else f"the base was in {recipe.training.dtype}"
+    path = recipe.adapter.get("path")
+    method = "a saved one, trained further" if path else recipe.adapter["method"]
+    fields = _listed({name: value for name, value in recipe.adapter.items() if name not in ("method", "path")})
+    first = f"- adapter: {method}{f' ({fields})' if fields else ''}; {base}"
+    return [first, *(f"- {line}" for line in coverage.splitlines())]
+
+
+def describe_loading(recipe: FinetuneRecipe, base: str) -> str:
+    """For the card: how PEFT puts the adapter around the base as it was trained."""
+    values = "".join(f", {name}={value!r}" for name, value in recipe.quantization.items())
+    quantized = f",\n    quantization_config=BitsAndBytesConfig({values.removeprefix(', ')})" if values else ""
+    also = ", BitsAndBytesConfig" if values else ""
+    return f"""```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer{also}
+
+base = AutoModelForCausalLM.from_pretrained(
+    "{base}", dtype="{recipe.training.dtype}"{quantized}
+)
+model = PeftModel.from_pretrained(base, "path/of/this/directory")
+tokenizer = AutoTokenizer.from_pretrained("path/of/this/directory")
+```
+
+It is an ordinary adapter of PEFT over `{base}`; hfscale need not be installed."""
+
+
+def _listed(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items())
+
+
+def _made(section: str, kind: Callable[..., Any], fields: dict[str, Any], fixed: dict[str, Any]) -> Any:
+    names = [name for name in inspect.signature(kind).parameters if name not in ("kwargs", *fixed)]
+    unknown = [name for name in fields if name not in names]
+    if unknown:
+        close = difflib.get_close_matches(unknown[0], names, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        name = getattr(kind, "__name__", "the config")
+        raise RecipeError(f"{section}.{unknown[0]} is no field of {name}: {hint}valid are {', '.join(names)}")
+    try:
+        return kind(**fixed, **fields)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise RecipeError(f"{section}={fields} is refused by {kind.__name__}: {error}; change that field") from error
