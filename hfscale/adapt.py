@@ -10,7 +10,7 @@ from . import _host
 from .assemble import assemble, take_apart
 from .errors import ConfigError
 from .finetune.adapters import attach_adapters, describe_coverage, merge_shares, read_config
-from .finetune.adapters.merge import dequantized_shares, put_plain_modules
+from .finetune.adapters.merge import dequantized_shares, put_plain_modules, refuse_tied
 from .runtime import Runtime, runtime_of
 from .train import eval_step
 
@@ -75,7 +75,8 @@ def merge_and_unload(model: nn.Module, *, dtype: torch.dtype | None = None, quie
         the stock model.
 
     Raises:
-        ConfigError: the model has no adapters, or quantized weights and no ``dtype``.
+        ConfigError: the model has no adapters, some around one of two tied weights, or quantized weights and no
+            ``dtype``.
     """
     runtime = runtime_of(model)
     adapters = runtime.adapters
@@ -88,6 +89,7 @@ def merge_and_unload(model: nn.Module, *, dtype: torch.dtype | None = None, quie
             "dtype=torch.bfloat16 to merge into weights of that type, or keep the base as it is and write the adapter "
             "alone with hfscale.save_pretrained"
         )
+    refuse_tied(adapters, runtime.plan)
     before = None if quiet else _answer(runtime)
     training = runtime.model.training
     merged, plan = len({adapter.base for adapter in runtime.plan.adapters}), adapters.stock_plan

@@ -74,6 +74,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_model(verify)
     _add_layout(verify)
+    verify.add_argument(
+        "--lora",
+        metavar="TARGETS",
+        nargs="?",
+        const="all-linear",
+        help="train LoRA adapters instead, against stock PEFT: all-linear (the default), or names joined by commas",
+    )
     verify.set_defaults(run=_verify)
     blueprint = commands.add_parser(
         "blueprint",
@@ -135,8 +142,8 @@ def _verify(arguments: argparse.Namespace) -> int:
 
     transformers.utils.logging.disable_progress_bar()  # of a clone's few kilobytes
     asked, config = _layout(arguments), _load_config(arguments.model, arguments.trust_remote_code)
-    used, parity = verify(config, asked, **_code(arguments))
-    print(render(config, asked, used, parity))
+    used, parity = verify(config, asked, lora=arguments.lora, **_code(arguments))
+    print(render(config, asked, used, parity, arguments.lora))
     return int(parity.worst() > TOLERANCE)
 
 

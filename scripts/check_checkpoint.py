@@ -2,8 +2,8 @@
 
     python scripts/check_checkpoint.py runs/demo-llama-stdlib
 
-The validation loss, computed anew by stock transformers (and PEFT) from what is on disk, must equal the one that the run
-measured last; then the model writes a few lines of Python.
+The validation loss, computed anew by stock transformers (and PEFT) from what is on disk, must equal the one that the
+run measured last; then the model writes a few lines of Python.
 """
 
 import argparse

@@ -15,7 +15,7 @@ from common.adapting import adapter_of, check_adapter_place, quantization_of
 from common.borders import check_borders
 from common.data import prepare
 from common.loop import train
-from common.memory import check_memory
+from common.memory import expect_memory
 from common.processes import is_main, run
 from common.read_recipe import recipe_and_limit
 from common.recipe import FinetuneRecipe, RecipeError
@@ -38,10 +38,10 @@ def finetune(recipe: FinetuneRecipe, limit: float | None = None) -> None:
     """
     layout = hfscale.ParallelConfig(**recipe.parallel)
     check_base(recipe)
-    expected = check_memory(recipe, layout, limit)
     model, tokenizer = load(recipe, layout)
     if recipe.adapter and is_main():
         print(hfscale.coverage_report(model), flush=True)
+    expected = expect_memory(model, recipe, limit)
     if recipe.data.is_packed:
         check_borders(model.config)
     tokenizer, train_data, validation_data, entropy = prepare(recipe.data, tokenizer, len(tokenizer), recipe.directory)

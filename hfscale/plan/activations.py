@@ -25,6 +25,7 @@ from math import prod
 from typing import Any
 
 from .costs import _ACTIVE, _first
+from .cut import cut_shape
 from .plan import ParameterPlan, Plan
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -91,7 +92,6 @@ def layer_bytes(
     sequence = plan.layout.size("tp") if plan.streams else 1
     stream = types.size * hidden / sequence
     roles = _llama_roles(owned, layer)
-    ranks = {axis: rank for axis, rank in ranks.items() if axis not in ("dp_shard", "edp_shard")}
     if roles is None or not types.exact:
         return LayerBytes(_at_most(plan, layer, owned, hidden, ranks, types, routes), stream, False)
     layer_of = _Llama(plan, roles, hidden, ranks, types, frozenset(trained), sequence)
@@ -158,7 +158,7 @@ class _Llama:
         return total
 
     def _out(self, name: str) -> int:
-        return self.roles[name].local_shape(self.ranks)[0]
+        return _computed_shape(self.roles[name], self.ranks)[0]
 
     def _read(self, width: int, readers: tuple[str, ...], kept: bool = False) -> float:
         """Bytes that projections keep of an input of ``width`` values."""
@@ -181,6 +181,12 @@ def _llama_roles(owned: list[ParameterPlan], layer: str) -> dict[str, ParameterP
     return found if known and set(expected.values()) - set(found) <= {"q_norm", "k_norm"} else None
 
 
+def _computed_shape(planned: ParameterPlan, ranks: dict[str, int]) -> tuple[int, ...]:
+    """What the rank computes with: data ranks gather what they share."""
+    cuts = [cut for cut in planned.cuts if cut.axis not in ("dp_shard", "edp_shard")]
+    return cut_shape(planned.shape, cuts, ranks)
+
+
 def _at_most(
     plan: Plan,
     layer: str,
@@ -195,7 +201,7 @@ def _at_most(
     often = min(routes or count, count)
     experts = [e.name for e in plan.mixtures]
     for planned in owned:
-        local = planned.local_shape(ranks)
+        local = _computed_shape(planned, ranks)
         inside = any(planned.name.startswith(f"{name}.") for name in experts)
         if len(local) >= 3 and inside:
             values += often * 3 * sum(local[-2:])
@@ -209,7 +215,7 @@ def _at_most(
         prod(a.shape) // max(a.shape) for a in plan.adapters if a.kept_in == "lora_A" and a.name.startswith(f"{layer}.")
     )
     copies = sum(
-        plan.by_name[a.base].local_shape(ranks)[-1]
+        _computed_shape(plan.by_name[a.base], ranks)[-1]
         for a in plan.adapters
         if a.kept_in == "lora_A" and a.name.startswith(f"{layer}.") and types.adapters != types.size
     )

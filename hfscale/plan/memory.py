@@ -186,6 +186,8 @@ def _activations(
         stage = sum(layer.stream if checkpointing else layer.kept for layer in each)
         if plan.stages is None or index == len(plan.stages.stages) - 1:
             stage += _around(plan, types, trained)
+        elif each:
+            stage += each[-1].stream  # what was sent stays until its gradient is back
         total += microbatches * tokens * stage
     total += tokens * most * checkpointing
     how = "counted for this kind of layer" if counted else "an upper estimate from the shapes of the layers"

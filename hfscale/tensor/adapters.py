@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..errors import ConfigError
 from ..names import owner_of, unwrapped
 from ..plan import BlockPlan
 from ..plan.adapters import COPY
@@ -48,13 +47,6 @@ def install_adapter_edges(runtime: Runtime, sums: PartialSums) -> None:
             if row:
                 sum_norms(wrapper, sums.group)
             _place_dropout(wrapper, name, row, block, stream, runtime.mesh.ranks["tp"])
-    if plan.embedding is not None and runtime.holds(plan.embedding):
-        embedding: Any = model.get_submodule(plan.embedding)
-        if any(True for _ in _norms(embedding)):
-            raise ConfigError(
-                f"{plan.embedding}: DoRA on an embedding that is cut along the vocabulary is not known to hfscale: "
-                "leave it out of target_modules, or use tp_size=1"
-            )
 
 
 def _wrappers(block: nn.Module, name: str) -> list[tuple[str, nn.Module]]:

@@ -52,8 +52,13 @@ def scale_down(layout: ParallelConfig) -> ParallelConfig:
     return replace(layout, **sizes, num_microbatches=asked, stage_layers=stages)
 
 
-def verify(config: PreTrainedConfig, layout: ParallelConfig, **hf_kwargs: Any) -> tuple[ParallelConfig, Parity]:
+def verify(
+    config: PreTrainedConfig, layout: ParallelConfig, *, lora: str | None = None, **hf_kwargs: Any
+) -> tuple[ParallelConfig, Parity]:
     """Compare the layout (scaled down to what one machine can start) with one process, on a tiny clone of the model.
+
+    Args:
+        lora: put LoRA adapters around these modules, ``all-linear`` or names joined by commas, in both.
 
     Raises:
         ConfigError: the pipeline schedule cannot run with its numbers, or is not meant to equal one process.
@@ -66,6 +71,10 @@ def verify(config: PreTrainedConfig, layout: ParallelConfig, **hf_kwargs: Any) -
     changes = _heads_that_fit(config, layout.size("tp"), small.size("tp")) | _experts_that_fit(config, small.size("ep"))
     clone = tiny_clone(config, layers=_layers(small), **changes)
     case = Case(clone) if small.size("pp") == 1 else Case(clone, accumulation=int(small.num_microbatches or 1))
+    if lora is not None:
+        from peft import LoraConfig
+
+        case.peft = LoraConfig(r=4, target_modules=lora if lora == "all-linear" else lora.split(","))
     plan(case.config, small)  # refuse before any process is started
     if small.total_size == 1:
         return small, measure_parity(case, small, None)
@@ -120,16 +129,19 @@ def describe_pipeline(layout: ParallelConfig) -> str:
     )
 
 
-def render(config: PreTrainedConfig, asked: ParallelConfig, used: ParallelConfig, parity: Parity) -> str:
+def render(
+    config: PreTrainedConfig, asked: ParallelConfig, used: ParallelConfig, parity: Parity, lora: str | None = None
+) -> str:
     """The comparison as a table."""
     rows = [
         ("loss", parity.loss, ""),
         ("worst gradient", parity.gradient, parity.worst_gradient),
         ("clipped norm", parity.norm, ""),
         ("worst weight after two steps", parity.weight, parity.worst_weight),
-        ("saved checkpoint", parity.saved, ""),
+        ("saved checkpoint" if lora is None else "saved adapter", parity.saved, ""),
     ]
-    title = f"a tiny {config.model_type} in {used.describe()} against stock transformers in one process, float64, gloo"
+    other = "stock transformers" if lora is None else f"stock PEFT, LoRA on {lora},"
+    title = f"a tiny {config.model_type} in {used.describe()} against {other} in one process, float64, gloo"
     if used.size("pp") > 1:
         title += f"\n{describe_pipeline(used)}"
         if asked.num_microbatches not in (None, used.num_microbatches):

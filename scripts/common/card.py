@@ -14,7 +14,6 @@ import hfscale
 
 from .adapting import describe_adapter, describe_loading
 from .loop import Outcome
-from .memory import Expected
 from .recipe import DataRecipe, FinetuneRecipe, Recipe
 from .report import RunLog, read_metrics
 
@@ -47,7 +46,7 @@ def make_card(
     log: RunLog,
     train_sequences: int,
     made: Made,
-    expected: Expected | None = None,
+    expected: Any = None,
 ) -> ModelCard:
     """The card: what was trained, on what, how, and what was measured."""
     finetuned = isinstance(recipe, FinetuneRecipe)

@@ -1,27 +1,72 @@
-"""What memory a rank will need, said before training and beside what was measured."""
+"""What memory a rank will need: said before training, and once more beside what was measured."""
 
-from dataclasses import dataclass
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
 
 import hfscale
 
+from .batches import per_rank
 from .loop import Outcome
-from .recipe import FinetuneRecipe
+from .processes import is_main
+from .recipe import Recipe, RecipeError
+
+GIB = 2**30
 
 
-@dataclass(frozen=True)
-class Expected:
-    """Bytes at the peak of the rank with most, by kind."""
+def expect_memory(model: Any, recipe: Recipe, limit: float | None) -> Any:
+    """Print what the rank with most will hold while it trains, by kind; call it on every rank.
 
-    kinds: dict[str, int]
+    Args:
+        limit: more GiB than this are too many; ``None`` makes no estimate.
 
-    @property
-    def total(self) -> int:
-        return sum(self.kinds.values())
+    Returns:
+        the estimate of that rank, or ``None``.
+
+    Raises:
+        RecipeError: it is more than the limit.
+    """
+    if limit is None:
+        return None
+    training = recipe.training
+    layout = hfscale.ParallelConfig(**recipe.parallel)
+    microbatches, size = per_rank(training.batch_size, hfscale.batch_world(model), training.microbatch_size)
+    count = microbatches
+    if layout.size("pp") > 1:  # which cuts a step anew
+        count = layout.num_microbatches or (microbatches if microbatches > 1 else layout.size("pp"))
+    own = hfscale.memory_estimate(
+        model,
+        training.optimizer,
+        tokens=math.ceil(microbatches * size / count) * recipe.data.sequence_length,
+        num_microbatches=count,
+        gradient_checkpointing=training.gradient_checkpointing,
+    )
+    every = [own]
+    if dist.is_initialized():
+        every = [own] * dist.get_world_size()
+        dist.all_gather_object(every, own)
+    most = max(every, key=lambda estimate: estimate.total)
+    if is_main():
+        print(f"memory predicted, of the rank with most:\n{most}", flush=True)
+    if most.total > limit * GIB:
+        raise RecipeError(
+            f"--max-memory={limit:g}: a rank would need about {most.total / GIB:.2f} GiB, most of it {_largest(most)}: "
+            "use more ranks, a smaller training.microbatch_size, training.gradient_checkpointing=true, an 8-bit "
+            "training.optimizer, or an adapter over a quantized base"
+        )
+    return most
 
 
-def check_memory(recipe: FinetuneRecipe, layout: hfscale.ParallelConfig, limit: float | None) -> Expected | None:
-    return None
+def beside(expected: Any, outcome: Outcome) -> str:
+    """The prediction and the measured peak in a line."""
+    measured = f"measured {outcome.memory / GIB:.2f} GiB"
+    if not torch.cuda.is_available():  # what the system counts, with Python and its libraries
+        measured += f" of the whole process, {outcome.memory_before / GIB:.2f} GiB before the first step"
+    return f"memory of the rank with most: predicted {expected.total / GIB:.2f} GiB, {measured}"
 
 
-def beside(expected: Expected, outcome: Outcome) -> str:
-    return ""
+def _largest(estimate: Any) -> str:
+    kind, size = max(estimate.kinds.items(), key=lambda item: item[1])
+    return f"{kind} ({size / GIB:.2f} GiB)"

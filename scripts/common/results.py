@@ -14,7 +14,7 @@ import hfscale
 from .batches import per_rank
 from .card import Made, describe_layout, make_card
 from .loop import Outcome, evaluate
-from .memory import Expected, beside
+from .memory import beside
 from .processes import barrier, is_main
 from .recipe import FinetuneRecipe, Recipe
 from .report import RunLog, plot_losses
@@ -30,7 +30,7 @@ def finish(
     log: RunLog,
     train_sequences: int,
     validation_data: Dataset | None = None,
-    expected: Expected | None = None,
+    expected: Any = None,
 ) -> None:
     """Write the weights with tokenizer and card, ``loss.png``, ``recipe.yaml``; of a mixture, ``experts.png``.
 
@@ -91,7 +91,7 @@ def _summary(
     outcome: Outcome,
     log: RunLog,
     made: list[Made],
-    expected: Expected | None,
+    expected: Any,
 ) -> str:
     lines = [
         f"\n{recipe.name}: {describe_layout(layout)}, {outcome.tokens_per_second:,.0f} tokens/s, peak memory "

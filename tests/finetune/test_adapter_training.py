@@ -160,3 +160,28 @@ def test_sixteen_bit_weights(pools: Pools, tmp_path: Path, layout: str) -> None:
     for found in pools(size).run(_sixteen_bits, str(tmp_path), LAYOUTS[layout], True):
         assert found["types"] == {torch.float32}
         assert found["moved"] == found["factors"] != set()
+
+
+def _after_steps(start: str, sizes: dict[str, Any]) -> dict[str, Tensor]:
+    """Factors that every tensor rank holds whole, after some steps of AdamW."""
+    model = hfscale.from_pretrained(start, parallel=ParallelConfig(**sizes), peft_config=_lora(use_dora=True)).train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for _ in range(4):
+        hfscale.train_step(model, {"input_ids": IDS, "labels": IDS})
+        optimizer.step()
+        optimizer.zero_grad()
+    held = runtime_of(model).parameters()
+    return {p.name: value.detach().clone() for p, value in held if p.partial and value.requires_grad}
+
+
+@pytest.mark.parametrize("layout", ["tp2", "sp2", "tp4"])
+def test_copies_of_factors_stay_equal_to_the_last_bit(pools: Pools, tmp_path: Path, layout: str) -> None:
+    """T6."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(tiny("llama")).save_pretrained(tmp_path)
+    first, *others = pools(ParallelConfig(**LAYOUTS[layout]).total_size).run(
+        _after_steps, str(tmp_path), LAYOUTS[layout]
+    )
+    assert first
+    for other in others:
+        assert all(torch.equal(value, other[name]) for name, value in first.items())

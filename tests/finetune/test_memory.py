@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,14 +11,11 @@ from transformers import BitsAndBytesConfig, MixtralConfig, PreTrainedConfig
 
 import hfscale
 from hfscale import ParallelConfig
-from hfscale.errors import ConfigError
 from hfscale.finetune.memory import count_saved, held_bytes
-from hfscale.plan.state_bytes import NAMES
 from hfscale.runtime import runtime_of
 from hfscale.testing import RankPool
 
 from ..models import tiny
-from .quantized import four_bits, save, wide
 
 Pools = Callable[[int], RankPool]
 ROWS, LENGTH = 4, 32

@@ -85,7 +85,9 @@ def test_merged(pools: Pools, tmp_path: Path, family: str, layout: str) -> None:
     size, sizes = LAYOUTS[layout]
     dora = family == "llama" and layout != "shard2"  # which refuses it
     targets: Any = "all-linear" if family == "llama" else ["c_attn", "c_proj"]
-    lora = LoraConfig(r=4, target_modules=targets, use_dora=dora, fan_in_fan_out=family == "gpt2", task_type="CAUSAL_LM")
+    lora = LoraConfig(
+        r=4, target_modules=targets, use_dora=dora, fan_in_fan_out=family == "gpt2", task_type="CAUSAL_LM"
+    )
     if family == "gpt2":
         config = wide("gpt2")
         start, adapter, expected = save(config, tmp_path / "start"), "", {}

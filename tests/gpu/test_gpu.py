@@ -134,3 +134,59 @@ def test_peak_memory_of_the_loss() -> None:
     # A quarter of the logits twice (in bf16, in float32 as they are summed) and the weight's gradient in float32.
     assert our_bytes < 2 * logits_bytes
     assert stock_bytes > 2 * our_bytes
+
+
+def adapted(model: Any) -> Any:
+    """Stock PEFT around a stock model, with factors that change something."""
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adapters_equal_stock(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = adapted(stock(tmp_path / "in", "llama", dtype))
+    model.save_pretrained(tmp_path / "adapter")
+    expected = train(model, ours=False)
+    ours = hfscale.from_pretrained(str(tmp_path / "in"), dtype=dtype, peft_config=str(tmp_path / "adapter")).train()
+    tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+    assert train(ours, ours=True)[0] == pytest.approx(expected[0], rel=tolerance)
+
+
+def test_adapters_over_4_bits_equal_stock(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    from transformers import BitsAndBytesConfig
+
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    wide = tiny("llama", hidden_size=128, intermediate_size=256)
+    AutoModelForCausalLM.from_config(wide, dtype=torch.bfloat16).save_pretrained(tmp_path / "in")
+    kwargs = {"dtype": torch.bfloat16, "quantization_config": config}
+    model = adapted(AutoModelForCausalLM.from_pretrained(tmp_path / "in", device_map={"": 0}, **kwargs)).train()
+    model.save_pretrained(tmp_path / "adapter")
+    expected = train(model, ours=False)
+    ours = hfscale.from_pretrained(str(tmp_path / "in"), peft_config=str(tmp_path / "adapter"), **kwargs).train()
+    assert all(parameter.is_cuda for parameter in ours.parameters())
+    assert train(ours, ours=True)[0] == pytest.approx(expected[0], rel=2e-2)
+
+
+@pytest.mark.parametrize(
+    "name", ["adamw_torch_fused", "adafactor", "adamw_8bit", "paged_adamw_8bit", "lion_8bit", "muon"]
+)
+def test_optimizers_step(tmp_path: Path, name: str) -> None:
+    if "bit" in name:
+        pytest.importorskip("bitsandbytes")
+    stock(tmp_path, "llama", torch.float32)
+    model = hfscale.from_pretrained(str(tmp_path), dtype=torch.float32).train()
+    optimizer = hfscale.create_optimizer(model, name, lr=1e-3)
+    losses = []
+    for _ in range(4):
+        losses.append(hfscale.train_step(model, BATCH).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < losses[0]

@@ -128,12 +128,26 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], layout:
     assert printed.count(" ok") == 5
 
 
+def test_adapters_are_verified_too(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    pools: Callable[[int], RankPool],
+) -> None:
+    monkeypatch.setattr(verify, "RankPool", lambda world: nullcontext(pools(world)))
+    BIG.save_pretrained(tmp_path)
+    assert main(["verify", str(tmp_path), "--tp", "2", "--lora", "q_proj,down_proj"]) == 0
+    printed = capsys.readouterr().out
+    assert "against stock PEFT, LoRA on q_proj,down_proj, in one process" in printed
+    assert printed.count(" ok") == 5
+
+
 def test_a_difference_fails(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good = Parity(1e-16, 1e-15, "a.weight", 0.0, 1e-16, "b.weight", 0.0)
     bad = replace(good, gradient=1e-3, worst_gradient="model.layers.0.mlp.up_proj.weight")
-    monkeypatch.setattr(verify, "verify", lambda config, layout: (layout, bad))
+    monkeypatch.setattr(verify, "verify", lambda config, layout, lora: (layout, bad))
     BIG.save_pretrained(tmp_path)
     assert main(["verify", str(tmp_path), "--tp", "2"]) == 1
     line = next(line for line in capsys.readouterr().out.splitlines() if "gradient" in line)

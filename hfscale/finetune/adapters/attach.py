@@ -11,14 +11,16 @@ from torch import Tensor, nn
 
 from ...errors import ConfigError, PlanError
 from ...mesh import Mesh
-from ...names import owner_of
+from ...names import owner_of, stock_name
 from ...ops.packed import shown_unpacked
 from ...plan import Plan, cut_shape
 from ...plan.adapters import COPY, plan_adapters
 from ...runtime import Runtime
 from ..quantized import dequantized
 from .config import check_config, check_over_quantized
+from .guard import guard_methods
 from .initialize import initialize_adapters
+from .merge import put_back
 from .storage import load_adapter, save_adapter
 from .structure import adapter_parameters, check_matches, narrowed, quietly, targets_of, wrap
 
@@ -77,6 +79,7 @@ def attach_adapters(
     """
     check_config(config)
     _refuse_inner_modules(config, plan)
+    _refuse_tying(config, plan)
     if plan.quantized is not None:
         check_over_quantized(config, plan.quantized.bits, mesh.batch_world)
     asked = copy.deepcopy(config)
@@ -84,14 +87,26 @@ def attach_adapters(
     found = adapter_parameters(whole, plan)
     check_matches(asked, config, plan, found)
     planned = plan_adapters(plan, found)
+    _refuse_cut_norms(planned)
     held = [adapter for adapter in found if plan.holds(mesh.ranks["pp"], adapter.name)]
-    with shown_unpacked(model):
-        local = quietly(model, _uninitialized(narrowed(config, *targets_of(held))), name)
-    local.base_model.peft_config[name] = whole.peft_config[name]
-    _give_local_shapes(model, planned, mesh, shares)
-    made = initialize_adapters(whole, config, name, planned, mesh, shares, seed, partial(_dequantized, model, planned))
-    if source is not None:
-        made.update(load_adapter(source, whole, name, planned, mesh))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        with shown_unpacked(model):
+            local = quietly(model, _uninitialized(narrowed(config, *targets_of(held))), name)
+        local.base_model.peft_config[name] = whole.peft_config[name]
+        _give_local_shapes(model, planned, mesh, shares)
+        _refuse_mixed_types(model, plan, mesh)
+        made = initialize_adapters(
+            whole, config, name, planned, mesh, shares, seed, partial(_dequantized, model, planned)
+        )
+        if source is not None:
+            made.update(load_adapter(source, whole, name, planned, mesh))
+    except Exception:  # the model can go on without
+        put_back(model)
+        for weight in trained:
+            weight.requires_grad_(True)
+        raise
+    guard_methods(local, whole, mesh.layout.total_size)
     for parameter, share in made.items():
         holder, attribute = owner_of(model, parameter)
         kept: Any = holder._parameters[attribute]
@@ -120,6 +135,45 @@ def _refuse_inner_modules(config: Any, plan: Plan) -> None:
             raise ConfigError(
                 f"modules_to_save={wanted!r} is or holds {inside[0]}, and only modules around the layers and single "
                 "projections can be copied: name those, or train the whole model without adapters"
+            )
+
+
+def _refuse_tying(config: Any, plan: Plan) -> None:
+    """PEFT ties adapters by views of one memory, of which the model's parameters say nothing."""
+    tied = next((planned for planned in plan.parameters if planned.tied_to is not None), None)
+    if tied is not None and getattr(config, "ensure_weight_tying", False):
+        raise ConfigError(
+            f"ensure_weight_tying=True is not known to hfscale where weights are tied ({tied.name} is {tied.tied_to}): "
+            "leave it out, and adapt modules of the layers"
+        )
+
+
+def _refuse_cut_norms(plan: Plan) -> None:
+    for adapter in plan.adapters:
+        embeds = adapter.base == f"{plan.embedding}.weight" and plan.by_name[adapter.base].cut_over("tp") is not None
+        if embeds and adapter.kept_in == "lora_magnitude_vector":
+            raise ConfigError(
+                f"{plan.embedding}: DoRA on an embedding that is cut along the vocabulary is not known to hfscale: "
+                "leave it out of target_modules, or use tp_size=1"
+            )
+
+
+def _refuse_mixed_types(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
+    """FSDP shards what trains in a layer as one."""
+    if mesh.batch_world == 1:
+        return
+    alone = (*(experts.name for experts in plan.experts), *plan.layers)
+    types: dict[str, dict[torch.dtype, str]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            group = next((part for part in alone if stock_name(name).startswith(f"{part}.")), "")
+            types.setdefault(group, {}).setdefault(parameter.dtype, name)
+    for found in types.values():
+        if len(found) > 1:
+            words = " and ".join(f"{name} in {str(dtype).removeprefix('torch.')}" for dtype, name in found.items())
+            raise ConfigError(
+                f"{words} would train side by side, and FSDP shards parameters of one type only: load the model with "
+                "dtype=torch.float32 and mixed_precision='bf16', or leave out modules_to_save and bias"
             )
 
 

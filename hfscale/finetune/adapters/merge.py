@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import _host
+from ...errors import ConfigError
 from ...names import owner_of, unwrapped
 from ...ops.packed import forget_packed
 from ...plan import ParameterPlan, Plan, cut_shape
@@ -17,8 +18,30 @@ from ...tensor.adapters import sum_norms
 from ...tensor.apply import follow_weight
 from ...whole import gather_whole
 from ..quantized import dequantized
+from .guard import give_back_methods
 
 _IN_MODEL = ("ep", "tp")
+
+
+def refuse_tied(adapters: Any, plan: Plan) -> None:
+    """Refuse to merge into a weight that is read elsewhere too, where the adapter is not.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    stock: Plan = adapters.stock_plan
+    names: dict[str, set[str]] = {}
+    for planned in stock.parameters:
+        names.setdefault(planned.tied_to or planned.name, set()).add(planned.name)
+    for adapter in plan.adapters:
+        same = names[stock.by_name[adapter.base].tied_to or adapter.base]
+        alike = {a.base for a in plan.adapters if adapter.name in (a.name, a.tied_to)}
+        if adapter.tied_to is None and not same <= alike:
+            raise ConfigError(
+                f"{adapter.name} cannot be merged: {' and '.join(sorted(same))} are one weight, and only "
+                f"{adapter.base} has this adapter, which would change the others too: keep it apart, as "
+                "hfscale.save_pretrained writes it, or adapt modules of the layers"
+            )
 
 
 def merge_shares(adapters: Any, runtime: Runtime, shares: dict[str, Tensor]) -> tuple[nn.Module, dict[str, Tensor]]:
@@ -58,7 +81,7 @@ def merge_shares(adapters: Any, runtime: Runtime, shares: dict[str, Tensor]) -> 
             if name in {a.base for a in own} or name == bias:
                 shares[planned.tied_to or name] = _cut_over_data(planned, value.detach(), mesh.ranks)
             holder._parameters[attribute] = nn.Parameter(value.to("meta"), requires_grad=value.requires_grad)
-    _put_back(model)
+    put_back(model)
     for adapter in plan.adapters:
         shares.pop(adapter.name, None)
     return model, shares
@@ -138,7 +161,9 @@ def _merge(wrapper: Any) -> None:
     wrapper.merge(safe_merge=True)
 
 
-def _put_back(model: nn.Module) -> None:
+def put_back(model: nn.Module) -> None:
+    """The stock modules in the place of PEFT's wrappers."""
+    give_back_methods(model)
     for module in list(model.modules()):
         for name, child in list(module._modules.items()):
             if child is not None and unwrapped(child) is not child:

@@ -146,6 +146,7 @@ def check_matches(asked: Any, resolved: Any, plan: Plan, adapters: Collection[Ad
         ConfigError: naming it.
     """
     modules, parameters, copies = targets_of(adapters)
+    known = [name.rpartition(".")[0] for name in plan.by_name]
     for field, matched in (
         ("target_modules", modules),
         ("target_parameters", parameters),
@@ -153,11 +154,17 @@ def check_matches(asked: Any, resolved: Any, plan: Plan, adapters: Collection[Ad
     ):
         wanted, left = getattr(asked, field, None), getattr(resolved, field, None) or ()
         for target in [] if wanted is None or isinstance(wanted, str) else wanted:
-            found = any(name == target or name.endswith(f".{target}") for name in matched)
-            if target in left and target not in _ADDED_BY_PEFT and not found:
+            found = any(_fits(name, target) for name in matched)
+            # A saved adapter's config names what "all-linear" found, and what it then left out.
+            left_out = bool(getattr(asked, "exclude_modules", None)) and any(_fits(name, target) for name in known)
+            if target in left and target not in _ADDED_BY_PEFT and not found and not left_out:
                 raise ConfigError(
                     f"{field} names {target!r}, which matches nothing in the model: it has {', '.join(_names(plan))}"
                 )
+
+
+def _fits(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
 
 
 def _names(plan: Plan) -> list[str]:

@@ -1,0 +1,153 @@
+"""What would go wrong without a word: PEFT's own methods on one rank's part, failures halfway, ties, mixed types."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from peft import LoraConfig
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import hfscale
+from hfscale import CheckpointError, ConfigError, ParallelConfig
+from hfscale.testing import Case, RankPool, assert_layout_equal
+
+from ..models import tiny
+
+Pools = Callable[[int], RankPool]
+IDS = torch.arange(24).reshape(4, 6)
+BATCH = {"input_ids": IDS, "labels": IDS}
+
+
+def _lora(**changes: Any) -> LoraConfig:
+    return LoraConfig(**{"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **changes})
+
+
+def _loaded(start: str, sizes: dict[str, Any], **kwargs: Any) -> Any:
+    return hfscale.from_pretrained(start, parallel=ParallelConfig(**sizes), **kwargs)
+
+
+def _message(call: Callable[[], Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        call()
+    return str(caught.value)
+
+
+def _start(directory: Path, **changes: Any) -> str:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(tiny("llama", **changes)).save_pretrained(directory)
+    return str(directory)
+
+
+def _own_methods(start: str, out: str) -> tuple[list[str], tuple[int, int], str]:
+    model = hfscale.get_peft_model(_loaded(start, {"tp_size": 2}), _lora())
+    messages = [
+        _message(call)
+        for call in (
+            lambda: model.save_pretrained(out),
+            model.merge_and_unload,
+            model.base_model.merge_and_unload,
+            model.merge_adapter,
+            model.unload,
+            lambda: model.add_adapter("two", _lora()),
+            lambda: model.get_base_model().add_adapter(_lora()),
+            lambda: model.delete_adapter("default"),
+        )
+    ]
+    merged = hfscale.merge_and_unload(model, quiet=True)
+    left = sorted(name for name in ("add_adapter", "load_adapter", "peft_config") if name in merged.__dict__)
+    return messages, model.get_nb_trainable_parameters(), ", ".join(left)
+
+
+def test_methods_of_pefts_model(pools: Pools, tmp_path: Path) -> None:
+    """On one rank's part they would write, merge or train as if that were the model."""
+    start = _start(tmp_path / "start")
+    counts = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(start), _lora()).get_nb_trainable_parameters()
+    for messages, found, left in pools(2).run(_own_methods, start, str(tmp_path / "out")):
+        assert all("knows nothing of the other ranks" in message for message in messages)
+        assert found == counts
+        assert left == ""
+    assert not (tmp_path / "out").exists()
+
+
+def _goes_on(start: str, wrong: str, sizes: dict[str, Any]) -> list[tuple[float, float]]:
+    """Loss and norm of a step before and after failures."""
+    model = _loaded(start, sizes).train()
+
+    def step() -> tuple[float, float]:
+        loss = float(hfscale.train_step(model, BATCH))
+        norm = float(hfscale.clip_grad_norm_(model, 1e9))
+        model.zero_grad()
+        return loss, norm
+
+    found = [step()]
+    with pytest.raises(CheckpointError, match="has the shape"):
+        hfscale.get_peft_model(model, wrong)
+    found.append(step())
+    if "tp_size" in sizes:
+        embedding = _lora(target_modules=["embed_tokens"], use_dora=True)
+        assert "DoRA on an embedding" in _message(lambda: hfscale.get_peft_model(model, embedding))
+        found.append(step())
+    assert not [name for name, _ in model.named_modules() if "lora" in name or "base_layer" in name]
+    return found
+
+
+@pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"dp_shard_size": 2}], ids=["tp2", "shard2"])
+def test_a_model_goes_on_after_an_adapter_that_does_not_fit(
+    pools: Pools, tmp_path: Path, sizes: dict[str, Any]
+) -> None:
+    start, wrong = _start(tmp_path / "start"), tmp_path / "wrong"
+    peft.get_peft_model(AutoModelForCausalLM.from_pretrained(start), _lora()).save_pretrained(wrong)
+    file = wrong / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = min(tensors)
+    tensors[name] = tensors[name][:, :-2].contiguous()
+    save_file(tensors, file, metadata={"format": "pt"})
+    for first, *others in pools(2).run(_goes_on, start, str(wrong), sizes):
+        assert first[1] > 0
+        assert all(other == first for other in others)
+
+
+def _types(start: str, sizes: dict[str, Any], changes: dict[str, Any]) -> str:
+    model = _loaded(start, sizes, dtype="bfloat16")
+    return _message(lambda: hfscale.get_peft_model(model, _lora(**changes)))
+
+
+@pytest.mark.parametrize("changes", [{"modules_to_save": ["input_layernorm"]}, {"bias": "all"}], ids=["copy", "bias"])
+def test_sixteen_and_thirty_two_bits_do_not_train_in_one_shard(
+    pools: Pools, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    start = _start(tmp_path, attention_bias=True)
+    for message in pools(2).run(_types, start, {"dp_shard_size": 2}, changes):
+        assert "in bfloat16" in message
+        assert "mixed_precision='bf16'" in message
+
+
+def _tied(start: str, changes: dict[str, Any]) -> str:
+    model = hfscale.get_peft_model(_loaded(start, {"tp_size": 2}), _lora(**changes))
+    message = _message(lambda: hfscale.merge_and_unload(model, quiet=True))
+    hfscale.train_step(model.train(), BATCH)
+    return message
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+@pytest.mark.parametrize("changes", [{"target_modules": ["embed_tokens"]}, {"modules_to_save": ["lm_head"]}])
+def test_one_of_two_tied_weights_is_not_merged(pools: Pools, tmp_path: Path, changes: dict[str, Any]) -> None:
+    start = _start(tmp_path, tie_word_embeddings=True)
+    for message in pools(2).run(_tied, start, changes):
+        assert "lm_head.weight and model.embed_tokens.weight are one weight" in message
+
+
+def test_adapters_that_peft_would_tie_are_refused(tmp_path: Path) -> None:
+    config = _lora(modules_to_save=["embed_tokens"], ensure_weight_tying=True)
+    with pytest.raises(ConfigError, match="ensure_weight_tying=True is not known"):
+        hfscale.from_pretrained(_start(tmp_path, tie_word_embeddings=True), peft_config=config)
+
+
+def test_what_was_left_out_of_all_linear(pools: Pools) -> None:
+    """A saved adapter's config names the modules that were left out as well."""
+    case = Case(tiny("llama"), peft=_lora(exclude_modules=r".*\.0\..*"))
+    assert_layout_equal(case, ParallelConfig(tp_size=2), pools(2))
