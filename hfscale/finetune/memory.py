@@ -214,7 +214,7 @@ class _Counter:
         modules = dict(model.named_modules())
         found = modules.get(head) if head is not None else None
         weight = None if found is None else next(found.parameters(recurse=False), None)
-        self._head = None if weight is None else tuple(local_tensor(weight).shape)
+        self._head = None if weight is None else tuple(weight.shape)  # as the data ranks gather it
         for module in modules.values():
             self._handles.append(module.register_forward_pre_hook(self._note_parameters))
         for layer in (modules[name] for name in layers if name in modules):

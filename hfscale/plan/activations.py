@@ -15,8 +15,8 @@ low-rank adapter keeps its ``r`` values, and a copy of its input where its facto
 keeps its input in 32.
 
 Any other layer is estimated from above: twice the rows and columns of every matrix, and the shorter of the two once
-more; of experts, as often as a token is sent to one; four times every vector. Scores of attention are never counted:
-SDPA and flash attention keep none. Nor is dropout in front of adapters.
+more; of experts, twice both for each that a token is sent to; four times every vector. Scores of attention are never
+counted: SDPA and flash attention keep none. Nor is dropout in front of adapters.
 """
 
 from collections.abc import Collection
@@ -151,23 +151,30 @@ class _Llama:
         # SDPA keeps its result anyway, and an adapter's copy of it comes on top.
         total += size * queries + self._read(queries, ("o_proj",), kept=True)
         total += self._read(inner, ("down_proj",))
-        again = self.plan.layout.sequence_regather
+        again = self.sequence if self.plan.layout.sequence_regather else 1
         for readers in (_ATTENTION[:3], _MLP[:2]):
-            read = self._read(self.hidden, readers)
-            total += read / self.sequence if again else read
+            total += self._read(self.hidden, readers, again=again)
         return total
 
     def _out(self, name: str) -> int:
         return _computed_shape(self.roles[name], self.ranks)[0]
 
-    def _read(self, width: int, readers: tuple[str, ...], kept: bool = False) -> float:
-        """Bytes that projections keep of an input of ``width`` values."""
+    def _read(self, width: int, readers: tuple[str, ...], kept: bool = False, again: int = 1) -> float:
+        """Bytes that projections keep of an input of ``width`` values.
+
+        Args:
+            kept: whether something else keeps it in any case.
+            again: into how many parts it is cut where it is gathered anew for gradients of weights; adapters keep it.
+        """
         weights = [self.roles[name].name for name in readers]
         adapted = [self.ranks_of_adapters[name] for name in weights if name in self.ranks_of_adapters]
-        copies = len(adapted) if self.types.adapters != self.types.size else 0
-        shared = any(name in self.trained for name in weights) or (adapted and not copies)
-        own = self.types.size * width if shared and not kept else 0
-        return own + copies * self.types.adapters * width + self.types.adapters * sum(adapted)
+        size, wide = self.types.size, self.types.adapters
+        if adapted and wide == size:
+            own = float(size * width)
+        else:
+            own = size * width / again * any(name in self.trained for name in weights)
+        copies = wide * width * len(adapted) if wide != size else 0
+        return own * (not kept) + copies + wide * sum(adapted)
 
 
 def _llama_roles(owned: list[ParameterPlan], layer: str) -> dict[str, ParameterPlan] | None:
@@ -200,11 +207,12 @@ def _at_most(
     count = next((e.count for e in plan.mixtures if e.name.startswith(f"{layer}.")), 1)
     often = min(routes or count, count)
     experts = [e.name for e in plan.mixtures]
+    tensor = plan.layout.size("tp") if plan.layout.slices_tokens else 1
     for planned in owned:
         local = _computed_shape(planned, ranks)
         inside = any(planned.name.startswith(f"{name}.") for name in experts)
         if len(local) >= 3 and inside:
-            values += often * 3 * sum(local[-2:])
+            values += often * 2 * sum(local[-2:]) / tensor
         elif len(local) == 2:
             # Which side is the output is not known here.
             share = often / count if inside else 1

@@ -7,6 +7,7 @@ in float64.
 
 import copy
 import tempfile
+import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -226,7 +227,10 @@ def _with_random_adapters(model: Any, case: Case, directory: Path) -> Any:
     """Stock PEFT around ``model``, saved as it starts; new adapters would change nothing, and hide errors in them."""
     import peft
 
-    model = peft.get_peft_model(model, copy.deepcopy(case.peft))
+    with warnings.catch_warnings():
+        # PEFT 0.21 asks by a name that transformers 5.23 has deprecated.
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        model = peft.get_peft_model(model, copy.deepcopy(case.peft))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:

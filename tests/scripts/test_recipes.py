@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import os
 import subprocess
 import sys
@@ -11,13 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from common.adapting import adapter_of, quantization_of
-from common.processes import is_main
-from common.read_recipe import load_recipe
+from common.read_recipe import load_recipe, recipe_and_limit
 from common.recipe import FinetuneRecipe, PretrainRecipe, RecipeError
 from finetune import finetune
 from omegaconf import OmegaConf
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
+from peft import IA3Config, LoHaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 from hfscale.testing import RankPool
 
@@ -117,15 +119,11 @@ def losses(start: dict[str, Any], name: str) -> list[float]:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("method", "family"), _CASES)
-def test_losses_agree(
-    pools: Pools, base: Any, method: str, family: str, request: pytest.FixtureRequest
-) -> None:
+def test_losses_agree(pools: Pools, base: Any, method: str, family: str, request: pytest.FixtureRequest) -> None:
     start = base(family)
     names = list(LAYOUTS[family])
     if not request.node.get_closest_marker("slow"):
         names = ["single", *(name for name in names if name in _FAST_LAYOUTS)]
-    if "quantization" in METHODS[method] and family == "qwen3_moe":
-        start_of = dict(start)
     for name in names:
         layout = LAYOUTS[family][name]
         if layout:
@@ -137,3 +135,135 @@ def test_losses_agree(
     assert expected[STEPS + 1] < expected[STEPS]
     for name in names[1:]:
         assert losses(start, name) == pytest.approx(expected, rel=TOLERANCE[method]), name
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_goes_on_with_a_saved_adapter_and_says_what_it_needs(
+    base: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start = base("llama")
+    runs = Path(start["runs"])
+    run(start, "first", "lora", {}, limit=math.inf)
+    said = capsys.readouterr().out
+    assert "100.0% of parameters of the layers have adapters" in said
+    assert "optimizer" in said
+    assert "memory of the rank with most: predicted 0.0" in said
+    assert json.loads((runs / "first" / "adapter" / "adapter_config.json").read_text())["r"] == 4
+    card = (runs / "first" / "adapter" / "README.md").read_text()
+    assert "library_name: peft" in card
+    assert "- adapter: lora (r 4, lora_alpha 8, target_modules all-linear); the base was in float32" in card
+    assert "PeftModel.from_pretrained(base" in card
+    monkeypatch.setitem(METHODS, "further", {"adapter": {"path": str(runs / "first" / "adapter")}})
+    run(start, "second", "further", {})
+    assert losses(start, "second")[STEPS] == pytest.approx(losses(start, "first")[STEPS + 1], rel=1e-6)
+    assert not (runs / "second" / "checkpoint").exists()
+    with pytest.raises(RecipeError, match="is where name=.*will be written"):
+        run(start, "first", "further", {})
+    with pytest.raises(RecipeError, match=r"--max-memory=1e-06: a rank would need about"):
+        run(start, "third", "full", {}, limit=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("method", METHODS)
+def test_results_are_what_plain_libraries_load(pools: Pools, base: Any, method: str) -> None:
+    start = base("llama")
+    pools(2).run(run, start, "checked", method, {"tp_size": 2})
+    command = [sys.executable, str(SCRIPTS / "check_checkpoint.py"), f"{start['runs']}/checked", "--new-tokens", "4"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    adapted = "adapter" in METHODS[method]
+    assert done.stdout.count("without hfscale") == 1 + adapted
+    assert ("peft.peft_model.PeftModelForCausalLM around" in done.stdout) == adapted
+
+
+def test_shipped_adapters_and_quantizations_are_ones_that_their_libraries_take() -> None:
+    for path in sorted(RECIPES.glob("*.yaml")):
+        if "pretrain" in path.name:
+            continue
+        recipe = load_recipe(FinetuneRecipe, path)
+        assert (adapter_of(recipe) is None) == (not recipe.adapter)
+        assert (quantization_of(recipe) is None) == (not recipe.quantization)
+
+
+def test_methods_are_configs_of_peft() -> None:
+    def made(*overrides: str) -> Any:
+        return adapter_of(load_recipe(FinetuneRecipe, RECIPES / "demo_finetune.yaml", overrides))
+
+    assert made() is None
+    assert made("adapter.path=somewhere") == "somewhere"
+    assert made("adapter.method=dora", "adapter.r=2", "adapter.target_modules=[q_proj]").use_dora
+    assert isinstance(made("adapter.method=ia3"), IA3Config)
+    assert isinstance(made("adapter.method=loha"), LoHaConfig)
+    with pytest.raises(RecipeError, match=r"adapter.lora_alfa is no field of LoraConfig: did you mean 'lora_alpha'"):
+        made("adapter.method=lora", "adapter.lora_alfa=3")
+    with pytest.raises(RecipeError, match="is refused by LoraConfig"):
+        made("adapter.method=lora", "adapter.target_modules=[q_proj]", "adapter.loftq_config={a: 1}")
+
+
+_ADAPTED = ("adapter.method=lora", "adapter.target_modules=all-linear")
+_QUANTIZED = (*_ADAPTED, "quantization.load_in_4bit=true")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["adapter.r=4"], "adapter.method=None is not known: use lora, dora, ia3, loha"),
+        (["adapter.path=x", "adapter.r=4"], "leave out adapter.r"),
+        (["quantization.load_in_4bit=true"], "without an adapter: weights in 4 or 8 bits cannot be trained"),
+        (["merge=true"], "without an adapter: there is nothing to merge"),
+        ([*_ADAPTED, "merge=maybe"], "merge='maybe' is not known"),
+        ([*_ADAPTED, "merge=bfloat16"], "the base is not quantized: use merge=true"),
+        ([*_QUANTIZED, "merge=true"], "does not say what type its weights are unpacked into: use merge=bfloat16"),
+        (["training.dtype=bfloat16"], r"updates smaller than .* would be lost; use training.dtype=float32"),
+        ([*_ADAPTED, "training.dtype=int8"], "training.dtype='int8' is not known: use float32 or bfloat16"),
+    ],
+)
+def test_what_cannot_be_is_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        load_recipe(FinetuneRecipe, RECIPES / "demo_finetune.yaml", overrides)
+
+
+def test_what_may_be_is_taken() -> None:
+    for overrides in ([*_ADAPTED, "merge=true", "training.dtype=bfloat16"], [*_QUANTIZED, "merge=bfloat16"]):
+        load_recipe(FinetuneRecipe, RECIPES / "demo_finetune.yaml", overrides)
+    with pytest.raises(RecipeError, match="without an adapter"):
+        load_recipe(PretrainRecipe, RECIPES / "demo_pretrain.yaml", ["training.dtype=bfloat16"])
+    recipe = load_recipe(FinetuneRecipe, RECIPES / "demo_finetune.yaml", ["quantization.load_in_3bit=true", *_ADAPTED])
+    with pytest.raises(RecipeError, match="quantization.load_in_3bit is no field of BitsAndBytesConfig: did you mean"):
+        quantization_of(recipe)
+
+
+@pytest.mark.parametrize(("flags", "limit"), [([], None), (["--max-memory"], math.inf), (["--max-memory=40"], 40.0)])
+def test_a_limit_is_read(monkeypatch: pytest.MonkeyPatch, flags: list[str], limit: float | None) -> None:
+    arguments = ["finetune.py", "--config", str(RECIPES / "demo_lora.yaml"), "training.steps=3", *flags]
+    monkeypatch.setattr(sys, "argv", arguments)
+    recipe, found = recipe_and_limit(FinetuneRecipe, "x")
+    assert (recipe.training.steps, found) == (3, limit)
+
+
+def test_a_limit_that_is_no_number_is_explained(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["finetune.py", "--config", "x", "--max-memory", "training.steps=3"])
+    with pytest.raises(SystemExit):
+        recipe_and_limit(FinetuneRecipe, "x")
+    assert "write --max-memory=40" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("recipe", ["demo_lora", "demo_qlora", "demo_8bit"])
+def test_the_demos_start_from_the_demos_base(tmp_path: Path, recipe: str) -> None:
+    log, python = tmp_path / "log", tmp_path / "python"
+    python.write_text(f'#!/usr/bin/env bash\necho "$@" >> {log}\n')
+    python.chmod(0o755)
+    environment = {**os.environ, "PYTHON": str(python), "BASE": "none", "RECIPE": recipe}
+    command = ["bash", str(SCRIPTS / "demo_lora.sh"), "training.steps=3"]
+    subprocess.run(command, env=environment, check=True, capture_output=True)
+    pretrain, train, check, summary = log.read_text().splitlines()
+    name = recipe.replace("_", "-")
+    assert pretrain.endswith("demo_pretrain.yaml name=none")
+    assert train.endswith(f"{recipe}.yaml name={name} base=runs/none/checkpoint training.steps=3")
+    assert check.endswith(f"check_checkpoint.py runs/{name}")
+    assert summary.endswith(f"summary.py runs/{name}")
+    written, plain = (yaml.safe_load((RECIPES / f"{file}.yaml").read_text()) for file in (recipe, "demo_finetune"))
+    assert (written["name"], written["base"], written["data"]) == (name, plain["base"], plain["data"])
