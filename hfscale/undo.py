@@ -5,8 +5,8 @@ stock ones, and attributes with local values. They are written down as the diffe
 whoever installs something need not know how to take it out. What others did in the meantime stays.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -28,16 +28,47 @@ _HOOKS = (
 )
 # What a module holds is put back by whoever takes it apart.
 _CONTENTS = ("_parameters", "_buffers", "_modules", "training")
-_MISSING = object()
+
+
+class _Missing:
+    """Stands for an attribute that was not there; a class, since a deep copy keeps classes as they are."""
+
 
 _Look = list[tuple[nn.Module, type, dict[str, Any], dict[str, set[Any]]]]
 
 
-def watch(model: nn.Module) -> Callable[[], Callable[[], None]]:
+@dataclass
+class Undo:
+    """Call it to take changes back. A deep copy of a model takes its copy with it.
+
+    Attributes:
+        changes: of every module: itself, its class, attributes as they were, hooks that came.
+    """
+
+    changes: list[tuple[nn.Module, type, dict[str, Any], dict[str, set[Any]]]]
+
+    def __call__(self) -> None:
+        """Put classes and attributes back, and remove hooks."""
+        for module, kind, changed, added in self.changes:
+            if type(module) is not kind:
+                composable._module_state_mapping.pop(module, None)  # FSDP2's, which marks a module by its class
+                module.__class__ = kind
+            for name, value in changed.items():
+                if value is _Missing:
+                    module.__dict__.pop(name, None)
+                else:
+                    module.__dict__[name] = value
+            for name, keys in added.items():
+                held = module.__dict__.get(name) or {}
+                for key in keys:
+                    held.pop(key, None)
+
+
+def watch(model: nn.Module) -> Callable[[], Undo]:
     """Look at ``model`` now; the function that is returned looks again, and returns what takes the changes back."""
     before = _look(model)
 
-    def stop() -> Callable[[], None]:
+    def stop() -> Undo:
         after = {module: (attributes, hooks) for module, _, attributes, hooks in _look(model)}
         changes = []
         for module, kind, attributes, hooks in before:
@@ -45,13 +76,13 @@ def watch(model: nn.Module) -> Callable[[], Callable[[], None]]:
                 continue
             new_attributes, new_hooks = after[module]
             changed = {
-                name: attributes.get(name, _MISSING)
+                name: attributes.get(name, _Missing)
                 for name in attributes.keys() | new_attributes.keys()
-                if attributes.get(name, _MISSING) is not new_attributes.get(name, _MISSING)
+                if attributes.get(name, _Missing) is not new_attributes.get(name, _Missing)
             }
             added = {name: new_hooks[name] - hooks.get(name, set()) for name in new_hooks}
             changes.append((module, kind, changed, added))
-        return lambda: _take_back(changes)
+        return Undo(changes)
 
     return stop
 
@@ -65,20 +96,3 @@ def _look(model: nn.Module) -> _Look:
         hooks = {name: set(module.__dict__[name]) for name in _HOOKS if module.__dict__.get(name)}
         looks.append((module, type(module), attributes, hooks))
     return looks
-
-
-def _take_back(changes: list[tuple[nn.Module, type, dict[str, Any], dict[str, set[Any]]]]) -> None:
-    for module, kind, changed, added in changes:
-        if type(module) is not kind:
-            composable._module_state_mapping.pop(module, None)  # FSDP2's, which marks a module by its class
-            module.__class__ = kind
-        for name, value in changed.items():
-            if value is _MISSING:
-                module.__dict__.pop(name, None)
-            else:
-                module.__dict__[name] = value
-        for name, keys in added.items():
-            held = module.__dict__.get(name)
-            if isinstance(held, OrderedDict | dict):
-                for key in keys:
-                    held.pop(key, None)

@@ -50,9 +50,16 @@ def judge(family: str, lora: dict[str, Any], pool: RankPool) -> Verdict:
     except Exception as error:  # whatever PEFT says of a family that it does not adapt
         return Verdict("no clone", f"stock PEFT: {type(error).__name__}: {error}".split("\n")[0][:100])
     cases = {LAYOUT: config, SEQUENCE: config, None: deeper(family, config)}
-    found = [measure(_case(clone, lora), layout, pool) for layout, clone in cases.items()]
+    found = [_measured(_case(clone, lora), layout, pool) for layout, clone in cases.items()]
     details = dict.fromkeys(detail for kind, detail in found[:1] + [f for f in found[1:] if f[0][:5] != "equal"])
     return Verdict(found[0][0], "; ".join(details), found[1][0], found[2][0])
+
+
+def _measured(case: Case, layout: hfscale.ParallelConfig | None, pool: RankPool) -> tuple[str, str]:
+    """What hfscale says of the adapter itself comes with the model."""
+    kind, detail = measure(case, layout, pool)
+    refusal = "hfscale.errors.ConfigError: "
+    return ("refused", detail.split(refusal)[1]) if refusal in detail else (kind, detail)
 
 
 def _case(config: Any, lora: dict[str, Any]) -> Case:

@@ -23,9 +23,9 @@ from .. import _host
 from ..data import local_tensor
 from ..errors import CheckpointError, ConfigError
 from ..plan import ParameterPlan
+from ..plan.cut import share_spans
 from ..runtime import Runtime, runtime_of
 from .reader import open_tensors
-from .slices import share_spans
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BLOCK = 1 << 20
@@ -102,8 +102,9 @@ def _held(runtime: Runtime) -> dict[str, tuple[torch.dtype, Any, Sums]]:
     """
     result: dict[str, tuple[torch.dtype, Any, Sums]] = {}
     group = runtime.mesh.group("ep")
+    adapters = {adapter.name for adapter in runtime.plan.adapters}  # which are in no checkpoint
     for planned, parameter in runtime.parameters():
-        if planned.cut_over("ep") is None or group is None:
+        if planned.cut_over("ep") is None or group is None or planned.name in adapters:
             continue
         _, own = runtime.mesh.view(planned.cuts)
         ranks = {**own, "ep": dist.get_rank(group)}

@@ -19,8 +19,9 @@ import torch
 from .._host import Destination, Merge
 from ..errors import CheckpointError
 from ..plan import ParameterPlan
+from ..plan.cut import Spans, share_spans
 from .reader import TensorOnDisk
-from .slices import PartOnDisk, Spans, share_spans
+from .slices import PartOnDisk
 
 
 def merged_parameters(found: Mapping[str, Destination]) -> dict[str, list[tuple[str, Merge]]]:

@@ -17,9 +17,10 @@ from torch import Tensor
 from ..errors import CheckpointError
 from ..ops.four_bit import Packing
 from ..plan import ParameterPlan
+from ..plan.cut import share_spans
 from ..plan.quantized import BLOCK
 from .reader import TensorOnDisk
-from .slices import PartOnDisk, Spans, share_spans
+from .slices import PartOnDisk
 
 _STATE = ".quant_state.bitsandbytes__"
 _BESIDE = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
@@ -54,7 +55,7 @@ class PackedOnDisk:
     def share(self, planned: ParameterPlan, transposed: bool, ranks: dict[str, int]) -> tuple[Tensor, Tensor]:
         """Packed bytes ``[n]`` and scales ``[blocks]``, float32, of the share at ``ranks``, whose blocks align."""
         spans = share_spans(planned.shape, planned.cuts, ranks)
-        down, across = (_joined(dim) for dim in (spans[::-1] if transposed else spans))
+        down, across = spans[::-1] if transposed else spans
         rows, columns = self.shape
         scales = self._scales()
         flat = copy(self._weight)
@@ -112,12 +113,3 @@ def fill_row(weight: Tensor, scales: Tensor, packing: Packing) -> tuple[Tensor, 
     beside = weight.new_zeros((1, packing.scales_shape[1]))
     beside[0, : 4 * scales.numel()] = scales.contiguous().view(torch.uint8)
     return row, beside
-
-
-def _joined(spans: Spans) -> Spans:
-    joined: Spans = []
-    for start, stop in spans:
-        if joined and joined[-1][1] == start:
-            start = joined.pop()[0]
-        joined.append((start, stop))
-    return joined

@@ -9,23 +9,13 @@ import torch
 from torch import Tensor
 
 from ..plan import Cut, Plan
+from ..plan.cut import Spans, share_spans
 from .reader import NAMES, TensorOnDisk
-
-Spans = list[tuple[int, int]]
-"""``(start, stop)`` of pieces along one dim."""
 
 
 def is_elsewhere(plan: Plan, rank: int, name: str) -> bool:
     """Whether a parameter, buffer or module is other stages' only: pipeline rank ``rank`` has a stand-in there."""
     return plan.stages is not None and not plan.holds(rank, name) and any(s.holds(name) for s in plan.stages.stages)
-
-
-def share_spans(shape: Sequence[int], cuts: Sequence[Cut], ranks: dict[str, int]) -> list[Spans]:
-    """Per dim of a whole tensor: the spans that make up the share at coordinates ``ranks``, in order."""
-    spans = [[(0, size)] for size in shape]
-    for cut in cuts:
-        spans[cut.dim] = _narrow(spans[cut.dim], cut, ranks.get(cut.axis, 0))
-    return spans
 
 
 class PartOnDisk:
@@ -59,7 +49,7 @@ class ShareOnDisk(PartOnDisk):
     """The share of a stored tensor that the ``cuts`` leave to the rank at coordinates ``ranks``."""
 
     def __init__(self, source: TensorOnDisk, cuts: tuple[Cut, ...], ranks: dict[str, int]) -> None:
-        super().__init__(source, share_spans(source.shape, cuts, ranks))
+        super().__init__(source, [spans or [(0, 0)] for spans in share_spans(source.shape, cuts, ranks)])
 
 
 def _read(source: TensorOnDisk, box: tuple[tuple[int, int], ...]) -> Tensor:
@@ -83,18 +73,3 @@ def _places(spans: Spans) -> Spans:
         result.append((offset, offset + stop - start))
         offset += stop - start
     return result
-
-
-def _narrow(spans: Spans, cut: Cut, rank: int) -> Spans:
-    """Apply one cut to a dim that is itself made of spans of the stored tensor."""
-    length = sum(stop - start for start, stop in spans)
-    result = []
-    for wanted_start, wanted_stop in cut.spans(length, rank):
-        offset = 0
-        for start, stop in spans:
-            low = max(wanted_start, offset)
-            high = min(wanted_stop, offset + stop - start)
-            if low < high:
-                result.append((start + low - offset, start + high - offset))
-            offset += stop - start
-    return result or [(0, 0)]

@@ -1,10 +1,13 @@
 """How one tensor is cut over one axis: integers in, integers out."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+Spans = list[tuple[int, int]]
+"""``(start, stop)`` of pieces along one dim."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,36 @@ def cut_shape(shape: Sequence[int], cuts: Sequence[Cut], ranks: dict[str, int]) 
     for cut in cuts:
         local[cut.dim] = cut.local_length(local[cut.dim], ranks.get(cut.axis, 0))
     return tuple(local)
+
+
+def share_spans(shape: Sequence[int], cuts: Sequence[Cut], ranks: dict[str, int]) -> list[Spans]:
+    """Per dim of a whole tensor: the spans that make up the share at coordinates ``ranks``, neighbours joined."""
+    spans: list[Spans] = [[(0, size)] for size in shape]
+    for cut in cuts:
+        length = sum(stop - start for start, stop in spans[cut.dim])
+        wanted = cut.spans(length, ranks.get(cut.axis, 0))
+        spans[cut.dim] = _joined(piece for span in wanted for piece in _within(spans[cut.dim], *span))
+    return spans
+
+
+def _within(spans: Spans, low: int, high: int) -> Iterator[tuple[int, int]]:
+    """Entries ``low`` to ``high`` of what ``spans`` make up, as spans of the same dim."""
+    offset = 0
+    for start, stop in spans:
+        first, last = max(low - offset, 0), min(high - offset, stop - start)
+        if first < last:
+            yield start + first, start + last
+        offset += stop - start
+
+
+def _joined(spans: Iterator[tuple[int, int]]) -> Spans:
+    result: Spans = []
+    for start, stop in spans:
+        if result and result[-1][1] == start:
+            result[-1] = (result[-1][0], stop)
+        else:
+            result.append((start, stop))
+    return result
 
 
 def narrow_spans(spans: Sequence[tuple[int, int]], within: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

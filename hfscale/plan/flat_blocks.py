@@ -13,10 +13,8 @@ from functools import cache
 from itertools import product
 from math import prod
 
-from .cut import Cut, cut_shape
+from .cut import Cut, Spans, cut_shape, share_spans
 from .plan import ParameterPlan
-
-Spans = list[tuple[int, int]]
 
 
 @cache
@@ -27,52 +25,25 @@ def blocks_align(planned: ParameterPlan, block: int) -> bool:
     of blocks that do align.
     """
     return all(
-        _share_aligns(planned.shape, _global_spans(planned, ranks), block) for ranks in _coordinates(planned.cuts)
+        runs_align(planned.shape, share_spans(planned.shape, planned.cuts, ranks), block)
+        for ranks in coordinates(planned.cuts)
     )
 
 
 @cache
 def some_share_is_empty(planned: ParameterPlan) -> bool:
     """Whether a rank has none of its entries."""
-    return any(prod(cut_shape(planned.shape, planned.cuts, ranks)) == 0 for ranks in _coordinates(planned.cuts))
+    return any(prod(cut_shape(planned.shape, planned.cuts, ranks)) == 0 for ranks in coordinates(planned.cuts))
 
 
-def _coordinates(cuts: Sequence[Cut]) -> Iterator[dict[str, int]]:
+def coordinates(cuts: Sequence[Cut]) -> Iterator[dict[str, int]]:
+    """Those of every rank that ``cuts`` tell apart."""
     for ranks in product(*(range(cut.size) for cut in cuts)):
         yield {cut.axis: rank for cut, rank in zip(cuts, ranks, strict=True)}
 
 
-def _global_spans(planned: ParameterPlan, ranks: dict[str, int]) -> list[Spans]:
-    """Per dim: ``(start, stop)`` of the runs of the whole dim that make up the share at ``ranks``, in order."""
-    spans: list[Spans] = [[(0, size)] for size in planned.shape]
-    for cut in planned.cuts:
-        length = sum(stop - start for start, stop in spans[cut.dim])
-        wanted = cut.spans(length, ranks[cut.axis])
-        spans[cut.dim] = _joined(piece for span in wanted for piece in _within(spans[cut.dim], *span))
-    return spans
-
-
-def _within(spans: Spans, low: int, high: int) -> Iterator[tuple[int, int]]:
-    """Entries ``low`` to ``high`` of what ``spans`` make up, as spans of the same dim."""
-    offset = 0
-    for start, stop in spans:
-        first, last = max(low - offset, 0), min(high - offset, stop - start)
-        if first < last:
-            yield start + first, start + last
-        offset += stop - start
-
-
-def _joined(spans: Iterator[tuple[int, int]]) -> Spans:
-    result: Spans = []
-    for start, stop in spans:
-        if result and result[-1][1] == start:
-            result[-1] = (result[-1][0], stop)
-        else:
-            result.append((start, stop))
-    return result
-
-
-def _share_aligns(shape: tuple[int, ...], spans: list[Spans], block: int) -> bool:
+def runs_align(shape: Sequence[int], spans: Sequence[Spans], block: int) -> bool:
+    """Whether runs of consecutive entries of a share, ``spans`` per dim, are whole blocks of the flattened whole."""
     if not all(spans):
         return True  # an empty share has no block
     cut = [dim for dim, size in enumerate(shape) if spans[dim] != [(0, size)]]

@@ -9,18 +9,15 @@ bit; where a cut goes through blocks, scales differ::
     row of 96 values, cut in two       |---- block 0 -----|-- block 1 ...        48 | 48: the blocks are other ones
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
 
-from .cut import Cut
+from .cut import Cut, share_spans
+from .flat_blocks import coordinates, runs_align
 from .plan import ParameterPlan, Plan
 
 BLOCK = 64
 """Values with one scale in 4 bits."""
-
-_Spans = list[tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -82,44 +79,12 @@ def blocks_align(
     *_, rows, columns = range(len(shape))
     if transposed:
         rows, columns = columns, rows
-    for place in product(*(range(cut.size) for cut in cuts)):
-        ranks = {cut.axis: rank for cut, rank in zip(cuts, place, strict=True)}
-        down = _spans(shape[rows], [cut for cut in cuts if cut.dim == rows], ranks)
-        across = _spans(shape[columns], [cut for cut in cuts if cut.dim == columns], ranks)
-        if down and across and not _share_aligns(down, across, shape[rows], shape[columns], bits, block):
+    matrix = shape[rows], shape[columns]
+    for ranks in coordinates(cuts):
+        spans = share_spans(shape, cuts, ranks)
+        down, across = spans[rows], spans[columns]
+        if bits == 8 and down and across and across != [(0, matrix[1])]:
+            return False
+        if bits == 4 and not runs_align(matrix, [down, across], block):
             return False
     return True
-
-
-def _share_aligns(down: _Spans, across: _Spans, rows: int, columns: int, bits: int, block: int) -> bool:
-    whole = across == [(0, columns)]
-    if bits == 8:
-        return whole
-    if not whole:
-        return columns % block == 0 and all(start % block == 0 and stop % block == 0 for start, stop in across)
-    starts = all(start * columns % block == 0 for start, _ in down)
-    *inner, last = (stop for _, stop in down)
-    stops = all(stop * columns % block == 0 for stop in inner)
-    return starts and stops and (last == rows or last * columns % block == 0)
-
-
-def _spans(length: int, cuts: Sequence[Cut], ranks: dict[str, int]) -> _Spans:
-    """``(start, stop)`` of what is left of a dim after its ``cuts``, neighbours joined."""
-    spans = [(0, length)]
-    for cut in cuts:
-        held = sum(stop - start for start, stop in spans)
-        left: _Spans = []
-        for low, high in cut.spans(held, ranks[cut.axis]):
-            offset = 0
-            for start, stop in spans:
-                first, last = max(low, offset), min(high, offset + stop - start)
-                if first < last:
-                    left.append((start + first - offset, start + last - offset))
-                offset += stop - start
-        spans = left
-    joined: _Spans = []
-    for start, stop in spans:
-        if joined and joined[-1][1] == start:
-            start = joined.pop()[0]
-        joined.append((start, stop))
-    return joined

@@ -31,9 +31,10 @@ from hfscale.checkpoint import load
 from hfscale.checkpoint.checksums import checksum, verify_experts
 from hfscale.checkpoint.merged import parts_of_share
 from hfscale.checkpoint.reader import SafetensorsFile
-from hfscale.checkpoint.slices import ShareOnDisk, share_spans
+from hfscale.checkpoint.slices import ShareOnDisk
 from hfscale.data import local_tensor
 from hfscale.plan import Cut, ParameterPlan
+from hfscale.plan.cut import share_spans
 from hfscale.runtime import runtime_of
 from hfscale.testing import RankPool
 

@@ -173,6 +173,16 @@ def test_pefts_model_is_returned_and_works(start: str, tmp_path: Path) -> None:
     torch.testing.assert_close(again(input_ids=ids).logits, adapted)
 
 
+def test_a_copy_takes_adapters_of_its_own(start: str) -> None:
+    model = hfscale.from_pretrained(start)
+    twin = hfscale.get_peft_model(copy.deepcopy(model), _lora())
+    ids = torch.arange(6).reshape(1, 6)
+    loss = hfscale.train_step(model, {"input_ids": ids, "labels": ids})
+    assert hfscale.train_step(twin, {"input_ids": ids, "labels": ids}) == pytest.approx(float(loss), rel=1e-6)
+    assert not [name for name, _ in model.named_parameters() if "lora" in name]
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
 @pytest.mark.filterwarnings("ignore:`init_lora_weights` is .eva.")
 def test_what_is_not_known_is_refused_by_name(start: str) -> None:
     refused = [

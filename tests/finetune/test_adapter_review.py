@@ -7,7 +7,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoHaConfig, LoraConfig
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -15,6 +15,7 @@ import hfscale
 from hfscale import CheckpointError, ConfigError, ParallelConfig
 from hfscale.testing import Case, RankPool, assert_layout_equal
 
+from ..experts.models import qwen3_moe
 from ..models import tiny
 
 Pools = Callable[[int], RankPool]
@@ -151,3 +152,20 @@ def test_what_was_left_out_of_all_linear(pools: Pools) -> None:
     """A saved adapter's config names the modules that were left out as well."""
     case = Case(tiny("llama"), peft=_lora(exclude_modules=r".*\.0\..*"))
     assert_layout_equal(case, ParallelConfig(tp_size=2), pools(2))
+
+
+def _refused_layouts(start: str, mixture: str) -> list[str]:
+    dense, sparse = _loaded(start, {"tp_size": 2}), _loaded(mixture, {"ep_size": 2})
+    loha = LoHaConfig(r=3, target_modules=["q_proj"], rank_dropout=0.5)
+    return [
+        _message(lambda: hfscale.get_peft_model(dense, loha)),
+        _message(lambda: hfscale.get_peft_model(sparse, _lora(target_modules=["q_proj"], modules_to_save=["mlp"]))),
+    ]
+
+
+def test_what_would_crash_in_the_first_step_is_refused(pools: Pools, tmp_path: Path) -> None:
+    start = _start(tmp_path / "start")
+    AutoModelForCausalLM.from_config(qwen3_moe()).save_pretrained(tmp_path / "mixture")
+    for dropout, copied in pools(2).run(_refused_layouts, start, str(tmp_path / "mixture")):
+        assert "rank_dropout=...) draws by the size" in dropout
+        assert "modules_to_save='mlp' is or holds model.layers.0.mlp" in copied

@@ -11,7 +11,7 @@ from peft import LoraConfig
 from transformers import BitsAndBytesConfig, MixtralConfig, PreTrainedConfig
 
 import hfscale
-from hfscale import ParallelConfig
+from hfscale import ParallelConfig, _host
 from hfscale.errors import ConfigError
 from hfscale.finetune.memory import count_saved, held_bytes
 from hfscale.plan.state_bytes import NAMES
@@ -146,17 +146,16 @@ def test_quantized_experts(pools: Pools, tmp_path: Path) -> None:
     check(pools(2).run(measured, path, layout, "adamw_8bit", EXPERTS, four_bits(double=True)), saved=None)
 
 
-def test_an_estimate_from_above() -> None:
-    for family in ("gpt2", "qwen2"):
-        for lora in (None, LORA):
-            predicted, _, kept = measured(tiny(family), {}, "sgd", lora)
-            assert kept["layers"] + kept["around"] < predicted["activations"] * (1.0 if family == "gpt2" else 1.05)
+@pytest.mark.parametrize("lora", [None, {**LORA, "fan_in_fan_out": True}], ids=["full", "lora"])
+def test_an_estimate_from_above(lora: dict[str, Any] | None) -> None:
+    predicted, _, kept = measured(tiny("gpt2"), {}, "sgd", lora)
+    assert 0.4 * predicted["activations"] < kept["layers"] + kept["around"] < predicted["activations"]
 
 
 def test_recomputed_layers_keep_their_inputs() -> None:
     model = hfscale.from_config(llama())
     without = hfscale.memory_estimate(model, tokens=128)
-    model.gradient_checkpointing_enable()
+    _host.enable_checkpointing(model)
     recomputed = hfscale.memory_estimate(model, tokens=128)
     runtime, ids = runtime_of(model), torch.arange(128).view(4, 32) % 60
     with count_saved(model, runtime.plan.layers, runtime.plan.head) as saved:

@@ -80,14 +80,17 @@ def attach_adapters(
     check_config(config)
     _refuse_inner_modules(config, plan)
     _refuse_tying(config, plan)
+    _refuse_own_dropout(config, mesh)
     if plan.quantized is not None:
         check_over_quantized(config, plan.quantized.bits, mesh.batch_world)
     asked = copy.deepcopy(config)
     whole = wrap(template, config, name)  # which resolves and translates targets in the config
     found = adapter_parameters(whole, plan)
-    check_matches(asked, config, plan, found)
+    if source is None:  # PEFT writes down names that it came upon and that this model need not have; tensors decide
+        check_matches(asked, config, plan, found)
     planned = plan_adapters(plan, found)
     _refuse_cut_norms(planned)
+    _refuse_several_stages(planned)
     held = [adapter for adapter in found if plan.holds(mesh.ranks["pp"], adapter.name)]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
@@ -129,8 +132,15 @@ def _uninitialized(config: Any) -> Any:
 
 
 def _refuse_inner_modules(config: Any, plan: Plan) -> None:
+    # Experts are spread with their router around them, and not in a copy of both.
+    mixtures = plan.mixtures if plan.layout.size("ep") > 1 else ()
+    cut = (
+        *plan.layers,
+        *(block.name for block in plan.blocks),
+        *(mixture.name.rpartition(".")[0] for mixture in mixtures),
+    )
     for wanted in getattr(config, "modules_to_save", None) or ():
-        inside = [name for name in (*plan.layers, *(block.name for block in plan.blocks)) if _is_in(name, wanted)]
+        inside = [name for name in cut if _is_in(name, wanted)]
         if inside:
             raise ConfigError(
                 f"modules_to_save={wanted!r} is or holds {inside[0]}, and only modules around the layers and single "
@@ -148,6 +158,15 @@ def _refuse_tying(config: Any, plan: Plan) -> None:
         )
 
 
+def _refuse_own_dropout(config: Any, mesh: Mesh) -> None:
+    for field in ("rank_dropout", "module_dropout"):
+        if getattr(config, field, 0.0) and mesh.layout.total_size > 1:
+            raise ConfigError(
+                f"{type(config).__name__}({field}=...) draws by the size of each rank's part, so ranks would no longer "
+                "draw alike: leave it out, or use one process"
+            )
+
+
 def _refuse_cut_norms(plan: Plan) -> None:
     for adapter in plan.adapters:
         embeds = adapter.base == f"{plan.embedding}.weight" and plan.by_name[adapter.base].cut_over("tp") is not None
@@ -155,6 +174,17 @@ def _refuse_cut_norms(plan: Plan) -> None:
             raise ConfigError(
                 f"{plan.embedding}: DoRA on an embedding that is cut along the vocabulary is not known to hfscale: "
                 "leave it out of target_modules, or use tp_size=1"
+            )
+
+
+def _refuse_several_stages(plan: Plan) -> None:
+    """Gradients are summed over the stages that have a parameter of the model's, and an adapter is none."""
+    for adapter in plan.adapters:
+        if sum(plan.holds(rank, adapter.name) for rank in range(plan.layout.size("pp"))) > 1:
+            path = adapter.base.rpartition(".")[0]
+            raise ConfigError(
+                f"{path} computes on several pipeline stages, where adapters around it would train apart: leave it out "
+                f"(exclude_modules=[{path.rpartition('.')[2]!r}]), or use pp_size=1"
             )
 
 
