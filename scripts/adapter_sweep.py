@@ -30,7 +30,7 @@ HEAD = """# Adapters over families
 Written by `scripts/adapter_sweep.py`: LoRA around all linear modules of a tiny model of every causal-LM family
 (transformers {transformers}, PEFT {peft}), tp2 against stock PEFT in one process in float64 (loss, every gradient,
 norm, weights after two steps, saved adapter), again with `sequence_parallel=True`, and again in two pipeline stages.
-Mixtures keep their experts in fused parameters, which "all-linear" leaves alone.
+Where PEFT knows a mixture, that includes its fused experts and router (`target_parameters`).
 
 {summary}.
 

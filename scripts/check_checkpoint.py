@@ -9,6 +9,7 @@ run measured last; then the model writes a few lines of Python.
 import argparse
 import json
 import sys
+import warnings
 from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,8 @@ def load_adapter(run: Path) -> Any:
     """The adapter of a run around its base, by PEFT, in the types that the recipe says."""
     from peft import PeftModel
 
+    # PEFT 0.21 asks by a name that transformers 5.23 has deprecated.
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
     recipe = yaml.safe_load((run / "recipe.yaml").read_text())
     quantization = recipe["quantization"]
     base = AutoModelForCausalLM.from_pretrained(

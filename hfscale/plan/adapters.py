@@ -116,6 +116,7 @@ def coverage(plan: Plan) -> dict[str, tuple[int, int]]:
     experts = tuple(f"{mixture.name}." for mixture in plan.mixtures)
     layers = tuple(f"{layer}." for layer in plan.layers)
     found: dict[str, tuple[int, int]] = {}
+    vocabulary = plan.by_name[f"{plan.head}.weight"].shape if plan.head is not None else ()
     own = {adapter.name for adapter in plan.adapters}
     for parameter in plan.owned():
         name = parameter.name
@@ -128,7 +129,7 @@ def coverage(plan: Plan) -> dict[str, tuple[int, int]]:
         elif name.rpartition(".")[0] == plan.head:
             kind = "head"
         else:
-            kind = "embedding" if name.rpartition(".")[0] == plan.embedding else "other"
+            kind = "embedding" if parameter.shape == vocabulary else "other"
         entries = torch.Size(parameter.shape).numel()
         covered, total = found.get(kind, (0, 0))
         found[kind] = (covered + entries * (name in adapted), total + entries)

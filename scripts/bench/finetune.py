@@ -31,6 +31,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ from hfscale.runtime import runtime_of
 from hfscale.testing import RankPool
 
 RANKS, GOAL = 2, 1.03
+LIBRARIES = (torch, transformers, peft, bitsandbytes, hfscale)
 RECIPES = ("full, AdamW", "full, adamw_8bit", "LoRA, AdamW", "QLoRA, adamw_8bit")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tp_size": 2},
@@ -55,8 +57,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2, sequence regathered": {"tp_size": 2, "sequence_parallel": True, "sequence_regather": True},
     "dp_shard2": {"dp_shard_size": 2},
     "pp2": {"pp_size": 2, "num_microbatches": 2},
+    "pp2, even layers": {"pp_size": 2, "num_microbatches": 2, "stage_layers": "even"},
     "ep2": {"ep_size": 2, "dp_shard_size": 2},
 }
+TIMED = ("tp2", "tp2, sequence", "dp_shard2", "pp2")
 REASONS = {
     ("tp", "weights"): "norms are whole on every tensor rank",
     ("tp", "adapters"): "one factor of every adapted projection is whole on every tensor rank",
@@ -104,7 +108,7 @@ class Size:
         )
 
 
-BYTES, MIXTURE = Size(1024, 128, 32000), Size(512, 128, 8192)
+BYTES, MIXTURE = Size(1024, 64, 32000), Size(512, 64, 8192)
 TIME = Size(768, 512, 32000)
 QUICK = Size(128, 32, 512, layers=2, rank=4)
 
@@ -129,6 +133,8 @@ def load(recipe: str, path: str, size: Size, mixture: bool, layout: dict[str, An
         )
     eight = recipe.endswith("8bit")
     if layout is not None:
+        if layout.get("stage_layers") == "even":
+            layout = {**layout, "stage_layers": [size.layers // RANKS] * RANKS}
         parallel = hfscale.ParallelConfig(**layout)
         model = hfscale.from_pretrained(path, parallel=parallel, peft_config=config, **kwargs).train()
         name = "adamw_8bit" if eight else "adamw_torch_fused"
@@ -207,9 +213,10 @@ def compare(recipe: str, layout: str, ideal: dict[str, int], ranks: list[dict[st
     }
 
 
-def measure_bytes(pools: dict[int, RankPool], sizes: tuple[Size, Size], recipes: list[str], layouts: list[str]) -> Any:
-    """Every recipe in every layout."""
-    rows = []
+def measure_bytes(
+    pools: dict[int, RankPool], sizes: tuple[Size, Size], recipes: list[str], layouts: list[str]
+) -> Iterator[dict[str, Any]]:
+    """Every recipe in every layout, one row each."""
     with tempfile.TemporaryDirectory() as directory:
         for mixture, size in zip((False, True), sizes, strict=True):
             path = str(Path(directory) / f"mixture-{mixture}")
@@ -220,11 +227,11 @@ def measure_bytes(pools: dict[int, RankPool], sizes: tuple[Size, Size], recipes:
                 ideal = pools[1].run(bytes_of, recipe, path, size, mixture, alone)[0]
                 for layout in chosen:
                     found = pools[RANKS].run(bytes_of, recipe, path, size, mixture, LAYOUTS[layout])
-                    rows.append({"size": asdict(size), **compare(recipe, layout, dict(ideal), found)})
-                    ratios = rows[-1]["fullest rank / ideal"]
+                    row = {"size": asdict(size), **compare(recipe, layout, dict(ideal), found)}
+                    ratios = row["fullest rank / ideal"]
                     listed = "  ".join(f"{kind} {ratio:.3f}" for kind, ratio in ratios.items())
                     print(f"{recipe:18} {layout:25} {listed}", flush=True)
-    return rows
+                    yield row
 
 
 def save(config: PreTrainedConfig, path: str) -> None:
@@ -258,9 +265,7 @@ def drop() -> None:
 def measure_time(pools: dict[int, RankPool], size: Size, recipe: str, rounds: int) -> dict[str, Any]:
     """Interleave stock and every layout; returns medians, ratios and first losses."""
     candidates: dict[str, dict[str, Any] | None] = {"stock": None, "hfscale": {}}
-    candidates |= {
-        f"hfscale {name}": LAYOUTS[name] for name in LAYOUTS if name not in ("ep2", "tp2, sequence regathered")
-    }
+    candidates |= {f"hfscale {name}": LAYOUTS[name] for name in TIMED}
     world = {kind: RANKS if layout else 1 for kind, layout in candidates.items()}
     times: dict[str, list[float]] = {kind: [] for kind in candidates}
     losses: dict[str, float] = {}
@@ -311,7 +316,9 @@ def main() -> None:
     try:
         if arguments.bytes or both:
             sizes = (QUICK, QUICK) if arguments.quick else (BYTES, MIXTURE)
-            results += measure_bytes(pools, sizes, arguments.recipes, arguments.layouts)
+            for row in measure_bytes(pools, sizes, arguments.recipes, arguments.layouts):
+                results.append(row)
+                write_report(arguments.out, results, *LIBRARIES)  # it takes a while
         if arguments.time or both:
             size, rounds = (QUICK, 1) if arguments.quick else (TIME, arguments.rounds)
             timed = [recipe for recipe in arguments.recipes if recipe.endswith("AdamW")]
@@ -319,7 +326,7 @@ def main() -> None:
     finally:
         for pool in pools.values():
             pool.close()
-    write_report(arguments.out, results, torch, transformers, peft, bitsandbytes, hfscale)
+    write_report(arguments.out, results, *LIBRARIES)
 
 
 if __name__ == "__main__":

@@ -182,6 +182,8 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not arguments.tiny:
         raise SystemExit("a model of 8 billion parameters needs a CUDA device: pass --tiny to try the script without")
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # tiny products
     runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(dir=arguments.directory) as path:
         if "QLoRA" in arguments.recipes:

@@ -50,13 +50,12 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
 # Blocks of 64 values are cut by no layout here; 8-bit states turn rounding into steps of their own size.
 TOLERANCE = {"full": 1e-5, "lora": 1e-5, "qlora": 2e-5, "adamw_8bit": 1e-4}
 STEPS = 3
-_CASES = [
-    pytest.param(method, family, id=f"{method}-{family}", marks=() if fast else pytest.mark.slow)
-    for family in LAYOUTS
+_FAST = {("qlora", "llama"): ["single", "tp2"], ("lora", "qwen3_moe"): ["single", "ep2"]}
+_CASES = [pytest.param(*case, layouts, id=f"{'-'.join(case)}-fast") for case, layouts in _FAST.items()] + [
+    pytest.param(method, family, list(layouts), id=f"{method}-{family}", marks=pytest.mark.slow)
+    for family, layouts in LAYOUTS.items()
     for method in METHODS
-    for fast in [(method, family) in {("qlora", "llama"), ("lora", "qwen3_moe")}]
 ]
-_FAST_LAYOUTS = ("tp2", "ep2")
 
 
 def small(family: str) -> Any:
@@ -118,12 +117,9 @@ def losses(start: dict[str, Any], name: str) -> list[float]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("method", "family"), _CASES)
-def test_losses_agree(pools: Pools, base: Any, method: str, family: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize(("method", "family", "names"), _CASES)
+def test_losses_agree(pools: Pools, base: Any, method: str, family: str, names: list[str]) -> None:
     start = base(family)
-    names = list(LAYOUTS[family])
-    if not request.node.get_closest_marker("slow"):
-        names = ["single", *(name for name in names if name in _FAST_LAYOUTS)]
     for name in names:
         layout = LAYOUTS[family][name]
         if layout:

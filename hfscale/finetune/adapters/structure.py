@@ -13,9 +13,6 @@ from ...names import stock_name, unwrapped
 from ...plan import AdapterParameter, Plan
 from ...plan.adapters import COPY, is_known
 
-# Names that PEFT adds to modules_to_save by itself, whether a classifier has them or not.
-_ADDED_BY_PEFT = ("classifier", "score", "qa_outputs")
-
 
 def wrap(model: nn.Module, config: Any, name: str) -> Any:
     """PEFT's model around ``model``, whose modules are wrapped in place; factors have no memory.
@@ -155,9 +152,8 @@ def check_matches(asked: Any, resolved: Any, plan: Plan, adapters: Collection[Ad
         wanted, left = getattr(asked, field, None), getattr(resolved, field, None) or ()
         for target in [] if wanted is None or isinstance(wanted, str) else wanted:
             found = any(_fits(name, target) for name in matched)
-            # A saved adapter's config names what "all-linear" found, and what it then left out.
             left_out = bool(getattr(asked, "exclude_modules", None)) and any(_fits(name, target) for name in known)
-            if target in left and target not in _ADDED_BY_PEFT and not found and not left_out:
+            if target in left and not found and not left_out:
                 raise ConfigError(
                     f"{field} names {target!r}, which matches nothing in the model: it has {', '.join(_names(plan))}"
                 )
