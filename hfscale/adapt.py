@@ -1,6 +1,7 @@
 """Adapters around a model that computes with the other ranks already, and merged into it."""
 
 import sys
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,7 +59,16 @@ def get_peft_model(model: nn.Module, peft_config: Any, adapter_name: str = "defa
         raise
     assemble(runtime.model, planned, mesh, runtime.mixed_precision, runtime.options, shares, adapters)
     adapters.peft_model.train(training)
+    for part in (adapters.peft_model, adapters.peft_model.base_model):
+        part.merge_and_unload = partial(_merge_as_peft_does, runtime.model)
     return adapters.peft_model
+
+
+def _merge_as_peft_does(model: nn.Module, *_: Any, dtype: torch.dtype | None = None, **asked: Any) -> Any:
+    """:func:`merge_and_unload` under PEFT's name; weights are always checked (``safe_merge``)."""
+    if asked.get("adapter_names") is not None:
+        raise ConfigError("adapter_names=... chooses among adapters, and a model has one here: leave it out")
+    return merge_and_unload(model, dtype=dtype)
 
 
 def merge_and_unload(model: nn.Module, *, dtype: torch.dtype | None = None, quiet: bool = False) -> Any:

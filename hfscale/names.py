@@ -29,17 +29,24 @@ def computing(module: nn.Module) -> list[nn.Module]:
     return [unwrapped(module), *(copies.children() if copies is not None else ())]
 
 
-def owner_of(model: nn.Module, parameter: str) -> tuple[nn.Module, str]:
-    """The module that holds a parameter, and its attribute there; stock names and the wrappers' own are both found.
+def module_at(model: nn.Module, name: str) -> nn.Module:
+    """The module of a stock name, or what is wrapped around it; stock names and the wrappers' own are both found.
 
     Raises:
         AttributeError: there is no such module.
     """
-    module, (*path, attribute) = model, parameter.split(".")
-    for part in path:
+    module = model
+    for part in name.split(".") if name else ():
         while part not in module._modules and (inner := _wrapped(module)) is not None:
             module = inner
         module = module.get_submodule(part)
+    return module
+
+
+def owner_of(model: nn.Module, parameter: str) -> tuple[nn.Module, str]:
+    """The module that holds a parameter, and its attribute there; names as for :func:`module_at`."""
+    owner, _, attribute = parameter.rpartition(".")
+    module = module_at(model, owner)
     while attribute not in module._parameters and (inner := _wrapped(module)) is not None:
         module = inner
     return module, attribute

@@ -71,6 +71,12 @@ class Runtime:
         held = self.plan.held(self.mesh.ranks["pp"])
         return [(planned, live[held[planned.name]]) for planned in self.plan.owned() if planned.name in held]
 
+    def strangers(self) -> list[str]:
+        """Parameters that train and that the plan does not know: put into the model by others since."""
+        trains = (name for name, parameter in self.model.named_parameters() if parameter.requires_grad)
+        known = self.plan.by_name
+        return [name for name in trains if name not in known and stock_name(name) not in known]
+
     def counts(self, planned: ParameterPlan) -> bool:
         """Whether this rank's stage is the one that counts an owned parameter; others may hold a copy."""
         return self.plan.home(planned.name) == self.mesh.ranks["pp"]

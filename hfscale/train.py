@@ -191,6 +191,12 @@ def _prepare(runtime: Runtime, batch: Batch | Sequence[Batch]) -> tuple[list[dic
             f"(loss_type {getattr(runtime.model, 'loss_type', None)!r}): loop over loss = model(**batch).loss and "
             "loss.backward() instead"
         )
+    if unknown := runtime.strangers():
+        raise ConfigError(
+            f"{len(unknown)} parameters that train are not in the plan, {unknown[0]} for one, so nobody would sum their "
+            "gradients: give adapters to hfscale.get_peft_model(model, config), and other changes to the model before it "
+            "is parallelized"
+        )
     given: Sequence[Batch] = [batch] if isinstance(batch, Mapping) else list(batch)
     if not given:
         raise ConfigError("train_step got an empty list of microbatches: pass at least one")

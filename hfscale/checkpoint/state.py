@@ -198,6 +198,12 @@ def _plain(value: Any) -> Any:
 
 
 def _put_back(runtime: Runtime, shares: dict[str, Any], source: Path) -> None:
+    adapted = sorted(shares["weights"].keys() - {planned.name for planned, _ in _written(runtime)})
+    if adapted:
+        raise CheckpointError(
+            f"{source} has {len(adapted)} parameters that this model has not, {adapted[0]} for one: build it as it was "
+            "built then, with its adapters"
+        )
     with torch.no_grad():
         for name, tensor in _paired(runtime, shares):
             found = shares["weights" if name in shares["weights"] else "buffers"].get(name)

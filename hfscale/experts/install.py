@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from .. import _host
 from ..errors import ConfigError
+from ..names import stock_name
 from ..plan import ExpertsPlan
 from ..plan.code import scores_by_sigmoid
 from ..plan.plan import wild_name
@@ -103,7 +104,7 @@ def _router(runtime: Runtime, planned: ExpertsPlan) -> tuple[str, nn.Module, int
     recorded = _host.router_logits(runtime.model)
     for owner in dict.fromkeys((planned.name.rpartition(".")[0], planned.layer)):
         found = [
-            (f"{owner}.{name}", module, place)
+            (stock_name(f"{owner}.{name}"), module, place)
             for name, module in runtime.model.get_submodule(owner).named_modules()
             for kind, place in recorded.items()
             if name and isinstance(module, kind)

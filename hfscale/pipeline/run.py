@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..config import ASYNCHRONOUS, ParallelConfig
 from ..errors import ConfigError
+from ..names import stock_name
 from ..plan import Stage, share_evenly
 from ..runtime import Runtime, local_tensor
 from ._engine import check_runs, engine_runtime, run_engine
@@ -193,7 +194,8 @@ class Pipeline:
         about[0], about[1] = len(batches), zlib.crc32(repr((shapes, backward)).encode())
         about[2] = sum(int(ids.sum()) for batch in batches if (ids := batch.get("input_ids")) is not None)
         self._loss_type = torch.float32
-        live = dict(self._runtime.model.named_parameters(remove_duplicate=False))
+        here = dict(self._runtime.model.named_parameters(remove_duplicate=False))
+        live = {**{stock_name(name): parameter for name, parameter in here.items()}, **here}
         for name, parameter in live.items():
             if parameter.dtype == torch.float64:  # ranks without the last stage do not see the type of its loss
                 self._loss_type = torch.float64

@@ -16,7 +16,7 @@ from torch import nn
 
 from ..errors import ConfigError
 from ..mesh import Mesh
-from ..names import owner_of
+from ..names import module_at, owner_of
 from ..plan import BlockPlan, ParameterPlan, Plan
 from ..runtime import Runtime
 from .adapters import install_adapter_edges
@@ -52,7 +52,7 @@ def install_edges(runtime: Runtime) -> None:
     for stream in streams:
         stream.install(model, runtime.holds)
         for name in filter(runtime.holds, stream.plan.partial):
-            read_partial(model.get_submodule(name), sums)
+            read_partial(module_at(model, name), sums)
     for block in (block for block in plan.blocks if runtime.holds(block.name)):
         module: Any = model.get_submodule(block.name)
         for attribute, divisor in block.local_attributes:
@@ -62,12 +62,12 @@ def install_edges(runtime: Runtime) -> None:
         if block.local_config:
             module.config = _LocalConfig(module.config, block.local_config)
         for name in block.shared:
-            read_partial(model.get_submodule(name), sums)
+            read_partial(module_at(model, name), sums)
         for name in block.row:
-            read_partial(model.get_submodule(name), sums, names=("bias",), once=mesh.ranks["tp"] == 0)
+            read_partial(module_at(model, name), sums, names=("bias",), once=mesh.ranks["tp"] == 0)
         for name in block.once:
             owner, _, parameter = name.rpartition(".")
-            read_partial(model.get_submodule(owner), sums, names=(parameter,), once=mesh.ranks["tp"] == 0)
+            read_partial(module_at(model, owner), sums, names=(parameter,), once=mesh.ranks["tp"] == 0)
         cut = runtime.stream_of(block.name)
         install_block_edges(model, block, mesh, cut, _overlap(model, plan, block, group, cut))
     install_adapter_edges(runtime, sums)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..mesh import Mesh
-from ..names import owner_of
+from ..names import module_at, owner_of
 from ..plan import ParameterPlan, Plan
 from .shared import computes_with, read_through
 
@@ -34,12 +34,15 @@ def install_copy_sums(model: nn.Module, plan: Plan, mesh: Mesh, holds: Callable[
     ``mesh`` has the groups of :attr:`hfscale.plan.Plan.copies`; ``holds`` says which parameters are on this rank.
     """
     sums: dict[nn.Module, dict[str, list[_Sum]]] = {}
+    reader: dict[nn.Module, nn.Module] = {}
     for planned in plan.parameters:
         if planned.copies > 1 and holds(planned.name):
             owner, name = owner_of(model, planned.name)
             sums.setdefault(owner, {})[name] = _sums_of(planned, mesh)
+            # A wrapper may read parameters of what it wraps besides calling it: DoRA takes out its bias.
+            reader[owner] = computes_with(model, module_at(model, planned.name.rpartition(".")[0]))
     for owner, wanted in sums.items():
-        read_through(computes_with(model, owner), owner, {n: partial(_read, sums=s) for n, s in wanted.items()})
+        read_through(reader[owner], owner, {n: partial(_read, sums=s) for n, s in wanted.items()})
 
 
 def _sums_of(planned: ParameterPlan, mesh: Mesh) -> list[_Sum]:

@@ -49,8 +49,6 @@ def _own_methods(start: str, out: str) -> tuple[list[str], tuple[int, int], str]
         _message(call)
         for call in (
             lambda: model.save_pretrained(out),
-            model.merge_and_unload,
-            model.base_model.merge_and_unload,
             model.merge_adapter,
             model.unload,
             lambda: model.add_adapter("two", _lora()),
@@ -58,7 +56,8 @@ def _own_methods(start: str, out: str) -> tuple[list[str], tuple[int, int], str]
             lambda: model.delete_adapter("default"),
         )
     ]
-    merged = hfscale.merge_and_unload(model, quiet=True)
+    merged = model.merge_and_unload(safe_merge=True)
+    assert not [name for name, _ in merged.named_parameters() if "lora" in name]
     left = sorted(name for name in ("add_adapter", "load_adapter", "peft_config") if name in merged.__dict__)
     return messages, model.get_nb_trainable_parameters(), ", ".join(left)
 
@@ -169,3 +168,31 @@ def test_what_would_crash_in_the_first_step_is_refused(pools: Pools, tmp_path: P
     for dropout, copied in pools(2).run(_refused_layouts, start, str(tmp_path / "mixture")):
         assert "rank_dropout=...) draws by the size" in dropout
         assert "modules_to_save='mlp' is or holds model.layers.0.mlp" in copied
+
+
+def test_adapters_that_the_plan_does_not_know_are_refused(tmp_path: Path) -> None:
+    start = _start(tmp_path)
+    model = hfscale.from_pretrained(start)
+    peft.inject_adapter_in_model(_lora(), model)
+    ids = torch.arange(6).reshape(1, 6)
+    with pytest.raises(ConfigError, match="parameters that train are not in the plan, .*lora_A"):
+        hfscale.train_step(model, {"input_ids": ids, "labels": ids})
+
+
+def test_a_state_with_adapters_fits_no_model_without(tmp_path: Path) -> None:
+    start = _start(tmp_path / "start")
+    hfscale.save_state(hfscale.from_pretrained(start, peft_config=_lora()), tmp_path / "state")
+    with pytest.raises(CheckpointError, match="build it as it was built then, with its adapters"):
+        hfscale.load_state(hfscale.from_pretrained(start), tmp_path / "state")
+
+
+def test_dora_beside_a_bias_that_ranks_have_copies_of(pools: Pools) -> None:
+    """DoRA takes the bias out of what the projection returns, so it reads it by itself."""
+    case = Case(tiny("llama", attention_bias=True), peft=_lora(use_dora=True, bias="all"))
+    assert_layout_equal(case, ParallelConfig(tp_size=4), pools(4))
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`", "ignore:Setting `save_embedding_layers`")
+def test_an_adapter_on_a_tied_embedding_in_stages(pools: Pools) -> None:
+    case = Case(tiny("llama", tie_word_embeddings=True), peft=_lora(target_modules=["embed_tokens", "q_proj"]))
+    assert_layout_equal(case, ParallelConfig(pp_size=2, num_microbatches=2), pools(2))
