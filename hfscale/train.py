@@ -193,9 +193,9 @@ def _prepare(runtime: Runtime, batch: Batch | Sequence[Batch]) -> tuple[list[dic
         )
     if unknown := runtime.strangers():
         raise ConfigError(
-            f"{len(unknown)} parameters that train are not in the plan, {unknown[0]} for one, so nobody would sum their "
-            "gradients: give adapters to hfscale.get_peft_model(model, config), and other changes to the model before it "
-            "is parallelized"
+            f"{len(unknown)} parameters that train are not in the plan, {unknown[0]} for one, so nobody would sum "
+            "their gradients: give adapters to hfscale.get_peft_model(model, config), and change a model otherwise "
+            "before it is parallelized"
         )
     given: Sequence[Batch] = [batch] if isinstance(batch, Mapping) else list(batch)
     if not given:

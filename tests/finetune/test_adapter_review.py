@@ -175,7 +175,7 @@ def test_adapters_that_the_plan_does_not_know_are_refused(tmp_path: Path) -> Non
     model = hfscale.from_pretrained(start)
     peft.inject_adapter_in_model(_lora(), model)
     ids = torch.arange(6).reshape(1, 6)
-    with pytest.raises(ConfigError, match="parameters that train are not in the plan, .*lora_A"):
+    with pytest.raises(ConfigError, match=r"parameters that train are not in the plan, .*lora_A"):
         hfscale.train_step(model, {"input_ids": ids, "labels": ids})
 
 
