@@ -1,6 +1,7 @@
 """Adapters over every layout equal stock PEFT in one process: loss, every gradient, norm, weights, saved adapter."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from peft import IA3Config, LoHaConfig, LoraConfig
@@ -76,8 +77,18 @@ def test_lora_on_all_linear(pools: Pools, layout: str) -> None:
     _check(pools, Case(tiny("llama"), peft=_lora()), layout)
 
 
-@pytest.mark.parametrize("layout", ROUGH)
-@pytest.mark.parametrize("kind", KINDS)
+def _rough() -> list[Any]:
+    """Every kind over tensor and data ranks; in the other layouts those most unlike plain LoRA, the rest as slow."""
+    always = {"tp2", "tp2-shard2"}
+    often = {"dora-biases", "embedding", "copies", "lora-bias"}
+    return [
+        pytest.param(kind, layout, marks=[] if layout in always or kind in often else pytest.mark.slow)
+        for kind in KINDS
+        for layout in ROUGH
+    ]
+
+
+@pytest.mark.parametrize(("kind", "layout"), _rough())
 def test_kinds_of_lora(pools: Pools, kind: str, layout: str) -> None:
     family, changes = KINDS[kind]
     _check(pools, Case(FAMILIES[family](), peft=_lora(**changes)), layout)

@@ -66,7 +66,17 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return of
 
 
-@pytest.mark.parametrize(("kind", "layout"), [(kind, layout) for kind in CONFIGS for layout in ON[kind]])
+SLOW = [("fused", "tp2, shard2"), ("fused", "pp2, tp2"), ("rows", "tp4"), ("rows", "tp2, shard2"), ("ragged", "shard4")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        pytest.param(kind, layout, marks=pytest.mark.slow if (kind, layout) in SLOW else [])
+        for kind in CONFIGS
+        for layout in ON[kind]
+    ],
+)
 def test_update_of_one_process(pools: Pools, stored: Callable[[str], Path], kind: str, layout: str) -> None:
     sizes = LAYOUTS[layout]
     pool = pools(ParallelConfig(**sizes).total_size)

@@ -93,7 +93,7 @@ def test_plan_says_what_is_not_equal() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+@pytest.mark.parametrize("kind", ["nf4", pytest.param("fp4", marks=pytest.mark.slow)])
 def test_values_are_those_of_one_process(pools: Pools, tmp_path: Path, kind: str, layout: str) -> None:
     path = save(wide("llama"), tmp_path)
     for found in on_ranks(pools, LAYOUTS[layout], compare_weights, path, LAYOUTS[layout], four_bits(kind)):

@@ -50,7 +50,7 @@ def pass_of(path: str, layout: Layout, config: BitsAndBytesConfig, times: int, c
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("layout", [{}, SHARD2, {"dp_replicate_size": 2}], ids=["one", "shard2", "replicate2"])
-@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+@pytest.mark.parametrize("kind", ["nf4", pytest.param("fp4", marks=pytest.mark.slow)])
 def test_wrapping_changes_no_bit(pools: Pools, tmp_path: Path, kind: str, layout: Layout, checkpointing: bool) -> None:
     path = save(wide("llama", attention_bias=True), tmp_path)
     expected = through(stock(path, four_bits(kind)).train(), 256)
