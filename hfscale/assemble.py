@@ -15,13 +15,11 @@ from .finetune.quantized import install_quantized, take_quantized
 from .mesh import Mesh
 from .names import owner_of
 from .pipeline import install_pipeline
-from .plan import Plan, cut_shape
+from .plan import Plan
 from .runtime import Runtime, local_tensor
 from .tensor import install_edges, install_generate, install_loss
 from .tensor.random import synchronize_before_training
 from .undo import watch
-
-_IN_MODEL = ("ep", "tp")  # the axes that change shapes in the model
 
 
 def assemble(
@@ -76,8 +74,7 @@ def take_apart(runtime: Runtime) -> dict[str, Tensor]:
             continue
         owner = planned.tied_to or planned.name
         if owner not in made:
-            cuts = [cut for cut in planned.cuts if cut.axis in _IN_MODEL]
-            shape = cut_shape(planned.shape, cuts, runtime.mesh.ranks)
+            shape = planned.model_shape(runtime.mesh.ranks)
             empty = torch.empty(shape, dtype=shares[owner].dtype, device="meta")
             made[owner] = nn.Parameter(empty, requires_grad=trains[owner])
         module, attribute = owner_of(runtime.model, planned.name)

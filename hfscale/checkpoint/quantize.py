@@ -17,11 +17,8 @@ from ..mesh import Mesh
 from ..ops.four_bit import Packing, pack, unpack_state
 from ..ops.packed import register_packed, scales_name
 from ..plan import ParameterPlan, Plan
-from ..plan.cut import cut_shape
 from ..plan.plan import wild_name
 from .prequantized import PackedOnDisk, check_row, fill_row
-
-_DATA = ("dp_shard", "edp_shard")
 
 
 class Shares(dict[str, Tensor]):
@@ -98,7 +95,7 @@ class Quantizing:
             share = planned.local_shape(self.mesh.ranks)
             original = self.originals[name]
             if hasattr(module, "in_features"):
-                local = cut_shape(planned.shape, _model_cuts(planned), self.mesh.ranks)
+                local = planned.model_shape(self.mesh.ranks)
                 turned = name in self.plan.transposed
                 module.out_features, module.in_features = local[::-1] if turned else local
                 # Whether this processor has a layout of its own for evaluation: it is another one's for training.
@@ -186,9 +183,8 @@ class Quantizing:
         return stock
 
     def _packing(self, planned: ParameterPlan, module: Any) -> Packing:
-        model_cuts = _model_cuts(planned)
-        data = [cut for cut in planned.cuts if cut not in model_cuts]
-        shape, dim = cut_shape(planned.shape, model_cuts, self.mesh.ranks), data[0].dim if data else 0
+        data = planned.data_cuts
+        shape, dim = planned.model_shape(self.mesh.ranks), data[0].dim if data else 0
         if len(shape) == 2:
             dim += 1
             shape = (1, *shape)
@@ -204,10 +200,6 @@ class Quantizing:
             shards=data[0].size if data else 1,
             dim=dim,
         )
-
-
-def _model_cuts(planned: ParameterPlan) -> list[Any]:
-    return [cut for cut in planned.cuts if cut.axis not in _DATA]
 
 
 def _is_quantized(parameter: Tensor) -> bool:

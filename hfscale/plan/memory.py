@@ -248,7 +248,7 @@ def _loss(plan: Plan, ranks: dict[str, int], trained: Collection[str], chunk_row
         return 0
     weight = plan.by_name[f"{plan.head}.weight"]
     owner = weight.tied_to or weight.name
-    whole = cut_shape(weight.shape, [cut for cut in weight.cuts if cut.axis not in _DATA], ranks)
+    whole = weight.model_shape(ranks)
     wide = max(4, _size(weight.dtype))
     gradient = wide * prod(whole) if owner in trained else 0
     return 2 * wide * chunk_rows * whole[0] + gradient

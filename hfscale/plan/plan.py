@@ -18,6 +18,9 @@ from .stages import StagePlan
 if TYPE_CHECKING:
     from .quantized import QuantizedPlan
 
+MODEL_AXES = ("ep", "tp")
+"""The axes whose cuts change the shapes of a model's parameters."""
+
 LOSSES = {"ForCausalLM": 1}
 """Losses over the vocabulary that can run on cut logits -> how many positions the labels are shifted by."""
 
@@ -81,6 +84,20 @@ class ParameterPlan:
                 rank = ranks.get(later.axis, 0)
                 spans, length = narrow_spans(spans, later.spans(length, rank)), later.local_length(length, rank)
         return None if sum(stop - start for start, stop in spans) == length else (cut.dim, spans)
+
+    @property
+    def model_cuts(self) -> tuple[Cut, ...]:
+        """Those of its cuts that change shapes in the model; shards of the data axes come last and on top."""
+        return tuple(cut for cut in self.cuts if cut.axis in MODEL_AXES)
+
+    @property
+    def data_cuts(self) -> tuple[Cut, ...]:
+        """Its shards over the data axes."""
+        return tuple(cut for cut in self.cuts if cut.axis not in MODEL_AXES)
+
+    def model_shape(self, ranks: dict[str, int]) -> tuple[int, ...]:
+        """Its shape in the model on the rank at ``ranks``, where data ranks have it whole."""
+        return cut_shape(self.shape, self.model_cuts, ranks)
 
     def cut_over(self, axis: str) -> Cut | None:
         """Its cut over ``axis``, if it has one."""

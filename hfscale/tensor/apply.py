@@ -18,6 +18,7 @@ from ..errors import ConfigError
 from ..mesh import Mesh
 from ..names import module_at, owner_of
 from ..plan import BlockPlan, ParameterPlan, Plan
+from ..plan.plan import MODEL_AXES
 from ..runtime import Runtime
 from .adapters import install_adapter_edges
 from .copies import install_copy_sums
@@ -30,8 +31,6 @@ from .shared import PartialSums, read_partial
 # How a projection's size attributes follow its local weight: attribute -> dim of the weight. nn.Linear keeps its weight
 # as [out, in], Conv1D as [in, out] = [nx, nf].
 _SIZE_ATTRIBUTES = {"out_features": 0, "in_features": 1, "nx": 0, "nf": 1}
-
-_CUT = ("ep", "tp")  # the axes that change shapes in the model; shards of the data axes come last and on top
 
 _PARTIAL_OUTPUTS = {
     "output_attentions": "would return the attention weights of this rank's heads only",
@@ -129,7 +128,7 @@ def cut_parameters(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
     """
     replaced: dict[int, nn.Parameter] = {}
     for planned in plan.parameters:
-        if not any(cut.axis in _CUT for cut in planned.cuts) or not plan.holds(mesh.ranks["pp"], planned.name):
+        if not planned.model_cuts or not plan.holds(mesh.ranks["pp"], planned.name):
             continue
         module, attribute = owner_of(model, planned.name)
         whole = getattr(module, attribute)
@@ -142,7 +141,7 @@ def cut_parameters(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
 
 def local_parameter(whole: Any, planned: ParameterPlan, mesh: Mesh) -> nn.Parameter:
     """This rank's tensor or expert share of a whole parameter, in memory of its own."""
-    share = planned.take(whole.detach(), mesh.ranks, axes=_CUT)
+    share = planned.take(whole.detach(), mesh.ranks, axes=MODEL_AXES)
     share = share.clone() if share.device.type != "meta" else share.new_empty(share.shape)
     return nn.Parameter(share, requires_grad=whole.requires_grad)
 

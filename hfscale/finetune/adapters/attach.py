@@ -13,7 +13,7 @@ from ...errors import ConfigError, PlanError
 from ...mesh import Mesh
 from ...names import owner_of, stock_name
 from ...ops.packed import shown_unpacked
-from ...plan import Plan, cut_shape
+from ...plan import Plan
 from ...plan.adapters import COPY, plan_adapters
 from ...runtime import Runtime
 from ..quantized import dequantized
@@ -23,8 +23,6 @@ from .initialize import initialize_adapters
 from .merge import put_back
 from .storage import load_adapter, save_adapter
 from .structure import adapter_parameters, check_matches, narrowed, quietly, targets_of, wrap
-
-_IN_MODEL = ("ep", "tp")  # the axes that change shapes in the model
 
 
 @dataclass
@@ -224,7 +222,7 @@ def _give_local_shapes(model: nn.Module, plan: Plan, mesh: Mesh, shares: dict[st
         if adapter.name not in here:
             raise PlanError(f"PEFT has not put {adapter.name} around this rank's part of the model")
         planned, old = plan.by_name[adapter.name], here[adapter.name]
-        shape = cut_shape(planned.shape, [cut for cut in planned.cuts if cut.axis in _IN_MODEL], mesh.ranks)
+        shape = planned.model_shape(mesh.ranks)
         if tuple(old.shape) != shape and adapter.kept_in != "lora_embedding_A":
             raise PlanError(f"{adapter.name} has the shape {tuple(old.shape)} on this rank, and should have {shape}")
         owner = adapter.tied_to or adapter.name

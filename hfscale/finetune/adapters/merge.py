@@ -11,7 +11,7 @@ from ... import _host
 from ...errors import ConfigError
 from ...names import owner_of, unwrapped
 from ...ops.packed import forget_packed
-from ...plan import ParameterPlan, Plan, cut_shape
+from ...plan import ParameterPlan, Plan
 from ...plan.adapters import COPY
 from ...runtime import Runtime
 from ...tensor.adapters import sum_norms
@@ -19,8 +19,6 @@ from ...tensor.apply import follow_weight
 from ...whole import gather_whole
 from ..quantized import dequantized
 from .guard import give_back_methods
-
-_IN_MODEL = ("ep", "tp")
 
 
 def refuse_tied(adapters: Any, plan: Plan) -> None:
@@ -113,8 +111,7 @@ def put_plain_modules(adapters: Any, runtime: Runtime, shares: dict[str, Tensor]
     for name, share in shares.items():
         planned = runtime.plan.by_name[name]
         module, attribute = owner_of(model, name)
-        inner = [cut for cut in planned.cuts if cut.axis in _IN_MODEL]
-        empty = torch.empty(cut_shape(planned.shape, inner, mesh.ranks), dtype=share.dtype, device="meta")
+        empty = torch.empty(planned.model_shape(mesh.ranks), dtype=share.dtype, device="meta")
         if len(planned.shape) > 2:  # experts, which are modules of the host's all the time
             forget_packed(module, attribute)
         else:
@@ -136,20 +133,15 @@ def put_plain_modules(adapters: Any, runtime: Runtime, shares: dict[str, Tensor]
 def _fill(model: nn.Module, planned: ParameterPlan, runtime: Runtime, shares: dict[str, Tensor]) -> None:
     """Put this rank's part of a parameter, whole over the data ranks, in its place."""
     share = shares[planned.tied_to or planned.name]
-    inner = tuple(cut for cut in planned.cuts if cut.axis in _IN_MODEL)
-    data = tuple(cut for cut in planned.cuts if cut.axis not in _IN_MODEL)
-    shape = torch.empty(planned.shape, device="meta")
-    for cut in inner:
-        shape = cut.take(shape, runtime.mesh.ranks.get(cut.axis, 0))
-    local = gather_whole(share.contiguous(), tuple(shape.shape), data, runtime.mesh)
+    shape = planned.model_shape(runtime.mesh.ranks)
+    local = gather_whole(share.contiguous(), shape, planned.data_cuts, runtime.mesh)
     holder, attribute = owner_of(model, planned.name)
     holder._parameters[attribute] = nn.Parameter(local.clone(), requires_grad=False)
 
 
 def _cut_over_data(planned: ParameterPlan, local: Tensor, ranks: dict[str, int]) -> Tensor:
-    for cut in planned.cuts:
-        if cut.axis not in _IN_MODEL:
-            local = cut.take(local, ranks.get(cut.axis, 0))
+    for cut in planned.data_cuts:
+        local = cut.take(local, ranks.get(cut.axis, 0))
     return local.clone(memory_format=torch.contiguous_format)
 
 
