@@ -88,6 +88,8 @@ bench: setup
 	$(BIN)/python scripts/bench/loading.py --out scripts/bench/results/loading.json
 	$(BIN)/python scripts/bench/stages.py --out scripts/bench/results/stages.json
 	$(BIN)/python scripts/bench/pipeline.py --out scripts/bench/results/pipeline.json
+	$(BIN)/python scripts/bench/finetune.py --bytes --out scripts/bench/results/finetune_bytes.json
+	$(BIN)/python scripts/bench/finetune.py --time --out scripts/bench/results/finetune.json
 
 clean:
 	rm -rf $(VENV) runs build *.egg-info

@@ -116,11 +116,15 @@ def merge_and_unload(model: nn.Module, *, dtype: torch.dtype | None = None, quie
         difference, scale = float((found - expected).abs().max()), float(expected.abs().max())
         if not any(runtime.mesh.ranks.values()):
             print(
-                f"merged the adapters of {merged} weights: largest difference of the {what} {difference:.1e} "
-                f"(largest of the {what} {scale:.3g})",
+                f"merged the adapters of {merged} weights{_into(dtype)}: largest difference of the {what} "
+                f"{difference:.1e} (largest of the {what} {scale:.3g})",
                 file=sys.stderr,
             )
     return stock
+
+
+def _into(dtype: torch.dtype | None) -> str:
+    return "" if dtype is None else f" into {str(dtype).removeprefix('torch.')}"
 
 
 @torch.no_grad()

@@ -47,7 +47,7 @@ def assemble(
     if mesh.batch_world == 1 and mixed_precision != "no":
         _autocast(model, mesh.device, MIXED_PRECISIONS[mixed_precision])
     install_pipeline(runtime, settle=lambda: add_up_gradients(model))
-    if mesh.layout.total_size > 1:
+    if mesh.layout.total_size > 1 or adapters is not None:  # with adapters, the host would write its weights wrapped
         model.save_pretrained = _refuse_partial_save
     runtime.attach()
     runtime.undo = stop()
@@ -84,7 +84,7 @@ def take_apart(runtime: Runtime) -> dict[str, Tensor]:
 
 def _refuse_partial_save(*_: Any, **__: Any) -> None:
     raise ConfigError(
-        "model.save_pretrained would write what this rank holds as if it were the model: call "
+        "model.save_pretrained would write what this rank holds, adapters and all, as if it were the model: call "
         "hfscale.save_pretrained(model, directory) on every rank"
     )
 

@@ -63,6 +63,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_model(plan)
     _add_layout(plan)
+    plan.add_argument(
+        "--quantize",
+        choices=("nf4", "fp4", "int8"),
+        help="say what bitsandbytes would quantize, and where blocks align",
+    )
     plan.add_argument("--json", action="store_true", help="print JSON instead of a table")
     plan.set_defaults(run=_plan)
     verify = commands.add_parser(
@@ -151,9 +156,18 @@ def _plan(arguments: argparse.Namespace) -> int:
     layout, auto_class = _layout(arguments), _auto_class(arguments.auto_class)
     config = _load_config(arguments.model, arguments.trust_remote_code)
     with _building(arguments, config):
-        planned = make_plan(config, layout, auto_class=auto_class, dtype=arguments.dtype, **_code(arguments))
+        chosen = {} if arguments.quantize is None else {"quantization_config": _quantization(arguments.quantize)}
+        planned = make_plan(config, layout, auto_class=auto_class, dtype=arguments.dtype, **chosen, **_code(arguments))
     print(to_json(planned) if arguments.json else render(planned))
     return 0
+
+
+def _quantization(kind: str) -> Any:
+    from transformers import BitsAndBytesConfig
+
+    if kind == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=kind)
 
 
 def _blueprint(arguments: argparse.Namespace) -> int:

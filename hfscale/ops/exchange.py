@@ -12,6 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+# torch 2.13 has given it a new name and warns about the old one.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class Started:
     """A collective under way: ``result()`` waits for it."""
@@ -47,7 +50,7 @@ def start_all_gather(x: Tensor, lengths: Sequence[int], dim: int, group: dist.Pr
     if _exchanges(x, group):
         work = dist.all_to_all_single(pieces, torch.cat([x] * size), group=group, async_op=True)
     else:
-        work = dist.all_gather_into_tensor(pieces, x, group=group, async_op=True)
+        work = _all_gather(pieces, x, group=group, async_op=True)
 
     def finish() -> Tensor:
         if dim == 0 and len(set(lengths)) == 1:

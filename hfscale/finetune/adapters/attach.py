@@ -22,7 +22,7 @@ from .guard import guard_methods
 from .initialize import initialize_adapters
 from .merge import put_back
 from .storage import load_adapter, save_adapter
-from .structure import adapter_parameters, check_matches, narrowed, quietly, targets_of, wrap
+from .structure import adapter_parameters, check_matches, narrowed, quietly, target_names, targets_of, wrap
 
 
 @dataclass
@@ -82,7 +82,11 @@ def attach_adapters(
     if plan.quantized is not None:
         check_over_quantized(config, plan.quantized.bits, mesh.batch_world)
     asked = copy.deepcopy(config)
-    whole = wrap(template, config, name)  # which resolves and translates targets in the config
+    try:
+        whole = wrap(template, config, name)  # which resolves and translates targets in the config
+    except ConfigError as error:
+        hint = f"; the model has {', '.join(target_names(plan))}" if "arget modules" in str(error) else ""
+        raise ConfigError(f"{error}{hint}") from error
     found = adapter_parameters(whole, plan)
     if source is None:  # PEFT writes down names that it came upon and that this model need not have; tensors decide
         check_matches(asked, config, plan, found)

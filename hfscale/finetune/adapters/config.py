@@ -33,7 +33,7 @@ def read_config(source: Any) -> tuple[Any, str | None]:
         return copy.deepcopy(source), None
     if not isinstance(source, str | os.PathLike):
         raise ConfigError(
-            f"peft_config={source!r} is neither a PEFT config nor the path of a saved adapter: pass "
+            f"peft_config={type(source).__name__}(...) is neither a PEFT config nor the path of a saved adapter: pass "
             "peft.LoraConfig(...)"
         )
     path = str(source)
@@ -65,15 +65,15 @@ def check_config(config: Any) -> None:
         for field in dataclasses.fields(config)
         if field.metadata.get("is_lora_variant") and field.name not in _LORA_VARIANTS
     ]
-    refused = [name for name in dict.fromkeys((*_LORA_REFUSED, *variants)) if getattr(config, name, None)]
-    if refused:
-        raise ConfigError(f"LoraConfig({refused[0]}=...) is not known to hfscale: leave it out")
     init = config.init_lora_weights
     if isinstance(init, str) and init not in _INITS and not init.startswith("pissa"):
         raise ConfigError(
             f"LoraConfig(init_lora_weights={init!r}) is not known to hfscale: use True, False, "
             f"{', '.join(map(repr, _INITS))}, 'pissa' or 'pissa_niter_[n]'"
         )
+    refused = [name for name in dict.fromkeys((*_LORA_REFUSED, *variants)) if getattr(config, name, None)]
+    if refused:
+        raise ConfigError(f"LoraConfig({refused[0]}=...) is not known to hfscale: leave it out")
 
 
 def check_over_quantized(config: Any, bits: int, batch_world: int) -> None:

@@ -154,16 +154,15 @@ def check_matches(asked: Any, resolved: Any, plan: Plan, adapters: Collection[Ad
             found = any(_fits(name, target) for name in matched)
             left_out = bool(getattr(asked, "exclude_modules", None)) and any(_fits(name, target) for name in known)
             if target in left and not found and not left_out:
-                raise ConfigError(
-                    f"{field} names {target!r}, which matches nothing in the model: it has {', '.join(_names(plan))}"
-                )
+                names = ", ".join(target_names(plan))
+                raise ConfigError(f"{field} names {target!r}, which matches nothing in the model: it has {names}")
 
 
 def _fits(name: str, target: str) -> bool:
     return name == target or name.endswith(f".{target}")
 
 
-def _names(plan: Plan) -> list[str]:
+def target_names(plan: Plan) -> list[str]:
     """What a target can be called: modules by their last name, parameters of experts with their module's."""
     experts = tuple(f"{mixture.name}." for mixture in plan.mixtures)
     names = {
