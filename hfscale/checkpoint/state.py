@@ -198,11 +198,11 @@ def _plain(value: Any) -> Any:
 
 
 def _put_back(runtime: Runtime, shares: dict[str, Any], source: Path) -> None:
-    adapted = sorted(shares["weights"].keys() - {planned.name for planned, _ in _written(runtime)})
-    if adapted:
+    more = sorted(shares["weights"].keys() - {planned.name for planned, _ in _written(runtime)})
+    if more:
         raise CheckpointError(
-            f"{source} has {len(adapted)} parameters that this model has not, {adapted[0]} for one: build it as it was "
-            "built then, with its adapters"
+            f"{source} has {len(more)} parameters that this model has not, {more[0]} for one: it is of another "
+            "model, or of this one with adapters, so build the model as it was built then"
         )
     with torch.no_grad():
         for name, tensor in _paired(runtime, shares):
