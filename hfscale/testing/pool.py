@@ -1,7 +1,7 @@
 """A pool of rank processes that stays alive between tests.
 
-Importing torch and transformers costs seconds per process, so ranks are started once per world size and are sent
-functions. They meet through a file, not a port. When a rank fails or the time is up, the pool says which rank raised
+Importing torch and transformers costs seconds per process, so one server imports them, every rank is forked from it,
+and ranks are started once per world size and are sent functions. They meet through a file, not a port. When a rank fails or the time is up, the pool says which rank raised
 what, and where each of the others stands, then starts afresh.
 """
 
@@ -16,12 +16,23 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 _GRACE_SECONDS = 3.0
+# What takes seconds to import; hfscale itself is left to the ranks, which know from where.
+_PRELOADED = [
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor",
+    "transformers.modeling_utils",
+    "transformers.models.auto",
+    "accelerate",
+    "peft",
+]
 
 
 class RankError(AssertionError):
@@ -79,13 +90,16 @@ class RankPool:
         self.close()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        # Forking this process would copy its threads' locks; Windows cannot fork at all.
+        method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+        context: Any = multiprocessing.get_context(method)
+        context.set_forkserver_preload(_PRELOADED)
         self._directory = tempfile.TemporaryDirectory(prefix="hfscale-ranks-")
         for rank in range(self.world):
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(rank, self.world, self._directory.name, theirs, list(sys.path), self.threads, self.timeout),
+                args=(rank, self.world, self._directory.name, theirs, _Surroundings(), self.threads, self.timeout),
                 daemon=True,
             )
             process.start()
@@ -130,10 +144,25 @@ class RankPool:
         return RankError("\n".join(lines))
 
 
+@dataclass
+class _Surroundings:
+    """What a rank takes over from the process that asked for it; the server's are as old as the server."""
+
+    path: list[str] = field(default_factory=lambda: list(sys.path))
+    environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
+    directory: str = field(default_factory=os.getcwd)
+
+    def take_over(self) -> None:
+        sys.path[:] = self.path
+        os.environ.clear()
+        os.environ.update(self.environment)
+        os.chdir(self.directory)
+
+
 def _serve(
-    rank: int, world: int, directory: str, pipe: Connection, path: list[str], threads: int, timeout: float
+    rank: int, world: int, directory: str, pipe: Connection, around: _Surroundings, threads: int, timeout: float
 ) -> None:
-    sys.path[:] = path
+    around.take_over()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     # Accelerate insists on an address, also where the process group exists; nothing listens there.
     os.environ.update(ACCELERATE_USE_CPU="1", MASTER_ADDR="localhost", MASTER_PORT="29500")
