@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -127,10 +128,13 @@ class Parity:
     weight: float
     worst_weight: str
     saved: float
+    replicas: float = 0.0  # what several ranks hold, after the last step: nothing but 0 is equal
+    worst_replica: str = ""
 
     def worst(self) -> float:
         """The largest of all."""
-        return max(self.loss, self.gradient, self.norm, self.weight, self.saved)
+        apart = float("inf") if self.replicas > 0 else 0.0
+        return max(self.loss, self.gradient, self.norm, self.weight, self.saved, apart)
 
 
 def assert_layout_equal(case: Case, layout: ParallelConfig, pool: RankPool | None, tolerance: float = 1e-10) -> Parity:
@@ -151,6 +155,7 @@ def measure_parity(case: Case, layout: ParallelConfig, pool: RankPool | None) ->
         saved, final = _stored(directory / "saved"), _stored(directory / "end")
         assert saved.keys() == final.keys(), f"stored names differ: {sorted(saved.keys() ^ final.keys())}"
         differences = {key: _difference(value, final[key]) for key, value in saved.items()}
+        apart, worst_replica = _replicas_apart(directory)
         if case.peft is None:
             case.auto_class.from_pretrained(directory / "saved", **case.hf_kwargs)
     return Parity(
@@ -161,7 +166,27 @@ def measure_parity(case: Case, layout: ParallelConfig, pool: RankPool | None) ->
         weight=max(parity.weight for parity in found),
         worst_weight=max(found, key=lambda parity: parity.weight).worst_weight,
         saved=max(differences.values()),
+        replicas=apart,
+        worst_replica=worst_replica,
     )
+
+
+def _replicas_apart(directory: Path) -> tuple[float, str]:
+    """The largest difference between two ranks in an entry of a parameter that both hold, and whose that is.
+
+    Parts of one sum are the same bits on all ranks, so ranks that hold the same thing stay equal bit by bit.
+    """
+    first: dict[str, Tensor] = {}
+    worst, name = 0.0, ""
+    for file in sorted(directory.glob("rank*.pt")):
+        for key, (shape, entries, values) in torch.load(file).items():
+            known = first.setdefault(key, torch.full((prod(shape),), float("nan"), dtype=values.dtype))
+            before = known[entries]
+            apart = float((before - values).abs().nan_to_num(0.0).max()) if len(entries) else 0.0
+            if apart > worst:
+                worst, name = apart, key
+            known[entries] = values
+    return worst, name
 
 
 def _portable(case: Case) -> Case:
@@ -300,6 +325,11 @@ def run_rank(case: Case, layout: ParallelConfig, directory: str) -> Parity:
                 error = _difference(local_tensor(parameter.detach()), planned.take(wanted, ranks), wanted)
                 if error >= parity.weight:
                     parity.weight, parity.worst_weight = error, planned.name
+    held = {}
+    for planned, parameter in runtime.parameters():
+        entries = planned.take(torch.arange(prod(planned.shape)).view(planned.shape), ranks)
+        held[planned.name] = planned.shape, entries.flatten(), local_tensor(parameter.detach()).flatten().cpu()
+    torch.save(held, Path(directory) / f"rank{torch.distributed.get_rank() if layout.total_size > 1 else 0}.pt")
     hfscale.save_pretrained(model, Path(directory) / "saved", max_shard_size="40KB")
     if case.peft is None:
         hfscale.verify_experts(model, Path(directory) / "saved")
