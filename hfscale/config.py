@@ -10,24 +10,11 @@ from typing import Any
 from accelerate import ParallelismConfig
 
 from .errors import ConfigError
+from .schedules import SCHEDULES, default_virtual_stages
 
 AXES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
 """Mesh axes, outermost first: neighbouring ranks share the axis that talks most (tensor)."""
 
-SCHEDULES = (
-    "gpipe",
-    "1f1b",
-    "interleaved1f1b",
-    "looped_bfs",
-    "interleaved_zero_bubble",
-    "zbv",
-    "dualpipev",
-    "pipedream",
-    "pipedream_2bw",
-)
-ASYNCHRONOUS = ("pipedream", "pipedream_2bw")
-"""Schedules whose updates are delayed: a step does not wait for its own microbatches."""
-_SEVERAL_STAGES = ("interleaved1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev")
 _ENVIRONMENT = "PARALLELISM_CONFIG_"
 
 
@@ -229,11 +216,6 @@ class ParallelConfig(ParallelismConfig):
             "weights_regather",
         )
         return f"ParallelConfig({values}, {', '.join(f'{name}={getattr(self, name)!r}' for name in rest)})"
-
-
-def default_virtual_stages(schedule: str) -> int:
-    """Stages per rank where the user named none: two for a schedule that is about several, else one."""
-    return 2 if schedule in _SEVERAL_STAGES else 1
 
 
 def _default(name: str, value: Any, default: Any) -> Any:

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from .config import ASYNCHRONOUS, ParallelConfig, cpu_requested, local_rank, started_processes
+from .config import ParallelConfig, cpu_requested, local_rank, started_processes
 from .errors import MeshError
 from .plan import Cut
+from .schedules import ASYNCHRONOUS
 
 _MESH_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 _EXPERT_AXES = ("pp", "edp_replicate", "edp_shard", "ep", "tp")

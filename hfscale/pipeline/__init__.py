@@ -1,8 +1,7 @@
 """Pipeline parallelism: schedules as data, what they cost, and how they ran."""
 
-from ..config import ASYNCHRONOUS, default_virtual_stages
+from ..schedules import ASYNCHRONOUS, default_virtual_stages
 from .asynchronous import stashed_versions, weight_versions
-from .command import add_schedule_command
 from .formulas import ideal_bubble, peak_formula
 from .install import check_stages, install_pipeline
 from .orders import order
@@ -26,7 +25,6 @@ __all__ = [
     "Span",
     "Timeline",
     "UnflushedPipeline",
-    "add_schedule_command",
     "check_stages",
     "default_virtual_stages",
     "ideal_bubble",

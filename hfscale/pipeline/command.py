@@ -6,8 +6,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from ..config import ASYNCHRONOUS, SCHEDULES, default_virtual_stages
 from ..errors import ConfigError
+from ..schedules import ASYNCHRONOUS, SCHEDULES, default_virtual_stages
 from .draw import draw
 from .orders import order
 from .simulate import DEFAULT_COSTS, Costs, simulate
@@ -15,25 +15,6 @@ from .table import read_csv, write_csv
 from .terminal import render
 from .timeline import KINDS, Order, Timeline
 from .trace import last_whole_step, read_runs, write_trace
-
-
-def add_schedule_command(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``hfscale schedule``."""
-    parser.add_argument(
-        "--schedule", help=f"one of {', '.join(SCHEDULES)}, or a .csv file (default: the trace's, 1f1b)"
-    )
-    parser.add_argument("--pp", type=int, metavar="N", help="pipeline ranks")
-    parser.add_argument("--microbatches", type=int, metavar="N", help="microbatches of one step")
-    parser.add_argument("--virtual-stages", type=int, metavar="N", help="stages per rank")
-    parser.add_argument("--steps", type=int, metavar="N", help="steps in a row, for pipedream and pipedream_2bw")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the order of actions, in torch's format")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="draw a picture: .png or .svg")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="a run's recorded trace, drawn below the plan")
-    parser.add_argument("--step", type=int, metavar="N", help="of a trace with several (default: the last whole one)")
-    parser.add_argument("--save-trace", type=Path, metavar="FILE", help="write the plan as a trace that Perfetto opens")
-    parser.add_argument("--width", type=int, metavar="N", help="columns to draw in (default: the terminal's)")
-    parser.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="(default: %(default)s)")
-    parser.set_defaults(run=run_schedule)
 
 
 def run_schedule(arguments: argparse.Namespace) -> int:

@@ -16,8 +16,8 @@ Huang et al. 2019 (GPipe); Narayanan et al. 2019, 2021a, 2021b (PipeDream, 2BW a
 our ``p``). The formulas ask for enough microbatches; below that :func:`ideal_bubble` answers None.
 """
 
-from ..config import ASYNCHRONOUS
 from ..errors import ConfigError
+from ..schedules import ASYNCHRONOUS
 from .simulate import DEFAULT_COSTS, Costs
 
 

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 
-from ..config import ASYNCHRONOUS
 from ..errors import PlanError
 from ..plan import Plan
 from ..runtime import Runtime
+from ..schedules import ASYNCHRONOUS
 from .run import Pipeline
 from .unflushed import UnflushedPipeline
 

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from ..config import ASYNCHRONOUS, SCHEDULES
 from ..errors import ConfigError
+from ..schedules import ASYNCHRONOUS, SCHEDULES
 from ._engine import engine_order
 from .asynchronous import asynchronous_order, one_forward_one_backward
 from .table import read_csv

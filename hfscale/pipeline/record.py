@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..config import ASYNCHRONOUS, ParallelConfig
+from ..config import ParallelConfig
 from ..errors import ConfigError
 from ..mesh import Mesh
 from ..runtime import runtime_of
+from ..schedules import ASYNCHRONOUS
 from .timeline import Action, Span, Timeline
 from .trace import Record, Recorder, merge_records, write_trace
 

@@ -20,11 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..config import ASYNCHRONOUS, ParallelConfig
+from ..config import ParallelConfig
 from ..errors import ConfigError
 from ..names import stock_name
 from ..plan import Stage, share_evenly
 from ..runtime import Runtime, local_tensor
+from ..schedules import ASYNCHRONOUS
 from ._engine import check_runs, engine_runtime, run_engine
 from .microbatches import Batch, share_out, tokens_of
 from .orders import check, order

@@ -10,9 +10,10 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from .. import plan
-from ..config import AXES, SCHEDULES, ParallelConfig
+from ..config import AXES, ParallelConfig
 from ..errors import ConfigError
-from ..pipeline import ASYNCHRONOUS, read_csv
+from ..pipeline import read_csv
+from ..schedules import ASYNCHRONOUS, SCHEDULES
 from .clone import EXPERT_FIELDS, EXPERTS, LAYERS, tiny_clone
 from .parity import Case, Parity, measure_parity
 from .pool import RankPool

@@ -1,0 +1,32 @@
+"""``hfscale blueprint``: which parts of a model tensor parallelism cuts."""
+
+import argparse
+
+from .model import add_model_arguments, auto_class_of, building, load_config, remote_code
+
+HELP = "print which parts of a model tensor parallelism cuts, as an entry for hfscale's table of families"
+DESCRIPTION = (
+    "Print the blueprint of a model and where it comes from: hfscale's table, transformers' plan, or inference, which "
+    "derives it from a tiny clone and proves it there. Needs no weights and no GPU."
+)
+EXAMPLE = "hfscale blueprint Qwen/Qwen3-8B --infer"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``hfscale blueprint``."""
+    add_model_arguments(parser)
+    parser.add_argument("--infer", action="store_true", help="infer it, also where the family is known")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the blueprint."""
+    import torch
+
+    from ..plan import describe_blueprint
+
+    auto_class = auto_class_of(arguments.auto_class)
+    config = load_config(arguments.model, arguments.trust_remote_code)
+    with building(arguments, config), torch.device("meta"):
+        model = auto_class.from_config(config, **remote_code(arguments))
+    print(describe_blueprint(model, arguments.infer))
+    return 0

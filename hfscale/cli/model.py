@@ -1,0 +1,78 @@
+"""The arguments of a command line that name a model, and what they stand for."""
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError, HFScaleError
+
+_DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """MODEL, its Auto class, its type, and whether its own code may run."""
+    parser.add_argument("model", metavar="MODEL", help="a model directory, a Hub id, or the path of a config.json")
+    parser.add_argument("--auto-class", default="AutoModelForCausalLM", help="the Auto class (default: %(default)s)")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that comes with the model")
+    parser.add_argument("--dtype", choices=_DTYPES, help="type of the weights (default: the config's)")
+
+
+def remote_code(arguments: argparse.Namespace) -> dict[str, bool]:
+    """Keyword arguments that let the model's own code run, where that was asked for."""
+    return {"trust_remote_code": True} if arguments.trust_remote_code else {}
+
+
+@contextmanager
+def building(arguments: argparse.Namespace, config: Any) -> Iterator[None]:
+    """Within: the host's word for "no such architecture under this Auto class" becomes ours."""
+    try:
+        yield
+    except HFScaleError:
+        raise
+    except ValueError as error:
+        raise ConfigError(
+            f"{arguments.auto_class} cannot build a {config.model_type!r} model: {_first_line(error)} Choose another "
+            "--auto-class"
+        ) from error
+
+
+def auto_class_of(name: str) -> Any:
+    """The Auto class of this name.
+
+    Raises:
+        ConfigError: transformers has none of this name.
+    """
+    import transformers
+
+    found = getattr(transformers, name, None) if name.startswith("AutoModel") else None
+    if not hasattr(found, "from_config"):
+        known = [known for known in dir(transformers) if known.startswith("AutoModel")]
+        raise ConfigError(
+            f"--auto-class {name} is not one of transformers' Auto classes: use one of {', '.join(known)}"
+        )
+    return found
+
+
+def load_config(model: str, trusted: bool = False) -> Any:
+    """The config of MODEL.
+
+    Raises:
+        ConfigError: there is none, or it cannot be read.
+    """
+    path = Path(model)
+    if not path.exists() and (path.is_absolute() or model.startswith(".") or len(path.parts) > 2):
+        raise ConfigError(f"{model} does not exist: give a model directory, a config.json or a Hub id (owner/name)")
+    if path.is_dir() and not (path / "config.json").exists():
+        raise ConfigError(f"{model} has no config.json: give the directory of a Hugging Face model")
+    import transformers
+
+    try:
+        return transformers.AutoConfig.from_pretrained(model, trust_remote_code=trusted)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"no config could be read from {model}: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

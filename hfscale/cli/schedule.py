@@ -1,0 +1,38 @@
+"""``hfscale schedule``: see a pipeline schedule before it runs, and beside it how it ran."""
+
+import argparse
+from pathlib import Path
+
+from ..schedules import SCHEDULES
+
+HELP = "draw what a pipeline schedule does, and beside it how a run went"
+DESCRIPTION = (
+    "Draw the timeline of a pipeline schedule: rows are ranks, the number in a box is the microbatch. Reads no model "
+    "and starts no processes."
+)
+EXAMPLE = "hfscale schedule --pp 4 --microbatches 8 --schedule zbv"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``hfscale schedule``."""
+    parser.add_argument(
+        "--schedule", help=f"one of {', '.join(SCHEDULES)}, or a .csv file (default: the trace's, 1f1b)"
+    )
+    parser.add_argument("--pp", type=int, metavar="N", help="pipeline ranks")
+    parser.add_argument("--microbatches", type=int, metavar="N", help="microbatches of one step")
+    parser.add_argument("--virtual-stages", type=int, metavar="N", help="stages per rank")
+    parser.add_argument("--steps", type=int, metavar="N", help="steps in a row, for pipedream and pipedream_2bw")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the order of actions, in torch's format")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="draw a picture: .png or .svg")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="a run's recorded trace, drawn below the plan")
+    parser.add_argument("--step", type=int, metavar="N", help="of a trace with several (default: the last whole one)")
+    parser.add_argument("--save-trace", type=Path, metavar="FILE", help="write the plan as a trace that Perfetto opens")
+    parser.add_argument("--width", type=int, metavar="N", help="columns to draw in (default: the terminal's)")
+    parser.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="(default: %(default)s)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Draw it."""
+    from ..pipeline.command import run_schedule
+
+    return run_schedule(arguments)

@@ -1,0 +1,22 @@
+"""Names of pipeline schedules; imports nothing, so that a command line can name them at once."""
+
+SCHEDULES = (
+    "gpipe",
+    "1f1b",
+    "interleaved1f1b",
+    "looped_bfs",
+    "interleaved_zero_bubble",
+    "zbv",
+    "dualpipev",
+    "pipedream",
+    "pipedream_2bw",
+)
+ASYNCHRONOUS = ("pipedream", "pipedream_2bw")
+"""Schedules whose updates are delayed: a step does not wait for its own microbatches."""
+
+_SEVERAL_STAGES = ("interleaved1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev")
+
+
+def default_virtual_stages(schedule: str) -> int:
+    """Stages per rank where the user named none: two for a schedule that is about several, else one."""
+    return 2 if schedule in _SEVERAL_STAGES else 1
