@@ -21,14 +21,15 @@ from typing import Any
 
 import torch
 import transformers
-from family_clones import CHANGES, MIXED, OTHERS
+from family_clones import OTHERS
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import hfscale
 from hfscale.testing import Case, RankPool, measure_parity, plain
-from hfscale.testing.clone import LAYERS, tiny_clone
+from hfscale.testing.clone import tiny_clone
+from hfscale.testing.families import MIXED, config_of
 
 TOLERANCE = 1e-9
 LAYOUT = hfscale.ParallelConfig(tp_size=2)
@@ -41,21 +42,6 @@ EXPERTS = {
     "tensor ranks": hfscale.ParallelConfig(ep_size=2, tp_size=2),
     "with the sequence cut": hfscale.ParallelConfig(ep_size=2, tp_size=2, sequence_parallel=True),
 }
-
-
-def config_of(family: str, layers: int = LAYERS, **further: Any) -> Any:
-    """A tiny config of ``family``, without a padding token (the host re-zeroes its embedding on every reload)."""
-    changes = {"pad_token_id": None, **CHANGES.get(family, {}), **further}
-    for name, value in changes.items():
-        if name.startswith("layer") and len(value) < layers:
-            changes[name] = (value * layers)[:layers]
-    if changes.get("num_hidden_layers", layers) < layers:
-        del changes["num_hidden_layers"]
-    config = tiny_clone(AutoConfig.for_model(family).get_text_config(), layers=layers, **changes)
-    config.pad_token_id = changes["pad_token_id"]
-    if hasattr(config, "is_decoder"):
-        config.is_decoder = True
-    return config
 
 
 @dataclass

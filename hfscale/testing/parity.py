@@ -152,9 +152,9 @@ def measure_parity(case: Case, layout: ParallelConfig, pool: RankPool | None) ->
         torch.save(reference, directory / "reference.pt")
         run = pool.run if pool is not None else lambda function, *args: [function(*args)]
         found = run(run_rank, _portable(case), layout, str(directory))
-        saved, final = _stored(directory / "saved"), _stored(directory / "end")
+        saved, final = stored(directory / "saved"), stored(directory / "end")
         assert saved.keys() == final.keys(), f"stored names differ: {sorted(saved.keys() ^ final.keys())}"
-        differences = {key: _difference(value, final[key]) for key, value in saved.items()}
+        differences = {key: difference(value, final[key]) for key, value in saved.items()}
         apart, worst_replica = _replicas_apart(directory)
         if case.peft is None:
             case.auto_class.from_pretrained(directory / "saved", **case.hf_kwargs)
@@ -238,11 +238,11 @@ def _reference(case: Case, batch_world: int, directory: Path) -> list[dict[str, 
     with keep_float64():
         for step in case.batches(batch_world):
             losses = case.reference_step(model, step)
-            gradients = {_plain(name): p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+            gradients = {plain_name(name): p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
             norm = torch.nn.utils.clip_grad_norm_(trained, case.max_norm if case.max_norm is not None else 1e30)
             optimizer.step()
             optimizer.zero_grad()
-            weights = {_plain(name): value.clone() for name, value in model.state_dict().items()}
+            weights = {plain_name(name): value.clone() for name, value in model.state_dict().items()}
             results.append({"losses": losses, "gradients": gradients, "norm": norm, "weights": weights})
     model.save_pretrained(directory / "end")
     return results
@@ -264,14 +264,14 @@ def _with_random_adapters(model: Any, case: Case, directory: Path) -> Any:
     return model
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
     """A parameter's name in the plan."""
     name = name.removeprefix("base_model.model.")
     adapted = any(part in name for part in (".lora_", ".ia3_", ".hada_", ".modules_to_save."))
     return name if adapted else stock_name(name)
 
 
-def _stored(directory: Path) -> dict[str, Tensor]:
+def stored(directory: Path) -> dict[str, Tensor]:
     """What the files of a checkpoint hold."""
     tensors: dict[str, Tensor] = {}
     for file in directory.glob("*.safetensors"):
@@ -305,7 +305,7 @@ def run_rank(case: Case, layout: ParallelConfig, directory: str) -> Parity:
     with keep_float64():
         for step, expected in zip(case.batches(layout.batch_world), reference, strict=True):
             loss = case.layout_step(model, step[batch_rank])
-            parity.loss = max(parity.loss, _difference(loss, expected["losses"][batch_rank]))
+            parity.loss = max(parity.loss, difference(loss, expected["losses"][batch_rank]))
             # Some gradients are zero in truth (an attention's key bias, to which softmax is blind): what is left of
             # them is rounding, so a tensor's scale is never taken below a millionth of the largest gradient.
             floor = 1e-6 * max(float(gradient.abs().max()) for gradient in expected["gradients"].values())
@@ -313,16 +313,16 @@ def run_rank(case: Case, layout: ParallelConfig, directory: str) -> Parity:
                 wanted, gradient = expected["gradients"].get(planned.name), parameter.grad
                 assert (gradient is None) == (wanted is None), f"{planned.name}: {gradient=} where {wanted=}"
                 if gradient is not None:
-                    error = _difference(local_tensor(gradient), planned.take(wanted, ranks), wanted, floor)
+                    error = difference(local_tensor(gradient), planned.take(wanted, ranks), wanted, floor)
                     if error >= parity.gradient:
                         parity.gradient, parity.worst_gradient = error, planned.name
             norm = hfscale.clip_grad_norm_(model, case.max_norm if case.max_norm is not None else 1e30)
-            parity.norm = max(parity.norm, _difference(norm, expected["norm"]))
+            parity.norm = max(parity.norm, difference(norm, expected["norm"]))
             optimizer.step()
             optimizer.zero_grad()
             for planned, parameter in runtime.parameters():
                 wanted = expected["weights"][planned.name]
-                error = _difference(local_tensor(parameter.detach()), planned.take(wanted, ranks), wanted)
+                error = difference(local_tensor(parameter.detach()), planned.take(wanted, ranks), wanted)
                 if error >= parity.weight:
                     parity.weight, parity.worst_weight = error, planned.name
     held = {}
@@ -336,7 +336,7 @@ def run_rank(case: Case, layout: ParallelConfig, directory: str) -> Parity:
     return parity
 
 
-def _difference(found: Tensor, expected: Tensor, scale: Tensor | None = None, floor: float = 1e-30) -> float:
+def difference(found: Tensor, expected: Tensor, scale: Tensor | None = None, floor: float = 1e-30) -> float:
     """Largest difference, relative to the largest entry of ``scale``, or to ``floor`` where that is larger."""
     assert found.shape == expected.shape, f"{tuple(found.shape)} instead of {tuple(expected.shape)}"
     if found.numel() == 0:

@@ -1,0 +1,73 @@
+"""The batches of a draw."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .draw import Draw
+
+Batch = dict[str, Tensor]
+Call = list[list[Batch]]
+"""``[distinct batch][microbatch]`` of one call of the loop."""
+
+
+def batches(draw: Draw, world: int, vocabulary: int) -> list[list[Call]]:
+    """``[step][call]``, with a label at least in every step."""
+    generator = torch.Generator().manual_seed(draw.seed)
+    steps = []
+    for step in range(draw.steps):
+        calls = [
+            [[_microbatch(draw, generator, vocabulary, step, rank, world, i) for i in range(max(1, draw.microbatches))]
+             for rank in range(world)]
+            for _ in range(draw.calls)
+        ]  # fmt: skip
+        steps.append(calls)
+    for calls in steps:
+        for call in calls:
+            if not any(valid_labels(microbatch) for rank in call for microbatch in rank):
+                first = call[0][0]
+                first["labels"] = first["input_ids"].clone()
+    return steps
+
+
+def valid_labels(microbatch: Batch) -> int:
+    """Labels that a causal language model learns from."""
+    return int((microbatch["labels"][:, 1:] != -100).sum())
+
+
+def as_given(draw: Draw, microbatches: list[Batch]) -> Any:
+    """What a rank hands to ``train_step``: a list, or one dict."""
+    return microbatches if draw.microbatches else microbatches[0]
+
+
+def _microbatch(
+    draw: Draw, generator: torch.Generator, vocabulary: int, step: int, rank: int, world: int, index: int
+) -> Batch:
+    length = max(2, draw.lengths[(rank + index) % len(draw.lengths)]) if index + rank == 0 else 0
+    length = length or draw.lengths[(rank + index) % len(draw.lengths)]
+    ids = torch.randint(0, vocabulary, (draw.rows, length), generator=generator)
+    labels = ids.clone()
+    if draw.masked != "none":
+        labels = labels.masked_fill(torch.rand(ids.shape, generator=generator) < 0.35, -100)
+    if draw.masked == "rows" and draw.rows > 1:
+        labels[-1] = -100
+    if draw.masked == "microbatch" and step == 0 and index == draw.microbatches - 1:
+        labels[:] = -100
+    if draw.masked == "rank" and rank == world - 1 and world > 1:
+        labels[:] = -100
+    batch = {"input_ids": ids, "labels": labels}
+    if draw.padding != "none":
+        mask = torch.ones_like(ids)
+        for row in range(1, draw.rows):
+            out = min(row * 2 - 1, length - 1)
+            chosen = slice(length - out, length) if draw.padding == "right" else slice(0, out)
+            mask[row, chosen] = 0
+            labels[row, chosen] = -100
+        batch["attention_mask"] = mask
+    if draw.positions:
+        mask = batch.get("attention_mask", torch.ones_like(ids))
+        batch["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+    if draw.empty_rank and rank == world - 1 and world > 1:
+        batch = {name: value[:0] for name, value in batch.items()}
+    return batch

@@ -1,0 +1,121 @@
+"""One random draw: everything that a run in a layout is made of, as plain data."""
+
+import json
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+from ...config import ParallelConfig
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What to run. Every default is the ordinary choice, towards which a failing draw is made smaller.
+
+    Attributes:
+        family: a model type of a causal language model.
+        config: changes to the family's tiny clone.
+        layers: of the clone.
+        layout: fields of :class:`hfscale.ParallelConfig`.
+        dtype: ``float64``, ``float32``, ``bfloat16``: of the weights.
+        mixed_precision: as in :func:`hfscale.from_pretrained`.
+        entry: ``from_pretrained``, ``from_config`` or ``parallelize``.
+        loop: ``train_step``, or ``plain``: ``model(**batch).loss.backward()``.
+        steps: optimizer steps.
+        calls: of the loop per optimizer step, whose gradients add up.
+        microbatches: batches given in one call: a list of so many; 0 gives one batch as a dict.
+        rows: samples of a batch.
+        lengths: tokens of a sample, used in turn by microbatches.
+        padding: ``none`` (no mask), ``right``, ``left``.
+        positions: whether ``position_ids`` are given.
+        masked: what has no label: ``some`` tokens, ``rows``, a whole ``microbatch``, a whole ``rank``; ``none``.
+        empty_rank: whether the last batch rank has no rows at all.
+        label_smoothing: as in :func:`hfscale.train_step`.
+        max_norm: of clipping; 0 leaves gradients alone.
+        norm_type: of clipping.
+        optimizer: a class of ``torch.optim``, or a name for :func:`hfscale.create_optimizer`.
+        learning_rate: of the optimizer.
+        peft: fields of a ``LoraConfig``.
+        peft_later: whether adapters are added to the live model.
+        quantize: ``nf4``, ``fp4`` or ``int8``.
+        frozen: parameters whose name contains one of these do not train.
+        checkpointing: recompute activations.
+        routing: fields of :class:`hfscale.RoutingConfig`.
+        attention: ``attn_implementation``.
+        resume: whether state is saved after the first step and loaded into a new model.
+        between: of ``eval``, ``generate``, ``save``, ``deepcopy``, in that order, after the first step.
+        seed: of weights and data.
+    """
+
+    family: str
+    config: dict[str, Any] = field(default_factory=dict)
+    layers: int = 2
+    layout: dict[str, Any] = field(default_factory=dict)
+    dtype: str = "float64"
+    mixed_precision: str = "no"
+    entry: str = "from_pretrained"
+    loop: str = "train_step"
+    steps: int = 2
+    calls: int = 1
+    microbatches: int = 1
+    rows: int = 2
+    lengths: tuple[int, ...] = (9,)
+    padding: str = "none"
+    positions: bool = False
+    masked: str = "none"
+    empty_rank: bool = False
+    label_smoothing: float = 0.0
+    max_norm: float = 1.0
+    norm_type: float = 2.0
+    optimizer: str = "SGD"
+    learning_rate: float = 0.1
+    peft: dict[str, Any] | None = None
+    peft_later: bool = False
+    quantize: str | None = None
+    frozen: tuple[str, ...] = ()
+    checkpointing: bool = False
+    routing: dict[str, Any] | None = None
+    attention: str | None = None
+    resume: bool = False
+    between: tuple[str, ...] = ()
+    seed: int = 0
+
+    def parallel(self) -> ParallelConfig:
+        """The layout; ``dp_shard_size`` may have grown by what experts need."""
+        return ParallelConfig(**self.layout)
+
+    def write(self) -> str:
+        """One line of JSON with what differs from the defaults."""
+        usual = asdict(Draw(self.family))
+        return json.dumps({k: v for k, v in asdict(self).items() if k == "family" or v != usual[k]})
+
+    def change(self, **changes: Any) -> "Draw":
+        """A draw that differs in these fields."""
+        return replace(self, **changes)
+
+    @property
+    def drops(self) -> bool:
+        """Whether there is dropout, so that only ranks can be compared with each other."""
+        return any(is_dropout(name) and value for name, value in self.config.items())
+
+    @property
+    def distinct(self) -> int:
+        """Distinct batches that the layout names; experts may add some."""
+        return int(self.layout.get("dp_shard_size", 1) * self.layout.get("dp_replicate_size", 1))
+
+    @property
+    def delayed(self) -> bool:
+        """Whether updates are delayed, so that steps are not those of one process."""
+        return str(self.layout.get("pipeline_schedule")).startswith("pipedream") and self.layout.get("pp_size", 1) > 1
+
+
+def is_dropout(name: str) -> bool:
+    """Whether a config's field of that name is a share of what is dropped."""
+    return any(word in name for word in ("dropout", "pdrop", "drop_rate", "layerdrop"))
+
+
+def read(text: str) -> Draw:
+    """The draw that :meth:`Draw.write` wrote."""
+    given: dict[str, Any] = json.loads(text)
+    kinds = {f.name: f.type for f in fields(Draw)}
+    values: dict[str, Any] = {k: tuple(v) if str(kinds[k]).startswith("tuple") else v for k, v in given.items()}
+    return Draw(**values)

@@ -1,0 +1,244 @@
+"""One rank of a draw: the same training in the layout, compared with what one process computed as it goes."""
+
+import copy
+import hashlib
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import hfscale
+
+from ...data import local_tensor
+from ...runtime import Runtime, runtime_of
+from ..parity import stored
+from .data import Call, as_given, batches
+from .draw import Draw
+from .measures import Yardstick, plain
+from .models import (
+    AUTO,
+    DECAY,
+    adapter,
+    arguments,
+    dtype_of,
+    in_float64,
+    is_named,
+    prepared,
+    quantization,
+    stock_config,
+)
+from .stock import GREEDY, Record, exact, prompt
+
+Note = Callable[[str], None]
+
+
+def run(draw: Draw, directory: Path, rank: int, note: Note) -> None:
+    """Train in the layout; writes ``rank-N.json`` with the worst differences, losses and checksums.
+
+    Args:
+        note: told what comes next: ``config``, ``plan``, ``build``, ``step 0`` ...
+    """
+    warnings.simplefilter("ignore")
+    note("config")
+    layout = draw.parallel()
+    note("plan")
+    planned = hfscale.plan(stock_config(draw), layout, dtype=dtype_of(draw), **arguments(draw), **quantization(draw))
+    note("build")
+    built = Rank(draw, directory, note)
+    built.build()
+    record: Record = torch.load(directory / "reference.pt", weights_only=False)
+    quantized = planned.quantized
+    aligned = quantized is None or all(quantized.aligned(planned.by_name[name]) for name in quantized.weights)
+    yardstick = Yardstick(draw, record, aligned, bool(planned.experts))
+    losses = built.train(record, yardstick)
+    found = {
+        "worst": plain(yardstick.worst),
+        "losses": losses,
+        "sums": checksums(runtime_of(built.model)),
+        "own_loss": planned.loss is None,
+    }
+    (directory / f"rank-{rank}.json").write_text(json.dumps(found))
+    note("end")
+
+
+class Rank:
+    """A live rank: model and optimizer, which are made anew where a run is resumed."""
+
+    def __init__(self, draw: Draw, directory: Path, note: Note) -> None:
+        self.draw, self.directory, self.note = draw, directory, note
+
+    def build(self) -> None:
+        """By the drawn way."""
+        draw, own = self.draw, dtype_of(self.draw)
+        layout, start = draw.parallel(), str(self.directory / "start")
+        further: dict[str, Any] = {"mixed_precision": draw.mixed_precision}
+        if draw.routing is not None:
+            further["routing"] = hfscale.RoutingConfig(**draw.routing)
+        later = draw.peft is not None and (draw.peft_later or draw.entry != "from_pretrained")
+        if draw.entry == "parallelize":
+            whole = AUTO.from_pretrained(start, dtype=own, **arguments(draw))
+            if own == torch.float64:
+                in_float64(whole)
+            model = hfscale.parallelize(whole, layout, **further)
+        elif draw.entry == "from_config":
+            model = hfscale.from_config(
+                stock_config(draw), parallel=layout, seed=draw.seed, dtype=own, **arguments(draw), **further
+            )
+        else:
+            given = adapter(self.directory) if draw.peft is not None and not later else None
+            model = hfscale.from_pretrained(
+                start, parallel=layout, dtype=own, peft_config=given, **arguments(draw), **quantization(draw), **further
+            )
+        if later:
+            self.note("adapt")
+            model = hfscale.get_peft_model(model, adapter(self.directory))
+        if own == torch.float64:
+            in_float64(model)
+        self.model = prepared(model, draw)
+        self.note("optimizer")
+        if is_named(draw):
+            self.optimizer = hfscale.create_optimizer(model, draw.optimizer, lr=draw.learning_rate, weight_decay=DECAY)
+        else:
+            self.optimizer = getattr(torch.optim, draw.optimizer)(model.parameters(), lr=draw.learning_rate)
+
+    def train(self, record: Record, yardstick: Yardstick) -> list[float]:
+        """All steps; the losses that this rank was told."""
+        draw, mine, compares = self.draw, hfscale.batch_rank(self.model), bool(record.steps)
+        told: list[float] = []
+        vocabulary = stock_config(draw).get_text_config().vocab_size
+        if record.dtypes and draw.quantize is None:
+            self._compare_types(record, yardstick)
+        with exact(dtype_of(draw)):
+            for index, calls in enumerate(batches(draw, hfscale.batch_world(self.model), vocabulary)):
+                self.note(f"step {index}")
+                losses = [self._call(call, mine) for call in calls]
+                told += losses
+                if compares:
+                    self._compare_gradients(index, losses, record, yardstick)
+                norm = hfscale.clip_grad_norm_(self.model, draw.max_norm or 1e30, draw.norm_type)
+                if compares:
+                    narrow = record.narrow[index].norm if record.narrow else None
+                    yardstick.scalar("norm", index, float(norm), record.steps[index].norm, narrow)
+                told.append(float(norm))
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                if compares:
+                    self._compare_weights(index, record, yardstick)
+                if index == 0:
+                    self._between(calls[0], record, yardstick)
+        if draw.delayed:
+            for _ in hfscale.drain(self.model):
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+        if draw.quantize is None or draw.peft is not None:
+            self._save(record, yardstick)
+        return told
+
+    def _call(self, call: Call, mine: int) -> float:
+        if self.draw.loop == "train_step":
+            given = as_given(self.draw, call[mine])
+            return float(hfscale.train_step(self.model, given, label_smoothing=self.draw.label_smoothing))
+        total = 0.0
+        for microbatch in call[mine]:
+            loss = self.model(**microbatch).loss / len(call[mine])
+            loss.backward()
+            total += float(loss.detach())
+        return total
+
+    def _compare_types(self, record: Record, yardstick: Yardstick) -> None:
+        for planned, parameter in runtime_of(self.model).parameters():
+            wanted = record.dtypes.get(planned.name, parameter.dtype)
+            name = f"{planned.name}: {parameter.dtype} for {wanted}"
+            yardstick.worst.note("dtype", float(parameter.dtype != wanted), 0.5, name)
+
+    def _compare_gradients(self, index: int, losses: list[float], record: Record, yardstick: Yardstick) -> None:
+        step, mine = record.steps[index], hfscale.batch_rank(self.model)
+        for call, loss in enumerate(losses):
+            narrow = record.narrow[index].losses[call][mine] if record.narrow else None
+            yardstick.scalar("loss", index, loss, step.losses[call][mine], narrow)
+        pairs = []
+        runtime = runtime_of(self.model)
+        for planned, parameter in runtime.parameters():
+            wanted, gradient = step.gradients.get(planned.name), parameter.grad
+            if (gradient is None) != (wanted is None):
+                name = f"step {index}: {planned.name} has {'none' if gradient is None else 'one'} alone"
+                yardstick.worst.note("missing gradient", 1.0, 0.5, name)
+            elif gradient is not None and wanted is not None:
+                pairs.append((planned.name, local_tensor(gradient), planned.take(wanted, runtime.mesh.ranks), wanted))
+        yardstick.tensors("gradient", index, pairs)
+
+    def _compare_weights(self, index: int, record: Record, yardstick: Yardstick) -> None:
+        runtime, pairs = runtime_of(self.model), []
+        for planned, parameter in runtime.parameters():
+            if not parameter.is_floating_point() or planned.name not in record.steps[index].weights:
+                continue
+            wanted = record.steps[index].weights[planned.name]
+            if wanted.is_floating_point() and parameter.dtype != torch.uint8 and wanted.shape == planned.shape:
+                found = local_tensor(parameter.detach())
+                pairs.append((planned.name, found, planned.take(wanted, runtime.mesh.ranks), wanted))
+        yardstick.tensors("weight", index, pairs)
+
+    def _between(self, call: Call, record: Record, yardstick: Yardstick) -> None:
+        """What a run does between two steps."""
+        draw, mine = self.draw, hfscale.batch_rank(self.model)
+        self.model.eval()
+        if "eval" in draw.between and draw.loop == "train_step":
+            self.note("eval")
+            loss = float(
+                hfscale.eval_step(self.model, as_given(draw, call[mine]), label_smoothing=draw.label_smoothing)
+            )
+            if record.evaluation is not None and yardstick.exact:
+                yardstick.scalar("evaluation", 1, loss, record.evaluation, None)
+        if "generate" in draw.between and record.tokens is not None:
+            self.note("generate")
+            tokens = self.model.generate(**prompt(call), **GREEDY)
+            if yardstick.exact:
+                yardstick.worst.note("tokens", float(not torch.equal(tokens, record.tokens)), 0.5, f"{tokens.tolist()}")
+        self.model.train()
+        if "save" in draw.between:
+            self.note("save")
+            hfscale.save_pretrained(self.model, self.directory / "middle")
+        if "deepcopy" in draw.between:
+            copy.deepcopy(self.model.config)
+        if draw.resume:
+            self.note("save_state")
+            hfscale.save_state(self.model, self.directory / "state", optimizer=self.optimizer)
+            self.note("rebuild")
+            self.build()
+            self.note("load_state")
+            hfscale.load_state(self.model, self.directory / "state", optimizer=self.optimizer)
+
+    def _save(self, record: Record, yardstick: Yardstick) -> None:
+        self.note("save")
+        hfscale.save_pretrained(self.model, self.directory / "saved", max_shard_size="40KB")
+        if not record.steps or (torch.distributed.is_initialized() and torch.distributed.get_rank() > 0):
+            return
+        ours = stored(self.directory / "saved")
+        wanted = stored(self.directory / f"end-{self._end()}")
+        names = f"names differ: {sorted(ours.keys() ^ wanted.keys())[:4]}"
+        yardstick.worst.note("saved", float(ours.keys() != wanted.keys()), 0.5, names)
+        for name in ours.keys() & wanted.keys():
+            yardstick.worst.note("saved shape", float(ours[name].shape != wanted[name].shape), 0.5, name)
+            if yardstick.exact and ours[name].shape == wanted[name].shape and yardstick._follows(1, ""):
+                scale = max(float(wanted[name].abs().max()), 1e-30) if wanted[name].numel() else 1.0
+                error = float((ours[name] - wanted[name]).abs().max()) / scale if wanted[name].numel() else 0.0
+                yardstick.worst.note("saved", error, 1e-9, name)
+
+    def _end(self) -> str:
+        draw = self.draw
+        return "bfloat16" if draw.mixed_precision == "bf16" else draw.dtype
+
+
+def checksums(runtime: Runtime) -> dict[str, str]:
+    """Of every parameter's share, by name and place: equal wherever the same is held."""
+    found = {}
+    for planned, parameter in runtime.parameters():
+        place = {cut.axis: runtime.mesh.ranks[cut.axis] for cut in planned.cuts}
+        value: Tensor = local_tensor(parameter.detach()).contiguous()
+        data = value.view(torch.uint8).numpy().tobytes() if value.numel() else b""
+        found[f"{planned.name} {place}"] = hashlib.sha1(data).hexdigest()
+    return found

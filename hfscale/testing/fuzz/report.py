@@ -1,0 +1,71 @@
+"""Counts of many verdicts, as a page: pure."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from .draw import Draw
+from .judge import OUTCOMES, Verdict
+
+Judged = Sequence[tuple[Draw, Verdict]]
+
+
+def kind_of_layout(draw: Draw) -> str:
+    """``tp x pp``, without sizes."""
+    axes = [axis for axis in ("tp", "pp", "dp_shard", "dp_replicate", "ep") if draw.layout.get(f"{axis}_size", 1) > 1]
+    return " x ".join(axes) or "one process"
+
+
+def summary(judged: Judged) -> str:
+    """``812 equal, 150 refused, ...``."""
+    counts = Counter(verdict.outcome for _, verdict in judged)
+    return ", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES)
+
+
+def page(judged: Judged, seed: int) -> str:
+    """``docs/fuzz.md``."""
+    sections = [
+        ("layout", [kind_of_layout(draw) for draw, _ in judged]),
+        ("schedule", [str(d.layout.get("pipeline_schedule", "-")) for d, _ in judged]),
+        ("entry point", [draw.entry for draw, _ in judged]),
+        ("weights", [f"{d.dtype}{', computes in bf16' * (d.mixed_precision != 'no')}" for d, _ in judged]),
+        ("on top", [_on_top(draw) for draw, _ in judged]),
+        ("optimizer", [draw.optimizer for draw, _ in judged]),
+    ]
+    lines = [_HEAD, f"Seed {seed}, {len(judged)} draws: {summary(judged)}.", ""]
+    for title, names in sections:
+        lines += _table(title, names, judged)
+    reasons = Counter(verdict.kind for _, verdict in judged if verdict.outcome == "refused")
+    lines += ["| refused: when, and why | draws |", "|---|---|"]
+    lines += [f"| {reason.replace('|', '/')} | {count} |" for reason, count in reasons.most_common()]
+    return "\n".join(lines) + "\n"
+
+
+_HEAD = """# Random layouts
+
+Written by `scripts/layout_fuzz.py`: per draw a random family, config, layout, schedule, batch, precision, adapters,
+optimizer and way through a run, against plain transformers (PEFT, bitsandbytes) in one process with the same weights.
+
+- equal: loss of every step, gradients, clipped norm, weights and saved checkpoint agree to 1e-9 in float64; in others
+  they are as near to stock code in float64 as stock code in that type is (hfscale/testing/fuzz/measures.py). Under
+  dropout and delayed updates, which one process does not repeat, ranks are compared with each other.
+- refused: hfscale says what does not fit, before anything is trained.
+- stock: stock code cannot train that config in one process.
+- late, wrong, crash, hang: defects. late is a refusal in the first step that the plan could have made.
+
+    python scripts/layout_fuzz.py --seed 1 --draws 1000 --jobs 2
+    python scripts/layout_fuzz.py --seed 1 --only 17 --shrink      # one draw again, made as small as it still fails
+"""
+
+
+def _on_top(draw: Draw) -> str:
+    what = [draw.quantize or "", "LoRA" if draw.peft else "", "frozen" if draw.frozen else ""]
+    what += ["routing losses" if draw.routing else "", "resumed" if draw.resume else ""]
+    return ", ".join(name for name in what if name) or "-"
+
+
+def _table(title: str, names: Sequence[str], judged: Judged) -> list[str]:
+    lines = [f"| {title} | {' | '.join(OUTCOMES)} |", "|---" * (len(OUTCOMES) + 1) + "|"]
+    for name, _ in Counter(names).most_common():
+        counts = Counter(verdict.outcome for other, (_, verdict) in zip(names, judged, strict=True) if other == name)
+        lines.append(f"| {name} | {' | '.join(str(counts[outcome]) for outcome in OUTCOMES)} |")
+    return [*lines, ""]

@@ -1,0 +1,231 @@
+"""The one process of a draw: plain transformers, PEFT and bitsandbytes."""
+
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import hfscale
+
+from ..parity import plain_name
+from ..precision import keep_float64
+from .data import Batch, Call, as_given, batches, valid_labels
+from .draw import Draw
+from .models import (
+    AUTO,
+    adapter,
+    arguments,
+    dtype_of,
+    in_float64,
+    prepared,
+    quantization,
+    stock_config,
+    stock_optimizer,
+)
+
+
+@dataclass
+class Step:
+    """What one optimizer step gave.
+
+    Attributes:
+        losses: ``[call][distinct batch]``.
+        gradients: by the plan's names, before clipping.
+        norm: before clipping.
+        weights: after the step.
+    """
+
+    losses: list[list[float]]
+    gradients: dict[str, Tensor]
+    norm: float
+    weights: dict[str, Tensor]
+
+
+@dataclass
+class Record:
+    """What one process computed.
+
+    Attributes:
+        steps: in float64 where the draw is not quantized, whatever its type.
+        narrow: the same in the draw's own type; empty where that is float64.
+        dtypes: of the stock parameters, by the plan's names.
+        evaluation: loss in evaluation after the first step.
+        tokens: what the model writes then; ``None`` where stock code writes nothing.
+    """
+
+    steps: list[Step] = field(default_factory=list)
+    narrow: list[Step] = field(default_factory=list)
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    evaluation: float | None = None
+    tokens: Tensor | None = None
+
+
+def exact(dtype: torch.dtype) -> AbstractContextManager[None]:
+    """Within: float64 stays float64."""
+    return keep_float64() if dtype == torch.float64 else nullcontext()
+
+
+def reference(draw: Draw, directory: Path) -> None:
+    """Write the start that the layout loads, train it, and write what came out."""
+    warnings.simplefilter("ignore")
+    make_start(draw, directory)
+    record = Record()
+    own = dtype_of(draw)
+    if draw.drops or draw.delayed:  # only whether it runs in one process at all
+        train(draw.change(steps=1), directory, own, Record())
+    elif draw.quantize is not None or own == torch.float64:
+        record.steps = train(draw, directory, own, record)
+    else:
+        narrow = torch.bfloat16 if draw.mixed_precision == "bf16" else own
+        record.narrow = train(draw, directory, narrow, record)
+        if narrow != own:
+            record.dtypes = dict.fromkeys(record.dtypes, own)
+        record.steps = train(draw, directory, torch.float64, Record())
+    torch.save(record, directory / "reference.pt")
+
+
+def make_start(draw: Draw, directory: Path) -> None:
+    """A checkpoint in the draw's type, and an adapter."""
+    config, own = stock_config(draw), dtype_of(draw)
+    torch.manual_seed(draw.seed)
+    if draw.entry == "from_config":
+        model = hfscale.from_config(config, seed=draw.seed, dtype=own, **arguments(draw))
+        stock = AUTO.from_config(stock_config(draw), dtype=own, **arguments(draw))
+        stock.load_state_dict(model.state_dict())
+        model = stock
+    else:
+        model = AUTO.from_config(config, dtype=torch.float64, **arguments(draw))
+        with torch.no_grad():  # norms start as ones and biases as zeros, which would hide errors in both
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+        model = model.to(own)
+    model.save_pretrained(directory / "start")
+    if draw.peft is not None:
+        import peft
+
+        model = peft.get_peft_model(AUTO.from_pretrained(directory / "start"), peft.LoraConfig(**draw.peft))
+        with torch.no_grad():  # new adapters change nothing, which would hide errors in them
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(torch.randn_like(parameter) * 0.05)
+        model.save_pretrained(adapter(directory))
+
+
+def load(draw: Draw, directory: Path, dtype: torch.dtype) -> Any:
+    """The stock model, with stock adapters."""
+    model: Any = AUTO.from_pretrained(directory / "start", dtype=dtype, **arguments(draw), **quantization(draw))
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):  # a layout of some processors, for evaluation
+            module.support_avx512bf16_for_cpu = False
+    if draw.peft is not None:
+        import peft
+
+        model = peft.PeftModel.from_pretrained(model, adapter(directory), is_trainable=True)
+    if dtype == torch.float64:
+        in_float64(model)
+    return prepared(model, draw)
+
+
+def train(draw: Draw, directory: Path, dtype: torch.dtype, record: Record) -> list[Step]:
+    """All steps in one process."""
+    model = load(draw, directory, dtype)
+    runs = model if draw.routing is None else _with_routing(model, draw)
+    optimizer = stock_optimizer(draw, model)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    record.dtypes = {plain_name(name): p.dtype for name, p in model.named_parameters()}
+    world = draw.parallel().batch_world
+    steps: list[Step] = []
+    vocabulary = model.config.get_text_config().vocab_size
+    with exact(dtype):
+        for index, calls in enumerate(batches(draw, world, vocabulary)):
+            losses = [_call(draw, runs, call) for call in calls]
+            gradients = {plain_name(n): p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+            norm = torch.nn.utils.clip_grad_norm_(trained, draw.max_norm or 1e30, norm_type=draw.norm_type)
+            optimizer.step()
+            optimizer.zero_grad()
+            weights = {plain_name(n): p.detach().clone() for n, p in model.named_parameters()}
+            steps.append(Step(losses, gradients, float(norm), weights))
+            if index == 0:
+                _look(draw, model, runs, calls[0], record)
+    if draw.quantize is None or draw.peft is not None:
+        model.save_pretrained(directory / f"end-{str(dtype).split('.')[1]}")
+    return steps
+
+
+def _with_routing(model: Any, draw: Draw) -> Any:
+    """The losses of routing are hfscale's own: one process of hfscale says what they are."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return hfscale.parallelize(inner, routing=hfscale.RoutingConfig(**(draw.routing or {})))
+
+
+def _call(draw: Draw, model: nn.Module, call: Call) -> list[float]:
+    """Forward and backward over all microbatches of all distinct batches."""
+    if draw.routing is not None:
+        return [float(hfscale.train_step(model, [m for rank in call for m in rank if m["labels"].numel()]))] * len(call)
+    if draw.loop == "plain":
+        return [_plain(model, rank, len(call)) for rank in call]
+    microbatches = [microbatch for rank in call for microbatch in rank]
+    total = sum(map(valid_labels, microbatches))
+    loss = 0.0
+    for microbatch in microbatches:
+        if valid_labels(microbatch):
+            part = _loss(draw, model, microbatch) * (valid_labels(microbatch) / total)
+            part.backward()
+            loss += float(part.detach())
+    return [loss] * len(call)
+
+
+def _plain(model: nn.Module, microbatches: list[Batch], world: int) -> float:
+    total = 0.0
+    for microbatch in microbatches:
+        loss = model(**microbatch).loss / len(microbatches)
+        (loss / world).backward()
+        total += float(loss.detach())
+    return total
+
+
+def _loss(draw: Draw, model: nn.Module, microbatch: Batch) -> Tensor:
+    if not draw.label_smoothing:
+        found: Tensor = model(**microbatch).loss
+        return found
+    logits = model(**{name: value for name, value in microbatch.items() if name != "labels"}).logits
+    logits = logits.float() if logits.dtype != torch.float64 else logits
+    return nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), microbatch["labels"][:, 1:].flatten(), label_smoothing=draw.label_smoothing
+    )
+
+
+@torch.no_grad()
+def _look(draw: Draw, model: Any, runs: Any, call: Call, record: Record) -> None:
+    """Evaluation and generation between two steps."""
+    model.eval()
+    if "eval" in draw.between and draw.loop == "train_step":
+        if draw.routing is not None:
+            record.evaluation = float(hfscale.eval_step(runs, [m for rank in call for m in rank]))
+        else:
+            microbatches = [microbatch for rank in call for microbatch in rank]
+            counts = [valid_labels(microbatch) for microbatch in microbatches]
+            losses = [_loss(draw, model, m) * n for m, n in zip(microbatches, counts, strict=True) if n]
+            record.evaluation = float(torch.stack(losses).sum() / sum(counts))
+    if "generate" in draw.between:
+        try:
+            record.tokens = model.generate(**prompt(call), **GREEDY)
+        except Exception:  # a stock class that does not write
+            record.tokens = None
+    model.train()
+
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+
+
+def prompt(call: Call) -> dict[str, Tensor]:
+    """What generation goes on from, the same on every rank."""
+    ids = call[0][0]["input_ids"][:2]
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+__all__ = ["GREEDY", "Record", "Step", "as_given", "exact", "prompt", "reference"]

@@ -1,0 +1,80 @@
+"""Draw random families, layouts and options, and compare each with plain transformers in one process.
+
+    python scripts/layout_fuzz.py --seed 1 --draws 100 [--jobs 2] [--out docs/fuzz.md]
+    python scripts/layout_fuzz.py --seed 1 --only 17 [--shrink]
+    python scripts/layout_fuzz.py --spec '{"family": "llama", "layout": {"tp_size": 2}}' [--shrink]
+
+Everything of a draw follows from the seed and its index; a draw prints as one line of JSON that can be given back. The
+exit status is 1 where a draw is wrong, crashes, hangs, or is refused late.
+"""
+
+import argparse
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+from tqdm import tqdm
+
+from hfscale.testing.fuzz import Draw, Verdict, choose, judge, read, report, shrink
+from hfscale.testing.fuzz.judge import TIMEOUT
+from hfscale.testing.fuzz.many import import_everything, judge_many
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--draws", type=int, default=100)
+    parser.add_argument("--first", type=int, default=0, help="index of the first draw")
+    parser.add_argument("--only", type=int, nargs="*", help="these indices alone")
+    parser.add_argument("--spec", nargs="*", help="draws as JSON, instead of a seed's")
+    parser.add_argument("--shrink", action="store_true", help="make what fails as small as it still fails")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--timeout", type=float, default=TIMEOUT, help="seconds until a draw hangs")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--verbose", action="store_true", help="every draw, and where the failing ones failed")
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = parse()
+    warnings.filterwarnings("ignore")
+    indices = arguments.only or range(arguments.first, arguments.first + arguments.draws)
+    draws = [read(text) for text in arguments.spec or ()] or [choose(arguments.seed, index) for index in indices]
+    names = [f"{arguments.seed}/{index}" for index in indices] if not arguments.spec else [""] * len(draws)
+    import_everything()
+    judged: dict[int, tuple[Draw, Verdict]] = {}
+    bar = tqdm(total=len(draws), desc="draws", file=sys.stderr)
+    for position, draw, verdict in judge_many(draws, arguments.jobs, arguments.timeout):
+        judged[position] = (draw, verdict)
+        bar.update()
+        bar.set_postfix_str(report.summary(list(judged.values())))
+        if verdict.defect or arguments.verbose or arguments.spec or arguments.only:
+            tell(names[position], draw, verdict, arguments.verbose or len(draws) < 5)
+    bar.close()
+    everything = [judged[position] for position in sorted(judged)]
+    print(report.summary(everything))
+    if arguments.shrink:
+        make_small([(draw, verdict) for draw, verdict in everything if verdict.defect], arguments.timeout)
+    if arguments.out:
+        arguments.out.write_text(report.page(everything, arguments.seed))
+    return int(any(verdict.defect for _, verdict in everything))
+
+
+def tell(name: str, draw: Draw, verdict: Verdict, trace: bool) -> None:
+    tqdm.write(f"{verdict.outcome.upper()} {name} [{verdict.seconds:.1f} s] {verdict.kind}\n  {draw.write()}")
+    tqdm.write(f"  {verdict.detail}")
+    if trace and verdict.trace:
+        tqdm.write(verdict.trace)
+
+
+def make_small(failed: list[tuple[Draw, Verdict]], timeout: float) -> None:
+    for draw, verdict in failed:
+        known = min(timeout, 20.0) if verdict.outcome == "hang" else timeout
+        small = shrink(draw, verdict, lambda other, limit=known: judge(other, limit))  # type: ignore[misc]
+        again = replace(judge(small, known), trace="")
+        print(f"SMALLEST {again.outcome} {again.kind}\n  {small.write()}\n  {again.detail}")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

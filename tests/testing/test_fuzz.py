@@ -1,0 +1,71 @@
+"""Random draws: how they are made, judged and made small."""
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from hfscale import ParallelConfig
+from hfscale.testing.fuzz import Draw, Verdict, choose, read, shrink
+from hfscale.testing.fuzz.judge import compared
+from hfscale.testing.fuzz.report import page
+
+WRONG = Verdict("wrong", "gradient")
+
+
+def test_a_draw_follows_from_seed_and_index_and_can_be_read_back() -> None:
+    draws = [choose(3, index) for index in range(60)]
+    assert draws == [choose(3, index) for index in range(60)]
+    assert draws != [choose(4, index) for index in range(60)]
+    assert [read(draw.write()) for draw in draws] == draws
+
+
+def test_draws_reach_every_axis() -> None:
+    draws = [choose(0, index) for index in range(400)]
+    drawn = {name for draw in draws for name in draw.layout}
+    options = {f.name for f in fields(ParallelConfig) if not f.name.endswith(("_handler", "_backend"))}
+    assert options - drawn == {"cp_size", "sp_size"}  # which hfscale does not run
+    usual = Draw("llama")
+    for name in vars(usual):
+        assert any(getattr(draw, name) != getattr(usual, name) for draw in draws), name
+    assert len({draw.family for draw in draws}) > 100
+
+
+@pytest.mark.parametrize(
+    ("fails", "smallest"),
+    [
+        (lambda d: d.layout.get("tp_size", 1) > 1, {"layout": {"tp_size": 2}}),
+        (lambda d: "sliding_window" in d.config and d.rows > 1, {"config": {"sliding_window": 4}, "rows": 2}),
+        (lambda d: d.peft is not None and d.family == "opt", {"family": "opt", "peft": {"target_modules": ["fc1"]}}),
+    ],
+)
+def test_what_fails_is_made_small(fails: Callable[[Draw], bool], smallest: dict[str, Any]) -> None:
+    big = Draw(
+        "opt", {"sliding_window": 4, "vocab_size": 71}, 4, {"tp_size": 4, "sequence_parallel": True, "overlap": False},
+        rows=3, microbatches=3, lengths=(7, 9), peft={"r": 2, "target_modules": ["fc1", "fc2"]}, resume=True,
+    )  # fmt: skip
+    verdicts = {True: WRONG, False: Verdict("equal")}
+    small = shrink(big, WRONG, lambda draw: verdicts[fails(draw)])
+    assert small == Draw(**{"family": "llama", "layers": 1, "rows": 1, "steps": 1, **smallest})
+
+
+def test_another_failure_is_not_the_same() -> None:
+    big = Draw("opt", layout={"tp_size": 2}, rows=3)
+    judged = {3: WRONG, 2: Verdict("crash", "build"), 1: Verdict("wrong", "loss")}
+    assert shrink(big, WRONG, lambda draw: judged[draw.rows]).rows == 3
+
+
+def test_ranks_are_compared_with_one_process_and_with_each_other() -> None:
+    draw, equal = Draw("llama"), {"worst": {"loss": [0.5, 1e-16, ""]}, "losses": [1.0], "sums": {"a {}": "x"}}
+    assert compared(draw, [equal, equal]).outcome == "equal"
+    for change in ({"worst": {"loss": [2.0, 1e-3, "step 0"]}}, {"losses": [2.0]}, {"sums": {"a {}": "y"}}):
+        assert compared(draw, [equal, {**equal, **change}]).outcome == "wrong"
+
+
+def test_the_page_counts_every_draw() -> None:
+    judged = [(Draw("llama", layout={"tp_size": 2}), Verdict("equal")), (Draw("opt"), Verdict("refused", "plan: no"))]
+    text = page(judged, 5)
+    assert "Seed 5, 2 draws: 1 equal, 1 refused" in text
+    assert "| tp | 1 | 0 |" in text
+    assert "| plan: no | 1 |" in text
