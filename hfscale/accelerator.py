@@ -18,7 +18,7 @@ from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 
 from .checkpoint import load_state, save_pretrained, save_state
-from .config import without_launcher_switches
+from .config import started_processes, without_launcher_switches
 from .data import set_gradient_sync
 from .errors import ConfigError
 from .mesh import Mesh
@@ -34,7 +34,12 @@ class Accelerator(accelerate.Accelerator):
 
     Pass the model to :meth:`prepare` together with, or before, the data loaders. Takes the arguments of
     ``accelerate.Accelerator`` except those that would shard the model a second time.
+
+    Attributes:
+        serves_hfscale: tells it from Accelerate's own, which refuses models that are spread over ranks.
     """
+
+    serves_hfscale = True
 
     def __init__(self, **kwargs: Any) -> None:
         clashing = [name for name in _FOREIGN if kwargs.get(name) is not None]
@@ -43,8 +48,11 @@ class Accelerator(accelerate.Accelerator):
                 f"{', '.join(clashing)} would shard the model a second time: leave it out, and give the layout to "
                 "hfscale.from_pretrained(..., parallel=hfscale.ParallelConfig(...))"
             )
+        # Without a GPU, Accelerate takes every process for the only one unless it is told to stay on the CPU.
+        kwargs["cpu"] = kwargs.get("cpu") or not torch.cuda.is_available()
         with without_launcher_switches():
             super().__init__(**kwargs)
+        self._check_processes()
         if self.mixed_precision not in ("no", "bf16"):
             raise ConfigError(f"mixed_precision={self.mixed_precision!r} cannot be used: use 'no' or 'bf16'")
         self._runtime: Runtime | None = None
@@ -217,12 +225,27 @@ class Accelerator(accelerate.Accelerator):
         others |= {f"custom_{index}": custom for index, custom in enumerate(self._custom_objects)}
         return self._models[0], optimizer, others
 
+    def _check_processes(self) -> None:
+        """Every rank would print and write if each took itself for the only one."""
+        world = dist.get_world_size() if dist.is_initialized() else started_processes()
+        if self.num_processes != world:
+            raise ConfigError(
+                f"Accelerate counts {self.num_processes} process(es) and {world} were started: something made its state "
+                "before (accelerate.PartialState, accelerate.Accelerator, transformers.TrainingArguments) without "
+                "cpu=True. Make hfscale.Accelerator() first, or set ACCELERATE_USE_CPU=1"
+            )
+
     def _adopt(self, model: nn.Module) -> None:
         runtime = find_runtime(model)
         if runtime is None:
             raise ConfigError(
                 f"{type(model).__name__} was not parallelized by hfscale: build it with hfscale.from_pretrained, "
                 "from_config or parallelize before accelerator.prepare"
+            )
+        if runtime.mesh.device.type != self.device.type:
+            raise ConfigError(
+                f"the accelerator is on {self.device} and the model on {runtime.mesh.device}: to stay on the CPU where "
+                "there are GPUs, set ACCELERATE_USE_CPU=1 (cpu=True reaches the accelerator alone)"
             )
         if runtime.mixed_precision != self.mixed_precision:
             raise ConfigError(

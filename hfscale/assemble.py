@@ -12,6 +12,7 @@ from .errors import ConfigError
 from .experts import RoutingConfig, install_experts, install_passes
 from .finetune.adapters import Adapters
 from .finetune.quantized import install_quantized, take_quantized
+from .guards import refuse_stock_accelerator
 from .mesh import Mesh
 from .names import owner_of
 from .pipeline import install_pipeline
@@ -47,6 +48,8 @@ def assemble(
     if mesh.batch_world == 1 and mixed_precision != "no":
         _autocast(model, mesh.device, MIXED_PRECISIONS[mixed_precision])
     install_pipeline(runtime, settle=lambda: add_up_gradients(model))
+    if mesh.layout.total_size > 1:
+        refuse_stock_accelerator()
     if mesh.layout.total_size > 1 or adapters is not None:  # with adapters, the host would write its weights wrapped
         model.save_pretrained = _refuse_partial_save
     runtime.attach()

@@ -27,34 +27,46 @@ model = accelerator.prepare(model)
 ids = torch.arange(12).repeat(2, 1)
 loss = hfscale.train_step(model, {"input_ids": ids, "labels": ids})
 # one write per line: two ranks share the pipe
-sys.stdout.write(f"RANK {accelerator.process_index} OF {accelerator.num_processes} LOSS {loss.item():.6f}\\n")
+place = f"RANK {accelerator.process_index} OF {accelerator.num_processes} MAIN {accelerator.is_main_process}"
+sys.stdout.write(f"{place} LOSS {loss.item():.6f}\\n")
 sys.stdout.flush()
 accelerator.end_training()
 """
 
 
-def launch(tmp_path: Path, options: list[str], *arguments: str) -> subprocess.CompletedProcess[str]:
+ACCELERATE, TORCHRUN = "accelerate.commands.launch", "torch.distributed.run"
+_OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "ACCELERATE_USE_CPU")
+
+
+def launch(
+    tmp_path: Path, options: list[str], *arguments: str, launcher: str = ACCELERATE
+) -> subprocess.CompletedProcess[str]:
+    """Without ``ACCELERATE_USE_CPU``: a machine that has no GPU need not be told so."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    environment |= {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1", "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, "-m", "accelerate.commands.launch", *options, str(script), *arguments]
+    environment = {key: value for key, value in os.environ.items() if key not in _OF_LAUNCHERS}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", launcher, *options, str(script), *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
 
 
 @pytest.mark.parametrize(
-    ("options", "arguments"),
+    ("launcher", "options", "arguments"),
     [
-        (["--multi_gpu", "--num_processes", "2"], []),
-        (["--multi_gpu", "--num_processes", "2"], ["stages"]),
+        (ACCELERATE, ["--multi_gpu", "--num_processes", "2"], ["stages"]),
+        (ACCELERATE, ["--multi_gpu", "--num_processes", "2"], ["accelerator-first"]),
         # people who come with an FSDP launch line get hfscale's data axes, not a second wrapper
-        (["--use_fsdp", "--fsdp_version", "2", "--num_processes", "2"], ["accelerator-first"]),
+        (ACCELERATE, ["--use_fsdp", "--fsdp_version", "2", "--num_processes", "2"], ["accelerator-first"]),
+        (TORCHRUN, ["--nproc_per_node", "2"], []),
+        (TORCHRUN, ["--nproc_per_node", "2"], ["accelerator-first"]),
     ],
 )
-def test_two_ranks_start(tmp_path: Path, options: list[str], arguments: list[str]) -> None:
-    done = launch(tmp_path, ["--main_process_port", "0", *options], *arguments)
+def test_two_ranks_start(tmp_path: Path, launcher: str, options: list[str], arguments: list[str]) -> None:
+    free_port = ["--main_process_port", "0"] if launcher == ACCELERATE else ["--standalone"]
+    done = launch(tmp_path, [*free_port, *options], *arguments, launcher=launcher)
     lines = sorted(line for line in done.stdout.splitlines() if line.startswith("RANK"))
-    assert [line.split(" LOSS ")[0] for line in lines] == ["RANK 0 OF 2", "RANK 1 OF 2"], done.stdout + done.stderr
+    places = ["RANK 0 OF 2 MAIN True", "RANK 1 OF 2 MAIN False"]
+    assert [line.split(" LOSS ")[0] for line in lines] == places, done.stdout + done.stderr
     assert len({line.split(" LOSS ")[1] for line in lines}) == 1
 
 
