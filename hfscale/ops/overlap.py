@@ -12,6 +12,7 @@ The products are the same, on the same operands, so results are equal bit by bit
 into the graph instead of one node, so that the projections stay modules of their own.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,13 +35,22 @@ class _Flight:
 
 
 class _Regather:
-    """Gathers a tensor once more in the backward pass, for several readers."""
+    """Gathers a tensor once more in the backward pass, for the projections that read it and nothing else."""
 
-    def __init__(self, gather: Start, readers: int) -> None:
-        self.gather, self.readers, self.left = gather, readers, readers
+    def __init__(self, gather: Start, whole: Tensor) -> None:
+        self.gather, self.readers, self.left = gather, 0, 0
+        self._first = weakref.ref(whole), whole._version
         self._started: Started | None = None
         self._whole: Tensor | None = None
         self._pass = -1  # the backward pass it was gathered for
+
+    def gives(self, x: Tensor) -> bool:
+        """Whether ``x`` is what was gathered, as it was then, or the same in another shape."""
+        whole, version = self._first[0](), self._first[1]
+        if whole is None or x._version != version or whole._version != version:
+            return False
+        same = x.data_ptr() == whole.data_ptr() and x.numel() == whole.numel() and x.shape[-1] == whole.shape[-1]
+        return x is whole or (same and x.is_contiguous() and whole.is_contiguous())
 
     def start(self, x: Tensor) -> None:
         """Begin, if no reader has."""
@@ -68,8 +78,9 @@ class WeightLater:
         token: the weight, as the projection must use it: by :func:`project`, once.
     """
 
-    def __init__(self, weight: Tensor, transposed: bool, own: Tensor | None, regather: _Regather | None) -> None:
-        self.transposed, self.own, self.regather = transposed, own, regather
+    def __init__(self, weight: Tensor, transposed: bool, own: Tensor | None) -> None:
+        self.transposed, self.own = transposed, own
+        self.regather: _Regather | None = None
         self.operands: tuple[Tensor | None, Tensor] | None = None  # input [n, in] (None: regathered), d output [n, out]
         self.token: Any = _Weight.apply(weight, self)
 
@@ -156,13 +167,26 @@ def enter_overlapped(
     """
     flight = _Flight()
     x = _Await.apply(x, flight)
-    again = _Regather(gather, len(weights)) if regather and gather is not None else None
-    own = x.detach() if again is not None else None
-    later = [WeightLater(weight, transposed, own, again) for weight, transposed in weights]
-    return _Launch.apply(x, flight, gather, reduce), later
+    own = x.detach() if regather and gather is not None else None
+    # Made before the launch, so that autograd, which runs the latest made of what is ready, comes to them after it.
+    later = [WeightLater(weight, transposed, own) for weight, transposed in weights]
+    whole = _Launch.apply(x, flight, gather, reduce)
+    if own is not None and gather is not None:
+        again = _Regather(gather, whole)
+        for each in later:
+            each.regather = again
+    return whole, later
 
 
 def project(x: Tensor, later: WeightLater, bias: Tensor | None) -> Tensor:
-    """``x @ weight.T + bias`` (or ``x @ weight``, where it is stored transposed), ``[..., in]`` -> ``[..., out]``."""
+    """``x @ weight.T + bias`` (or ``x @ weight``, where it is stored transposed), ``[..., in]`` -> ``[..., out]``.
+
+    ``x`` is kept for the gradient of the weight, unless it is what was gathered on entering and can be gathered again:
+    a block may compute something else of that first (a norm, a low-rank projection).
+    """
     own, later.own = later.own, None  # from here on, autograd's saved tensors keep it
+    if later.regather is not None and later.regather.gives(x):
+        later.regather.readers += 1
+    else:
+        own = later.regather = None
     return _Project.apply(x, later.token, bias, own, later)

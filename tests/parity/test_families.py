@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -47,11 +48,11 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ctrl": ({}, {}),  # the embedding is scaled in place
     "deepseek_v4": ({}, EAGER),  # several streams side by side
     "gemma4_text": ({}, {}),  # a second embedding, which all layers read
+    "roberta-prelayernorm": ({"pad_token_id": 1, "is_decoder": True}, {}),  # norms inside of blocks
 }
 # What tensor ranks run; the others are for stages.
-TENSOR = [
-    family for family in FAMILIES if family not in ("ctrl", "deepseek_v4", "falcon", "gemma4_text", "gpt_neox", "opt")
-]
+_OTHERS = ("ctrl", "deepseek_v4", "falcon", "gemma4_text", "gpt_neox", "opt", "roberta-prelayernorm")
+TENSOR = [family for family in FAMILIES if family not in _OTHERS]
 
 
 def case(family: str, layers: int = LAYERS) -> Case:
@@ -64,6 +65,13 @@ def case(family: str, layers: int = LAYERS) -> Case:
 @pytest.mark.parametrize("family", TENSOR)
 def test_tensor_ranks(pools: Pools, family: str) -> None:
     assert_layout_equal(case(family), ParallelConfig(tp_size=2), pools(2))
+
+
+@pytest.mark.parametrize("family", ["roberta-prelayernorm", "minicpm3"])
+def test_gathered_again_where_a_block_computes_before_its_projections(pools: Pools, family: str) -> None:
+    """A norm, and low-rank projections: what the projections read is not the block's input."""
+    layout = ParallelConfig(tp_size=2, sequence_parallel=True, sequence_regather=True)
+    assert_layout_equal(replace(case(family), checkpointing=family == "minicpm3"), layout, pools(2))
 
 
 @pytest.mark.parametrize(

@@ -98,3 +98,19 @@ def test_the_collective_starts_before_the_weight_gradients(pools: Pools, tmp_pat
         assert sorted(events[attention + 1 :]) == [keys, keys, query]
     for events in pools(2).run(backward_order, str(tmp_path), False):
         assert events[-1] == "allreduce"
+
+
+def gathers_in_backward(path: str, layout: dict[str, Any]) -> int:
+    model = hfscale.from_pretrained(path, parallel=ParallelConfig(tp_size=2, sequence_parallel=True, **layout)).train()
+    ids = torch.arange(42).view(3, 14)
+    loss = model(input_ids=ids, labels=ids).loss
+    with Log() as log, torch.autograd.set_multithreading_enabled(False):
+        loss.backward()
+    return sum("allgather" in event for event in log.events if isinstance(event, str))
+
+
+def test_what_projections_read_is_gathered_again_once_for_all(pools: Pools, tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(tiny("llama"), dtype=torch.float32).save_pretrained(tmp_path)
+    kept = pools(2).run(gathers_in_backward, str(tmp_path), {})
+    again = pools(2).run(gathers_in_backward, str(tmp_path), {"sequence_regather": True})
+    assert [after - before for before, after in zip(kept, again, strict=True)] == [4, 4]  # two blocks in two layers
