@@ -27,10 +27,11 @@ sys.meta_path.insert(0, NoHfscale())
 
 import torch  # noqa: E402
 import yaml  # noqa: E402
-from common.rows import IGNORED, Rows  # noqa: E402
 from datasets import load_from_disk  # noqa: E402
+from torch.nn.utils.rnn import pad_sequence  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig  # noqa: E402
 
+IGNORED = -100
 _FILES = {"adapter": "adapter_config.json", "checkpoint": "config.json"}
 
 
@@ -96,12 +97,25 @@ def compare(model: Any, path: Path, measured: float, trained: float, tolerance: 
 @torch.no_grad()
 def validation_loss(model: Any, data: Any, size: int = 8) -> float:
     """The mean loss per label."""
-    rows, total = Rows(data), 0.0
-    for start in range(0, len(rows), size):
-        batch = rows.batch(list(range(start, min(start + size, len(rows)))))
-        labels = int((batch["labels"][:, 1:] != IGNORED).sum())
-        total += float(model(**batch, use_cache=False).loss) * labels
-    return total / int(rows.labels.sum())
+    loss, labels = 0.0, 0
+    # A router cannot tell the padding of packed rows, which have no mask: they are as long as the run had them.
+    length = max(map(len, data["input_ids"])) if "position_ids" in data.column_names else 0
+    for start in range(0, len(data), size):
+        batch = padded(data[start : start + size], length)
+        counted = int((batch["labels"][:, 1:] != IGNORED).sum())
+        loss += float(model(**batch, use_cache=False).loss) * counted
+        labels += counted
+    return loss / labels
+
+
+def padded(columns: dict[str, Any], length: int) -> dict[str, torch.Tensor]:
+    """Rows as one batch, filled up on the right to the longest or to ``length``; without labels every token is one."""
+    batch = {}
+    for name, values in columns.items():
+        filler = IGNORED if name == "labels" else 0
+        column = pad_sequence(list(values), batch_first=True, padding_value=filler)
+        batch[name] = torch.nn.functional.pad(column, (0, max(length - column.shape[1], 0)), value=filler)
+    return {"labels": batch["input_ids"], **batch}
 
 
 @torch.no_grad()

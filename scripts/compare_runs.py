@@ -9,10 +9,11 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from common.read_recipe import load_recipe
-from common.recipe import FinetuneRecipe, Recipe
-from common.report import read_metrics
 from matplotlib.figure import Figure
+
+from hfscale.recipes.read import load_recipe
+from hfscale.recipes.run_log import read_metrics
+from hfscale.recipes.schema import FinetuneRecipe, Recipe
 
 COLOURS = ("#7a7a7a", "#1f4e8c", "#c2571a", "#3a7d44")
 

@@ -8,11 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from common.read_recipe import load_recipe
-from common.recipe import FinetuneRecipe
 from compare_runs import difference, losses, main, table
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM
+
+from hfscale.recipes.read import load_recipe
+from hfscale.recipes.schema import FinetuneRecipe
 
 from ..models import tiny
 

@@ -12,19 +12,16 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from .recipe import Recipe, RecipeError, check_values
+from .schema import Recipe, RecipeError, check_values
 
 AnyRecipe = TypeVar("AnyRecipe", bound=Recipe)
 
 
-def recipe_from_command_line(schema: type[AnyRecipe], description: str) -> AnyRecipe:
-    """Read ``--config FILE key=value ...``."""
-    return _read(schema, _parser(description).parse_args())
-
-
 def recipe_and_limit(schema: type[AnyRecipe], description: str) -> tuple[AnyRecipe, float | None]:
     """Read ``--config FILE key=value ... --max-memory=GIB``; the second is infinite without a number."""
-    parser = _parser(description)
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--config", required=True, help="a recipe, such as those in scripts/recipes")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as training.steps=20")
     parser.add_argument(
         "--max-memory",
         nargs="?",
@@ -34,18 +31,7 @@ def recipe_and_limit(schema: type[AnyRecipe], description: str) -> tuple[AnyReci
         help="say what memory each rank needs; with a number, stop before training where it is more",
     )
     arguments = parser.parse_args()
-    return _read(schema, arguments), arguments.max_memory
-
-
-def _parser(description: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--config", required=True, help="a recipe, such as those in scripts/recipes")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as training.steps=20")
-    return parser
-
-
-def _read(schema: type[AnyRecipe], arguments: argparse.Namespace) -> AnyRecipe:
-    return load_recipe(schema, arguments.config, arguments.overrides)
+    return load_recipe(schema, arguments.config, arguments.overrides), arguments.max_memory
 
 
 def _gibibytes(text: str) -> float:

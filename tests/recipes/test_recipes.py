@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from common.adapting import adapter_of, quantization_of
-from common.read_recipe import load_recipe, recipe_and_limit
-from common.recipe import FinetuneRecipe, PretrainRecipe, RecipeError
-from finetune import finetune
 from omegaconf import OmegaConf
 from peft import IA3Config, LoHaConfig
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
+from hfscale.recipes.adapting import adapter_of, quantization_of
+from hfscale.recipes.finetuning import finetune
+from hfscale.recipes.read import load_recipe, recipe_and_limit
+from hfscale.recipes.schema import FinetuneRecipe, PretrainRecipe, RecipeError
 from hfscale.testing import RankPool
 
 Pools = Callable[[int], RankPool]

@@ -9,7 +9,7 @@ from typing import Any
 import peft
 from transformers import BitsAndBytesConfig
 
-from .recipe import FinetuneRecipe, RecipeError
+from .schema import FinetuneRecipe, RecipeError
 
 _CLASSES: dict[str, tuple[type, dict[str, Any]]] = {
     "lora": (peft.LoraConfig, {}),

@@ -12,9 +12,9 @@ from transformers import get_scheduler
 import hfscale
 
 from .batches import evaluation_steps, per_rank, sequences_of_step, share_of_step
-from .recipe import Recipe, TrainingRecipe
-from .report import RunLog, peak_memory
 from .rows import IGNORED, Rows, divided
+from .run_log import RunLog, peak_memory
+from .schema import Recipe, TrainingRecipe
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ def train(model: Any, recipe: Recipe, train_data: Dataset, validation_data: Data
     """Train ``model`` as the recipe says. Call it on every rank.
 
     Rows have ``input_ids``, and where they are not plain text ``labels`` and ``position_ids`` or ``attention_mask``:
-    see :mod:`common.packing`. A training loss in the log is the mean over the steps since the one before; time spent
-    evaluating does not count in tokens per second, nor do padding tokens.
+    see :mod:`~hfscale.recipes.packing`. A training loss in the log is the mean over the steps since the one before;
+    time spent evaluating does not count in tokens per second, nor do padding tokens.
     """
     training = recipe.training
     microbatches, size = per_rank(training.batch_size, hfscale.batch_world(model), training.microbatch_size)

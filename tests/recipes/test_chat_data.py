@@ -6,15 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from common import corpus
-from common.chat import TEMPLATES
-from common.corpus import read, read_documents
-from common.data import prepare
-from common.docstrings import questions
-from common.read_recipe import load_recipe
-from common.recipe import DataRecipe, FinetuneRecipe, RecipeError
-from common.rows import IGNORED, Rows
 from datasets import Dataset
+
+from hfscale.recipes import corpus
+from hfscale.recipes.chat import TEMPLATES
+from hfscale.recipes.corpus import read, read_documents
+from hfscale.recipes.dataset import prepare
+from hfscale.recipes.docstrings import questions
+from hfscale.recipes.read import load_recipe
+from hfscale.recipes.rows import IGNORED, Rows
+from hfscale.recipes.schema import DataRecipe, FinetuneRecipe, RecipeError
 
 SOURCE = '''
 def shown(x):

@@ -14,8 +14,8 @@ import hfscale
 
 from .adapting import describe_adapter, describe_loading
 from .loop import Outcome
-from .recipe import DataRecipe, FinetuneRecipe, Recipe
-from .report import RunLog, read_metrics
+from .run_log import RunLog, read_metrics
+from .schema import DataRecipe, FinetuneRecipe, Recipe
 
 
 @dataclass(frozen=True)
@@ -49,42 +49,20 @@ def make_card(
     expected: Any = None,
 ) -> ModelCard:
     """The card: what was trained, on what, how, and what was measured."""
-    finetuned = isinstance(recipe, FinetuneRecipe)
-    base = _without_machine(recipe.base) if finetuned else ""
+    tuned = recipe if isinstance(recipe, FinetuneRecipe) else None
+    base = _without_machine(tuned.base) if tuned else ""
     source = describe_source(recipe.data)
-    tags = ["hfscale", config.model_type, "fine-tuned" if finetuned else "pretrained"]
-    data = ModelCardData(
-        model_name=recipe.name,
-        library_name="peft" if made.kind == "adapter" else "transformers",
-        pipeline_tag="text-generation",
-        tags=tags + (sorted({"adapter", recipe.adapter.get("method", "adapter")}) if made.coverage else []),
-        base_model=recipe.base if finetuned and not _is_local(recipe.base) else None,
-        datasets=[recipe.data.source] if _is_hub_data(recipe.data) else None,
-        eval_results=[
-            EvalResult(
-                task_type="text-generation",
-                dataset_type="text",
-                dataset_name=f"{source} (validation)",
-                metric_type="loss",
-                metric_name="validation loss (nats per token)",
-                metric_value=round(made.validation_loss, 4),
-            )
-        ],
-    )
-    origin = {
-        "full": f"all of them fine-tuned from `{base}`" if finetuned else "from random weights",
-        "adapter": f"an adapter over `{base}`, which stays as it is",
-        "merged": f"an adapter over `{base}`, merged into it",
-    }[made.kind]
     text = _TEMPLATE.format(
-        yaml=data.to_yaml(),
+        yaml=_metadata(config, recipe, source, made).to_yaml(),
         name=recipe.name,
         architecture=(config.architectures or [config.model_type])[0],
         parameters=_parameters(config),
-        origin=origin,
+        origin=_origin(made.kind, base),
         source=source,
-        loading=describe_loading(recipe, base) if made.kind == "adapter" else _PLAIN,
-        adapting="".join(f"{line}\n" for line in describe_adapter(recipe, made.coverage)) if made.coverage else "",
+        loading=describe_loading(tuned, base) if tuned and made.kind == "adapter" else _PLAIN,
+        adapting="".join(f"{line}\n" for line in describe_adapter(tuned, made.coverage))
+        if tuned and made.coverage
+        else "",
         layout=describe_layout(layout),
         processes=layout.total_size,
         device=torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, gloo",
@@ -114,6 +92,41 @@ def make_card(
         hfscale=hfscale.__version__,
     )
     return ModelCard(text)
+
+
+def _metadata(config: Any, recipe: Recipe, source: str, made: Made) -> ModelCardData:
+    """What the Hub reads of a card."""
+    tuned = recipe if isinstance(recipe, FinetuneRecipe) else None
+    tags = ["hfscale", config.model_type, "fine-tuned" if tuned else "pretrained"]
+    if tuned and made.coverage:
+        tags += sorted({"adapter", tuned.adapter.get("method", "adapter")})
+    return ModelCardData(
+        model_name=recipe.name,
+        library_name="peft" if made.kind == "adapter" else "transformers",
+        pipeline_tag="text-generation",
+        tags=tags,
+        base_model=tuned.base if tuned and not _is_local(tuned.base) else None,
+        datasets=[recipe.data.source] if _is_hub_data(recipe.data) else None,
+        eval_results=[
+            EvalResult(
+                task_type="text-generation",
+                dataset_type="text",
+                dataset_name=f"{source} (validation)",
+                metric_type="loss",
+                metric_name="validation loss (nats per token)",
+                metric_value=round(made.validation_loss, 4),
+            )
+        ],
+    )
+
+
+def _origin(kind: str, base: str) -> str:
+    """Where the weights come from, of a base or of none."""
+    return {
+        "full": f"all of them fine-tuned from `{base}`" if base else "from random weights",
+        "adapter": f"an adapter over `{base}`, which stays as it is",
+        "merged": f"an adapter over `{base}`, merged into it",
+    }[kind]
 
 
 def describe_layout(layout: hfscale.ParallelConfig) -> str:

@@ -7,19 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from common.batches import evaluation_steps
-from common.borders import check_borders
-from common.loop import evaluate, train
-from common.packing import Example, cut, first_fit, packed_rows, separate_rows
-from common.recipe import PretrainRecipe, RecipeError, TrainingRecipe
-from common.report import RunLog, read_metrics
-from common.rows import IGNORED, Rows, divided
 from datasets import Dataset
 from torch import Tensor
 from transformers import AutoConfig
 
 import hfscale
 from hfscale import ParallelConfig
+from hfscale.recipes.batches import evaluation_steps
+from hfscale.recipes.borders import check_borders
+from hfscale.recipes.loop import evaluate, train
+from hfscale.recipes.packing import Example, cut, first_fit, packed_rows, separate_rows
+from hfscale.recipes.rows import IGNORED, Rows, divided
+from hfscale.recipes.run_log import RunLog, read_metrics
+from hfscale.recipes.schema import PretrainRecipe, RecipeError, TrainingRecipe
 from hfscale.testing import Case, RankPool, assert_layout_equal
 
 from ..models import tiny

@@ -8,8 +8,8 @@ from typing import Any
 from jinja2 import TemplateError
 
 from .packing import Example
-from .recipe import DataRecipe, RecipeError
 from .rows import IGNORED
+from .schema import DataRecipe, RecipeError
 
 # Both mark what the assistant writes, the end of its turn included.
 TEMPLATES = {

@@ -13,8 +13,8 @@ from .chat import encode_chat, encode_completion, set_chat_template
 from .corpus import Document, read
 from .packing import Columns, Example, cut, packed_rows, separate_rows
 from .processes import on_main
-from .recipe import DataRecipe, RecipeError
 from .rows import IGNORED
+from .schema import DataRecipe, RecipeError
 
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_ID = 0
@@ -75,7 +75,7 @@ def prepare(
 
     Returns:
         the tokenizer, the rows to train on and to validate on (of a stream of text with ``input_ids`` alone, else as
-        :mod:`common.packing` makes them), and the unigram entropy of the labels to validate on.
+        :mod:`~hfscale.recipes.packing` makes them), and the unigram entropy of the labels to validate on.
 
     Raises:
         RecipeError: the source cannot be read, or is too small.

@@ -11,7 +11,7 @@ import hfscale
 from .batches import per_rank
 from .loop import Outcome
 from .processes import is_main
-from .recipe import Recipe, RecipeError
+from .schema import Recipe, RecipeError
 
 GIB = 2**30
 

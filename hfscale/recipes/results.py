@@ -14,11 +14,11 @@ import hfscale
 from .batches import per_rank
 from .card import Made, describe_layout, make_card
 from .loop import Outcome, evaluate
-from .memory import beside
+from .memory_limit import beside
 from .processes import barrier, is_main
-from .recipe import FinetuneRecipe, Recipe
-from .report import RunLog, plot_losses
 from .rows import Rows
+from .run_log import RunLog, plot_losses
+from .schema import FinetuneRecipe, Recipe
 
 
 def finish(
@@ -43,7 +43,7 @@ def finish(
     """
     log.close()
     directory = recipe.directory
-    adapted = isinstance(recipe, FinetuneRecipe) and bool(recipe.adapter)
+    adapted = recipe if isinstance(recipe, FinetuneRecipe) and recipe.adapter else None
     if is_main():  # what an earlier run of this name has left would be taken for this one's
         for name in ("adapter", "checkpoint"):
             shutil.rmtree(directory / name, ignore_errors=True)
@@ -52,8 +52,8 @@ def finish(
     if adapted:
         made = [Made("adapter", outcome.validation_loss, hfscale.coverage_report(model))]
     hfscale.save_pretrained(model, directory / made[0].directory)
-    if adapted and recipe.merge:
-        model = merged(model, recipe)
+    if adapted and adapted.merge:
+        model = merged(model, adapted)
         hfscale.save_pretrained(model, directory / "checkpoint")
         loss = outcome.validation_loss if validation_data is None else measure(model, recipe, validation_data)
         log.merged(recipe.training.steps, loss)

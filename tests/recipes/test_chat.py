@@ -3,12 +3,13 @@
 from typing import Any
 
 import pytest
-from common.chat import TEMPLATES, encode_chat, encode_completion, set_chat_template
-from common.packing import Example
-from common.recipe import DataRecipe, RecipeError
-from common.rows import IGNORED
 from tokenizers import processors
 from transformers import AutoTokenizer
+
+from hfscale.recipes.chat import TEMPLATES, encode_chat, encode_completion, set_chat_template
+from hfscale.recipes.packing import Example
+from hfscale.recipes.rows import IGNORED
+from hfscale.recipes.schema import DataRecipe, RecipeError
 
 CONVERSATION = [
     {"role": "system", "content": "Be short."},

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from hfscale.testing.clone import VOCABULARY, tiny_clone
 
 from .packing import Example, packed_rows
-from .recipe import RecipeError
+from .schema import RecipeError
 
 _LENGTHS = (1, 6, 1, 4)
 _TOLERANCE = 1e-4

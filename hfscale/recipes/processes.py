@@ -11,7 +11,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from hfscale import HFScaleError
 
-from .recipe import RecipeError
+from .schema import RecipeError
 
 _HEAD_START_SECONDS = 5.0
 

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from common.batches import evaluation_steps, per_rank, sequences_of_step, share_of_step
-from common.card import describe_layout
-from common.corpus import is_for_validation, is_wanted, read
-from common.data import pack, train_tokenizer, unigram_entropy
-from common.read_recipe import load_recipe
-from common.recipe import DataRecipe, FinetuneRecipe, PretrainRecipe, RecipeError
-from pretrain import config_of
 
 from hfscale import ParallelConfig, RoutingConfig
+from hfscale.recipes.batches import evaluation_steps, per_rank, sequences_of_step, share_of_step
+from hfscale.recipes.card import describe_layout
+from hfscale.recipes.corpus import is_for_validation, is_wanted, read
+from hfscale.recipes.dataset import pack, train_tokenizer, unigram_entropy
+from hfscale.recipes.pretraining import config_of
+from hfscale.recipes.read import load_recipe
+from hfscale.recipes.schema import DataRecipe, FinetuneRecipe, PretrainRecipe, RecipeError
 
 RECIPES = Path(__file__).parents[2] / "scripts" / "recipes"
 DEMO = RECIPES / "demo_pretrain.yaml"

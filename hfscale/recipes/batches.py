@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from .recipe import RecipeError
+from .schema import RecipeError
 
 
 def per_rank(batch_size: int, batch_world: int, microbatch_size: int | None) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from datasets import load_dataset
 
 from .docstrings import questions
-from .recipe import DataRecipe, RecipeError
+from .schema import DataRecipe, RecipeError
 
 # Parts of the standard library that are not library code written by hand: tests, tables, tools, other packages.
 _NOT_LIBRARY = {

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from common.loop import Outcome, train
-from common.recipe import PretrainRecipe, TrainingRecipe
-from common.report import RunLog, read_metrics
 from datasets import Dataset
 
 import hfscale
+from hfscale.recipes.loop import Outcome, train
+from hfscale.recipes.run_log import RunLog, read_metrics
+from hfscale.recipes.schema import PretrainRecipe, TrainingRecipe
 from hfscale.testing import RankPool
 from tests.models import tiny
 

@@ -1,0 +1,82 @@
+"""Fine-tuning: all parameters of a checkpoint, or an adapter over it, quantized or not, in any layout."""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+import hfscale
+
+from .adapting import adapter_of, check_adapter_place, quantization_of
+from .borders import check_borders
+from .dataset import prepare
+from .loop import train
+from .memory_limit import expect_memory
+from .processes import is_main
+from .read import recipe_and_limit
+from .results import finish
+from .run_log import RunLog
+from .schema import FinetuneRecipe, RecipeError
+
+
+def main() -> None:
+    """The run that the command line asks for."""
+    finetune(*recipe_and_limit(FinetuneRecipe, "Fine-tune a checkpoint, or an adapter over it."))
+
+
+def finetune(recipe: FinetuneRecipe, limit: float | None = None) -> None:
+    """The whole run; call it on every rank.
+
+    Args:
+        limit: more GiB than this on one rank are too many; ``None`` makes no estimate.
+    """
+    layout = hfscale.ParallelConfig(**recipe.parallel)
+    check_base(recipe)
+    model, tokenizer = load(recipe, layout)
+    if recipe.adapter and is_main():
+        print(hfscale.coverage_report(model), flush=True)
+    expected = expect_memory(model, recipe, limit)
+    if recipe.data.is_packed:
+        check_borders(model.config)
+    tokenizer, train_data, validation_data, entropy = prepare(recipe.data, tokenizer, len(tokenizer), recipe.directory)
+    log = RunLog(recipe.directory, recipe.name, recipe.training.steps, entropy)
+    outcome = train(model, recipe, train_data, validation_data, log)
+    finish(model, tokenizer, recipe, layout, outcome, log, len(train_data), validation_data, expected)
+
+
+def check_base(recipe: FinetuneRecipe) -> None:
+    """Refuse a directory that is not a checkpoint, or that the run would replace, before anything is loaded."""
+    base = Path(recipe.base)
+    if base.is_dir() and not (base / "config.json").is_file():
+        raise RecipeError(f"base={recipe.base!r} is a directory without config.json: give that of a checkpoint")
+    # A Hub id has at most one slash.
+    if not base.is_dir() and (recipe.base.count("/") > 1 or recipe.base.startswith(("/", "."))):
+        raise RecipeError(
+            f"base={recipe.base!r} is not there: pretrain first (scripts/pretrain.py --config "
+            "scripts/recipes/demo_pretrain.yaml), or give the directory of a checkpoint or the id of a model on the Hub"
+        )
+    if base.resolve() == (recipe.directory / "checkpoint").resolve():
+        raise RecipeError(
+            f"base={recipe.base!r} is where name={recipe.name!r} will be written: choose another name, so that the "
+            "checkpoint to start from is kept"
+        )
+    check_adapter_place(recipe)
+
+
+def load(recipe: FinetuneRecipe, layout: hfscale.ParallelConfig) -> tuple[Any, Any]:
+    """The sharded model, in the recipe's type whatever the checkpoint has, and its tokenizer."""
+    quantization = quantization_of(recipe)
+    try:
+        model = hfscale.from_pretrained(
+            recipe.base,
+            parallel=layout,
+            seed=recipe.seed,
+            mixed_precision=recipe.training.mixed_precision,
+            routing=hfscale.RoutingConfig(**recipe.routing) if recipe.routing else None,
+            peft_config=adapter_of(recipe),
+            dtype=recipe.training.dtype,
+            **({} if quantization is None else {"quantization_config": quantization}),
+        )
+        return model, AutoTokenizer.from_pretrained(recipe.base)
+    except OSError as error:
+        raise RecipeError(f"base={recipe.base!r} cannot be loaded: {error}") from error
