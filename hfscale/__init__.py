@@ -1,18 +1,25 @@
 """hfscale: train the Hugging Face models you already have, at any scale, from the tools you already use."""
 
-from .accelerator import Accelerator
-from .adapt import coverage_report, get_peft_model, merge_and_unload
-from .checkpoint import load_state, save_pretrained, save_state, verify_experts
-from .checkpoint.upcycle import upcycle
-from .config import ParallelConfig
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
 from .errors import CheckpointError, ConfigError, HFScaleError, MeshError, PlanError
-from .experts import ExpertLoad, ExpertLoadHistory, RoutingConfig, expert_load
-from .finetune.memory import memory_estimate
-from .finetune.optimizers import create_optimizer
-from .parallelize import from_config, from_pretrained, parallelize, plan
-from .pipeline.record import record_schedule
-from .train import batch_rank, batch_world, clip_grad_norm_, drain, eval_step, train_step
 from .version import __version__
+
+if TYPE_CHECKING:
+    from .accelerator import Accelerator
+    from .adapt import coverage_report, get_peft_model, merge_and_unload
+    from .checkpoint import load_state, save_pretrained, save_state, verify_experts
+    from .checkpoint.upcycle import upcycle
+    from .config import ParallelConfig
+    from .experts import ExpertLoad, ExpertLoadHistory, RoutingConfig, expert_load
+    from .finetune.memory import memory_estimate
+    from .finetune.optimizers import create_optimizer
+    from .parallelize import from_config, from_pretrained, parallelize, plan
+    from .pipeline.record import record_schedule
+    from .train import batch_rank, batch_world, clip_grad_norm_, drain, eval_step, train_step
 
 __all__ = [
     "Accelerator",
@@ -49,3 +56,43 @@ __all__ = [
     "upcycle",
     "verify_experts",
 ]
+
+# What needs torch is imported when it is first used, so that a command line can be read, or refused, at once.
+_MODULES = {
+    ".accelerator": ["Accelerator"],
+    ".adapt": ["coverage_report", "get_peft_model", "merge_and_unload"],
+    ".checkpoint": ["load_state", "save_pretrained", "save_state", "verify_experts"],
+    ".checkpoint.upcycle": ["upcycle"],
+    ".config": ["ParallelConfig"],
+    ".experts": ["ExpertLoad", "ExpertLoadHistory", "RoutingConfig", "expert_load"],
+    ".finetune.memory": ["memory_estimate"],
+    ".finetune.optimizers": ["create_optimizer"],
+    ".parallelize": ["from_config", "from_pretrained", "parallelize", "plan"],
+    ".pipeline.record": ["record_schedule"],
+    ".train": ["batch_rank", "batch_world", "clip_grad_norm_", "drain", "eval_step", "train_step"],
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_MODULE_OF[name], __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _Package(ModuleType):
+    """The package: ``hfscale.plan`` and ``hfscale.parallelize`` are functions, whichever submodule is imported."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # The import system gives a package each of its submodules as an attribute.
+        if not (name in _MODULE_OF and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

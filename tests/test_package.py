@@ -1,0 +1,41 @@
+"""The package from outside: its public names, and what importing it costs."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+from types import FunctionType
+
+import pytest
+
+import hfscale
+
+HEAVY = ("torch", "transformers", "accelerate", "peft", "datasets", "omegaconf", "matplotlib")
+
+
+def test_every_public_name_is_there_and_declared_to_type_checkers() -> None:
+    assert set(hfscale.__all__) <= set(dir(hfscale))
+    for name in hfscale.__all__:
+        assert getattr(hfscale, name) is not None
+    tree = ast.parse(Path(hfscale.__file__).read_text())
+    declared = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert set(hfscale.__all__) <= declared
+    with pytest.raises(AttributeError, match="has no attribute 'from_pretraind'"):
+        hfscale.from_pretraind  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["plan", "parallelize"])
+def test_functions_named_like_a_submodule_stay_functions(name: str) -> None:
+    code = f"import importlib, hfscale; importlib.import_module('hfscale.{name}'); print(type(hfscale.{name}).__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == FunctionType.__name__
+
+
+@pytest.mark.parametrize("line", [["--help"], ["--version"], ["plan", "--help"], ["schedule", "--pp"], ["verify"]])
+def test_a_command_line_is_read_without_importing_torch(line: list[str]) -> None:
+    code = (
+        f"import sys; from hfscale.cli import main; main({line!r}); "
+        f"print(sorted(set({HEAVY!r}) & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.splitlines()[-1] == "[]"
