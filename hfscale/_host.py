@@ -1,4 +1,4 @@
-"""The one file that touches private names of transformers.
+"""The one file that touches private names of transformers, but for :mod:`hfscale._host_init`.
 
 Read and run against transformers 5.17.0 and 5.23.0.
 """
@@ -35,7 +35,9 @@ from .errors import CheckpointError
 
 @contextmanager
 def loading_through(
-    prepare: Callable[[Any, list[Any], list[str], Any], dict[str, Any]], present: Callable[[str], bool]
+    prepare: Callable[[Any, list[Any], list[str], Any], dict[str, Any]],
+    present: Callable[[str], bool],
+    initialize: Callable[[Any], None],
 ) -> Iterator[dict[str, Any]]:
     """Within: ``from_pretrained`` shows every freshly built meta model to ``prepare`` before it reads weights.
 
@@ -44,6 +46,7 @@ def loading_through(
 
     Args:
         present: whether a parameter is still there, by name; the host ties only what is.
+        initialize: takes the place of the host's initialization of a model whose weights have been read.
     """
     report: dict[str, Any] = {}
     original = PreTrainedModel.__dict__["_load_pretrained_model"]
@@ -58,6 +61,7 @@ def loading_through(
         shown = prepare(model, load_config.weight_mapping or [], files, load_config.hf_quantizer)
         report["model"], report["ties"] = model, model.all_tied_weights_keys
         model.all_tied_weights_keys = {a: b for a, b in report["ties"].items() if present(a) and present(b)}
+        model.initialize_weights = lambda: initialize(model)
         info, index = original.__func__(model, shown, None, load_config, *args, **kwargs)
         report["missing"] = set(info.missing_keys)
         report["mismatched"] = list(info.mismatched_keys)
@@ -78,6 +82,7 @@ def loading_through(
         host._load_pretrained_model = original
         if "model" in report:
             report["model"].all_tied_weights_keys = report["ties"]
+            del report["model"].initialize_weights
 
 
 @dataclass(frozen=True)
@@ -223,26 +228,6 @@ def stored_layout(model: Any, contents: dict[str, Tensor]) -> dict[str, Tensor]:
             "version cannot write: save the model with one process"
         )
     return apart
-
-
-def initialize_weights(model: Any, unit: nn.Module, recurse: bool) -> None:
-    """Run the host's own initialization on ``unit``, a part of ``model`` in real memory, as it would on the whole."""
-
-    def visit(module: nn.Module, owner: Any) -> None:
-        owner = module if isinstance(module, PreTrainedModel) else owner
-        for child in module.children():
-            visit(child, owner)
-        owner._initialize_weights(module)
-
-    owner = model
-    for module in model.modules():  # the innermost model that contains the unit
-        if isinstance(module, PreTrainedModel) and any(part is unit for part in module.modules()):
-            owner = module
-    with torch.no_grad():
-        if recurse:
-            visit(unit, owner)
-        else:
-            owner._initialize_weights(unit)
 
 
 def write_configs(model: Any, directory: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import _host
+from .. import _host_init
 from ..mesh import Mesh
 from ..plan import Plan
 from .slices import is_elsewhere
@@ -45,7 +45,7 @@ def initialize_shares(
         unit.to_empty(device="cpu", recurse=recurse)
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed_of(seed, name))
-            _host.initialize_weights(template, unit, recurse)
+            _host_init.initialize_weights(template, unit, recurse)
         for key in names:
             whole = template.get_parameter(key).detach()
             shares[key] = plan.by_name[key].take(whole, mesh.ranks).to(mesh.device, copy=True)

@@ -19,6 +19,7 @@ from ..pipeline import leave_out
 from ..plan import ParameterPlan, Plan
 from ..tensor import cut_parameters
 from .merged import merged_parameters, parts_of_share
+from .overwrites import find_overwrites, initialize_around, put_parameter
 from .prequantized import split_packed
 from .quantize import Quantizing, Shares
 from .reader import TensorOnDisk, open_tensors
@@ -31,12 +32,15 @@ class _Loader:
         self.held = plan.held(mesh.ranks["pp"])  # owned parameter -> its name here
         self.converted: set[str] = set()
         self.meta: dict[str, nn.Parameter] = {}
+        self.stored: set[str] = set()  # parameters and buffers that the checkpoint has
+        self.overwritten: set[str] = set()
         self.quantizing: Quantizing | None = None
 
     def prepare(self, model: Any, weight_mapping: list[Any], files: list[str], quantizer: Any) -> dict[str, Any]:
         """Give the meta model local shapes; return the checkpoint as this rank sees it."""
         stored, packed = split_packed(open_tensors(files))
         targets = _host.checkpoint_targets(model, list(stored), weight_mapping)
+        self.stored = {name for found in targets.values() for name in (found.name, *found.others)}
         leave_out(model, self.plan, self.mesh.ranks["pp"])
         if quantizer is not None:
             self.quantizing = Quantizing(model, self.plan, self.mesh, quantizer)
@@ -54,10 +58,10 @@ class _Loader:
                 self.meta[planned.name] = self.meta[planned.tied_to]
             shape = planned.local_shape(self.mesh.ranks)
             if planned.name in self.converted:
-                _set(model, planned.name, whole[planned.name])
+                put_parameter(model, planned.name, whole[planned.name])
             elif tuple(parameter.shape) != shape:
                 empty = nn.Parameter(parameter.new_empty(shape), requires_grad=parameter.requires_grad)
-                _set(model, planned.name, empty)
+                put_parameter(model, planned.name, empty)
         shown: dict[str, Any] = {}
         if self.quantizing is not None:
             for key in packed:
@@ -110,6 +114,22 @@ class _Loader:
         """Whether the model still has a parameter, which another stage may hold."""
         return name in self.meta or name not in self.plan.by_name
 
+    def initialize(self, model: Any) -> None:
+        """In the place of the host's initialization: for buffers; missing parameters come later, by their own seed."""
+        shapes = {planned.name: planned.shape for planned in self.plan.parameters}
+        self.overwritten = initialize_around(model, shapes)
+
+    def overwrite(self, model: Any, shares: Shares) -> None:
+        """Put into the shares what the host's initialization would have put into whole parameters."""
+        # What one stage has tied to another's parameter does not show where that is not.
+        if not self.overwritten and self.plan.stages is None:
+            return
+        for name, found in find_overwrites(_host.empty_copy(model), self.stored).items():
+            planned = self.plan.by_name[self.plan.by_name[name].tied_to or name]
+            quantized = self.quantizing is not None and planned.name in self.quantizing.weights
+            if planned.name in shares and not quantized:  # the host never initializes quantized modules
+                found.apply(shares[planned.name], planned, self.mesh.ranks)
+
     def shares(self, model: Any) -> Shares:
         """What was loaded, as this rank's final shares; the model gets its meta parameters back."""
         loaded = dict(model.named_parameters(remove_duplicate=False))
@@ -131,7 +151,7 @@ class _Loader:
             parameter.requires_grad_(loaded[self.held[owner]].requires_grad)
             if parameter.dtype != shares[owner].dtype:
                 parameter.data = parameter.data.to(shares[owner].dtype)
-            _set(model, name, parameter)
+            put_parameter(model, name, parameter)
         return shares
 
 
@@ -148,14 +168,16 @@ def load_pretrained(
         CheckpointError: the checkpoint is damaged, or its shapes are not the model's.
     """
     loader = _Loader(plan, mesh)
-    with _host.loading_through(loader.prepare, loader.present) as report:
+    with _host.loading_through(loader.prepare, loader.present, loader.initialize) as report:
         model = auto_class.from_pretrained(path, **kwargs)
     if report["mismatched"]:
         raise CheckpointError(f"{path}: shapes differ from the model's: {report['mismatched']}")
     # A tied tensor is there if the checkpoint has it under any of its names that this rank has.
     here = [planned for planned in plan.parameters if planned.name in loader.meta]
     present = {planned.tied_to or planned.name for planned in here if planned.name not in report["missing"]}
-    return model, loader.shares(model), {planned.tied_to or planned.name for planned in here} - present
+    shares = loader.shares(model)
+    loader.overwrite(model, shares)
+    return model, shares, {planned.tied_to or planned.name for planned in here} - present
 
 
 def _check_shape(key: str, shape: tuple[int, ...], planned: ParameterPlan) -> None:
@@ -173,11 +195,6 @@ def _check_equal(share: ShareOnDisk, first: ShareOnDisk, key: str, first_key: st
             f"{first_key} and {key} are one tensor by the config, and differ in the checkpoint: set "
             "tie_word_embeddings=false in its config.json, or save it again with one of them"
         )
-
-
-def _set(model: Any, name: str, parameter: nn.Parameter) -> None:
-    owner, _, attribute = name.rpartition(".")
-    model.get_submodule(owner)._parameters[attribute] = parameter
 
 
 def materialize_buffers(model: nn.Module, buffers: dict[str, Tensor], device: torch.device) -> None:

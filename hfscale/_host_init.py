@@ -1,0 +1,66 @@
+"""The host's initialization of modules, and the mark by which it knows what is loaded: private names of transformers.
+
+Read and run against transformers 5.17.0 and 5.23.0.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers import initialization as host_init
+
+_LOADED = "_is_hf_initialized"
+
+
+def initialize_weights(model: Any, unit: nn.Module, recurse: bool) -> None:
+    """Run the host's own initialization on ``unit``, a part of ``model`` in real memory, as it would on the whole."""
+    owner = model
+    for module in model.modules():  # the innermost model that contains the unit
+        if isinstance(module, PreTrainedModel) and any(part is unit for part in module.modules()):
+            owner = module
+    with torch.no_grad():
+        if not recurse:
+            owner._initialize_weights(unit)
+            return
+        for _, module, its_owner in _children_first(unit, "", owner):
+            its_owner._initialize_weights(module)
+
+
+def initializations(model: Any) -> Iterator[tuple[str, nn.Module, Callable[[], None]]]:
+    """Every module of ``model`` with its name and what initializes it, in the host's order: as after loading, where
+    the host's functions leave alone what is marked.
+    """
+    custom = model.is_custom_code()
+
+    def initialize(module: nn.Module, owner: Any) -> None:
+        with torch.no_grad(), host_init.guard_torch_init_functions():
+            owner._initialize_weights(module, custom)
+
+    for name, module, owner in _children_first(model, "", model):
+        yield name, module, partial(initialize, module, owner)
+
+
+def _children_first(module: nn.Module, name: str, owner: Any) -> Iterator[tuple[str, nn.Module, Any]]:
+    """``(name, module, innermost model around it)``."""
+    owner = module if isinstance(module, PreTrainedModel) else owner
+    for key, child in module.named_children():
+        yield from _children_first(child, f"{name}.{key}" if name else key, owner)
+    yield name, module, owner
+
+
+def is_loaded(tensor: Tensor) -> bool:
+    """Whether the host has marked a parameter or buffer as loaded."""
+    return bool(getattr(tensor, _LOADED, False))
+
+
+def mark_loaded(tensor: Tensor) -> None:
+    """Mark a parameter or buffer as the host marks what it has loaded."""
+    setattr(tensor, _LOADED, True)
+
+
+def forget_loaded(module: nn.Module) -> None:
+    """Let the host initialize a module again."""
+    module.__dict__.pop(_LOADED, None)

@@ -1,0 +1,212 @@
+"""What the host's initialization does to weights that were loaded.
+
+After loading, the host initializes every module. Parameters that were loaded carry a mark, which its own functions
+respect; code that writes through ``.data`` or a slice does not see it, and puts a row of zeros into a loaded embedding,
+say. What stock does to the whole parameter is part of what stock loads; run over a share, it would hit other entries.
+
+So the host's initialization sees no share. It runs over stand-ins of the whole shapes, without memory, into which
+nothing is ever written; buffers are real, and become what they are in stock. Where it tries to write into a loaded
+parameter, that module of a whole model is initialized again, over real memory, and what it leaves there is taken to the
+shares like anything else: the same way for every layout.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .. import _host_init
+from ..errors import CheckpointError
+from ..plan import ParameterPlan
+
+# A parameter is filled with each of these in turn: entries that then end up alike were written.
+_FILLS = (0.5, -3.25)
+_SEED = 0  # of what the host puts into loaded parameters at random
+
+
+@dataclass(frozen=True)
+class Overwrite:
+    """Entries of a whole parameter and what the host puts there.
+
+    Attributes:
+        places: of the flattened parameter.
+        values: one for each.
+    """
+
+    places: Tensor
+    values: Tensor
+
+    def apply(self, share: Tensor, planned: ParameterPlan, ranks: dict[str, int]) -> None:
+        """Write into the ``share`` of the rank at ``ranks`` what of it is there."""
+        where = torch.zeros(planned.shape, dtype=torch.bool)
+        where.view(-1)[self.places] = True
+        found = torch.zeros(planned.shape, dtype=share.dtype)
+        found.view(-1)[self.places] = self.values.to(share.dtype)
+        here = planned.take(where, ranks).to(share.device)
+        share[here] = planned.take(found, ranks).to(share.device)[here]
+
+
+class _StandIns(TorchDispatchMode):
+    """Parameters without memory in the place of a model's own.
+
+    While one module is initialized, operations that would write into them, or into views of them, are left out.
+
+    Attributes:
+        tensors: what stands for each parameter, by name.
+    """
+
+    def __init__(self, model: Any, shapes: dict[str, tuple[int, ...]]) -> None:
+        super().__init__()
+        self.model = model
+        self.own = dict(model.named_parameters(remove_duplicate=False))
+        self.tensors: dict[str, nn.Parameter] = {}
+        self._names: dict[int, str] = {}
+        self._kept: list[Tensor] = []  # whose storages no other tensor is to get
+        self._written: set[str] = set()
+        for name, parameter in self.own.items():
+            self._stand_in(name, parameter, shapes.get(name, tuple(parameter.shape)))
+
+    def initialize(self, name: str, module: nn.Module, initialize: Callable[[], None]) -> set[str]:
+        """Let the host initialize a module; names of what it would have written into, or put something in place of."""
+        self._written = set()
+        with self:
+            initialize()
+        for key, parameter in module.named_parameters(prefix=name, remove_duplicate=False):
+            expected = self.tensors.get(key)
+            if expected is not None and (parameter is not expected or _storage(parameter) not in self._names):
+                self._written.add(key)
+                self._stand_in(key, expected, tuple(expected.shape))
+        return self._written
+
+    @contextmanager
+    def without(self, name: str, other: nn.Parameter) -> Iterator[None]:
+        """Within: the model has a real parameter in the place of a stand-in, and may write into it."""
+        stand_in = self.tensors.pop(name)
+        put_parameter(self.model, name, other)
+        try:
+            yield
+        finally:
+            self.tensors[name] = stand_in
+            put_parameter(self.model, name, stand_in)
+
+    def put_back(self) -> None:
+        """Give the model its own parameters back."""
+        for name, parameter in self.own.items():
+            parameter.requires_grad_(self.model.get_parameter(name).requires_grad)  # initialization may freeze some
+            put_parameter(self.model, name, parameter)
+
+    def _stand_in(self, name: str, parameter: Tensor, shape: tuple[int, ...]) -> None:
+        one = torch.zeros((), dtype=parameter.dtype, device="cpu" if parameter.is_meta else parameter.device)
+        self.tensors[name] = made = nn.Parameter(one.expand(shape), requires_grad=parameter.requires_grad)
+        if _host_init.is_loaded(parameter):
+            _host_init.mark_loaded(made)
+        self._names[_storage(made)] = name
+        self._kept.append(made)
+        put_parameter(self.model, name, made)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not func._schema.is_mutable:
+            return func(*args, **kwargs)
+        targets: list[Tensor] = []
+        for index, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[index] if index < len(args) else kwargs.get(argument.name)
+                targets += value if isinstance(value, list | tuple) else [value] if value is not None else []
+        found = {self._names[key] for target in targets if (key := _storage(target)) in self._names}
+        if not found:
+            return func(*args, **kwargs)
+        self._written |= found
+        returned = len(func._schema.returns)
+        return None if returned == 0 else targets[0] if returned == 1 else tuple(targets[:returned])
+
+
+def initialize_around(model: Any, shapes: dict[str, tuple[int, ...]]) -> set[str]:
+    """Run the host's initialization of a ``model`` whose parameters it is neither to change nor to see.
+
+    Args:
+        model: a meta model whose loaded parameters and buffers the host has put in and marked.
+        shapes: of whole parameters.
+
+    Returns:
+        names of loaded parameters that it would have written into.
+    """
+    stand_ins = _StandIns(model, shapes)
+    try:
+        written = [stand_ins.initialize(*each) for each in _host_init.initializations(model)]
+    finally:
+        stand_ins.put_back()
+    return {name for names in written for name in names if _host_init.is_loaded(stand_ins.tensors[name])}
+
+
+def find_overwrites(model: Any, loaded: Collection[str]) -> dict[str, Overwrite]:
+    """What the host's initialization leaves in loaded parameters.
+
+    Args:
+        model: a whole one on the meta device, for this purpose alone.
+        loaded: the names of what was loaded.
+
+    Raises:
+        CheckpointError: it depends on the values that were loaded.
+    """
+    for name, buffer in list(model.named_buffers()):
+        owner, _, attribute = name.rpartition(".")
+        model.get_submodule(owner)._buffers[attribute] = torch.zeros_like(buffer, device="cpu")
+    for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers()):
+        if name in loaded:
+            _host_init.mark_loaded(tensor)
+    result: dict[str, Overwrite] = {}
+    stand_ins = _StandIns(model, {})
+    for name, module, initialize in _host_init.initializations(model):
+        for parameter in stand_ins.initialize(name, module, initialize):
+            # What is tied gets its owner's values in the end.
+            if parameter in loaded and model.all_tied_weights_keys.get(parameter) not in loaded:
+                last = _left_by(name, module, initialize, parameter, stand_ins)
+                result[parameter] = _merged(result.get(parameter), last)
+    return result
+
+
+def _left_by(
+    name: str, module: nn.Module, initialize: Callable[[], None], parameter: str, stand_ins: _StandIns
+) -> Overwrite:
+    """What the host, initializing ``module``, leaves in the loaded ``parameter``."""
+    like = stand_ins.tensors[parameter]
+    left = []
+    for fill in _FILLS:
+        real = nn.Parameter(torch.full(like.shape, fill, dtype=torch.promote_types(like.dtype, torch.float32)), False)
+        _host_init.mark_loaded(real)
+        _host_init.forget_loaded(module)
+        with stand_ins.without(parameter, real), torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(_SEED)
+            stand_ins.initialize(name, module, initialize)
+            left.append(stand_ins.model.get_parameter(parameter).detach().flatten())
+    first, second = left
+    written = first == second
+    if not bool((written | (first == _FILLS[0]) & (second == _FILLS[1])).all()):
+        raise CheckpointError(
+            f"{type(module).__name__}._init_weights computes new values of {parameter} from those that were loaded, "
+            "which no rank has whole: let it leave alone what is loaded (parameters marked _is_hf_initialized)"
+        )
+    places = written.nonzero().flatten()
+    return Overwrite(places, first[places].clone())
+
+
+def _merged(before: Overwrite | None, last: Overwrite) -> Overwrite:
+    if before is None:
+        return last
+    still = ~torch.isin(before.places, last.places)
+    return Overwrite(torch.cat([before.places[still], last.places]), torch.cat([before.values[still], last.values]))
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def put_parameter(model: Any, name: str, parameter: nn.Parameter) -> None:
+    """Set the parameter of that name."""
+    owner, _, attribute = name.rpartition(".")
+    model.get_submodule(owner)._parameters[attribute] = parameter
