@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from . import _host
 from .assemble import assemble, take_apart
+from .checkpoint.shares import Shares
 from .errors import ConfigError
 from .finetune.adapters import attach_adapters, describe_coverage, merge_shares, read_config
 from .finetune.adapters.merge import dequantized_shares, put_plain_modules, refuse_tied
@@ -49,10 +50,10 @@ def get_peft_model(model: nn.Module, peft_config: Any, adapter_name: str = "defa
     plan, mesh = runtime.plan, runtime.mesh
     training = runtime.model.training
     shares = take_apart(runtime)
-    before = dict(shares)
+    before = shares.copy()
     try:
         adapters, planned = attach_adapters(
-            runtime.model, template, config, plan, mesh, shares, source=source, name=adapter_name, seed=seed
+            runtime.model, template, config, plan, mesh, shares.tensors, source=source, name=adapter_name, seed=seed
         )
     except Exception:  # the model goes on without
         assemble(runtime.model, plan, mesh, runtime.mixed_precision, runtime.options, before)
@@ -104,11 +105,11 @@ def merge_and_unload(model: nn.Module, *, dtype: torch.dtype | None = None, quie
     training = runtime.model.training
     merged, plan = len({adapter.base for adapter in runtime.plan.adapters}), adapters.stock_plan
     plain = {} if dtype is None else dequantized_shares(runtime, dtype)
-    shares = take_apart(runtime)
+    tensors = {**take_apart(runtime).tensors, **plain}
     if quantized is not None:
-        plan, shares = put_plain_modules(adapters, runtime, plain), {**shares, **plain}
-    stock, shares = merge_shares(adapters, runtime, shares)
-    assemble(stock, plan, runtime.mesh, runtime.mixed_precision, runtime.options, shares)
+        plan = put_plain_modules(adapters, runtime, plain)
+    stock, tensors = merge_shares(adapters, runtime, tensors)
+    assemble(stock, plan, runtime.mesh, runtime.mixed_precision, runtime.options, Shares(tensors))
     stock.train(training)
     if before is not None:
         what, expected = before

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from .checkpoint.quantize import Shares
+from .checkpoint.shares import Shares
 from .data import MIXED_PRECISIONS, add_up_gradients, apply_data_axes, give_up_gathered, install_shares
 from .errors import ConfigError
 from .experts import RoutingConfig, install_experts, install_passes
@@ -29,7 +29,7 @@ def assemble(
     mesh: Mesh,
     mixed_precision: str,
     routing: RoutingConfig | None,
-    shares: dict[str, Tensor] | None,
+    shares: Shares | None,
     adapters: Adapters | None = None,
 ) -> Runtime:
     """Edges, loss, data axes, weights (where they are not in place yet), bookkeeping."""
@@ -43,7 +43,7 @@ def assemble(
     install_passes(runtime)
     apply_data_axes(model, planned, mesh, mixed_precision)
     if shares is not None:
-        install_shares(model, shares, planned, mesh)
+        install_shares(model, shares.tensors, planned, mesh)
         install_quantized(shares)
     if mesh.batch_world == 1 and mixed_precision != "no":
         _autocast(model, mesh.device, MIXED_PRECISIONS[mixed_precision])
@@ -57,15 +57,14 @@ def assemble(
     return runtime
 
 
-def take_apart(runtime: Runtime) -> dict[str, Tensor]:
+def take_apart(runtime: Runtime) -> Shares:
     """Undo :func:`assemble`: the model is left with its local sizes on the meta device.
 
     Returns:
-        this rank's final shares, by name, in the memory that the model had.
+        this rank's final shares, in the memory that the model had.
     """
     give_up_gathered(runtime.model)
-    shares = Shares()
-    shares.update({planned.name: local_tensor(parameter).detach() for planned, parameter in runtime.parameters()})
+    shares = Shares({planned.name: local_tensor(parameter).detach() for planned, parameter in runtime.parameters()})
     trains = {planned.name: parameter.requires_grad for planned, parameter in runtime.parameters()}
     assert runtime.undo is not None
     runtime.undo()
@@ -78,7 +77,7 @@ def take_apart(runtime: Runtime) -> dict[str, Tensor]:
         owner = planned.tied_to or planned.name
         if owner not in made:
             shape = planned.model_shape(runtime.mesh.ranks)
-            empty = torch.empty(shape, dtype=shares[owner].dtype, device="meta")
+            empty = torch.empty(shape, dtype=shares.tensors[owner].dtype, device="meta")
             made[owner] = nn.Parameter(empty, requires_grad=trains[owner])
         module, attribute = owner_of(runtime.model, planned.name)
         module._parameters[attribute] = made[owner]

@@ -13,6 +13,7 @@ from . import _host
 from .assemble import assemble
 from .checkpoint import initialize_shares, load_pretrained
 from .checkpoint.load import materialize_buffers
+from .checkpoint.shares import Shares
 from .config import ParallelConfig
 from .data import MIXED_PRECISIONS
 from .errors import CheckpointError, ConfigError
@@ -81,13 +82,13 @@ def from_pretrained(
     if missing:
         template = _on_meta(auto_class, model.config, {"dtype": model.dtype, **code})
         fresh, _ = initialize_shares(template, planned, mesh, seed, wanted=lambda name: name in missing)
-        shares.update(fresh)
+        shares.tensors.update(fresh)
     materialize_buffers(model, {}, mesh.device)
     adapters = None
     if adapting is not None:
         template = _on_meta(auto_class, model.config, {"dtype": model.dtype, **code})
         adapters, planned = attach_adapters(
-            model, template, adapting[0], planned, mesh, shares, source=adapting[1], seed=seed
+            model, template, adapting[0], planned, mesh, shares.tensors, source=adapting[1], seed=seed
         )
     assemble(model, planned, mesh, mixed_precision, routing, shares, adapters)
     return model
@@ -118,13 +119,14 @@ def from_config(
     template = _on_meta(auto_class, config, hf_kwargs)
     leave_out(model, planned, mesh.ranks["pp"])
     cut_parameters(model, planned, mesh)
-    shares, buffers = initialize_shares(template, planned, mesh, seed)
+    tensors, buffers = initialize_shares(template, planned, mesh, seed)
+    shares = Shares(tensors)
     materialize_buffers(model, buffers, mesh.device)
     adapters = None
     if adapting is not None:
         template = _on_meta(auto_class, config, hf_kwargs)
         adapters, planned = attach_adapters(
-            model, template, adapting[0], planned, mesh, shares, source=adapting[1], seed=seed
+            model, template, adapting[0], planned, mesh, shares.tensors, source=adapting[1], seed=seed
         )
     assemble(model, planned, mesh, mixed_precision, routing, shares, adapters)
     return model

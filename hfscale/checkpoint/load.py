@@ -21,8 +21,9 @@ from ..tensor import cut_parameters
 from .merged import merged_parameters, parts_of_share
 from .overwrites import find_overwrites, initialize_around, put_parameter
 from .prequantized import split_packed
-from .quantize import Quantizing, Shares
+from .quantize import Quantizing
 from .reader import TensorOnDisk, open_tensors
+from .shares import Shares
 from .slices import ShareOnDisk, is_elsewhere
 
 
@@ -127,8 +128,8 @@ class _Loader:
         for name, found in find_overwrites(_host.empty_copy(model), self.stored).items():
             planned = self.plan.by_name[self.plan.by_name[name].tied_to or name]
             quantized = self.quantizing is not None and planned.name in self.quantizing.weights
-            if planned.name in shares and not quantized:  # the host never initializes quantized modules
-                found.apply(shares[planned.name], planned, self.mesh.ranks)
+            if planned.name in shares.tensors and not quantized:  # the host never initializes quantized modules
+                found.apply(shares.tensors[planned.name], planned, self.mesh.ranks)
 
     def shares(self, model: Any) -> Shares:
         """What was loaded, as this rank's final shares; the model gets its meta parameters back."""
@@ -137,20 +138,20 @@ class _Loader:
         if self.quantizing is not None:
             self.quantizing.collect(shares)
         for planned in self.plan.owned():
-            if planned.name not in self.held or planned.name in shares:
+            if planned.name not in self.held or planned.name in shares.tensors:
                 continue
             tensor = loaded[self.held[planned.name]].detach()
             if planned.name in self.converted:
                 tensor = planned.take(tensor, self.mesh.ranks).clone()
-            shares[planned.name] = tensor.to(self.mesh.device)
+            shares.tensors[planned.name] = tensor.to(self.mesh.device)
         for name, parameter in self.meta.items():
             # The host may have chosen another type for a parameter while loading, or have thawed it.
             owner = self.plan.by_name[name].tied_to or name
             if self.quantizing is not None and owner in self.quantizing.weights:
                 continue
             parameter.requires_grad_(loaded[self.held[owner]].requires_grad)
-            if parameter.dtype != shares[owner].dtype:
-                parameter.data = parameter.data.to(shares[owner].dtype)
+            if parameter.dtype != shares.tensors[owner].dtype:
+                parameter.data = parameter.data.to(shares.tensors[owner].dtype)
             put_parameter(model, name, parameter)
         return shares
 

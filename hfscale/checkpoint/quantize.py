@@ -19,19 +19,7 @@ from ..ops.packed import register_packed, scales_name
 from ..plan import ParameterPlan, Plan
 from ..plan.plan import wild_name
 from .prequantized import PackedOnDisk, check_row, fill_row
-
-
-class Shares(dict[str, Tensor]):
-    """This rank's final shares by name.
-
-    Attributes:
-        quantized: what belongs to quantized weights besides: module, parameter, and its share; or the parameter itself,
-            where it is of a class of bitsandbytes.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.quantized: list[tuple[nn.Module, str, Tensor]] = []
+from .shares import Shares
 
 
 class Quantizing:
@@ -147,17 +135,17 @@ class Quantizing:
             if self.plan.bits == 8 and self.mesh.batch_world > 1:
                 from ..ops.linear_8bit import make_sharded as share_rows  # imports bitsandbytes
 
-                shares[name] = parameter.data.to(self.mesh.device)
+                shares.tensors[name] = parameter.data.to(self.mesh.device)
                 rows = parameter.SCB.to(self.mesh.device, torch.float32).view(torch.uint8).view(-1, 4)
                 shares.quantized.append((module, "scales", rows))
                 share_rows(module)
                 continue
             if name not in self.packings:
                 parameter = parameter.to(self.mesh.device)
-                shares[name] = parameter.data
+                shares.tensors[name] = parameter.data
                 shares.quantized.append((module, attribute, parameter))
                 continue
-            shares[name] = parameter.data
+            shares.tensors[name] = parameter.data
             shares.quantized.append((module, scales_name(attribute), self.scales[name]))
             if hasattr(module, "in_features"):
                 from ..ops.linear_4bit import make_sharded  # imports bitsandbytes

@@ -14,7 +14,7 @@ from transformers import BitsAndBytesConfig
 from transformers.pytorch_utils import Conv1D
 
 from .. import _host
-from ..checkpoint.quantize import Shares
+from ..checkpoint.shares import Shares
 from ..data.shard import like_sharded
 from ..errors import ConfigError
 from ..ops.four_bit import gathered, unpack
@@ -118,9 +118,9 @@ def plan_quantized(planned: Plan, model: nn.Module, config: Any, stored: bool = 
     return replace(planned, quantized=found)
 
 
-def install_quantized(shares: dict[str, Tensor]) -> None:
+def install_quantized(shares: Shares) -> None:
     """Put what belongs to quantized weights into their modules, FSDP2-wrapped or not; comes after all other shares."""
-    for module, name, share in shares.quantized if isinstance(shares, Shares) else ():
+    for module, name, share in shares.quantized:
         if isinstance(share, nn.Parameter):  # bitsandbytes' own class, which knows its scales
             module._parameters[name] = share
             continue

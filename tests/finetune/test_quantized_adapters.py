@@ -11,6 +11,7 @@ from transformers import BitsAndBytesConfig
 
 import hfscale
 from hfscale import ParallelConfig
+from hfscale.errors import ConfigError
 from hfscale.runtime import runtime_of
 from hfscale.testing import RankPool
 
@@ -123,3 +124,34 @@ def test_factors_of_experts(pools: Pools, tmp_path: Path, late: bool, layout: st
     assert expected[2] < expected[1] < expected[0]
     for losses in pools(ParallelConfig(**sizes).total_size).run(experts_trained, path, sizes, late):
         assert losses == pytest.approx(expected, rel=2e-5)
+
+
+def refused_between(path: str, layout: Layout, bits: int, refused: bool) -> list[float]:
+    """Losses and norms of two steps of a quantized model whose other weights train; between them, an adapter that is
+    refused.
+    """
+    config = four_bits() if bits == 4 else BitsAndBytesConfig(load_in_8bit=True)
+    model = load(path, layout, config).train()
+    ids = tokens(4)[hfscale.batch_rank(model) :: hfscale.batch_world(model)]
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    found = []
+    for step in range(2):
+        if refused and step == 1:
+            with pytest.raises(ConfigError, match="nothing_here"):
+                hfscale.get_peft_model(model, LoraConfig(target_modules=["nothing_here"]))
+            optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        found.append(float(hfscale.train_step(model, {"input_ids": ids, "labels": ids})))
+        found.append(float(hfscale.clip_grad_norm_(model, 1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("layout", ["tp2", "shard2"])
+def test_a_refused_adapter_leaves_a_quantized_model_as_it_was(
+    pools: Pools, tmp_path: Path, layout: str, bits: int
+) -> None:
+    path = save(wide("llama"), tmp_path)
+    expected = pools(2).run(refused_between, path, LAYOUTS[layout], bits, False)
+    assert pools(2).run(refused_between, path, LAYOUTS[layout], bits, True) == expected
