@@ -8,8 +8,11 @@ As for pretraining, any key of the recipe can be given behind it, and results go
 than 40 GiB. ``hfscale train demo_lora`` does the same, and starts the ranks itself.
 """
 
-from hfscale.recipes.finetuning import main
-from hfscale.recipes.processes import run
+from hfscale.recipes import check_installed
 
 if __name__ == "__main__":
+    check_installed()
+    from hfscale.recipes.finetuning import main
+    from hfscale.recipes.processes import run
+
     run(main)

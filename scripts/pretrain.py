@@ -7,8 +7,11 @@ behind it: ``training.steps=20 parallel.tp_size=1 parallel.dp_shard_size=2``. Re
 ``hfscale train demo_pretrain`` does the same, and starts the ranks itself.
 """
 
-from hfscale.recipes.pretraining import main
-from hfscale.recipes.processes import run
+from hfscale.recipes import check_installed
 
 if __name__ == "__main__":
+    check_installed()
+    from hfscale.recipes.pretraining import main
+    from hfscale.recipes.processes import run
+
     run(main)

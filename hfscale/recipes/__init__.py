@@ -1,1 +1,23 @@
 """Whole runs driven by a recipe: its schema, data, the training loop, and what a run leaves behind."""
+
+from importlib.util import find_spec
+
+from ..errors import ConfigError
+
+__all__ = ["check_installed"]
+
+_PACKAGES = {"datasets": "datasets", "matplotlib": "matplotlib", "omegaconf": "omegaconf", "yaml": "PyYAML"}
+
+
+def check_installed() -> None:
+    """Refuse to go on without the packages that only recipes need, which every other module of this room imports.
+
+    Raises:
+        ConfigError: some are missing.
+    """
+    missing = [package for module, package in _PACKAGES.items() if find_spec(module) is None]
+    if missing:
+        raise ConfigError(
+            f"recipes need {', '.join(missing)}, which the rest of hfscale does not, and which "
+            f'{"is" if len(missing) == 1 else "are"} not installed: pip install "hfscale[recipes]"'
+        )

@@ -3,7 +3,6 @@
 import difflib
 import inspect
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import peft
@@ -39,16 +38,6 @@ def quantization_of(recipe: FinetuneRecipe) -> BitsAndBytesConfig | None:
         RecipeError: a field is none of ``BitsAndBytesConfig``, or it refuses its value.
     """
     return _made("quantization", BitsAndBytesConfig, recipe.quantization, {}) if recipe.quantization else None
-
-
-def check_adapter_place(recipe: FinetuneRecipe) -> None:
-    """Refuse to go on with an adapter that the run would replace."""
-    path = recipe.adapter.get("path")
-    if path is not None and Path(path).resolve() == (recipe.directory / "adapter").resolve():
-        raise RecipeError(
-            f"adapter.path={path!r} is where name={recipe.name!r} will be written: choose another name, so that the "
-            "adapter to start from is kept"
-        )
 
 
 def describe_adapter(recipe: FinetuneRecipe, coverage: str) -> list[str]:

@@ -1,17 +1,17 @@
 """Fine-tuning: all parameters of a checkpoint, or an adapter over it, quantized or not, in any layout."""
 
-from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
 
 import hfscale
 
-from .adapting import adapter_of, check_adapter_place, quantization_of
+from .adapting import adapter_of, quantization_of
 from .borders import check_borders
 from .dataset import prepare
 from .loop import train
 from .memory_limit import expect_memory
+from .places import check_places
 from .processes import is_main
 from .read import recipe_and_limit
 from .results import finish
@@ -31,7 +31,7 @@ def finetune(recipe: FinetuneRecipe, limit: float | None = None) -> None:
         limit: more GiB than this on one rank are too many; ``None`` makes no estimate.
     """
     layout = hfscale.ParallelConfig(**recipe.parallel)
-    check_base(recipe)
+    check_places(recipe)
     model, tokenizer = load(recipe, layout)
     if recipe.adapter and is_main():
         print(hfscale.coverage_report(model), flush=True)
@@ -42,25 +42,6 @@ def finetune(recipe: FinetuneRecipe, limit: float | None = None) -> None:
     log = RunLog(recipe.directory, recipe.name, recipe.training.steps, entropy)
     outcome = train(model, recipe, train_data, validation_data, log)
     finish(model, tokenizer, recipe, layout, outcome, log, len(train_data), validation_data, expected)
-
-
-def check_base(recipe: FinetuneRecipe) -> None:
-    """Refuse a directory that is not a checkpoint, or that the run would replace, before anything is loaded."""
-    base = Path(recipe.base)
-    if base.is_dir() and not (base / "config.json").is_file():
-        raise RecipeError(f"base={recipe.base!r} is a directory without config.json: give that of a checkpoint")
-    # A Hub id has at most one slash.
-    if not base.is_dir() and (recipe.base.count("/") > 1 or recipe.base.startswith(("/", "."))):
-        raise RecipeError(
-            f"base={recipe.base!r} is not there: pretrain first (scripts/pretrain.py --config "
-            "scripts/recipes/demo_pretrain.yaml), or give the directory of a checkpoint or the id of a model on the Hub"
-        )
-    if base.resolve() == (recipe.directory / "checkpoint").resolve():
-        raise RecipeError(
-            f"base={recipe.base!r} is where name={recipe.name!r} will be written: choose another name, so that the "
-            "checkpoint to start from is kept"
-        )
-    check_adapter_place(recipe)
 
 
 def load(recipe: FinetuneRecipe, layout: hfscale.ParallelConfig) -> tuple[Any, Any]:

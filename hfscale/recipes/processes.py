@@ -58,7 +58,7 @@ def run(main: Callable[[], None]) -> None:
     """Call ``main``; an error that the user can mend ends the process with its message alone."""
     try:
         main()
-    except (RecipeError, HFScaleError) as error:
+    except HFScaleError as error:
         # Usually all ranks fail alike: the others give the main process time to say it, after which the launcher ends
         # them. What only they have met is said here.
         if not is_main():

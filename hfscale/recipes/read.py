@@ -2,17 +2,18 @@
 
 import argparse
 import difflib
-import math
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from .schema import Recipe, RecipeError, check_values
+from .flags import add_memory_limit
+from .schema import FinetuneRecipe, PretrainRecipe, Recipe, RecipeError, check_values
+from .shipped import locate
 
 AnyRecipe = TypeVar("AnyRecipe", bound=Recipe)
 
@@ -20,55 +21,68 @@ AnyRecipe = TypeVar("AnyRecipe", bound=Recipe)
 def recipe_and_limit(schema: type[AnyRecipe], description: str) -> tuple[AnyRecipe, float | None]:
     """Read ``--config FILE key=value ... --max-memory=GIB``; the second is infinite without a number."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--config", required=True, help="a recipe, such as those in scripts/recipes")
+    parser.add_argument("--config", required=True, help="a recipe: a path, or a name that hfscale train --list shows")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as training.steps=20")
-    parser.add_argument(
-        "--max-memory",
-        nargs="?",
-        const=math.inf,
-        type=_gibibytes,
-        metavar="GIB",
-        help="say what memory each rank needs; with a number, stop before training where it is more",
-    )
+    add_memory_limit(parser)
     arguments = parser.parse_args()
     return load_recipe(schema, arguments.config, arguments.overrides), arguments.max_memory
 
 
-def _gibibytes(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        # Where the flag stands before an override, the parser takes that for its number.
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no number of GiB: write --max-memory=40, or --max-memory alone behind everything else"
-        ) from None
+def read_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> PretrainRecipe | FinetuneRecipe:
+    """A recipe of either kind: fine-tuning where it has a base to start from, pretraining where it has a model to make.
+
+    Args:
+        recipe: a path, or the name of one that comes with hfscale.
+        overrides: ``key=value``, on top.
+
+    Raises:
+        RecipeError: as :func:`load_recipe`, or it is of neither kind, or of both.
+    """
+    path = locate(recipe)
+    given = {*_content(path), *(text.partition("=")[0].partition(".")[0] for text in overrides)}
+    if "base" in given and "model" in given:
+        raise RecipeError(f"{path} has base and model: leave out model to fine-tune, or base to pretrain")
+    if "base" in given:
+        return load_recipe(FinetuneRecipe, path, overrides)
+    if "model" in given:
+        return load_recipe(PretrainRecipe, path, overrides)
+    raise RecipeError(
+        f"{path} does not say what to train: add base (a checkpoint to fine-tune) or model (of which sizes to pretrain)"
+    )
 
 
 def load_recipe(schema: type[AnyRecipe], path: str | Path, overrides: Sequence[str] = ()) -> AnyRecipe:
-    """The recipe in the file at ``path``, with ``overrides`` (``"training.steps=20"``) on top.
+    """The recipe at ``path``, or of this name, with ``overrides`` (``"training.steps=20"``) on top.
 
     Raises:
         RecipeError: no such file, a misspelt key, a value of the wrong type or out of range, a key left out.
     """
-    if not Path(path).is_file():
-        found = ", ".join(sorted(p.name for p in Path(path).parent.glob("*.yaml"))) or "no recipe"
-        raise RecipeError(f"--config {path}: there is no such file; {Path(path).parent} has {found}")
+    path = locate(path)
     without_value = [text for text in overrides if "=" not in text]
     if without_value:
         raise RecipeError(f"{without_value[0]!r} is not an override: write key=value, such as training.steps=20")
+    content = _content(path)
     try:
-        merged = OmegaConf.merge(
-            OmegaConf.structured(schema), OmegaConf.load(path), OmegaConf.from_cli(list(overrides))
-        )
+        merged = OmegaConf.merge(OmegaConf.structured(schema), content, OmegaConf.from_cli(list(overrides)))
         recipe: AnyRecipe = OmegaConf.to_object(merged)  # type: ignore[assignment]
     except MissingMandatoryValue as error:
         raise RecipeError(f"{path} leaves out {error.full_key}, which has no default: add it") from error
     except OmegaConfBaseException as error:
         raise RecipeError(_explain(schema, str(path), error)) from error
     except (yaml.YAMLError, ValueError) as error:
-        raise RecipeError(f"{path} cannot be read as a recipe: {error}") from error
+        raise RecipeError(f"{path} with {' '.join(overrides)} cannot be read as a recipe: {error}") from error
     check_values(recipe)
     return recipe
+
+
+def _content(path: Path) -> DictConfig:
+    try:
+        content = OmegaConf.load(path)
+    except (yaml.YAMLError, ValueError, OSError) as error:
+        raise RecipeError(f"{path} cannot be read as a recipe: {error}") from error
+    if not isinstance(content, DictConfig):
+        raise RecipeError(f"{path} cannot be read as a recipe: it has no keys; write name: ..., and so on")
+    return content
 
 
 def _explain(schema: type, path: str, error: OmegaConfBaseException) -> str:

@@ -6,6 +6,8 @@ from typing import Any, Optional
 
 from omegaconf import MISSING
 
+from ..errors import HFScaleError
+
 METHODS = ("lora", "dora", "ia3", "loha")
 """Kinds of adapters."""
 
@@ -13,7 +15,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 """Types of weights; those to train on or over come first."""
 
 
-class RecipeError(Exception):
+class RecipeError(HFScaleError):
     """A recipe asks for something that cannot be done: says what was asked, what was found and what to do."""
 
 

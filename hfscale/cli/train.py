@@ -1,0 +1,64 @@
+"""``hfscale train``: a whole run from a recipe."""
+
+import argparse
+import shlex
+
+from ..recipes import check_installed
+from ..recipes.flags import add_memory_limit, memory_limit_flags
+
+HELP = "train what a recipe says: pretraining, fine-tuning, adapters, in any layout"
+DESCRIPTION = (
+    "Carry out a recipe, a YAML file: pretraining where it has a model, fine-tuning where it has a base. Starts "
+    "accelerate launch with as many processes as the recipe's layout needs on this machine; under a launcher it is one "
+    "of its processes. Results go to runs/<name>."
+)
+EXAMPLE = """hfscale train demo_pretrain
+hfscale train demo_lora training.steps=20 parallel.tp_size=1 parallel.dp_shard_size=2
+hfscale train my_recipe.yaml --print-launch"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``hfscale train``."""
+    parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="a YAML file, or a name that --list shows")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="on top of the recipe, as training.steps=20")
+    add_memory_limit(parser)
+    parser.add_argument("--print-launch", action="store_true", help="print the launch line (for Slurm and the like)")
+    parser.add_argument("--list", action="store_true", help="list the recipes that come with hfscale")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train, in this process or in those that are started for it."""
+    check_installed()
+    from ..recipes.launch import is_launched, launch, launch_options
+    from ..recipes.places import check_places
+    from ..recipes.read import read_recipe
+    from ..recipes.schema import RecipeError
+    from ..recipes.shipped import shipped_recipes
+
+    if arguments.list:
+        shipped = shipped_recipes()
+        width = max(map(len, shipped))
+        print("\n".join(f"{name:<{width}}  {text}" for name, text in shipped.items()))
+        return 0
+    if arguments.recipe is None:
+        raise RecipeError("RECIPE is missing: give the path of a YAML file, or a name that hfscale train --list shows")
+    if is_launched():
+        from ..recipes.start import start_rank
+
+        start_rank(lambda: read_recipe(arguments.recipe, arguments.overrides), arguments.max_memory)
+        return 0
+    recipe = read_recipe(arguments.recipe, arguments.overrides)
+    check_places(recipe)
+    from ..config import ParallelConfig
+
+    processes = ParallelConfig(**recipe.parallel).total_size
+    again = [arguments.recipe, *arguments.overrides, *memory_limit_flags(arguments.max_memory)]
+    if arguments.print_launch:
+        print(shlex.join(["accelerate", "launch", *launch_options(processes, again)]))
+        return 0
+    if processes > 1:
+        return launch(processes, again)
+    from ..recipes.start import start
+
+    start(recipe, arguments.max_memory)
+    return 0

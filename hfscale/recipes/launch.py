@@ -1,0 +1,75 @@
+"""Start the processes that a layout needs, through ``accelerate launch``."""
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from .schema import RecipeError
+
+
+def is_launched() -> bool:
+    """Whether a launcher (``accelerate launch``, ``torchrun``) has started this process as one rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def launch_options(processes: int, arguments: Sequence[str]) -> list[str]:
+    """What follows ``accelerate launch`` so that ``hfscale train`` with ``arguments`` runs in so many processes.
+
+    They talk over gloo where there are no GPUs. Port 0: any free one. The rest are Accelerate's defaults, said aloud,
+    so that it does not list them.
+    """
+    ranks = ["--multi_gpu", "--main_process_port", "0"] if processes > 1 else []
+    options = [*ranks, "--num_processes", str(processes), "--num_machines", "1"]
+    return [*options, "--mixed_precision", "no", "--dynamo_backend", "no", "-m", "hfscale", "train", *arguments]
+
+
+def launch(processes: int, arguments: Sequence[str]) -> int:
+    """Run ``hfscale train`` with ``arguments`` in so many processes of this machine; returns the exit code.
+
+    A rank that fails has said why: the launcher's own report, with its traceback, is left out.
+
+    Raises:
+        RecipeError: there are GPUs, but fewer than processes.
+    """
+    import torch
+    from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    _check_devices(processes, torch.cuda.device_count())
+    if not torch.cuda.is_available():
+        os.environ.setdefault("ACCELERATE_USE_CPU", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    line = launch_command_parser().parse_args(launch_options(processes, arguments))
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    try:
+        launch_command(line)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        return _ended(rank, failure.exitcode)
+    except SignalException as stopped:
+        return 128 + int(stopped.sigval)
+    return 0
+
+
+def _check_devices(processes: int, gpus: int) -> None:
+    if 0 < gpus < processes:
+        raise RecipeError(
+            f"the layout needs {processes} processes and this machine has {gpus} GPU(s): use a smaller layout, or "
+            "several machines: --print-launch prints the line, to which Accelerate's --num_machines, --machine_rank, "
+            "--main_process_ip and --main_process_port are to be added"
+        )
+
+
+def _ended(rank: int, code: int) -> int:
+    """The exit code for that of the rank that failed first, and a line where that rank could not say why itself."""
+    if code < 0:
+        name = signal.Signals(-code).name
+        why = " (often: out of memory)" if -code == signal.SIGKILL else ""
+        print(f"hfscale train: rank {rank} was ended by {name}{why}", file=sys.stderr)
+        return 128 - code
+    return code
