@@ -2,6 +2,7 @@
 
 from ..schedules import ASYNCHRONOUS, default_virtual_stages
 from .asynchronous import stashed_versions, weight_versions
+from .communicators import simulate_communicators
 from .formulas import ideal_bubble, peak_formula
 from .install import check_stages, install_pipeline
 from .orders import order
@@ -37,6 +38,7 @@ __all__ = [
     "read_csv",
     "read_trace",
     "simulate",
+    "simulate_communicators",
     "stage_places",
     "stage_ranks",
     "stashed_versions",

@@ -90,11 +90,28 @@ def engine_runtime(
         runtime._prepare_schedule_with_comms(runtime.pipeline_order)
         return runtime
     # An evaluation. The engine insists on backward passes, but not the part of it that adds sends and receives.
-    places = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
-    listed: dict[int, list[_Action]] = {rank: [a for a in row if a] for rank, row in runtime.pipeline_order.items()}
-    runtime.stage_index_to_group_rank = places
-    runtime.pipeline_order_with_comms = _add_send_recv(listed, places.__getitem__, len(places))
+    runtime.stage_index_to_group_rank, runtime.pipeline_order_with_comms = _with_transfers(order)
     return runtime
+
+
+def transfers_between(order: Order) -> list[list[tuple[str, int, int]]]:
+    """Per rank, what the engine carries out: (kind, stage, microbatch) of the actions, and of the transfers that it
+    puts between them: ``SEND_F``, ``RECV_F``, ``SEND_B``, ``RECV_B``.
+    """
+    names = {_ComputationType(letter).name: kind for letter, kind in LETTERS.items()}
+    _, rows = _with_transfers(order)
+    flat = [[part for action in rows[rank] for part in action.sub_actions or (action,)] for rank in range(len(order))]
+    return [
+        [(names.get(a.computation_type.name, a.computation_type.name), a.stage_index, a.microbatch_index) for a in row]
+        for row in flat
+    ]
+
+
+def _with_transfers(order: Order) -> tuple[dict[int, int], dict[int, list[Any]]]:
+    """The rank of every stage, and per rank the actions with sends and receives between them."""
+    places = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
+    listed = {rank: [action for action in _lower(actions) if action] for rank, actions in enumerate(order)}
+    return places, _add_send_recv(listed, places.__getitem__, len(places))
 
 
 def check_runs(order: Order, name: str) -> None:
@@ -105,10 +122,8 @@ def check_runs(order: Order, name: str) -> None:
     """
     if any(action.kind == "update" for actions in order for action in actions):
         raise ConfigError(f"{name} has updates (U) inside a step, which are for drawing: the optimizer runs after it")
-    places = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
-    listed = {rank: [action for action in _lower(actions) if action] for rank, actions in enumerate(order)}
     try:
-        _add_send_recv(listed, places.__getitem__, len(places))
+        _with_transfers(order)
     except AssertionError as error:
         raise ConfigError(
             f"{name} cannot be run: a pair, as in (0F1;1B0)OVERLAP_F_B, begins when both of its parts can, and one of "

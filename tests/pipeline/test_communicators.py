@@ -1,0 +1,69 @@
+"""Schedules where every communicator carries one tensor after another: no deadlock, and no time lost by it."""
+
+import pytest
+
+from hfscale.config import ASYNCHRONOUS, SCHEDULES, default_virtual_stages
+from hfscale.errors import ConfigError
+from hfscale.pipeline import Action, Costs, ideal_bubble, order, simulate, simulate_communicators
+
+TRANSFER = 0.02  # of a forward pass of a rank: 8 MiB where it takes 4 ms and a link carries 100 GB/s
+
+
+def _costs(virtual: int, transfer: float = TRANSFER) -> Costs:
+    """Those of a stage; of a whole rank, a forward pass takes 1 and a backward pass 2."""
+    f = 1 / virtual
+    return Costs(forward=f, backward=2 * f, backward_input=f, backward_weight=f, communication=transfer)
+
+
+@pytest.mark.parametrize("p", [2, 4, 8])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_no_communicator_holds_up_another(schedule: str, p: int) -> None:
+    virtual = default_virtual_stages(schedule)
+    for m in (p, 2 * p, 4 * p):
+        if schedule == "dualpipev" and m < 2 * p:
+            continue
+        actions = order(schedule, p, m, virtual, steps=2 if schedule in ASYNCHRONOUS else 1)
+        ideal = simulate(actions, _costs(virtual, 0.0)).makespan
+        bubble = ideal_bubble(schedule, p, m, virtual, _costs(virtual))
+        if bubble is not None and schedule not in ("zbv", *ASYNCHRONOUS):  # whose formula is not of the whole span
+            assert ideal == pytest.approx(3 * m * (1 + bubble))
+        found = simulate_communicators(actions, _costs(virtual, 0.0))
+        assert found.makespan == pytest.approx(ideal, rel=0.03), m
+        assert [[span.action for span in spans] for spans in found.ranks] == [
+            [action._replace(paired=False) for action in row] for row in actions
+        ]
+        # A link of its own for every transfer is the least that they take.
+        apart = simulate(actions, _costs(virtual)).makespan
+        assert simulate_communicators(actions, _costs(virtual)).makespan <= 1.03 * apart, m
+        if schedule not in ASYNCHRONOUS:  # an evaluation runs the forward passes only
+            forward = tuple(tuple(a._replace(paired=False) for a in row if a.kind == "forward") for row in actions)
+            simulate_communicators(forward, _costs(virtual))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "virtual", "shared", "apart"),
+    [
+        ("1f1b", 1, 118.4, 118.4),
+        ("interleaved1f1b", 2, 133.0, 107.1),
+        ("looped_bfs", 2, 211.7, 109.3),
+        ("interleaved_zero_bubble", 2, 125.5, 100.4),
+        ("zbv", 2, 105.9, 100.2),
+        ("dualpipev", 2, 148.5, 104.4),
+    ],
+)
+def test_what_one_communicator_per_direction_costs(schedule: str, virtual: int, shared: float, apart: float) -> None:
+    actions = order(schedule, 8, 32, virtual)
+    found = [simulate_communicators(actions, _costs(virtual), sharing=how).makespan for how in ("directions", "ways")]
+    assert found == pytest.approx([shared, apart], abs=0.06)
+
+
+def test_a_deadlock_of_transfers_is_said() -> None:
+    """Stage 1 takes the microbatches the other way round: each rank waits for the other's second one."""
+    first = (Action(0, "forward", 0), Action(0, "forward", 1))
+    order_of = (first, (Action(1, "forward", 1), Action(1, "forward", 0)))
+    assert simulate_communicators(order_of).makespan == 4.0  # the engine asks for both where they are sent
+    crossed = [[("SEND_F", 0, 0), ("SEND_F", 0, 1)], [("RECV_F", 1, 1), ("RECV_F", 1, 0)]]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hfscale.pipeline.communicators.transfers_between", lambda _: crossed)
+        with pytest.raises(ConfigError, match="mine can never end: its transfers wait for each other"):
+            simulate_communicators(order_of, name="mine")
