@@ -1,9 +1,8 @@
-"""Processes: which ranks form which axis. The only caller of ``init_device_mesh`` and ``init_process_group``."""
+"""Which ranks form which axis. The only caller of ``init_device_mesh``."""
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from datetime import timedelta
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -11,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from .config import ParallelConfig, cpu_requested, local_rank, started_processes
+from .config import ParallelConfig, started_processes
 from .errors import MeshError
 from .plan import Cut
+from .processes import Pair, backend_of, device_group, host_group, keep_patience, own_device, rounds, start
 from .schedules import ASYNCHRONOUS
 
 _MESH_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
@@ -33,8 +33,12 @@ class Mesh:
         control: a gloo group over all ranks for barriers and small objects; ``None`` likewise.
         copies: how many consecutive tensor ranks -> the group of those that this rank is one of.
         ties: pipeline ranks that hold one tensor -> the group of them through this rank, where it is one of them.
-        gradients: a second group over the pipeline ranks through this one; ``None`` where there is one rank.
-        reports: a third, over gloo, for a few numbers.
+        streams: (from, to), pipeline ranks that hold consecutive stages, this one among them -> the group of the two
+            for what goes that way. A backend may run what is asked of one group in turn, and a tensor that is awaited
+            from one neighbour must not hold up what goes to another, or back.
+        reports: a group over the pipeline ranks through this one, over gloo, for a few numbers; ``None`` where there is
+            one rank.
+        expert_reports: the same over the expert ranks.
         expert_mesh: torch's mesh over :data:`_EXPERT_AXES`; ``None`` where experts are not spread.
     """
 
@@ -45,8 +49,9 @@ class Mesh:
     control: dist.ProcessGroup | None = None
     copies: dict[int, dist.ProcessGroup] = field(default_factory=dict)
     ties: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
-    gradients: dist.ProcessGroup | None = None
+    streams: dict[Pair, dist.ProcessGroup] = field(default_factory=dict)
     reports: dist.ProcessGroup | None = None
+    expert_reports: dist.ProcessGroup | None = None
     expert_mesh: DeviceMesh | None = None
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
@@ -92,13 +97,19 @@ class Mesh:
         return self.layout.batch_world
 
 
-def build_mesh(layout: ParallelConfig, copies: Sequence[int] = (), ties: Sequence[tuple[int, ...]] = ()) -> Mesh:
+def build_mesh(
+    layout: ParallelConfig,
+    copies: Sequence[int] = (),
+    ties: Sequence[tuple[int, ...]] = (),
+    neighbours: Sequence[Pair] = (),
+) -> Mesh:
     """Match the processes that were started with the layout, starting torch's process group if there is none.
 
     Args:
         copies: sizes of the groups of consecutive tensor ranks that are needed besides; the same on every rank, in the
             same order. Each divides ``tp_size``.
         ties: sets of pipeline ranks that need a group besides, likewise.
+        neighbours: pairs of pipeline ranks that hold consecutive stages, likewise.
 
     Raises:
         MeshError: the number of processes is not ``layout.total_size``.
@@ -110,44 +121,95 @@ def build_mesh(layout: ParallelConfig, copies: Sequence[int] = (), ties: Sequenc
             f"  {launch_line(layout.total_size)}\n"
             f"or choose sizes whose product is {world}"
         )
-    device = _device()
+    device = own_device()
     if world == 1:
         return Mesh(layout, device, dict.fromkeys(_MESH_AXES, 0))
     if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(minutes=30))
+        start(device)
     made = _Groups.of_this_process()
     shape = tuple(layout.size(axis) for axis in _MESH_AXES)
-    device_mesh = made.once(
-        (device.type, shape), lambda: init_device_mesh(device.type, shape, mesh_dim_names=_MESH_AXES)
-    )
+    key = (device.type, shape)
+    device_mesh = made.once(key, partial(_divided, device, shape, _MESH_AXES))
     ranks = {axis: device_mesh.get_local_rank(axis) for axis in _MESH_AXES}
-    expert_mesh = None
-    if layout.size("ep") > 1:
-        divided = tuple(layout.size("expert_tp" if axis == "tp" else axis) for axis in _EXPERT_AXES)
-        expert_mesh = made.once(
-            (device.type, "experts", divided),
-            lambda: init_device_mesh(device.type, divided, mesh_dim_names=_EXPERT_AXES),
-        )
-        ranks = {**{axis: expert_mesh.get_local_rank(axis) for axis in _EXPERT_AXES}, **ranks}
-    control = made.once("control", lambda: dist.new_group(backend="gloo"))
+    control = made.once("control", lambda: host_group([range(world)]))
     groups = {
-        count: made.once((device.type, shape, count), partial(_consecutive_ranks, device_mesh, count))
-        for count in copies
+        count: made.once((*key, count), partial(_consecutive_ranks, device_mesh, device, count)) for count in copies
     }
     tied = {
         members: found
         for members in ties
-        if (found := made.once((device.type, shape, members), partial(_pipeline_ranks, device_mesh, members)))
+        if (found := made.once((*key, members), partial(_pipeline_ranks, device_mesh, device, members)))
     }
-    gradients = reports = None
-    if layout.size("pp") > 1:
-        every = tuple(range(layout.size("pp")))
-        gradients = made.once((device.type, shape, "gradients"), partial(_pipeline_ranks, device_mesh, every))
-        if layout.pipeline_schedule in ASYNCHRONOUS:  # gradients are under way between calls: not another model's
-            gradients = _pipeline_ranks(device_mesh, every)
-        reports = made.once((device.type, shape, "reports"), partial(_pipeline_ranks, device_mesh, every, "gloo"))
-    return Mesh(layout, device, ranks, device_mesh, control, groups, tied, gradients, reports, expert_mesh)
+    mesh = Mesh(layout, device, ranks, device_mesh, control, groups, tied)
+    if layout.size("ep") > 1:
+        mesh = _with_experts(mesh, made)
+    return _with_stages(mesh, made, neighbours) if layout.size("pp") > 1 else mesh
+
+
+def _divided(device: torch.device, shape: tuple[int, ...], axes: tuple[str, ...]) -> DeviceMesh:
+    world = dist.group.WORLD
+    assert world is not None
+    options: dict[str, Any] = {}
+    if ":" in dist.get_backend(world) and (own := backend_of(world, device)):
+        # The user's process group serves several kinds of devices: groups of it need but one.
+        options["backend_override"] = dict.fromkeys(axes, own)
+    device_mesh = init_device_mesh(device.type, shape, mesh_dim_names=axes, **options)
+    for axis, size in zip(axes, shape, strict=True):
+        if size > 1:
+            keep_patience(device_mesh.get_group(axis), device)
+    return device_mesh
+
+
+def _with_experts(mesh: Mesh, made: "_Groups") -> Mesh:
+    """The same ranks, divided as experts see them."""
+    layout, device = mesh.layout, mesh.device
+    shape = tuple(layout.size("expert_tp" if axis == "tp" else axis) for axis in _EXPERT_AXES)
+    key = (device.type, "experts", shape)
+    expert_mesh: DeviceMesh = made.once(key, partial(_divided, device, shape, _EXPERT_AXES))
+    group = expert_mesh.get_group("ep")
+    if device.type == "cpu":
+        reports = group
+    else:
+        lines = expert_mesh.mesh.movedim(_EXPERT_AXES.index("ep"), -1).reshape(-1, layout.size("ep")).tolist()
+        reports = made.once((*key, "reports"), lambda: host_group(lines))
+    ranks = {**{axis: expert_mesh.get_local_rank(axis) for axis in _EXPERT_AXES}, **mesh.ranks}
+    return replace(mesh, ranks=ranks, expert_mesh=expert_mesh, expert_reports=reports)
+
+
+def _with_stages(mesh: Mesh, made: "_Groups", neighbours: Sequence[Pair]) -> Mesh:
+    """What pipeline ranks talk through."""
+    assert mesh.device_mesh is not None
+    device_mesh, layout = mesh.device_mesh, mesh.layout
+    key = (mesh.device.type, tuple(layout.size(axis) for axis in _MESH_AXES))
+    every = tuple(range(layout.size("pp")))
+    reports = made.once((*key, "reports"), lambda: host_group(_columns(device_mesh, every)))
+    ways = [way for a, b in neighbours for way in ((a, b), (b, a))]
+    fresh = dict[Any, Any]()  # without a flush, what goes back is under way between calls: not another model's
+
+    def kept(way: Pair) -> dict[Any, Any]:
+        return fresh if layout.pipeline_schedule in ASYNCHRONOUS and way[0] > way[1] else made.made
+
+    for forward in (True, False):
+        missing = [way for way in ways if (way[0] < way[1]) == forward and (*key, "way", way) not in kept(way)]
+        for pairs in rounds(missing):
+            mine = _stream(device_mesh, mesh.device, pairs)
+            for way in pairs:
+                kept(way)[(*key, "way", way)] = mine if mesh.ranks["pp"] in way else None
+    streams = {way: group for way in ways if (group := kept(way)[(*key, "way", way)]) is not None}
+    return replace(mesh, streams=streams, reports=reports)
+
+
+def _stream(device_mesh: DeviceMesh, device: torch.device, pairs: Sequence[Pair]) -> dist.ProcessGroup | None:
+    """The group of the pair, of disjoint ``pairs`` of pipeline ranks, that this rank is in."""
+    group = device_group([ranks for pair in pairs for ranks in _columns(device_mesh, pair)], device)
+    if group is not None:
+        _warm_up(group, device)
+    return group
+
+
+def _warm_up(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Connect the ranks now, all of them together, and not within a step: NCCL does at the first call."""
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 class _Groups:
@@ -174,25 +236,25 @@ class _Groups:
         return self.made[key]
 
 
-def _consecutive_ranks(device_mesh: DeviceMesh, count: int) -> dist.ProcessGroup:
+def _consecutive_ranks(device_mesh: DeviceMesh, device: torch.device, count: int) -> dist.ProcessGroup:
     """The group of ``count`` consecutive tensor ranks that this rank is one of; tp4 in twos: ``{0, 1}``, ``{2, 3}``."""
     if count == device_mesh.size(len(_MESH_AXES) - 1):
         return device_mesh.get_group("tp")
-    # Every rank takes part in making every group.
-    made = [(members, dist.new_group(members)) for members in device_mesh.mesh.view(-1, count).tolist()]
-    return next(group for members, group in made if dist.get_rank() in members)
+    group = device_group(device_mesh.mesh.view(-1, count).tolist(), device)
+    assert group is not None
+    return group
 
 
 def _pipeline_ranks(
-    device_mesh: DeviceMesh, members: tuple[int, ...], backend: str | None = None
+    device_mesh: DeviceMesh, device: torch.device, members: tuple[int, ...]
 ) -> dist.ProcessGroup | None:
     """The group of the pipeline ranks ``members`` through this rank; ``None`` where it is none of them."""
-    mine = None
-    for column in device_mesh.mesh.flatten(1).T.tolist():  # one per place within a stage
-        ranks = [column[member] for member in members]
-        group = dist.new_group(ranks, backend=backend)
-        mine = group if dist.get_rank() in ranks else mine
-    return mine
+    return device_group(_columns(device_mesh, members), device)
+
+
+def _columns(device_mesh: DeviceMesh, members: Sequence[int]) -> list[list[int]]:
+    """The ranks of the pipeline ranks ``members``, for every place within a stage."""
+    return [[column[member] for member in members] for column in device_mesh.mesh.flatten(1).T.tolist()]
 
 
 def launch_line(processes: int) -> str:
@@ -200,10 +262,3 @@ def launch_line(processes: int) -> str:
     multi = "--multi_gpu " if processes > 1 else ""
     script = sys.argv[0] if sys.argv and sys.argv[0].endswith(".py") else "YOUR_SCRIPT.py"
     return f"accelerate launch {multi}--num_processes {processes} {script}"
-
-
-def _device() -> torch.device:
-    if torch.cuda.is_available() and not cpu_requested():
-        torch.cuda.set_device(local_rank())
-        return torch.device("cuda", local_rank())
-    return torch.device("cpu")

@@ -77,7 +77,7 @@ def from_pretrained(
     )
     if (stored := stored_quantization(config)) is not None:
         hf_kwargs = {**hf_kwargs, "config": config, "quantization_config": stored}
-    mesh = build_mesh(layout, planned.copies, planned.ties)
+    mesh = build_mesh(layout, planned.copies, planned.ties, planned.neighbours)
     model, shares, missing = load_pretrained(auto_class, path, planned, mesh, hf_kwargs)
     if missing:
         template = _on_meta(auto_class, model.config, {"dtype": model.dtype, **code})
@@ -115,7 +115,7 @@ def from_config(
     adapting = None if peft_config is None else read_config(peft_config)
     model = _on_meta(auto_class, config, hf_kwargs)
     planned = _planned(model, layout)
-    mesh = build_mesh(layout, planned.copies, planned.ties)
+    mesh = build_mesh(layout, planned.copies, planned.ties, planned.neighbours)
     template = _on_meta(auto_class, config, hf_kwargs)
     leave_out(model, planned, mesh.ranks["pp"])
     cut_parameters(model, planned, mesh)
@@ -152,7 +152,7 @@ def parallelize(
             f"{type(model).__name__} cannot be parallelized: {reason}. Load it plainly, or with hfscale.from_pretrained"
         )
     planned = _planned(model, layout)
-    mesh = build_mesh(layout, planned.copies, planned.ties)
+    mesh = build_mesh(layout, planned.copies, planned.ties, planned.neighbours)
     whole = list(model.modules())
     leave_out(model, planned, mesh.ranks["pp"])
     _give_up_memory(whole, kept=model)

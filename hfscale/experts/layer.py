@@ -235,18 +235,15 @@ class LayerRouting:
 
     def _shapes(self, now: Pass) -> list[tuple[int, int]]:
         """Samples and tokens of the batch of every rank that sends tokens to these experts; learned once a pass."""
-        group = self.mesh.group("ep")
         if not now.shapes:
             own = (now.real.shape[0], now.real.shape[1])
-            now.shapes = [own] if group is None else _told(own, group, self.mesh.device)
+            now.shapes = [own] if self.mesh.expert_reports is None else _told(own, self.mesh.expert_reports)
         return now.shapes
 
 
-def _told(own: tuple[int, int], group: dist.ProcessGroup, device: torch.device) -> list[tuple[int, int]]:
-    """Everybody's numbers, through the host where the group can: then the device is not waited for."""
-    if "cpu:" in dist.get_backend_config(group):
-        device = torch.device("cpu")
-    mine = torch.tensor(own, device=device)
+def _told(own: tuple[int, int], group: dist.ProcessGroup) -> list[tuple[int, int]]:
+    """Everybody's numbers, through the host: the device is not waited for."""
+    mine = torch.tensor(own)
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(every, mine, group=group)
     return [(samples, tokens) for samples, tokens in torch.stack(every).tolist()]

@@ -76,15 +76,12 @@ class Pipeline:
         stages, layout = runtime.plan.stages, runtime.mesh.layout
         assert stages is not None
         self._stages, self._layout, self._rank = stages, layout, self._mesh.ranks["pp"]
-        activations = self._mesh.group("pp")
-        assert activations is not None
-        self._group = activations
+        group = self._mesh.group("pp")
+        assert group is not None
+        self._group = group
         own = stages.of_rank(self._rank)
         self._running = run_stages_apart(runtime.model, stages, own)
         self._types = StreamTypes(runtime.mesh)
-        for group in (activations, self._mesh.gradients):
-            # NCCL connects all ranks of a group at its first call, and that may not be a message between two.
-            dist.all_reduce(torch.zeros(1, device=self._mesh.device), group=group)
         self.workers = [self._worker(stage) for stage in own]
         self._flags: dict[str, list[int]] = {}
         self._holders = {planned.name: runtime.plan.holders(planned.name) for planned in runtime.plan.owned()}
@@ -99,8 +96,7 @@ class Pipeline:
         runtime.model.register_forward_pre_hook(self._refuse_others)
 
     def _worker(self, stage: Stage) -> StageWorker:
-        assert self._mesh.gradients is not None
-        place = Place(stage.index, self._stages.ranks, self._group, self._mesh.gradients, self._mesh.device)
+        place = Place(stage.index, self._stages.ranks, self._group, self._mesh.streams, self._mesh.device)
         compute, shape = partial(self._compute, stage), partial(self._shape, stage.index)
         return StageWorker(place, compute, shape, self._runtime.model.parameters)
 

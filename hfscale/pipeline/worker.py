@@ -6,10 +6,10 @@ It is what torch's engine calls a stage. The engine says what runs when; computi
 - torch's engine holds on to every tensor that it sends until the step is over, so that a stage would keep the outputs
   of all microbatches alive, where 1F1B is there to keep those of a few.
 
-Activations and gradients travel in groups of their own, so that neither waits behind the other.
+What goes from one rank to another travels in a group of these two for that way, so that it waits behind nothing else.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -35,20 +35,25 @@ class Place:
     Attributes:
         index: its number along the model.
         ranks: the pipeline rank of every stage.
-        activations: group over the pipeline ranks for what travels forward.
-        gradients: another one for what travels backward.
+        group: all pipeline ranks through this one.
+        streams: (from, to), pipeline ranks -> the group for what goes from a neighbour to this rank, or to it.
         device: where it computes.
     """
 
     index: int
     ranks: tuple[int, ...]
-    activations: dist.ProcessGroup
-    gradients: dist.ProcessGroup
+    group: dist.ProcessGroup
+    streams: Mapping[tuple[int, int], dist.ProcessGroup]
     device: torch.device
 
-    def peer(self, step: int, group: dist.ProcessGroup) -> int:
+    def peer(self, step: int) -> int:
         """Global rank of the stage ``step`` stages further on."""
-        return dist.get_global_rank(group, self.ranks[self.index + step])
+        return dist.get_global_rank(self.group, self.ranks[self.index + step])
+
+    def way(self, step: int, arrives: bool) -> dist.ProcessGroup:
+        """The group for what arrives from the stage ``step`` stages further on, or goes to it."""
+        here, there = self.ranks[self.index], self.ranks[self.index + step]
+        return self.streams[(there, here) if arrives else (here, there)]
 
 
 @dataclass
@@ -103,8 +108,8 @@ class StageWorker:
         # What the engine asks.
         self.stage_index, self.num_stages = place.index, len(place.ranks)
         self.is_first, self.is_last = place.index == 0, place.index == len(place.ranks) - 1
-        self.group, self.group_size = place.activations, dist.get_world_size(place.activations)
-        self.group_rank = dist.get_rank(place.activations)
+        self.group, self.group_size = place.group, dist.get_world_size(place.group)
+        self.group_rank = dist.get_rank(place.group)
         self.stage_index_to_group_rank = dict(enumerate(place.ranks))
         self.submod, self.has_backward = None, True
 
@@ -166,7 +171,7 @@ class StageWorker:
         if not self.is_first:
             shape, dtype = self._shape(microbatch)
             buffer = torch.empty(shape, dtype=dtype, device=self.place.device)
-            self._arriving[microbatch] = self._move(dist.irecv, buffer, -1, self.place.activations)
+            self._arriving[microbatch] = self._move(dist.irecv, buffer, -1)
         return []
 
     def get_fwd_send_ops(self, microbatch: int) -> list[Any]:
@@ -175,14 +180,14 @@ class StageWorker:
         if not self.has_backward:  # no gradient will tell what has arrived
             for index in list(self._leaving)[:-1]:
                 self._leaving.pop(index).wait()
-        self._leaving[microbatch] = self._move(dist.isend, output.detach(), +1, self.place.activations)
+        self._leaving[microbatch] = self._move(dist.isend, output.detach(), +1)
         return []
 
     def get_bwd_recv_ops(self, microbatch: int) -> list[Any]:
         """Begin to receive the stream's gradient."""
         if self.trains and not self.is_last:
             buffer = torch.empty_like(self._kept[microbatch].output, memory_format=torch.contiguous_format)
-            self._gradients[microbatch] = self._move(dist.irecv, buffer, +1, self.place.gradients)
+            self._gradients[microbatch] = self._move(dist.irecv, buffer, +1)
         return []
 
     def get_bwd_send_ops(self, microbatch: int) -> list[Any]:
@@ -192,7 +197,7 @@ class StageWorker:
             # has been sent what the stage before made after it took the older ones: so this ends.
             while len(self._sent) > 1:
                 self._sent.pop(0).wait()
-            self._sent.append(self._move(dist.isend, self._returning.pop(microbatch), -1, self.place.gradients))
+            self._sent.append(self._move(dist.isend, self._returning.pop(microbatch), -1))
         return []
 
     def set_local_fwd_input(self, prev_stage_outputs: Tensor, mb_index: int) -> None:
@@ -221,8 +226,9 @@ class StageWorker:
             held.clear()
         self._sent.clear()
 
-    def _move(self, move: Any, tensor: Tensor, step: int, group: dist.ProcessGroup) -> _Transfer:
-        return _Transfer(move, tensor.contiguous(), self.place.peer(step, group), group)
+    def _move(self, move: Any, tensor: Tensor, step: int) -> _Transfer:
+        group = self.place.way(step, arrives=move is dist.irecv)
+        return _Transfer(move, tensor.contiguous(), self.place.peer(step), group)
 
     def _recorded(self, kind: Kind, microbatch: int) -> AbstractContextManager[None]:
         if self.recorder is None:

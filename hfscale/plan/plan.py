@@ -7,6 +7,7 @@ loader, the patcher, gradient sync, norm clipping, the checkpoint writer and the
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -252,6 +253,12 @@ class Plan:
             return ()
         ranks = {tuple(sorted({self.stages.ranks[stage] for stage in tie.stages})) for tie in self.stages.ties}
         return tuple(sorted(members for members in ranks if len(members) > 1))
+
+    @cached_property
+    def neighbours(self) -> tuple[tuple[int, int], ...]:
+        """Pairs of pipeline ranks that hold consecutive stages, each pair once, in order."""
+        ranks = () if self.stages is None else self.stages.ranks
+        return tuple(sorted({(min(a, b), max(a, b)) for a, b in pairwise(ranks) if a != b}))
 
     def holds(self, rank: int, name: str) -> bool:
         """Whether pipeline rank ``rank`` holds a parameter or module; not asked of what is on every stage."""

@@ -5,7 +5,6 @@ import sys
 import time
 from collections.abc import Callable
 
-import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -41,17 +40,18 @@ def on_main(work: Callable[[], None]) -> None:
         except RecipeError as error:
             failure[0] = str(error)
     if dist.is_initialized():
-        dist.broadcast_object_list(failure, src=0, device=torch.device("cpu"))
+        dist.broadcast_object_list(failure, src=0)
     if failure[0]:
         raise RecipeError(failure[0])
 
 
 def largest(value: float) -> float:
     """The largest of the processes' values."""
-    held = torch.tensor(value, dtype=torch.float64)
-    if dist.is_initialized():
-        dist.all_reduce(held, op=dist.ReduceOp.MAX)
-    return float(held)
+    every: list[float] = [value]
+    if dist.is_initialized():  # objects, which any backend takes to where it can
+        every *= dist.get_world_size()
+        dist.all_gather_object(every, value)
+    return max(every)
 
 
 def run(main: Callable[[], None]) -> None:

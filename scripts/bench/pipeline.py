@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ ENGINES = ("class", "runtime", "worker")
 CLASSES = {"gpipe": "GPipe", "1f1b": "1F1B"}
 SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev")
 _seconds = {"forward": 0.0}
-_groups: list[dist.ProcessGroup] = []
+_streams: dict[tuple[int, int], dist.ProcessGroup] = {}
 
 
 class Alive:
@@ -252,8 +253,9 @@ def _torch_step(
 
 def _our_step(case: Case, actions: Order, modules: dict[int, SleepingStage], recorder: Recorder) -> Callable[[], None]:
     """A step over hfscale's stages."""
-    if not _groups:  # forwards and backwards, as in a mesh; made once by all ranks
-        _groups.extend(dist.new_group() for _ in range(2))
+    if not _streams:  # one way between two ranks each, as in a mesh; made once by all ranks
+        ways = permutations(range(dist.get_world_size()), 2)
+        _streams.update({way: dist.new_group(sorted(way)) for way in ways})
     homes, x = stage_ranks(actions), torch.zeros(1, 4)
     ranks = tuple(homes[stage] for stage in range(len(homes)))
 
@@ -263,7 +265,7 @@ def _our_step(case: Case, actions: Order, modules: dict[int, SleepingStage], rec
 
     workers = []
     for index, module in modules.items():
-        place = Place(index, ranks, _groups[0], _groups[1], torch.device("cpu"))
+        place = Place(index, ranks, dist.group.WORLD, _streams, torch.device("cpu"))
         last = index == len(ranks) - 1
         workers.append(
             StageWorker(place, partial(compute, module, last), lambda _: (x.shape, x.dtype), module.parameters)

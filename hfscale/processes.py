@@ -1,0 +1,136 @@
+"""The processes of one run: each one's device, torch's process group, and groups of some of them.
+
+On GPUs torch's process group and all groups that carry tensors are NCCL's alone and bound to the device, so that they
+are split off the first one's communicator. What the host has to say goes over gloo, in one group of all ranks and small
+ones besides. A group made as ``"cpu:gloo,cuda:nccl"`` would connect its ranks twice.
+"""
+
+import atexit
+import os
+import sys
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from .config import cpu_requested
+
+TIMEOUT = timedelta(minutes=10)
+"""How long a rank waits for the others where hfscale starts torch's process group. Whoever wants another number starts
+it first: ``torch.distributed.init_process_group(timeout=)``, or Accelerate's ``InitProcessGroupKwargs``."""
+
+Pair = tuple[int, int]
+
+
+def own_device() -> torch.device:
+    """This process's device, made the current one."""
+    if cpu_requested() or not torch.cuda.is_available():
+        return torch.device("cpu")
+    index = choose_device(torch.cuda.device_count(), os.environ.get("LOCAL_RANK"), torch.cuda.current_device)
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def choose_device(visible: int, local_rank: str | None, current: Callable[[], int]) -> int:
+    """Which of the ``visible`` GPUs is this process's: its own index on the machine, round and round, since launchers
+    (Slurm, Ray) may show each process one GPU only; without an index, the one that the user has chosen.
+    """
+    return current() if local_rank is None else int(local_rank) % visible
+
+
+def start(device: torch.device) -> None:
+    """Start torch's process group, and end it when the process does."""
+    if device.type == "cuda":
+        dist.init_process_group("nccl", device_id=device, timeout=TIMEOUT)
+    else:
+        dist.init_process_group("gloo", timeout=TIMEOUT)
+    atexit.register(_stop, dist.group.WORLD)
+
+
+def _stop(started: object) -> None:
+    # After an error the other ranks may never come to what this one still waits for: the launcher ends them.
+    if dist.is_initialized() and dist.group.WORLD is started and not hasattr(sys, "last_value"):
+        dist.destroy_process_group()
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """``"gloo"``, ``"nccl"``, ...: what carries tensors on ``device`` within ``group``; ``""`` where nothing does.
+
+    ``dist.get_backend`` says what a group was made with. Where that serves several kinds of devices it is
+    ``"cpu:gloo,cuda:nccl"``, which equals ``"nccl"`` on none of them.
+    """
+    try:
+        return str(group._get_backend(device).name())
+    except RuntimeError:  # no backend for that kind of device
+        return ""
+
+
+def keep_patience(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Let a group that others made wait as long as torch's process group does."""
+    if backend_of(group, device) in ("nccl", "gloo"):  # torch knows how for these
+        _set_pg_timeout(_patience(device), group)
+
+
+def device_group(parts: Sequence[Sequence[int]], device: torch.device) -> dist.ProcessGroup | None:
+    """Of these disjoint sets of ranks, the group of the one that this rank is in, for tensors on ``device``.
+
+    Every rank of the run calls it, with the same sets.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    backend, patience = backend_of(world, device), _patience(device)
+    if _splits(world, device):
+        group: dist.ProcessGroup | None = dist.split_group(world, [list(ranks) for ranks in parts], timeout=patience)
+        return group
+    mine = None
+    for ranks in parts:  # every rank takes part in making every group
+        group = dist.new_group(list(ranks), backend=backend or None, timeout=patience)
+        mine = group if dist.get_rank() in ranks else mine
+    return mine
+
+
+def host_group(parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+    """Of these disjoint sets of ranks, the gloo group of the one that this rank is in.
+
+    Its members make it alone. Where communicators are split off, torch lets the others wait in a split that the members
+    of a gloo group never join.
+    """
+    for ranks in parts:
+        if dist.get_rank() in ranks:
+            group: dist.ProcessGroup = dist.new_group(
+                list(ranks), backend="gloo", timeout=_patience(torch.device("cpu")), use_local_synchronization=True
+            )
+            return group
+    return None
+
+
+def rounds(pairs: Sequence[Pair]) -> list[list[Pair]]:
+    """Pairs of ranks in groups of disjoint ones, few of them: of a chain, the even pairs and then the odd ones."""
+    made: list[list[Pair]] = []
+    for pair in sorted(pairs):
+        free = (found for found in made if not any(set(pair) & set(other) for other in found))
+        found = next(free, None)
+        if found is None:
+            made.append([pair])
+        else:
+            found.append(pair)
+    return made
+
+
+def _patience(device: torch.device) -> timedelta:
+    world = dist.group.WORLD
+    assert world is not None
+    try:
+        options = getattr(world._get_backend(device), "options", None)
+    except RuntimeError:  # not the world's kind of device
+        options = None
+    return getattr(options, "_timeout", None) or TIMEOUT
+
+
+def _splits(world: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether groups can be split off the world's communicator, which is connected already then."""
+    if device.type == "cpu" or world.bound_device_id is None or dist.get_backend(world) != backend_of(world, device):
+        return False
+    return bool(getattr(world._get_backend(device), "supports_splitting", False)) and hasattr(dist, "split_group")
