@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -80,30 +81,32 @@ def device_group(parts: Sequence[Sequence[int]], device: torch.device) -> dist.P
     """
     world = dist.group.WORLD
     assert world is not None
-    backend, patience = backend_of(world, device), _patience(device)
     if _splits(world, device):
-        group: dist.ProcessGroup | None = dist.split_group(world, [list(ranks) for ranks in parts], timeout=patience)
+        lists = [list(ranks) for ranks in parts]
+        group: dist.ProcessGroup | None = dist.split_group(world, lists, timeout=_patience(device))
         return group
+    return _one_by_one(parts, backend_of(world, device), _patience(device))
+
+
+def host_group(parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+    """The same over gloo, for what the host has to say."""
+    world: Any = dist.group.WORLD
+    # Where torch's process group is bound to a device, ranks outside of a new group wait in a split of its communicator,
+    # which the members of a gloo group never join (pytorch#145376). A group that its members make alone is no way out:
+    # its name has the number of groups that a rank is in, which differs.
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        return _one_by_one(parts, "gloo", _patience(torch.device("cpu")))
+    finally:
+        world.bound_device_id = bound
+
+
+def _one_by_one(parts: Sequence[Sequence[int]], backend: str, patience: timedelta) -> dist.ProcessGroup | None:
     mine = None
     for ranks in parts:  # every rank takes part in making every group
         group = dist.new_group(list(ranks), backend=backend or None, timeout=patience)
         mine = group if dist.get_rank() in ranks else mine
     return mine
-
-
-def host_group(parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
-    """Of these disjoint sets of ranks, the gloo group of the one that this rank is in.
-
-    Its members make it alone. Where communicators are split off, torch lets the others wait in a split that the members
-    of a gloo group never join.
-    """
-    for ranks in parts:
-        if dist.get_rank() in ranks:
-            group: dist.ProcessGroup = dist.new_group(
-                list(ranks), backend="gloo", timeout=_patience(torch.device("cpu")), use_local_synchronization=True
-            )
-            return group
-    return None
 
 
 def rounds(pairs: Sequence[Pair]) -> list[list[Pair]]:

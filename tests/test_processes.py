@@ -153,23 +153,23 @@ def test_groups_wait_as_long_as_the_process_group(pools: Pools) -> None:
         assert world != TIMEOUT  # the pool's own
 
 
-def _kinds() -> list[dict[str, Any]]:
-    seen: list[dict[str, Any]] = []
-    make = dist.new_group
+def test_the_hosts_groups_are_not_split_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch's process group is bound, ranks outside of a group would wait in a split that gloo never joins."""
+    seen: list[Any] = []
 
-    def spy(*args: Any, **given: Any) -> Any:
-        seen.append(given)
-        return make(*args, **given)
+    class World:
+        bound_device_id: Any = torch.device("cuda", 0)
 
-    dist.new_group = spy  # type: ignore[assignment]
-    try:
-        host_group([[0], [1]])
-    finally:
-        dist.new_group = make
-    return seen
+        def _get_backend(self, device: torch.device) -> Any:
+            raise RuntimeError("NCCL's alone")
 
-
-def test_groups_of_the_host_are_made_by_their_members_alone(pools: Pools) -> None:
-    """Where communicators are split off, torch makes ranks outside of a group wait in a split; gloo never joins it."""
-    for seen in pools(2).run(_kinds):
-        assert [(given["backend"], given["use_local_synchronization"]) for given in seen] == [("gloo", True)]
+    world = World()
+    monkeypatch.setattr(dist, "get_rank", lambda: 2)
+    monkeypatch.setattr(
+        dist, "new_group", lambda ranks, backend, timeout: seen.append((world.bound_device_id, backend, timeout)) or ranks
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processes.dist, "group", type("group", (), {"WORLD": world}))
+        assert host_group([[0, 1], [2, 3]]) == [2, 3]
+    assert seen == [(None, "gloo", TIMEOUT)] * 2
+    assert world.bound_device_id == torch.device("cuda", 0)
