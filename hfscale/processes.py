@@ -91,9 +91,9 @@ def device_group(parts: Sequence[Sequence[int]], device: torch.device) -> dist.P
 def host_group(parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
     """The same over gloo, for what the host has to say."""
     world: Any = dist.group.WORLD
-    # Where torch's process group is bound to a device, ranks outside of a new group wait in a split of its communicator,
-    # which the members of a gloo group never join (pytorch#145376). A group that its members make alone is no way out:
-    # its name has the number of groups that a rank is in, which differs.
+    # Where torch's process group is bound to a device, ranks outside of a new group wait in a split of its
+    # communicator, which the members of a gloo group never join (pytorch#145376). A group that its members make alone
+    # is no way out: its name has the number of groups that a rank is in, which differs.
     bound, world.bound_device_id = world.bound_device_id, None
     try:
         return _one_by_one(parts, "gloo", _patience(torch.device("cpu")))

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hfscale import ParallelConfig, mesh, processes
-from hfscale.config import SCHEDULES
 from hfscale.mesh import build_mesh
 from hfscale.plan.stages import place_stages
 from hfscale.processes import TIMEOUT, backend_of, choose_device, device_group, host_group, rounds
+from hfscale.schedules import SCHEDULES
 from hfscale.testing import RankPool
 
 Pools = Callable[[int], RankPool]
@@ -66,6 +66,19 @@ def fake_world(backend: str, size: int) -> Iterator[dist.ProcessGroup]:
         yield dist.group.WORLD
     finally:
         dist.destroy_process_group()
+
+
+def test_the_process_group_ends_with_the_process_that_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_world("fake", 2) as world:
+        processes._stop(object())  # somebody else's by now
+        assert dist.is_initialized()
+        monkeypatch.setattr(processes.sys, "last_value", ValueError(), raising=False)
+        processes._stop(world)  # an error ends this process: others may never come
+        assert dist.is_initialized()
+        monkeypatch.delattr(processes.sys, "last_value")
+        processes._stop(world)
+        assert not dist.is_initialized()
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
 
 
 @pytest.mark.parametrize("backend", ["fake", "cpu:fake,cuda:fake"])
@@ -166,7 +179,9 @@ def test_the_hosts_groups_are_not_split_off(monkeypatch: pytest.MonkeyPatch) -> 
     world = World()
     monkeypatch.setattr(dist, "get_rank", lambda: 2)
     monkeypatch.setattr(
-        dist, "new_group", lambda ranks, backend, timeout: seen.append((world.bound_device_id, backend, timeout)) or ranks
+        dist,
+        "new_group",
+        lambda ranks, backend, timeout: seen.append((world.bound_device_id, backend, timeout)) or ranks,
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(processes.dist, "group", type("group", (), {"WORLD": world}))

@@ -2,9 +2,9 @@
 
 import pytest
 
-from hfscale.config import ASYNCHRONOUS, SCHEDULES, default_virtual_stages
 from hfscale.errors import ConfigError
 from hfscale.pipeline import Action, Costs, ideal_bubble, order, simulate, simulate_communicators
+from hfscale.schedules import ASYNCHRONOUS, SCHEDULES, default_virtual_stages
 
 TRANSFER = 0.02  # of a forward pass of a rank: 8 MiB where it takes 4 ms and a link carries 100 GB/s
 
