@@ -21,6 +21,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pp", type=int, metavar="N", help="pipeline ranks")
     parser.add_argument("--microbatches", type=int, metavar="N", help="microbatches of one step")
     parser.add_argument("--virtual-stages", type=int, metavar="N", help="stages per rank")
+    parser.add_argument(
+        "--transfer",
+        type=float,
+        metavar="T",
+        help="time of a transfer, in forward passes of a stage (default: 0)",
+    )
     parser.add_argument("--steps", type=int, metavar="N", help="steps in a row, for pipedream and pipedream_2bw")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the order of actions, in torch's format")
     parser.add_argument("--out", type=Path, metavar="FILE", help="draw a picture: .png or .svg")

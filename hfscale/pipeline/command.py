@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ..errors import ConfigError
 from ..schedules import ASYNCHRONOUS, SCHEDULES, default_virtual_stages
+from .communicators import simulate_communicators
 from .draw import draw
 from .orders import order
 from .simulate import DEFAULT_COSTS, Costs, simulate
@@ -25,6 +26,11 @@ def run_schedule(arguments: argparse.Namespace) -> int:
         planned_order = _as_measured(planned_order, measured)
     costs = measured_costs(measured) if measured else DEFAULT_COSTS
     planned = simulate(planned_order, costs, name, microbatches)
+    if arguments.transfer:
+        if arguments.transfer < 0:
+            raise ConfigError(f"--transfer {arguments.transfer} is impossible: use a time of at least 0")
+        costs = replace(costs, communication=arguments.transfer * costs.forward)
+        planned = simulate_communicators(planned_order, costs, name, microbatches)
     shown = [("", planned)]
     if measured:
         planned = replace(planned, unit=measured.unit)

@@ -42,6 +42,14 @@ def test_in_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
+def test_transfers_take_their_time(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ("--pp", "2", "--microbatches", "1", "--schedule", "1f1b", "--width", "80")
+    without, with_transfers = _run(capsys, *argv), _run(capsys, *argv, "--transfer", "0.5")
+    assert "bubble 100.0 % of the work" in without
+    assert "bubble 133.3 % of the work" in with_transfers  # two transfers, each half a forward pass
+    assert "use a time of at least 0" in _refused(capsys, *argv, "--transfer", "-1")
+
+
 @pytest.mark.parametrize("width", [30, 47, 60, 200])
 @pytest.mark.parametrize("schedule", ["zbv", "interleaved_zero_bubble"])
 def test_never_wider_than_asked(width: int, schedule: str) -> None:
