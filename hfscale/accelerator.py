@@ -230,9 +230,9 @@ class Accelerator(accelerate.Accelerator):
         world = dist.get_world_size() if dist.is_initialized() else started_processes()
         if self.num_processes != world:
             raise ConfigError(
-                f"Accelerate counts {self.num_processes} process(es) and {world} were started: something made its state "
-                "before (accelerate.PartialState, accelerate.Accelerator, transformers.TrainingArguments) without "
-                "cpu=True. Make hfscale.Accelerator() first, or set ACCELERATE_USE_CPU=1"
+                f"Accelerate counts {self.num_processes} process(es) and {world} were started: something made its "
+                "state before (accelerate.PartialState, accelerate.Accelerator, transformers.TrainingArguments) "
+                "without cpu=True. Make hfscale.Accelerator() first, or set ACCELERATE_USE_CPU=1"
             )
 
     def _adopt(self, model: nn.Module) -> None:

@@ -43,6 +43,7 @@ class Runtime:
         options: how the routing of experts was asked for.
         undo: takes out of the model what makes it compute with other ranks; see :mod:`hfscale.undo`.
         random_streams_agreed: whether the tensor ranks have agreed on the stream that dropout draws from.
+        steps: how many training steps have begun.
     """
 
     model: Any
@@ -58,6 +59,7 @@ class Runtime:
     options: "RoutingConfig | None" = None
     undo: "Callable[[], None] | None" = None
     random_streams_agreed: bool = False
+    steps: int = 0
     _stream_of: "dict[str, Stream | None]" = field(default_factory=dict)
 
     def attach(self) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .data import give_up_gathered, local_tensor, one_reduction, set_gradient_sync
 from .errors import ConfigError
+from .guards import before_step
 from .pipeline import UnflushedPipeline, summed_over_stages
 from .plan import ParameterPlan
 from .runtime import Runtime, runtime_of
@@ -41,6 +42,7 @@ def train_step(model: nn.Module, batch: Batch | Sequence[Batch], *, label_smooth
         schedules without a flush, loss and gradients are those of an earlier batch: see :func:`drain`.
     """
     runtime = runtime_of(model)
+    before_step(runtime)
     microbatches, count = _prepare(runtime, batch)
     synchronize_random_streams(runtime)
     with _routing_step(runtime, microbatches, train=model.training):

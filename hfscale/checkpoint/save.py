@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .. import _host
+from .. import _host, guards
 from ..data import local_tensor
 from ..errors import CheckpointError, ConfigError
 from ..mesh import Mesh
@@ -31,7 +31,12 @@ _WAIT = timedelta(minutes=2)
 
 
 def save_pretrained(
-    model: nn.Module, directory: str | Path, *, max_shard_size: str | int = "5GB", timeout: timedelta = _WAIT
+    model: nn.Module,
+    directory: str | Path,
+    *,
+    max_shard_size: str | int = "5GB",
+    timeout: timedelta = _WAIT,
+    check_replicas: bool = True,
 ) -> None:
     """Write ``model`` as an ordinary Hugging Face directory that loads with hfscale uninstalled.
 
@@ -41,12 +46,16 @@ def save_pretrained(
     Args:
         max_shard_size: the most bytes in one file, as for the host's ``save_pretrained``.
         timeout: how long to wait for ranks that have not called it.
+        check_replicas: compare, bit by bit, what several ranks hold together.
 
     Raises:
-        CheckpointError: a rank did not arrive, or writing failed; ``directory`` is then as it was before.
+        CheckpointError: a rank did not arrive, ranks have drifted apart, or writing failed; ``directory`` is then as it
+            was before.
     """
     runtime, target = runtime_of(model), Path(directory)
     everyone_arrives(runtime.mesh, timeout, f"save_pretrained({str(target)!r})")
+    if check_replicas:
+        guards.check_replicas(runtime, f"save_pretrained({str(target)!r})")
     if runtime.adapters is not None:
         runtime.adapters.save(runtime, target)
         return

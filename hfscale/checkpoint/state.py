@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .. import guards
 from ..data import like_sharded, local_tensor
 from ..errors import CheckpointError
 from ..mesh import Mesh
@@ -39,6 +40,7 @@ def save_state(
     *,
     optimizer: torch.optim.Optimizer | None = None,
     timeout: timedelta = timedelta(minutes=2),
+    check_replicas: bool = True,
     **others: Any,
 ) -> None:
     """Write all that a run needs to go on; call it on every rank, between two steps.
@@ -46,16 +48,19 @@ def save_state(
     Args:
         directory: replaced, if it exists, once everything is written.
         optimizer: over parameters of ``model``.
+        check_replicas: compare, bit by bit, what several ranks hold together.
         others: anything with ``state_dict`` and ``load_state_dict`` (``scheduler=...``), whose states are plain data.
 
     Raises:
-        CheckpointError: a rank did not arrive, or could not write, or a schedule without a flush has microbatches under
-            way; what ``directory`` held is then still there.
+        CheckpointError: a rank did not arrive, or could not write, ranks have drifted apart, or a schedule without a
+            flush has microbatches under way; what ``directory`` held is then still there.
     """
     runtime, target = runtime_of(model), Path(directory)
     _refuse_under_way(runtime, "save_state")
     mesh, staging = runtime.mesh, target.with_name(f".{target.name}.incomplete")
     everyone_arrives(mesh, timeout, f"save_state({str(target)!r})")
+    if check_replicas:
+        guards.check_replicas(runtime, f"save_state({str(target)!r})")
     synchronize_random_streams(runtime)  # a run that goes on from here has agreed on them
     shares = _shares(runtime, optimizer)
 

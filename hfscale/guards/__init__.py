@@ -1,5 +1,8 @@
 """What is silently wrong in ordinary code around a parallelized model, seen and refused in words."""
 
+from .changes import refuse_changes
+from .replicas import check_replicas
+from .steps import before_step
 from .stock_loops import refuse_stock_accelerator
 
-__all__ = ["refuse_stock_accelerator"]
+__all__ = ["before_step", "check_replicas", "refuse_changes", "refuse_stock_accelerator"]

@@ -1,0 +1,127 @@
+"""Ranks that hold the same values, compared bit by bit with one small exchange.
+
+Tensor ranks hold norms and factors of adapters together, groups of them key/value heads, replicas of the data axes
+everything, stages a tied head. Nothing keeps these equal but that all of them make the same update. Clipping each rank
+by the part of the norm that it sees, say, ends that, and nothing raises: a checkpoint would hold one rank's values.
+
+A checksum of 64 bits is summed over the bits of a share, each weighted by its place. It is exact for every type, not a
+number and packed 4-bit weights included, costs one pass over what has replicas, and needs no memory besides.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError, ConfigError, HFScaleError
+from ..plan import ParameterPlan
+from ..plan.cut import share_spans
+from ..runtime import Runtime, local_tensor
+
+_WIDTH = 4096
+_MODULUS = 1 << 64
+
+_Place = tuple[tuple[tuple[int, int], ...], ...]
+"""Per dim of a whole parameter, spans: ranks with the same ones hold the same."""
+
+
+def check_replicas(runtime: Runtime, saving: str | None = None) -> None:
+    """Compare what several ranks hold together; collective.
+
+    Args:
+        saving: the call that would write it.
+
+    Raises:
+        CheckpointError, ConfigError: on every rank, where some differ; it names the first and the ranks.
+    """
+    if runtime.mesh.control is None:
+        return
+    places, sums = [], []
+    for planned, parameter in _replicated(runtime):
+        _, ranks = runtime.mesh.view(planned.cuts)
+        for spans, piece in _pieces(planned, local_tensor(parameter.detach()), ranks):
+            places.append((planned.name, spans))
+            sums.append(checksum(piece))
+    read = torch.stack(sums).tolist() if sums else []
+    everyones = runtime.mesh.everyones(dict(zip(places, read, strict=True)))
+    values: dict[tuple[str, _Place], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, held in enumerate(everyones):
+        for place, value in held.items():
+            values[place][value].append(rank)
+    apart = [(place[0], list(by_value.values())) for place, by_value in values.items() if len(by_value) > 1]
+    if apart:
+        raise _refusal(saving, apart)
+
+
+def checksum(share: Tensor) -> Tensor:
+    """64 bits of a tensor's bits, as an integer scalar on its device: those of equal tensors are equal."""
+    data = share.contiguous().view(-1)
+    if data.numel() == 0:
+        return torch.zeros((), dtype=torch.int64, device=share.device)
+    data = data.view(torch.uint8)
+    if data.data_ptr() % 8:
+        data = data.clone()
+    words, rest = data[: len(data) // 8 * 8].view(torch.int64), data[len(data) // 8 * 8 :]
+    rows = len(words) // _WIDTH
+    table, last = words[: rows * _WIDTH].view(rows, _WIDTH), words[rows * _WIDTH :]
+    # A word's weight is the sum of its row's and its column's: two swapped ones change the sum.
+    parts = [table.sum(0), table.sum(1), last, rest.long()]
+    return sum((_weighted(part, salt) for salt, part in enumerate(parts)), torch.zeros_like(parts[0][0]))
+
+
+def _weighted(numbers: Tensor, salt: int) -> Tensor:
+    """Products and sums overflow on purpose."""
+    index = torch.arange(len(numbers), device=numbers.device) + (1 + (salt << 48))
+    mixed = index * (0x9E3779B97F4A7C15 - _MODULUS)
+    return (numbers * (((mixed ^ (mixed >> 29)) * (0xBF58476D1CE4E5B9 - _MODULUS)) | 1)).sum()
+
+
+def _replicated(runtime: Runtime) -> Iterator[tuple[ParameterPlan, Tensor]]:
+    """What this rank holds that others hold as well, in whole or in part."""
+    layout = runtime.mesh.layout
+    for planned, parameter in runtime.parameters():
+        _, ranks = runtime.mesh.view(planned.cuts)
+        cut = {cut.axis for cut in planned.cuts}
+        alike = any(layout.size("expert_tp" if axis == "tp" and "ep" in cut else axis) > 1 for axis in ranks
+                    if axis != "pp" and axis not in cut)  # fmt: skip
+        if alike or planned.copies > 1 or len(runtime.plan.holders(planned.name)) > 1:
+            yield planned, parameter
+
+
+def _pieces(planned: ParameterPlan, share: Tensor, ranks: dict[str, int]) -> Iterator[tuple[_Place, Tensor]]:
+    """A share and where it is in the whole; apart the parts of a fused weight, of which ranks may share some only."""
+    spans = share_spans(planned.shape, planned.cuts, ranks)
+    fused = next((cut for cut in planned.cuts if cut.most_copies > 1 and len(cut.parts) > 1), None)
+    if fused is None or share.shape != planned.local_shape(ranks):  # packed: rows and columns are no more
+        yield tuple(tuple(dim) for dim in spans), share
+        return
+    offset = 0
+    for stop, length in zip(accumulate(fused.parts), fused.parts, strict=True):
+        low = stop - length
+        inside = tuple((max(a, low), min(b, stop)) for a, b in spans[fused.dim] if max(a, low) < min(b, stop))
+        size = sum(b - a for a, b in inside)
+        place = tuple(inside if dim == fused.dim else tuple(found) for dim, found in enumerate(spans))
+        yield place, share.narrow(fused.dim, offset, size)
+        offset += size
+
+
+def _refusal(saving: str | None, apart: list[tuple[str, list[list[int]]]]) -> HFScaleError:
+    name, groups = apart[0]
+    ranks = "; ".join(", ".join(map(str, group)) for group in groups)
+    others = len({other for other, _ in apart}) - 1
+    more = f", and {others} more parameters likewise" if others else ""
+    cause = (
+        f"{name} is not the same on all ranks that hold it together (it differs between ranks {ranks}{more}): each "
+        "made an update of its own. torch.nn.utils.clip_grad_norm_ and accelerate.Accelerator.clip_grad_norm_ do "
+        "that, since each rank sees but a part of the norm: call hfscale.clip_grad_norm_(model, max_norm). Ranks that "
+        "were given different batches where hfscale.batch_rank is the same, and code that changes weights on some "
+        "ranks only, do it too"
+    )
+    if saving is None:
+        return ConfigError(f"{cause}. Load the model again: what the ranks hold now is no model")
+    return CheckpointError(
+        f"{saving} would write one rank's values: {cause}. Nothing was written; check_replicas=False writes the first "
+        "ranks' values all the same"
+    )

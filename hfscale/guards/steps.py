@@ -1,0 +1,62 @@
+"""What the first training steps show of a run that would go on without a word, and badly."""
+
+import logging
+
+import torch
+
+from ..runtime import Runtime
+from .replicas import check_replicas
+
+_CHECKED = frozenset({2, 10, 100, 1000, 10000})
+_HALF = (torch.bfloat16, torch.float16)
+_log = logging.getLogger(__name__)
+
+
+def before_step(runtime: Runtime) -> None:
+    """Look at a model that is about to take a training step; on every rank, in every step.
+
+    On the CPU, ranks that hold the same weights are compared before a few of the steps. On a GPU that would make the
+    host wait, so there it is done when weights are saved.
+
+    Raises:
+        ConfigError: ranks have drifted apart.
+    """
+    runtime.steps += 1
+    if runtime.steps == 1:
+        if not any(runtime.mesh.ranks.values()):
+            _warn_of_a_base_alone(runtime)
+            _warn_of_lost_updates(runtime)
+    elif runtime.steps in _CHECKED and runtime.mesh.device.type == "cpu":
+        check_replicas(runtime)
+
+
+def _warn_of_a_base_alone(runtime: Runtime) -> None:
+    """A base in 4 or 8 bits cannot train, and what is left of the model does, unasked: embeddings and norms.
+
+    As in a stock loop; ``transformers.Trainer`` refuses it. One who has frozen something has made a choice.
+    """
+    quantized = runtime.plan.quantized
+    if quantized is None or runtime.adapters is not None:
+        return
+    rest = [(planned.name, p) for planned, p in runtime.parameters() if planned.name not in quantized.weights]
+    if rest and all(parameter.requires_grad for _, parameter in rest):
+        _log.warning(
+            "the model is held in %d bits, which do not train, and has no adapters: all that trains are its embeddings "
+            "and norms (%s, for one). Put adapters around it - from_pretrained(..., peft_config=LoraConfig(...)), or "
+            "hfscale.get_peft_model(model, config) - or freeze what should stay with requires_grad_(False)",
+            *(quantized.bits, rest[0][0]),
+        )
+
+
+def _warn_of_lost_updates(runtime: Runtime) -> None:
+    """Most updates of a weight in 16 bits are smaller than half its last bit, and rounded away."""
+    trained = [(planned.name, p.dtype) for planned, p in runtime.parameters() if p.requires_grad]
+    half = [(name, dtype) for name, dtype in trained if dtype in _HALF]
+    if half:
+        name, dtype = half[0]
+        _log.warning(
+            "%d of the %d parameters that train are %s (%s, for one): updates below about 1/512 of a weight are "
+            "rounded away, and AdamW at lr=1e-5 leaves nine weights in ten as they are. Load the model with "
+            'dtype=torch.float32, mixed_precision="bf16", which computes in bfloat16 over float32 weights',
+            *(len(half), len(trained), str(dtype).removeprefix("torch."), name),
+        )
