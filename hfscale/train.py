@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .data import give_up_gathered, local_tensor, one_reduction, set_gradient_sync
 from .errors import ConfigError
-from .guards import before_step
+from .guards import before_step, without_gaps
 from .pipeline import UnflushedPipeline, summed_over_stages
 from .plan import ParameterPlan
 from .runtime import Runtime, runtime_of
@@ -32,7 +32,7 @@ def train_step(model: nn.Module, batch: Batch | Sequence[Batch], *, label_smooth
     Args:
         batch: the keyword arguments of one forward pass, ``labels`` included, or a list of such (gradient
             accumulation). Ranks that share a batch (tensor ranks) pass the same one; see :func:`hfscale.batch_rank`.
-            Every rank passes the same number of microbatches. Through pipeline stages, the list is what goes through as
+            Every rank passes the same number of microbatches; one of no rows counts nothing. Through pipeline stages, the list is what goes through as
             microbatches; one batch is cut into ``num_microbatches`` along its rows.
         label_smoothing: share, 0 to 1, of every target's probability that is spread evenly over the whole vocabulary,
             as in ``torch.nn.functional.cross_entropy``.
@@ -202,6 +202,7 @@ def _prepare(runtime: Runtime, batch: Batch | Sequence[Batch]) -> tuple[list[dic
     given: Sequence[Batch] = [batch] if isinstance(batch, Mapping) else list(batch)
     if not given:
         raise ConfigError("train_step got an empty list of microbatches: pass at least one")
+    given = [without_gaps(runtime, microbatch) for microbatch in given]
     if runtime.pipeline is not None:
         given = runtime.pipeline.share_out(given)
     if getattr(runtime.model.config, "output_router_logits", False) and len(given) * runtime.mesh.batch_world > 1:

@@ -1,8 +1,9 @@
 """What is silently wrong in ordinary code around a parallelized model, seen and refused in words."""
 
 from .changes import refuse_changes
+from .empty import without_gaps
 from .replicas import check_replicas
 from .steps import before_step
 from .stock_loops import refuse_stock_accelerator
 
-__all__ = ["before_step", "check_replicas", "refuse_changes", "refuse_stock_accelerator"]
+__all__ = ["before_step", "check_replicas", "refuse_changes", "refuse_stock_accelerator", "without_gaps"]

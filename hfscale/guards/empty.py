@@ -1,0 +1,48 @@
+"""A rank that has no rows in a step: the last batch of an epoch, say, where there are fewer samples than ranks.
+
+It must take part in every collective of the step all the same, or the others wait for it forever. So it computes rows
+of padding, whose labels count nothing: its share of the loss and of every gradient is exactly zero.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..runtime import Runtime
+
+_IGNORED = -100
+_LABELS = ("labels", "shift_labels")
+
+
+def without_gaps(runtime: Runtime, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``batch``; where it has no rows, a batch of padding in its place."""
+    tokens = next((batch[name] for name in ("input_ids", "inputs_embeds") if isinstance(batch.get(name), Tensor)), None)
+    if tokens is None or tokens.ndim < 2 or tokens.shape[0] > 0:
+        return batch
+    rows = _rows(runtime)
+    filled = {
+        name: value.new_full(
+            (rows, *(max(2, size) if dim == 0 else size for dim, size in enumerate(value.shape[1:]))),
+            _IGNORED if name in _LABELS else 0,
+        )
+        if isinstance(value, Tensor) and value.ndim > 1 and value.shape[0] == 0
+        else value
+        for name, value in batch.items()
+    }
+    # What balances experts leaves out what the mask does; anything else had better attend to something.
+    length = filled["input_ids" if "input_ids" in filled else "inputs_embeds"].shape[1]
+    mask = torch.full((rows, length), int(runtime.routing is None), device=tokens.device)
+    given = batch.get("attention_mask")
+    if given is None or given.ndim == 2:
+        filled["attention_mask"] = mask if given is None else mask.to(given.dtype)
+    return filled
+
+
+def _rows(runtime: Runtime) -> int:
+    """One, or as many as there are microbatches through stages."""
+    if runtime.pipeline is None:
+        return 1
+    layout = runtime.mesh.layout
+    return int(layout.num_microbatches or 2 * layout.size("pp"))  # which every schedule can run
