@@ -7,7 +7,14 @@ import torch
 from torch import nn
 
 from .checkpoint.shares import Shares
-from .data import MIXED_PRECISIONS, add_up_gradients, apply_data_axes, give_up_gathered, install_shares
+from .data import (
+    MIXED_PRECISIONS,
+    add_up_gradients,
+    apply_data_axes,
+    give_up_gathered,
+    install_shares,
+    reduce_microbatch,
+)
 from .errors import ConfigError
 from .experts import RoutingConfig, install_experts, install_passes
 from .finetune.adapters import Adapters
@@ -47,7 +54,7 @@ def assemble(
         install_quantized(shares)
     if mesh.batch_world == 1 and mixed_precision != "no":
         _autocast(model, mesh.device, MIXED_PRECISIONS[mixed_precision])
-    install_pipeline(runtime, settle=lambda: add_up_gradients(model))
+    install_pipeline(runtime, settle=lambda: add_up_gradients(model), reduce=lambda: reduce_microbatch(model))
     if mesh.layout.total_size > 1:
         refuse_stock_accelerator()
     refuse_changes(model, mesh.layout)

@@ -49,6 +49,10 @@ class ParallelConfig(ParallelismConfig):
             stages by cost.
         weights_regather: with stages over sharded data, gather weights anew for every microbatch instead of keeping
             them whole for a step: less memory for as many times the traffic as there are microbatches.
+        reduce_each_microbatch: over data ranks, reduce gradients after every microbatch instead of once per step.
+            Between microbatches a rank then holds its share of them only, and not the whole ones (in float32 under
+            mixed precision), for as many times the traffic as there are microbatches. Over stages they travel while
+            later microbatches compute, and not after the last one.
 
     Raises:
         ConfigError: an unknown field or an impossible value.
@@ -65,6 +69,7 @@ class ParallelConfig(ParallelismConfig):
     virtual_stages: int | None = None
     stage_layers: Sequence[int] | None = None
     weights_regather: bool | None = None
+    reduce_each_microbatch: bool | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "ParallelConfig":
         """Refuse misspelt fields by name, before the generated ``__init__`` would."""
@@ -102,6 +107,9 @@ class ParallelConfig(ParallelismConfig):
         )
         self.overlap = _boolean("overlap", _default("overlap", self.overlap, True))
         self.weights_regather = _boolean("weights_regather", _default("weights_regather", self.weights_regather, False))
+        self.reduce_each_microbatch = _boolean(
+            "reduce_each_microbatch", _default("reduce_each_microbatch", self.reduce_each_microbatch, False)
+        )
         if self.pipeline_schedule not in SCHEDULES and not str(self.pipeline_schedule).endswith(".csv"):
             close = difflib.get_close_matches(str(self.pipeline_schedule).lower(), SCHEDULES, n=1)
             hint = f"did you mean {close[0]!r}? " if close else ""
@@ -214,6 +222,7 @@ class ParallelConfig(ParallelismConfig):
             "virtual_stages",
             "stage_layers",
             "weights_regather",
+            "reduce_each_microbatch",
         )
         return f"ParallelConfig({values}, {', '.join(f'{name}={getattr(self, name)!r}' for name in rest)})"
 

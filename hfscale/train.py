@@ -64,7 +64,8 @@ def _train(
     total = torch.zeros((), device=runtime.mesh.device)
     with _partial_sums_at_the_end(runtime):
         for index, microbatch in enumerate(microbatches):
-            set_gradient_sync(runtime.model, index == len(microbatches) - 1)
+            last = index == len(microbatches) - 1
+            set_gradient_sync(runtime.model, last or bool(runtime.mesh.layout.reduce_each_microbatch))
             loss = runtime.loss.of(model, microbatch, count, label_smoothing)
             # The data axes average gradients over the distinct batches; the loss is a share of a sum.
             (loss * runtime.mesh.batch_world).backward()

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 import hfscale
 from hfscale import ParallelConfig, _host
+from hfscale.data._fsdp import _parameters as fsdp_parameters
 from hfscale.testing import RankPool, Traffic, count_traffic
 
 from .models import tiny
@@ -121,3 +122,48 @@ def test_sharded_stages_gather_and_reduce_once(pools: Pools, microbatches: int, 
         assert traffic.calls["allgather"] == gathers + 1  # the agreement
         assert traffic.calls["send"] == traffic.calls["recv"] == microbatches
         assert traffic.payload["send"] == traffic.payload["recv"] == microbatches * STREAM
+
+
+def count_reductions(layout: ParallelConfig, microbatches: int) -> tuple[Traffic, list[int], int]:
+    """Traffic of a step, entries of gradients that wait to be reduced before each forward pass, and of the model."""
+    model = hfscale.from_config(tiny("llama", num_hidden_layers=4), parallel=layout).train()
+    ids, waiting = torch.arange(B * S).view(B, S), []
+    numbers = sum(parameter.numel() for parameter in model.parameters())  # of whole tensors
+
+    def note(*_: object) -> None:
+        found = 0
+        for parameter in fsdp_parameters(model):
+            added = parameter.unsharded_accumulated_grad
+            grads = (added, getattr(parameter, "_unsharded_param", torch.empty(0)).grad)
+            found += sum(grad.numel() for grad in grads if grad is not None)
+        waiting.append(found)
+
+    model.get_input_embeddings().register_forward_pre_hook(note)
+    with count_traffic() as traffic:
+        hfscale.train_step(model, [{"input_ids": ids, "labels": ids}] * microbatches)
+    note()
+    return traffic, waiting, numbers
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_what_waits_to_be_reduced(pools: Pools, each: bool) -> None:
+    layers, rest, microbatches = 4, 1, 3
+    layout = ParallelConfig(dp_shard_size=2, reduce_each_microbatch=each)
+    for traffic, waiting, numbers in pools(2).run(count_reductions, layout, microbatches):
+        assert traffic.calls["reduce_scatter"] == (layers + rest) * (microbatches if each else 1)
+        assert waiting == ([0] * 4 if each else [0, numbers, numbers, 0])
+        one = numbers * 4
+        assert traffic.payload["reduce_scatter"] == pytest.approx(one * (microbatches if each else 1), rel=0.02)
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_what_waits_to_be_reduced_on_stages(pools: Pools, each: bool) -> None:
+    layers, rest, microbatches = 2, 1, 4
+    layout = ParallelConfig(pp_size=2, dp_shard_size=2, reduce_each_microbatch=each)
+    first, _, last, _ = pools(4).run(count_reductions, layout, microbatches)
+    for traffic, _, _ in (first, last):
+        assert traffic.calls["reduce_scatter"] == (layers + rest) * (microbatches if each else 1)
+    waiting = first[1]  # the first stage runs two forward passes ahead
+    assert waiting[:2] == [0, 0]
+    assert waiting[-1] == 0
+    assert all(found == 0 for found in waiting) == each

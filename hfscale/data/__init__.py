@@ -9,6 +9,7 @@ from .shard import (
     install_shares,
     like_sharded,
     one_reduction,
+    reduce_microbatch,
     set_gradient_sync,
 )
 
@@ -21,5 +22,6 @@ __all__ = [
     "like_sharded",
     "local_tensor",
     "one_reduction",
+    "reduce_microbatch",
     "set_gradient_sync",
 ]

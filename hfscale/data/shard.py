@@ -126,6 +126,14 @@ def give_up_gathered(model: nn.Module) -> None:
             module.reshard()
 
 
+def reduce_microbatch(model: nn.Module) -> None:
+    """Within :func:`one_reduction`: reduce what backward passes have left so far, ahead of the end."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(True)
+        reduce_now(model)
+        model.set_requires_gradient_sync(False)
+
+
 @contextmanager
 def one_reduction(model: nn.Module, *, backward: bool, regather: bool) -> Iterator[None]:
     """Within: any number of forward and backward passes of which some are under way at once; on leaving, gradients are

@@ -24,11 +24,12 @@ def check_stages(plan: Plan) -> None:
         )
 
 
-def install_pipeline(runtime: Runtime, settle: Callable[[], None]) -> None:
+def install_pipeline(runtime: Runtime, settle: Callable[[], None], reduce: Callable[[], None]) -> None:
     """No-op for one pipeline rank.
 
     Args:
         settle: called where gradients were made without autograd's hooks.
+        reduce: called where a microbatch's gradients are whole, if the layout has them reduced there.
     """
     if runtime.plan.stages is None:
         return
@@ -37,3 +38,5 @@ def install_pipeline(runtime: Runtime, settle: Callable[[], None]) -> None:
     if runtime.mesh.batch_world > 1:
         for worker in runtime.pipeline.workers:
             worker.settle = settle
+            if runtime.mesh.layout.reduce_each_microbatch:
+                worker.reduce = reduce

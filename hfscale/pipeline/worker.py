@@ -90,6 +90,7 @@ class StageWorker:
         recomputes: whether layers are recomputed in the backward pass.
         splits: whether the halves of a split backward pass run apart; else the first half does all.
         settle: called after every second half, whose gradients autograd's hooks do not see.
+        reduce: called when a microbatch's backward pass is over.
         recorder: notes what runs when, where there is one.
     """
 
@@ -99,6 +100,7 @@ class StageWorker:
         self.recomputes = False
         self.recorder: Recorder | None = None
         self.settle: Callable[[], None] = lambda: None
+        self.reduce: Callable[[], None] = lambda: None
         self._kept: dict[int, _Kept] = {}
         self._arriving: dict[int, _Transfer | Tensor] = {}
         self._gradients: dict[int, _Transfer | Tensor] = {}
@@ -150,6 +152,8 @@ class StageWorker:
             assert kept.arrived is not None
             grad, kept.arrived.grad = kept.arrived.grad, None
             self._returning[microbatch] = torch.zeros_like(kept.arrived) if grad is None else grad
+        if full_backward:
+            self.reduce()
 
     def backward_weight_one_chunk(self, microbatch: int, **_: Any) -> None:
         """The half of a split backward pass that makes the gradients of the weights."""
@@ -160,6 +164,7 @@ class StageWorker:
                 self.settle()
             elif self.trains and self.splits and (kept.arrived is None or not self.trains_before):
                 _backward(kept.output, kept.gradient)
+        self.reduce()
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """The engine's word for the end of a stage's backward passes; the data axes are served after the step."""

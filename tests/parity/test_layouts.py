@@ -19,6 +19,8 @@ LAYOUTS = {
     "tp2-replicate2": {"tp_size": 2, "dp_replicate_size": 2},
     "shard4": {"dp_shard_size": 4},
     "replicate2-shard2": {"dp_replicate_size": 2, "dp_shard_size": 2},
+    "shard2-reduced-each": {"dp_shard_size": 2, "reduce_each_microbatch": True},
+    "tp2-replicate2-reduced-each": {"tp_size": 2, "dp_replicate_size": 2, "reduce_each_microbatch": True},
 }
 MODELS = {
     "llama": ("llama", {}),

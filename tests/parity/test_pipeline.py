@@ -97,6 +97,8 @@ def test_a_schedule_of_ones_own(pools: Pools, tmp_path: Path) -> None:
         {"tp_size": 2, "sequence_parallel": True, "sequence_regather": True},
         {"dp_shard_size": 2},
         {"dp_shard_size": 2, "weights_regather": True},
+        {"dp_shard_size": 2, "reduce_each_microbatch": True},
+        {"dp_replicate_size": 2, "weights_regather": True, "reduce_each_microbatch": True},
         {"dp_replicate_size": 2},
     ],
     ids=lambda layout: "-".join(layout),
