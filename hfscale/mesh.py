@@ -33,6 +33,7 @@ class Mesh:
         control: a gloo group over all ranks for barriers and small objects; ``None`` likewise.
         copies: how many consecutive tensor ranks -> the group of those that this rank is one of.
         ties: pipeline ranks that hold one tensor -> the group of them through this rank, where it is one of them.
+        tie_reports: the same ranks -> their group over gloo.
         streams: (from, to), pipeline ranks that hold consecutive stages, this one among them -> the group of the two
             for what goes that way. A backend may run what is asked of one group in turn, and a tensor that is awaited
             from one neighbour must not hold up what goes to another, or back.
@@ -49,6 +50,7 @@ class Mesh:
     control: dist.ProcessGroup | None = None
     copies: dict[int, dist.ProcessGroup] = field(default_factory=dict)
     ties: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+    tie_reports: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
     streams: dict[Pair, dist.ProcessGroup] = field(default_factory=dict)
     reports: dist.ProcessGroup | None = None
     expert_reports: dist.ProcessGroup | None = None
@@ -135,15 +137,10 @@ def build_mesh(
     groups = {
         count: made.once((*key, count), partial(_consecutive_ranks, device_mesh, device, count)) for count in copies
     }
-    tied = {
-        members: found
-        for members in ties
-        if (found := made.once((*key, members), partial(_pipeline_ranks, device_mesh, device, members)))
-    }
-    mesh = Mesh(layout, device, ranks, device_mesh, control, groups, tied)
+    mesh = Mesh(layout, device, ranks, device_mesh, control, groups)
     if layout.size("ep") > 1:
         mesh = _with_experts(mesh, made)
-    return _with_stages(mesh, made, neighbours) if layout.size("pp") > 1 else mesh
+    return _with_stages(_with_ties(mesh, made, ties), made, neighbours) if layout.size("pp") > 1 else mesh
 
 
 def _divided(device: torch.device, shape: tuple[int, ...], axes: tuple[str, ...]) -> DeviceMesh:
@@ -174,6 +171,20 @@ def _with_experts(mesh: Mesh, made: "_Groups") -> Mesh:
         reports = made.once((*key, "reports"), lambda: host_group(lines))
     ranks = {**{axis: expert_mesh.get_local_rank(axis) for axis in _EXPERT_AXES}, **mesh.ranks}
     return replace(mesh, ranks=ranks, expert_mesh=expert_mesh, expert_reports=reports)
+
+
+def _with_ties(mesh: Mesh, made: "_Groups", ties: Sequence[tuple[int, ...]]) -> Mesh:
+    """Groups of pipeline ranks that hold one tensor."""
+    assert mesh.device_mesh is not None
+    device, groups, reports = mesh.device, dict[Any, Any](), dict[Any, Any]()
+    for members in ties:
+        columns = _columns(mesh.device_mesh, members)
+        key = (device.type, tuple(mesh.device_mesh.shape), members)
+        groups[members] = made.once(key, partial(device_group, columns, device))
+        alone = device.type == "cpu"
+        reports[members] = groups[members] if alone else made.once((*key, "reports"), partial(host_group, columns))
+    own = [members for members in ties if mesh.ranks["pp"] in members]
+    return replace(mesh, ties={m: groups[m] for m in own}, tie_reports={m: reports[m] for m in own})
 
 
 def _with_stages(mesh: Mesh, made: "_Groups", neighbours: Sequence[Pair]) -> Mesh:
@@ -243,13 +254,6 @@ def _consecutive_ranks(device_mesh: DeviceMesh, device: torch.device, count: int
     group = device_group(device_mesh.mesh.view(-1, count).tolist(), device)
     assert group is not None
     return group
-
-
-def _pipeline_ranks(
-    device_mesh: DeviceMesh, device: torch.device, members: tuple[int, ...]
-) -> dist.ProcessGroup | None:
-    """The group of the pipeline ranks ``members`` through this rank; ``None`` where it is none of them."""
-    return device_group(_columns(device_mesh, members), device)
 
 
 def _columns(device_mesh: DeviceMesh, members: Sequence[int]) -> list[list[int]]:

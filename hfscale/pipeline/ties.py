@@ -17,11 +17,11 @@ from ..runtime import Runtime, local_tensor
 @contextmanager
 def summed_over_stages(runtime: Runtime) -> Iterator[None]:
     """Within: a step leaves gradients; on leaving, those of tied copies are summed, and added to what there was."""
-    tied: list[tuple[Tensor, Tensor | None, dist.ProcessGroup]] = []
+    tied: list[tuple[Tensor, Tensor | None, tuple[int, ...]]] = []
     for planned, parameter in runtime.parameters() if runtime.plan.ties else ():
         holders = runtime.plan.holders(planned.name)
         if len(holders) > 1 and parameter.requires_grad:
-            tied.append((parameter, parameter.grad, runtime.mesh.ties[holders]))
+            tied.append((parameter, parameter.grad, holders))
             parameter.grad = None
     try:
         yield
@@ -29,12 +29,12 @@ def summed_over_stages(runtime: Runtime) -> Iterator[None]:
         for parameter, before, _ in tied:
             parameter.grad = before
         raise
-    groups = {id(group): group for _, _, group in tied}
-    for key, group in groups.items():  # in the plan's order, so the same on all ranks of a group
-        members = [(parameter, before) for parameter, before, other in tied if id(other) == key]
+    for holders in dict.fromkeys(holders for _, _, holders in tied):  # in the plan's order: the same on all of a group
+        members, group = [(p, before) for p, before, others in tied if others == holders], runtime.mesh.ties[holders]
         # What no stage has a gradient of (a table that is read without one) stays without: optimizers skip it then.
-        used = torch.tensor([int(parameter.grad is not None) for parameter, _ in members], device=runtime.mesh.device)
-        dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
+        # Asked through the host, which need not wait for the device to know.
+        used = torch.tensor([int(parameter.grad is not None) for parameter, _ in members])
+        dist.all_reduce(used, op=dist.ReduceOp.MAX, group=runtime.mesh.tie_reports[holders])
         for (parameter, before), anywhere in zip(members, used.tolist(), strict=True):
             if not anywhere:
                 parameter.grad = before
