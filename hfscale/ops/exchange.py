@@ -2,6 +2,9 @@
 
 All-gather and reduce-scatter are each half of an all-reduce: every rank sends ``(n - 1) / n`` of the whole. Each is
 *started*, so that its caller can compute before it takes the result.
+
+While ``torch.compile`` traces, they are torch's functional collectives: it takes no others without breaking its graph,
+and decides itself when to wait for them.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -27,7 +31,8 @@ class Started:
 
     def result(self) -> Tensor:
         """What it computed; to be called once."""
-        self._work.wait()
+        if self._work is not None:
+            self._work.wait()
         return self._finish()
 
 
@@ -37,7 +42,10 @@ _LARGE = 64 << 10
 
 
 def start_all_reduce(x: Tensor, group: dist.ProcessGroup) -> Started:
-    """Sum ``x``, contiguous, over the ranks, in place."""
+    """Sum ``x``, contiguous, over the ranks, in place where nothing is compiled."""
+    if torch.compiler.is_compiling():
+        total = functional.all_reduce(x, "sum", group)
+        return Started(None, lambda: total)
     if _exchanges(x, group) and dist.get_world_size(group) == 2:
         both = x.new_empty((2, *x.shape))
         work = dist.all_to_all_single(both, torch.stack((x, x)), group=group, async_op=True)
@@ -51,6 +59,9 @@ def start_all_gather(x: Tensor, lengths: Sequence[int], dim: int, group: dist.Pr
     even = len(set(lengths)) == 1
     x = _padded(x, max(lengths), dim).contiguous()
     in_place = even and _leads(x.shape, dim)
+    if torch.compiler.is_compiling():
+        parts = functional.all_gather_tensor(x, 0, group).chunk(size)
+        return Started(None, lambda: torch.cat([p.narrow(dim, 0, n) for p, n in zip(parts, lengths, strict=True)], dim))
     whole = x.new_empty((*x.shape[:dim], size * x.shape[dim], *x.shape[dim + 1 :]) if in_place else (size, *x.shape))
     pieces = whole.view(size * x.shape[0], *x.shape[1:])
     if _exchanges(x, group):
@@ -73,6 +84,9 @@ def start_reduce_scatter(x: Tensor, lengths: Sequence[int], dim: int, group: dis
         pieces = x.contiguous().view(size, *x.shape[:dim], length, *x.shape[dim + 1 :])
     else:
         pieces = torch.stack([_padded(piece, max(lengths), dim) for piece in x.split(list(lengths), dim)])
+    if torch.compiler.is_compiling():
+        own = functional.reduce_scatter_tensor(pieces.flatten(0, 1), "sum", 0, group)
+        return Started(None, lambda: _cropped(own, length, dim))
     if backend_of(group, x.device) != "gloo":
         summed = pieces.new_empty(pieces.shape[1:])
         work = _reduce_scatter(summed, pieces.flatten(0, 1), group=group, async_op=True)

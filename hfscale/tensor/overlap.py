@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ..ops import WeightLater, enter_overlapped, project
+from ..ops import WeightLater, enter, enter_overlapped, project
 from ..ops.exchange import Started, start_all_reduce
 from .sequence import Stream
 
@@ -29,11 +29,13 @@ class Overlap:
 
     def enter(self, x: Tensor) -> Tensor:
         """The block's input, as its projections see it."""
+        stream = self.stream if self.stream is not None and self.stream.cut else None
+        if torch.compiler.is_compiling():  # it puts collectives behind products by itself, and keeps no state for later
+            return enter(x, self.group) if stream is None else stream.enter(x)
         # Autocast casts at every product; taken apart, the products would have to do it themselves.
         apart = torch.is_grad_enabled() and not torch.is_autocast_enabled(x.device.type)
         columns = [module for module in self.columns if apart and module.weight.requires_grad]
         weights = [(module.weight, _TRANSPOSED[type(module)]) for module in columns]
-        stream = self.stream if self.stream is not None and self.stream.cut else None
         if stream is None:
             x, later = enter_overlapped(x, weights, self._start_sum)
         else:
