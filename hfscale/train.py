@@ -32,8 +32,8 @@ def train_step(model: nn.Module, batch: Batch | Sequence[Batch], *, label_smooth
     Args:
         batch: the keyword arguments of one forward pass, ``labels`` included, or a list of such (gradient
             accumulation). Ranks that share a batch (tensor ranks) pass the same one; see :func:`hfscale.batch_rank`.
-            Every rank passes the same number of microbatches; one of no rows counts nothing. Through pipeline stages, the list is what goes through as
-            microbatches; one batch is cut into ``num_microbatches`` along its rows.
+            Every rank passes the same number of microbatches; one without rows counts nothing. Through pipeline stages,
+            the list is what goes through as microbatches; one batch is cut into ``num_microbatches`` along its rows.
         label_smoothing: share, 0 to 1, of every target's probability that is spread evenly over the whole vocabulary,
             as in ``torch.nn.functional.cross_entropy``.
 

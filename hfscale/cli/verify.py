@@ -2,8 +2,9 @@
 
 import argparse
 
+from ..errors import ConfigError
 from .layout import add_layout_arguments, layout_of
-from .model import add_model_arguments, load_config, remote_code
+from .model import add_model_arguments, auto_class_of, building, load_config, remote_code
 
 HELP = "prove a layout on this machine: a tiny clone of the model against one process"
 DESCRIPTION = (
@@ -12,6 +13,7 @@ DESCRIPTION = (
     "difference. Needs no weights and no GPU."
 )
 EXAMPLE = "hfscale verify Qwen/Qwen3-8B --tp 2 --pp 2 --schedule zbv"
+_DEFAULT = "AutoModelForCausalLM"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +36,16 @@ def run(arguments: argparse.Namespace) -> int:
     from ..testing.verify import TOLERANCE, render, verify
 
     transformers.utils.logging.disable_progress_bar()  # of a clone's few kilobytes
-    asked, config = layout_of(arguments), load_config(arguments.model, arguments.trust_remote_code)
-    used, parity = verify(config, asked, lora=arguments.lora, **remote_code(arguments))
-    print(render(config, asked, used, parity, arguments.lora))
+    if arguments.dtype not in (None, "float64"):
+        raise ConfigError(
+            f"--dtype {arguments.dtype}: verify compares in float64, in which a wrong layout cannot hide behind "
+            "rounding: leave it out"
+        )
+    auto_class, asked = auto_class_of(arguments.auto_class), layout_of(arguments)
+    config = load_config(arguments.model, arguments.trust_remote_code)
+    other = arguments.auto_class != _DEFAULT
+    chosen = {"auto_class": auto_class} if other else {}
+    with building(arguments, config):
+        used, parity = verify(config, asked, lora=arguments.lora, **chosen, **remote_code(arguments))
+    print(render(config, asked, used, parity, arguments.lora, arguments.auto_class if other else ""))
     return int(parity.worst() > TOLERANCE)

@@ -36,10 +36,12 @@ def check_replicas(runtime: Runtime, saving: str | None = None) -> None:
     Raises:
         CheckpointError, ConfigError: on every rank, where some differ; it names the first and the ranks.
     """
-    if runtime.mesh.control is None:
+    if runtime.mesh.control is None or not any(_is_replicated(runtime, planned) for planned in runtime.plan.owned()):
         return
     places, sums = [], []
-    for planned, parameter in _replicated(runtime):
+    for planned, parameter in runtime.parameters():
+        if not _is_replicated(runtime, planned):
+            continue
         _, ranks = runtime.mesh.view(planned.cuts)
         for spans, piece in _pieces(planned, local_tensor(parameter.detach()), ranks):
             places.append((planned.name, spans))
@@ -78,16 +80,13 @@ def _weighted(numbers: Tensor, salt: int) -> Tensor:
     return (numbers * (((mixed ^ (mixed >> 29)) * (0xBF58476D1CE4E5B9 - _MODULUS)) | 1)).sum()
 
 
-def _replicated(runtime: Runtime) -> Iterator[tuple[ParameterPlan, Tensor]]:
-    """What this rank holds that others hold as well, in whole or in part."""
-    layout = runtime.mesh.layout
-    for planned, parameter in runtime.parameters():
-        _, ranks = runtime.mesh.view(planned.cuts)
-        cut = {cut.axis for cut in planned.cuts}
-        alike = any(layout.size("expert_tp" if axis == "tp" and "ep" in cut else axis) > 1 for axis in ranks
-                    if axis != "pp" and axis not in cut)  # fmt: skip
-        if alike or planned.copies > 1 or len(runtime.plan.holders(planned.name)) > 1:
-            yield planned, parameter
+def _is_replicated(runtime: Runtime, planned: ParameterPlan) -> bool:
+    """Whether several ranks hold some of a parameter, in whole or in part; the same answer on every rank."""
+    layout, (_, ranks) = runtime.mesh.layout, runtime.mesh.view(planned.cuts)
+    cut = {cut.axis for cut in planned.cuts}
+    free = [axis for axis in ranks if axis != "pp" and axis not in cut]
+    sizes = (layout.size("expert_tp" if axis == "tp" and "ep" in cut else axis) for axis in free)
+    return max(sizes, default=1) > 1 or planned.copies > 1 or len(runtime.plan.holders(planned.name)) > 1
 
 
 def _pieces(planned: ParameterPlan, share: Tensor, ranks: dict[str, int]) -> Iterator[tuple[_Place, Tensor]]:

@@ -3,20 +3,22 @@
 What a user runs before renting a cluster: it needs no GPU and no weights, and takes less than a minute.
 """
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from .. import plan
+from .. import from_config, plan
 from ..config import AXES, ParallelConfig
 from ..errors import ConfigError
 from ..pipeline import read_csv
 from ..schedules import ASYNCHRONOUS, SCHEDULES
+from . import batches
 from .clone import EXPERT_FIELDS, EXPERTS, LAYERS, tiny_clone
 from .parity import Case, Parity, measure_parity
-from .pool import RankPool
+from .pool import RankError, RankPool
 
 TOLERANCE = 1e-10
 MAX_RANKS = 8
@@ -54,33 +56,60 @@ def scale_down(layout: ParallelConfig) -> ParallelConfig:
 
 
 def verify(
-    config: PreTrainedConfig, layout: ParallelConfig, *, lora: str | None = None, **hf_kwargs: Any
+    config: PreTrainedConfig,
+    layout: ParallelConfig,
+    *,
+    lora: str | None = None,
+    auto_class: Any = AutoModelForCausalLM,
+    **hf_kwargs: Any,
 ) -> tuple[ParallelConfig, Parity]:
     """Compare the layout (scaled down to what one machine can start) with one process, on a tiny clone of the model.
 
     Args:
         lora: put LoRA adapters around these modules, ``all-linear`` or names joined by commas, in both.
+        auto_class: the Auto class that chooses the model's class, and with it its loss and what a batch is.
 
     Raises:
-        ConfigError: the pipeline schedule cannot run with its numbers, or is not meant to equal one process.
+        ConfigError: the pipeline schedule cannot run with its numbers, or is not meant to equal one process; there is
+            no making batches for ``auto_class``; stock transformers cannot train the clone; adapters match nothing.
         PlanError: the layout does not fit the clone, or the stages do not fit the model.
     """
     if layout.size("pp") > 1:
         _refuse_asynchronous(layout)
-        plan(config, layout, **hf_kwargs)  # the clone gets as many layers as there are stages, whatever the model has
+        plan(
+            config, layout, auto_class=auto_class, **hf_kwargs
+        )  # the clone gets as many layers as there are stages, whatever the model has
     small = scale_down(layout)
     changes = _heads_that_fit(config, layout.size("tp"), small.size("tp")) | _experts_that_fit(config, small.size("ep"))
+    changes |= batches.changes_for(config, auto_class)
     clone = tiny_clone(config, layers=_layers(small), **changes)
-    case = Case(clone) if small.size("pp") == 1 else Case(clone, accumulation=int(small.num_microbatches or 1))
+    planned = plan(clone, small, auto_class=auto_class, **hf_kwargs)  # refuse before any process is started
+    case = batches.case_for(clone, auto_class, planned)
+    if small.size("pp") > 1:
+        case.accumulation = int(small.num_microbatches or 1)
+    batches.check_stock(case, hf_kwargs)
     if lora is not None:
         from peft import LoraConfig
 
         case.peft = LoraConfig(r=4, target_modules=lora if lora == "all-linear" else lora.split(","))
-    plan(case.config, small)  # refuse before any process is started
+        sizes: dict[str, Any] = {f"{axis}_size": 1 for axis in AXES}
+        one = ParallelConfig(**sizes)
+        from_config(clone, parallel=one, auto_class=auto_class, peft_config=case.peft, **hf_kwargs)  # what it refuses
     if small.total_size == 1:
         return small, measure_parity(case, small, None)
     with RankPool(small.total_size) as pool:
-        return small, measure_parity(case, small, pool)
+        return small, _measure(case, small, pool)
+
+
+def _measure(case: Case, layout: ParallelConfig, pool: RankPool) -> Parity:
+    """The comparison; what a rank refuses is an answer, and no accident."""
+    try:
+        return measure_parity(case, layout, pool)
+    except RankError as error:
+        refused = re.findall(r"^hfscale\.errors\.\w+Error: (.*)$", str(error), re.MULTILINE)
+        if not refused:
+            raise
+        raise ConfigError(refused[0]) from None
 
 
 def _refuse_asynchronous(layout: ParallelConfig) -> None:
@@ -131,9 +160,14 @@ def describe_pipeline(layout: ParallelConfig) -> str:
 
 
 def render(
-    config: PreTrainedConfig, asked: ParallelConfig, used: ParallelConfig, parity: Parity, lora: str | None = None
+    config: PreTrainedConfig,
+    asked: ParallelConfig,
+    used: ParallelConfig,
+    parity: Parity,
+    lora: str | None = None,
+    auto_class: str = "",
 ) -> str:
-    """The comparison as a table."""
+    """The comparison as a table; ``auto_class`` is named where it is not the one for causal language models."""
     rows = [
         ("loss", parity.loss, ""),
         ("worst gradient", parity.gradient, parity.worst_gradient),
@@ -142,7 +176,8 @@ def render(
         ("saved checkpoint" if lora is None else "saved adapter", parity.saved, ""),
     ]
     other = "stock transformers" if lora is None else f"stock PEFT, LoRA on {lora},"
-    title = f"a tiny {config.model_type} in {used.describe()} against {other} in one process, float64, gloo"
+    named = f" ({auto_class})" if auto_class else ""
+    title = f"a tiny {config.model_type}{named} in {used.describe()} against {other} in one process, float64, gloo"
     if used.size("pp") > 1:
         title += f"\n{describe_pipeline(used)}"
         if asked.num_microbatches not in (None, used.num_microbatches):

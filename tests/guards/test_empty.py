@@ -38,7 +38,7 @@ def step(path: str, layout: dict[str, Any], routing: Any, accumulate: bool) -> t
     given = [given, batch(0)] if accumulate else given
     model.train()
     loss = hfscale.train_step(model, given)
-    assert torch.equal(loss, loss) and hfscale.eval_step(model, given).isfinite()
+    assert hfscale.eval_step(model, given).isfinite()
     gradients = {p.name: local_tensor(parameter.grad) for p, parameter in runtime_of(model).parameters()}
     reference = Path(path) / "gradients.pt"
     if layout == {}:

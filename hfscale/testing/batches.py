@@ -1,0 +1,89 @@
+"""What ``hfscale verify`` feeds a class: batches by the Auto class that chooses it."""
+
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedConfig
+
+from ..errors import ConfigError
+from ..plan import Plan
+from . import plain
+from .parity import Case
+
+# Auto class -> what makes a batch of it. Causal language models that train_step knows are trained by that.
+_MAKERS: dict[str, plain.Maker] = {
+    "AutoModelForCausalLM": plain.causal_lm,
+    "AutoModelForImageClassification": plain.image_classification,
+    "AutoModelForMaskedLM": plain.causal_lm,
+    "AutoModelForSeq2SeqLM": plain.sequence_to_sequence,
+    "AutoModelForSequenceClassification": plain.sequence_classification,
+    "AutoModelForSpeechSeq2Seq": plain.speech_to_text,
+    "AutoModelForTokenClassification": plain.token_classification,
+}
+_CLASSES = ("AutoModelForImageClassification", "AutoModelForSequenceClassification", "AutoModelForTokenClassification")
+_SMALL_INPUTS = {"image_size": 32, "num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 40}
+
+
+def _name(auto_class: Any) -> str:
+    return str(auto_class.__name__)
+
+
+def changes_for(config: PreTrainedConfig, auto_class: Any) -> dict[str, Any]:
+    """Fields of a clone that its batches need to be otherwise.
+
+    Raises:
+        ConfigError: there is no making batches for this class.
+    """
+    name = _name(auto_class)
+    if name not in _MAKERS:
+        raise ConfigError(
+            f"--auto-class {name}: verify makes batches for {', '.join(_MAKERS)}, and knows of no batch for this one. "
+            "Compare it in Python: hfscale.testing.assert_layout_equal(hfscale.testing.plain.PlainCase(config, "
+            f"auto_class=transformers.{name}, make_batch=...), layout, pool)"
+        )
+    fields = config.to_dict()
+    changes: dict[str, Any] = {
+        field: value for field, value in _SMALL_INPUTS.items() if isinstance(fields.get(field), int)
+    }
+    if name in _CLASSES:  # integers are classes; one class would be a number to predict
+        changes["num_labels"] = min(max(2, config.num_labels), 5)
+        changes["id2label"] = {number: f"class {number}" for number in range(changes.pop("num_labels"))}
+        changes["label2id"] = {label: number for number, label in changes["id2label"].items()}
+        if getattr(config, "problem_type", None) is not None:
+            changes["problem_type"] = "single_label_classification"
+    if name == "AutoModelForSequenceClassification" and getattr(config, "pad_token_id", None) is None:
+        changes["pad_token_id"] = 0  # by which decoders find the last token
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+        changes["decoder_start_token_id"] = 0
+    return changes
+
+
+def case_for(clone: PreTrainedConfig, auto_class: Any, planned: Plan) -> Case:
+    """What to train: by ``train_step`` where the loss is one that it knows, else by a plain loop."""
+    if planned.loss is not None and _name(auto_class) == "AutoModelForCausalLM":
+        return Case(clone, auto_class=auto_class)
+    return plain.PlainCase(clone, auto_class=auto_class, make_batch=_MAKERS[_name(auto_class)])
+
+
+def check_stock(case: Case, hf_kwargs: dict[str, Any]) -> None:
+    """Train the clone for one pass as it is, in this process.
+
+    Raises:
+        ConfigError: stock transformers cannot, so there is nothing to compare with.
+    """
+    from .. import _host
+    from .precision import keep_float64
+
+    try:
+        model = case.auto_class.from_config(case.config, dtype=torch.float64, **hf_kwargs)
+        _host.use_eager_experts(model)
+        with keep_float64():
+            model(**case.batches(1)[0][0][0]).loss.backward()
+    except Exception as error:  # of any kind: it is the host's, over a config that nobody has tried
+        first = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"a tiny clone of this {case.config.model_type!r} cannot be trained by stock transformers "
+            f"{transformers.__version__} as {_name(case.auto_class)} ({type(error).__name__}: {first}), so there is "
+            "nothing to compare with: try another --auto-class"
+        ) from error
