@@ -11,14 +11,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from ..errors import ConfigError
 from ..mesh import Mesh
 from ..names import owner_of, stock_name
 from ..plan import ParameterPlan, Plan
-from ._fsdp import reduce_now
+from ._fsdp import reduce_now, shard_by_type
 
 MIXED_PRECISIONS = {"no": None, "bf16": torch.bfloat16}
 
@@ -40,8 +40,8 @@ def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, mixed_precision: s
     alone = _shard_experts(model, plan, mesh, policy)
     for name in (layer for layer in plan.layers if plan.holds(mesh.ranks["pp"], layer)):
         layer = model.get_submodule(name)
-        fully_shard(layer, mesh=data_mesh, mp_policy=policy, reshard_after_forward=reshard, ignored_params=alone)
-    fully_shard(model, mesh=data_mesh, mp_policy=policy, reshard_after_forward=False, ignored_params=alone)
+        shard_by_type(layer, ignored=alone, mesh=data_mesh, mp_policy=policy, reshard_after_forward=reshard)
+    shard_by_type(model, ignored=alone, mesh=data_mesh, mp_policy=policy, reshard_after_forward=False)
 
 
 def _shard_experts(model: nn.Module, plan: Plan, mesh: Mesh, policy: MixedPrecisionPolicy) -> set[nn.Parameter]:
@@ -68,8 +68,9 @@ def _shard_experts(model: nn.Module, plan: Plan, mesh: Mesh, policy: MixedPrecis
             p: 0 if p.dtype == torch.uint8 else _planned(plan, f"{experts.name}.{name}").cuts[-1].dim
             for name, p in module.named_parameters()
         }
-        fully_shard(
+        shard_by_type(
             module,
+            ignored=set(),
             mesh=_data_mesh(mesh.expert_mesh, mesh, "edp_replicate", "edp_shard"),
             mp_policy=policy,
             reshard_after_forward=shards > 1,

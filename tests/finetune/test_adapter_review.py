@@ -111,19 +111,27 @@ def test_a_model_goes_on_after_an_adapter_that_does_not_fit(
         assert all(other == first for other in others)
 
 
-def _types(start: str, sizes: dict[str, Any], changes: dict[str, Any]) -> str:
+def _types(start: str, sizes: dict[str, Any], changes: dict[str, Any]) -> tuple[float, float, set[torch.dtype]]:
     model = _loaded(start, sizes, dtype="bfloat16")
-    return _message(lambda: hfscale.get_peft_model(model, _lora(**changes)))
+    hfscale.get_peft_model(model, _lora(**changes)).train()
+    rows = (
+        BATCH
+        if hfscale.batch_world(model) == 1
+        else {key: rows[hfscale.batch_rank(model) :: 2] for key, rows in BATCH.items()}
+    )
+    loss = float(hfscale.train_step(model, rows))
+    return loss, float(hfscale.clip_grad_norm_(model, 1.0)), {p.dtype for p in model.parameters() if p.requires_grad}
 
 
 @pytest.mark.parametrize("changes", [{"modules_to_save": ["input_layernorm"]}, {"bias": "all"}], ids=["copy", "bias"])
-def test_sixteen_and_thirty_two_bits_do_not_train_in_one_shard(
-    pools: Pools, tmp_path: Path, changes: dict[str, Any]
-) -> None:
+def test_sixteen_and_thirty_two_bits_train_side_by_side(pools: Pools, tmp_path: Path, changes: dict[str, Any]) -> None:
     start = _start(tmp_path, attention_bias=True)
-    for message in pools(2).run(_types, start, {"dp_shard_size": 2}, changes):
-        assert "in bfloat16" in message
-        assert "mixed_precision='bf16'" in message
+    loss, norm, types = _types(start, {}, changes)
+    assert types == {torch.bfloat16, torch.float32}
+    for sharded_loss, sharded_norm, sharded_types in pools(2).run(_types, start, {"dp_shard_size": 2}, changes):
+        assert sharded_types == types
+        assert sharded_loss == pytest.approx(loss, rel=1e-5)
+        assert sharded_norm == pytest.approx(norm, rel=1e-2)
 
 
 def _tied(start: str, changes: dict[str, Any]) -> str:

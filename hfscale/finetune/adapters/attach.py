@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...errors import ConfigError, PlanError
 from ...mesh import Mesh
-from ...names import owner_of, stock_name
+from ...names import owner_of
 from ...ops.packed import shown_unpacked
 from ...plan import Plan
 from ...plan.adapters import COPY, plan_adapters
@@ -100,7 +100,6 @@ def attach_adapters(
             local = quietly(model, _uninitialized(narrowed(config, *targets_of(held))), name)
         local.base_model.peft_config[name] = whole.peft_config[name]
         _give_local_shapes(model, planned, mesh, shares)
-        _refuse_mixed_types(model, plan, mesh)
         made = initialize_adapters(
             whole, config, name, planned, mesh, shares, seed, partial(_dequantized, model, planned)
         )
@@ -187,25 +186,6 @@ def _refuse_several_stages(plan: Plan) -> None:
             raise ConfigError(
                 f"{path} computes on several pipeline stages, where adapters around it would train apart: leave it out "
                 f"(exclude_modules=[{path.rpartition('.')[2]!r}]), or use pp_size=1"
-            )
-
-
-def _refuse_mixed_types(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
-    """FSDP shards what trains in a layer as one."""
-    if mesh.batch_world == 1:
-        return
-    alone = (*(experts.name for experts in plan.experts), *plan.layers)
-    types: dict[str, dict[torch.dtype, str]] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            group = next((part for part in alone if stock_name(name).startswith(f"{part}.")), "")
-            types.setdefault(group, {}).setdefault(parameter.dtype, name)
-    for found in types.values():
-        if len(found) > 1:
-            words = " and ".join(f"{name} in {str(dtype).removeprefix('torch.')}" for dtype, name in found.items())
-            raise ConfigError(
-                f"{words} would train side by side, and FSDP shards parameters of one type only: load the model with "
-                "dtype=torch.float32 and mixed_precision='bf16', or leave out modules_to_save and bias"
             )
 
 
