@@ -4,17 +4,12 @@ from random import Random
 from typing import Any
 
 from .draw import Draw
-from .families import OWN_LOSS, choose_config, choose_family, fields_of, has_experts
+from .families import OWN_LOSS, SLOW, WIDE, choose_config, choose_family, fields_of, has_experts, linear_names
 from .layouts import choose_layout, choose_stage_layers, stages_of
 
 _TORCH = ("SGD", "SGD", "SGD", "AdamW", "Adagrad")
 _NAMED = ("adamw_torch", "sgd", "adagrad", "rmsprop", "adafactor", "muon", "adamw_8bit", "lion_8bit", "lion_32bit")
 _FROZEN = ("embed", "norm", "layers.0.", "attn", "mlp", "lm_head", "bias", "layers.1.", "wte", "h.0.")
-_TARGETS = [
-    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "c_attn", "c_proj", "c_fc",
-    "query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h", "qkv_proj", "gate_up_proj", "fc1", "fc2",
-    "out_proj", "lm_head", "embed_tokens",
-]  # fmt: skip
 
 
 def choose(seed: int, index: int) -> Draw:
@@ -51,7 +46,7 @@ def _training(random: Random, draw: Draw, experts: bool) -> dict[str, Any]:
         "optimizer": optimizer,
         "learning_rate": 0.1 if optimizer in ("SGD", "sgd") else 0.01,
         "checkpointing": random.random() < 0.2,
-        "attention": random.choice((None, None, None, "eager", "sdpa")),
+        "attention": random.choice((None, None, "eager")),
     }
     if draw.layout.get("pp_size", 1) == 1 and (draw.family in OWN_LOSS or random.random() < 0.12):
         chosen.update(loop="plain", label_smoothing=0.0)
@@ -69,6 +64,8 @@ def _batches(random: Random, draw: Draw) -> dict[str, Any]:
     if draw.layout.get("pp_size", 1) > 1:
         as_dict = random.random() < 0.5
         count = wanted or random.choice((2, 4)) * draw.layout["pp_size"]
+        if random.random() < 0.1:  # cut further, or refused
+            count = max(1, count // 2)
         rows, microbatches = (rows * count, 0) if as_dict else (rows, count)
     else:
         microbatches = random.choice((0, 1, 2, 3))
@@ -77,7 +74,9 @@ def _batches(random: Random, draw: Draw) -> dict[str, Any]:
         "microbatches": microbatches,
         "lengths": tuple(max(length, 2) for length in lengths) if random.random() < 0.9 else lengths,
         "padding": random.choice(("none", "none", "right", "right", "left")),
-        "positions": random.random() < 0.1,
+        "positions": random.random() < 0.12,
+        "packed": random.random() < 0.4,
+        "ragged": microbatches > 0 and random.random() < 0.25,
         "masked": random.choice(("none", "some", "some", "rows", "microbatch", "rank")),
         "empty_rank": random.random() < 0.02,
     }
@@ -86,25 +85,30 @@ def _batches(random: Random, draw: Draw) -> dict[str, Any]:
 def _extras(random: Random, draw: Draw) -> dict[str, Any]:
     chosen: dict[str, Any] = {}
     if random.random() < 0.2:
-        chosen.update(peft=_lora(random), peft_later=random.random() < 0.4, frozen=())
+        chosen.update(peft=_lora(random, draw), peft_later=random.random() < 0.4)
+        chosen["peft_fresh"] = random.random() < 0.3
     elif random.random() < 0.15:
         chosen["frozen"] = tuple(random.sample(_FROZEN, random.choice((1, 1, 2))))
-    if random.random() < 0.06:
+    if random.random() < (0.12 if draw.family in WIDE else 0):
         chosen.update(_quantized(random, draw))
     chosen["resume"] = random.random() < 0.2
     chosen["between"] = tuple(name for name in ("eval", "generate", "save", "deepcopy") if random.random() < 0.12)
     return chosen
 
 
-def _lora(random: Random) -> dict[str, Any]:
-    targets: Any = "all-linear" if random.random() < 0.5 else random.sample(_TARGETS, random.choice((2, 4, 8)))
+def _lora(random: Random, draw: Draw) -> dict[str, Any]:
+    names = linear_names(draw.family, draw.config, draw.layers)
+    targets: Any = "all-linear"
+    if names and random.random() < 0.5:
+        targets = random.sample(names, random.randint(1, len(names)))
     lora: dict[str, Any] = {"r": random.choice((1, 2, 3, 8)), "target_modules": targets}
     for name in ("use_dora", "use_rslora"):
         if random.random() < 0.15:
             lora[name] = True
     if random.random() < 0.15:
-        lora["modules_to_save"] = [random.choice(("lm_head", "embed_tokens", "norm", "gate"))]
-    if random.random() < 0.1:
+        kept = [name for name in (*names, "norm") if name not in targets]
+        lora["modules_to_save"] = [random.choice(kept)]
+    if random.random() < 0.1 and "use_dora" not in lora:
         lora["lora_bias"] = True
     return lora
 
@@ -133,6 +137,8 @@ def _settled(draw: Draw) -> Draw:
             masked="some" if draw.masked in ("microbatch", "rank", "rows") else draw.masked, routing=None
         )
         draw = draw.change(lengths=tuple(max(length, 5) for length in draw.lengths), empty_rank=False)
+    if draw.family in SLOW:
+        draw = draw.change(steps=2, calls=1, rows=min(draw.rows, 8), lengths=draw.lengths[:1])
     if draw.delayed:
         draw = draw.change(resume=False, between=(), calls=1)
     return draw

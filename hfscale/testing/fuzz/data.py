@@ -46,11 +46,12 @@ def _microbatch(
 ) -> Batch:
     length = max(2, draw.lengths[(rank + index) % len(draw.lengths)]) if index + rank == 0 else 0
     length = length or draw.lengths[(rank + index) % len(draw.lengths)]
-    ids = torch.randint(0, vocabulary, (draw.rows, length), generator=generator)
+    rows = 1 + (draw.rows - 1 + rank + index) % draw.rows if draw.ragged else draw.rows
+    ids = torch.randint(0, vocabulary, (rows, length), generator=generator)
     labels = ids.clone()
     if draw.masked != "none":
         labels = labels.masked_fill(torch.rand(ids.shape, generator=generator) < 0.35, -100)
-    if draw.masked == "rows" and draw.rows > 1:
+    if draw.masked == "rows" and rows > 1:
         labels[-1] = -100
     if draw.masked == "microbatch" and step == 0 and index == draw.microbatches - 1:
         labels[:] = -100
@@ -59,7 +60,7 @@ def _microbatch(
     batch = {"input_ids": ids, "labels": labels}
     if draw.padding != "none":
         mask = torch.ones_like(ids)
-        for row in range(1, draw.rows):
+        for row in range(1, rows):
             out = min(row * 2 - 1, length - 1)
             chosen = slice(length - out, length) if draw.padding == "right" else slice(0, out)
             mask[row, chosen] = 0
@@ -68,6 +69,8 @@ def _microbatch(
     if draw.positions:
         mask = batch.get("attention_mask", torch.ones_like(ids))
         batch["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+        if draw.packed:
+            batch["position_ids"] %= length // 2 + 1
     if draw.empty_rank and rank == world - 1 and world > 1:
         batch = {name: value[:0] for name, value in batch.items()}
     return batch

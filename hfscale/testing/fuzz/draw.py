@@ -24,9 +24,11 @@ class Draw:
         calls: of the loop per optimizer step, whose gradients add up.
         microbatches: batches given in one call: a list of so many; 0 gives one batch as a dict.
         rows: samples of a batch.
+        ragged: whether batches of a list have fewer rows here and there.
         lengths: tokens of a sample, used in turn by microbatches.
         padding: ``none`` (no mask), ``right``, ``left``.
         positions: whether ``position_ids`` are given.
+        packed: whether they start anew within a row.
         masked: what has no label: ``some`` tokens, ``rows``, a whole ``microbatch``, a whole ``rank``; ``none``.
         empty_rank: whether the last batch rank has no rows at all.
         label_smoothing: as in :func:`hfscale.train_step`.
@@ -36,6 +38,7 @@ class Draw:
         learning_rate: of the optimizer.
         peft: fields of a ``LoraConfig``.
         peft_later: whether adapters are added to the live model.
+        peft_fresh: whether they start anew, instead of from a saved adapter.
         quantize: ``nf4``, ``fp4`` or ``int8``.
         frozen: parameters whose name contains one of these do not train.
         checkpointing: recompute activations.
@@ -58,9 +61,11 @@ class Draw:
     calls: int = 1
     microbatches: int = 1
     rows: int = 2
+    ragged: bool = False
     lengths: tuple[int, ...] = (9,)
     padding: str = "none"
     positions: bool = False
+    packed: bool = False
     masked: str = "none"
     empty_rank: bool = False
     label_smoothing: float = 0.0
@@ -70,6 +75,7 @@ class Draw:
     learning_rate: float = 0.1
     peft: dict[str, Any] | None = None
     peft_later: bool = False
+    peft_fresh: bool = False
     quantize: str | None = None
     frozen: tuple[str, ...] = ()
     checkpointing: bool = False

@@ -3,8 +3,10 @@
 from random import Random
 from typing import Any
 
-from transformers import AutoConfig
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.pytorch_utils import Conv1D
 
 from ..clone import EXPERT_FIELDS, HIDDEN, VOCABULARY
 from ..families import MIXED, config_of
@@ -23,8 +25,20 @@ OWN_LOSS = [
 ]  # fmt: skip
 # Families without a clone that stock code can train.
 _LEFT_OUT = [
-    "clvp", "cohere_asr", "cpm", "musicgen", "musicgen_melody", "reformer", "speech_to_text_2",
-    "transfo-xl", "xlm", "xlstm", "dia", "csm", "evolla", "git", "mllama", "qdqbert", "open-llama",
+    "blt", "cohere_compass_text", "emu3", "gemma3n", "gemma3n_text", "gemma4_assistant", "gemma4_unified_assistant",
+    "git", "longcat_flash", "mamba2", "mllama", "musicgen", "musicgen_melody", "qwen4_exp", "reformer", "xlm", "xlstm",
+    "zamba", "zamba2",
+]  # fmt: skip
+# Families whose stock code goes through chunks of tokens in Python, which takes seconds.
+SLOW = [
+    "bailing_hybrid", "kimi_linear", "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text",
+    "olmo_hybrid", "minimax", "rwkv", "lfm3", "mamba", "falcon_mamba", "jamba", "recurrent_gemma", "nemotron_h",
+    "bamba", "granitemoehybrid", "falcon_h1",
+]  # fmt: skip
+# Families of which bitsandbytes quantizes a clone that is wide enough for whole blocks.
+WIDE = [
+    "llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "phi3", "olmo2", "starcoder2", "granite", "smollm3",
+    "stablelm", "cohere2", "mixtral", "qwen3_moe",
 ]  # fmt: skip
 _SWITCHES = [
     "attention_bias", "mlp_bias", "qkv_bias", "use_bias", "bias", "use_qkv_bias", "attention_out_bias",
@@ -36,9 +50,9 @@ _SWITCHES = [
 ]  # fmt: skip
 _WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_inner")
 _CHOICES: dict[str, tuple[Any, ...]] = {
-    "sliding_window": (4, 6, 16, None),
-    "final_logit_softcapping": (None, 20.0),
-    "attn_logit_softcapping": (None, 30.0),
+    "sliding_window": (4, 6, 16),
+    "final_logit_softcapping": (5.0, 20.0),
+    "attn_logit_softcapping": (5.0, 30.0),
     "hidden_act": ("silu", "gelu", "relu", "gelu_pytorch_tanh"),
     "activation_function": ("gelu", "relu", "gelu_new"),
     "logit_scale": (0.25, 1.0),
@@ -68,6 +82,17 @@ def fields_of(family: str) -> dict[str, Any]:
         return dict(config_of(family, **MIXED.get(family, {})).to_dict())
     except Exception:  # a config that cannot be made tiny fails in the run, by name
         return dict(AutoConfig.for_model(family).get_text_config().to_dict())
+
+
+def linear_names(family: str, config: dict[str, Any], layers: int) -> list[str]:
+    """Names of the linear modules of a clone, for adapters; none of one that cannot be built."""
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config_of(family, layers, **config))
+    except Exception:  # as above
+        return []
+    kinds = (torch.nn.Linear, torch.nn.Embedding, Conv1D)
+    return sorted({name.split(".")[-1] for name, module in model.named_modules() if isinstance(module, kinds)})
 
 
 def has_experts(found: dict[str, Any]) -> bool:

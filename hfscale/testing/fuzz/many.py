@@ -53,7 +53,7 @@ def judge_many(draws: Iterable[Draw], jobs: int, timeout: float = TIMEOUT) -> It
                 for pid in list(running):
                     position, draw, path, begin = running[pid]
                     done, _ = os.waitpid(pid, os.WNOHANG)
-                    if not done and time.monotonic() - begin < 3 * timeout:
+                    if not done and time.monotonic() - begin < 12 * timeout:
                         continue
                     if not done:
                         os.kill(pid, signal.SIGKILL)

@@ -57,6 +57,9 @@ class Yardstick:
         """A loss or a norm."""
         scale = max(abs(wanted), 1e-30)
         error = abs(found - wanted) / scale
+        if step > 0 and not self._follows(step, kind):
+            self.worst.note("finite", float(found != found), 0.5, f"step {step}: {found!r}")
+            return
         stock = None if narrow is None else abs(narrow - wanted) / scale
         self.worst.note(kind, error, self._bound(stock, step), f"step {step}: {found!r} for {wanted!r}")
 

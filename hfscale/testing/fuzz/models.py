@@ -1,5 +1,6 @@
 """What the one process and the ranks of a draw build alike: configs, arguments, optimizers."""
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,12 +9,21 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedConfig
 
+import hfscale
+
 from ... import _host
+from ...finetune.optimizers.decay import owners_of
+from ...finetune.optimizers.muon import is_hidden_matrix
+from ...runtime import runtime_of
 from ..families import config_of
+from ..parity import plain_name
+from ..precision import keep_float64
 from .draw import Draw
 
 AUTO = AutoModelForCausalLM
 DECAY = 0.1
+EPS = 1e-5
+"""Of optimizers that divide by the gradient: what is rounding in it must not become an update."""
 
 
 def stock_config(draw: Draw) -> PreTrainedConfig:
@@ -49,7 +59,7 @@ def quantization(draw: Draw) -> dict[str, Any]:
     return {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, **four)}
 
 
-def prepared(model: Any, draw: Draw) -> Any:
+def prepared(model: Any, draw: Draw, dtype: torch.dtype) -> Any:
     """Frozen, recomputed and in training as drawn."""
     for name, parameter in model.named_parameters():
         if any(part in name for part in draw.frozen):
@@ -57,13 +67,14 @@ def prepared(model: Any, draw: Draw) -> Any:
     _host.use_eager_experts(model)
     model.train()
     if draw.checkpointing:
-        from contextlib import nullcontext
-
-        from ..precision import keep_float64
-
-        context = keep_float64 if draw.dtype == "float64" else nullcontext
-        _host.enable_checkpointing(model, context_fn=lambda: (nullcontext(), context()))
+        # The recomputation runs outside of the block in which the forward pass ran.
+        _host.enable_checkpointing(model, context_fn=lambda: (nullcontext(), exact(dtype)))
     return model
+
+
+def exact(dtype: torch.dtype) -> AbstractContextManager[None]:
+    """Within: float64 stays float64."""
+    return keep_float64() if dtype == torch.float64 else nullcontext()
 
 
 def in_float64(model: nn.Module) -> None:
@@ -78,15 +89,28 @@ def is_named(draw: Draw) -> bool:
     return not hasattr(torch.optim, draw.optimizer)
 
 
-def stock_optimizer(draw: Draw, model: nn.Module) -> torch.optim.Optimizer:
-    """As a script, or HF Trainer, makes it in one process."""
+def torch_options(draw: Draw) -> dict[str, Any]:
+    """Of a class of ``torch.optim``."""
+    return {"lr": draw.learning_rate, **({} if draw.optimizer == "SGD" else {"eps": EPS})}
+
+
+def named_options(draw: Draw) -> dict[str, Any]:
+    """Of a name: arguments of :func:`hfscale.create_optimizer`."""
+    own: dict[str, Any] = {"adamw_torch": {"eps": EPS}, "adagrad": {"optim_args": {"eps": EPS}}}
+    own |= {"rmsprop": {"optim_args": {"eps": EPS}}, "adafactor": {"optim_args": {"eps": (EPS**2, 1e-3)}}}
+    return {"lr": draw.learning_rate, "weight_decay": DECAY, **own.get(draw.optimizer, {})}
+
+
+def stock_optimizers(draw: Draw, model: nn.Module, directory: Path) -> list[torch.optim.Optimizer]:
+    """As a script, or HF Trainer, makes them in one process; two of them for Muon."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not is_named(draw):
-        found: torch.optim.Optimizer = getattr(torch.optim, draw.optimizer)(trained.values(), lr=draw.learning_rate)
-        return found
+        return [getattr(torch.optim, draw.optimizer)(trained.values(), **torch_options(draw))]
     from transformers import Trainer
 
     decaying = Trainer.get_decay_parameter_names(None, model)  # type: ignore[arg-type]
+    if draw.optimizer == "muon":
+        return _muon(draw, trained, decaying, directory)
     args: Any = SimpleNamespace(
         optim=draw.optimizer,
         learning_rate=draw.learning_rate,
@@ -96,12 +120,30 @@ def stock_optimizer(draw: Draw, model: nn.Module) -> torch.optim.Optimizer:
         optim_args=None,
     )
     stock, options = Trainer.get_optimizer_cls_and_kwargs(args)
-    groups = [
-        {"params": [p for n, p in trained.items() if n in decaying], "weight_decay": DECAY},
-        {"params": [p for n, p in trained.items() if n not in decaying], "weight_decay": 0.0},
+    own = named_options(draw)
+    options |= own.get("optim_args", {}) | ({"eps": own["eps"]} if "eps" in own else {})
+    return [stock(_by_decay(trained, decaying), **options)]
+
+
+def _by_decay(named: dict[str, Any], decaying: list[str]) -> list[dict[str, Any]]:
+    return [
+        {"params": [p for n, p in named.items() if n in decaying], "weight_decay": DECAY},
+        {"params": [p for n, p in named.items() if n not in decaying], "weight_decay": 0.0},
     ]
-    made: torch.optim.Optimizer = stock(groups, **options)
-    return made
+
+
+def _muon(draw: Draw, trained: dict[str, Any], decaying: list[str], directory: Path) -> list[torch.optim.Optimizer]:
+    """Muon over the matrices of the layers, AdamW over the rest: the division is hfscale's own."""
+    layers = hfscale.plan(stock_config(draw), **arguments(draw)).layers
+    model = hfscale.from_pretrained(str(directory / "start"), **arguments(draw))
+    owners, plans = owners_of(model), runtime_of(model)
+    hidden = {p.name for p, live in plans.parameters() if is_hidden_matrix(p, owners.get(id(live), []), layers)}
+    chosen = {n: p for n, p in trained.items() if plain_name(n) in hidden}
+    rest = {n: p for n, p in trained.items() if n not in chosen}
+    return [
+        torch.optim.Muon(_by_decay(chosen, decaying), lr=draw.learning_rate),
+        torch.optim.AdamW(_by_decay(rest, decaying), lr=draw.learning_rate),
+    ]
 
 
 def loses_bits(draw: Draw) -> bool:
@@ -109,6 +151,10 @@ def loses_bits(draw: Draw) -> bool:
     return draw.optimizer.startswith(("lion", "muon")) or "8bit" in draw.optimizer
 
 
-def adapter(directory: Path) -> str:
-    """Where the adapter lies that both start from."""
+def adapter(draw: Draw, directory: Path) -> Any:
+    """What the layout is given for ``peft_config``."""
+    if draw.peft_fresh and draw.peft is not None:
+        from peft import LoraConfig
+
+        return LoraConfig(**draw.peft)
     return str(directory / "adapter")

@@ -15,23 +15,25 @@ import hfscale
 
 from ...data import local_tensor
 from ...runtime import Runtime, runtime_of
-from ..parity import stored
+from ..parity import difference, stored
 from .data import Call, as_given, batches
 from .draw import Draw
-from .measures import Yardstick, plain
+from .measures import EXACT, Yardstick, plain
 from .models import (
     AUTO,
-    DECAY,
     adapter,
     arguments,
     dtype_of,
+    exact,
     in_float64,
     is_named,
+    named_options,
     prepared,
     quantization,
     stock_config,
+    torch_options,
 )
-from .stock import GREEDY, Record, exact, prompt
+from .stock import GREEDY, Record, prompt
 
 Note = Callable[[str], None]
 
@@ -89,21 +91,28 @@ class Rank:
                 stock_config(draw), parallel=layout, seed=draw.seed, dtype=own, **arguments(draw), **further
             )
         else:
-            given = adapter(self.directory) if draw.peft is not None and not later else None
+            given = adapter(draw, self.directory) if draw.peft is not None and not later else None
             model = hfscale.from_pretrained(
-                start, parallel=layout, dtype=own, peft_config=given, **arguments(draw), **quantization(draw), **further
+                start,
+                parallel=layout,
+                dtype=own,
+                peft_config=given,
+                seed=draw.seed,
+                **arguments(draw),
+                **quantization(draw),
+                **further,
             )
         if later:
             self.note("adapt")
-            model = hfscale.get_peft_model(model, adapter(self.directory))
+            model = hfscale.get_peft_model(model, adapter(draw, self.directory), seed=draw.seed)
         if own == torch.float64:
             in_float64(model)
-        self.model = prepared(model, draw)
+        self.model = prepared(model, draw, own)
         self.note("optimizer")
         if is_named(draw):
-            self.optimizer = hfscale.create_optimizer(model, draw.optimizer, lr=draw.learning_rate, weight_decay=DECAY)
+            self.optimizer = hfscale.create_optimizer(model, draw.optimizer, **named_options(draw))
         else:
-            self.optimizer = getattr(torch.optim, draw.optimizer)(model.parameters(), lr=draw.learning_rate)
+            self.optimizer = getattr(torch.optim, draw.optimizer)(model.parameters(), **torch_options(draw))
 
     def train(self, record: Record, yardstick: Yardstick) -> list[float]:
         """All steps; the losses that this rank was told."""
@@ -221,12 +230,11 @@ class Rank:
         wanted = stored(self.directory / f"end-{self._end()}")
         names = f"names differ: {sorted(ours.keys() ^ wanted.keys())[:4]}"
         yardstick.worst.note("saved", float(ours.keys() != wanted.keys()), 0.5, names)
+        floor = 1e-6 * max((float(value.abs().max()) for value in wanted.values() if value.numel()), default=1.0)
         for name in ours.keys() & wanted.keys():
             yardstick.worst.note("saved shape", float(ours[name].shape != wanted[name].shape), 0.5, name)
             if yardstick.exact and ours[name].shape == wanted[name].shape and yardstick._follows(1, ""):
-                scale = max(float(wanted[name].abs().max()), 1e-30) if wanted[name].numel() else 1.0
-                error = float((ours[name] - wanted[name]).abs().max()) / scale if wanted[name].numel() else 0.0
-                yardstick.worst.note("saved", error, 1e-9, name)
+                yardstick.worst.note("saved", difference(ours[name], wanted[name], floor=floor), EXACT, name)
 
     def _end(self) -> str:
         draw = self.draw

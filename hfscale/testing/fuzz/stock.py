@@ -1,7 +1,6 @@
 """The one process of a draw: plain transformers, PEFT and bitsandbytes."""
 
 import warnings
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 import hfscale
 
 from ..parity import plain_name
-from ..precision import keep_float64
 from .data import Batch, Call, as_given, batches, valid_labels
 from .draw import Draw
 from .models import (
@@ -20,11 +18,12 @@ from .models import (
     adapter,
     arguments,
     dtype_of,
+    exact,
     in_float64,
     prepared,
     quantization,
     stock_config,
-    stock_optimizer,
+    stock_optimizers,
 )
 
 
@@ -64,11 +63,6 @@ class Record:
     tokens: Tensor | None = None
 
 
-def exact(dtype: torch.dtype) -> AbstractContextManager[None]:
-    """Within: float64 stays float64."""
-    return keep_float64() if dtype == torch.float64 else nullcontext()
-
-
 def reference(draw: Draw, directory: Path) -> None:
     """Write the start that the layout loads, train it, and write what came out."""
     warnings.simplefilter("ignore")
@@ -104,7 +98,12 @@ def make_start(draw: Draw, directory: Path) -> None:
                 parameter.add_(torch.randn_like(parameter) * 0.05)
         model = model.to(own)
     model.save_pretrained(directory / "start")
-    if draw.peft is not None:
+    if draw.peft_fresh and draw.peft is not None:  # the host's own first values depend on what was drawn before
+        model = hfscale.from_pretrained(
+            str(directory / "start"), peft_config=adapter(draw, directory), seed=draw.seed, **arguments(draw)
+        )
+        hfscale.save_pretrained(model, directory / "adapter")
+    elif draw.peft is not None:
         import peft
 
         model = peft.get_peft_model(AUTO.from_pretrained(directory / "start"), peft.LoraConfig(**draw.peft))
@@ -112,7 +111,7 @@ def make_start(draw: Draw, directory: Path) -> None:
             for parameter in model.parameters():
                 if parameter.requires_grad:
                     parameter.add_(torch.randn_like(parameter) * 0.05)
-        model.save_pretrained(adapter(directory))
+        model.save_pretrained(directory / "adapter")
 
 
 def load(draw: Draw, directory: Path, dtype: torch.dtype) -> Any:
@@ -124,17 +123,17 @@ def load(draw: Draw, directory: Path, dtype: torch.dtype) -> Any:
     if draw.peft is not None:
         import peft
 
-        model = peft.PeftModel.from_pretrained(model, adapter(directory), is_trainable=True)
+        model = peft.PeftModel.from_pretrained(model, str(directory / "adapter"), is_trainable=True)
     if dtype == torch.float64:
         in_float64(model)
-    return prepared(model, draw)
+    return prepared(model, draw, dtype)
 
 
 def train(draw: Draw, directory: Path, dtype: torch.dtype, record: Record) -> list[Step]:
     """All steps in one process."""
     model = load(draw, directory, dtype)
     runs = model if draw.routing is None else _with_routing(model, draw)
-    optimizer = stock_optimizer(draw, model)
+    optimizers = stock_optimizers(draw, model, directory)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     record.dtypes = {plain_name(name): p.dtype for name, p in model.named_parameters()}
     world = draw.parallel().batch_world
@@ -145,9 +144,10 @@ def train(draw: Draw, directory: Path, dtype: torch.dtype, record: Record) -> li
             losses = [_call(draw, runs, call) for call in calls]
             gradients = {plain_name(n): p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
             norm = torch.nn.utils.clip_grad_norm_(trained, draw.max_norm or 1e30, norm_type=draw.norm_type)
-            optimizer.step()
-            optimizer.zero_grad()
-            weights = {plain_name(n): p.detach().clone() for n, p in model.named_parameters()}
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            weights = {plain_name(n): p.detach().clone() for n, p in model.named_parameters() if p.is_floating_point()}
             steps.append(Step(losses, gradients, float(norm), weights))
             if index == 0:
                 _look(draw, model, runs, calls[0], record)
