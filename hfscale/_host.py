@@ -206,6 +206,16 @@ def as_stored(model: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:
     return reverted
 
 
+def _note_conversions(model: Any) -> None:
+    """What loading notes for saving, where nothing was loaded: the host would look it up under the name of the class,
+    and FSDP2 gives the model a class of another name.
+    """
+    if getattr(model, "_weight_conversions", None) is None and type(model) is not stock_class(model):
+        found = get_model_conversion_mapping(empty_copy(model), add_legacy=False)
+        # A prefix is known from loading only, as in the host's own `revert_weight_conversion`.
+        model._weight_conversions = [entry for entry in found if type(entry).__name__ != "PrefixChange"] or None
+
+
 def never_stored(model: Any) -> set[str]:
     """Names of tensors that the host's ``save_pretrained`` leaves out, since it makes them itself."""
     return set(getattr(model, "_keys_to_ignore_on_save", None) or ())
@@ -217,6 +227,7 @@ def stored_layout(model: Any, contents: dict[str, Tensor]) -> dict[str, Tensor]:
     Raises:
         CheckpointError: the host stores several parameters as one, which cannot be written one at a time.
     """
+    _note_conversions(model)
     together: dict[str, Tensor] = revert_weight_conversion(model, contents)
     apart: dict[str, Tensor] = {}
     for name, tensor in contents.items():

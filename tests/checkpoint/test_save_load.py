@@ -20,6 +20,7 @@ from hfscale.checkpoint.reader import SafetensorsFile
 from hfscale.data import local_tensor
 from hfscale.runtime import runtime_of
 from hfscale.testing import RankPool
+from hfscale.testing.families import config_of
 
 from ..models import tiny
 
@@ -55,6 +56,21 @@ def test_round_trip_is_bit_exact(pools: Pools, tmp_path: Path, family: str, tied
     assert type(plain) is type(stock)
     for file in ("config.json", "generation_config.json"):
         assert json.loads((tmp_path / "out" / file).read_text()) == json.loads((tmp_path / "in" / file).read_text())
+
+
+def save_new(target: str, layout: dict[str, int]) -> None:
+    hfscale.save_pretrained(hfscale.from_config(config_of("gpt_neox"), parallel=ParallelConfig(**layout)), target)
+
+
+@pytest.mark.parametrize("layout", [{"dp_shard_size": 2}, {"pp_size": 2}], ids=str)
+def test_a_model_that_was_never_loaded_is_stored_under_the_host_s_names(
+    pools: Pools, tmp_path: Path, layout: dict[str, int]
+) -> None:
+    """FSDP2 gives the model a class of another name, under which the host knows no stored names."""
+    AutoModelForCausalLM.from_config(config_of("gpt_neox")).save_pretrained(tmp_path / "stock")
+    pools(2).run(save_new, str(tmp_path / "ours"), layout)
+    names = {where: set(load_file(tmp_path / where / "model.safetensors")) for where in ("stock", "ours")}
+    assert names["ours"] == names["stock"]
 
 
 def save_fresh(family: str, target: str, layout: dict[str, int], seed: int) -> list[str]:

@@ -78,7 +78,7 @@ def _batches(random: Random, draw: Draw) -> dict[str, Any]:
         "packed": random.random() < 0.4,
         "ragged": microbatches > 0 and random.random() < 0.25,
         "masked": random.choice(("none", "some", "some", "rows", "microbatch", "rank")),
-        "empty_rank": random.random() < 0.02,
+        "empty_rank": random.random() < 0.04,
     }
 
 

@@ -27,7 +27,10 @@ def choose_layout(random: Random, experts: bool) -> dict[str, Any]:
         layout.update(_experts(random, sizes))
     if sizes["pp"] > 1:
         layout.update(_pipeline(random, sizes["pp"]))
-        if sizes["dp_shard"] * sizes["dp_replicate"] > 1 and random.random() < 0.3:
+    if sizes["dp_shard"] * sizes["dp_replicate"] > 1:
+        if random.random() < 0.2:
+            layout["reduce_each_microbatch"] = True
+        if sizes["pp"] > 1 and random.random() < 0.3:
             layout["weights_regather"] = True
     return layout
 

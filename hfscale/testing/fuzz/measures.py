@@ -57,7 +57,7 @@ class Yardstick:
         """A loss or a norm."""
         scale = max(abs(wanted), 1e-30)
         error = abs(found - wanted) / scale
-        if step > 0 and not self._follows(step, kind):
+        if step > 0 and not self.follows():
             self.worst.note("finite", float(found != found), 0.5, f"step {step}: {found!r}")
             return
         stock = None if narrow is None else abs(narrow - wanted) / scale
@@ -65,7 +65,7 @@ class Yardstick:
 
     def tensors(self, kind: str, step: int, pairs: list[tuple[str, Tensor, Tensor, Tensor]]) -> None:
         """Gradients or weights: name, what was found, its counterpart, and the whole of that."""
-        if (kind == "weight" or step > 0) and not self._follows(step, kind):
+        if self.rough or ((kind == "weight" or step > 0) and not self.follows()):
             for name, found, _, _ in pairs:
                 self.worst.note("finite", float(not torch.isfinite(found).all()), 0.5, name)
             return
@@ -92,14 +92,14 @@ class Yardstick:
             bound = self._bound(max(stock[name], median) if stock else None, step)
             self.worst.note(kind, error, bound, f"step {step}: {name}")
 
-    def _follows(self, step: int, kind: str) -> bool:
+    def follows(self) -> bool:
         """Whether what comes after an update is as exact as the gradient was."""
         if self.rough or loses_bits(self.draw):
             return False
         return self.exact or self.draw.optimizer in ("SGD", "sgd")
 
     def _bound(self, stock: float | None, step: int) -> float:
-        if self.rough or (step > 0 and not self._follows(step, "")):
+        if self.rough or (step > 0 and not self.follows()):
             return _ROUGH
         if self.draw.quantize is not None:
             return _QUANTIZED[self.draw.quantize] * (1 if self.kind == "float32" else 25)

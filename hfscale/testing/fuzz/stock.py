@@ -165,7 +165,8 @@ def _with_routing(model: Any, draw: Draw) -> Any:
 def _call(draw: Draw, model: nn.Module, call: Call) -> list[float]:
     """Forward and backward over all microbatches of all distinct batches."""
     if draw.routing is not None:
-        return [float(hfscale.train_step(model, [m for rank in call for m in rank if m["labels"].numel()]))] * len(call)
+        given = [microbatch for rank in call for microbatch in rank if microbatch["labels"].numel()]
+        return [float(hfscale.train_step(model, given, label_smoothing=draw.label_smoothing))] * len(call)
     if draw.loop == "plain":
         return [_plain(model, rank, len(call)) for rank in call]
     microbatches = [microbatch for rank in call for microbatch in rank]
@@ -205,7 +206,8 @@ def _look(draw: Draw, model: Any, runs: Any, call: Call, record: Record) -> None
     model.eval()
     if "eval" in draw.between and draw.loop == "train_step":
         if draw.routing is not None:
-            record.evaluation = float(hfscale.eval_step(runs, [m for rank in call for m in rank]))
+            given = [microbatch for rank in call for microbatch in rank if microbatch["labels"].numel()]
+            record.evaluation = float(hfscale.eval_step(runs, given, label_smoothing=draw.label_smoothing))
         else:
             microbatches = [microbatch for rank in call for microbatch in rank]
             counts = [valid_labels(microbatch) for microbatch in microbatches]
