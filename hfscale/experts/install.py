@@ -107,7 +107,8 @@ def _router(runtime: Runtime, planned: ExpertsPlan) -> tuple[str, nn.Module, int
             (stock_name(f"{owner}.{name}"), module, place)
             for name, module in runtime.model.get_submodule(owner).named_modules()
             for kind, place in recorded.items()
-            if name and isinstance(module, kind)
+            # Of a router that trains beside an adapter, PEFT keeps the first values as well, which nothing calls.
+            if name and isinstance(module, kind) and not name.endswith("original_module")
         ]
         if len(found) == 1:
             return found[0]
