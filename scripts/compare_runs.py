@@ -5,6 +5,7 @@ python scripts/compare_runs.py runs/demo-upcycle-dense runs/demo-upcycle --out r
 
 import argparse
 import sys
+from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from matplotlib.figure import Figure
 
 from hfscale.recipes.read import load_recipe
 from hfscale.recipes.run_log import read_metrics
-from hfscale.recipes.schema import FinetuneRecipe, Recipe
+from hfscale.recipes.schema import FinetuneRecipe, Recipe, TrainingRecipe
 
 COLOURS = ("#7a7a7a", "#1f4e8c", "#c2571a", "#3a7d44")
 
@@ -40,9 +41,15 @@ def main() -> None:
 def difference(recipes: list[Recipe]) -> str | None:
     """What keeps runs from being compared step by step."""
     for part in ("data", "training", "seed"):
-        if any(getattr(recipe, part) != getattr(recipes[0], part) for recipe in recipes):
+        first, *others = (_without_saves(getattr(recipe, part)) for recipe in recipes)
+        if any(other != first for other in others):
             return f"their recipes differ in {part}"
     return None
+
+
+def _without_saves(part: Any) -> Any:
+    """A run that was stopped and went on is the same run."""
+    return replace(part, save_every=None, resume=False) if isinstance(part, TrainingRecipe) else part
 
 
 def losses(run: Path) -> dict[int, float]:

@@ -39,7 +39,7 @@ def finetune(recipe: FinetuneRecipe, limit: float | None = None) -> None:
     if recipe.data.is_packed:
         check_borders(model.config)
     tokenizer, train_data, validation_data, entropy = prepare(recipe.data, tokenizer, len(tokenizer), recipe.directory)
-    log = RunLog(recipe.directory, recipe.name, recipe.training.steps, entropy)
+    log = RunLog.of(recipe, entropy)
     outcome = train(model, recipe, train_data, validation_data, log)
     finish(model, tokenizer, recipe, layout, outcome, log, len(train_data), validation_data, expected)
 

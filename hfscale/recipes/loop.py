@@ -1,7 +1,7 @@
 """The training loop: what hfscale leaves to its user, in one place."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,12 +34,36 @@ class Outcome:
     memory_before: int
 
 
+@dataclass
+class Progress:
+    """How far a run is: saved with its state, and restored, under the names of the fields."""
+
+    step: int = 0
+    tokens: int = 0
+    logged_tokens: int = 0
+    seconds: float = 0.0
+    logged_seconds: float = 0.0
+    train_loss: float = 0.0
+    first_validation_loss: float = 0.0
+    validation_loss: float = 0.0
+    losses: list[Tensor] = field(default_factory=list)
+    """Of the steps since the last line of metrics."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The fields, as plain data."""
+        return {**vars(self), "losses": [float(loss) for loss in self.losses]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put the fields back."""
+        vars(self).update({**state, "losses": [torch.tensor(loss) for loss in state["losses"]]})
+
+
 def train(model: Any, recipe: Recipe, train_data: Dataset, validation_data: Dataset, log: RunLog) -> Outcome:
-    """Train ``model`` as the recipe says. Call it on every rank.
+    """Train ``model`` as the recipe says, from the start or from the saved state. Call it on every rank.
 
     Rows have ``input_ids``, and where they are not plain text ``labels`` and ``position_ids`` or ``attention_mask``:
     see :mod:`~hfscale.recipes.packing`. A training loss in the log is the mean over the steps since the one before;
-    time spent evaluating does not count in tokens per second, nor do padding tokens.
+    time spent evaluating and saving does not count in tokens per second, nor do padding tokens.
     """
     training = recipe.training
     microbatches, size = per_rank(training.batch_size, hfscale.batch_world(model), training.microbatch_size)
@@ -51,39 +75,60 @@ def train(model: Any, recipe: Recipe, train_data: Dataset, validation_data: Data
         # transformers 5.23 gives it a new name and warns at the old one.
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
 
-    memory_before = peak_memory()
-    first = validation = evaluate(model, validation_rows, microbatches, size)
-    log.evaluated(0, validation)
-    losses: list[Tensor] = []
-    tokens, logged_tokens = 0, 0
-    train_loss, seconds, logged_seconds, started = 0.0, 0.0, 0.0, time.perf_counter()
-    for step in range(1, training.steps + 1):
+    memory_before, now = peak_memory(), Progress()
+    if recipe.saved_state is not None:
+        hfscale.load_state(model, recipe.saved_state, optimizer=optimizer, scheduler=scheduler, progress=now)
+        log.go_on(now.step)
+    else:
+        now.first_validation_loss = now.validation_loss = evaluate(model, validation_rows, microbatches, size)
+        log.evaluated(0, now.validation_loss)
+    started = time.perf_counter()
+    while now.step < training.steps:
         model.train()
-        sequences = sequences_of_step(step - 1, training.batch_size, len(train_rows), recipe.seed)
+        sequences = sequences_of_step(now.step, training.batch_size, len(train_rows), recipe.seed)
+        now.step += 1
         share = share_of_step(sequences, hfscale.batch_rank(model), microbatches, size)
         batch = train_rows.batch([row for rows in share for row in rows])
-        losses.append(hfscale.train_step(model, divided(batch, size)))
+        now.losses.append(hfscale.train_step(model, divided(batch, size)))
         norm = hfscale.clip_grad_norm_(model, training.max_grad_norm)
         learning_rate = scheduler.get_last_lr()[0]
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        tokens += int(train_rows.tokens[sequences].sum())
+        now.tokens += int(train_rows.tokens[sequences].sum())
         log.stepped()
-        if step % training.log_every == 0 or step == training.steps:
-            train_loss = float(torch.stack(losses).mean())  # also waits for the device
-            seconds += time.perf_counter() - started
-            speed = (tokens - logged_tokens) / (seconds - logged_seconds)
-            log.trained(step, train_loss, learning_rate, float(norm), speed, peak_memory())
+        if _is_due(now.step, training.log_every, training.steps):
+            now.train_loss = float(torch.stack(now.losses).mean())  # also waits for the device
+            now.seconds += time.perf_counter() - started
+            speed = (now.tokens - now.logged_tokens) / (now.seconds - now.logged_seconds)
+            log.trained(now.step, now.train_loss, learning_rate, float(norm), speed, peak_memory())
             if recipe.routing:
-                log.routed(step, hfscale.expert_load(model))
-            losses, logged_tokens, logged_seconds, started = [], tokens, seconds, time.perf_counter()
-        if step % training.evaluate_every == 0 or step == training.steps:
-            seconds += time.perf_counter() - started
-            validation = evaluate(model, validation_rows, microbatches, size)
-            log.evaluated(step, validation)
+                log.routed(now.step, hfscale.expert_load(model))
+            now.losses, now.logged_tokens, now.logged_seconds = [], now.tokens, now.seconds
             started = time.perf_counter()
-    return Outcome(train_loss, first, validation, tokens, tokens / seconds, peak_memory(), memory_before)
+        if _is_due(now.step, training.evaluate_every, training.steps):
+            now.seconds += time.perf_counter() - started
+            now.validation_loss = evaluate(model, validation_rows, microbatches, size)
+            log.evaluated(now.step, now.validation_loss)
+            started = time.perf_counter()
+        if training.save_every and now.step % training.save_every == 0:
+            now.seconds += time.perf_counter() - started
+            state = recipe.directory / "state"
+            hfscale.save_state(model, state, optimizer=optimizer, scheduler=scheduler, progress=now)
+            started = time.perf_counter()
+    return Outcome(
+        now.train_loss,
+        now.first_validation_loss,
+        now.validation_loss,
+        now.tokens,
+        now.tokens / now.seconds,
+        peak_memory(),
+        memory_before,
+    )
+
+
+def _is_due(step: int, every: int, last: int) -> bool:
+    return step % every == 0 or step == last
 
 
 def evaluate(model: Any, data: Rows, microbatches: int, size: int) -> float:

@@ -1,15 +1,18 @@
 """What a run starts from and writes to, checked before anything is loaded."""
 
+from dataclasses import asdict
 from pathlib import Path
 
+from .read import load_recipe
 from .schema import FinetuneRecipe, Recipe, RecipeError
 
 
 def check_places(recipe: Recipe) -> None:
-    """Refuse a base that is not a checkpoint, and a base or an adapter that the run would replace."""
+    """Refuse a base that is not a checkpoint, and a base, an adapter or a run that this one would replace."""
     if isinstance(recipe, FinetuneRecipe):
         _check_base(recipe)
         _check_adapter(recipe)
+    _check_earlier_run(recipe)
 
 
 def _check_base(recipe: FinetuneRecipe) -> None:
@@ -37,3 +40,56 @@ def _check_adapter(recipe: FinetuneRecipe) -> None:
             f"adapter.path={path!r} is where name={recipe.name!r} will be written: choose another name, so that the "
             "adapter to start from is kept"
         )
+
+
+def _check_earlier_run(recipe: Recipe) -> None:
+    """Refuse to lose an earlier run of this name, and to go on with one that was another."""
+    directory = recipe.directory
+    if recipe.saved_state is not None:
+        _check_same(recipe)
+        return
+    written = ("checkpoint", "adapter", "state", "metrics.jsonl")
+    found = [name for name in written if (directory / name).is_dir() or _has_text(directory / name)]
+    if not found or recipe.replace:
+        return
+    if recipe.training.resume:
+        raise RecipeError(
+            f"training.resume=true, and {directory} has {', '.join(found)} but no saved state to go on from (of a run "
+            "with training.save_every): choose another name, or replace what is there with replace=true"
+        )
+    go_on = "go on with it (training.resume=true), " if "state" in found else ""
+    raise RecipeError(
+        f"{directory} has a run already ({', '.join(found)}): choose another name, {go_on}or replace it (replace=true)"
+    )
+
+
+def _check_same(recipe: Recipe) -> None:
+    """A saved state goes on as what it was; how often it is logged, evaluated and saved may change.
+
+    What its layout was, the state itself says.
+    """
+    path = recipe.directory / "recipe.yaml"
+    now, then = _decisive(recipe), _decisive(load_recipe(type(recipe), path))
+    for key in sorted({*now, *then}):
+        if now.get(key) != then.get(key):
+            raise RecipeError(
+                f"{recipe.saved_state} is of a run with {key}={then.get(key)}, and the recipe says {now.get(key)}: "
+                f"give it as it was ({path}) to go on, or choose another name"
+            )
+
+
+def _decisive(recipe: Recipe) -> dict[str, object]:
+    """Key -> value, of those that decide what is computed."""
+    free = {"name", "replace", "parallel"}
+    free |= {f"training.{name}" for name in ("log_every", "evaluate_every", "save_every", "resume")}
+    flat: dict[str, object] = {}
+    for key, value in asdict(recipe).items():
+        if isinstance(value, dict) and key not in free:
+            flat |= {f"{key}.{name}": each for name, each in value.items()}
+        else:
+            flat[key] = value
+    return {key: value for key, value in flat.items() if key not in free}
+
+
+def _has_text(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size > 0

@@ -7,6 +7,7 @@ import hfscale
 from .dataset import END_OF_TEXT_ID, prepare
 from .loop import train
 from .memory_limit import expect_memory
+from .places import check_places
 from .read import recipe_and_limit
 from .results import finish
 from .run_log import RunLog
@@ -25,6 +26,7 @@ def pretrain(recipe: PretrainRecipe, limit: float | None = None) -> None:
         limit: more GiB than this on one rank are too many; ``None`` makes no estimate.
     """
     layout = hfscale.ParallelConfig(**recipe.parallel)
+    check_places(recipe)
     model = hfscale.from_config(
         config_of(recipe),
         parallel=layout,
@@ -36,7 +38,7 @@ def pretrain(recipe: PretrainRecipe, limit: float | None = None) -> None:
     tokenizer, train_data, validation_data, entropy = prepare(
         recipe.data, None, recipe.model.vocab_size, recipe.directory
     )
-    log = RunLog(recipe.directory, recipe.name, recipe.training.steps, entropy)
+    log = RunLog.of(recipe, entropy)
     outcome = train(model, recipe, train_data, validation_data, log)
     finish(model, tokenizer, recipe, layout, outcome, log, len(train_data), expected=expected)
 

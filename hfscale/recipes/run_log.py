@@ -2,17 +2,20 @@
 
 import json
 import resource
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from matplotlib.figure import Figure
+from omegaconf import OmegaConf
 from tqdm import tqdm
 
 import hfscale
 
 from .processes import is_main, largest
+from .schema import Recipe
 
 
 def peak_memory() -> int:
@@ -37,7 +40,31 @@ class RunLog:
         )
         if self._active:
             directory.mkdir(parents=True, exist_ok=True)
-            self.path.write_text("")
+            self.path.touch()
+
+    @classmethod
+    def of(cls, recipe: Recipe, unigram_entropy: float) -> "RunLog":
+        """The log of a run, which begins anew unless it has a saved state to go on from."""
+        log = cls(recipe.directory, recipe.name, recipe.training.steps, unigram_entropy)
+        if recipe.saved_state is None and is_main():
+            log.path.write_text("")
+            shutil.rmtree(recipe.directory / "state", ignore_errors=True)  # of an earlier run
+            OmegaConf.save(OmegaConf.structured(recipe), recipe.directory / "recipe.yaml")
+        return log
+
+    def go_on(self, step: int) -> None:
+        """Go on behind ``step``; what the run wrote after it is forgotten."""
+        self._bar.n = step
+        self._bar.refresh()
+        if not self._active:
+            return
+        experts = self.path.with_name("experts.jsonl")
+        for path in filter(Path.is_file, (self.path, experts)):
+            lines = path.read_text().splitlines(keepends=True)
+            path.write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
+        if experts.is_file():
+            self._loads = hfscale.ExpertLoadHistory.read(experts)
+            self._loads.path = experts
 
     def stepped(self) -> None:
         """One optimizer step is done."""

@@ -97,6 +97,8 @@ class TrainingRecipe:
         gradient_checkpointing: recompute activations in the backward pass instead of keeping them.
         log_every: steps between lines of metrics.
         evaluate_every: steps between evaluations; the first and the last step are always evaluated.
+        save_every: steps between saves of all that the run needs to go on, to ``runs/<name>/state``; by default none.
+        resume: go on from there, bit by bit, in the same layout; from the start where nothing has been saved yet.
     """
 
     steps: int = 100
@@ -112,6 +114,8 @@ class TrainingRecipe:
     gradient_checkpointing: bool = False
     log_every: int = 10
     evaluate_every: int = 50
+    save_every: Optional[int] = None  # noqa: UP045
+    resume: bool = False
 
 
 @dataclass
@@ -140,7 +144,8 @@ class Recipe:
     """What pretraining and fine-tuning have in common.
 
     Attributes:
-        name: results go to ``runs/<name>``; those of an earlier run of this name are replaced.
+        name: results go to ``runs/<name>``.
+        replace: whether to replace those of an earlier run of this name, which is refused otherwise.
         seed: of the initial weights and of the order of the sequences.
         parallel: the layout, the fields of ``hfscale.ParallelConfig``; with ``pp_size``, ``num_microbatches`` cuts what
             a rank runs at once (``training.microbatch_size``, or all of its step).
@@ -148,6 +153,7 @@ class Recipe:
     """
 
     name: str = MISSING
+    replace: bool = False
     seed: int = 0
     parallel: dict[str, Any] = field(default_factory=dict)
     routing: dict[str, Any] = field(default_factory=dict)
@@ -158,6 +164,12 @@ class Recipe:
     def directory(self) -> Path:
         """Where this run's results go."""
         return Path("runs") / self.name
+
+    @property
+    def saved_state(self) -> Path | None:
+        """What the run goes on from; ``None`` where it begins."""
+        state = self.directory / "state"
+        return state if self.training.resume and state.is_dir() else None
 
 
 @dataclass
@@ -205,7 +217,7 @@ def check_values(recipe: Recipe) -> None:
         "data.validation_sequences": data.validation_sequences,
         **{
             f"training.{name}": getattr(training, name)
-            for name in ("steps", "batch_size", "microbatch_size", "log_every", "evaluate_every")
+            for name in ("steps", "batch_size", "microbatch_size", "log_every", "evaluate_every", "save_every")
         },
     }
     for name, value in counts.items():

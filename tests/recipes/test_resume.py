@@ -1,0 +1,124 @@
+"""A run that was stopped goes on as if it had not been, and no run replaces another unasked."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from hfscale.recipes.finetuning import finetune
+from hfscale.recipes.places import check_places
+from hfscale.recipes.run_log import RunLog
+from hfscale.recipes.schema import FinetuneRecipe, PretrainRecipe, RecipeError
+from hfscale.testing import RankPool
+
+from .test_recipes import METHODS, base, recipe_for  # noqa: F401
+
+STEPS, STOPPED = 6, 5
+METHODS_HERE = {"full": {}, "lora": {"adapter": {**METHODS["lora"]["adapter"], "lora_dropout": 0.2}}}
+
+
+class Stopped(Exception):
+    """Stands for whatever ends a job."""
+
+
+def run(start: dict[str, Any], name: str, method: str, layout: dict[str, Any], stop: bool, **training: Any) -> None:
+    recipe = recipe_for(start, str(Path(start["runs"]) / name), METHODS_HERE[method], layout)
+    recipe.training.steps, recipe.training.log_every, recipe.training.save_every = STEPS, 3, 2
+    for field, value in training.items():
+        setattr(recipe.training, field, value)
+    stepped, steps = RunLog.stepped, []
+    torch.manual_seed(int(recipe.training.resume))  # of dropout: as in a process of its own, or in another one
+
+    def stopping(log: RunLog) -> None:
+        stepped(log)
+        steps.append(1)
+        if stop and len(steps) == STOPPED:
+            raise Stopped
+
+    RunLog.stepped = stopping  # type: ignore[method-assign]
+    try:
+        finetune(recipe)
+    except Stopped:
+        pass
+    finally:
+        RunLog.stepped = stepped  # type: ignore[method-assign]
+
+
+def metrics(start: dict[str, Any], name: str) -> list[dict[str, float]]:
+    lines = (Path(start["runs"]) / name / "metrics.jsonl").read_text().splitlines()
+    kept = ("step", "loss", "lr", "grad_norm", "validation_loss")
+    return [{key: value for key, value in json.loads(line).items() if key in kept} for line in lines]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("method", "layout"), [("lora", {}), ("full", {"dp_shard_size": 2})])
+def test_a_stopped_run_goes_on_bit_by_bit(
+    pools: Callable[[int], RankPool],
+    base: Callable[[str], dict[str, Any]],  # noqa: F811
+    method: str,
+    layout: dict[str, Any],
+) -> None:
+    start = base("llama")
+    runs = Path(start["runs"])
+
+    def everywhere(name: str, stop: bool, **training: Any) -> None:
+        if layout:
+            pools(2).run(run, start, name, method, layout, stop, **training)
+        else:
+            run(start, name, method, layout, stop, **training)
+
+    everywhere("whole", False)
+    everywhere("stopped", True)
+    assert metrics(start, "stopped")[-1]["step"] < STEPS
+    everywhere("stopped", False, resume=True)
+    assert metrics(start, "stopped") == metrics(start, "whole")
+    (directory,) = (part for part in ("adapter", "checkpoint") if (runs / "whole" / part).is_dir())
+    for file in (runs / "whole" / directory).glob("*.safetensors"):
+        assert (runs / "stopped" / directory / file.name).read_bytes() == file.read_bytes()
+
+
+def recipe(**training: Any) -> PretrainRecipe:
+    made = PretrainRecipe(name="x")
+    for field, value in training.items():
+        setattr(made.training, field, value)
+    return made
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "x").mkdir(parents=True)
+    return tmp_path / "runs" / "x"
+
+
+def test_an_earlier_run_is_not_replaced_unasked(directory: Path) -> None:
+    (directory / "metrics.jsonl").touch()  # it began, and did nothing
+    check_places(recipe())
+    check_places(recipe(resume=True))
+    (directory / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(RecipeError, match=r"runs/x has a run already \(metrics.jsonl\): choose another name, or"):
+        check_places(recipe())
+    with pytest.raises(RecipeError, match=r"has metrics.jsonl but no saved state to go on from"):
+        check_places(recipe(resume=True))
+    (directory / "state").mkdir()
+    with pytest.raises(RecipeError, match=r"go on with it \(training.resume=true\), or replace it \(replace=true\)"):
+        check_places(recipe())
+    asked = recipe()
+    asked.replace = True
+    check_places(asked)
+
+
+def test_a_state_goes_on_as_what_it_was(directory: Path) -> None:
+    (directory / "state").mkdir()
+    OmegaConf.save(OmegaConf.structured(recipe()), directory / "recipe.yaml")
+    check_places(recipe(resume=True, save_every=3, log_every=1))
+    with pytest.raises(RecipeError, match=r"with training.learning_rate=0.001, and the recipe says 0.5: give it as it"):
+        check_places(recipe(resume=True, learning_rate=0.5))
+    other = FinetuneRecipe(name="x", base="y")
+    other.training.resume = True
+    with pytest.raises(RecipeError, match=r"model .* is not a key of a recipe"):
+        check_places(other)
