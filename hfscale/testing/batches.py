@@ -47,7 +47,7 @@ def changes_for(config: PreTrainedConfig, auto_class: Any) -> dict[str, Any]:
         field: value for field, value in _SMALL_INPUTS.items() if isinstance(fields.get(field), int)
     }
     if name in _CLASSES:  # integers are classes; one class would be a number to predict
-        changes["id2label"] = {number: f"class {number}" for number in range(min(max(2, config.num_labels), 5))}
+        changes["id2label"] = {number: f"class {number}" for number in range(min(max(2, config.num_labels or 0), 5))}
         changes["label2id"] = {label: number for number, label in changes["id2label"].items()}
         if getattr(config, "problem_type", None) is not None:
             changes["problem_type"] = "single_label_classification"
