@@ -149,10 +149,10 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     for axes, grads in sorted(by_axes.items()):  # same order on every rank, also where a rank holds none
         wide = torch.float64 if any(grad.dtype == torch.float64 for grad in grads) else torch.float32
         part = torch.zeros((), dtype=wide, device=mesh.device)
-        filled = [grad for grad in grads if grad.numel()]
-        if filled:
-            norms = torch.stack([torch.linalg.vector_norm(grad, norm_type, dtype=wide) for grad in filled])
-            part = norms.max() if infinite else norms.pow(norm_type).sum()
+        norms = _norms([grad for grad in grads if grad.numel()], norm_type, wide)
+        if norms:
+            each = torch.stack(norms)
+            part = each.max() if infinite else each.pow(norm_type).sum()
         for group in mesh.groups(*axes):
             dist.all_reduce(part, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
         total = torch.maximum(total, part) if infinite else total + part
@@ -162,9 +162,25 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         total = total.to(wide)
     norm = total if infinite else total.pow(1.0 / norm_type)
     coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for grad in gradients:
-        grad.mul_(coefficient.to(grad.dtype))
+    for same in _alike(gradients):
+        torch._foreach_mul_([gradients[i] for i in same], coefficient.to(gradients[same[0]].dtype))
     return norm
+
+
+def _norms(grads: list[Tensor], norm_type: float, dtype: torch.dtype) -> list[Tensor]:
+    """The norm of each, in order, by one launch for all that are alike."""
+    found: dict[int, Tensor] = {}
+    for same in _alike(grads):
+        found.update(zip(same, torch._foreach_norm([grads[i] for i in same], norm_type, dtype=dtype), strict=True))
+    return [found[i] for i in range(len(grads))]
+
+
+def _alike(tensors: list[Tensor]) -> list[list[int]]:
+    """Places of the tensors that one launch can take: of one device and type."""
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        groups.setdefault((tensor.device, tensor.dtype), []).append(place)
+    return list(groups.values())
 
 
 def _counted(planned: ParameterPlan, grad: Tensor, ranks: dict[str, int]) -> list[Tensor]:
