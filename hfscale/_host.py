@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, masking_utils
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
@@ -250,6 +250,35 @@ def write_configs(model: Any, directory: Path) -> None:
         custom_object_save(model, directory, config=config)
     if model.can_generate() and getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(directory)
+
+
+@contextmanager
+def packing(restarts: bool | None, given: bool) -> Iterator[None]:
+    """Within: the host is told whether positions restart within rows, instead of asking the device in every pass.
+
+    Args:
+        restarts: ``None``: it is to ask.
+        given: whether positions are the caller's. The host's own, which are alike in all rows, do not restart; of any
+            others it asks.
+    """
+    if restarts is None:
+        yield
+        return
+    original = masking_utils.find_packed_sequence_indices
+
+    def known(position_ids: Tensor) -> Tensor | None:
+        if not given and len(position_ids) > 1 and position_ids.stride(0):
+            return original(position_ids)
+        if not restarts:
+            return None
+        first = position_ids[:, :1] - 1
+        return (torch.diff(position_ids, prepend=first, dim=-1) != 1).cumsum(-1)
+
+    masking_utils.find_packed_sequence_indices = known
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = original
 
 
 def use_eager_experts(model: nn.Module) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .batches import compare_first
 from .checkpoint.shares import Shares
 from .data import (
     MIXED_PRECISIONS,
@@ -47,6 +48,8 @@ def assemble(
     install_loss(runtime)
     install_generate(model, mesh)
     synchronize_before_training(runtime)
+    if mesh.sharing is not None and mesh.layout.size("pp") == 1:
+        runtime.first_batch = compare_first(model, mesh.sharing)
     install_passes(runtime)
     apply_data_axes(model, planned, mesh, mixed_precision)
     if shares is not None:

@@ -40,6 +40,7 @@ class Mesh:
         reports: a group over the pipeline ranks through this one, over gloo, for a few numbers; ``None`` where there is
             one rank.
         expert_reports: the same over the expert ranks.
+        sharing: the same over the ranks that are given the same batch.
         expert_mesh: torch's mesh over :data:`_EXPERT_AXES`; ``None`` where experts are not spread.
     """
 
@@ -54,6 +55,7 @@ class Mesh:
     streams: dict[Pair, dist.ProcessGroup] = field(default_factory=dict)
     reports: dist.ProcessGroup | None = None
     expert_reports: dist.ProcessGroup | None = None
+    sharing: dist.ProcessGroup | None = None
     expert_mesh: DeviceMesh | None = None
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
@@ -140,7 +142,9 @@ def build_mesh(
     mesh = Mesh(layout, device, ranks, device_mesh, control, groups)
     if layout.size("ep") > 1:
         mesh = _with_experts(mesh, made)
-    return _with_stages(_with_ties(mesh, made, ties), made, neighbours) if layout.size("pp") > 1 else mesh
+    if layout.size("pp") > 1:
+        mesh = _with_stages(_with_ties(mesh, made, ties), made, neighbours)
+    return replace(mesh, sharing=_ranks_of_one_batch(mesh, made))
 
 
 def _divided(device: torch.device, shape: tuple[int, ...], axes: tuple[str, ...]) -> DeviceMesh:
@@ -259,6 +263,19 @@ def _consecutive_ranks(device_mesh: DeviceMesh, device: torch.device, count: int
 def _columns(device_mesh: DeviceMesh, members: Sequence[int]) -> list[list[int]]:
     """The ranks of the pipeline ranks ``members``, for every place within a stage."""
     return [[column[member] for member in members] for column in device_mesh.mesh.flatten(1).T.tolist()]
+
+
+def _ranks_of_one_batch(mesh: Mesh, made: "_Groups") -> dist.ProcessGroup | None:
+    """A group, over gloo, of the pipeline and tensor ranks that are given the same batch as this rank."""
+    layout, device_mesh = mesh.layout, mesh.device_mesh
+    if layout.size("tp") == 1 or device_mesh is None:
+        return mesh.reports
+    if layout.size("pp") == 1 and mesh.device.type == "cpu":
+        return mesh.group("tp")
+    lines = device_mesh.mesh.movedim(0, 2).flatten(2).flatten(0, 1).tolist()
+    shape = tuple(layout.size(axis) for axis in _MESH_AXES)
+    group: dist.ProcessGroup | None = made.once((mesh.device.type, shape, "sharing"), lambda: host_group(lines))
+    return group
 
 
 def launch_line(processes: int) -> str:

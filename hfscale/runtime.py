@@ -14,6 +14,8 @@ from .names import stock_name
 from .plan import ParameterPlan, Plan
 
 if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
     from .experts.options import RoutingConfig
     from .experts.routing import Routing
     from .finetune.adapters import Adapters
@@ -43,6 +45,8 @@ class Runtime:
         options: how the routing of experts was asked for.
         undo: takes out of the model what makes it compute with other ranks; see :mod:`hfscale.undo`.
         random_streams_agreed: whether the tensor ranks have agreed on the stream that dropout draws from.
+        first_batch: the hook that compares the first batch of a plain loop; ``None`` where no ranks share one.
+        tied_gradients: which tensors that several stages hold get a gradient, once a step has shown it.
         steps: how many training steps have begun.
     """
 
@@ -59,6 +63,8 @@ class Runtime:
     options: "RoutingConfig | None" = None
     undo: "Callable[[], None] | None" = None
     random_streams_agreed: bool = False
+    first_batch: "RemovableHandle | None" = None
+    tied_gradients: dict[Any, list[bool]] = field(default_factory=dict)
     steps: int = 0
     _stream_of: "dict[str, Stream | None]" = field(default_factory=dict)
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .batches import Microbatch, agree, look_at, to_device
 from .data import give_up_gathered, local_tensor, one_reduction, set_gradient_sync
 from .errors import ConfigError
 from .guards import before_step, without_gaps
@@ -43,14 +44,14 @@ def train_step(model: nn.Module, batch: Batch | Sequence[Batch], *, label_smooth
     """
     runtime = runtime_of(model)
     before_step(runtime)
-    microbatches, count = _prepare(runtime, batch)
+    microbatches, count = _prepare(runtime, batch, train=True)
     synchronize_random_streams(runtime)
     with _routing_step(runtime, microbatches, train=model.training):
         return _train(runtime, model, microbatches, count, label_smoothing)
 
 
 def _train(
-    runtime: Runtime, model: nn.Module, microbatches: list[dict[str, Any]], count: Tensor, label_smoothing: float
+    runtime: Runtime, model: nn.Module, microbatches: list[Microbatch], count: Tensor, label_smoothing: float
 ) -> Tensor:
     if isinstance(runtime.pipeline, UnflushedPipeline):
         loss = runtime.pipeline.run(microbatches, count, label_smoothing, backward=True)
@@ -58,10 +59,10 @@ def _train(
         return loss
     if runtime.pipeline is not None:
         with summed_over_stages(runtime), _partial_sums_at_the_end(runtime):
-            total = _through_stages(runtime, microbatches, count, label_smoothing, backward=True)
-        return _sum_over_batches(runtime, total)
+            share = _through_stages(runtime, microbatches, count, label_smoothing, backward=True)
+        return _sum_over_batches(runtime, share)
     assert runtime.loss is not None
-    total = torch.zeros((), device=runtime.mesh.device)
+    total: Tensor | None = None
     with _partial_sums_at_the_end(runtime):
         for index, microbatch in enumerate(microbatches):
             last = index == len(microbatches) - 1
@@ -69,7 +70,8 @@ def _train(
             loss = runtime.loss.of(model, microbatch, count, label_smoothing)
             # The data axes average gradients over the distinct batches; the loss is a share of a sum.
             (loss * runtime.mesh.batch_world).backward()
-            total = total + loss.detach()
+            total = loss.detach() if total is None else total + loss.detach()
+    assert total is not None
     return _sum_over_batches(runtime, total)
 
 
@@ -106,7 +108,7 @@ def _hand_out(runtime: Runtime, pipeline: UnflushedPipeline) -> None:
 def eval_step(model: nn.Module, batch: Batch | Sequence[Batch], *, label_smoothing: float = 0.0) -> Tensor:
     """The loss :func:`train_step` would return, without gradients, in whatever mode the model is."""
     runtime = runtime_of(model)
-    microbatches, count = _prepare(runtime, batch)
+    microbatches, count = _prepare(runtime, batch, train=False)
     with _routing_step(runtime, microbatches, train=False):
         if runtime.pipeline is not None:
             share = _through_stages(runtime, microbatches, count, label_smoothing, backward=False)
@@ -118,7 +120,7 @@ def eval_step(model: nn.Module, batch: Batch | Sequence[Batch], *, label_smoothi
 
 
 def _through_stages(
-    runtime: Runtime, microbatches: list[dict[str, Any]], count: Tensor, label_smoothing: float, backward: bool
+    runtime: Runtime, microbatches: list[Microbatch], count: Tensor, label_smoothing: float, backward: bool
 ) -> Tensor:
     """One step of the pipeline: this rank's share of the loss, which only the last stage has."""
     assert runtime.pipeline is not None
@@ -202,8 +204,40 @@ def batch_world(model: nn.Module) -> int:
     return runtime_of(model).mesh.batch_world
 
 
-def _prepare(runtime: Runtime, batch: Batch | Sequence[Batch]) -> tuple[list[dict[str, Any]], Tensor]:
+def _prepare(runtime: Runtime, batch: Batch | Sequence[Batch], train: bool) -> tuple[list[Microbatch], Tensor]:
     """The microbatches on this rank's device, and the number of valid labels in the whole step (at least 1)."""
+    _refuse_model(runtime)
+    assert runtime.loss is not None
+    mesh, pipeline = runtime.mesh, runtime.pipeline
+    stages = pipeline if pipeline is not None and pipeline.agrees(train) else None
+    if runtime.first_batch is not None:  # a step compares its own
+        runtime.first_batch.remove()
+    given, seen, refused = list[dict[str, Any]](), None, None
+    told: tuple[list[int], list[Tensor]] = [], []
+    try:
+        given = _microbatches(runtime, batch)
+        told = told if stages is None else stages.about(train)
+        seen = look_at(given, runtime.loss.look, hashed=mesh.sharing is not None)
+    except ConfigError as error:  # the others must not wait for this rank
+        refused, told = error, told if stages is None else stages.about(False)
+    rows, ranks = agree(given, seen, train, mesh.sharing if pipeline is stages else None, *told)
+    if stages is not None:
+        stages.hear(ranks)
+    if refused is not None:
+        raise refused
+    runtime.loss.refuse_outside(sum(outside for _, outside, _ in rows))
+    microbatches = to_device(given, rows, mesh.device)
+    if _takes_use_cache(runtime.model):
+        for microbatch in microbatches:
+            microbatch.setdefault("use_cache", False)  # a cache of keys and values is for generation
+    count = torch.full((), sum(valid for valid, _, _ in rows), dtype=torch.int64, device=mesh.device)
+    for group in mesh.batch_groups:
+        dist.all_reduce(count, group=group)
+    return microbatches, count.clamp(min=1)
+
+
+def _refuse_model(runtime: Runtime) -> None:
+    """What no batch can mend."""
     if runtime.loss is None:
         raise ConfigError(
             f"train_step normalizes a causal language model's loss, and {type(runtime.model).__name__} has another "
@@ -216,10 +250,18 @@ def _prepare(runtime: Runtime, batch: Batch | Sequence[Batch]) -> tuple[list[dic
             "their gradients: give adapters to hfscale.get_peft_model(model, config), and change a model otherwise "
             "before it is parallelized"
         )
-    given: Sequence[Batch] = [batch] if isinstance(batch, Mapping) else list(batch)
+
+
+def _microbatches(runtime: Runtime, batch: Batch | Sequence[Batch]) -> list[dict[str, Any]]:
+    """What goes through the model, as it was given."""
+    given = [dict(each) for each in ([batch] if isinstance(batch, Mapping) else batch)]
     if not given:
         raise ConfigError("train_step got an empty list of microbatches: pass at least one")
-    given = [without_gaps(runtime, microbatch) for microbatch in given]
+    for microbatch in given:
+        if microbatch.get("labels") is None:
+            raise ConfigError(f"train_step needs 'labels' in every batch, and found only {', '.join(microbatch)}")
+        _refuse_half_answers(runtime, microbatch)
+    given = [dict(without_gaps(runtime, microbatch)) for microbatch in given]
     if runtime.pipeline is not None:
         given = runtime.pipeline.share_out(given)
     if getattr(runtime.model.config, "output_router_logits", False) and len(given) * runtime.mesh.batch_world > 1:
@@ -229,21 +271,7 @@ def _prepare(runtime: Runtime, batch: Batch | Sequence[Batch]) -> tuple[list[dic
             "config.output_router_logits = False and load the model with routing=hfscale.RoutingConfig(balance_loss="
             "...), whose weight is the same however a step is divided"
         )
-    device, valid, microbatches = runtime.mesh.device, 0, []
-    may_cache = _takes_use_cache(runtime.model)
-    for microbatch in given:
-        if microbatch.get("labels") is None:
-            raise ConfigError(f"train_step needs 'labels' in every batch, and found only {', '.join(microbatch)}")
-        _refuse_half_answers(runtime, microbatch)
-        moved = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in microbatch.items()}
-        valid += runtime.loss.count_valid(moved)
-        if may_cache:
-            moved.setdefault("use_cache", False)  # a cache of keys and values is for generation
-        microbatches.append(moved)
-    count = torch.tensor(valid, device=device)
-    for group in runtime.mesh.batch_groups:
-        dist.all_reduce(count, group=group)
-    return microbatches, count.clamp(min=1)
+    return given
 
 
 def _refuse_half_answers(runtime: Runtime, microbatch: Batch) -> None:
@@ -262,7 +290,7 @@ def _refuse_half_answers(runtime: Runtime, microbatch: Batch) -> None:
         )
 
 
-def _routing_step(runtime: Runtime, microbatches: list[dict[str, Any]], train: bool) -> AbstractContextManager[None]:
+def _routing_step(runtime: Runtime, microbatches: list[Microbatch], train: bool) -> AbstractContextManager[None]:
     """Within: one step's passes, as the routing of experts sees them."""
     return nullcontext() if runtime.routing is None else runtime.routing.step(microbatches, train)
 

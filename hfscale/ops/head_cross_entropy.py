@@ -21,12 +21,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .head_rows import HeadRows
-from .vocab_cross_entropy import RowTerms, VocabularySlice, compute_dtype
+from .vocab_cross_entropy import RowTerms, Targets, VocabularySlice, compute_dtype
 
 _CHUNK_ELEMENTS = 1 << 23  # logits of a chunk
 _CHUNK_ELEMENTS_GPU = 1 << 26
 # Fewer rows make the products slow: each chunk also reads the head's weight twice and its gradient once.
 _FEWEST_ROWS = 128
+_SMALL_ELEMENTS = 1 << 20  # fewer logits than these are not worth a chunk
 _once: list[bool] = []  # not empty within each_gradient_once; autograd's threads read it too
 _CHUNKS = 4  # also where everything would fit, unless they had fewer rows; then two
 
@@ -49,33 +50,36 @@ class _WithGradients(torch.autograd.Function):
 def _loss_and_gradients(
     hidden: Tensor,  # [N, h]
     targets: Tensor,  # [N] global ids, or ignore_index
-    scale: Tensor,  # scalar
+    scale: Tensor,  # scalar, of the type that sums are made in
     ignore_index: int,
     vocabulary: VocabularySlice,
     head: HeadRows,
-    dtype: torch.dtype,
+    known: int | None,
     gradients: bool,
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:
     """The loss, its gradient by ``hidden``, and its gradients by the head's parameters."""
-    compute = compute_dtype(dtype)
-    valid = (targets != ignore_index).nonzero().squeeze(1)  # the same on all tensor ranks, and so are the chunks
-    total = torch.zeros((), dtype=compute, device=hidden.device)
+    # The same on all tensor ranks, and so are the chunks.
+    valid = targets != ignore_index
+    chosen = (valid.nonzero() if known is None else valid.nonzero_static(size=known)).squeeze(1)
+    losses: list[Tensor] = []
     by_hidden = torch.zeros_like(hidden) if gradients and hidden.requires_grad else None
-    step = rows_per_chunk(len(valid), vocabulary.widest, hidden.device)
-    for i in range(0, len(valid), step):
-        chosen = valid[i : i + step]
-        logits = head.logits(hidden.index_select(0, chosen), gradients)
-        terms = RowTerms(logits, targets[chosen], vocabulary)
-        total += terms.losses().sum()
+    step = rows_per_chunk(len(chosen), vocabulary.widest, hidden.device)
+    places: list[Targets] = []
+    for number, rows in enumerate(chosen.split(step) if len(chosen) else ()):
+        logits = head.logits(hidden.index_select(0, rows), gradients)
+        places = places or Targets.of(targets.index_select(0, chosen), vocabulary, logits.shape[1]).split(step)
+        terms = RowTerms(logits, places[number], vocabulary, keep=gradients)
+        losses.append(terms.losses())
         if gradients:
             gradient = logits if head.reusable else torch.empty_like(logits)
-            terms.gradient(logits, scale.to(compute).expand(len(chosen)), out=gradient)
+            terms.gradient(logits, scale, out=gradient)
             by_rows = head.backward(gradient)
             if by_hidden is not None and by_rows is not None:
-                by_hidden[chosen] = by_rows
+                by_hidden.index_copy_(0, rows, by_rows)
             del gradient
-        del logits  # before the next ones are made
-    return total * scale, by_hidden, tuple(head.sums()) if gradients else ()
+        del logits, terms  # before the next ones are made
+    total = torch.cat(losses).sum() * scale if losses else scale.new_zeros(())
+    return total, by_hidden, tuple(head.sums()) if gradients else ()
 
 
 @contextmanager
@@ -104,7 +108,9 @@ def _times(saved: Tensor | None, factor: Tensor) -> Tensor | None:
 def rows_per_chunk(rows: int, width: int, device: torch.device) -> int:
     """How many of ``rows`` are worked at once, where a row has ``width`` logits."""
     budget = _CHUNK_ELEMENTS if device.type == "cpu" else _CHUNK_ELEMENTS_GPU
-    even = max(-(-rows // _CHUNKS), min(_FEWEST_ROWS, -(-rows // 2)))
+    even = max(-(-rows // _CHUNKS), min(max(_FEWEST_ROWS, _SMALL_ELEMENTS // width), -(-rows // 2)))
+    if device.type != "cpu":  # few different sizes: an allocator's pieces fit again, and products have even shapes
+        even = -(-even // _FEWEST_ROWS) * _FEWEST_ROWS
     return max(1, min(max(_FEWEST_ROWS, budget // width), even))
 
 
@@ -117,6 +123,7 @@ def head_cross_entropy(
     divisor: Tensor | int | None = None,
     ignore_index: int = -100,
     dtype: torch.dtype | None = None,
+    valid: int | None = None,
 ) -> Tensor:
     """Sum of the cross entropies of the rows whose target is not ``ignore_index``, divided by ``divisor``.
 
@@ -126,16 +133,18 @@ def head_cross_entropy(
         head: maps rows to this rank's slice of the vocabulary.
         divisor: a scalar; by default the number of such rows, which makes it their mean.
         dtype: of the logits, where it is not that of ``hidden``.
+        valid: how many rows have a target, where the host knows; otherwise it asks the device.
 
     Returns:
         a scalar, float32 (float64 for float64 logits), equal on all ranks.
     """
-    dtype = dtype or hidden.dtype
+    compute = compute_dtype(dtype or hidden.dtype)
     count = (targets != ignore_index).sum() if divisor is None else divisor
-    scale = torch.as_tensor(count, dtype=compute_dtype(dtype), device=hidden.device).reciprocal()
+    scale = count.to(compute) if isinstance(count, Tensor) else targets.new_full((), count, dtype=compute)
+    scale = scale.reciprocal() if scale.device == hidden.device else scale.to(hidden.device).reciprocal()
     trains = torch.is_grad_enabled() and (hidden.requires_grad or any(p.requires_grad for p in head.parameters))
     loss, by_hidden, by_head = _loss_and_gradients(
-        hidden, targets, scale, ignore_index, vocabulary, head, dtype, gradients=trains
+        hidden, targets, scale, ignore_index, vocabulary, head, valid, gradients=trains
     )
     if not trains:
         return loss

@@ -47,50 +47,100 @@ class VocabularySlice:
     smoothing: float = 0.0
 
 
+@dataclass(frozen=True)
+class Targets:
+    """Where the targets of some rows are; columns, ``[n, 1]``.
+
+    Attributes:
+        places: in this rank's slice; 0 where they are not in it.
+        missed: whether they are not in it.
+    """
+
+    places: Tensor
+    missed: Tensor
+
+    @classmethod
+    def of(cls, targets: Tensor, vocabulary: VocabularySlice, width: int) -> "Targets":
+        """Those of ``targets [n]``, equal on all ranks, in a slice of ``width``; any outside hit no logit."""
+        places = (targets - vocabulary.start if vocabulary.start else targets).unsqueeze(1)
+        missed = (places < 0) | (places >= width)
+        return cls(places.masked_fill(missed, 0), missed)
+
+    def split(self, step: int) -> "list[Targets]":
+        """Of ``step`` rows each."""
+        return [Targets(*pair) for pair in zip(self.places.split(step), self.missed.split(step), strict=True)]
+
+
 class RowTerms:
     """Losses of some rows, and their gradients by the logits.
 
     Args:
         logits: ``[n, V/t]``, this rank's slice.
-        targets: ``[n]`` token ids, equal on all ranks; a target outside of the vocabulary hits no logit.
+        keep: whether :meth:`gradient` follows for the same logits, once.
     """
 
-    def __init__(self, logits: Tensor, targets: Tensor, vocabulary: VocabularySlice) -> None:
-        self.vocabulary = vocabulary
-        local = targets - vocabulary.start
-        self.owned = (local >= 0) & (local < logits.shape[1])
-        self.local = torch.where(self.owned, local, 0)
+    def __init__(self, logits: Tensor, targets: Targets, vocabulary: VocabularySlice, keep: bool = False) -> None:
+        self.vocabulary, self.targets = vocabulary, targets
         compute = compute_dtype(logits.dtype)
-        lse = torch.empty(logits.shape[0], dtype=compute, device=logits.device)
-        for rows in _blocks(logits):
-            torch.logsumexp(logits[rows].to(compute), -1, out=lse[rows])
-        hit = logits.gather(1, self.local[:, None]).squeeze(1).to(compute)
-        terms = [lse, torch.where(self.owned, hit, 0)]
+        hit = logits.gather(1, targets.places).to(compute).masked_fill(targets.missed, 0)
+        # On a GPU passes over the logits are what the loss costs: the fewest are those of the fused kernel, whose
+        # result then is what the gradient is made of. On a CPU a block stays in the cache between passes.
+        self._kept: Tensor | None = None
+        if keep and logits.device.type != "cpu" and len(logits) <= _rows_per_block(logits):
+            self._kept = torch.log_softmax(logits, -1, dtype=compute)
+            lse = logits[:, :1].to(compute) - self._kept[:, :1]
+        else:
+            parts = [
+                torch.logsumexp(block.to(compute), -1, keepdim=True) for block in logits.split(_rows_per_block(logits))
+            ]
+            lse = parts[0] if len(parts) == 1 else torch.cat(parts)
+        self._own = lse
+        terms = [lse, hit]
         if vocabulary.smoothing:
-            terms.append(logits.sum(-1, dtype=compute))
-        self.lse, *self._sums = _over_ranks(torch.stack(terms), vocabulary.group)
+            terms.append(logits.sum(-1, keepdim=True, dtype=compute))
+        if vocabulary.group is not None:
+            terms = list(_over_ranks(torch.stack(terms), vocabulary.group))
+        self.lse, self._sums = terms[0], terms[1:]
 
     def losses(self) -> Tensor:
-        """``[n]``, equal on all ranks."""
+        """``[n, 1]``, equal on all ranks."""
         eps = self.vocabulary.smoothing
         if not eps:
             return self.lse - self._sums[0]
         return self.lse - (1 - eps) * self._sums[0] - eps / self.vocabulary.size * self._sums[1]
 
     def gradient(self, logits: Tensor, scale: Tensor, out: Tensor) -> None:
-        """Write ``scale [n] * d losses / d logits`` into ``out``, which may be ``logits`` itself."""
-        eps, scale = self.vocabulary.smoothing, scale[:, None]
-        for rows in _blocks(logits):
+        """Write ``scale * d losses / d logits`` into ``out``, which may be ``logits`` itself.
+
+        Args:
+            scale: of all rows ``[]``, or of each ``[n, 1]``.
+        """
+        kept, self._kept = self._kept, None
+        hit = ((self.vocabulary.smoothing - 1) * scale).masked_fill(self.targets.missed, 0)
+        if kept is not None:
+            if self.vocabulary.group is not None:
+                kept.add_(self._own - self.lse)
+            self._finish(kept.exp_(), scale, self.targets.places, hit)
+            out.copy_(kept)
+            return
+        rows = _rows_per_block(logits)
+        scales = [scale] * -(-len(logits) // rows) if scale.ndim == 0 else scale.split(rows)
+        columns = zip(*(each.split(rows) for each in (self.lse, self.targets.places, hit)), scales, strict=True)
+        for block, target, (lse, places, hits, each) in zip(logits.split(rows), out.split(rows), columns, strict=True):
             # d loss / d logits = softmax - one_hot(target); the buffer is reused only where it has the right type
-            block = logits[rows].to(self.lse.dtype)
-            probabilities = torch.sub(block, self.lse[rows, None], out=out[rows] if out.dtype == block.dtype else None)
-            probabilities.exp_().mul_(scale[rows])
-            if eps:
-                probabilities.sub_(eps / self.vocabulary.size * scale[rows])
-            hit = (eps - 1) * (self.owned[rows, None] * scale[rows]).to(block.dtype)
-            probabilities.scatter_add_(1, self.local[rows, None], hit)
-            if out.dtype != block.dtype:
-                out[rows] = probabilities
+            wide = block.to(self.lse.dtype)
+            probabilities = torch.sub(wide, lse, out=target if out.dtype == wide.dtype else None).exp_()
+            self._finish(probabilities, each, places, hits)
+            if out.dtype != wide.dtype:
+                target.copy_(probabilities)
+
+    def _finish(self, probabilities: Tensor, scale: Tensor, places: Tensor, hit: Tensor) -> None:
+        """Probabilities -> gradients, in place."""
+        eps = self.vocabulary.smoothing
+        probabilities.mul_(scale)
+        if eps:
+            probabilities.sub_(eps / self.vocabulary.size * scale)
+        probabilities.scatter_add_(1, places, hit.to(probabilities.dtype))
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -98,20 +148,17 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _over_ranks(terms: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """``[k, n]``: the log-sum-exp of this rank's slice, then sums over it -> the same of the whole vocabulary."""
-    if group is None:
-        return terms
+def _over_ranks(terms: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """``[k, n, 1]``: the log-sum-exp of this rank's slice, then sums over it -> the same of the whole vocabulary."""
     pieces = [torch.empty_like(terms) for _ in range(dist.get_world_size(group))]
     dist.all_gather(pieces, terms, group=group)
-    everyone = torch.stack(pieces)  # [t, k, n]
+    everyone = torch.stack(pieces)  # [t, k, n, 1]
     return torch.cat((everyone[:, :1].logsumexp(0), everyone[:, 1:].sum(0)))
 
 
-def _blocks(logits: Tensor) -> list[slice]:
+def _rows_per_block(logits: Tensor) -> int:
     budget = _BLOCK_ELEMENTS if logits.device.type == "cpu" else _BLOCK_ELEMENTS_GPU
-    step = max(1, budget // max(1, logits.shape[1]))
-    return [slice(i, i + step) for i in range(0, logits.shape[0], step)]
+    return max(1, budget // max(1, logits.shape[1]))
 
 
 class _VocabCrossEntropy(torch.autograd.Function):
@@ -124,16 +171,16 @@ class _VocabCrossEntropy(torch.autograd.Function):
         vocabulary: VocabularySlice,
     ) -> Tensor:
         valid = targets != ignore_index
-        ctx.terms = RowTerms(logits, targets, vocabulary)
+        ctx.terms = RowTerms(logits, Targets.of(targets, vocabulary, logits.shape[1]), vocabulary)
         ctx.save_for_backward(logits, valid)
-        return torch.where(valid, ctx.terms.losses(), 0).sum()
+        return torch.where(valid, ctx.terms.losses().squeeze(1), 0).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         logits, valid = ctx.saved_tensors
         grad = torch.empty_like(logits)
-        ctx.terms.gradient(logits, torch.where(valid, grads[0], 0), out=grad)
+        ctx.terms.gradient(logits, torch.where(valid, grads[0], 0).unsqueeze(1), out=grad)
         return grad, None, None, None
 
 

@@ -10,7 +10,6 @@ Every stage gets the whole batch (ids, masks, positions) and computes what lies 
 stream travels, and its gradient back.
 """
 
-import zlib
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -20,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import _host
+from ..batches import Microbatch
 from ..config import ParallelConfig
 from ..errors import ConfigError
 from ..names import stock_name
@@ -36,7 +37,6 @@ from .table import read_csv
 from .timeline import Order, stage_ranks
 from .worker import Place, StageWorker
 
-_SAME = 3  # numbers that all stages must be given alike: of microbatches, of their shapes, of their tokens
 _LABELS = ("labels", "shift_labels", "num_items_in_batch")
 
 
@@ -84,12 +84,13 @@ class Pipeline:
         self._types = StreamTypes(runtime.mesh)
         self.workers = [self._worker(stage) for stage in own]
         self._flags: dict[str, list[int]] = {}
+        self._told: list[list[int]] = []
         self._holders = {planned.name: runtime.plan.holders(planned.name) for planned in runtime.plan.owned()}
         self._tied = [name for name, ranks in self._holders.items() if len(ranks) > 1]
         self._loss_type = torch.float32
         self._accepted: dict[int, bool] = {}
         self._engines: dict[tuple[int, bool], Any] = {}
-        self._batches: Sequence[Batch] | dict[int, Batch] = ()
+        self._batches: Sequence[Microbatch] | dict[int, Microbatch] = ()
         self._count: tuple[Tensor, float] | None = None
         self._trains = True
         self._losses: list[Tensor] = []
@@ -109,7 +110,7 @@ class Pipeline:
         """The microbatches of one step: see :func:`hfscale.pipeline.microbatches.share_out`."""
         return share_out(given, self._layout.num_microbatches, self._layout.size("pp"), self._accepts)
 
-    def run(self, batches: Sequence[Batch], count: Tensor, label_smoothing: float, backward: bool) -> Tensor:
+    def run(self, batches: Sequence[Microbatch], count: Tensor, label_smoothing: float, backward: bool) -> Tensor:
         """Forward passes over the microbatches, and backward passes, which leave gradients where there is one batch
         rank, and unreduced ones elsewhere.
 
@@ -119,7 +120,7 @@ class Pipeline:
         Returns:
             this rank's share of the loss: all of this batch rank's, on the last stage; else 0.
         """
-        self._agree(batches, backward)
+        self._learn()
         self._batches, self._count = batches, (count, label_smoothing)
         self._trains, self._losses = backward, []
         self._tell_workers(backward)
@@ -159,37 +160,36 @@ class Pipeline:
             self._engines[key] = engine_runtime(actions, self.workers, num_microbatches)
         return self._engines[key]
 
-    def _agree(self, batches: Sequence[Batch], backward: bool) -> None:
-        """All stages compare what they were given and hold, and learn what trains; before anything is sent.
+    def agrees(self, backward: bool) -> bool:
+        """Whether a step begins with an agreement of the stages."""
+        return True
+
+    def hear(self, ranks: list[list[int]]) -> None:
+        """What ranks with this batch told each other: see :meth:`about`; for the step that follows."""
+        self._told = ranks
+
+    def _learn(self) -> None:
+        """What trains, and whether the copies of tensors that several stages hold are equal; before anything is sent.
 
         Raises:
-            ConfigError: on all stages, if they were given different batches, or differ in a tensor that several hold.
+            ConfigError: on all stages, if they are not.
         """
-        mine = self._about(batches, backward)
-        every = [mine.new_empty(mine.shape) for _ in range(self._layout.size("pp"))]
-        dist.all_gather(every, mine, group=self._mesh.reports)
-        if any(not torch.equal(other[:_SAME], mine[:_SAME]) for other in every):
-            given = ", ".join(f"stage rank {rank}: {int(other[0])} microbatches" for rank, other in enumerate(every))
-            raise ConfigError(
-                "the ranks of one pipeline were given different batches, or some train where others evaluate "
-                f"({given}): ranks with equal hfscale.batch_rank(model) pass the same batch"
-            )
-        flags, ties = torch.stack(every)[:, _SAME:].split([len(self._stages.stages), 2 * len(self._tied)], 1)
+        stages = len(self._stages.stages)
         for index, name in enumerate(self._tied):
-            self._check_tie(name, [ties[rank, 2 * index : 2 * index + 2].tolist() for rank in self._holders[name]])
-        trains = flags.sum(0).cumsum(0).gt(0).tolist()
+            place, mine = 1 + stages + index, self._mesh.ranks["tp"]  # other tensor ranks have other shares of it
+            told = [(rank[place], rank[place + len(self._tied)]) for rank in self._told if rank[0] == mine]
+            self._check_tie(name, [each for each in told if each[0]])
+        trains = [any(any(rank[1 : 2 + stage]) for rank in self._told) for stage in range(stages)]  # it, or one before
         for worker in self.workers:
             worker.trains = trains[worker.stage_index]
             worker.trains_before = worker.stage_index > 0 and trains[worker.stage_index - 1]
 
-    def _about(self, batches: Sequence[Batch], backward: bool) -> Tensor:
-        """What this rank tells the others: numbers that must be alike; per stage, whether it trains; per tensor that
-        several stages hold, whether it trains and what its sum is.
+    def about(self, backward: bool) -> tuple[list[int], list[Tensor]]:
+        """What this rank tells the others: its tensor rank; per stage, whether it trains; per tensor that several
+        stages hold, whether it trains (0: it is not here), and, as it is on the device, what its sum is.
         """
-        shapes, stages = [tokens_of(batch) for batch in batches], len(self._stages.stages)
-        about = torch.zeros(_SAME + stages + 2 * len(self._tied), dtype=torch.int64)
-        about[0], about[1] = len(batches), zlib.crc32(repr((shapes, backward)).encode())
-        about[2] = sum(int(ids.sum()) for batch in batches if (ids := batch.get("input_ids")) is not None)
+        stages = len(self._stages.stages)
+        flags, ties = [0] * stages, [0] * len(self._tied)
         self._loss_type = torch.float32
         here = dict(self._runtime.model.named_parameters(remove_duplicate=False))
         live = {**{stock_name(name): parameter for name, parameter in here.items()}, **here}
@@ -197,21 +197,22 @@ class Pipeline:
             if parameter.dtype == torch.float64:  # ranks without the last stage do not see the type of its loss
                 self._loss_type = torch.float64
             if backward and parameter.requires_grad:
-                about[self._flags_of(name)] = 1
+                for stage in self._flags_of(name):
+                    flags[stage] = 1
                 if getattr(parameter, "_post_accumulate_grad_hooks", None):
                     raise ConfigError(
                         f"{name} has a hook that runs when its gradient is accumulated; through pipeline stages "
                         "gradients are whole only when train_step returns: step the optimizer then, without such hooks"
                     )
         held = self._runtime.plan.held(self._rank)
+        sums = [torch.zeros(1, dtype=torch.int64, device=self._mesh.device)] * len(self._tied)
         for index, name in enumerate(self._tied) if backward else ():
             if name in held:
-                place = _SAME + stages + 2 * index
-                about[place] = 1 + int(live[held[name]].requires_grad)
-                about[place + 1] = _bits_of_sum(live[held[name]])
-        return about
+                ties[index] = 1 + int(live[held[name]].requires_grad)
+                sums[index] = _bits_of_sum(live[held[name]])
+        return [self._mesh.ranks["tp"], *flags, *ties], sums
 
-    def _check_tie(self, name: str, told: list[list[int]]) -> None:
+    def _check_tie(self, name: str, told: list[tuple[int, int]]) -> None:
         """``told`` by every rank that holds the tensor: whether it trains, and the bits of its sum."""
         names = " = ".join(next(tie.names for tie in self._stages.ties if name in tie.names))
         if len({trains for trains, _ in told}) > 1:
@@ -230,7 +231,7 @@ class Pipeline:
         """Where a rank notes that a parameter of its own trains: at each of its stages that have it."""
         if name not in self._flags:
             own = self._stages.of_rank(self._rank)
-            self._flags[name] = [_SAME + stage.index for stage in own if stage.holds(name)]
+            self._flags[name] = [stage.index for stage in own if stage.holds(name)]
         return self._flags[name]
 
     def _tell_workers(self, backward: bool) -> None:
@@ -246,12 +247,16 @@ class Pipeline:
     def _compute(self, stage: Stage, arrived: Tensor | None, microbatch: int) -> Tensor:
         batch, last = self._batches[microbatch], stage.index == len(self._stages.stages) - 1
         samples, tokens = tokens_of(batch)
-        inputs = dict(batch) if last else {name: value for name, value in batch.items() if name not in _LABELS}
+        inputs = batch if last else batch.like({name: value for name, value in batch.items() if name not in _LABELS})
         for stream in self._runtime.streams:
             stream.passes(arrives=tokens if arrived is not None else None, leaves=not last)
         with self._running(stage) as passage:
             passage.arriving, passage.shape = arrived, (samples, tokens)
-            loss = self._loss(inputs) if last else self._runtime.model(**inputs)
+            if last:
+                loss = self._loss(inputs)
+            else:
+                with _host.packing(inputs.packed, "position_ids" in inputs):
+                    self._runtime.model(**inputs)
             leaving = passage.leaving
             missed = arrived is not None and not passage.arrived
         if missed or (leaving is None and not last):
@@ -260,7 +265,7 @@ class Pipeline:
                 "pass, so the stream did not get through: switch off what skips layers, or use pp_size=1"
             )
         if last:
-            return loss  # type: ignore[no-any-return]
+            return loss
         assert leaving is not None
         if self._runtime.routing is not None:
             self._runtime.routing.note_scale(self._mesh.batch_world)
@@ -269,7 +274,7 @@ class Pipeline:
             self._types.announce(stage.index + 1, leaving, leading, peer, self._trains)
         return leaving
 
-    def _loss(self, inputs: dict[str, Any]) -> Tensor:
+    def _loss(self, inputs: Microbatch) -> Tensor:
         assert self._runtime.loss is not None
         assert self._count is not None
         loss = self._runtime.loss.of(self._runtime.model, inputs, *self._count)
@@ -300,4 +305,4 @@ class Pipeline:
 
 
 def _bits_of_sum(parameter: Tensor) -> Tensor:
-    return local_tensor(parameter.detach()).sum(dtype=torch.float64).cpu().view(torch.int64)
+    return local_tensor(parameter.detach()).sum(dtype=torch.float64).view(1).view(torch.int64)

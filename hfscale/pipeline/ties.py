@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..errors import ConfigError
 from ..runtime import Runtime, local_tensor
 
 
@@ -31,11 +32,14 @@ def summed_over_stages(runtime: Runtime) -> Iterator[None]:
         raise
     for holders in dict.fromkeys(holders for _, _, holders in tied):  # in the plan's order: the same on all of a group
         members, group = [(p, before) for p, before, others in tied if others == holders], runtime.mesh.ties[holders]
-        # What no stage has a gradient of (a table that is read without one) stays without: optimizers skip it then.
-        # Asked through the host, which need not wait for the device to know.
-        used = torch.tensor([int(parameter.grad is not None) for parameter, _ in members])
-        dist.all_reduce(used, op=dist.ReduceOp.MAX, group=runtime.mesh.tie_reports[holders])
-        for (parameter, before), anywhere in zip(members, used.tolist(), strict=True):
+        own = [parameter.grad is not None for parameter, _ in members]
+        used = _used_anywhere(runtime, [parameter for parameter, _ in members], own, holders)
+        for (parameter, before), mine, anywhere in zip(members, own, used, strict=True):
+            if mine and not anywhere:
+                raise ConfigError(
+                    "a tensor that several stages hold had no gradient in the first step and has one now: build the "
+                    "model again for batches of another kind"
+                )
             if not anywhere:
                 parameter.grad = before
                 continue
@@ -44,3 +48,15 @@ def summed_over_stages(runtime: Runtime) -> Iterator[None]:
             dist.all_reduce(local_tensor(parameter.grad), group=group)
             if before is not None:
                 parameter.grad = before.add_(parameter.grad)
+
+
+def _used_anywhere(runtime: Runtime, parameters: list[Tensor], own: list[bool], holders: tuple[int, ...]) -> list[bool]:
+    """Which tied tensors any stage has a gradient of; what none has one of (a table that is read without) stays
+    without, and optimizers skip it. Asked in the first step, through the host, for it is the model's doing.
+    """
+    known, key = runtime.tied_gradients, tuple(map(id, parameters))
+    if key not in known:
+        used = torch.tensor(own, dtype=torch.int64)
+        dist.all_reduce(used, op=dist.ReduceOp.MAX, group=runtime.mesh.tie_reports[holders])
+        known[key] = [bool(each) for each in used.tolist()]
+    return known[key]

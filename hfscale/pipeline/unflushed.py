@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..batches import Microbatch
 from ..errors import ConfigError
 from ..runtime import Runtime
 from .microbatches import Batch, share_out
@@ -97,7 +98,7 @@ class UnflushedPipeline(Pipeline):
 
     def _forgotten(self) -> None:
         self._calls = self._backward = self._forward = 0
-        self._held: dict[int, Batch] = {}  # microbatch -> what is under way
+        self._held: dict[int, Microbatch] = {}  # microbatch -> what is under way
         self._versions: dict[int, _Version] = {}  # microbatch -> that of its forward pass
         self._finished: deque[_Version] = deque()  # their backward passes are over
         self._reports: deque[tuple[Tensor, Any]] = deque()  # losses of calls on their way to all stages
@@ -128,7 +129,11 @@ class UnflushedPipeline(Pipeline):
         pp_size = self._layout.size("pp")
         return share_out(given, self._layout.num_microbatches, pp_size, lambda number: number >= pp_size)
 
-    def run(self, batches: Sequence[Batch], count: Tensor, label_smoothing: float, backward: bool) -> Tensor:
+    def agrees(self, backward: bool) -> bool:
+        """Only as long as nothing is under way: stages wait for each other no more than they must."""
+        return not backward or not self._calls
+
+    def run(self, batches: Sequence[Microbatch], count: Tensor, label_smoothing: float, backward: bool) -> Tensor:
         """One call: see the head of this file.
 
         Returns:
@@ -139,7 +144,7 @@ class UnflushedPipeline(Pipeline):
             return self._evaluate(batches, count, label_smoothing)
         self._refuse_broken()
         if not self._calls:
-            self._agree(batches, backward=True)
+            self._learn()
             self._trained = self._what_trains()
         elif self._trained != self._what_trains():
             raise ConfigError(
@@ -177,7 +182,7 @@ class UnflushedPipeline(Pipeline):
         """Of an evaluation, which needs the forward passes only."""
         return order("1f1b", self._layout.size("pp"), num_microbatches)
 
-    def _evaluate(self, batches: Sequence[Batch], count: Tensor, label_smoothing: float) -> Tensor:
+    def _evaluate(self, batches: Sequence[Microbatch], count: Tensor, label_smoothing: float) -> Tensor:
         """With workers of its own: what is under way stays as it is."""
         workers, self.workers = self.workers, self._evaluators
         try:

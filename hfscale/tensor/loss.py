@@ -11,7 +11,7 @@ caller wants logits - no labels given, or evaluation - the head runs as always, 
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import _host
+from ..batches import Microbatch
 from ..errors import ConfigError
 from ..mesh import Mesh
 from ..ops import (
@@ -53,6 +55,7 @@ class VocabParallelLoss:
         self.head: nn.Module | None = None
         self._with_labels, self._shows_logits = False, True
         self._called = False
+        self._known: tuple[Any, int] | None = None  # labels that are counted already
 
     def targets(self, labels: Tensor) -> Tensor:
         """``[b, s]`` labels -> ``[b, s]``: what each position predicts; the last ones predict nothing."""
@@ -60,26 +63,26 @@ class VocabParallelLoss:
             return labels
         return nn.functional.pad(labels, (0, self.shift), value=-100)[..., self.shift :]
 
-    def count_valid(self, batch: dict[str, Any]) -> int:
-        """Number of positions of one microbatch that contribute to the loss.
-
-        Raises:
-            ConfigError: a label or an input token is outside of the vocabulary (slices of it would not notice).
+    def look(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """How many positions of one microbatch contribute to the loss, and how many labels and input tokens are outside
+        of the vocabulary (slices of it would not notice); where the batch is, and without waiting for it.
         """
         targets = batch.get("shift_labels")
-        if targets is None:
-            targets = self.targets(batch["labels"])
+        if targets is None:  # the first ones are no targets
+            targets = batch["labels"][..., self.shift :]
         ids, valid = batch.get("input_ids"), targets != -100
-        outside = (valid & ((targets < 0) | (targets >= sum(self.lengths)))).sum()
+        outside = (valid & (targets.clamp(0, sum(self.lengths) - 1) != targets)).sum()
         if ids is not None and self.tokens is not None:
-            outside = outside + ((ids < 0) | (ids >= self.tokens)).sum()
-        count, wrong = torch.stack((valid.sum(), outside)).tolist()
+            outside = outside + (ids.clamp(0, self.tokens - 1) != ids).sum().to(outside.device)
+        return valid.sum(), outside
+
+    def refuse_outside(self, wrong: int) -> None:
+        """Raise :class:`ConfigError` where labels or input tokens are outside of the vocabulary."""
         if wrong:
             raise ConfigError(
                 f"{wrong} labels or input tokens are outside of the vocabulary of {sum(self.lengths)}: mask labels "
                 "with -100, and resize the embeddings for a tokenizer with more tokens before the model is parallelized"
             )
-        return int(count)
 
     @contextmanager
     def normalized_by(self, count: Tensor, label_smoothing: float = 0.0) -> Iterator[None]:
@@ -96,10 +99,15 @@ class VocabParallelLoss:
         finally:
             self.count, self.label_smoothing = None, 0.0
 
-    def of(self, model: nn.Module, batch: dict[str, Any], count: Tensor, label_smoothing: float) -> Tensor:
+    def of(self, model: nn.Module, batch: Microbatch, count: Tensor, label_smoothing: float) -> Tensor:
         """The loss of one microbatch, as a share of a step with ``count`` valid labels."""
-        with self.normalized_by(count, label_smoothing):
-            output = model(**batch)
+        given = batch.get("labels") if batch.get("shift_labels") is None else batch["shift_labels"]
+        self._known = None if batch.valid is None else (given, batch.valid)
+        try:
+            with self.normalized_by(count, label_smoothing), _host.packing(batch.packed, "position_ids" in batch):
+                output = model(**batch)
+        finally:
+            self._known = None
         loss: Tensor = output[0] if isinstance(output, tuple) else output.loss
         return loss
 
@@ -124,11 +132,12 @@ class VocabParallelLoss:
         if not 0.0 <= smoothing <= 1.0:
             raise ConfigError(f"label_smoothing={smoothing!r} is not a share: use 0 to 1")
         vocabulary = VocabularySlice(self.start, sum(self.lengths), max(self.lengths), self.group, smoothing)
-        if shift_labels is None:
-            if labels is None:
-                raise ConfigError("the loss got neither labels nor shift_labels: pass one of them")
-            shift_labels = self.targets(labels)
-        targets = shift_labels.to(logits.device).reshape(-1)
+        given = labels if shift_labels is None else shift_labels
+        if given is None:
+            raise ConfigError("the loss got neither labels nor shift_labels: pass one of them")
+        targets = (self.targets(given) if shift_labels is None else given).reshape(-1)
+        if targets.device != logits.device:
+            targets = targets.to(logits.device)
         if targets.numel() != logits.shape[:-1].numel():
             raise ConfigError(
                 f"the loss got {targets.numel()} labels for logits of {logits.shape[:-1].numel()} positions: leave out "
@@ -136,7 +145,9 @@ class VocabParallelLoss:
             )
         count = self.count if self.count is not None else num_items_in_batch
         if isinstance(logits, LogitsPromise) and logits.value is None:
-            return self._chunked(logits, targets, vocabulary, count, ignore_index)
+            known = self._known is not None and self._known[0] is given and ignore_index == -100
+            valid = self._known[1] if known and self._known is not None else None
+            return self._chunked(logits, targets, vocabulary, count, ignore_index, valid)
         if isinstance(logits, LogitsPromise):
             logits = logits.materialize()
         total = vocab_cross_entropy(
@@ -151,6 +162,7 @@ class VocabParallelLoss:
         vocabulary: VocabularySlice,
         count: Tensor | int | None,
         ignore_index: int,
+        valid: int | None,
     ) -> Tensor:
         """The loss from the hidden states as they are behind the head's edge, ``[b, s, h]``."""
         assert self.head is not None
@@ -162,6 +174,7 @@ class VocabParallelLoss:
             divisor=count,
             ignore_index=ignore_index,
             dtype=promise.dtype,
+            valid=valid,
         )
 
     def before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
