@@ -31,6 +31,7 @@ from ..runtime import Runtime, runtime_of
 from ..tensor.random import default_generator, synchronize_random_streams
 from .save import everyone_arrives
 
+_COUNTED = ("step", "mu_product")  # in the states of torch's optimizers
 _SIZES = ("pp", "dp_replicate", "dp_shard", "tp", "ep", "expert_tp")
 
 
@@ -105,7 +106,8 @@ def load_state(
     try:
         written = json.loads((source / "layout.json").read_text())
         _check_layout(runtime, written, source)
-        shares = torch.load(source / _shares_name(mesh), map_location=mesh.device, weights_only=True)
+        # Mapped, and copied one by one: a second model never lies in the device's memory, nor in the host's.
+        shares = torch.load(source / _shares_name(mesh), map_location="cpu", weights_only=True, mmap=True)
         own = torch.load(source / _rank_name(mesh), map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
         raise CheckpointError(f"{source} is not a state that hfscale.save_state wrote: {error}") from error
@@ -242,9 +244,27 @@ def _put_back_optimizer(
         group.update({key: value for key, value in options.items() if key != "names"})
     optimizer.state.clear()
     plain = getattr(optimizer, "keeps_plain_state", False)  # hfscale's own: some states are of other shapes than shares
+    options = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     for name, values in written["state"].items():
         parameter = parameters[name]
-        optimizer.state[parameter] = {key: value if plain else _like(value, parameter) for key, value in values.items()}
+        here_again = {
+            key: _placed(key, value, local_tensor(parameter), optimizer, options[id(parameter)])
+            for key, value in values.items()
+        }
+        optimizer.state[parameter] = {k: v if plain else _like(v, parameter) for k, v in here_again.items()}
+
+
+def _placed(key: str, value: Any, parameter: Tensor, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Any:
+    """A value of an optimizer's state where the optimizer itself would have made it."""
+    if not isinstance(value, Tensor):
+        return value
+    if key in _COUNTED and not (group.get("fused") or group.get("capturable")):
+        return value.clone()  # torch reads them on the host, which would wait for a device
+    if getattr(optimizer, "is_paged", False) and value.shape == parameter.shape:
+        paged: Any = optimizer
+        buffer: Tensor = paged.get_state_buffer(parameter.detach(), dtype=value.dtype)
+        return buffer.copy_(value)
+    return value.to(parameter.device, copy=True)
 
 
 def _like(value: Any, parameter: Tensor) -> Any:

@@ -192,11 +192,18 @@ def _state(absmax: Tensor, packing: Packing, shape: tuple[int, int]) -> Any:
     return functional.QuantState(
         absmax=absmax,
         shape=torch.Size(shape),
-        code=functional.get_4bit_type(packing.quant_type, device=absmax.device),
+        code=_code_of_4_bits(packing.quant_type, absmax.device),
         blocksize=BLOCK,
         quant_type=packing.quant_type,
         dtype=packing.dtype,
     )
+
+
+@cache  # made of a list, which a device is waited for, and asked for by every product
+def _code_of_4_bits(quant_type: str, device: torch.device) -> Tensor:
+    """The values that 4 bits stand for."""
+    code: Tensor = _functional().get_4bit_type(quant_type, device=device)
+    return code
 
 
 @cache

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .grouped_linear import grouped_linear
+from .grouped_linear import grouped_linear, rows_of_groups
 
 Read = Callable[[torch.dtype], Tensor]
 """Gives the weight, dequantized, in a type."""
@@ -73,6 +73,5 @@ def frozen_grouped_linear(
     """
     out: Tensor = _FrozenGroupedLinear.apply(x, read, counts, transposed)
     if bias is not None:
-        repeats = torch.tensor(counts, device=x.device)
-        out = out + bias.repeat_interleave(repeats, dim=0, output_size=x.shape[0])
+        out = out + rows_of_groups(bias, counts, x.shape[0])
     return out

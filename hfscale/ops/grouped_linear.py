@@ -6,12 +6,17 @@ without rows takes part all the same: its gradient is zero, and not missing.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+
+_ALIGNED = 16  # bytes
+# Those it is written for (Hopper, datacenter Blackwell); others get a loop that waits for the device every time.
+_KERNEL_CAPABILITIES = (9, 10)
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -61,21 +66,46 @@ def grouped_linear(
         counts: rows in each group; they add up to the rows of ``x``.
     """
     if _has_kernel(x, weight):
-        ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(x.device, non_blocking=True)
-        out: Tensor = F.grouped_mm(x, weight if transposed else weight.transpose(1, 2), offs=ends)
+        out: Tensor = F.grouped_mm(x, weight if transposed else weight.transpose(1, 2), offs=_ends(counts, x.device))
     else:
         out = _GroupedLinear.apply(x, weight, counts, transposed)
     if bias is not None:
-        repeats = torch.tensor(counts, device=x.device)
-        out = out + bias.repeat_interleave(repeats, dim=0, output_size=x.shape[0])
+        out = out + rows_of_groups(bias, counts, x.shape[0])
     return out
+
+
+def rows_of_groups(values: Tensor, counts: Sequence[int], rows: int) -> Tensor:
+    """``values [groups, n]`` -> ``[rows, n]``: those of each row's group."""
+    groups = torch.arange(rows, dtype=torch.int32, device=values.device)
+    return values.index_select(0, torch.bucketize(groups, _ends(counts, values.device), right=True))
+
+
+def _ends(counts: Sequence[int], device: torch.device) -> Tensor:
+    """Where each group ends, ``[groups]``, without waiting for the device."""
+    ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32, pin_memory=device.type == "cuda")
+    return ends if ends.device == device else ends.to(device, non_blocking=True)
 
 
 def _has_kernel(x: Tensor, weight: Tensor) -> bool:
     return (
         x.device.type == "cuda"
-        and x.dtype == weight.dtype == torch.bfloat16
+        and kernel_takes(x, weight)
+        and torch.cuda.get_device_capability(x.device)[0] in _KERNEL_CAPABILITIES
+        and x.data_ptr() % _ALIGNED == weight.data_ptr() % _ALIGNED == 0
+    )
+
+
+def kernel_takes(x: Tensor, weight: Tensor) -> bool:
+    """Whether torch's grouped product takes operands of these types and sizes, in the backward pass as well.
+
+    Every row of every matrix, of results and gradients too, must begin at a multiple of 16 bytes.
+    """
+    sizes = (x.shape[1], *weight.shape[1:])
+    return (
+        x.dtype == weight.dtype == torch.bfloat16
         and x.shape[0] > 0
         and hasattr(F, "grouped_mm")
-        and torch.cuda.get_device_capability(x.device) >= (8, 0)
+        and all(size > 0 and size * x.element_size() % _ALIGNED == 0 for size in sizes)
+        and x.is_contiguous()
+        and weight.is_contiguous()
     )

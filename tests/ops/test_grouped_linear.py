@@ -7,8 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
 
 from hfscale.ops import grouped_linear
+from hfscale.ops.grouped_linear import kernel_takes
 
 
 def loop(x: Tensor, weight: Tensor, bias: Tensor | None, counts: list[int], transposed: bool) -> Tensor:
@@ -101,3 +104,28 @@ def test_a_group_without_rows_has_a_gradient_of_zero(transposed: bool) -> None:
         assert torch.equal(gradient[[0, 2]], torch.zeros_like(gradient[[0, 2]]))
     assert x.grad is not None
     assert x.grad.isfinite().all()
+
+
+# Expert widths of the families in docs/families.md, some of them cut over 2 to 16 tensor ranks, and ranks of adapters.
+WIDTHS = [1, 2, 4, 8, 16, 32, 44, 88, 100, 176, 352, 512, 704, 720, 768, 1408, 1536, 2880, 4864]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("hidden", [64, 2880, 2047])
+def test_the_kernel_is_asked_for_what_it_takes(hidden: int, transposed: bool) -> None:
+    """Against torch's own checks, for tensors that would be on a GPU: of a product, and of both its gradients."""
+    with FakeTensorMode():
+        offs = torch.empty(4, dtype=torch.int32, device="cuda")
+        for width in WIDTHS:
+            x, grad = (torch.empty(8, size, dtype=torch.bfloat16, device="cuda") for size in (hidden, width))
+            shape = (4, hidden, width) if transposed else (4, width, hidden)
+            weight = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
+            matrix = weight if transposed else weight.transpose(1, 2)
+            try:
+                F.grouped_mm(x, matrix, offs=offs)
+                F.grouped_mm(grad, matrix.transpose(1, 2), offs=offs)
+                F.grouped_mm(*((x.t(), grad) if transposed else (grad.t(), x)), offs=offs)
+                taken = True
+            except RuntimeError:
+                taken = False
+            assert kernel_takes(x, weight) == taken, width
