@@ -24,8 +24,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from .costs import _ACTIVE, _first
+from .costs import _ACTIVE
 from .cut import cut_shape
+from .fields import first_count, text_config
 from .plan import ParameterPlan, Plan
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -35,8 +36,7 @@ _HEAD_SIZE = 64  # a guess, for one number per head and token beside some thousa
 
 def experts_per_token(config: Any) -> int | None:
     """How many experts a token is sent to, by the config; ``None`` where it does not say."""
-    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    return _first(text, _ACTIVE)
+    return first_count(text_config(config), _ACTIVE)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from transformers.pytorch_utils import Conv1D
 from .blueprint import Block, Blueprint
 from .draft import Draft
 from .experts import blocks_around_experts
+from .fields import field, first_count, text_config
 from .heads import KEY_VALUE_COUNTS, check_block_heads, check_heads, key_value_copies
 from .layers import has_every_list
 from .plan import BlockPlan, join_path, wild_name
@@ -156,7 +157,7 @@ def _block(draft: Draft, name: str, role: Block, layers: list[str]) -> BlockPlan
             *((path, divisor(path)) for path in role.local_attributes if _has_attribute(draft, name, path, role)),
             *((path, copies) for path in _group_attributes(draft, name) if copies > 1),
         ),
-        dropout=max((_probability(draft, field) for field in role.dropout), default=0.0),
+        dropout=max((_probability(draft, path) for path in role.dropout), default=0.0),
         enter=tuple(join_path(name, child) for child in role.enter),
         enter_inputs=role.enter_inputs,
         leave=tuple(path for child in role.leave if (path := join_path(name, child)) in draft.modules) or (name,),
@@ -212,17 +213,16 @@ def _has_attribute(draft: Draft, block: str, path: str, role: Block) -> bool:
     return not role.optional or hasattr(draft.modules.get(owner), attribute)
 
 
-def _probability(draft: Draft, field: str) -> float:
+def _probability(draft: Draft, path: str) -> float:
     """A config field (``attn_config.attn_pdrop``: of a config in it) that may be missing or ``None``."""
     value = draft.config
-    for name in field.split("."):
-        value = getattr(value, name, None)
+    for name in path.split("."):
+        value = field(value, name)
     return float(value or 0.0)
 
 
 def _hidden_size(draft: Draft) -> int | None:
-    config = draft.config.get_text_config(decoder=True) if hasattr(draft.config, "get_text_config") else draft.config
-    return getattr(config, "hidden_size", None)
+    return first_count(text_config(draft.config), ("hidden_size",))
 
 
 def _parts(draft: Draft, role: Block, block: str, path: str, length: int) -> tuple[int, ...]:

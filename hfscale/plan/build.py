@@ -45,13 +45,13 @@ def _build(draft: Draft, ranks: Ranks | None) -> Plan:
     mixtures = find_mixtures(draft, layers)
     experts = plan_experts(draft, mixtures)
     blocks = plan_blocks(draft, blueprint, layers) if draft.tp > 1 and blueprint else []
-    head, loss = plan_head(draft)
+    head, loss, no_step = plan_head(draft)
     embedding = cut_vocabulary(draft, head) if draft.tp > 1 else None
     cut_sequence = draft.tp > 1 and draft.layout.sequence_parallel
     streams: tuple[StreamPlan, ...] = ()
     if cut_sequence and blueprint:
         streams = plan_streams(draft, layers, blocks, experts, embedding, blueprint.source)
-    stages = _plan_stages(draft, layers, ranks, trains=loss is not None)
+    stages = _plan_stages(draft, layers, ranks, no_step)
     return Plan(
         family=draft.config.model_type,
         layout=draft.layout,
@@ -61,6 +61,7 @@ def _build(draft: Draft, ranks: Ranks | None) -> Plan:
         embedding=embedding,
         head=head,
         loss=loss,
+        no_step=no_step,
         streams=streams,
         experts=experts,
         mixtures=mixtures,
@@ -69,15 +70,15 @@ def _build(draft: Draft, ranks: Ranks | None) -> Plan:
     )
 
 
-def _plan_stages(draft: Draft, layers: list[str], ranks: Ranks | None, trains: bool) -> StagePlan | None:
+def _plan_stages(draft: Draft, layers: list[str], ranks: Ranks | None, no_step: str) -> StagePlan | None:
     if draft.layout.size("pp") == 1:
         check_stage_layers(draft, layers)
         return None
-    if not trains:  # and nobody can call the model: a rank has but a part of it
+    if no_step:  # and nobody can call the model: a rank has but a part of it
         stage_problem(
             draft,
             "train_step does not run its loss (only that of causal language models with a Linear head), and nothing "
-            "else runs stages",
+            f"else runs stages: {no_step}",
         )
     return plan_stages(draft, layers, ranks)
 

@@ -27,10 +27,10 @@ _BECOMES: dict[int, str] = {
         attention_heads num_encoder_attention_heads num_decoder_attention_heads swa_num_attention_heads
         qk_rope_head_dim qk_nope_head_dim rotary_dim""",
     HEAD_DIM: """head_dim kv_channels dim_head v_head_dim attention_head_dim swa_head_dim d_head qk_head_dim d_kv
-        mamba_chunk_size""",
+        mamba_chunk_size mamba_n_heads mamba_d_head""",
     16: "mamba_d_state q_lora_rank kv_lora_rank o_lora_rank",
-    64: "max_position_embeddings n_positions n_ctx model_max_length max_seq_len",
-    1: "n_group topk_group num_expert_group",
+    2 * HIDDEN: "max_position_embeddings n_positions n_ctx model_max_length max_seq_len mamba_d_ssm",
+    1: "n_group topk_group num_expert_group mamba_n_groups",
     0: "num_nextn_predict_layers",
 }
 _SMALL = {name: size for size, names in _BECOMES.items() for name in names.split()} | dict.fromkeys(
@@ -70,6 +70,7 @@ def tiny_clone(config: PreTrainedConfig, *, layers: int = LAYERS, **changes: Any
 
 def _shrink(fields: dict[str, Any], layers: int) -> dict[str, Any]:
     heads = next((fields[name] for name in HEAD_FIELDS if fields.get(name)), None)
+    kinds = fields.get("layer_types")
     for name, value in list(fields.items()):
         if isinstance(value, dict) and "model_type" in value:
             fields[name] = _shrink(value, layers)
@@ -85,15 +86,26 @@ def _shrink(fields: dict[str, Any], layers: int) -> dict[str, Any]:
             fields[name] = 0.0
         elif name in _KEY_HEADS and isinstance(value, int):
             fields[name] = HEADS if value == heads else min(value, HEADS // 2)
-        elif name == "per_layer_config" and isinstance(value, dict):
-            fields[name] = {index: kind for index, kind in value.items() if int(index) < layers}
+        elif name == "attn_layer_indices" and value:
+            fields[name] = [layers - 1]
         elif name in _LAYER_COUNTS and type(value) is int:
             fields[name] = layers
         elif name in _CHOSEN and type(value) is int:  # a mixture that sends each token to one expert stays one
             fields[name] = min(value, _SMALL[name])
         elif name in _SMALL and (isinstance(value, int) or name == "head_dim") and not isinstance(value, bool):
             fields[name] = _SMALL[name]
+    if isinstance(fields.get("per_layer_config"), dict):
+        fields["per_layer_config"] = _follow(fields["per_layer_config"], kinds, fields.get("layer_types"), layers)
     return fields
+
+
+def _follow(per_layer: dict[Any, dict[str, Any]], before: Any, after: Any, layers: int) -> dict[int, dict[str, Any]]:
+    """The fields of each remaining layer: those of the first layer that was of its kind ``before``."""
+    known = {int(index): _shrink(dict(own), layers) for index, own in per_layer.items()}
+    if not before or not after:
+        return {index: own for index, own in known.items() if index < layers}
+    firsts = ((index, list(before).index(kind)) for index, kind in enumerate(after) if kind in before)
+    return {index: known[first] for index, first in firsts if first in known}
 
 
 def _sample(kinds: list[Any], layers: int) -> list[Any]:

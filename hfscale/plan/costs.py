@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from .clone import HEAD_FIELDS
+from .fields import first_count, text_config
 from .stages import balance
 
 BATCH_TOKENS = 1 << 15
@@ -124,7 +125,7 @@ def module_cost(module: nn.Module, config: Any, sequence: int = SEQUENCE) -> Cos
     for scores and for values, over a sequence (or window) of ``s`` tokens, the causal half not deducted. Elementwise
     operations and the recurrences of state-space layers are left out: they are small beside the projections.
     """
-    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    text = text_config(config)
     parameters = {id(p): p.numel() for p in module.parameters()}
     return Cost(_flops(module, text, sequence, (1, 1)), sum(parameters.values()))
 
@@ -136,8 +137,8 @@ def _named_cost(model: Any, name: str, sequence: int) -> Cost:
 
 
 def _flops(module: nn.Module, config: Any, sequence: int, share: tuple[int, int]) -> int:
-    experts = _first(config, _EXPERTS) or 0
-    active = (min(_first(config, _ACTIVE) or experts, experts), experts)
+    experts = first_count(config, _EXPERTS) or 0
+    active = (min(first_count(config, _ACTIVE) or experts, experts), experts)
     own = list(module.parameters(recurse=False))
     if experts > 1 and share == (1, 1) and _holds_experts(module, own, experts):
         share = active
@@ -165,15 +166,11 @@ def _is_attention(module: nn.Module) -> bool:
 
 
 def _attention(module: Any, config: Any, sequence: int) -> int:
-    heads = _first(module, _HEADS) or _first(config, HEAD_FIELDS) or 0
-    hidden = getattr(config, "hidden_size", 0)
-    head_dim = _first(module, ("head_dim",)) or _first(config, ("head_dim",)) or (hidden // heads if heads else 0)
-    widths = (_first(module, (name,)) or head_dim for name in ("qk_head_dim", "v_head_dim"))
-    window = _first(module, ("sliding_window", "window_size"))
+    heads = first_count(module, _HEADS) or first_count(config, HEAD_FIELDS) or 0
+    hidden = first_count(config, ("hidden_size",)) or 0
+    head_dim = (
+        first_count(module, ("head_dim",)) or first_count(config, ("head_dim",)) or (hidden // heads if heads else 0)
+    )
+    widths = (first_count(module, (name,)) or head_dim for name in ("qk_head_dim", "v_head_dim"))
+    window = first_count(module, ("sliding_window", "window_size"))
     return 2 * min(sequence, window or sequence) * heads * sum(widths)
-
-
-def _first(holder: Any, names: Iterable[str]) -> int | None:
-    """The first of some attributes that is a positive number."""
-    values = (getattr(holder, name, None) for name in names)
-    return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0), None)

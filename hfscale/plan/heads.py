@@ -11,6 +11,7 @@ from typing import Any
 
 from .clone import HEAD_FIELDS
 from .draft import Draft
+from .fields import counts, first_count, text_config
 from .plan import BlockPlan, wild_name
 
 KEY_VALUE_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads", "kv_dim")
@@ -42,20 +43,16 @@ def key_value_copies(draft: Draft, attention: Any, groups: int) -> int:
     if not heads or not key_heads:
         return 1
     # Some layers have other counts than the config's.
-    own = _first_count(attention, _HEADS) or heads
+    own = first_count(attention, _HEADS) or heads
     per_key_head = getattr(attention, "num_key_value_groups", None)
     shared = own // per_key_head if per_key_head else key_heads if own == heads else own
-    heads, key_heads = own, _first_count(attention, _KEY_VALUE_HEADS) or shared
+    heads, key_heads = own, first_count(attention, _KEY_VALUE_HEADS) or shared
     each, each_key = heads // groups, max(1, key_heads // groups)
     valid = [n for n in range(1, each + 1) if each % n == 0 and (each_key % n == 0 or n % each_key == 0)]
     if draft.tp not in valid:
         _refuse(draft, heads, key_heads, groups, valid)
         return 1
     return max(1, draft.tp // each_key)
-
-
-def _first_count(module: Any, names: tuple[str, ...]) -> int | None:
-    return next((count for name in names if isinstance(count := getattr(module, name, None), int) and count), None)
 
 
 def check_block_heads(draft: Draft, blocks: list[BlockPlan]) -> None:
@@ -75,13 +72,13 @@ def check_block_heads(draft: Draft, blocks: list[BlockPlan]) -> None:
 
 
 def _heads_of_config(draft: Draft) -> tuple[int | None, int | None]:
-    """Heads and key/value heads, where a config says how many."""
-    config = draft.config.get_text_config(decoder=True) if hasattr(draft.config, "get_text_config") else draft.config
-    heads = key_heads = getattr(config, "decoder_attention_heads", None)  # the other names mean the encoder's
+    """Heads and key/value heads, where a config says how many; where layers differ, what divides all their counts."""
+    config = text_config(draft.config)
+    heads = key_heads = counts(config, ("decoder_attention_heads",))  # the other names mean the encoder's
     if not heads:
-        heads = next((count for name in HEAD_FIELDS if (count := getattr(config, name, None))), None)
-        key_heads = next((count for name in _KEY_VALUE_HEADS if (count := getattr(config, name, None))), heads)
-    return heads, key_heads
+        heads = counts(config, HEAD_FIELDS)
+        key_heads = counts(config, _KEY_VALUE_HEADS) or heads
+    return gcd(*heads) or None, gcd(*key_heads) or None
 
 
 def _refuse(draft: Draft, heads: int, key_heads: int, groups: int, valid: list[int]) -> None:

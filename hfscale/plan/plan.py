@@ -214,6 +214,7 @@ class Plan:
         embedding: name of the vocabulary-parallel embedding, if cut.
         head: name of the output projection onto the vocabulary, if the loss runs on it.
         loss: the host's name of the loss, if it is one of :data:`LOSSES`.
+        no_step: why ``train_step`` cannot run the model's loss, in words; empty where it can.
         source: where the blueprint of its blocks comes from, in words; empty where there are none.
         stages: what each pipeline stage holds; ``None`` where ``pp_size`` is 1.
         quantized: which weights are loaded in 4 or 8 bits; ``None`` where none are.
@@ -232,6 +233,7 @@ class Plan:
     experts: tuple[ExpertsPlan, ...] = ()
     mixtures: tuple[ExpertsPlan, ...] = ()
     source: str = ""
+    no_step: str = ""
     stages: StagePlan | None = None
     quantized: "QuantizedPlan | None" = None
     adapters: tuple[AdapterParameter, ...] = ()

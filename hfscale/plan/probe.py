@@ -19,7 +19,7 @@ from .draft import Draft
 from .plan import join_path
 
 _STREAM = "hidden_states"
-_PROBED = (1, 2)  # samples, and tokens of each
+PROBED = (1, 2)  # samples, and tokens of each
 _ALONE = ", and only the stream travels between stages"
 
 
@@ -68,7 +68,7 @@ class _Probe(TorchDispatchMode):
 
     def _run(self, model: Any, **inputs: Any) -> None:
         device = next(model.parameters()).device
-        ids = torch.full(_PROBED, 3, dtype=torch.long, device=device)
+        ids = torch.full(PROBED, 3, dtype=torch.long, device=device)
         modes = [(module, module.training) for module in model.modules()]
         inputs = {"input_ids": ids, **({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}), **inputs}
         try:
@@ -92,12 +92,14 @@ class EntryProbe(_Probe):
     Attributes:
         before: owner -> modules directly below it that were called before its first layer.
         direct: the first layer that got what the embedding returned, when nothing else did.
+        shapes: owner -> the shape of what its first layer got, where it got a tensor.
     """
 
     def __init__(self, model: Any, modules: dict[str, Any], firsts: dict[str, str], embedding: str | None) -> None:
         super().__init__()
         self.before: dict[str, set[str]] = {}
         self.direct: str | None = None
+        self.shapes: dict[str, tuple[int, ...]] = {}
         self._embedded: Tensor | None = None
         self._uses = 0
         self._called: set[str] = set()
@@ -115,6 +117,8 @@ class EntryProbe(_Probe):
             x = args[0] if args else kwargs.get(_STREAM)
             if x is self._embedded and x is not None and self._uses == 0:
                 self.direct = layer
+            if isinstance(x, Tensor):
+                self.shapes[owner] = tuple(x.shape)
             self.before[owner] = set(self._called)
             if len(self.before) == owners:
                 raise _Reached
@@ -227,8 +231,8 @@ class PassageProbe(_Probe):
         elif self._left and structure != self.returns:
             self._obstacle("its layers do not all return the same")
         stream = output if structure is None else output[0] if structure else None
-        if stream is not None and tuple(stream.shape[:2]) != _PROBED:
-            shape = f"{tuple(stream.shape)} for {_PROBED[0]} sample of {_PROBED[1]} tokens"
+        if stream is not None and tuple(stream.shape[:2]) != PROBED:
+            shape = f"{tuple(stream.shape)} for {PROBED[0]} sample of {PROBED[1]} tokens"
             self._obstacle(f"its stream does not begin with samples and tokens (it has the shape {shape})")
         self.returns = structure
         self._stream = stream

@@ -10,7 +10,7 @@ from .blueprint import INFERRED
 from .draft import Draft
 from .families import SEQUENCE_UNFIT
 from .plan import BlockPlan, ExpertsPlan, StreamPlan, wild_name
-from .probe import direct_children, probe_entry
+from .probe import PROBED, direct_children, probe_entry
 
 _TOKENWISE = (nn.Linear, Conv1D, nn.Dropout, nn.Identity, nn.Embedding)
 
@@ -54,6 +54,14 @@ def plan_streams(
             draft.problem(
                 f"sequence_parallel=True needs to know which of {', '.join(map(wild_name, rest))} come before the "
                 f"layers, and {type(draft.model).__name__} cannot be traced ({probe.failure}): use "
+                "sequence_parallel=False"
+            )
+            continue
+        shape = probe.shapes.get(owner)
+        if shape is not None and (len(shape) != 3 or shape[0] != PROBED[0]):
+            draft.problem(
+                f"sequence_parallel=True does not fit {draft.config.model_type!r}: its layers get a stream of the "
+                f"shape {shape} for {PROBED[0]} sample of {PROBED[1]} tokens, and not (samples, tokens, width): use "
                 "sequence_parallel=False"
             )
             continue

@@ -83,6 +83,7 @@ def to_json(plan: Plan) -> str:
             "embedding": plan.embedding,
             "head": plan.head,
             "loss": plan.loss,
+            "train_step": not plan.no_step,
             "blueprint": plan.source,
             "parameters": [_json_row(parameter, plan) for parameter in plan.parameters],
         },
@@ -121,7 +122,16 @@ def render(plan: Plan) -> str:
     ranks = f" = {plan.layout.total_size} ranks" if plan.layout.total_size > 1 else ""
     source = [f"blueprint: {plan.source}"] if plan.source else []
     stages = [str(plan.stages), ""] if plan.stages else []
-    return "\n".join([title + ranks, *source, "", *_align(rows), "", *_edges(plan), *stages, _memory(plan)])
+    return "\n".join(
+        [title + ranks, *source, _training(plan), "", *_align(rows), "", *_edges(plan), *stages, _memory(plan)]
+    )
+
+
+def _training(plan: Plan) -> str:
+    """How a model is trained, before anybody tries."""
+    if not plan.no_step:
+        return "train_step: yes"
+    return f"train_step: no ({plan.no_step}); a plain loop: loss = model(**batch).loss; loss.backward()"
 
 
 def _row(group: list[ParameterPlan], plan: Plan) -> tuple[str, ...]:

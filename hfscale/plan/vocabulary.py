@@ -9,13 +9,18 @@ from .draft import Draft
 from .plan import LOSSES
 
 
-def plan_head(draft: Draft) -> tuple[str | None, str | None]:
-    """Name of the projection onto the vocabulary and the loss on it, where hfscale can run that loss."""
+def plan_head(draft: Draft) -> tuple[str | None, str | None, str]:
+    """Name of the projection onto the vocabulary and the loss on it; or why hfscale does not run that loss."""
+    kind = type(draft.model).__name__
     loss = getattr(draft.model, "loss_type", None) or "ForCausalLM"  # the host's own default
     head = draft.model.get_output_embeddings() if hasattr(draft.model, "get_output_embeddings") else None
-    if loss not in LOSSES or not isinstance(head, nn.Linear) or has_own_loss(draft.model):
-        return None, None
-    return next(name for name, module in draft.modules.items() if module is head), loss
+    if loss not in LOSSES:
+        return None, None, f"{kind} has another loss than a causal language model's (loss_type {loss!r})"
+    if not isinstance(head, nn.Linear):
+        return None, None, f"the head of {kind} is {'not there' if head is None else f'a {type(head).__name__}'}"
+    if has_own_loss(draft.model):
+        return None, None, f"{kind} takes a cross entropy of its own, in its forward pass"
+    return next(name for name, module in draft.modules.items() if module is head), loss, ""
 
 
 def cut_vocabulary(draft: Draft, head: str | None) -> str | None:

@@ -7,6 +7,5 @@ SEQUENCE_UNFIT: dict[str, str] = {
     "deberta-v2": "its relative positions are learned outside of its layers",
     "gemma4": "its layers add inputs of their own for every token",
     "gemma4_text": "its layers add inputs of their own for every token",
-    "hy_v4": "its layers mix several streams outside of their blocks",
     "openai-gpt": "it gives what its layers return the shape of the whole sequence",
 }

@@ -12,7 +12,7 @@ from ..clone import tiny_clone
 from .proof import TOLERANCE, Proof, prove
 from .search import Inference
 from .search import infer as _infer
-from .subject import Subject, Unproved, make_subject
+from .subject import Subject, Unproved, brief, make_subject, refuse
 
 _known: dict[tuple[Any, str], Inference] = {}
 
@@ -24,7 +24,11 @@ def infer(model: Any) -> Inference:
         PlanError: nothing could be proved; says what was tried.
     """
     layers = len(getattr(model, "_modules", ()))
-    key = (type(model), f"{layers} {tiny_clone(model.config).to_json_string(use_diff=False)}")
+    try:
+        switches = tiny_clone(model.config).to_json_string(use_diff=False)
+    except Exception as error:  # whatever the host says of sizes that it checks against one another
+        raise refuse(model, f"its config cannot be made small: {brief(error)}") from error
+    key = (type(model), f"{layers} {switches}")
     if key not in _known:
         _known[key] = _infer(model)
     return _known[key]

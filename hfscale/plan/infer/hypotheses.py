@@ -13,6 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..blueprint import Block
 from ..clone import HEAD_FIELDS
+from ..fields import field
 from ..fused import query_key_value
 from .candidates import Candidate
 from .subject import Subject
@@ -143,7 +144,7 @@ class Guesses:
         if len(columns) == 1:
             try:
                 lengths = query_key_value(self.subject.model.config)
-            except (AttributeError, TypeError):
+            except (AttributeError, TypeError, RuntimeError):  # it lacks a number, or has one per layer
                 return
             if sum(lengths) == self._width(columns[0]):
                 yield {columns[0]: query_key_value}
@@ -184,10 +185,10 @@ class Guesses:
 
 def head_count(config: Any) -> int:
     """How many attention heads a clone has; 0 where its config does not say."""
-    return next((value for name in HEAD_FIELDS if isinstance(value := getattr(config, name, None), int)), 0)
+    return next((value for name in HEAD_FIELDS if isinstance(value := field(config, name), int)), 0)
 
 
 def key_head_count(config: Any) -> int:
     """How many key/value heads."""
     names = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv", "kv_heads")
-    return next((value for name in names if isinstance(value := getattr(config, name, None), int)), head_count(config))
+    return next((value for name in names if isinstance(value := field(config, name), int)), head_count(config))

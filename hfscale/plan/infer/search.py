@@ -88,6 +88,8 @@ def infer(model: Any) -> Inference:
             return _infer(model, subject)
     except Unproved as unproved:
         raise refuse(model, str(unproved)) from unproved
+    except Exception as error:  # foreign code runs in all of this
+        raise refuse(model, f"its clone cannot be judged: {brief(error)}") from error
 
 
 def _infer(model: Any, subject: Subject) -> Inference:

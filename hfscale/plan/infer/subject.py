@@ -97,8 +97,8 @@ def make_subject(model: Any, **changes: Any) -> Subject:
 
 
 def brief(error: BaseException) -> str:
-    """The kind and the first line of an error."""
-    return f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0][:120]
+    """The kind of an error, and how its message begins."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:160]
 
 
 def _build(kind: Any, config: Any) -> Any:
