@@ -65,7 +65,7 @@ def case_for(clone: PreTrainedConfig, auto_class: Any, planned: Plan) -> Case:
     return plain.PlainCase(clone, auto_class=auto_class, make_batch=_MAKERS[_name(auto_class)])
 
 
-def check_stock(case: Case, hf_kwargs: dict[str, Any]) -> None:
+def check_stock(case: Case) -> None:
     """Train the clone for one pass as it is, in this process.
 
     Raises:
@@ -75,7 +75,7 @@ def check_stock(case: Case, hf_kwargs: dict[str, Any]) -> None:
     from .precision import keep_float64
 
     try:
-        model = case.auto_class.from_config(case.config, dtype=torch.float64, **hf_kwargs)
+        model = case.auto_class.from_config(case.config, dtype=torch.float64, **case.hf_kwargs)
         _host.use_eager_experts(model)
         with keep_float64():
             model(**case.batches(1)[0][0][0]).loss.backward()

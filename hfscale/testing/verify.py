@@ -85,9 +85,10 @@ def verify(
     clone = tiny_clone(config, layers=_layers(small), **changes)
     planned = plan(clone, small, auto_class=auto_class, **hf_kwargs)  # refuse before any process is started
     case = batches.case_for(clone, auto_class, planned)
+    case.hf_kwargs = hf_kwargs
     if small.size("pp") > 1:
         case.accumulation = int(small.num_microbatches or 1)
-    batches.check_stock(case, hf_kwargs)
+    batches.check_stock(case)
     if lora is not None:
         from peft import LoraConfig
 

@@ -12,6 +12,8 @@ from hfscale.cli import main
 from hfscale.testing import Case, RankPool, measure_parity, verify
 from hfscale.testing.clone import tiny_clone
 
+from ..plan.test_infer import write_checkpoint
+
 Pools = Callable[[int], RankPool]
 
 
@@ -81,8 +83,16 @@ def test_what_cannot_be_compared_is_refused(run: Any, family: str, flags: list[s
     assert not measured
 
 
+def test_code_that_comes_with_a_model_may_run(run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_checkpoint(tmp_path / "own", "own_llama")
+    code = main(["verify", str(tmp_path / "own"), "--tp", "2", "--trust-remote-code"])
+    printed = capsys.readouterr()
+    assert code == 0, printed.err
+    assert "a tiny own_llama in tp2" in printed.out
+
+
 def test_what_stock_cannot_train_is_said() -> None:
     config = tiny_clone(LlamaConfig())
     config.hidden_act = "nothing"
     with pytest.raises(verify.ConfigError, match=r"cannot be trained by stock transformers .* nothing to compare with"):
-        verify.batches.check_stock(Case(config), {})
+        verify.batches.check_stock(Case(config))
