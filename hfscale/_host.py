@@ -4,9 +4,12 @@ Read and run against transformers 5.17.0 and 5.23.0.
 """
 
 import copy
+import inspect
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 from transformers.dynamic_module_utils import custom_object_save
+from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils import logging
@@ -308,6 +312,28 @@ def router_logits(model: nn.Module) -> dict[type[nn.Module], int]:
             if isinstance(kind, type) and kind.__name__ not in _RECORD_PROBABILITIES:
                 found[kind] = getattr(recorder, "index", 0)
     return found
+
+
+@cache
+def loading_arguments() -> frozenset[str]:
+    """Names of what the host's ``from_pretrained`` and ``from_config`` take besides fields of a config.
+
+    They take most of it out of ``**kwargs``, by name.
+    """
+    names: set[str] = set()
+    for taker in (PreTrainedModel, _BaseAutoModelClass):
+        for method in (
+            taker.from_pretrained,
+            getattr(taker, "from_config", None),
+            getattr(taker, "_from_config", None),
+        ):
+            if method is not None:
+                source = inspect.getsource(method)
+                names.update(re.findall(r'kwargs\.(?:pop|get)\(\s*"(\w+)"', source))
+                names.update(re.findall(r'"(\w+)" in kwargs', source))
+                names.update(re.findall(r'"(\w+)"', "".join(re.findall(r"for name in \[(.*?)\]", source))))
+                names.update(inspect.signature(method).parameters)
+    return frozenset(names)
 
 
 def is_distributed_by_host(model: nn.Module) -> str | None:

@@ -1,8 +1,10 @@
 """The table of contents: from a stock model and a layout to a model that trains, in order."""
 
+import inspect
 import os
 from collections.abc import Iterable
 from copy import copy
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -70,7 +72,8 @@ def from_pretrained(
     path, layout = str(path), _checked(parallel, mixed_precision, others, routing)
     check_quantization(quantization)
     adapting = None if peft_config is None else read_config(peft_config)
-    config, _ = _load_config(path, others)
+    config, rest = _load_config(path, others)
+    _refuse_unknown(rest, auto_class, config)
     code = {key: hf_kwargs[key] for key in _CODE if key in hf_kwargs}
     planned = plan(
         config, layout, auto_class=auto_class, dtype=_as_dtype(hf_kwargs), quantization_config=quantization, **code
@@ -113,6 +116,7 @@ def from_config(
     """
     layout = _checked(parallel, mixed_precision, hf_kwargs, routing)
     adapting = None if peft_config is None else read_config(peft_config)
+    _refuse_unknown(hf_kwargs, auto_class, config)
     model = _on_meta(auto_class, config, hf_kwargs)
     planned = _planned(model, layout)
     mesh = build_mesh(layout, planned.copies, planned.ties, planned.neighbours)
@@ -242,6 +246,25 @@ def _load_config(path: str, kwargs: dict[str, Any]) -> tuple[PreTrainedConfig, d
     config, rest = AutoConfig.from_pretrained(path, return_unused_kwargs=True, **taken)
     rest = {key: value for key, value in rest.items() if key not in _HUB}
     return config, {**rest, **{key: kwargs[key] for key in ("dtype", "torch_dtype", *_CODE) if key in kwargs}}
+
+
+def _refuse_unknown(kwargs: Iterable[str], auto_class: Any, config: PreTrainedConfig) -> None:
+    """Of arguments that no field of the config has taken: which nobody would."""
+    mapping = getattr(auto_class, "_model_mapping", None)
+    if mapping is not None and type(config) not in mapping:
+        return  # a class that comes with the checkpoint
+    kind = auto_class if mapping is None else mapping[type(config)]
+    kinds = kind if isinstance(kind, list | tuple) else [kind]
+    taken = {name for kind in kinds for name in inspect.signature(kind.__init__).parameters}
+    ours = inspect.signature(from_pretrained).parameters
+    known = {*ours, *taken, *_HUB, *_CODE, *_EXCLUSIVE, *_host.loading_arguments()}
+    for name in kwargs:
+        if name not in known:
+            close = get_close_matches(name, sorted(known), n=1)
+            hint = f"did you mean {close[0]}?" if close else f"hfscale takes {', '.join(list(ours)[1:-1])}"
+            raise ConfigError(
+                f"{name}= is no argument of hfscale's, of transformers' or of {kinds[0].__name__}: {hint}"
+            )
 
 
 def _as_dtype(kwargs: dict[str, Any]) -> Any:

@@ -43,6 +43,30 @@ def _batch(**changes: Any) -> dict[str, Any]:
     return {"input_ids": ids, "labels": ids, **changes}
 
 
+# Arguments
+
+
+@pytest.mark.parametrize(("name", "hint"), [("paralel", "parallel"), ("attn_implementatio", "attn_implementation")])
+def test_an_argument_that_nobody_takes(name: str, hint: str, saved: str, model: Any) -> None:
+    _says(ConfigError, lambda: hfscale.from_pretrained(saved, **{name: None}), name, f"did you mean {hint}?")
+    _says(ConfigError, lambda: hfscale.from_config(model.config, **{name: None}), name, f"did you mean {hint}?")
+
+
+def test_an_argument_that_is_like_no_other(saved: str) -> None:
+    _says(ConfigError, lambda: hfscale.from_pretrained(saved, zzz=1), "zzz", "LlamaForCausalLM", "mixed_precision")
+
+
+def test_arguments_that_others_take(saved: str) -> None:
+    kwargs = {"attn_implementation": "eager", "use_cache": False, "low_cpu_mem_usage": True, "local_files_only": True}
+    assert hfscale.from_pretrained(saved, **kwargs).config.use_cache is False
+
+
+def test_float16_is_for_inference(saved: str) -> None:
+    model = hfscale.from_pretrained(saved, dtype=torch.float16)
+    assert torch.isfinite(hfscale.eval_step(model, _batch()))
+    _says(ConfigError, lambda: hfscale.train_step(model.train(), _batch()), "float16", "bfloat16", "mixed_precision")
+
+
 # Layouts
 
 

@@ -4,6 +4,7 @@ import logging
 
 import torch
 
+from ..errors import ConfigError
 from ..runtime import Runtime
 from .replicas import check_replicas
 
@@ -19,15 +20,27 @@ def before_step(runtime: Runtime) -> None:
     host wait, so there it is done when weights are saved.
 
     Raises:
-        ConfigError: ranks have drifted apart.
+        ConfigError: ranks have drifted apart, or the model is in float16.
     """
     runtime.steps += 1
     if runtime.steps == 1:
+        _refuse_float16(runtime)
         if not any(runtime.mesh.ranks.values()):
             _warn_of_a_base_alone(runtime)
             _warn_of_lost_updates(runtime)
     elif runtime.steps in _CHECKED and runtime.mesh.device.type == "cpu":
         check_replicas(runtime)
+
+
+def _refuse_float16(runtime: Runtime) -> None:
+    """Without a loss that is scaled, small gradients are zero in float16; by the plan, which every rank has whole."""
+    found = next((planned.name for planned in runtime.plan.parameters if planned.dtype == torch.float16), None)
+    if found is not None:
+        raise ConfigError(
+            f"train_step scales no loss, and {found} is in float16, where gradients below 6e-8 are zero: load it "
+            'with dtype=torch.bfloat16, or with dtype=torch.float32 and mixed_precision="bf16". eval_step and generate '
+            "take float16"
+        )
 
 
 def _warn_of_a_base_alone(runtime: Runtime) -> None:
