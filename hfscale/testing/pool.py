@@ -1,8 +1,8 @@
 """A pool of rank processes that stays alive between tests.
 
 Importing torch and transformers costs seconds per process, so one server imports them, every rank is forked from it,
-and ranks are started once per world size and are sent functions. They meet through a file, not a port. When a rank fails or the time is up, the pool says which rank raised
-what, and where each of the others stands, then starts afresh.
+and ranks are started once per world size and are sent functions. They meet through a file, not a port. When a rank
+fails or the time is up, the pool says which rank raised what, and where each of the others stands, then starts afresh.
 """
 
 import faulthandler
