@@ -111,7 +111,7 @@ def make_start(draw: Draw, directory: Path) -> None:
             for parameter in model.parameters():
                 if parameter.requires_grad:
                     parameter.add_(torch.randn_like(parameter) * 0.05)
-        model.save_pretrained(directory / "adapter")
+        model.save_pretrained(str(directory / "adapter"))
 
 
 def load(draw: Draw, directory: Path, dtype: torch.dtype) -> Any:
