@@ -15,13 +15,15 @@ a defect.
 import argparse
 import re
 import warnings
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from family_clones import OTHERS
+from family_tables import EXPERTS, STAGE_LAYERS, Section, Verdict, count, section_of, written
+from family_variants import CONFIGS, OPTIONS, PICKS, applies, in_stages, layout_of, pairs
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -34,31 +36,6 @@ from hfscale.testing.families import MIXED, config_of
 TOLERANCE = 1e-9
 LAYOUT = hfscale.ParallelConfig(tp_size=2)
 SEQUENCE = hfscale.ParallelConfig(tp_size=2, sequence_parallel=True)
-STAGE_LAYERS = 4  # of a clone that is cut into two stages: each then has a layer within it
-KINDS = ("equal", "refused", "DIFFERS", "FAILS")
-# Of mixtures, on two ranks: experts over ranks with a batch each; over ranks that share one; that with its tokens cut.
-EXPERTS = {
-    "data ranks": hfscale.ParallelConfig(ep_size=2),
-    "tensor ranks": hfscale.ParallelConfig(ep_size=2, tp_size=2),
-    "with the sequence cut": hfscale.ParallelConfig(ep_size=2, tp_size=2, sequence_parallel=True),
-}
-
-
-@dataclass
-class Verdict:
-    """What became of one class.
-
-    Attributes:
-        kind: one of :data:`KINDS`, or ``no clone``.
-        sequence: the same with the sequence cut as well; ``-`` where it was not tried.
-        stages: the same in two pipeline stages.
-        detail: the largest difference, or why not.
-    """
-
-    kind: str
-    detail: str
-    sequence: str = "-"
-    stages: str = "-"
 
 
 def judge(family: str, pool: RankPool) -> Verdict:
@@ -74,7 +51,7 @@ def trainable(family: str, **changes: Any) -> tuple[Any, str]:
     try:
         config = config_of(family, **changes)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
-        ids = torch.randint(3, 60, (2, 8))
+        ids = torch.randint(3, min(60, config.vocab_size), (2, 8))
         model(input_ids=ids, labels=ids).loss.backward()
     except Exception as error:  # whatever stock code says of a clone it cannot train
         return None, f"{type(error).__name__}: {error}".split("\n")[0][:100]
@@ -97,6 +74,27 @@ def judge_mixture(family: str, pool: RankPool) -> tuple[list[str], str] | None:
         kinds.append(kind)
         details.append(detail)
     return kinds, "; ".join(dict.fromkeys(details))
+
+
+def judge_variants(family: str, pool_of: Callable[[int], RankPool]) -> list[tuple[str, str, str, str]]:
+    """``(option, config, verdict, detail)`` of the first few pairs that the family can have."""
+    base, _ = trainable(family)
+    found = list[tuple[str, str, str, str]]()
+    for option, name in pairs(family) if base is not None else ():
+        fields = base.to_dict()
+        changes = CONFIGS[name](fields)
+        if not changes or not applies(option, fields):
+            continue
+        stages = in_stages(option)
+        config, _ = trainable(family, **changes, **({"layers": STAGE_LAYERS} if stages else {}))
+        if config is None:
+            continue
+        layout = layout_of(option)
+        kind, detail = measure(Case(config, accumulation=4 if stages else 2), layout, pool_of(layout.total_size))
+        found.append((option, name, kind, detail))
+        if len(found) == PICKS:
+            break
+    return found
 
 
 def deeper(family: str, config: Any) -> Any:
@@ -177,15 +175,6 @@ def class_name(auto_class: Any, family: str) -> str:
     return str((found[0] if isinstance(found, (list, tuple)) else found).__name__)
 
 
-@dataclass
-class Section:
-    """One table of the file: its summary, its rows, and every verdict in it."""
-
-    summary: str
-    rows: list[str]
-    kinds: list[str]
-
-
 def sweep_families(chosen: list[str], pool: RankPool) -> Section:
     """Every causal-LM family under tensor ranks and in stages."""
     verdicts: dict[str, Verdict] = {}
@@ -196,7 +185,7 @@ def sweep_families(chosen: list[str], pool: RankPool) -> Section:
         if chosen:
             tqdm.write(f"{family}: {verdict}")
     rows = [f"| {family} | {v.kind} | {v.sequence} | {v.stages} | {v.detail} |" for family, v in verdicts.items()]
-    return _section(list(verdicts.values()), rows)
+    return section_of(list(verdicts.values()), rows)
 
 
 def sweep_mixtures(chosen: list[str], pool: RankPool) -> Section:
@@ -213,6 +202,20 @@ def sweep_mixtures(chosen: list[str], pool: RankPool) -> Section:
     return Section(f"{len(rows)} families; {summary}", rows, [kind for kinds in columns for kind in kinds])
 
 
+def sweep_variants(chosen: list[str], pool: RankPool) -> Section:
+    """Every causal-LM family with options of the layout and fields of its config away from their defaults."""
+    rows, kinds, met = [], list[str](), set[tuple[str, str]]()
+    with RankPool(4) as four:
+        for family in tqdm(chosen or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), desc="variants"):
+            for option, name, kind, detail in judge_variants(family, {2: pool, 4: four}.__getitem__):
+                kinds.append(kind)
+                met.add((option, name))
+                rows.append(f"| {family} | {option} | {name} | {kind} | {detail} |")
+                if chosen:
+                    tqdm.write(rows[-1])
+    return Section(f"{len(met)} of {len(OPTIONS) * len(CONFIGS)} pairs, {len(kinds)} runs: {count(kinds)}", rows, kinds)
+
+
 def sweep_classes(chosen: list[str], pool: RankPool) -> Section:
     """Classes with a loss of their own."""
     rows, verdicts = [], list[Verdict]()
@@ -225,14 +228,15 @@ def sweep_classes(chosen: list[str], pool: RankPool) -> Section:
         rows.append(f"| {family} | {name} | {v.kind} | {v.sequence} | {v.stages} | {v.detail} |")
         if chosen:
             tqdm.write(rows[-1])
-    return _section(verdicts, rows)
+    return section_of(verdicts, rows)
 
 
-def _section(verdicts: list[Verdict], rows: list[str]) -> Section:
-    return Section(summarize(verdicts), rows, [kind for v in verdicts for kind in (v.kind, v.sequence, v.stages)])
-
-
-PARTS = {"families": sweep_families, "experts": sweep_mixtures, "classes": sweep_classes}
+PARTS = {
+    "families": sweep_families,
+    "experts": sweep_mixtures,
+    "variants": sweep_variants,
+    "classes": sweep_classes,
+}
 
 
 def main() -> int:
@@ -253,73 +257,6 @@ def main() -> int:
         before = arguments.out.read_text() if arguments.out.exists() else ""
         arguments.out.write_text(written(found, before))
     return int(any(kind in ("DIFFERS", "FAILS") for section in found.values() for kind in section.kinds))
-
-
-def written(found: dict[str, Section], before: str) -> str:
-    """The file with the sections ``found``, and what was in it ``before`` of the others."""
-    old = {text.splitlines()[0]: text for text in re.split("(?m)^(?=#)", before) if text}
-    texts = []
-    for part, lines in TEXTS.items():
-        if part in found:
-            summary = f"{found[part].summary}.".replace("; ", ";\n")
-            filled = [line.replace("SUMMARY", summary) for line in lines]
-            texts.append("\n".join([*filled, *found[part].rows]) + "\n")
-        elif lines[0] in old:
-            texts.append(old[lines[0]].rstrip("\n") + "\n")
-    return "\n".join(texts)
-
-
-TEXTS = {
-    "families": [
-        "# Families under tensor parallelism and in pipeline stages",
-        "",
-        "Written by `scripts/family_sweep.py`: a tiny model of every causal-LM family, tp2 against one process in",
-        "float64 (loss, every gradient, norm, weights after two steps, saved checkpoint), again with",
-        f"`sequence_parallel=True`, and again in two pipeline stages (1F1B, {STAGE_LAYERS} layers where the family",
-        "can have them). A plain loop is `loss = model(**batch).loss; loss.backward()`, for classes that compute a",
-        "loss of their own; stages are for `train_step`, which those refuse.",
-        "",
-        f"transformers {transformers.__version__}, of those that build and train:",
-        "SUMMARY",
-        "",
-        "| family | tensor parallel | with the sequence cut | stages | |",
-        "|---|---|---|---|---|",
-    ],
-    "experts": [
-        "## Mixtures of experts",
-        "",
-        "The same comparison for every causal-LM family whose clone has experts, whole ones spread over two ranks:",
-        "of the data axes (each with a batch of its own), of the tensor axis (which share a batch, and whose attention",
-        "and shared experts are cut), and of the tensor axis with `sequence_parallel=True`.",
-        "",
-        "SUMMARY",
-        "",
-        f"| family | {' | '.join(EXPERTS)} | |",
-        "|---" * (len(EXPERTS) + 2) + "|",
-    ],
-    "classes": [
-        "## Other classes",
-        "",
-        "Likewise: SUMMARY",
-        "",
-        "| family | class | tensor parallel | with the sequence cut | stages | |",
-        "|---|---|---|---|---|---|",
-    ],
-}
-
-
-def summarize(verdicts: list[Verdict]) -> str:
-    """``140 equal, 7 refused, ... of 147; with the sequence cut 130 equal, ...; in stages 135 equal, ...``."""
-    return (
-        f"{count([v.kind for v in verdicts])} of {len(verdicts)}; "
-        f"with the sequence cut {count([v.sequence for v in verdicts])}; "
-        f"in stages {count([v.stages for v in verdicts])}"
-    )
-
-
-def count(kinds: list[str]) -> str:
-    """``140 equal, 7 refused, ...``."""
-    return ", ".join(f"{sum(found.startswith(kind) for found in kinds)} {kind}" for kind in KINDS)
 
 
 if __name__ == "__main__":

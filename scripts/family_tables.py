@@ -1,0 +1,127 @@
+"""The tables of docs/families.md, for scripts/family_sweep.py."""
+
+import re
+from dataclasses import dataclass
+
+import transformers
+from family_variants import PICKS
+
+import hfscale
+
+KINDS = ("equal", "refused", "DIFFERS", "FAILS")
+STAGE_LAYERS = 4  # of a clone that is cut into two stages: each then has a layer within it
+# Of mixtures, on two ranks: experts over ranks with a batch each; over ranks that share one; that with its tokens cut.
+EXPERTS = {
+    "data ranks": hfscale.ParallelConfig(ep_size=2),
+    "tensor ranks": hfscale.ParallelConfig(ep_size=2, tp_size=2),
+    "with the sequence cut": hfscale.ParallelConfig(ep_size=2, tp_size=2, sequence_parallel=True),
+}
+
+
+@dataclass
+class Verdict:
+    """What became of one class.
+
+    Attributes:
+        kind: one of :data:`KINDS`, or ``no clone``.
+        sequence: the same with the sequence cut as well; ``-`` where it was not tried.
+        stages: the same in two pipeline stages.
+        detail: the largest difference, or why not.
+    """
+
+    kind: str
+    detail: str
+    sequence: str = "-"
+    stages: str = "-"
+
+
+@dataclass
+class Section:
+    """One table of the file: its summary, its rows, and every verdict in it."""
+
+    summary: str
+    rows: list[str]
+    kinds: list[str]
+
+
+def section_of(verdicts: list[Verdict], rows: list[str]) -> Section:
+    """The table of verdicts of whole classes."""
+    return Section(summarize(verdicts), rows, [kind for v in verdicts for kind in (v.kind, v.sequence, v.stages)])
+
+
+def written(found: dict[str, Section], before: str) -> str:
+    """The file with the sections ``found``, and what was in it ``before`` of the others."""
+    old = {text.splitlines()[0]: text for text in re.split("(?m)^(?=#)", before) if text}
+    texts = []
+    for part, lines in TEXTS.items():
+        if part in found:
+            summary = f"{found[part].summary}.".replace("; ", ";\n")
+            filled = [line.replace("SUMMARY", summary) for line in lines]
+            texts.append("\n".join([*filled, *found[part].rows]) + "\n")
+        elif lines[0] in old:
+            texts.append(old[lines[0]].rstrip("\n") + "\n")
+    return "\n".join(texts)
+
+
+TEXTS = {
+    "families": [
+        "# Families under tensor parallelism and in pipeline stages",
+        "",
+        "Written by `scripts/family_sweep.py`: a tiny model of every causal-LM family, tp2 against one process in",
+        "float64 (loss, every gradient, norm, weights after two steps, saved checkpoint), again with",
+        f"`sequence_parallel=True`, and again in two pipeline stages (1F1B, {STAGE_LAYERS} layers where the family",
+        "can have them). A plain loop is `loss = model(**batch).loss; loss.backward()`, for classes that compute a",
+        "loss of their own; stages are for `train_step`, which those refuse.",
+        "",
+        f"transformers {transformers.__version__}, of those that build and train:",
+        "SUMMARY",
+        "",
+        "| family | tensor parallel | with the sequence cut | stages | |",
+        "|---|---|---|---|---|",
+    ],
+    "experts": [
+        "## Mixtures of experts",
+        "",
+        "The same comparison for every causal-LM family whose clone has experts, whole ones spread over two ranks:",
+        "of the data axes (each with a batch of its own), of the tensor axis (which share a batch, and whose attention",
+        "and shared experts are cut), and of the tensor axis with `sequence_parallel=True`.",
+        "",
+        "SUMMARY",
+        "",
+        f"| family | {' | '.join(EXPERTS)} | |",
+        "|---" * (len(EXPERTS) + 2) + "|",
+    ],
+    "variants": [
+        "## Options and configs away from the default",
+        "",
+        f"{PICKS} pairs of an option and a config per causal-LM family, in a fixed shuffled order:",
+        "`scripts/family_variants.py`.",
+        "",
+        "SUMMARY",
+        "",
+        "| family | option | config | | |",
+        "|---|---|---|---|---|",
+    ],
+    "classes": [
+        "## Other classes",
+        "",
+        "Likewise: SUMMARY",
+        "",
+        "| family | class | tensor parallel | with the sequence cut | stages | |",
+        "|---|---|---|---|---|---|",
+    ],
+}
+
+
+def summarize(verdicts: list[Verdict]) -> str:
+    """``140 equal, 7 refused, ... of 147; with the sequence cut 130 equal, ...; in stages 135 equal, ...``."""
+    return (
+        f"{count([v.kind for v in verdicts])} of {len(verdicts)}; "
+        f"with the sequence cut {count([v.sequence for v in verdicts])}; "
+        f"in stages {count([v.stages for v in verdicts])}"
+    )
+
+
+def count(kinds: list[str]) -> str:
+    """``140 equal, 7 refused, ...``."""
+    return ", ".join(f"{sum(found.startswith(kind) for found in kinds)} {kind}" for kind in KINDS)
