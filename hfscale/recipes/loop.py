@@ -57,6 +57,11 @@ class Progress:
         """Put the fields back."""
         vars(self).update({**state, "losses": [torch.tensor(loss) for loss in state["losses"]]})
 
+    def outcome(self, memory_before: int) -> Outcome:
+        """What the run measured; call it on every rank."""
+        losses = (self.train_loss, self.first_validation_loss, self.validation_loss)
+        return Outcome(*losses, self.tokens, self.tokens / self.seconds, peak_memory(), memory_before)
+
 
 def train(model: Any, recipe: Recipe, train_data: Dataset, validation_data: Dataset, log: RunLog) -> Outcome:
     """Train ``model`` as the recipe says, from the start or from the saved state. Call it on every rank.
@@ -66,15 +71,13 @@ def train(model: Any, recipe: Recipe, train_data: Dataset, validation_data: Data
     time spent evaluating and saving does not count in tokens per second, nor do padding tokens.
     """
     training = recipe.training
-    microbatches, size = per_rank(training.batch_size, hfscale.batch_world(model), training.microbatch_size)
-    optimizer = make_optimizer(model, training)
-    warmup = round(training.warmup_ratio * training.steps)
-    scheduler = get_scheduler("cosine", optimizer, num_warmup_steps=warmup, num_training_steps=training.steps)
-    train_rows, validation_rows = Rows(train_data), Rows(validation_data)
     if training.gradient_checkpointing:
         # transformers 5.23 gives it a new name and warns at the old one.
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
-
+    microbatches, size = per_rank(training.batch_size, hfscale.batch_world(model), training.microbatch_size)
+    optimizer = make_optimizer(model, training)
+    scheduler = make_scheduler(optimizer, training)
+    train_rows, validation_rows = Rows(train_data), Rows(validation_data)
     memory_before, now = peak_memory(), Progress()
     if recipe.saved_state is not None:
         hfscale.load_state(model, recipe.saved_state, optimizer=optimizer, scheduler=scheduler, progress=now)
@@ -116,15 +119,7 @@ def train(model: Any, recipe: Recipe, train_data: Dataset, validation_data: Data
             state = recipe.directory / "state"
             hfscale.save_state(model, state, optimizer=optimizer, scheduler=scheduler, progress=now)
             started = time.perf_counter()
-    return Outcome(
-        now.train_loss,
-        now.first_validation_loss,
-        now.validation_loss,
-        now.tokens,
-        now.tokens / now.seconds,
-        peak_memory(),
-        memory_before,
-    )
+    return now.outcome(memory_before)
 
 
 def _is_due(step: int, every: int, last: int) -> bool:
@@ -159,3 +154,9 @@ def make_optimizer(model: Any, training: TrainingRecipe) -> torch.optim.Optimize
         weight_decay=training.weight_decay,
         betas=(0.9, 0.95),
     )
+
+
+def make_scheduler(optimizer: torch.optim.Optimizer, training: TrainingRecipe) -> Any:
+    """The cosine schedule of the recipe, behind its warm-up."""
+    warmup = round(training.warmup_ratio * training.steps)
+    return get_scheduler("cosine", optimizer, num_warmup_steps=warmup, num_training_steps=training.steps)
