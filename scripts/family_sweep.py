@@ -52,7 +52,8 @@ def trainable(family: str, **changes: Any) -> tuple[Any, str]:
         config = config_of(family, **changes)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
         ids = torch.randint(3, min(60, config.vocab_size), (2, 8))
-        model(input_ids=ids, labels=ids).loss.backward()
+        mask = torch.ones_like(ids).index_put((torch.tensor(1), torch.tensor(7)), torch.tensor(0))
+        model(input_ids=ids, attention_mask=mask, labels=ids).loss.backward()
     except Exception as error:  # whatever stock code says of a clone it cannot train
         return None, f"{type(error).__name__}: {error}".split("\n")[0][:100]
     return config, ""
