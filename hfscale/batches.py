@@ -74,7 +74,8 @@ def _hash(batch: Mapping[str, Any], zero: Tensor) -> Tensor:
     total = zero
     for value in batch.values():
         if isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex() and value.numel():
-            flat = value.detach().reshape(-1).to(zero.device, torch.int64)
+            flat = value.detach().reshape(-1).to(torch.int64)
+            flat = flat if flat.device == zero.device else flat.to(zero.device)
             weights = _weights(1 << (flat.numel() - 1).bit_length(), zero.device)
             total = total * 31 + (flat * weights[: len(flat)]).sum()
     return total

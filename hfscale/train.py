@@ -147,17 +147,19 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         if parameter.grad is not None:
             gradients.append(local_tensor(parameter.grad))
             held += _counted(planned, gradients[-1], mesh.ranks) if runtime.counts(planned) else []
-    total = torch.zeros((), device=mesh.device)
+    total: Tensor | None = None
     for axes, grads in sorted(by_axes.items()):  # same order on every rank, also where a rank holds none
         wide = torch.float64 if any(grad.dtype == torch.float64 for grad in grads) else torch.float32
-        part = torch.zeros((), dtype=wide, device=mesh.device)
         norms = _norms([grad for grad in grads if grad.numel()], norm_type, wide)
         if norms:
             each = torch.stack(norms)
             part = each.max() if infinite else each.pow(norm_type).sum()
+        else:
+            part = torch.zeros((), dtype=wide, device=mesh.device)
         for group in mesh.groups(*axes):
             dist.all_reduce(part, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
-        total = torch.maximum(total, part) if infinite else total + part
+        total = part if total is None else torch.maximum(total, part) if infinite else total + part
+    assert total is not None
     for group in mesh.groups("pp"):
         wide, total = total.dtype, total.double()  # stages may differ in what they hold
         dist.all_reduce(total, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)

@@ -16,6 +16,7 @@ is needed. :class:`RowTerms` is that arithmetic, for this operator and for the o
 (:mod:`hfscale.ops.head_cross_entropy`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,22 +54,36 @@ class Targets:
 
     Attributes:
         places: in this rank's slice; 0 where they are not in it.
-        missed: whether they are not in it.
+        missed: whether they are not in it; ``None`` where all are.
     """
 
     places: Tensor
-    missed: Tensor
+    missed: Tensor | None
 
     @classmethod
-    def of(cls, targets: Tensor, vocabulary: VocabularySlice, width: int) -> "Targets":
-        """Those of ``targets [n]``, equal on all ranks, in a slice of ``width``; any outside hit no logit."""
+    def of(cls, targets: Tensor, vocabulary: VocabularySlice, width: int, known: bool = False) -> "Targets":
+        """Those of ``targets [n]``, equal on all ranks, in a slice of ``width``; any outside hit no logit.
+
+        Args:
+            known: whether somebody has made sure that they are in the vocabulary.
+        """
+        if known and vocabulary.group is None:
+            return cls(targets.unsqueeze(1), None)
         places = (targets - vocabulary.start if vocabulary.start else targets).unsqueeze(1)
         missed = (places < 0) | (places >= width)
         return cls(places.masked_fill(missed, 0), missed)
 
     def split(self, step: int) -> "list[Targets]":
         """Of ``step`` rows each."""
-        return [Targets(*pair) for pair in zip(self.places.split(step), self.missed.split(step), strict=True)]
+        places = _cut(self.places, step)
+        missed = [None] * len(places) if self.missed is None else _cut(self.missed, step)
+        return [Targets(*pair) for pair in zip(places, missed, strict=True)]
+
+    def kept(self, values: Tensor) -> Tensor:
+        """``values [n, 1]``, 0 where a target is not in the slice; or one value for all of them."""
+        if self.missed is None:
+            return values if values.ndim else values.expand(self.places.shape)
+        return values.masked_fill(self.missed, 0)
 
 
 class RowTerms:
@@ -82,7 +97,7 @@ class RowTerms:
     def __init__(self, logits: Tensor, targets: Targets, vocabulary: VocabularySlice, keep: bool = False) -> None:
         self.vocabulary, self.targets = vocabulary, targets
         compute = compute_dtype(logits.dtype)
-        hit = logits.gather(1, targets.places).to(compute).masked_fill(targets.missed, 0)
+        hit = targets.kept(logits.gather(1, targets.places).to(compute))
         # On a GPU passes over the logits are what the loss costs: the fewest are those of the fused kernel, whose
         # result then is what the gradient is made of. On a CPU a block stays in the cache between passes.
         self._kept: Tensor | None = None
@@ -91,7 +106,7 @@ class RowTerms:
             lse = logits[:, :1].to(compute) - self._kept[:, :1]
         else:
             parts = [
-                torch.logsumexp(block.to(compute), -1, keepdim=True) for block in logits.split(_rows_per_block(logits))
+                torch.logsumexp(block.to(compute), -1, keepdim=True) for block in _cut(logits, _rows_per_block(logits))
             ]
             lse = parts[0] if len(parts) == 1 else torch.cat(parts)
         self._own = lse
@@ -116,7 +131,7 @@ class RowTerms:
             scale: of all rows ``[]``, or of each ``[n, 1]``.
         """
         kept, self._kept = self._kept, None
-        hit = ((self.vocabulary.smoothing - 1) * scale).masked_fill(self.targets.missed, 0)
+        hit = self.targets.kept((self.vocabulary.smoothing - 1) * scale)
         if kept is not None:
             if self.vocabulary.group is not None:
                 kept.add_(self._own - self.lse)
@@ -124,9 +139,9 @@ class RowTerms:
             out.copy_(kept)
             return
         rows = _rows_per_block(logits)
-        scales = [scale] * -(-len(logits) // rows) if scale.ndim == 0 else scale.split(rows)
-        columns = zip(*(each.split(rows) for each in (self.lse, self.targets.places, hit)), scales, strict=True)
-        for block, target, (lse, places, hits, each) in zip(logits.split(rows), out.split(rows), columns, strict=True):
+        scales = [scale] * -(-len(logits) // rows) if scale.ndim == 0 else _cut(scale, rows)
+        columns = zip(*(_cut(each, rows) for each in (self.lse, self.targets.places, hit)), scales, strict=True)
+        for block, target, (lse, places, hits, each) in zip(_cut(logits, rows), _cut(out, rows), columns, strict=True):
             # d loss / d logits = softmax - one_hot(target); the buffer is reused only where it has the right type
             wide = block.to(self.lse.dtype)
             probabilities = torch.sub(wide, lse, out=target if out.dtype == wide.dtype else None).exp_()
@@ -154,6 +169,10 @@ def _over_ranks(terms: Tensor, group: dist.ProcessGroup) -> Tensor:
     dist.all_gather(pieces, terms, group=group)
     everyone = torch.stack(pieces)  # [t, k, n, 1]
     return torch.cat((everyone[:, :1].logsumexp(0), everyone[:, 1:].sum(0)))
+
+
+def _cut(x: Tensor, rows: int) -> Sequence[Tensor]:
+    return [x] if len(x) <= rows else x.split(rows)
 
 
 def _rows_per_block(logits: Tensor) -> int:

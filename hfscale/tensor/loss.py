@@ -73,7 +73,8 @@ class VocabParallelLoss:
         ids, valid = batch.get("input_ids"), targets != -100
         outside = (valid & (targets.clamp(0, sum(self.lengths) - 1) != targets)).sum()
         if ids is not None and self.tokens is not None:
-            outside = outside + (ids.clamp(0, self.tokens - 1) != ids).sum().to(outside.device)
+            strange = (ids.clamp(0, self.tokens - 1) != ids).sum()
+            outside = outside + (strange if strange.device == outside.device else strange.to(outside.device))
         return valid.sum(), outside
 
     def refuse_outside(self, wrong: int) -> None:
