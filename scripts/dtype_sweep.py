@@ -48,8 +48,8 @@ COLUMNS: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
 HEAD = [
     "# Types of numbers",
     "",
-    "Written by `scripts/dtype_sweep.py`: a tiny model of every causal-LM family, loaded by `from_pretrained` from",
-    "what stock saved, and trained for a step. Parameters and buffers have the types that stock gives them, one by",
+    "Written by `scripts/dtype_sweep.py`: a tiny model of each causal-LM family below, loaded by `from_pretrained`",
+    "from what stock saved, and trained for a step. Parameters and buffers have the types that stock gives them, one by",
     "one, and gradients those of their parameters; loss and gradient norm are stock's within bfloat16's noise. The",
     "first columns are with `dtype=torch.bfloat16`; those that say mixed with",
     '`mixed_precision="bf16"` over float32 weights,',
