@@ -1,7 +1,10 @@
 """Random draws: how they are made, judged and made small."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,6 +64,15 @@ def test_ranks_are_compared_with_one_process_and_with_each_other() -> None:
     assert compared(draw, [equal, equal]).outcome == "equal"
     for change in ({"worst": {"loss": [2.0, 1e-3, "step 0"]}}, {"losses": [2.0]}, {"sums": {"a {}": "y"}}):
         assert compared(draw, [equal, {**equal, **change}]).outcome == "wrong"
+
+
+def test_forty_draws_are_equal_or_refused() -> None:
+    """In a process of their own, which forks while no thread runs; as many as fit a minute (1,000 in make test-all)."""
+    script = Path(__file__).parents[2] / "scripts" / "layout_fuzz.py"
+    command = [sys.executable, str(script), "--seed", "13", "--draws", "40"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout or done.stderr
+    print(done.stdout)
 
 
 def test_the_page_counts_every_draw() -> None:

@@ -3,18 +3,20 @@
 import importlib.util
 import json
 import os
+import pkgutil
 import signal
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import hfscale
+
 from .draw import Draw
 from .judge import TIMEOUT, Verdict, judge_in_a_child
 
 _MODULES = (
     *("peft", "bitsandbytes", "transformers.trainer", "torch.distributed.fsdp", "torch.distributed.pipelining"),
-    *("hfscale.testing.fuzz.ranks", "hfscale.testing.fuzz.stock"),
 )
 
 
@@ -30,6 +32,9 @@ def import_everything() -> None:
     for name in _MODULES:
         if importlib.util.find_spec(name.split(".")[0]):
             importlib.import_module(name, __package__)
+    for module in pkgutil.walk_packages(hfscale.__path__, "hfscale."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
     for family in families():
         try:
             MODEL_FOR_CAUSAL_LM_MAPPING[type(AutoConfig.for_model(family).get_text_config())]
