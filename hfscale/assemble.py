@@ -20,7 +20,7 @@ from .errors import ConfigError
 from .experts import RoutingConfig, install_experts, install_passes
 from .finetune.adapters import Adapters
 from .finetune.quantized import install_quantized, take_quantized
-from .guards import refuse_changes, refuse_stock_accelerator
+from .guards import refuse_changes, refuse_stock_accelerator, refuse_stock_clipping
 from .mesh import Mesh
 from .names import owner_of
 from .pipeline import install_pipeline
@@ -60,6 +60,7 @@ def assemble(
     install_pipeline(runtime, settle=lambda: add_up_gradients(model), reduce=lambda: reduce_microbatch(model))
     if mesh.layout.total_size > 1:
         refuse_stock_accelerator()
+        refuse_stock_clipping(runtime)
     refuse_changes(model, mesh.layout)
     if mesh.layout.total_size > 1 or adapters is not None:  # with adapters, the host would write its weights wrapped
         model.save_pretrained = _refuse_partial_save

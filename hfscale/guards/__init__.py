@@ -4,6 +4,13 @@ from .changes import refuse_changes
 from .empty import without_gaps
 from .replicas import check_replicas
 from .steps import before_step
-from .stock_loops import refuse_stock_accelerator
+from .stock_loops import refuse_stock_accelerator, refuse_stock_clipping
 
-__all__ = ["before_step", "check_replicas", "refuse_changes", "refuse_stock_accelerator", "without_gaps"]
+__all__ = [
+    "before_step",
+    "check_replicas",
+    "refuse_changes",
+    "refuse_stock_accelerator",
+    "refuse_stock_clipping",
+    "without_gaps",
+]

@@ -6,8 +6,12 @@ by the part of the norm that it sees, say, ends that, and nothing raises: a chec
 
 A checksum of 64 bits is summed over the bits of a share, each weighted by its place. It is exact for every type, not a
 number and packed 4-bit weights included, costs one pass over what has replicas, and needs no memory besides.
+
+On the CPU equal work gives equal bits. Kernels of a GPU may add in another order each time, so there replicas may part
+by roundings, which accumulate: that is said, and refused only where it is more than roundings could make it.
 """
 
+import logging
 from collections import defaultdict
 from collections.abc import Iterator
 from itertools import accumulate
@@ -21,17 +25,24 @@ from ..plan.cut import share_spans
 from ..runtime import Runtime, local_tensor
 
 _WIDTH = 4096
+_ROUNDINGS = 1e-3  # of a tensor's largest entry: more is no rounding, on a GPU
+_LOOKED_AT = 16  # parameters, and
+_ENTRIES = 256  # of each, where replicas differ
 _MODULUS = 1 << 64
 
 _Place = tuple[tuple[tuple[int, int], ...], ...]
 """Per dim of a whole parameter, spans: ranks with the same ones hold the same."""
 
+_log = logging.getLogger(__name__)
 
-def check_replicas(runtime: Runtime, saving: str | None = None) -> None:
+
+def check_replicas(runtime: Runtime, saving: str | None = None, tolerance: float | None = None) -> None:
     """Compare what several ranks hold together; collective.
 
     Args:
         saving: the call that would write it.
+        tolerance: warn instead, where nothing differs by more than this share of a tensor's largest entry; by default
+            0 on the CPU.
 
     Raises:
         CheckpointError, ConfigError: on every rank, where some differ; it names the first and the ranks.
@@ -53,8 +64,33 @@ def check_replicas(runtime: Runtime, saving: str | None = None) -> None:
         for place, value in held.items():
             values[place][value].append(rank)
     apart = [(place[0], list(by_value.values())) for place, by_value in values.items() if len(by_value) > 1]
-    if apart:
+    if not apart:
+        return
+    tolerance = tolerance if tolerance is not None else 0.0 if runtime.mesh.device.type == "cpu" else _ROUNDINGS
+    if tolerance == 0.0 or (drift := _drift(runtime, {name for name, _ in apart[:_LOOKED_AT]})) > tolerance:
         raise _refusal(saving, apart)
+    if not any(runtime.mesh.ranks.values()):
+        _log.warning("%s Only by %.0e of their size, as roundings may.", _cause(apart), drift)
+
+
+def _drift(runtime: Runtime, names: set[str]) -> float:
+    """How far replicas of some parameters are apart, in shares of their largest entries; from a few entries of each."""
+    mine: dict[tuple[str, _Place], list[float]] = {}
+    for planned, parameter in runtime.parameters():
+        if planned.name in names:
+            _, ranks = runtime.mesh.view(planned.cuts)
+            for spans, piece in _pieces(planned, local_tensor(parameter.detach()), ranks):
+                entries = piece.flatten()[:: -(-piece.numel() // _ENTRIES) or 1]
+                mine[planned.name, spans] = entries.double().tolist()
+    worst, first = 0.0, dict[tuple[str, _Place], list[float]]()
+    for held in runtime.mesh.everyones(mine):
+        for place, entries in held.items():
+            known = first.setdefault(place, entries)
+            scale = max(map(abs, known), default=0.0) or 1.0
+            for a, b in zip(known, entries, strict=True):
+                apart = 0.0 if a == b or (a != a and b != b) else abs(a - b) / scale
+                worst = max(worst, apart if apart == apart else float("inf"))
+    return worst
 
 
 def checksum(share: Tensor) -> Tensor:
@@ -107,20 +143,24 @@ def _pieces(planned: ParameterPlan, share: Tensor, ranks: dict[str, int]) -> Ite
 
 
 def _refusal(saving: str | None, apart: list[tuple[str, list[list[int]]]]) -> HFScaleError:
+    cause = _cause(apart)
+    if saving is None:
+        return ConfigError(f"{cause} Load the model again: what the ranks hold now is no model")
+    return CheckpointError(
+        f"{saving} would write one rank's values: {cause} Nothing was written; check_replicas=False writes the first "
+        "ranks' values all the same"
+    )
+
+
+def _cause(apart: list[tuple[str, list[list[int]]]]) -> str:
     name, groups = apart[0]
     ranks = "; ".join(", ".join(map(str, group)) for group in groups)
     others = len({other for other, _ in apart}) - 1
     more = f", and {others} more parameters likewise" if others else ""
-    cause = (
+    return (
         f"{name} is not the same on all ranks that hold it together (it differs between ranks {ranks}{more}): each "
         "made an update of its own. torch.nn.utils.clip_grad_norm_ and accelerate.Accelerator.clip_grad_norm_ do "
         "that, since each rank sees but a part of the norm: call hfscale.clip_grad_norm_(model, max_norm). Ranks that "
         "were given different batches where hfscale.batch_rank is the same, and code that changes weights on some "
-        "ranks only, do it too"
-    )
-    if saving is None:
-        return ConfigError(f"{cause}. Load the model again: what the ranks hold now is no model")
-    return CheckpointError(
-        f"{saving} would write one rank's values: {cause}. Nothing was written; check_replicas=False writes the first "
-        "ranks' values all the same"
+        "ranks only, do it too."
     )

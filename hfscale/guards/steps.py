@@ -16,8 +16,8 @@ _log = logging.getLogger(__name__)
 def before_step(runtime: Runtime) -> None:
     """Look at a model that is about to take a training step; on every rank, in every step.
 
-    On the CPU, ranks that hold the same weights are compared before a few of the steps. On a GPU that would make the
-    host wait, so there it is done when weights are saved.
+    Ranks that hold the same weights are compared before a few of the steps, so that a run that goes wrong does not find
+    out when it saves.
 
     Raises:
         ConfigError: ranks have drifted apart, or the model is in float16.
@@ -28,7 +28,7 @@ def before_step(runtime: Runtime) -> None:
         if not any(runtime.mesh.ranks.values()):
             _warn_of_a_base_alone(runtime)
             _warn_of_lost_updates(runtime)
-    elif runtime.steps in _CHECKED and runtime.mesh.device.type == "cpu":
+    elif runtime.steps in _CHECKED:
         check_replicas(runtime)
 
 

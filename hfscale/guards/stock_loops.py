@@ -1,9 +1,13 @@
-"""Accelerate's own ``Accelerator``, which ``transformers.Trainer`` and its subclasses use too, and models of hfscale's.
+"""Stock loops around models of hfscale's: Accelerate's own ``Accelerator``, which ``transformers.Trainer`` and its
+subclasses use too, and torch's clipping.
 
-It counts every process as a distinct batch. Given a model that several ranks hold together it would wrap it a second
-time (DDP then overwrites one rank's shares with another's), deal ranks that share a batch different ones, and clip the
-part of a norm that each rank sees; nothing of that raises. What all these loops must do before their first step is to
-hand the model to :meth:`accelerate.Accelerator.prepare`, so that is where the model is refused.
+The ``Accelerator`` counts every process as a distinct batch. Given a model that several ranks hold together it would
+wrap it a second time (DDP then overwrites one rank's shares with another's), deal ranks that share a batch different
+ones, and clip the part of a norm that each rank sees; nothing of that raises. What all these loops must do before their
+first step is to hand the model to :meth:`accelerate.Accelerator.prepare`, so that is where the model is refused.
+
+``torch.nn.utils.clip_grad_norm_`` sees the gradients of one rank. Where ranks hold different ones (tensor, pipeline and
+expert ranks do; of what FSDP2 shards, torch knows the whole norm) each would clip by a norm of its own.
 """
 
 import functools
@@ -11,12 +15,14 @@ from collections.abc import Callable
 from typing import Any
 
 import accelerate
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ..errors import ConfigError
-from ..runtime import find_runtime
+from ..runtime import Runtime, find_runtime
 
 _MARK = "_hfscale_refuses"
+_SPREAD = "_hfscale_spread"
 
 
 def refuse_stock_accelerator() -> None:
@@ -37,6 +43,37 @@ def _refusing(method: Callable[..., Any]) -> Callable[..., Any]:
             for model in (given for given in (*args, *kwargs.values()) if isinstance(given, nn.Module)):
                 _refuse(model)
         return method(self, *args, **kwargs)
+
+    setattr(checked, _MARK, True)
+    return checked
+
+
+def refuse_stock_clipping(runtime: Runtime) -> None:
+    """From now on, ``torch.nn.utils.clip_grad_norm_`` refuses parameters of this model, if its ranks have norms of
+    their own. Where a script has imported the function by its name before, :mod:`.replicas` finds what it did.
+    """
+    layout = runtime.mesh.layout
+    if max(layout.size("tp"), layout.size("pp"), layout.size("ep")) == 1:
+        return
+    for _, parameter in runtime.parameters():
+        setattr(parameter, _SPREAD, layout.describe())
+    utils: Any = torch.nn.utils
+    if not hasattr(utils.clip_grad_norm_, _MARK):
+        utils.clip_grad_norm_ = _refusing_to_clip(utils.clip_grad_norm_)
+
+
+def _refusing_to_clip(clip: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(clip)
+    def checked(parameters: Any, *args: Any, **kwargs: Any) -> Tensor:
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        spread = next((getattr(each, _SPREAD) for each in given if hasattr(each, _SPREAD)), None)
+        if spread is not None:
+            raise ConfigError(
+                f"torch.nn.utils.clip_grad_norm_ would clip, on each rank of {spread}, by the norm of what that rank "
+                "holds, and ranks would drift apart: use hfscale.clip_grad_norm_(model, max_norm), which returns the "
+                "norm of the whole model on every rank"
+            )
+        return clip(given, *args, **kwargs)
 
     setattr(checked, _MARK, True)
     return checked

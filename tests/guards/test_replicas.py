@@ -1,5 +1,6 @@
 """What several ranks hold together is compared: whatever clips or steps each rank by itself is not saved."""
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from peft import LoraConfig
 
 import hfscale
 from hfscale import ParallelConfig
-from hfscale.guards.replicas import checksum
+from hfscale.guards.replicas import check_replicas, checksum
 from hfscale.runtime import runtime_of
 from hfscale.testing import RankPool
 
@@ -19,6 +20,9 @@ from ..models import tiny
 Pools = Callable[[int], RankPool]
 SP = {"sequence_parallel": True}
 LORA = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+
+
+STOCK_CLIPPING = inspect.unwrap(torch.nn.utils.clip_grad_norm_)
 
 
 def build(layout: dict[str, Any], **kwargs: Any) -> Any:
@@ -40,6 +44,8 @@ def train(layout: dict[str, Any], clip: str, steps: int, directory: str) -> str:
             hfscale.train_step(model, batch())
             if clip == "torch":
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            elif clip == "imported before":
+                STOCK_CLIPPING(model.parameters(), 0.1)
             else:
                 hfscale.clip_grad_norm_(model, 0.1)
             optimizer.step()
@@ -54,7 +60,7 @@ def train(layout: dict[str, Any], clip: str, steps: int, directory: str) -> str:
 @pytest.mark.parametrize("layout", [{"tp_size": 2}, {"pp_size": 2}])
 @pytest.mark.parametrize("steps", [2, 10])
 def test_stock_clipping_is_found(pools: Pools, layout: dict[str, Any], steps: int, tmp_path: Path) -> None:
-    found = pools(2).run(train, layout, "torch", steps, str(tmp_path))
+    found = pools(2).run(train, layout, "imported before", steps, str(tmp_path))
     if layout == {"pp_size": 2}:  # nothing is held twice
         assert found == ["", ""]
         return
@@ -63,6 +69,15 @@ def test_stock_clipping_is_found(pools: Pools, layout: dict[str, Any], steps: in
         assert "hfscale.clip_grad_norm_(model, max_norm)" in message
         assert ("save_state(" in message) == (steps == 2)  # else a step has seen it
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("layout", [{"tp_size": 2}, {"pp_size": 2}, {"dp_shard_size": 2}])
+def test_stock_clipping_is_refused(pools: Pools, layout: dict[str, Any], tmp_path: Path) -> None:
+    """At its first call; over sharded data alone torch knows the norm of the whole."""
+    refused = "use hfscale.clip_grad_norm_(model, max_norm)" if layout != {"dp_shard_size": 2} else ""
+    for message in pools(2).run(train, layout, "torch", 1, str(tmp_path)):
+        assert refused in message
+        assert bool(message) == bool(refused)
 
 
 @pytest.mark.parametrize("layout", [{"tp_size": 2}, {"dp_replicate_size": 2}, {"tp_size": 2, **SP}])
@@ -111,6 +126,24 @@ def test_one_bit_is_found(pools: Pools, kind: str, tmp_path: Path) -> None:
         )
     assert not (tmp_path / "out").exists()
     assert (tmp_path / "out-unchecked").exists()
+
+
+def drift(by: float) -> str:
+    """What a check that allows for roundings says of one norm that is ``by`` larger on the last rank."""
+    model = build({"tp_size": 2})
+    if torch.distributed.get_rank() == 1:
+        model.model.norm.weight.data[3] *= 1 + by
+    try:
+        check_replicas(runtime_of(model), tolerance=1e-3)
+    except hfscale.ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("by", "refused"), [(1e-5, False), (1e-2, True), (float("nan"), True)])
+def test_roundings_are_allowed_where_kernels_differ(pools: Pools, by: float, refused: bool) -> None:
+    for message in pools(2).run(drift, by):
+        assert ("model.norm.weight is not the same on all ranks" in message) == refused
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.uint8, torch.int8])
