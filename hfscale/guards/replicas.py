@@ -15,6 +15,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Iterator
 from itertools import accumulate
+from math import isqrt
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from ..plan import ParameterPlan
 from ..plan.cut import share_spans
 from ..runtime import Runtime, local_tensor
 
-_WIDTH = 4096
+_WIDTHS = (64, 4096)
 _ROUNDINGS = 1e-3  # of a tensor's largest entry: more is no rounding, on a GPU
 _LOOKED_AT = 16  # parameters, and
 _ENTRIES = 256  # of each, where replicas differ
@@ -102,8 +103,9 @@ def checksum(share: Tensor) -> Tensor:
     if data.data_ptr() % 8:
         data = data.clone()
     words, rest = data[: len(data) // 8 * 8].view(torch.int64), data[len(data) // 8 * 8 :]
-    rows = len(words) // _WIDTH
-    table, last = words[: rows * _WIDTH].view(rows, _WIDTH), words[rows * _WIDTH :]
+    width = min(max(isqrt(len(words)), _WIDTHS[0]), _WIDTHS[1])
+    rows = len(words) // width
+    table, last = words[: rows * width].view(rows, width), words[rows * width :]
     # A word's weight is the sum of its row's and its column's: two swapped ones change the sum.
     parts = [table.sum(0), table.sum(1), last, rest.long()]
     return sum((_weighted(part, salt) for salt, part in enumerate(parts)), torch.zeros_like(parts[0][0]))
