@@ -35,6 +35,8 @@ def train_step(model: nn.Module, batch: Batch | Sequence[Batch], *, label_smooth
             accumulation). Ranks that share a batch (tensor ranks) pass the same one; see :func:`hfscale.batch_rank`.
             Every rank passes the same number of microbatches; one without rows counts nothing. Through pipeline stages,
             the list is what goes through as microbatches; one batch is cut into ``num_microbatches`` along its rows.
+            ``use_cache`` is ``False`` where it is left out, as in stock trainers: ``position_ids`` that begin anew then
+            keep the examples of a packed row apart.
         label_smoothing: share, 0 to 1, of every target's probability that is spread evenly over the whole vocabulary,
             as in ``torch.nn.functional.cross_entropy``.
 

@@ -120,6 +120,10 @@ def load(draw: Draw, directory: Path, dtype: torch.dtype) -> Any:
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):  # a layout of some processors, for evaluation
             module.support_avx512bf16_for_cpu = False
+    text = model.config.get_text_config()
+    if draw.loop == "train_step" and hasattr(text, "use_cache"):
+        # As train_step does, and as stock trainers do: with a cache, the host overlooks where packed rows begin anew.
+        text.use_cache = False
     if draw.peft is not None:
         import peft
 
