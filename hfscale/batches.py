@@ -85,7 +85,7 @@ def _hash(batch: Mapping[str, Any], zero: Tensor) -> Tensor:
 def _weights(length: int, device: torch.device) -> Tensor:
     """Odd numbers at random, the same in every process."""
     drawn = torch.randint(2**62, (length,), generator=torch.Generator().manual_seed(length))
-    return (drawn * 2 + 1).to(device)
+    return (drawn * 2 + 1).to(device, non_blocking=True)
 
 
 def agree(

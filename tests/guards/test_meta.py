@@ -1,0 +1,132 @@
+"""What a step does on a GPU, counted without one: looks of the host, collectives by axis, and what they are given."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedConfig, Qwen3MoeConfig
+
+import hfscale
+from hfscale import ParallelConfig
+from hfscale.ops import exchange
+from hfscale.runtime import runtime_of
+
+from ..models import tiny
+from .meta import GPU, Seen, pretended_gpus, watched
+
+B, S, H, LAYERS, EXPERTS, ROUTES = 2, 32, 64, 2, 8, 2
+ACTIVATION = B * S * H * 2  # bytes of one microbatch's, in bfloat16
+
+
+def _config(mixture: bool) -> PreTrainedConfig:
+    sizes: dict[str, Any] = {"hidden_size": H, "num_hidden_layers": LAYERS, "num_attention_heads": 8}
+    sizes |= {"intermediate_size": 128, "num_key_value_heads": 2, "vocab_size": 512}
+    if not mixture:
+        return tiny("llama", **sizes)
+    sizes |= {"moe_intermediate_size": 32, "num_experts": EXPERTS, "num_experts_per_tok": ROUTES, "head_dim": 8}
+    return Qwen3MoeConfig(**sizes)
+
+
+def _step(
+    layout: ParallelConfig, microbatches: int = 1, mixture: bool = False, answer: list[int] | None = None
+) -> Seen:
+    """A step and clipping on the first rank.
+
+    Args:
+        answer: what the host finds where it looks at batches, which are on the device then.
+    """
+    with pretended_gpus(layout.total_size):
+        model = hfscale.from_config(_config(mixture), parallel=layout, dtype=torch.bfloat16).train()
+        runtime_of(model).random_streams_agreed = True  # once in a run; reads the state of a generator
+        ids = torch.arange(microbatches * B * S).view(microbatches, B, S) % 500 + 3
+        ids = ids if answer is None else ids.to(GPU)
+        routes = [B * S * ROUTES // EXPERTS // (8 if layout.size("tp") == 8 else 1)]  # of a rank to each expert
+        with watched(model, lambda found: torch.tensor(answer or routes * found.numel()).view_as(found)) as seen:
+            loss = hfscale.train_step(model, [{"input_ids": one, "labels": one} for one in ids])
+            norm = hfscale.clip_grad_norm_(model, 1.0)
+        assert loss.device == norm.device == GPU
+        assert all(p.grad is not None and p.grad.device == GPU for p in model.parameters())
+    assert not seen.faults
+    return seen
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("tp_size", [1, 2, 8])
+def test_tensor_ranks(tp_size: int, microbatches: int) -> None:
+    seen = _step(ParallelConfig(tp_size=tp_size), microbatches)
+    assert not seen.looks
+    if tp_size > 1:
+        # per layer and microbatch: two edges, both ways; besides, the embedding, the head, and the norm of gradients
+        edges = microbatches * (4 * LAYERS + 2)
+        assert seen.calls["tp"]["allreduce"] == edges + 1
+        assert seen.calls["host"] == {"allgather": 1}
+        scalars = seen.sent["tp"] - edges * ACTIVATION
+        assert 0 < scalars <= microbatches * B * S * 3 * 4 + 16
+
+
+def test_sequence_parallel() -> None:
+    seen = _step(ParallelConfig(tp_size=2, sequence_parallel=True), 4)
+    assert not seen.looks
+    edges = 4 * (4 * LAYERS + 2)
+    assert seen.calls["tp"]["reduce_scatter_base"] == seen.calls["tp"]["allgather_base"] == edges
+    assert seen.calls["tp"]["allreduce"] == 2  # the norm, and what is whole on every rank
+    rest = seen.sent["tp"] - edges * ACTIVATION * 3 // 2  # an all-gather is given a half
+    assert 0 < rest <= 4 * B * S * 3 * 4 + (2 * LAYERS + 1) * H * 2 + 16
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize(
+    "layout", [{"tp_size": 8, "ep_size": 8}, {"tp_size": 2, "ep_size": 2}], ids=["exchanged", "summed"]
+)
+def test_mixtures_look_once_a_pass(layout: dict[str, int], microbatches: int) -> None:
+    seen = _step(ParallelConfig(**layout), microbatches, mixture=True)
+    assert {name for name, _ in seen.looks} == {"_to_copy"}
+    assert {where.partition(":")[0] for _, where in seen.looks} == {"hfscale/experts/routes.py"}
+    assert seen.looks.total() == microbatches * LAYERS
+
+
+@pytest.mark.parametrize("microbatches", [2, 4])
+def test_stages(microbatches: int) -> None:
+    seen = _step(ParallelConfig(pp_size=2), microbatches)
+    assert not seen.looks
+    # the stream of every microbatch one way, and its gradient the other
+    assert seen.calls["stages"] == {"send": microbatches, "recv": microbatches}
+    assert seen.sent["stages"] == 2 * microbatches * ACTIVATION
+    assert seen.calls["pp"] == {"allreduce": 2}  # the loss, the norm
+    assert seen.calls["host"] == {"allgather": 1, "send": 1}  # in the first step a stage says what it will send
+
+
+def test_batches_on_the_device_are_looked_at_once() -> None:
+    seen = _step(ParallelConfig(tp_size=2), 4, answer=[B * (S - 1), 0, 0, 0] * 4)
+    assert [where.partition(":")[0] for _, where in seen.looks.elements()] == ["hfscale/batches.py"]
+
+
+def _faults(call: Any) -> Seen:
+    with pretended_gpus(2):
+        model = hfscale.from_config(_config(False), parallel=ParallelConfig(tp_size=2))
+        group = runtime_of(model).mesh.group("tp")
+        with watched(model, lambda found: torch.zeros(found.shape, dtype=found.dtype)) as seen:
+            call(group)
+    return seen
+
+
+def test_what_the_guard_sees() -> None:
+    def wrong(group: Any) -> None:
+        exchange.all_reduce(torch.ones(4, 6, device=GPU).t(), group)
+        exchange.all_reduce(torch.ones(4, device=GPU, dtype=torch.int16), group)
+        torch.ones(4, device=GPU).index_select(0, torch.tensor([1]))
+
+    found = _faults(wrong)
+    assert len(found.faults) == 3
+    assert found.calls["tp"] == Counter(allreduce=2)
+
+    def waiting(_: Any) -> None:
+        x = torch.ones(4, device=GPU)
+        torch.tensor([1, 2], device=GPU)
+        torch.ones(4).to(GPU)
+        torch.ones(4).to(GPU, non_blocking=True)  # the only one that waits for nothing
+        for look in (x.tolist, x.sum().item, x.nonzero, (x.sum() > 0).__bool__, x.cpu):
+            look()
+
+    assert _faults(waiting).looks.total() == 7
