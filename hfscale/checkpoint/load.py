@@ -170,7 +170,9 @@ def load_pretrained(
     """
     loader = _Loader(plan, mesh)
     with _host.loading_through(loader.prepare, loader.present, loader.initialize) as report:
-        model = auto_class.from_pretrained(path, **kwargs)
+        model = auto_class.from_pretrained(path, **kwargs, **_placed(plan, mesh))
+    if plan.quantized is None:  # nothing is dispatched, and others would take the model for one that is
+        vars(model).pop("hf_device_map", None)
     if report["mismatched"]:
         raise CheckpointError(f"{path}: shapes differ from the model's: {report['mismatched']}")
     # A tied tensor is there if the checkpoint has it under any of its names that this rank has.
@@ -179,6 +181,15 @@ def load_pretrained(
     shares = loader.shares(model)
     loader.overwrite(model, shares)
     return model, shares, {planned.tied_to or planned.name for planned in here} - present
+
+
+def _placed(plan: Plan, mesh: Mesh) -> dict[str, Any]:
+    """Where the host is to put what it reads: on this rank's device.
+
+    Unasked, it stages a rank's whole share in the memory of the CPU, and quantizes on the current GPU of a process that
+    computes on the CPU.
+    """
+    return {"device_map": {"": mesh.device}} if plan.quantized is not None or mesh.device.type != "cpu" else {}
 
 
 def _check_shape(key: str, shape: tuple[int, ...], planned: ParameterPlan) -> None:
