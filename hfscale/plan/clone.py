@@ -5,6 +5,7 @@ on one.
 """
 
 import copy
+from inspect import signature
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -62,10 +63,29 @@ def tiny_clone(config: PreTrainedConfig, *, layers: int = LAYERS, **changes: Any
         layers: how many layers, in every list of them.
         changes: fields to set besides.
     """
-    small = _shrink(copy.deepcopy(config.to_dict()), layers)
-    small.update(changes)
+    whole = config.to_dict()
+    small = _shrink(copy.deepcopy(whole), layers)
     small = {key: value for key, value in small.items() if key not in ("transformers_version", "model_type")}
-    return type(config)(**small)
+    for name in _derived(type(config), whole, small):
+        del small[name]
+    return type(config)(**{**small, **changes})
+
+
+def _derived(kind: type[PreTrainedConfig], whole: dict[str, Any], small: dict[str, Any]) -> list[str]:
+    """Shrunk attributes that the class computes from its fields itself: those that are small when they are left out.
+
+    Given, they would win over the class, and not fit the fields (the rotary part of a head, as wide as all of it).
+    """
+    fields = {*signature(kind.__init__).parameters, *kind.attribute_map}
+    candidates = [name for name in small if name in _SMALL and name not in fields and type(whole[name]) is int]
+    if not candidates:
+        return []
+    try:
+        made = kind(**{name: value for name, value in small.items() if name not in candidates})
+    except Exception:  # whatever stock code says of fields that it wants all the same
+        return []
+    own = {name: getattr(made, name) for name in candidates if hasattr(made, name)}
+    return [name for name, value in own.items() if value != whole[name] or value <= small[name]]
 
 
 def _shrink(fields: dict[str, Any], layers: int) -> dict[str, Any]:

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from inspect import signature
 from typing import Any
 
@@ -169,7 +169,7 @@ class PassageProbe(_Probe):
         # Without values, the host's masks want a cache; with them, classes without attention want none.
         has_values = not next(model.parameters()).is_meta
         may_choose = "use_cache" in signature(type(model).forward).parameters
-        with nullcontext() if has_values else _skipped_experts(modules.values()):
+        with _skipped_experts(modules.values()):
             self._run(model, **({"use_cache": False} if has_values and may_choose else {}))
         if not self.failure and (self._left, self._entered) != (self._count, self._count):
             self._obstacle(f"its {self._count} layers are run {self._entered} times in one pass")
@@ -255,10 +255,12 @@ class PassageProbe(_Probe):
 
 @contextmanager
 def _skipped_experts(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Within: experts pass their tokens on. What they do depends on values; it stays inside a layer in any case."""
+    """Within: experts pass their tokens on. What they do depends on values, and on kernels that not every type of
+    number has; it stays inside a layer in any case.
+    """
     skipped = [module for module in modules if _are_experts(module) and "forward" not in module.__dict__]
     for module in skipped:
-        module.forward = lambda hidden_states, *args, **kwargs: torch.empty_like(hidden_states)
+        module.forward = lambda hidden_states, *args, **kwargs: torch.zeros_like(hidden_states)
     try:
         yield
     finally:

@@ -9,7 +9,6 @@ from .clone import LAYERS, tiny_clone
 # What a default config needs besides to build and train as a decoder.
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8}
 CHANGES: dict[str, dict[str, Any]] = {
-    "axk1": {"head_dim": 4},
     "bamba": {**_MAMBA, "attn_layer_indices": [1]},
     "codegen": {"n_head": 8},
     "dbrx": {
@@ -18,7 +17,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 2,
     },
     "deepseek_v2": {"num_experts_per_tok": 2, "topk_method": "greedy"},
-    "deepseek_v3": {"head_dim": 4, "first_k_dense_replace": 1},
+    "deepseek_v3": {"first_k_dense_replace": 1},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1},
     "glm_moe_dsa": {"index_n_heads": 4},
     "granitemoehybrid": {**_MAMBA, "layer_types": ["mamba", "attention"], "num_local_experts": 4},
@@ -60,7 +59,6 @@ CHANGES: dict[str, dict[str, Any]] = {
     "xlm-roberta": {"pad_token_id": 1},
     "xlm-roberta-xl": {"pad_token_id": 1},
     "xmod": {"pad_token_id": 1, "default_language": "en_XX"},
-    "youtu": {"head_dim": 4},
 }
 # What makes a mixture of a clone that is dense otherwise.
 MIXED: dict[str, dict[str, Any]] = {

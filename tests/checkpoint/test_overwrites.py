@@ -88,7 +88,7 @@ class ComputingLlama(WritingLlama):
 
 @pytest.fixture(scope="module")
 def youtu() -> Any:
-    return tiny_clone(AutoConfig.for_model("youtu"), layers=2, vocab_size=VOCABULARY, pad_token_id=None, head_dim=4)
+    return tiny_clone(AutoConfig.for_model("youtu"), layers=2, vocab_size=VOCABULARY, pad_token_id=None)
 
 
 def _saved(model: nn.Module, pad: int | None, directory: str) -> str:

@@ -29,9 +29,9 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen2": ({"use_sliding_window": True, "sliding_window": 4, **_LAYER_KINDS}, {}),
     # sinks; experts with gate and up interleaved and biases, of which those of the output are added once
     "gpt_oss": ({"sliding_window": 4, **_LAYER_KINDS}, EAGER),
-    "axk1": ({"head_dim": 4}, EAGER),  # a norm behind the mixture
+    "axk1": ({}, EAGER),  # a norm behind the mixture
     "minicpm3": ({}, {}),  # latent queries, keys and values in a dense model
-    "deepseek_v3": ({"head_dim": 4}, EAGER),  # latent attention that the host's plan leaves whole
+    "deepseek_v3": ({}, EAGER),  # latent attention that the host's plan leaves whole
     "mixtral": ({}, EAGER),
     "qwen2_moe": ({"decoder_sparse_step": 2}, EAGER),  # a dense layer, then a mixture with a shared expert
     "deepseek_v2": ({"num_experts_per_tok": 2, "topk_method": "greedy"}, EAGER),

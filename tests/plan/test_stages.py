@@ -148,6 +148,13 @@ def test_experts_need_no_values(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all("forward" not in module.__dict__ for module in model.modules())
 
 
+def test_experts_in_memory_are_not_run_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kernel multiplies theirs in float64."""
+    monkeypatch.setattr(assign, "tiny_model", lambda model: None)
+    model = AutoModelForCausalLM.from_config(_config("mixtral"), dtype=torch.float64)
+    assert len(assign_stages(model, ParallelConfig(pp_size=5)).stages) == 5
+
+
 def test_layers_that_return_a_tuple() -> None:
     model = on_meta(_config("bloom"))
     plan = assign_stages(model, ParallelConfig(pp_size=2))

@@ -45,6 +45,13 @@ def test_clones_of_default_configs_build(family: str) -> None:
     assert sum(p.numel() for p in model.parameters()) < 200_000
 
 
+@pytest.mark.parametrize("family", ["deepseek_v3", "youtu"])
+def test_a_clone_computes_again_what_its_class_computes(family: str) -> None:
+    clone = tiny_clone(AutoConfig.for_model(family))
+    for config in (clone, tiny_clone(clone)):
+        assert (config.head_dim, config.qk_head_dim) == (config.qk_rope_head_dim, config.qk_rope_head_dim * 2)
+
+
 def test_large_layouts_are_scaled_down() -> None:
     assert verify.scale_down(ParallelConfig(tp_size=2, dp_shard_size=4)) == ParallelConfig(tp_size=2, dp_shard_size=4)
     assert verify.scale_down(ParallelConfig(tp_size=8, dp_shard_size=4)) == ParallelConfig(tp_size=2, dp_shard_size=2)
