@@ -256,6 +256,12 @@ def write_configs(model: Any, directory: Path) -> None:
         model.generation_config.save_pretrained(directory)
 
 
+def uses_flash_attention(model: Any) -> bool:
+    """Whether attention is a flash kernel's, of whatever version or origin, which is told of borders by lengths."""
+    config = model.config.get_text_config()
+    return "flash" in str(getattr(config, "_attn_implementation", None))
+
+
 @contextmanager
 def packing(restarts: bool | None, given: bool) -> Iterator[None]:
     """Within: the host is told whether positions restart within rows, instead of asking the device in every pass.

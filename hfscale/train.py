@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .batches import Microbatch, agree, look_at, to_device
+from . import _host
+from .batches import Microbatch, agree, look_at, to_device, with_borders
 from .data import give_up_gathered, local_tensor, one_reduction, set_gradient_sync
 from .errors import ConfigError
 from .guards import before_step, without_gaps
@@ -230,6 +231,8 @@ def _prepare(runtime: Runtime, batch: Batch | Sequence[Batch], train: bool) -> t
     if refused is not None:
         raise refused
     runtime.loss.refuse_outside(sum(outside for _, outside, _ in rows))
+    if _host.uses_flash_attention(runtime.model):
+        given = [with_borders(b, runtime.model) if row[2] else b for b, row in zip(given, rows, strict=True)]
     microbatches = to_device(given, rows, mesh.device)
     if _takes_use_cache(runtime.model):
         for microbatch in microbatches:
