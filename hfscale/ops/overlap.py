@@ -115,7 +115,7 @@ class _Launch(torch.autograd.Function):
 class _Weight(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, later: WeightLater) -> Tensor:
-        ctx.later = later
+        ctx.later, ctx.dtype = later, weight.dtype
         return weight.view_as(weight)
 
     @staticmethod
@@ -123,16 +123,17 @@ class _Weight(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         later = ctx.later
         (x, grad), later.operands = later.operands, None
-        x = later.regather.take() if x is None else x
-        return (x.t().mm(grad) if later.transposed else grad.t().mm(x)), None
+        x = later.regather.take().to(grad.dtype) if x is None else x
+        return (x.t().mm(grad) if later.transposed else grad.t().mm(x)).to(ctx.dtype), None
 
 
 class _Project(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, token: Tensor, bias: Tensor | None, own: Tensor | None, later: Any) -> Tensor:
-        ctx.later = later
-        ctx.save_for_backward(token, x if own is None else own)
-        return F.linear(x, token.t() if later.transposed else token, bias)
+        ctx.later, ctx.dtype = later, token.dtype
+        weight = autocasted(token)
+        ctx.save_for_backward(weight, x if own is None else own)
+        return F.linear(x, weight.t() if later.transposed else weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -147,7 +148,7 @@ class _Project(torch.autograd.Function):
             to_input = grad.mm(weight.t() if ctx.later.transposed else weight)
             to_input = to_input.view(*grads[0].shape[:-1], to_input.shape[-1])
         to_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
-        return to_input, grad.new_zeros(()).expand(weight.shape), to_bias, None, None
+        return to_input, grad.new_zeros((), dtype=ctx.dtype).expand(weight.shape), to_bias, None, None
 
 
 def enter_overlapped(
@@ -182,11 +183,33 @@ def project(x: Tensor, later: WeightLater, bias: Tensor | None) -> Tensor:
     """``x @ weight.T + bias`` (or ``x @ weight``, where it is stored transposed), ``[..., in]`` -> ``[..., out]``.
 
     ``x`` is kept for the gradient of the weight, unless it is what was gathered on entering and can be gathered again:
-    a block may compute something else of that first (a norm, a low-rank projection).
+    a block may compute something else of that first (a norm, a low-rank projection). Under autocast the product, and
+    what is kept for the backward pass, are of its type, as in stock code.
     """
     own, later.own = later.own, None  # from here on, autograd's saved tensors keep it
     if later.regather is not None and later.regather.gives(x):
         later.regather.readers += 1
     else:
         own = later.regather = None
+    x, bias = autocasted(x), None if bias is None else autocasted(bias)
     return _Project.apply(x, later.token, bias, own, later)
+
+
+def autocasted(x: Tensor) -> Tensor:
+    """``x`` as autocast, where it is on, would give it to a product: it leaves 64 bits alone."""
+    kind = x.device.type
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return x
+    return x.to(torch.get_autocast_dtype(kind))
+
+
+def narrowed(reduce: Start, dtype: torch.dtype) -> Start:
+    """``reduce`` of 32-bit tensors in ``dtype``, with results in 32 bits again."""
+
+    def start(grad: Tensor) -> Started:
+        if grad.dtype != torch.float32:
+            return reduce(grad)
+        started = reduce(grad.to(dtype))
+        return Started(None, lambda: started.result().to(grad.dtype))
+
+    return start

@@ -9,6 +9,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..ops import WeightLater, enter, enter_overlapped, project
 from ..ops.exchange import Started, start_all_reduce
+from ..ops.overlap import narrowed
 from .sequence import Stream
 
 # Kinds of projection whose product we know how to take apart -> whether they store the weight transposed.
@@ -32,15 +33,13 @@ class Overlap:
         stream = self.stream if self.stream is not None and self.stream.cut else None
         if torch.compiler.is_compiling():  # it puts collectives behind products by itself, and keeps no state for later
             return enter(x, self.group) if stream is None else stream.enter(x)
-        # Autocast casts at every product; taken apart, the products would have to do it themselves.
-        apart = torch.is_grad_enabled() and not torch.is_autocast_enabled(x.device.type)
-        columns = [module for module in self.columns if apart and module.weight.requires_grad]
+        columns = [module for module in self.columns if torch.is_grad_enabled() and module.weight.requires_grad]
         weights = [(module.weight, _TRANSPOSED[type(module)]) for module in columns]
-        if stream is None:
-            x, later = enter_overlapped(x, weights, self._start_sum)
-        else:
-            gather, reduce = stream.collectives(x)
-            x, later = enter_overlapped(x, weights, reduce, gather, self.regather)
+        gather, reduce = (None, self._start_sum) if stream is None else stream.collectives(x)
+        # The gradient is a sum over projections that ran in the autocast's type, and it travels in that.
+        if torch.is_autocast_enabled(x.device.type):
+            reduce = narrowed(reduce, torch.get_autocast_dtype(x.device.type))
+        x, later = enter_overlapped(x, weights, reduce, gather, self.regather)
         self._waiting = dict(zip(columns, later, strict=True))
         return x
 
