@@ -239,7 +239,7 @@ def stored_layout(model: Any, contents: dict[str, Tensor]) -> dict[str, Tensor]:
     if {name: t.shape for name, t in together.items()} != {name: t.shape for name, t in apart.items()}:
         odd = sorted(set(together) ^ set(apart))
         raise CheckpointError(
-            f"the host stores several parameters of {type(model).__name__} as one ({', '.join(odd[:4])}), which this "
+            f"the host stores several parameters of {class_name(model)} as one ({', '.join(odd[:4])}), which this "
             "version cannot write: save the model with one process"
         )
     return apart
@@ -369,6 +369,11 @@ def quantizes(model: Any, config: Any) -> Callable[[str], bool]:
 def stock_class(model: nn.Module) -> Any:
     """The stock class of a model; FSDP2 gives it one of its own, derived from that."""
     return next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+
+
+def class_name(model: nn.Module) -> str:
+    """The name of its stock class, which is what users know it by."""
+    return str(stock_class(model).__name__)
 
 
 def empty_copy(model: Any) -> Any:

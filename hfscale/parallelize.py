@@ -153,7 +153,8 @@ def parallelize(
     reason = "hfscale already parallelized it" if find_runtime(model) else _host.is_distributed_by_host(model)
     if reason:
         raise ConfigError(
-            f"{type(model).__name__} cannot be parallelized: {reason}. Load it plainly, or with hfscale.from_pretrained"
+            f"{_host.class_name(model)} cannot be parallelized: {reason}. Load it plainly, or with "
+            "hfscale.from_pretrained"
         )
     planned = _planned(model, layout)
     mesh = build_mesh(layout, planned.copies, planned.ties, planned.neighbours)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from . import _host
 from .errors import ConfigError
 from .mesh import Mesh
 from .names import stock_name
@@ -110,7 +111,7 @@ def runtime_of(model: nn.Module) -> Runtime:
     found = find_runtime(model)
     if found is None:
         raise ConfigError(
-            f"{type(model).__name__} was not parallelized by hfscale: build it with hfscale.from_pretrained or "
+            f"{_host.class_name(model)} was not parallelized by hfscale: build it with hfscale.from_pretrained or "
             "hfscale.from_config, or pass it through hfscale.parallelize"
         )
     return found

@@ -247,7 +247,7 @@ def _refuse_model(runtime: Runtime) -> None:
     """What no batch can mend."""
     if runtime.loss is None:
         raise ConfigError(
-            f"train_step normalizes a causal language model's loss, and {type(runtime.model).__name__} has another "
+            f"train_step normalizes a causal language model's loss, and {_host.class_name(runtime.model)} has another "
             f"(loss_type {getattr(runtime.model, 'loss_type', None)!r}): loop over loss = model(**batch).loss and "
             "loss.backward() instead"
         )

@@ -59,7 +59,7 @@ def open_whole(source: PreTrainedModel | str | os.PathLike[str]) -> WholeModel:
 
 
 def _in_memory(model: Any) -> WholeModel:
-    kind = type(model).__name__
+    kind = _host.class_name(model)
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(
             f"a {kind} is not a model of transformers: give one, the directory of a checkpoint or a Hub id; an adapter "

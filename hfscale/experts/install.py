@@ -75,7 +75,7 @@ def _is_cut(runtime: Runtime, layer: str) -> bool:
 
 
 def _check(runtime: Runtime, options: RoutingConfig) -> None:
-    model, kind = runtime.model, type(runtime.model).__name__
+    model, kind = runtime.model, _host.class_name(runtime.model)
     if not runtime.plan.mixtures:
         raise ConfigError(
             f"routing={options}: {kind} has no experts that transformers keeps as one module of 3-D parameters: leave "

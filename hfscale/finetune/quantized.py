@@ -98,7 +98,7 @@ def plan_quantized(planned: Plan, model: nn.Module, config: Any, stored: bool = 
             )
     if config.load_in_8bit and transposed and planned.layout.size("dp_shard") > 1:
         raise ConfigError(
-            f"load_in_8bit=True cannot be used with {planned.layout.describe()} in {type(model).__name__}, whose "
+            f"load_in_8bit=True cannot be used with {planned.layout.describe()} in {_host.class_name(model)}, whose "
             "Conv1D weights are cut between data ranks across the rows that have a scale each: use load_in_4bit=True, "
             "or dp_shard_size=1"
         )

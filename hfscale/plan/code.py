@@ -1,15 +1,30 @@
 """What the source of a stock class says that its config does not."""
 
 import inspect
+from typing import Any
 
 from torch import nn
+
+_LOSSES = {"CrossEntropyLoss", "cross_entropy", "NLLLoss", "nll_loss"}
 
 
 def has_own_loss(model: nn.Module) -> bool:
     """Whether the model's forward takes a cross entropy of its own, and never the host's ``loss_function``."""
-    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
-    names = set(code.co_names) if code is not None else set()
-    return "loss_function" not in names and bool(names & {"CrossEntropyLoss", "cross_entropy"})
+    names = _used_names(type(model))
+    return "loss_function" not in names and bool(names & _LOSSES)
+
+
+def _used_names(kind: type[Any]) -> set[str]:
+    """What a class's forward speaks of, and those of its own methods that it speaks of."""
+    found: set[str] = set()
+    waiting = ["forward"]
+    while waiting:
+        method = inspect.getattr_static(kind, waiting.pop(), None)
+        code = getattr(inspect.unwrap(method), "__code__", None) if inspect.isfunction(method) else None
+        new = set(code.co_names) - found if code is not None else set()
+        found |= new
+        waiting += new
+    return found
 
 
 def looks_up_like_stock(embedding: nn.Embedding) -> bool:

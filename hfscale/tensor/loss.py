@@ -202,14 +202,29 @@ class VocabParallelLoss:
             return output
         shown, self._with_labels, self._shows_logits = self._shows_logits, False, True
         if not self._called:
-            raise ConfigError(
-                f"{type(model).__name__} computes its loss itself instead of calling model.loss_function, so it cannot "
-                "run on a cut vocabulary: call it without labels, and compute the loss from its logits"
-            )
+            return self._left_alone(model, output)
         if isinstance(output, tuple):  # (loss, logits, ...)
             logits = gather(output[1], self.lengths, self.group) if shown else None
             return (output[0], logits, *(None if isinstance(each, LogitsPromise) else each for each in output[2:]))
         output.logits = gather(output.logits, self.lengths, self.group) if shown else None
+        return output
+
+    def _left_alone(self, model: nn.Module, output: Any) -> Any:
+        """What a model whose loss is its own returns, which is right where nothing is cut and nobody counts labels."""
+        its = f"{_host.class_name(model)} computes its loss itself instead of calling model.loss_function, so it cannot"
+        if self.group is not None:
+            raise ConfigError(
+                f"{its} run on a cut vocabulary: call it without labels, and compute the loss from its logits"
+            )
+        if self.count is not None:
+            raise ConfigError(
+                f"{its} be divided by the labels of a whole step: loop over loss = model(**batch).loss and "
+                "loss.backward() instead of train_step"
+            )
+        if isinstance(output, tuple):
+            return tuple(each.materialize() if isinstance(each, LogitsPromise) else each for each in output)
+        if isinstance(output.logits, LogitsPromise):
+            output.logits = output.logits.materialize()
         return output
 
 

@@ -49,6 +49,8 @@ def test_refused_before_any_weight_is_read(
 def test_the_plan_says_how_a_model_is_trained() -> None:
     own = plan(tiny_clone(AutoConfig.for_model("bart"), **BART), auto_class=AutoModelForSeq2SeqLM)
     assert "train_step: no (BartForConditionalGeneration has another loss" in str(own)
+    helper = plan(tiny_clone(AutoConfig.for_model("prophetnet"), pad_token_id=0))
+    assert "train_step: no (ProphetNetForCausalLM takes a cross entropy of its own" in str(helper)
     assert "train_step: yes" in str(plan(tiny("llama")))
 
 

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 import hfscale
-from hfscale import ConfigError, ParallelConfig
+from hfscale import ConfigError, ParallelConfig, _host
 from hfscale.runtime import runtime_of
 from hfscale.testing import Case, RankPool, assert_layout_equal, keep_float64
 from hfscale.testing.clone import tiny_clone
@@ -283,3 +284,33 @@ def test_all_ranks_generate_the_same(pools: Pools, tmp_path: Path) -> None:
     greedy = stock.generate(IDS[:1, :5], do_sample=False, max_new_tokens=12, pad_token_id=0).tolist()
     for found in pools(2).run(sample, path):
         assert found == (sampled, greedy)
+
+
+def _loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+class OwnLoss(LlamaForCausalLM):
+    """A class whose loss is computed out of the plan's sight."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, **kwargs: Any) -> Any:
+        output = super().forward(input_ids=input_ids, **kwargs)
+        output.loss = None if labels is None else _loss_of(output.logits, labels)
+        return output
+
+
+def test_a_loss_of_the_models_own_is_left_alone_where_nothing_is_cut() -> None:
+    torch.manual_seed(0)
+    plain = OwnLoss(tiny("llama")).train()
+    model = OwnLoss(tiny("llama")).train()
+    model.load_state_dict(plain.state_dict())
+    model = hfscale.parallelize(model, ParallelConfig())
+    expected, output = plain(**BATCH), model(**BATCH)
+    torch.testing.assert_close((output.loss, output.logits), (expected.loss, expected.logits))
+    output.loss.backward()
+    expected.loss.backward()
+    torch.testing.assert_close(model.lm_head.weight.grad, plain.lm_head.weight.grad)
+    with pytest.raises(ConfigError, match=r"^OwnLoss computes its loss itself .* instead of train_step"):
+        hfscale.train_step(model, BATCH)
+    model.__class__ = type("FSDPOwnLoss", (FSDPModule, OwnLoss), {})  # as over data axes
+    assert _host.class_name(model) == "OwnLoss"

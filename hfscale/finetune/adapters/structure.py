@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from ... import _host
 from ...errors import ConfigError
 from ...names import stock_name, unwrapped
 from ...plan import AdapterParameter, Plan
@@ -28,7 +29,9 @@ def wrap(model: nn.Module, config: Any, name: str) -> Any:
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
             return peft.get_peft_model(model, config, adapter_name=name, low_cpu_mem_usage=True)  # type: ignore[arg-type]
     except (ValueError, TypeError, NotImplementedError) as error:
-        raise ConfigError(f"PEFT cannot put {type(config).__name__} around {type(model).__name__}: {error}") from error
+        raise ConfigError(
+            f"PEFT cannot put {type(config).__name__} around {_host.class_name(model)}: {error}"
+        ) from error
 
 
 def narrowed(config: Any, targets: Sequence[str], parameters: Sequence[str], copies: Sequence[str]) -> Any:
