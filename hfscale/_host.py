@@ -262,6 +262,11 @@ def uses_flash_attention(model: Any) -> bool:
     return "flash" in str(getattr(config, "_attn_implementation", None))
 
 
+def runs_grouped_products(experts: Any) -> bool:
+    """Whether the host's module of experts calls torch's grouped matrix product."""
+    return getattr(getattr(experts, "config", None), "_experts_implementation", None) == "grouped_mm"
+
+
 @contextmanager
 def packing(restarts: bool | None, given: bool) -> Iterator[None]:
     """Within: the host is told whether positions restart within rows, instead of asking the device in every pass.

@@ -13,8 +13,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .. import _host
 from ..names import unwrapped
 from ..ops import enter, gather, leave, scatter
+from ..ops.grouped_linear import ALIGNED
 from ..ops.packed import packings_of
 from ..plan import ExpertsPlan, share_evenly
 from ..runtime import Runtime
@@ -106,7 +108,8 @@ def through_experts(experts: Any, hidden: Tensor, weights: Tensor, routes: Route
 
 def install_experts(runtime: Runtime, options: RoutingConfig | None = None) -> None:
     """Spread experts: their modules, which hold this rank's, exchange tokens with the others. No-op for one rank whose
-    routing nobody has asked for and whose experts are neither quantized nor adapted.
+    routing nobody has asked for and whose experts are neither quantized nor adapted, nor cut to sizes that the host's
+    grouped products refuse.
 
     Comes before the edges of tensor parallelism, which may read parameters of experts in their own way.
     """
@@ -114,10 +117,20 @@ def install_experts(runtime: Runtime, options: RoutingConfig | None = None) -> N
     group = mesh.group("ep")
     modules = [runtime.model.get_submodule(e.name) for e in runtime.plan.mixtures if runtime.holds(e.name)]
     changed = any(unwrapped(module) is not module or packings_of(unwrapped(module)) for module in modules)
-    if group is None and options is None and not changed:
+    narrow = mesh.group("tp") is not None and any(_too_narrow(module, runtime.mixed_precision) for module in modules)
+    if group is None and options is None and not changed and not narrow:
         return
     shares = mesh.group("tp") if layout.slices_tokens else None
     for routing in routing_of_layers(runtime, options):
         module: Any = runtime.model.get_submodule(routing.planned.name)
         mixture = Mixture(routing.planned, routing, group, layout.expert_batches, shares, routing.is_cut)
         module.forward = partial(mixture.run, module)
+
+
+def _too_narrow(experts: nn.Module, mixed_precision: str) -> bool:
+    """Whether a share of ``experts`` has rows that torch's grouped product, the host's choice, does not take."""
+    if not _host.runs_grouped_products(experts):
+        return False
+    weights = [parameter for parameter in experts.parameters() if parameter.ndim == 3]
+    size = 2 if mixed_precision != "no" else min((weight.element_size() for weight in weights), default=ALIGNED)
+    return any(dim * size % ALIGNED for weight in weights for dim in weight.shape[1:])

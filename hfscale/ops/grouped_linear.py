@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-_ALIGNED = 16  # bytes
+ALIGNED = 16
+"""Bytes that the rows of a grouped product's operands begin at multiples of."""
 # Those it is written for (Hopper, datacenter Blackwell); others get a loop that waits for the device every time.
 _KERNEL_CAPABILITIES = (9, 10)
 
@@ -91,7 +92,7 @@ def _has_kernel(x: Tensor, weight: Tensor) -> bool:
         x.device.type == "cuda"
         and kernel_takes(x, weight)
         and torch.cuda.get_device_capability(x.device)[0] in _KERNEL_CAPABILITIES
-        and x.data_ptr() % _ALIGNED == weight.data_ptr() % _ALIGNED == 0
+        and x.data_ptr() % ALIGNED == weight.data_ptr() % ALIGNED == 0
     )
 
 
@@ -105,7 +106,7 @@ def kernel_takes(x: Tensor, weight: Tensor) -> bool:
         x.dtype == weight.dtype == torch.bfloat16
         and x.shape[0] > 0
         and hasattr(F, "grouped_mm")
-        and all(size > 0 and size * x.element_size() % _ALIGNED == 0 for size in sizes)
+        and all(size > 0 and size * x.element_size() % ALIGNED == 0 for size in sizes)
         and x.is_contiguous()
         and weight.is_contiguous()
     )

@@ -1,0 +1,106 @@
+"""Paths that only a GPU takes: its grouped products, LLM.int8, flash attention, states on it, and waits of the host."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import hfscale
+
+from ..experts.models import qwen3_moe
+from ..models import tiny
+from .test_gpu import BATCH, adapted, train
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+
+
+def saved(path: Path, config: Any, dtype: torch.dtype) -> str:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(path)
+    return str(path)
+
+
+@pytest.mark.parametrize("rank", [1, 4, 8])
+def test_factors_of_experts_of_any_rank(tmp_path: Path, rank: int) -> None:
+    """Rows of a factor's product are 2 to 16 bytes; the kernel takes multiples of 16."""
+    peft = pytest.importorskip("peft")
+    path = saved(tmp_path, qwen3_moe(num_experts=16), torch.bfloat16)  # some of them get no token
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    config = peft.LoraConfig(r=rank, target_modules=["q_proj"], target_parameters=targets)
+    model = hfscale.from_pretrained(path, dtype=torch.bfloat16, peft_config=config).train()
+    losses, _ = train(model, ours=True, steps=10)
+    assert losses[-1] < losses[0]
+
+
+def test_adapters_over_8_bits_equal_stock(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    from transformers import BitsAndBytesConfig
+
+    path = saved(tmp_path / "in", tiny("llama", hidden_size=128, intermediate_size=256), torch.float16)
+    kwargs = {"dtype": torch.bfloat16, "quantization_config": BitsAndBytesConfig(load_in_8bit=True)}
+    model = adapted(AutoModelForCausalLM.from_pretrained(path, device_map={"": 0}, **kwargs)).train()
+    model.save_pretrained(tmp_path / "adapter")
+    expected = train(model, ours=False)
+    ours = hfscale.from_pretrained(path, peft_config=str(tmp_path / "adapter"), **kwargs).train()
+    assert train(ours, ours=True)[0] == pytest.approx(expected[0], rel=2e-2)
+
+
+def test_a_run_on_the_cpu_leaves_the_gpu_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("bitsandbytes")
+    from transformers import BitsAndBytesConfig
+
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    path, before = saved(tmp_path, tiny("llama"), torch.bfloat16), torch.cuda.memory_allocated()
+    model = hfscale.from_pretrained(path, quantization_config=BitsAndBytesConfig(load_in_4bit=True))
+    assert not any(parameter.is_cuda for parameter in model.parameters())
+    assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.parametrize("name", ["adamw_torch", "adamw_torch_fused", "paged_adamw_8bit"])
+def test_resuming_is_going_on(tmp_path: Path, name: str) -> None:
+    if "bit" in name:
+        pytest.importorskip("bitsandbytes")
+    path, ends = saved(tmp_path / "in", tiny("llama"), torch.float32), []
+    for interrupted in (False, True):
+        model = hfscale.from_pretrained(path, dtype=torch.float32).train()
+        optimizer = hfscale.create_optimizer(model, name, lr=1e-3)
+        for step in range(4):
+            if interrupted and step == 2:
+                hfscale.save_state(model, tmp_path / "state", optimizer=optimizer)
+                model = hfscale.from_pretrained(path, dtype=torch.float32).train()
+                optimizer = hfscale.create_optimizer(model, name, lr=1e-3)
+                hfscale.load_state(model, tmp_path / "state", optimizer=optimizer)
+            hfscale.train_step(model, BATCH)
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append({key: value.clone() for key, value in model.state_dict().items()})
+    for key, value in ends[0].items():
+        torch.testing.assert_close(ends[1][key], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_packed_rows_under_flash_attention(tmp_path: Path, rows: int) -> None:
+    pytest.importorskip("flash_attn")
+    path = saved(tmp_path, tiny("llama"), torch.bfloat16)
+    positions = torch.cat([torch.arange(5), torch.arange(7)]).expand(rows, -1)
+    batch = {name: value[:rows] for name, value in BATCH.items()} | {"position_ids": positions}
+    losses = []
+    for attention in ("sdpa", "flash_attention_2"):
+        model = hfscale.from_pretrained(path, dtype=torch.bfloat16, attn_implementation=attention).train()
+        losses.append(hfscale.train_step(model, batch).item())
+    assert losses[1] == pytest.approx(losses[0], rel=5e-3)
+
+
+def test_a_dense_step_waits_for_nothing() -> None:
+    """As the trace on device `meta` says: see tests/guards/test_meta.py."""
+    model = hfscale.from_config(tiny("llama"), dtype=torch.bfloat16).train()
+    hfscale.train_step(model, BATCH)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        hfscale.train_step(model, [BATCH] * 4)
+        hfscale.clip_grad_norm_(model, 1.0)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
