@@ -69,7 +69,7 @@ def test_ranks_are_compared_with_one_process_and_with_each_other() -> None:
 def test_forty_draws_are_equal_or_refused() -> None:
     """In a process of their own, which forks while no thread runs; as many as fit a minute (1,000 in make test-all)."""
     script = Path(__file__).parents[2] / "scripts" / "layout_fuzz.py"
-    command = [sys.executable, str(script), "--seed", "13", "--draws", "40"]
+    command = [sys.executable, str(script), "--seed", "13", "--draws", "40", "--jobs", "2"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout or done.stderr
     print(done.stdout)
