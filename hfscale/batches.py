@@ -131,6 +131,29 @@ def agree(
     return rows, [rank[_SAME:] for rank in ranks]
 
 
+def total_of(valid: int, refused: ConfigError | None, group: dist.ProcessGroup | None, counts: bool) -> int:
+    """Valid labels of all distinct batches, by way of the hosts, so that no device is waited for.
+
+    Args:
+        refused: why this rank refuses its batch, if it does.
+        group: all ranks; ``None`` where there is one batch.
+        counts: whether this rank counts its labels: one of those that share a batch.
+
+    Raises:
+        ConfigError: on every rank, where one refuses its batch: its own error, or one that speaks of others'.
+    """
+    refusing = int(refused is not None)
+    if group is not None:
+        sums = torch.tensor([valid if counts else 0, refusing])
+        dist.all_reduce(sums, group=group)
+        valid, refusing = sums.tolist()
+    if refused is not None:
+        raise refused
+    if refusing:
+        raise ConfigError(f"{refusing} other rank(s) refused their batch of this step: see their error")
+    return valid
+
+
 def compare_first(model: nn.Module, group: dist.ProcessGroup) -> RemovableHandle:
     """For plain loops, which compare nothing else: the batch of the first forward pass in training, over ``group``."""
     names = list(inspect.signature(model.forward).parameters)

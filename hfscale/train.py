@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import _host
-from .batches import Microbatch, agree, look_at, to_device, with_borders
+from .batches import Microbatch, agree, look_at, to_device, total_of, with_borders
 from .data import give_up_gathered, local_tensor, one_reduction, set_gradient_sync
 from .errors import ConfigError
 from .guards import before_step, without_gaps
-from .pipeline import UnflushedPipeline, summed_over_stages
+from .pipeline import Pipeline, UnflushedPipeline, summed_over_stages
 from .plan import ParameterPlan
 from .runtime import Runtime, runtime_of
 from .tensor.random import synchronize_random_streams
@@ -217,30 +217,45 @@ def _prepare(runtime: Runtime, batch: Batch | Sequence[Batch], train: bool) -> t
     stages = pipeline if pipeline is not None and pipeline.agrees(train) else None
     if runtime.first_batch is not None:  # a step compares its own
         runtime.first_batch.remove()
-    given, seen, refused = list[dict[str, Any]](), None, None
-    told: tuple[list[int], list[Tensor]] = [], []
+    given, rows, refused = list[dict[str, Any]](), list[list[int]](), None
     try:
-        given = _microbatches(runtime, batch)
-        told = told if stages is None else stages.about(train)
-        seen = look_at(given, runtime.loss.look, hashed=mesh.sharing is not None)
-    except ConfigError as error:  # the others must not wait for this rank
-        refused, told = error, told if stages is None else stages.about(False)
-    rows, ranks = agree(given, seen, train, mesh.sharing if pipeline is stages else None, *told)
-    if stages is not None:
-        stages.hear(ranks)
-    if refused is not None:
-        raise refused
-    runtime.loss.refuse_outside(sum(outside for _, outside, _ in rows))
+        given, rows = _agreed(runtime, batch, train, stages)
+        runtime.loss.refuse_outside(sum(outside for _, outside, _ in rows))
+    except ConfigError as error:  # ranks with other batches must not wait for this one
+        refused = error
+    valid = sum(valid for valid, _, _ in rows)
+    total = total_of(
+        valid, refused, mesh.control if mesh.batch_world > 1 else None, mesh.ranks["tp"] == mesh.ranks["pp"] == 0
+    )
     if _host.uses_flash_attention(runtime.model):
         given = [with_borders(b, runtime.model) if row[2] else b for b, row in zip(given, rows, strict=True)]
     microbatches = to_device(given, rows, mesh.device)
     if _takes_use_cache(runtime.model):
         for microbatch in microbatches:
             microbatch.setdefault("use_cache", False)  # a cache of keys and values is for generation
-    count = torch.full((), sum(valid for valid, _, _ in rows), dtype=torch.int64, device=mesh.device)
-    for group in mesh.batch_groups:
-        dist.all_reduce(count, group=group)
-    return microbatches, count.clamp(min=1)
+    return microbatches, torch.full((), max(total, 1), dtype=torch.int64, device=mesh.device)
+
+
+def _agreed(
+    runtime: Runtime, batch: Batch | Sequence[Batch], train: bool, stages: Pipeline | None
+) -> tuple[list[dict[str, Any]], list[list[int]]]:
+    """The microbatches, as ranks that share them agree on, and what :func:`hfscale.batches.agree` says of each."""
+    assert runtime.loss is not None
+    sharing = runtime.mesh.sharing
+    given, seen, refused = list[dict[str, Any]](), None, None
+    told: tuple[list[int], list[Tensor]] = [], []
+    try:
+        given = _microbatches(runtime, batch)
+        told = told if stages is None else stages.about(train)
+        seen = look_at(given, runtime.loss.look, hashed=sharing is not None)
+    except ConfigError as error:  # the others must not wait for this rank
+        refused, told = error, told if stages is None else stages.about(False)
+    rows, ranks = agree(given, seen, train, sharing if runtime.pipeline is stages else None, *told)
+    if stages is not None:
+        stages.hear(ranks)
+    if refused is not None:
+        raise refused
+    return given, rows
 
 
 def _refuse_model(runtime: Runtime) -> None:

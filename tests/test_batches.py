@@ -29,6 +29,8 @@ def _other(what: str) -> Any:
         "shape": {"input_ids": IDS[:, :7], "labels": IDS[:, :7]},
         "number": [SAME, SAME],
         "no labels": {"input_ids": IDS},
+        "none": [],
+        "outside": {**SAME, "labels": IDS + 1000},
     }[what]
 
 
@@ -56,6 +58,15 @@ def test_ranks_with_one_batch_notice_that_theirs_differ(pools: Pools, layout: di
             assert "given different batches" in error, what
             assert "hfscale.batch_rank(model) pass the same batch" in error
         assert ("needs 'labels'" if rank == world - 1 else f"rank(s) {world - 1}, which share") in found[5]
+
+
+@pytest.mark.parametrize("layout", [{"dp_shard_size": 2}, {"tp_size": 2}, {"dp_shard_size": 2, "tp_size": 2}])
+def test_what_one_rank_refuses_reaches_all(pools: Pools, layout: dict[str, int]) -> None:
+    world = ParallelConfig(**layout).total_size
+    found = pools(world).run(_mismatches, layout, ["none", "no labels", "outside"], world - 1)
+    own = ("empty list", "needs 'labels'", "different batches" if "tp_size" in layout else "outside of the vocabulary")
+    assert all(words in error for words, error in zip(own, found[-1], strict=True))
+    assert all("refused" in error or "different batches" in error for each in found[:-1] for error in each)
 
 
 def _plain_loop() -> str:
