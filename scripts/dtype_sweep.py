@@ -57,15 +57,13 @@ HEAD = [
     "",
 ]
 IDS = torch.randint(3, 60, (4, 8), generator=torch.Generator().manual_seed(0))
-# Grouped products take rows of multiples of 16 bytes, and those of a tiny expert's share have fewer.
-_EAGER = {"experts_implementation": "eager"}
 Step = tuple[float, float]
 Types = dict[str, torch.dtype]
 
 
 def stock_step(directory: str, mixed: bool, dtype: torch.dtype) -> tuple[Step, Types]:
     """Loss and gradient norm of one process, and the types of its tensors."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, **_EAGER).train()
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).train()
     with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
         loss = model(input_ids=IDS, labels=IDS, use_cache=False).loss
     loss.backward()
@@ -75,7 +73,7 @@ def stock_step(directory: str, mixed: bool, dtype: torch.dtype) -> tuple[Step, T
 
 def layout_step(directory: str, layout: hfscale.ParallelConfig, kwargs: dict[str, Any], types: Types) -> Step:
     """The same by the layout, on a rank; types are checked here."""
-    model = hfscale.from_pretrained(directory, parallel=layout, **kwargs, **_EAGER).train()
+    model = hfscale.from_pretrained(directory, parallel=layout, **kwargs).train()
     runtime = runtime_of(model)
     world = hfscale.batch_world(model)
     ids = IDS[hfscale.batch_rank(model) * len(IDS) // world :][: len(IDS) // world]
