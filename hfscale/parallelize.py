@@ -20,7 +20,7 @@ from .config import ParallelConfig
 from .data import MIXED_PRECISIONS
 from .errors import CheckpointError, ConfigError
 from .experts import RoutingConfig
-from .finetune.adapters import attach_adapters, read_config
+from .finetune.adapters import attach_adapters, read_config, wrapped_by_peft
 from .finetune.quantized import check_quantization, plan_quantized, stored_quantization
 from .mesh import build_mesh
 from .pipeline import check_stages, leave_out, stage_places
@@ -146,7 +146,7 @@ def parallelize(
     """Shard, in place, a whole stock model that is in memory and the same on every rank; returns it.
 
     Raises:
-        ConfigError: the model is distributed already.
+        ConfigError: the model is distributed already, or has adapters.
         PlanError, MeshError: the layout does not fit it, or the processes that were started.
     """
     layout = _checked(parallel, mixed_precision, {}, routing)
@@ -155,6 +155,12 @@ def parallelize(
         raise ConfigError(
             f"{_host.class_name(model)} cannot be parallelized: {reason}. Load it plainly, or with "
             "hfscale.from_pretrained"
+        )
+    if wrapped_by_peft(model):
+        raise ConfigError(
+            f"{_host.class_name(model)} has adapters of PEFT's, which the plan of a stock model knows nothing of: "
+            "parallelize the model without them, and then call hfscale.get_peft_model(model, peft_config); for saved "
+            "ones, hfscale.from_pretrained(path, peft_config=directory)"
         )
     planned = _planned(model, layout)
     mesh = build_mesh(layout, planned.copies, planned.ties, planned.neighbours)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -186,6 +187,15 @@ def test_distributed_by_the_host_at_once(name: str, value: Any, saved: str) -> N
 def test_distributed_by_the_host_before(model: Any) -> None:
     model.hf_device_map = {"": 0}
     _says(ConfigError, lambda: hfscale.parallelize(model), "LlamaForCausalLM", "device_map", "hfscale.from_pretrained")
+
+
+def test_adapters_of_pefts_own(model: Any) -> None:
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    for given in (wrapped, wrapped.get_base_model()):
+        words = ("has adapters of PEFT's", "hfscale.get_peft_model(model, peft_config)")
+        _says(ConfigError, lambda given=given: hfscale.parallelize(given, routing=hfscale.RoutingConfig()), *words)
+    assert {name: p for name, p in wrapped.unload().named_parameters() if not torch.equal(p, before[name])} == {}
 
 
 def test_parallelized_twice(model: Any) -> None:

@@ -11,5 +11,14 @@ from .attach import Adapters, attach_adapters
 from .config import check_config, read_config
 from .coverage import describe_coverage
 from .merge import merge_shares
+from .structure import wrapped_by_peft
 
-__all__ = ["Adapters", "attach_adapters", "check_config", "describe_coverage", "merge_shares", "read_config"]
+__all__ = [
+    "Adapters",
+    "attach_adapters",
+    "check_config",
+    "describe_coverage",
+    "merge_shares",
+    "read_config",
+    "wrapped_by_peft",
+]

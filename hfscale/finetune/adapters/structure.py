@@ -1,6 +1,7 @@
 """Put a PEFT config around a model, and say what parameters that adds to it."""
 
 import copy
+import sys
 import warnings
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -102,6 +103,17 @@ def _planned_base(plan: Plan, name: str) -> str:
     if name not in plan.by_name:
         raise ConfigError(f"an adapter is around {name}, and the model has no such parameter")
     return name
+
+
+def wrapped_by_peft(model: nn.Module) -> bool:
+    """Whether PEFT's own functions have put adapters into a model, or around it."""
+    if "peft" not in sys.modules:
+        return False
+    from peft import PeftModel
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    return any(isinstance(each, (PeftModel, BaseTunerLayer, AuxiliaryTrainingWrapper)) for each in model.modules())
 
 
 def _place(modules: dict[str, nn.Module], name: str) -> tuple[str, str | None, list[str]]:
