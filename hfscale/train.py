@@ -251,10 +251,10 @@ def _agreed(
     except ConfigError as error:  # the others must not wait for this rank
         refused, told = error, told if stages is None else stages.about(False)
     rows, ranks = agree(given, seen, train, sharing if runtime.pipeline is stages else None, *told)
-    if stages is not None:
-        stages.hear(ranks)
     if refused is not None:
         raise refused
+    if stages is not None:
+        stages.hear(ranks)
     return given, rows
 
 

@@ -87,6 +87,9 @@ class Pipeline:
         self._told: list[list[int]] = []
         self._holders = {planned.name: runtime.plan.holders(planned.name) for planned in runtime.plan.owned()}
         self._tied = [name for name, ranks in self._holders.items() if len(ranks) > 1]
+        live, held = self._live(), runtime.plan.held(self._rank)
+        self._tie_trains = {name: live[held[name]].requires_grad for name in self._tied if name in held}
+        self._thawed: set[int] = set()  # stages with a tied tensor that trains
         self._loss_type = torch.float32
         self._accepted: dict[int, bool] = {}
         self._engines: dict[tuple[int, bool], Any] = {}
@@ -167,9 +170,34 @@ class Pipeline:
     def hear(self, ranks: list[list[int]]) -> None:
         """What ranks with this batch told each other: see :meth:`about`; for the step that follows."""
         self._told = ranks
+        self._settle_ties()
+
+    def _settle_ties(self) -> None:
+        """A tied tensor is one, and each stage has its own name for it: frozen or thawed by one, it is by all of them.
+
+        Of ranks that do not agree, those are right where it has changed since the last step; else, it is frozen.
+        """
+        live, held = self._live() if self._tied else {}, self._runtime.plan.held(self._rank)
+        self._thawed.clear()
+        for index, name in enumerate(self._tied):
+            told = [rank[1 + len(self._stages.stages) + index] for rank in self._told]
+            told = [each for each in told if each > 2] or [each for each in told if each]
+            if not told:  # an evaluation
+                continue
+            trains = all(each % 2 == 0 for each in told)
+            if name in held:
+                live[held[name]].requires_grad_(trains)
+                self._tie_trains[name] = trains
+            if trains:
+                self._thawed.update(*(tie.stages for tie in self._stages.ties if name in tie.names))
+
+    def _live(self) -> dict[str, torch.nn.Parameter]:
+        """This rank's parameters by all their names, adapters' and the stock ones."""
+        here = dict(self._runtime.model.named_parameters(remove_duplicate=False))
+        return {**{stock_name(name): parameter for name, parameter in here.items()}, **here}
 
     def _learn(self) -> None:
-        """What trains, and whether the copies of tensors that several stages hold are equal; before anything is sent.
+        """Which stages train, and if copies of tensors that several stages hold are equal; before anything is sent.
 
         Raises:
             ConfigError: on all stages, if they are not.
@@ -177,50 +205,47 @@ class Pipeline:
         stages = len(self._stages.stages)
         for index, name in enumerate(self._tied):
             place, mine = 1 + stages + index, self._mesh.ranks["tp"]  # other tensor ranks have other shares of it
-            told = [(rank[place], rank[place + len(self._tied)]) for rank in self._told if rank[0] == mine]
-            self._check_tie(name, [each for each in told if each[0]])
+            sums = {rank[place + len(self._tied)] for rank in self._told if rank[0] == mine and rank[place]}
+            self._check_tie(name, sums)
         trains = [any(any(rank[1 : 2 + stage]) for rank in self._told) for stage in range(stages)]  # it, or one before
+        trains = [own or any(tied <= stage for tied in self._thawed) for stage, own in enumerate(trains)]
         for worker in self.workers:
             worker.trains = trains[worker.stage_index]
             worker.trains_before = worker.stage_index > 0 and trains[worker.stage_index - 1]
 
     def about(self, backward: bool) -> tuple[list[int], list[Tensor]]:
         """What this rank tells the others: its tensor rank; per stage, whether it trains; per tensor that several
-        stages hold, whether it trains (0: it is not here), and, as it is on the device, what its sum is.
+        stages hold, whether it is frozen (1) or trains (2), and changed in that (+ 2; 0: it is not here), and, as it is
+        on the device, what its sum is.
         """
         stages = len(self._stages.stages)
         flags, ties = [0] * stages, [0] * len(self._tied)
         self._loss_type = torch.float32
-        here = dict(self._runtime.model.named_parameters(remove_duplicate=False))
-        live = {**{stock_name(name): parameter for name, parameter in here.items()}, **here}
+        live, held = self._live(), self._runtime.plan.held(self._rank)
+        tied = {id(live[held[name]]) for name in self._tied if name in held}
         for name, parameter in live.items():
             if parameter.dtype == torch.float64:  # ranks without the last stage do not see the type of its loss
                 self._loss_type = torch.float64
             if backward and parameter.requires_grad:
-                for stage in self._flags_of(name):
+                for stage in self._flags_of(name) if id(parameter) not in tied else ():
                     flags[stage] = 1
                 if getattr(parameter, "_post_accumulate_grad_hooks", None):
                     raise ConfigError(
                         f"{name} has a hook that runs when its gradient is accumulated; through pipeline stages "
                         "gradients are whole only when train_step returns: step the optimizer then, without such hooks"
                     )
-        held = self._runtime.plan.held(self._rank)
         sums = [torch.zeros(1, dtype=torch.int64, device=self._mesh.device)] * len(self._tied)
         for index, name in enumerate(self._tied) if backward else ():
             if name in held:
-                ties[index] = 1 + int(live[held[name]].requires_grad)
+                trains = live[held[name]].requires_grad
+                ties[index] = 1 + trains + 2 * (trains != self._tie_trains[name])
                 sums[index] = _bits_of_sum(live[held[name]])
         return [self._mesh.ranks["tp"], *flags, *ties], sums
 
-    def _check_tie(self, name: str, told: list[tuple[int, int]]) -> None:
-        """``told`` by every rank that holds the tensor: whether it trains, and the bits of its sum."""
-        names = " = ".join(next(tie.names for tie in self._stages.ties if name in tie.names))
-        if len({trains for trains, _ in told}) > 1:
-            raise ConfigError(
-                f"{names} is one tensor that several stages hold, and it trains on some of them and is frozen on "
-                "others: freeze it under all of its names"
-            )
-        if len({total for _, total in told}) > 1:
+    def _check_tie(self, name: str, sums: set[int]) -> None:
+        """``sums``: the bits of the sum of the tensor on every rank that holds it."""
+        if len(sums) > 1:
+            names = " = ".join(next(tie.names for tie in self._stages.ties if name in tie.names))
             raise ConfigError(
                 f"{names} is one tensor that several stages hold, and their copies differ since the last update: give "
                 "it the same optimizer options under all of its names (a group of parameters chosen by name has some "

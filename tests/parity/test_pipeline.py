@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM, OPTConfig, PreTrainedConfig
 
 import hfscale
@@ -223,10 +224,6 @@ def _tied_copies(directory: str) -> list[str]:
         found.append(str(caught.value))
 
     model = hfscale.from_pretrained(directory, parallel=layout).train()
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("wte" not in name)  # the head on the last stage is the same tensor
-    refused(model)
-    model = hfscale.from_pretrained(directory, parallel=layout).train()
     named = dict(model.named_parameters())
     chosen = [named.pop(name) for name in list(named) if "wte" in name]
     groups = [{"params": list(named.values())}, *([{"params": chosen, "weight_decay": 0.0}] if chosen else [])]
@@ -246,12 +243,50 @@ def _tied_copies(directory: str) -> list[str]:
 
 def test_tied_copies_stay_equal_or_are_refused(pools: Pools, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(deep("gpt2")).save_pretrained(tmp_path)
-    for frozen, drifted, hooked, kept in pools(2).run(_tied_copies, str(tmp_path)):
-        assert "transformer.wte.weight = lm_head.weight is one tensor" in frozen
-        assert "freeze it under all of its names" in frozen
+    for drifted, hooked, kept in pools(2).run(_tied_copies, str(tmp_path)):
+        assert "transformer.wte.weight = lm_head.weight is one tensor" in drifted
         assert "the same optimizer options under all of its names" in drifted
         assert "hook that runs when its gradient is accumulated" in hooked
         assert "leave it out" in kept
+
+
+def _frozen_by_a_name(directory: str, word: str) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
+    """Losses and gradients of two steps with all tensors named like ``word`` frozen, and of two after they thawed."""
+    layout = ParallelConfig(pp_size=2) if dist.is_initialized() else None
+    model = hfscale.from_pretrained(directory, parallel=layout, dtype=torch.float64).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-5)
+    batch = ragged_batch(torch.Generator().manual_seed(2), 67, 4, 9, masked=False)
+    found = []
+    for trains in (False, True):
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if word in name:
+                parameter.requires_grad_(trains)
+        losses = []
+        for _ in range(2):
+            optimizer.zero_grad()
+            losses.append(hfscale.train_step(model, batch).item())
+            optimizer.step()
+        every = model.named_parameters(remove_duplicate=False)
+        found.append((losses, {name: p.grad.clone() for name, p in every if p.grad is not None}))
+    return found
+
+
+@pytest.mark.parametrize("word", ["wte", "lm_head"])
+def test_a_tied_tensor_frozen_by_one_name(pools: Pools, tmp_path: Path, word: str) -> None:
+    """Each stage has its own name for it; in one process there is one tensor."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(deep("gpt2"), dtype=torch.float64).save_pretrained(tmp_path)
+    expected, ranks = _frozen_by_a_name(str(tmp_path), word), pools(2).run(_frozen_by_a_name, str(tmp_path), word)
+    assert "transformer.wte.weight" not in expected[0][1]
+    assert "transformer.wte.weight" in expected[1][1]
+    for part, (losses, gradients) in enumerate(expected):
+        both = {**ranks[0][part][1], **ranks[1][part][1]}
+        assert both.keys() == gradients.keys()
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(both[name], gradient, rtol=1e-5, atol=1e-8)
+        for rank in ranks:
+            assert rank[part][0] == pytest.approx(losses, rel=1e-6)
 
 
 def test_recomputed_by_reentering_behind_a_frozen_stage(pools: Pools, tmp_path: Path) -> None:
