@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from .accelerator import Accelerator
     from .adapt import coverage_report, get_peft_model, merge_and_unload
     from .checkpoint import load_state, save_pretrained, save_state, verify_experts
-    from .checkpoint.upcycle import upcycle
     from .config import ParallelConfig
-    from .experts import ExpertLoad, ExpertLoadHistory, RoutingConfig, expert_load
-    from .finetune.memory import memory_estimate
-    from .finetune.optimizers import create_optimizer
+    from .memory.report import memory_estimate
+    from .optimizers import create_optimizer
+    from .parallel.experts import ExpertLoad, ExpertLoadHistory, RoutingConfig, expert_load
+    from .parallel.pipeline.record import record_schedule
     from .parallelize import from_config, from_pretrained, parallelize, plan
-    from .pipeline.record import record_schedule
     from .train import batch_rank, batch_world, clip_grad_norm_, drain, eval_step, train_step
+    from .upcycle.upcycle import upcycle
 
 __all__ = [
     "Accelerator",
@@ -62,13 +62,13 @@ _MODULES = {
     ".accelerator": ["Accelerator"],
     ".adapt": ["coverage_report", "get_peft_model", "merge_and_unload"],
     ".checkpoint": ["load_state", "save_pretrained", "save_state", "verify_experts"],
-    ".checkpoint.upcycle": ["upcycle"],
+    ".upcycle.upcycle": ["upcycle"],
     ".config": ["ParallelConfig"],
-    ".experts": ["ExpertLoad", "ExpertLoadHistory", "RoutingConfig", "expert_load"],
-    ".finetune.memory": ["memory_estimate"],
-    ".finetune.optimizers": ["create_optimizer"],
+    ".parallel.experts": ["ExpertLoad", "ExpertLoadHistory", "RoutingConfig", "expert_load"],
+    ".memory.report": ["memory_estimate"],
+    ".optimizers": ["create_optimizer"],
     ".parallelize": ["from_config", "from_pretrained", "parallelize", "plan"],
-    ".pipeline.record": ["record_schedule"],
+    ".parallel.pipeline.record": ["record_schedule"],
     ".train": ["batch_rank", "batch_world", "clip_grad_norm_", "drain", "eval_step", "train_step"],
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from . import _host
 from .checkpoint import load_state, save_pretrained, save_state
 from .config import started_processes, without_launcher_switches
-from .data import set_gradient_sync
 from .errors import ConfigError
 from .mesh import Mesh
+from .parallel.data import set_gradient_sync
+from .parallel.tensor.random import synchronize_random_streams
 from .runtime import Runtime, find_runtime, runtime_of
-from .tensor.random import synchronize_random_streams
 from .train import clip_grad_norm_
 
 _FOREIGN = ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin", "parallelism_config")

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from . import _host
+from .adapters import attach_adapters, describe_coverage, merge_local_weights, read_config
+from .adapters.merge import dequantized_weights, put_plain_modules, refuse_tied
 from .assemble import assemble, take_apart
-from .checkpoint.shares import Shares
 from .errors import ConfigError
-from .finetune.adapters import attach_adapters, describe_coverage, merge_shares, read_config
-from .finetune.adapters.merge import dequantized_shares, put_plain_modules, refuse_tied
 from .runtime import Runtime, runtime_of
+from .runtime.local_weights import LocalWeights
 from .train import eval_step
 
 _SAMPLE = (2, 16)  # rows and tokens that show what merging changes
@@ -104,12 +104,12 @@ def merge_and_unload(model: nn.Module, *, dtype: torch.dtype | None = None, quie
     before = None if quiet else _answer(runtime)
     training = runtime.model.training
     merged, plan = len({adapter.base for adapter in runtime.plan.adapters}), adapters.stock_plan
-    plain = {} if dtype is None else dequantized_shares(runtime, dtype)
+    plain = {} if dtype is None else dequantized_weights(runtime, dtype)
     tensors = {**take_apart(runtime).tensors, **plain}
     if quantized is not None:
         plan = put_plain_modules(adapters, runtime, plain)
-    stock, tensors = merge_shares(adapters, runtime, tensors)
-    assemble(stock, plan, runtime.mesh, runtime.mixed_precision, runtime.options, Shares(tensors))
+    stock, tensors = merge_local_weights(adapters, runtime, tensors)
+    assemble(stock, plan, runtime.mesh, runtime.mixed_precision, runtime.options, LocalWeights(tensors))
     stock.train(training)
     if before is not None:
         what, expected = before

@@ -6,29 +6,30 @@ from typing import Any
 import torch
 from torch import nn
 
-from .batches import compare_first
-from .checkpoint.shares import Shares
-from .data import (
+from .adapters import Adapters
+from .adapters.edges import install_adapter_edges
+from .errors import ConfigError
+from .guards import refuse_changes, refuse_stock_accelerator, refuse_stock_clipping
+from .mesh import Mesh
+from .parallel.data import (
     MIXED_PRECISIONS,
     add_up_gradients,
     apply_data_axes,
-    give_up_gathered,
-    install_shares,
+    install_local_weights,
     reduce_microbatch,
+    reshard,
 )
-from .errors import ConfigError
-from .experts import RoutingConfig, install_experts, install_passes
-from .finetune.adapters import Adapters
-from .finetune.quantized import install_quantized, take_quantized
-from .guards import refuse_changes, refuse_stock_accelerator, refuse_stock_clipping
-from .mesh import Mesh
-from .names import owner_of
-from .pipeline import install_pipeline
+from .parallel.experts import RoutingConfig, install_experts, install_forward_contexts
+from .parallel.pipeline import install_pipeline
+from .parallel.tensor import install_edges, install_generate, install_loss
+from .parallel.tensor.random import synchronize_before_training
 from .plan import Plan
+from .quantization.install import install_quantized, take_quantized
 from .runtime import Runtime, local_tensor
-from .tensor import install_edges, install_generate, install_loss
-from .tensor.random import synchronize_before_training
-from .undo import watch
+from .runtime.batches import compare_first
+from .runtime.local_weights import LocalWeights
+from .runtime.names import owner_of
+from .runtime.snapshot import watch
 
 
 def assemble(
@@ -37,7 +38,7 @@ def assemble(
     mesh: Mesh,
     mixed_precision: str,
     routing: RoutingConfig | None,
-    shares: Shares | None,
+    shares: LocalWeights | None,
     adapters: Adapters | None = None,
 ) -> Runtime:
     """Edges, loss, data axes, weights (where they are not in place yet), bookkeeping."""
@@ -45,15 +46,16 @@ def assemble(
     runtime = Runtime(model, planned, mesh, mixed_precision=mixed_precision, adapters=adapters, options=routing)
     install_experts(runtime, routing)
     install_edges(runtime)
+    install_adapter_edges(runtime)
     install_loss(runtime)
     install_generate(model, mesh)
     synchronize_before_training(runtime)
     if mesh.sharing is not None and mesh.layout.size("pp") == 1:
         runtime.first_batch = compare_first(model, mesh.sharing)
-    install_passes(runtime)
+    install_forward_contexts(runtime)
     apply_data_axes(model, planned, mesh, mixed_precision)
     if shares is not None:
-        install_shares(model, shares.tensors, planned, mesh)
+        install_local_weights(model, shares.tensors, planned, mesh)
         install_quantized(shares)
     if mesh.batch_world == 1 and mixed_precision != "no":
         _autocast(model, mesh.device, MIXED_PRECISIONS[mixed_precision])
@@ -69,14 +71,16 @@ def assemble(
     return runtime
 
 
-def take_apart(runtime: Runtime) -> Shares:
+def take_apart(runtime: Runtime) -> LocalWeights:
     """Undo :func:`assemble`: the model is left with its local sizes on the meta device.
 
     Returns:
         this rank's final shares, in the memory that the model had.
     """
-    give_up_gathered(runtime.model)
-    shares = Shares({planned.name: local_tensor(parameter).detach() for planned, parameter in runtime.parameters()})
+    reshard(runtime.model)
+    shares = LocalWeights(
+        {planned.name: local_tensor(parameter).detach() for planned, parameter in runtime.parameters()}
+    )
     trains = {planned.name: parameter.requires_grad for planned, parameter in runtime.parameters()}
     assert runtime.undo is not None
     runtime.undo()
@@ -84,7 +88,7 @@ def take_apart(runtime: Runtime) -> Shares:
     quantized = runtime.plan.quantized.weights if runtime.plan.quantized is not None else ()
     made: dict[str, nn.Parameter] = {}
     for planned in runtime.plan.parameters:
-        if not runtime.plan.holds(runtime.mesh.ranks["pp"], planned.name) or planned.name in quantized:
+        if not runtime.plan.is_local(runtime.mesh.ranks["pp"], planned.name) or planned.name in quantized:
             continue
         owner = planned.tied_to or planned.name
         if owner not in made:

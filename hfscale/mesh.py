@@ -77,7 +77,7 @@ class Mesh:
         ranks = {axis: self.ranks[axis] for axis in _EXPERT_AXES}
         return self.expert_mesh, ranks if self.layout.size("expert_tp") > 1 else {**ranks, "tp": 0}
 
-    def everyones(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """What every rank has, by rank, on every rank, each of which calls it."""
         if self.control is None:
             return [value]

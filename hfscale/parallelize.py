@@ -12,21 +12,23 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from . import _host
+from .adapters import attach_adapters, read_config, wrapped_by_peft
 from .assemble import assemble
-from .checkpoint import initialize_shares, load_pretrained
+from .checkpoint import load_pretrained
 from .checkpoint.load import materialize_buffers
-from .checkpoint.shares import Shares
 from .config import ParallelConfig
-from .data import MIXED_PRECISIONS
 from .errors import CheckpointError, ConfigError
-from .experts import RoutingConfig
-from .finetune.adapters import attach_adapters, read_config, wrapped_by_peft
-from .finetune.quantized import check_quantization, plan_quantized, stored_quantization
 from .mesh import build_mesh
-from .pipeline import check_stages, leave_out, stage_places
-from .plan import Plan, build_plan
+from .parallel.data import MIXED_PRECISIONS
+from .parallel.experts import RoutingConfig
+from .parallel.pipeline import check_stages, leave_out, stage_places
+from .parallel.tensor import cut_parameters
+from .plan import Plan
+from .planner.build import build_plan
+from .quantization.install import check_quantization, plan_quantized, stored_quantization
 from .runtime import find_runtime
-from .tensor import cut_parameters
+from .runtime.initialize import initialize_local_weights
+from .runtime.local_weights import LocalWeights
 
 # Arguments of from_pretrained that distribute a model by other means.
 _EXCLUSIVE = ("device_map", "distributed_config", "tp_plan", "tp_size", "device_mesh", "max_memory", "offload_folder")
@@ -84,7 +86,7 @@ def from_pretrained(
     model, shares, missing = load_pretrained(auto_class, path, planned, mesh, hf_kwargs)
     if missing:
         template = _on_meta(auto_class, model.config, {"dtype": model.dtype, **code})
-        fresh, _ = initialize_shares(template, planned, mesh, seed, wanted=lambda name: name in missing)
+        fresh, _ = initialize_local_weights(template, planned, mesh, seed, wanted=lambda name: name in missing)
         shares.tensors.update(fresh)
     materialize_buffers(model, {}, mesh.device)
     adapters = None
@@ -123,8 +125,8 @@ def from_config(
     template = _on_meta(auto_class, config, hf_kwargs)
     leave_out(model, planned, mesh.ranks["pp"])
     cut_parameters(model, planned, mesh)
-    tensors, buffers = initialize_shares(template, planned, mesh, seed)
-    shares = Shares(tensors)
+    tensors, buffers = initialize_local_weights(template, planned, mesh, seed)
+    shares = LocalWeights(tensors)
     materialize_buffers(model, buffers, mesh.device)
     adapters = None
     if adapting is not None:

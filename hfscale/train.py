@@ -10,14 +10,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import _host
-from .batches import Microbatch, agree, look_at, to_device, total_of, with_borders
-from .data import give_up_gathered, local_tensor, one_reduction, set_gradient_sync
 from .errors import ConfigError
 from .guards import before_step, without_gaps
-from .pipeline import Pipeline, UnflushedPipeline, summed_over_stages
+from .parallel.data import one_reduction, reshard, set_gradient_sync
+from .parallel.pipeline import AsynchronousPipeline, Pipeline, summed_over_stages
+from .parallel.tensor.random import synchronize_random_streams
 from .plan import ParameterPlan
 from .runtime import Runtime, runtime_of
-from .tensor.random import synchronize_random_streams
+from .runtime.batches import Microbatch, agree, look_at, to_device, total_of, with_borders
+from .runtime.runtime import local_tensor
 
 Batch = Mapping[str, Any]
 
@@ -56,7 +57,7 @@ def train_step(model: nn.Module, batch: Batch | Sequence[Batch], *, label_smooth
 def _train(
     runtime: Runtime, model: nn.Module, microbatches: list[Microbatch], count: Tensor, label_smoothing: float
 ) -> Tensor:
-    if isinstance(runtime.pipeline, UnflushedPipeline):
+    if isinstance(runtime.pipeline, AsynchronousPipeline):
         loss = runtime.pipeline.run(microbatches, count, label_smoothing, backward=True)
         _hand_out(runtime, runtime.pipeline)
         return loss
@@ -94,13 +95,13 @@ def drain(model: nn.Module) -> Iterator[Tensor]:
         ``train_step`` returned, these are the losses of all batches, each once.
     """
     runtime = runtime_of(model)
-    if isinstance(runtime.pipeline, UnflushedPipeline):
+    if isinstance(runtime.pipeline, AsynchronousPipeline):
         for loss in runtime.pipeline.drain():
             _hand_out(runtime, runtime.pipeline)
             yield loss
 
 
-def _hand_out(runtime: Runtime, pipeline: UnflushedPipeline) -> None:
+def _hand_out(runtime: Runtime, pipeline: AsynchronousPipeline) -> None:
     """Add to ``.grad`` what has come to its end; nothing while the pipeline fills."""
     if pipeline.ready():
         with summed_over_stages(runtime):
@@ -118,7 +119,7 @@ def eval_step(model: nn.Module, batch: Batch | Sequence[Batch], *, label_smoothi
             return _sum_over_batches(runtime, share)
         assert runtime.loss is not None
         total = sum(runtime.loss.of(model, microbatch, count, label_smoothing) for microbatch in microbatches)
-        give_up_gathered(runtime.model)  # no backward pass will
+        reshard(runtime.model)  # no backward pass will
     return _sum_over_batches(runtime, torch.as_tensor(total, device=runtime.mesh.device))
 
 
@@ -239,7 +240,7 @@ def _prepare(runtime: Runtime, batch: Batch | Sequence[Batch], train: bool) -> t
 def _agreed(
     runtime: Runtime, batch: Batch | Sequence[Batch], train: bool, stages: Pipeline | None
 ) -> tuple[list[dict[str, Any]], list[list[int]]]:
-    """The microbatches, as ranks that share them agree on, and what :func:`hfscale.batches.agree` says of each."""
+    """The microbatches, as ranks that share them agree on, and what :func:`agree` says of each."""
     assert runtime.loss is not None
     sharing = runtime.mesh.sharing
     given, seen, refused = list[dict[str, Any]](), None, None
@@ -266,7 +267,7 @@ def _refuse_model(runtime: Runtime) -> None:
             f"(loss_type {getattr(runtime.model, 'loss_type', None)!r}): loop over loss = model(**batch).loss and "
             "loss.backward() instead"
         )
-    if unknown := runtime.strangers():
+    if unknown := runtime.unplanned_parameters():
         raise ConfigError(
             f"{len(unknown)} parameters that train are not in the plan, {unknown[0]} for one, so nobody would sum "
             "their gradients: give adapters to hfscale.get_peft_model(model, config), and change a model otherwise "
@@ -321,7 +322,7 @@ def _partial_sums_at_the_end(runtime: Runtime) -> AbstractContextManager[None]:
     """Within: gradients that are partial over the tensor ranks stay so; they are summed once, on leaving."""
     if runtime.sums is None:
         return nullcontext()
-    give_up_gathered(runtime.model)  # or gathered weights would be taken for the parameters
+    reshard(runtime.model)  # or gathered weights would be taken for the parameters
     partial = [parameter for planned, parameter in runtime.parameters() if "tp" in planned.partial]
     # A hook (an optimizer that steps in backward) must see whole gradients: they are summed at once then.
     if any(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in partial):

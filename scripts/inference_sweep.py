@@ -20,9 +20,10 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hfscale import PlanError
-from hfscale.plan import FAMILIES, find_blueprint
-from hfscale.plan.families.decoders import DECODERS
-from hfscale.plan.infer import infer
+from hfscale.families import FAMILIES
+from hfscale.families.decoders import DECODERS
+from hfscale.planner.infer import infer
+from hfscale.planner.resolve import find_blueprint
 
 
 def build(family: str) -> Any:

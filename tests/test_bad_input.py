@@ -319,5 +319,5 @@ def test_a_layout_that_does_not_fit_is_refused_before_processes_are_counted(save
 
 def test_tensor_parallel_without_a_blueprint() -> None:
     model = AutoModelForCausalLM.from_config(MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=32))
-    words = ("blueprint of 'mamba'", "use tp_size=1", "hfscale.plan.families.FAMILIES")
+    words = ("blueprint of 'mamba'", "use tp_size=1", "hfscale.families.FAMILIES")
     _says(PlanError, lambda: hfscale.parallelize(model, ParallelConfig(tp_size=2)), *words)

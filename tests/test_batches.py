@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import hfscale
 from hfscale import ConfigError, ParallelConfig
-from hfscale.batches import agree, look_at, to_device
+from hfscale.runtime.batches import agree, look_at, to_device
 from hfscale.testing import RankPool
 
 from .models import tiny

@@ -11,7 +11,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 import hfscale
 from hfscale import ConfigError, ParallelConfig
-from hfscale.batches import with_borders
+from hfscale.runtime.batches import with_borders
 from hfscale.testing import RankPool
 
 from .models import tiny

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 import hfscale
 from hfscale import ParallelConfig, _host
-from hfscale.data._fsdp import _parameters as fsdp_parameters
+from hfscale.parallel.data._fsdp import _parameters as fsdp_parameters
 from hfscale.testing import RankPool, Traffic, count_traffic
 
 from .models import tiny

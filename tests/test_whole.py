@@ -3,7 +3,7 @@ import torch
 from hfscale import ParallelConfig
 from hfscale.mesh import build_mesh
 from hfscale.plan import Cut, ParameterPlan
-from hfscale.whole import gather_whole
+from hfscale.runtime.unshard import gather_full
 
 CASES = [
     ((7, 5), (Cut("tp", 0, 2), Cut("dp_shard", 0, 2))),
@@ -21,7 +21,7 @@ def _gathered() -> list[bool]:
     for shape, cuts in CASES:
         whole = torch.arange(torch.Size(shape).numel()).reshape(shape).float()
         share = ParameterPlan("x", shape, torch.float32, cuts=cuts).take(whole, mesh.ranks)
-        found.append(torch.equal(gather_whole(share.contiguous(), shape, cuts, mesh), whole))
+        found.append(torch.equal(gather_full(share.contiguous(), shape, cuts, mesh), whole))
     return found
 
 

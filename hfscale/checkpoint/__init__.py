@@ -1,9 +1,14 @@
 """Weights in and out: each rank reads its slices of a Hugging Face checkpoint, and rank 0 writes a plain one."""
 
 from .checksums import verify_experts
-from .initialize import initialize_shares
 from .load import load_pretrained
 from .save import save_pretrained
 from .state import load_state, save_state
 
-__all__ = ["initialize_shares", "load_pretrained", "load_state", "save_pretrained", "save_state", "verify_experts"]
+__all__ = [
+    "load_pretrained",
+    "load_state",
+    "save_pretrained",
+    "save_state",
+    "verify_experts",
+]

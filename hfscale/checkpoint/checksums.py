@@ -20,12 +20,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import _host
-from ..data import local_tensor
 from ..errors import CheckpointError, ConfigError
+from ..files.reader import open_tensors
 from ..plan import ParameterPlan
 from ..plan.cut import share_spans
 from ..runtime import Runtime, runtime_of
-from .reader import open_tensors
+from ..runtime.runtime import local_tensor
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BLOCK = 1 << 20
@@ -57,13 +57,13 @@ def verify_experts(model: nn.Module, directory: str | Path) -> dict[str, Sums]:
             "verify_experts compares values with the checkpoint's, and the experts are held in 4 bits: load the model "
             "without quantization_config, or with the experts in llm_int8_skip_modules"
         )
-    held = runtime.mesh.everyones(_held(runtime))
+    held = runtime.mesh.all_gather_object(_held(runtime))
     types = {name: dtype for rank in held for name, (dtype, _, _) in rank.items()}
     try:
         own, failure = _stored(runtime, Path(directory), types), ""
     except (CheckpointError, OSError) as error:
         own, failure = {}, str(error)
-    answers = runtime.mesh.everyones((own, failure))
+    answers = runtime.mesh.all_gather_object((own, failure))
     stored: dict[str, Sums] = {name: sums for found, _ in answers for name, sums in found.items()}
     problems = [text for _, text in answers if text] or _differences(held, stored)
     if problems:

@@ -14,17 +14,17 @@ from torch import Tensor, nn
 
 from .. import _host
 from ..errors import CheckpointError
+from ..files.reader import TensorOnDisk, open_tensors
+from ..files.slices import ShareOnDisk, is_elsewhere
 from ..mesh import Mesh
-from ..pipeline import leave_out
+from ..parallel.pipeline import leave_out
+from ..parallel.tensor import cut_parameters
 from ..plan import ParameterPlan, Plan
-from ..tensor import cut_parameters
+from ..quantization.arrival import Quantizing
+from ..quantization.stored import split_packed
+from ..runtime.local_weights import LocalWeights
 from .merged import merged_parameters, parts_of_share
 from .overwrites import find_overwrites, initialize_around, put_parameter
-from .prequantized import split_packed
-from .quantize import Quantizing
-from .reader import TensorOnDisk, open_tensors
-from .shares import Shares
-from .slices import ShareOnDisk, is_elsewhere
 
 
 class _Loader:
@@ -120,7 +120,7 @@ class _Loader:
         shapes = {planned.name: planned.shape for planned in self.plan.parameters}
         self.overwritten = initialize_around(model, shapes)
 
-    def overwrite(self, model: Any, shares: Shares) -> None:
+    def overwrite(self, model: Any, shares: LocalWeights) -> None:
         """Put into the shares what the host's initialization would have put into whole parameters."""
         # What one stage has tied to another's parameter does not show where that is not.
         if not self.overwritten and self.plan.stages is None:
@@ -131,10 +131,10 @@ class _Loader:
             if planned.name in shares.tensors and not quantized:  # the host never initializes quantized modules
                 found.apply(shares.tensors[planned.name], planned, self.mesh.ranks)
 
-    def shares(self, model: Any) -> Shares:
+    def shares(self, model: Any) -> LocalWeights:
         """What was loaded, as this rank's final shares; the model gets its meta parameters back."""
         loaded = dict(model.named_parameters(remove_duplicate=False))
-        shares = Shares()
+        shares = LocalWeights()
         if self.quantizing is not None:
             self.quantizing.collect(shares)
         for planned in self.plan.owned():
@@ -158,7 +158,7 @@ class _Loader:
 
 def load_pretrained(
     auto_class: Any, path: str, plan: Plan, mesh: Mesh, kwargs: dict[str, Any]
-) -> tuple[Any, Shares, set[str]]:
+) -> tuple[Any, LocalWeights, set[str]]:
     """Run the host's ``from_pretrained``.
 
     Returns:

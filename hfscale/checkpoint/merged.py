@@ -18,10 +18,10 @@ import torch
 
 from .._host import Destination, Merge
 from ..errors import CheckpointError
+from ..files.reader import TensorOnDisk
+from ..files.slices import PartOnDisk
 from ..plan import ParameterPlan
 from ..plan.cut import Spans, share_spans
-from .reader import TensorOnDisk
-from .slices import PartOnDisk
 
 
 def merged_parameters(found: Mapping[str, Destination]) -> dict[str, list[tuple[str, Merge]]]:

@@ -23,13 +23,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import guards
-from ..data import like_sharded, local_tensor
 from ..errors import CheckpointError
 from ..mesh import Mesh
+from ..parallel.tensor.random import default_generator, synchronize_random_streams
 from ..plan import ParameterPlan
-from ..runtime import Runtime, runtime_of
-from ..tensor.random import default_generator, synchronize_random_streams
-from .save import everyone_arrives
+from ..runtime import Runtime, like_sharded, runtime_of
+from ..runtime.agreement import everyone_arrives
+from ..runtime.runtime import local_tensor
 
 _COUNTED = ("step", "mu_product")  # in the states of torch's optimizers
 _SIZES = ("pp", "dp_replicate", "dp_shard", "tp", "ep", "expert_tp")
@@ -308,4 +308,4 @@ def _failures_of(part: Callable[[], None], mesh: Mesh) -> list[str]:
         part()
     except OSError as error:
         failure = f"{type(error).__name__}: {error}"
-    return [f"rank {rank}: {text}" for rank, text in enumerate(mesh.everyones(failure)) if text]
+    return [f"rank {rank}: {text}" for rank, text in enumerate(mesh.all_gather_object(failure)) if text]

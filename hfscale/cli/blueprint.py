@@ -22,7 +22,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the blueprint."""
     import torch
 
-    from ..plan import describe_blueprint
+    from ..planner.entry import describe_blueprint
 
     auto_class = auto_class_of(arguments.auto_class)
     config = load_config(arguments.model, arguments.trust_remote_code)

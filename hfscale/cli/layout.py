@@ -47,7 +47,7 @@ def layout_of(arguments: argparse.Namespace) -> "ParallelConfig":
         ConfigError: a value is impossible in itself, or does not fit the schedule.
     """
     from ..config import ParallelConfig
-    from ..pipeline.orders import check
+    from ..parallel.pipeline.orders import check
 
     def of(flag: str) -> str | None:
         value: str | None = getattr(arguments, flag[2:].replace("-", "_"))

@@ -39,6 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Draw it."""
-    from ..pipeline.command import run_schedule
+    from ..parallel.pipeline.command import run_schedule
 
     return run_schedule(arguments)

@@ -59,9 +59,9 @@ def check_replicas(runtime: Runtime, saving: str | None = None, tolerance: float
             places.append((planned.name, spans))
             sums.append(checksum(piece))
     read = torch.stack(sums).tolist() if sums else []
-    everyones = runtime.mesh.everyones(dict(zip(places, read, strict=True)))
+    all_gather_object = runtime.mesh.all_gather_object(dict(zip(places, read, strict=True)))
     values: dict[tuple[str, _Place], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for rank, held in enumerate(everyones):
+    for rank, held in enumerate(all_gather_object):
         for place, value in held.items():
             values[place][value].append(rank)
     apart = [(place[0], list(by_value.values())) for place, by_value in values.items() if len(by_value) > 1]
@@ -84,7 +84,7 @@ def _drift(runtime: Runtime, names: set[str]) -> float:
                 entries = piece.flatten()[:: -(-piece.numel() // _ENTRIES) or 1]
                 mine[planned.name, spans] = entries.double().tolist()
     worst, first = 0.0, dict[tuple[str, _Place], list[float]]()
-    for held in runtime.mesh.everyones(mine):
+    for held in runtime.mesh.all_gather_object(mine):
         for place, entries in held.items():
             known = first.setdefault(place, entries)
             scale = max(map(abs, known), default=0.0) or 1.0

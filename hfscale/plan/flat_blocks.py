@@ -14,7 +14,7 @@ from itertools import product
 from math import prod
 
 from .cut import Cut, Spans, cut_shape, share_spans
-from .plan import ParameterPlan
+from .parameter import ParameterPlan
 
 
 @cache

@@ -14,7 +14,7 @@ from functools import cache
 
 from .cut import Cut, share_spans
 from .flat_blocks import coordinates, runs_align
-from .plan import ParameterPlan, Plan
+from .parameter import ParameterPlan
 
 BLOCK = 64
 """Values with one scale in 4 bits."""
@@ -43,24 +43,6 @@ class QuantizedPlan:
     def aligned(self, planned: ParameterPlan) -> bool:
         """Whether every rank's share of a weight is quantized as in one process, double quantization aside."""
         return blocks_align(planned.shape, planned.cuts, self.bits, planned.name in self.transposed)
-
-    def notes(self, plan: Plan) -> list[str]:
-        """What a person should know about the arithmetic of ``plan``."""
-        weights = [plan.by_name[name] for name in self.weights]
-        lines = [f"quantized: {len(weights)} weights in {self.bits} bits ({self.kind})"]
-        cut_through = sum(not self.aligned(planned) for planned in weights)
-        if cut_through and self.stored:
-            lines.append(f"4-bit blocks of {cut_through} weights do not align with their shards: they cannot be loaded")
-        elif cut_through:
-            unit = "4-bit blocks" if self.bits == 4 else "8-bit rows"
-            lines.append(
-                f"{unit} of {cut_through} weights do not align with their shards: close to unsharded, not equal"
-            )
-        if self.double and any(planned.cuts for planned in weights):
-            lines.append(
-                "double quantization takes blocks and a mean over the scales of a shard: close to unsharded, not equal"
-            )
-        return lines
 
 
 @cache

@@ -1,7 +1,7 @@
 """Pipeline stages as data: how layers are shared out, which rank holds which stage, and what each stage costs.
 
-Integers in, integers out; what a layer costs is measured in :mod:`hfscale.plan.costs`, and which modules come before
-and after the layers is found in :mod:`hfscale.plan.assign`.
+Integers in, integers out; what a layer costs is measured in :mod:`hfscale.planner.costs`, and which modules come before
+and after the layers is found in :mod:`hfscale.planner.assign`.
 """
 
 from collections.abc import Sequence
@@ -117,7 +117,7 @@ class Stage:
     parameters: int
     flops: int
 
-    def holds(self, name: str) -> bool:
+    def is_local(self, name: str) -> bool:
         """Whether a parameter or module is this stage's (those that every stage has are nobody's)."""
         return any(name == owned or name.startswith(f"{owned}.") for owned in (*self.layers, *self.modules))
 
@@ -161,7 +161,7 @@ class StagePlan:
             first. A stand-in for an absent layer must return the same.
         module_returns: the same of each module in :attr:`Stage.modules`, where it was called; 0 for anything else.
         ties: tensors that several stages hold.
-        work: what each stage costs, in the unit of :meth:`hfscale.plan.costs.Cost.work`.
+        work: what each stage costs, in the unit of :meth:`hfscale.planner.costs.Cost.work`.
     """
 
     stages: tuple[Stage, ...]
@@ -194,7 +194,7 @@ class StagePlan:
             KeyError: no stage holds it.
         """
         for stage in self.stages:
-            if stage.holds(name):
+            if stage.is_local(name):
                 return stage.index
         raise KeyError(name)
 

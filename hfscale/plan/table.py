@@ -7,14 +7,16 @@ from math import prod
 from typing import Any
 
 from ..config import AXES
-from .plan import ParameterPlan, Plan, wild_name
+from .contents import PlanContents
+from .parameter import ParameterPlan, wild_name
+from .quantized import QuantizedPlan
 from .stages import Tie
 
 _COLUMNS = ("parameter", "copies", "stage", "shape", "cut", "shape per rank", "bytes per rank", "gradient")
 _NUMBERS = ("copies", "stage", "bytes per rank")  # aligned right
 
 
-def gradient_rule(parameter: ParameterPlan, plan: Plan) -> str:
+def gradient_rule(parameter: ParameterPlan, plan: PlanContents) -> str:
     """What is done to the gradient of one parameter before the optimizer sees it."""
     steps = [f"sum over {axis}" for axis in parameter.partial]
     tie = _tie(parameter, plan)
@@ -47,7 +49,7 @@ def local_bytes(parameter: ParameterPlan, ranks: dict[str, int]) -> int:
     return prod(parameter.local_shape(ranks)) * parameter.dtype.itemsize
 
 
-def weights_per_rank(plan: Plan) -> tuple[int, int]:
+def weights_per_rank(plan: PlanContents) -> tuple[int, int]:
     """How many numbers, and how many bytes, the weights of a rank have; the most that any rank holds."""
 
     def weights(held: Iterable[ParameterPlan]) -> tuple[int, int]:
@@ -59,12 +61,12 @@ def weights_per_rank(plan: Plan) -> tuple[int, int]:
         return weights(plan.parameters)
     ranks = [plan.stages.of_rank(rank) for rank in range(plan.layout.size("pp"))]
     return max(
-        (weights(p for p in plan.parameters if any(stage.holds(p.name) for stage in stages)) for stages in ranks),
+        (weights(p for p in plan.parameters if any(stage.is_local(p.name) for stage in stages)) for stages in ranks),
         key=lambda held: held[1],
     )
 
 
-def to_json(plan: Plan) -> str:
+def to_json(plan: PlanContents) -> str:
     """The whole plan as JSON; shapes and bytes of a parameter are those of the first rank of its stage.
 
     No other rank of the stage has more.
@@ -91,7 +93,7 @@ def to_json(plan: Plan) -> str:
     )
 
 
-def _json_row(parameter: ParameterPlan, plan: Plan) -> dict[str, Any]:
+def _json_row(parameter: ParameterPlan, plan: PlanContents) -> dict[str, Any]:
     return {
         "name": parameter.name,
         "stage": parameter.stage,
@@ -107,7 +109,7 @@ def _json_row(parameter: ParameterPlan, plan: Plan) -> dict[str, Any]:
     }
 
 
-def render(plan: Plan) -> str:
+def render(plan: PlanContents) -> str:
     """The plan as text: one line per kind of parameter, the same parameter of like layers folded into one."""
     folded: dict[tuple[Any, ...], list[ParameterPlan]] = {}
     for parameter in plan.parameters:
@@ -127,14 +129,14 @@ def render(plan: Plan) -> str:
     )
 
 
-def _training(plan: Plan) -> str:
+def _training(plan: PlanContents) -> str:
     """How a model is trained, before anybody tries."""
     if not plan.no_step:
         return "train_step: yes"
     return f"train_step: no ({plan.no_step}); a plain loop: loss = model(**batch).loss; loss.backward()"
 
 
-def _row(group: list[ParameterPlan], plan: Plan) -> tuple[str, ...]:
+def _row(group: list[ParameterPlan], plan: PlanContents) -> tuple[str, ...]:
     first, last = group[0], group[-1]
     return (
         wild_name(first.name) if len(group) > 1 else first.name,
@@ -148,13 +150,13 @@ def _row(group: list[ParameterPlan], plan: Plan) -> tuple[str, ...]:
     )
 
 
-def _tie(parameter: ParameterPlan, plan: Plan) -> Tie | None:
+def _tie(parameter: ParameterPlan, plan: PlanContents) -> Tie | None:
     """The copies of a parameter on several stages, if there are."""
     ties = plan.stages.ties if plan.stages else ()
     return next((tie for tie in ties if parameter.name in tie.names), None)
 
 
-def _tied(parameter: ParameterPlan, plan: Plan) -> str:
+def _tied(parameter: ParameterPlan, plan: PlanContents) -> str:
     tie = _tie(parameter, plan)
     copy = f", a copy on stage {parameter.stage}" if tie is not None and parameter.stage != tie.owner else ""
     return f"tied to {parameter.tied_to}{copy}"
@@ -173,7 +175,7 @@ def _align(rows: Sequence[tuple[str, ...]]) -> list[str]:
     return [line(_COLUMNS), "-" * (sum(widths) + 2 * (len(widths) - 1)), *map(line, rows)]
 
 
-def _edges(plan: Plan) -> list[str]:
+def _edges(plan: PlanContents) -> list[str]:
     """Where ranks of the tensor axis talk, and what the data axes gather at a time."""
     lines = []
     if plan.blocks:
@@ -219,7 +221,7 @@ def _edges(plan: Plan) -> list[str]:
             f"data axes: {len(plan.layers)} layers, each gathered and reduced as one, and the rest of the model"
         )
     if plan.quantized is not None:
-        lines += plan.quantized.notes(plan)
+        lines += _quantized(plan, plan.quantized)
     return [*lines, ""] if lines else []
 
 
@@ -227,7 +229,24 @@ def _inside(block: str, names: Iterable[str]) -> str:
     return ", ".join(name.removeprefix(f"{block}.") for name in names)
 
 
-def _memory(plan: Plan) -> str:
+def _quantized(plan: PlanContents, quantized: QuantizedPlan) -> list[str]:
+    """What a person should know about the arithmetic of a quantized model."""
+    weights = [plan.by_name[name] for name in quantized.weights]
+    lines = [f"quantized: {len(weights)} weights in {quantized.bits} bits ({quantized.kind})"]
+    cut_through = sum(not quantized.aligned(planned) for planned in weights)
+    if cut_through and quantized.stored:
+        lines.append(f"4-bit blocks of {cut_through} weights do not align with their shards: they cannot be loaded")
+    elif cut_through:
+        unit = "4-bit blocks" if quantized.bits == 4 else "8-bit rows"
+        lines.append(f"{unit} of {cut_through} weights do not align with their shards: close to unsharded, not equal")
+    if quantized.double and any(planned.cuts for planned in weights):
+        lines.append(
+            "double quantization takes blocks and a mean over the scales of a shard: close to unsharded, not equal"
+        )
+    return lines
+
+
+def _memory(plan: PlanContents) -> str:
     count, weights = weights_per_rank(plan)
     which = "largest rank" if plan.stages else "per rank"
     return (

@@ -24,9 +24,9 @@ import hfscale
 
 from .. import _host
 from ..config import ParallelConfig
-from ..data import local_tensor
-from ..names import stock_name
 from ..runtime import runtime_of
+from ..runtime.names import stock_name
+from ..runtime.runtime import local_tensor
 from .pool import RankPool
 from .precision import keep_float64
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from .. import from_config, plan
 from ..config import AXES, ParallelConfig
 from ..errors import ConfigError
-from ..pipeline import read_csv
+from ..parallel.pipeline import read_csv
 from ..schedules import ASYNCHRONOUS, SCHEDULES
 from . import batches
 from .clone import EXPERT_FIELDS, EXPERTS, LAYERS, tiny_clone

@@ -35,13 +35,12 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 import hfscale
-from hfscale.pipeline import (
+from hfscale.parallel.pipeline import (
     Action,
     Costs,
     Order,
     Recorder,
     Timeline,
-    default_virtual_stages,
     ideal_bubble,
     merge_records,
     order,
@@ -50,9 +49,10 @@ from hfscale.pipeline import (
     stage_ranks,
     write_trace,
 )
-from hfscale.pipeline._engine import engine_runtime, run_engine
-from hfscale.pipeline.timeline import GRADIENT
-from hfscale.pipeline.worker import Place, StageWorker
+from hfscale.parallel.pipeline._engine import engine_runtime, run_engine
+from hfscale.parallel.pipeline.timeline import GRADIENT
+from hfscale.parallel.pipeline.worker import Place, StageWorker
+from hfscale.schedules import default_virtual_stages
 from hfscale.testing import RankPool
 
 GOAL = 1.05

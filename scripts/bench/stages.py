@@ -35,8 +35,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import hfscale
-from hfscale.pipeline import Recorder, default_virtual_stages
+from hfscale.parallel.pipeline import Recorder
 from hfscale.runtime import runtime_of
+from hfscale.schedules import default_virtual_stages
 from hfscale.testing import RankPool
 
 GOAL = 1.03

@@ -30,12 +30,12 @@ from hfscale._host import Merge
 from hfscale.checkpoint import load
 from hfscale.checkpoint.checksums import checksum, verify_experts
 from hfscale.checkpoint.merged import parts_of_share
-from hfscale.checkpoint.reader import SafetensorsFile
-from hfscale.checkpoint.slices import ShareOnDisk
-from hfscale.data import local_tensor
+from hfscale.files.reader import SafetensorsFile
+from hfscale.files.slices import ShareOnDisk
 from hfscale.plan import Cut, ParameterPlan
 from hfscale.plan.cut import share_spans
 from hfscale.runtime import runtime_of
+from hfscale.runtime.runtime import local_tensor
 from hfscale.testing import RankPool
 
 Pools = Callable[[int], RankPool]

@@ -14,8 +14,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from hfscale import CheckpointError
-from hfscale.checkpoint import reader
-from hfscale.checkpoint.reader import NAMES, SafetensorsFile
+from hfscale.files import reader
+from hfscale.files.reader import NAMES, SafetensorsFile
 
 
 def _tensor(dtype: torch.dtype, *shape: int) -> torch.Tensor:

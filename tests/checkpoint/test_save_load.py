@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 
 import hfscale
 from hfscale import CheckpointError, ParallelConfig
-from hfscale.checkpoint.reader import SafetensorsFile
-from hfscale.data import local_tensor
+from hfscale.files.reader import SafetensorsFile
 from hfscale.runtime import runtime_of
+from hfscale.runtime.runtime import local_tensor
 from hfscale.testing import RankPool
 from hfscale.testing.families import config_of
 
@@ -171,7 +171,7 @@ def test_a_missing_rank_is_named(tmp_path: Path) -> None:
 
 
 def save_on_a_full_disk(path: str, target: str, layout: dict[str, int]) -> list[str]:
-    from hfscale.checkpoint.writer import CheckpointWriter
+    from hfscale.files.writer import CheckpointWriter
 
     model = hfscale.from_pretrained(path, parallel=ParallelConfig(**layout))
     with torch.no_grad():

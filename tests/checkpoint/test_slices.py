@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from hfscale.checkpoint.reader import SafetensorsFile
-from hfscale.checkpoint.slices import ShareOnDisk
+from hfscale.files.reader import SafetensorsFile
+from hfscale.files.slices import ShareOnDisk
 from hfscale.plan import Cut, ParameterPlan
 
 

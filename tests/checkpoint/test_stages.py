@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, PreTrainedConfi
 
 import hfscale
 from hfscale import CheckpointError, ParallelConfig
-from hfscale.checkpoint.reader import SafetensorsFile
-from hfscale.data import local_tensor
+from hfscale.files.reader import SafetensorsFile
 from hfscale.runtime import runtime_of
+from hfscale.runtime.runtime import local_tensor
 from hfscale.testing import RankPool
 
 from ..models import tiny
@@ -162,7 +162,7 @@ def initialized(family: str, tied: bool, layout: Layout, out: str, seed: int) ->
     finally:
         torch.nn.Module.to_empty = original  # type: ignore[method-assign]
     hfscale.save_pretrained(model, out)
-    held = [name for name in names if runtime_of(model).holds(name) and name.rpartition(".")[2].isdigit()]
+    held = [name for name in names if runtime_of(model).is_local(name) and name.rpartition(".")[2].isdigit()]
     return [unit for unit in units if "Layer " in unit or "Block " in unit], held, model.training
 
 

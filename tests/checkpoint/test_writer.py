@@ -9,8 +9,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from hfscale import CheckpointError
-from hfscale.checkpoint.reader import NAMES
-from hfscale.checkpoint.writer import INDEX, WEIGHTS, CheckpointWriter
+from hfscale.files.reader import NAMES
+from hfscale.files.writer import INDEX, WEIGHTS, CheckpointWriter
 
 
 def _tensors() -> dict[str, torch.Tensor]:

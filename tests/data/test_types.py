@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM
 
 import hfscale
 from hfscale import ConfigError, ParallelConfig
-from hfscale.data import _fsdp
+from hfscale.parallel.data import _fsdp
 from hfscale.runtime import local_tensor, runtime_of
 from hfscale.testing import RankPool
 

@@ -8,7 +8,7 @@ import torch
 
 import hfscale
 from hfscale import ParallelConfig, RoutingConfig
-from hfscale.experts.balance import (
+from hfscale.parallel.experts.balance import (
     balance_loss,
     bias_step,
     expert_counts,
@@ -17,8 +17,8 @@ from hfscale.experts.balance import (
     normalized_entropy,
     z_loss,
 )
-from hfscale.experts.choices import probabilities
-from hfscale.experts.passes import real_tokens
+from hfscale.parallel.experts.forward_contexts import real_tokens
+from hfscale.parallel.experts.routers import probabilities
 from tests.parity.test_balance import _config, _microbatches, _together
 
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hfscale.experts.exchange import combine, dispatch
-from hfscale.experts.routes import plan_routes
 from hfscale.ops import grouped_linear
+from hfscale.parallel.experts.dispatch import combine, dispatch
+from hfscale.parallel.experts.routes import plan_routes
 from hfscale.testing import RankPool, Traffic, count_traffic
 
 Pools = Callable[[int], RankPool]

@@ -9,7 +9,7 @@ import torch
 
 import hfscale
 from hfscale import ConfigError, ExpertLoad, ExpertLoadHistory, ParallelConfig, RoutingConfig, _host
-from hfscale.experts import LayerLoad
+from hfscale.parallel.experts import LayerLoad
 from tests.models import tiny
 from tests.parity.test_balance import _config, _microbatches, _together
 

@@ -14,8 +14,8 @@ from transformers import OlmoeConfig
 
 import hfscale
 from hfscale import ConfigError, ParallelConfig, RoutingConfig
-from hfscale.experts.capacity import queue_places, room
-from hfscale.experts.choices import gshard, noisy_topk, round_robin, switch
+from hfscale.parallel.experts.capacity import queue_places, room
+from hfscale.parallel.experts.routers import gshard, noisy_topk, round_robin, switch
 from hfscale.runtime import runtime_of
 from tests.models import tiny
 from tests.parity.test_balance import _SMALL, _microbatches, _together

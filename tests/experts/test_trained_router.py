@@ -11,8 +11,8 @@ from transformers import MixtralConfig
 
 import hfscale
 from hfscale import ParallelConfig, RoutingConfig
-from hfscale.data import local_tensor
 from hfscale.runtime import runtime_of
+from hfscale.runtime.runtime import local_tensor
 from hfscale.testing import RankPool
 
 Pools = Callable[[int], RankPool]

@@ -9,7 +9,7 @@ import torch
 from transformers import GenerationConfig
 
 import hfscale
-from hfscale.experts.upcycling import FAMILIES
+from hfscale.upcycle.table import FAMILIES
 
 from .dense import IDS, distance, load, logits, save_dense, stored
 

@@ -13,9 +13,9 @@ from transformers.models.llama import LlamaForSequenceClassification
 
 import hfscale
 from hfscale import CheckpointError, ConfigError
-from hfscale.checkpoint import dense as dense_module
-from hfscale.checkpoint.mixture import Upcycling
-from hfscale.experts.upcycled_config import upcycled_config
+from hfscale.upcycle import dense as dense_module
+from hfscale.upcycle.config_of import upcycled_config
+from hfscale.upcycle.expert_tensors import Upcycling
 
 from .dense import SMALL, distance, load, save_dense, stored
 
@@ -41,7 +41,7 @@ from .dense import SMALL, distance, load, save_dense, stored
         ),
         ("olmo", {}, {}, "'olmo' model cannot be upcycled: its layer norms have no weights.*llama -> mixtral"),
         ("mixtral", {}, {}, "it is a mixture of experts already"),
-        ("gemma", {"head_dim": 8}, {}, "knows no mixture of experts with its layers.*hfscale/experts/upcycling.py"),
+        ("gemma", {"head_dim": 8}, {}, "knows no mixture of experts with its layers.*hfscale/upcycle/table.py"),
         ("llama", {"mlp_bias": True}, {"every": 2}, "every=2 leaves.*; mlp_bias=True cannot"),  # all at once
     ],
 )

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import hfscale
-from hfscale.checkpoint.dense import open_whole
-from hfscale.checkpoint.reader import TensorOnDisk
-from hfscale.experts.vary import Variation
+from hfscale.files.reader import TensorOnDisk
+from hfscale.upcycle.dense import open_whole
+from hfscale.upcycle.perturb import Variation
 
 from ..checkpoint.memory import follow_memory
 from .dense import save_dense, stored
@@ -103,7 +103,7 @@ def test_every_tensor_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(TensorOnDisk, "read", count)
     opened = open_whole(source)
-    monkeypatch.setattr("hfscale.checkpoint.upcycle.open_whole", lambda _: opened)
+    monkeypatch.setattr("hfscale.upcycle.upcycle.open_whole", lambda _: opened)
     hfscale.upcycle(source, tmp_path / "mixture", noise=0.1)
     assert len(read) == len(set(read)) == len(opened.tensors)
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import hfscale
 from hfscale import ParallelConfig
-from hfscale.data import like_sharded, local_tensor
-from hfscale.finetune.optimizers.decay import decays, owners_of
-from hfscale.finetune.optimizers.muon import is_hidden_matrix
-from hfscale.runtime import runtime_of
+from hfscale.optimizers.decay import decays, owners_of
+from hfscale.optimizers.muon import is_hidden_matrix
+from hfscale.runtime import like_sharded, runtime_of
+from hfscale.runtime.runtime import local_tensor
 
 from ..experts.models import EAGER, gpt_oss, qwen3_moe
 from ..models import tiny

@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GPT2Config, P
 
 import hfscale
 from hfscale import ParallelConfig
-from hfscale.finetune.quantized import dequantized
-from hfscale.names import owner_of
+from hfscale.quantization.install import dequantized
 from hfscale.runtime import Runtime, runtime_of
+from hfscale.runtime.names import owner_of
 
 from ..models import tiny
 
@@ -81,7 +81,7 @@ def compare_weights(path: str, layout: Layout, config: BitsAndBytesConfig) -> di
     reference, found = stock(path, config), {}
     assert runtime.plan.quantized is not None
     for name in runtime.plan.quantized.weights:
-        if not runtime.holds(name):
+        if not runtime.is_local(name):
             continue
         module, attribute = owner_of(runtime.model, name)
         ours = dequantized(module, attribute)

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 import hfscale
 from hfscale import ParallelConfig, _host
-from hfscale.data import local_tensor
 from hfscale.runtime import runtime_of
+from hfscale.runtime.runtime import local_tensor
 from hfscale.testing import Case, RankPool, assert_layout_equal, plain
 
 from ..experts.models import EAGER, qwen3_moe

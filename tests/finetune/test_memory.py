@@ -13,8 +13,8 @@ from transformers import BitsAndBytesConfig, MixtralConfig, PreTrainedConfig
 import hfscale
 from hfscale import ParallelConfig, _host
 from hfscale.errors import ConfigError
-from hfscale.finetune.memory import count_saved, held_bytes
-from hfscale.plan.state_bytes import NAMES
+from hfscale.estimate.state_bytes import NAMES
+from hfscale.memory.report import count_saved, held_bytes
 from hfscale.runtime import runtime_of
 from hfscale.testing import RankPool
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 import hfscale
 from hfscale import ParallelConfig
-from hfscale.data import local_tensor
-from hfscale.finetune.optimizers.decay import decays, owners_of
+from hfscale.optimizers.decay import decays, owners_of
 from hfscale.runtime import runtime_of
+from hfscale.runtime.runtime import local_tensor
 from hfscale.testing import RankPool
 
 from ..models import tiny

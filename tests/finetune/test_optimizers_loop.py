@@ -13,8 +13,8 @@ from transformers import get_scheduler
 
 import hfscale
 from hfscale import ParallelConfig
-from hfscale.data import local_tensor
 from hfscale.runtime import runtime_of
+from hfscale.runtime.runtime import local_tensor
 from hfscale.testing import RankPool, Traffic, count_traffic
 from hfscale.testing.precision import keep_float64
 

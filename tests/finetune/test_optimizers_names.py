@@ -11,7 +11,7 @@ from transformers.training_args import OptimizerNames
 
 import hfscale
 from hfscale import ConfigError
-from hfscale.finetune.optimizers.names import CHOICES, REFUSED
+from hfscale.optimizers.catalog import CHOICES, REFUSED
 from hfscale.plan import Cut, ParameterPlan
 from hfscale.plan.flat_blocks import blocks_align, some_share_is_empty
 from hfscale.testing import RankPool

@@ -12,9 +12,9 @@ from transformers import BitsAndBytesConfig, GptOssConfig, MixtralConfig, PreTra
 
 import hfscale
 from hfscale import ParallelConfig
-from hfscale.data import local_tensor
-from hfscale.finetune.quantized import dequantized, is_quantized
+from hfscale.quantization.install import dequantized, is_quantized
 from hfscale.runtime import runtime_of
+from hfscale.runtime.runtime import local_tensor
 from hfscale.testing import RankPool
 
 from ..checkpoint.memory import follow_memory
@@ -82,7 +82,7 @@ def step_of(path: str, layout: Layout, config: BitsAndBytesConfig) -> Found:
         if parameter.grad is not None
     }
     weights = {}
-    for each in filter(lambda each: runtime.holds(each.name), runtime.plan.mixtures):
+    for each in filter(lambda each: runtime.is_local(each.name), runtime.plan.mixtures):
         module = model.get_submodule(each.name)
         for name in ("gate_up_proj", "down_proj"):
             assert is_quantized(module, name)

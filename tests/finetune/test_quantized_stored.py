@@ -10,9 +10,9 @@ from torch import Tensor
 
 import hfscale
 from hfscale import CheckpointError, ConfigError, ParallelConfig
-from hfscale.finetune.quantized import dequantized
-from hfscale.names import owner_of
+from hfscale.quantization.install import dequantized
 from hfscale.runtime import runtime_of
+from hfscale.runtime.names import owner_of
 from hfscale.testing import RankPool
 
 from .quantized import Layout, four_bits, local_share, save, stock, through, wide
@@ -33,7 +33,7 @@ def compare(path: str, layout: Layout, whole: dict[str, Tensor]) -> int:
     model = hfscale.from_pretrained(path, parallel=ParallelConfig(**layout), dtype=torch.float32)
     runtime, count = runtime_of(model), 0
     assert runtime.plan.quantized is not None
-    for name in filter(runtime.holds, runtime.plan.quantized.weights):
+    for name in filter(runtime.is_local, runtime.plan.quantized.weights):
         module, attribute = owner_of(model, name)
         assert isinstance(module, bnb.nn.Linear4bit)
         assert torch.equal(dequantized(module, attribute), local_share(runtime, name, whole[name])), name

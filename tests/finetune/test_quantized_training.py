@@ -14,10 +14,10 @@ from transformers import BitsAndBytesConfig
 import hfscale
 from hfscale import ParallelConfig
 from hfscale._host import enable_checkpointing
-from hfscale.checkpoint.reader import SafetensorsFile
-from hfscale.data import local_tensor
-from hfscale.ops.packed import packings_of
+from hfscale.files.reader import SafetensorsFile
+from hfscale.quantization.packed import packings_of
 from hfscale.runtime import runtime_of
+from hfscale.runtime.runtime import local_tensor
 from hfscale.testing import RankPool
 
 from ..checkpoint.memory import follow_memory
@@ -205,7 +205,9 @@ def loaded(path: str, layout: Layout, config: BitsAndBytesConfig) -> dict[str, i
         SafetensorsFile.read = original  # type: ignore[method-assign]
     held = [local_tensor(p.detach()) for p in model.parameters()]
     planned = runtime_of(model).plan
-    shares = [p.local_shape(runtime_of(model).mesh.ranks) for p in planned.owned() if runtime_of(model).holds(p.name)]
+    shares = [
+        p.local_shape(runtime_of(model).mesh.ranks) for p in planned.owned() if runtime_of(model).is_local(p.name)
+    ]
     sizes = [2 * torch.Size(shape).numel() for shape in shares]
     return {
         "read": total,

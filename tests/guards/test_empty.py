@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 
 import hfscale
 from hfscale import ParallelConfig
-from hfscale.data import local_tensor
 from hfscale.runtime import runtime_of
+from hfscale.runtime.runtime import local_tensor
 from hfscale.testing import RankPool
 
 from ..models import tiny

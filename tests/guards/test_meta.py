@@ -82,7 +82,7 @@ def test_sequence_parallel() -> None:
 def test_mixtures_look_once_a_pass(layout: dict[str, int], microbatches: int) -> None:
     seen = _step(ParallelConfig(**layout), microbatches, mixture=True)
     assert {name for name, _ in seen.looks} == {"_to_copy"}
-    assert {where.partition(":")[0] for _, where in seen.looks} == {"hfscale/experts/routes.py"}
+    assert {where.partition(":")[0] for _, where in seen.looks} == {"hfscale/parallel/experts/routes.py"}
     assert seen.looks.total() == microbatches * LAYERS
 
 
@@ -99,7 +99,7 @@ def test_stages(microbatches: int) -> None:
 
 def test_batches_on_the_device_are_looked_at_once() -> None:
     seen = _step(ParallelConfig(tp_size=2), 4, answer=[B * (S - 1), 0, 0, 0] * 4)
-    assert [where.partition(":")[0] for _, where in seen.looks.elements()] == ["hfscale/batches.py"]
+    assert [where.partition(":")[0] for _, where in seen.looks.elements()] == ["hfscale/runtime/batches.py"]
 
 
 def _faults(call: Any) -> Seen:

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, OlmoeConfig, Pr
 
 import hfscale
 from hfscale import ParallelConfig, RoutingConfig, _host
-from hfscale.data import local_tensor
 from hfscale.runtime import runtime_of
+from hfscale.runtime.runtime import local_tensor
 from hfscale.testing import RankPool
 from hfscale.testing.parity import ragged_batch
 from hfscale.testing.precision import keep_float64

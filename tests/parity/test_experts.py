@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 import hfscale
 from hfscale import ParallelConfig, _host
-from hfscale.data import local_tensor
 from hfscale.runtime import runtime_of
+from hfscale.runtime.runtime import local_tensor
 from hfscale.testing import Case, RankPool, Traffic, assert_layout_equal, count_traffic, plain
 from hfscale.testing.precision import keep_float64
 

@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoConfig
 
 from hfscale import ParallelConfig, PlanError, plan
-from hfscale.plan import FAMILIES as FAMILIES_OF_PLAN
+from hfscale.families import FAMILIES as FAMILIES_OF_PLAN
 from hfscale.testing import Case, RankPool, assert_layout_equal
 from hfscale.testing.clone import LAYERS, tiny_clone
 

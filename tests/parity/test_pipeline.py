@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, OPTConfig, PreTrainedConfig
 
 import hfscale
 from hfscale import ConfigError, ParallelConfig, PlanError
-from hfscale.pipeline import order, write_csv
+from hfscale.parallel.pipeline import order, write_csv
 from hfscale.runtime import runtime_of
 from hfscale.testing import Case, RankPool, assert_layout_equal
 from hfscale.testing.parity import ragged_batch

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from hfscale.cli import main
-from hfscale.pipeline import Action, Costs, Timeline, order, read_csv, read_trace, simulate, write_trace
-from hfscale.pipeline.draw import draw, title
-from hfscale.pipeline.terminal import render
+from hfscale.parallel.pipeline import Action, Costs, Timeline, order, read_csv, read_trace, simulate, write_trace
+from hfscale.parallel.pipeline.draw import draw, title
+from hfscale.parallel.pipeline.terminal import render
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 

@@ -3,7 +3,7 @@
 import pytest
 
 from hfscale.errors import ConfigError
-from hfscale.pipeline import Action, Costs, ideal_bubble, order, simulate, simulate_communicators
+from hfscale.parallel.pipeline import Action, Costs, ideal_bubble, order, simulate, simulate_communicators
 from hfscale.schedules import ASYNCHRONOUS, SCHEDULES, default_virtual_stages
 
 TRANSFER = 0.02  # of a forward pass of a rank: 8 MiB where it takes 4 ms and a link carries 100 GB/s
@@ -64,6 +64,6 @@ def test_a_deadlock_of_transfers_is_said() -> None:
     assert simulate_communicators(order_of).makespan == 4.0  # the engine asks for both where they are sent
     crossed = [[("SEND_F", 0, 0), ("SEND_F", 0, 1)], [("RECV_F", 1, 1), ("RECV_F", 1, 0)]]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hfscale.pipeline.communicators.transfers_between", lambda _: crossed)
+        patch.setattr("hfscale.parallel.pipeline.communicators.transfers_between", lambda _: crossed)
         with pytest.raises(ConfigError, match="mine can never end: its transfers wait for each other"):
             simulate_communicators(order_of, name="mine")

@@ -16,9 +16,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import hfscale
 from hfscale import ParallelConfig
-from hfscale.pipeline import default_virtual_stages, order, peak_formula, peak_live
-from hfscale.pipeline.worker import StageWorker
+from hfscale.parallel.pipeline import order, peak_formula, peak_live
+from hfscale.parallel.pipeline.worker import StageWorker
 from hfscale.runtime import runtime_of
+from hfscale.schedules import default_virtual_stages
 from hfscale.testing import RankPool
 
 from ..models import tiny

@@ -4,9 +4,10 @@ import pytest
 
 from hfscale.config import SCHEDULES
 from hfscale.errors import ConfigError
-from hfscale.pipeline import Action, default_virtual_stages, order, peak_live, simulate, stage_ranks
-from hfscale.pipeline.orders import allowed_virtual_stages
-from hfscale.pipeline.timeline import GRADIENT, RELEASE
+from hfscale.parallel.pipeline import Action, order, peak_live, simulate, stage_ranks
+from hfscale.parallel.pipeline.orders import allowed_virtual_stages
+from hfscale.parallel.pipeline.timeline import GRADIENT, RELEASE
+from hfscale.schedules import default_virtual_stages
 
 SYNCHRONOUS = [schedule for schedule in SCHEDULES if not schedule.startswith("pipedream")]
 

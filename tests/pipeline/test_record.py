@@ -12,9 +12,9 @@ import torch
 import hfscale
 from hfscale import ConfigError, ParallelConfig
 from hfscale.cli import main
-from hfscale.pipeline import Action, Span, Timeline, order, read_trace
-from hfscale.pipeline.record import split_steps
-from hfscale.pipeline.trace import last_whole_step, read_runs
+from hfscale.parallel.pipeline import Action, Span, Timeline, order, read_trace
+from hfscale.parallel.pipeline.chrome_trace import last_whole_step, read_runs
+from hfscale.parallel.pipeline.record import split_steps
 from hfscale.testing import RankPool
 from tests.models import tiny
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from hfscale.pipeline import split
+from hfscale.parallel.pipeline import split
 
 
 def test_a_weight_that_is_used_twice() -> None:

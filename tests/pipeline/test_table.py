@@ -9,7 +9,7 @@ import torch
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from hfscale.errors import ConfigError
-from hfscale.pipeline import order, read_csv, write_csv
+from hfscale.parallel.pipeline import order, read_csv, write_csv
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,17 @@ from pathlib import Path
 import pytest
 
 from hfscale.errors import ConfigError
-from hfscale.pipeline import Action, Record, Recorder, Span, merge_records, order, read_trace, simulate, write_trace
+from hfscale.parallel.pipeline import (
+    Action,
+    Record,
+    Recorder,
+    Span,
+    merge_records,
+    order,
+    read_trace,
+    simulate,
+    write_trace,
+)
 
 
 def test_round_trip(tmp_path: Path) -> None:

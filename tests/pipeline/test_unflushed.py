@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import hfscale
 from hfscale import ConfigError, ParallelConfig, PlanError, _host
-from hfscale.plan import assign_stages
+from hfscale.planner.assign import assign_stages
 from hfscale.runtime import runtime_of
 from hfscale.testing import RankPool
 from hfscale.testing.parity import ragged_batch

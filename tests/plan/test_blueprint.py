@@ -5,7 +5,10 @@ import torch
 from transformers import AutoModelForCausalLM, MambaConfig
 
 from hfscale import PlanError
-from hfscale.plan import FAMILIES, Block, find_blueprint, translate_host_plan
+from hfscale.families import FAMILIES
+from hfscale.families.blueprint import Block
+from hfscale.families.translate import translate_host_plan
+from hfscale.planner.resolve import find_blueprint
 from tests.models import tiny
 
 _PLAN = {"layers.*.attn.q": "colwise", "layers.*.attn.o": "rowwise"}

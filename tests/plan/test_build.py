@@ -9,7 +9,10 @@ from transformers import AutoModel, AutoModelForCausalLM, BertConfig, BertLMHead
 
 import hfscale
 from hfscale import ParallelConfig, PlanError
-from hfscale.plan import FAMILIES, Block, Blueprint, Cut, Plan, build_plan
+from hfscale.families import FAMILIES
+from hfscale.families.blueprint import Block, Blueprint
+from hfscale.plan import Cut, Plan
+from hfscale.planner.build import build_plan
 from tests.models import tiny
 
 _LAYER = "model.layers.1"

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTrainedConfig
 
-from hfscale.plan import Cost, Costs, balance, layer_costs
+from hfscale.plan import balance
+from hfscale.planner.costs import Cost, Costs, layer_costs
 from tests.models import tiny
 
 

@@ -1,4 +1,4 @@
-"""Shares of all ranks put together give the whole tensor, whatever the cuts."""
+"""LocalWeights of all ranks put together give the whole tensor, whatever the cuts."""
 
 from itertools import product
 from math import prod

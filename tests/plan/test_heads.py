@@ -10,7 +10,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import hfscale
 from hfscale import ParallelConfig
 from hfscale.errors import PlanError
-from hfscale.plan import FAMILIES, Block, Blueprint, Cut, Plan, build_plan, to_json
+from hfscale.families import FAMILIES
+from hfscale.families.blueprint import Block, Blueprint
+from hfscale.plan import Cut, Plan, to_json
+from hfscale.planner.build import build_plan
 from hfscale.testing.clone import tiny_clone
 
 from ..models import tiny

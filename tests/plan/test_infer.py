@@ -11,10 +11,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, MambaConfig
 
 from hfscale import ParallelConfig, PlanError, plan
 from hfscale.cli import main
-from hfscale.plan import FAMILIES, Block, Blueprint, as_python, find_blueprint, infer_blueprint
-from hfscale.plan import infer as room
-from hfscale.plan.fused import query_key_value
-from hfscale.plan.infer import TOLERANCE, Unproved, infer, make_subject, prove, subject
+from hfscale.families import FAMILIES
+from hfscale.families.blueprint import Block, Blueprint
+from hfscale.families.fused import query_key_value
+from hfscale.planner import infer as room
+from hfscale.planner.entry import as_python
+from hfscale.planner.infer import TOLERANCE, Unproved, infer, infer_blueprint, make_subject, prove, subject
+from hfscale.planner.resolve import find_blueprint
 from hfscale.testing import Case, RankPool, assert_layout_equal
 from hfscale.testing.clone import tiny_clone
 from tests.models import tiny

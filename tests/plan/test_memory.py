@@ -8,10 +8,10 @@ from transformers import BitsAndBytesConfig, LlamaConfig
 
 import hfscale
 from hfscale import ParallelConfig
-from hfscale.finetune.optimizers.names import CHOICES
-from hfscale.plan.activations import experts_per_token, stream_width
-from hfscale.plan.memory import estimate_memory
-from hfscale.plan.state_bytes import NAMES
+from hfscale.estimate.activations import experts_per_token, stream_width
+from hfscale.estimate.memory import estimate_memory
+from hfscale.estimate.state_bytes import NAMES
+from hfscale.optimizers.catalog import CHOICES
 
 from ..models import tiny
 

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, BambaConfig
 
 import hfscale
 from hfscale import ParallelConfig, PlanError, plan
-from hfscale.plan.infer import search
+from hfscale.planner.infer import search
 from hfscale.testing.clone import tiny_clone
 from hfscale.testing.families import config_of
 

@@ -27,18 +27,12 @@ from transformers import (
 
 from hfscale import ConfigError, ParallelConfig, PlanError
 from hfscale.config import SCHEDULES
-from hfscale.pipeline import default_virtual_stages, order, stage_ranks
-from hfscale.plan import (
-    Plan,
-    Stage,
-    StagePlan,
-    Tie,
-    assign,
-    assign_stages,
-    build_plan,
-    place_stages,
-    to_json,
-)
+from hfscale.parallel.pipeline import order, stage_ranks
+from hfscale.plan import Plan, Stage, StagePlan, Tie, place_stages, to_json
+from hfscale.planner import assign
+from hfscale.planner.assign import assign_stages
+from hfscale.planner.build import build_plan
+from hfscale.schedules import default_virtual_stages
 from hfscale.testing.clone import tiny_clone
 from tests.models import tiny
 
@@ -102,11 +96,11 @@ def _all_held_once(model: Any, plan: StagePlan) -> None:
     """Every parameter is on one stage, but for those that are reported as tied."""
     tied = {name: tie for tie in plan.ties for name in tie.names}
     for name, _ in model.named_parameters(remove_duplicate=False):
-        stages = {stage.index for stage in plan.stages if stage.holds(name)}
+        stages = {stage.index for stage in plan.stages if stage.is_local(name)}
         assert plan.stage_of(name) == min(stages)
         assert len(stages) == 1 or name in tied
     for tie in plan.ties:
-        assert set(tie.stages) == {s.index for s in plan.stages if any(s.holds(name) for name in tie.names)}
+        assert set(tie.stages) == {s.index for s in plan.stages if any(s.is_local(name) for name in tie.names)}
     copies = sum((len(t.stages) - 1) * model.get_parameter(t.names[0]).numel() for t in plan.ties)
     assert sum(stage.parameters for stage in plan.stages) == sum(p.numel() for p in model.parameters()) + copies
 
@@ -193,7 +187,7 @@ def _run_stage(model: Any, plan: StagePlan, stage: Stage, ids: Tensor, stream: T
     """The stream behind one stage, and the model's logits, when only that stage's parameters have their values."""
     model, passed = copy.deepcopy(model), []
     named = list(model.named_parameters(remove_duplicate=False))
-    held = {id(parameter) for name, parameter in named if stage.holds(name)}
+    held = {id(parameter) for name, parameter in named if stage.is_local(name)}
     for _, parameter in named:
         if id(parameter) not in held:
             parameter.data.fill_(0.5)
@@ -373,7 +367,7 @@ def test_every_parameter_has_its_stage(family: str) -> None:
     plan = _plan(family, pp_size=2, dp_shard_size=2, stage_layers=[2, 3])
     assert plan.stages is not None
     for parameter in plan.parameters:
-        assert plan.stages.stages[parameter.stage].holds(parameter.name)
+        assert plan.stages.stages[parameter.stage].is_local(parameter.name)
         inside = parameter.name.startswith(f"{plan.stages.layer_list}.")
         assert not inside or parameter.stage == (int(parameter.name.split(".")[2 if family != "opt" else 3]) > 1)
     document = json.loads(to_json(plan))

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import hfscale
 from hfscale import ParallelConfig, _host
-from hfscale.data import local_tensor
+from hfscale.runtime.runtime import local_tensor
 from hfscale.testing import RankPool
 
 from ..models import tiny

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hfscale.tensor.promise import LogitsPromise, promise_logits
+from hfscale.parallel.tensor.lazy_logits import LazyLogits, defer_logits
 
 CAP = torch.tensor(3.0, dtype=torch.float64)
 
@@ -50,9 +50,9 @@ OTHER: dict[str, Callable[[Tensor], Any]] = {
 def test_like_the_real_ones(name: str) -> None:
     head, hidden = _made()
     function = {**POINTWISE, **OTHER}[name]
-    found = function(promise_logits(head, hidden, True))
+    found = function(defer_logits(head, hidden, True))
     expected = function(head(hidden))
-    assert isinstance(found, LogitsPromise) is (name in POINTWISE)
+    assert isinstance(found, LazyLogits) is (name in POINTWISE)
     assert (found.shape, found.dtype, found.requires_grad) == (expected.shape, expected.dtype, True)
     assert found.dim() == expected.dim()
     if name in POINTWISE:
@@ -67,7 +67,7 @@ def test_like_the_real_ones(name: str) -> None:
 def test_looking_keeps_the_graph_and_computes_once() -> None:
     head, hidden = _made()
     calls: list[int] = []
-    promise = promise_logits(lambda x: calls.append(len(x)) or head(x), hidden, True)  # type: ignore[func-returns-value]
+    promise = defer_logits(lambda x: calls.append(len(x)) or head(x), hidden, True)  # type: ignore[func-returns-value]
     with torch.no_grad():
         assert promise.argmax(-1).shape == (2, 3)
     assert promise.sum().requires_grad
@@ -78,7 +78,7 @@ def test_looking_keeps_the_graph_and_computes_once() -> None:
 
 def test_low_precision_follows_torch() -> None:
     head, hidden = _made(torch.bfloat16)
-    promise = promise_logits(head, hidden, True)
+    promise = defer_logits(head, hidden, True)
     assert (promise / CAP).dtype == torch.bfloat16
     assert promise.float().mul(2).dtype == torch.float32
 
@@ -86,7 +86,7 @@ def test_low_precision_follows_torch() -> None:
 def test_without_gradients() -> None:
     head, hidden = _made()
     with torch.no_grad():
-        promise = promise_logits(head, hidden, True)
+        promise = defer_logits(head, hidden, True)
     assert not promise.requires_grad
     assert not promise.sum().requires_grad
 
@@ -94,10 +94,10 @@ def test_without_gradients() -> None:
 def test_a_scalar_that_changes_later_and_one_that_trains() -> None:
     head, hidden = _made()
     scale = torch.tensor(2.0, dtype=torch.float64)
-    promise = promise_logits(head, hidden, True) * scale
+    promise = defer_logits(head, hidden, True) * scale
     scale.fill_(100.0)
     torch.testing.assert_close(promise[...], 2 * head(hidden))
-    assert not isinstance(promise_logits(head, hidden, True) * nn.Parameter(scale), LogitsPromise)
+    assert not isinstance(defer_logits(head, hidden, True) * nn.Parameter(scale), LazyLogits)
 
 
 def test_past_torch_functions_it_refuses() -> None:
@@ -112,4 +112,4 @@ def test_past_torch_functions_it_refuses() -> None:
             return grads[0] * 2
 
     with pytest.raises(RuntimeError, match="without labels"):
-        Double.apply(promise_logits(*_made(), True))
+        Double.apply(defer_logits(*_made(), True))

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import hfscale
 from hfscale import ParallelConfig, _host
-from hfscale.data import local_tensor
+from hfscale.runtime.runtime import local_tensor
 from hfscale.testing import RankPool, keep_float64
 
 from ..models import tiny

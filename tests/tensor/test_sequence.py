@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 import hfscale
 from hfscale import ParallelConfig, _host
 from hfscale.errors import ConfigError, PlanError
-from hfscale.plan import share_evenly
+from hfscale.planner.sequence import share_evenly
 from hfscale.runtime import runtime_of
 from hfscale.testing import Case, RankPool, Traffic, assert_layout_equal, count_traffic, plain
 from hfscale.testing.clone import tiny_clone

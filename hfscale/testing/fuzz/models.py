@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedCon
 import hfscale
 
 from ... import _host
-from ...finetune.optimizers.decay import owners_of
-from ...finetune.optimizers.muon import is_hidden_matrix
+from ...optimizers.decay import owners_of
+from ...optimizers.muon import is_hidden_matrix
 from ...runtime import runtime_of
 from ..families import config_of
 from ..parity import plain_name

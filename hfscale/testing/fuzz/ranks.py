@@ -13,8 +13,8 @@ from torch import Tensor
 
 import hfscale
 
-from ...data import local_tensor
 from ...runtime import Runtime, runtime_of
+from ...runtime.runtime import local_tensor
 from ..parity import difference, stored
 from .data import Call, as_given, batches
 from .draw import Draw

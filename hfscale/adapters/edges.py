@@ -1,0 +1,112 @@
+"""Adapters that PEFT put around projections, inside the edges of tensor-parallel blocks.
+
+A wrapper computes with local factors, as the projection inside computes with a local weight, and what both give
+together is summed or kept cut by the block's edge. What is left to do here: factors that every rank holds whole see a
+part of their gradient; DoRA wants the norm of whole rows; and dropout in front of an adapter draws from the stream that
+fits its input.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..parallel.tensor.partial_gradients import computes_with, read_partial
+from ..parallel.tensor.random import drop_alike, drop_own
+from ..parallel.tensor.sequence import SequenceRegion
+from ..plan import BlockPlan
+from ..planner.adapters import COPY
+from ..runtime import Runtime
+from ..runtime.names import owner_of, unwrapped
+
+
+def install_adapter_edges(runtime: Runtime) -> None:
+    """Let adapters compute with those of the other tensor ranks. No-op without adapters, or on one tensor rank."""
+    plan, model, sums = runtime.plan, runtime.model, runtime.sums
+    if not plan.adapters or sums is None:
+        return
+    for adapter in plan.adapters:
+        planned = plan.by_name[adapter.name]
+        # A trained copy of a module is read like the module itself.
+        if "tp" in planned.partial and adapter.kept_in != COPY and runtime.is_local(adapter.name):
+            holder, name = owner_of(model, adapter.name)
+            # A bias behind a row projection enters the sum over the ranks once.
+            summed = len(planned.shape) == 1 and plan.by_name[adapter.base].cut_over("tp") is not None
+            once = not summed or adapter.kept_in != "lora_B" or runtime.mesh.ranks["tp"] == 0
+            module = computes_with(model, holder)
+            if adapter.experts:  # their factors are read by what computes with all of them
+                module = model.get_submodule(adapter.base.rpartition(".")[0])
+            read_partial(module, sums, names=(name,), once=once, holder=holder)
+    for block in (block for block in plan.blocks if runtime.is_local(block.name)):
+        stream = runtime.sequence_region_of(block.name)
+        for name, wrapper in _wrappers(model.get_submodule(block.name), block.name):
+            row = name in block.row
+            if row:
+                sum_norms(wrapper, sums.group)
+            _place_dropout(wrapper, name, row, block, stream, runtime.mesh.ranks["tp"])
+
+
+def _wrappers(block: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
+    """Modules of a block that are wrapped, under their stock names."""
+    return [
+        (f"{name}.{path}" if path else name, module)
+        for path, module in block.named_modules()
+        if unwrapped(module) is not module and "base_layer" not in path.split(".")
+    ]
+
+
+def _norms(wrapper: nn.Module) -> list[nn.Module]:
+    """DoRA's modules in a wrapper."""
+    return list(getattr(wrapper, "lora_magnitude_vector", nn.ModuleDict()).values())
+
+
+def sum_norms(wrapper: nn.Module, group: dist.ProcessGroup) -> None:
+    """A row projection has a part of every row of the weight."""
+    for module in _norms(wrapper):
+        module.get_weight_norm = partial(_norm_over_ranks, group, bool(module.fan_in_fan_out))  # type: ignore[assignment]
+
+
+def _norm_over_ranks(
+    group: dist.ProcessGroup, transposed: bool, weight: Tensor, lora_weight: Tensor, scaling: float, **_: Any
+) -> Tensor:
+    """``[out]``: norms of the rows of ``weight + scaling lora_weight``, of which every rank has a span of ``in``."""
+    with torch.no_grad():  # DoRA takes it for a constant
+        whole = (weight.T if transposed else weight) + scaling * lora_weight
+        squares = torch.linalg.vector_norm(whole, dim=1, dtype=torch.promote_types(whole.dtype, torch.float32)) ** 2
+        dist.all_reduce(squares, group=group)
+        return squares.sqrt().to(weight.dtype)
+
+
+def _place_dropout(
+    wrapper: nn.Module, name: str, row: bool, block: BlockPlan, stream: SequenceRegion | None, rank: int
+) -> None:
+    """Draw masks of a row projection's input, which is cut, from this rank's own stream, and all others alike."""
+
+    def in_cut_stream() -> bool:
+        return stream.cut if stream is not None and stream.cut else block.dropout > 0
+
+    for number, dropout in enumerate(getattr(wrapper, "lora_dropout", nn.ModuleDict()).values()):
+        if isinstance(dropout, nn.Dropout):
+            drop: Callable[[Tensor], Tensor] = dropout.forward
+            dropout.forward = partial(  # type: ignore[method-assign]
+                _dropped, dropout, drop, row, in_cut_stream, rank, f"{name}/{number}"
+            )
+
+
+def _dropped(
+    module: nn.Module,
+    drop: Callable[[Tensor], Tensor],
+    row: bool,
+    in_cut_stream: Callable[[], bool],
+    rank: int,
+    key: str,
+    x: Tensor,
+) -> Tensor:
+    if not module.training:
+        return drop(x)
+    if row:
+        return drop_own(drop, x, rank)
+    return drop_alike(drop, x, key) if in_cut_stream() else drop(x)

@@ -1,0 +1,48 @@
+"""Methods of PEFT's model that would change, or write, the part of one rank as if it were the whole."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from ..errors import ConfigError
+
+_MERGE = "call hfscale.merge_and_unload(model), on every rank"
+_ONE = "a model has one adapter: merge it with hfscale.merge_and_unload(model), or load the model again"
+_REFUSED = {
+    "merge_and_unload": _MERGE,
+    "merge_adapter": _MERGE,
+    "unmerge_adapter": _MERGE,
+    "unload": "load the model again without peft_config",
+    "add_adapter": _ONE,
+    "load_adapter": _ONE,
+    "delete_adapter": _ONE,
+    "add_weighted_adapter": _ONE,
+}
+_OF_STOCK = ("add_adapter", "load_adapter", "delete_adapter")  # the host's own
+_SAVE = "save_pretrained"
+
+
+def guard_methods(peft_model: Any, whole: Any, ranks: int) -> None:
+    """Refuse what PEFT would do behind the plan's back, and count parameters of the whole model."""
+    stock = peft_model.get_base_model()
+    for name, instead in _REFUSED.items():
+        for holder in (peft_model, peft_model.base_model, *([stock] if name in _OF_STOCK else ())):
+            if hasattr(type(holder), name):
+                setattr(holder, name, _refusing(name, instead))
+    if ranks > 1:
+        setattr(peft_model, _SAVE, _refusing(_SAVE, "call hfscale.save_pretrained(model, directory), on every rank"))
+    peft_model.get_nb_trainable_parameters = whole.get_nb_trainable_parameters
+
+
+def give_back_methods(stock: nn.Module) -> None:
+    """Let the host's model do what it could do without adapters, and forget that it had any."""
+    for name in (*_OF_STOCK, "peft_config"):
+        stock.__dict__.pop(name, None)
+
+
+def _refusing(name: str, instead: str) -> Callable[..., Any]:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise ConfigError(f"PEFT's {name} knows nothing of the other ranks, nor of hfscale's plan: {instead}")
+
+    return refuse

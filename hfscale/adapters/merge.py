@@ -1,0 +1,164 @@
+"""Merge adapters into the weights they adapt, every rank its share, one module at a time."""
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import _host
+from ..errors import ConfigError
+from ..parallel.tensor.apply import follow_weight
+from ..plan import ParameterPlan, Plan
+from ..planner.adapters import COPY
+from ..quantization.install import dequantized
+from ..quantization.packed import forget_packed
+from ..runtime import Runtime
+from ..runtime.names import owner_of, unwrapped
+from ..runtime.unshard import gather_full
+from .edges import sum_norms
+from .guard import give_back_methods
+
+
+def refuse_tied(adapters: Any, plan: Plan) -> None:
+    """Refuse to merge into a weight that is read elsewhere too, where the adapter is not.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    stock: Plan = adapters.stock_plan
+    names: dict[str, set[str]] = {}
+    for planned in stock.parameters:
+        names.setdefault(planned.tied_to or planned.name, set()).add(planned.name)
+    for adapter in plan.adapters:
+        same = names[stock.by_name[adapter.base].tied_to or adapter.base]
+        alike = {a.base for a in plan.adapters if adapter.name in (a.name, a.tied_to)}
+        if adapter.tied_to is None and not same <= alike:
+            raise ConfigError(
+                f"{adapter.name} cannot be merged: {' and '.join(sorted(same))} are one weight, and only "
+                f"{adapter.base} has this adapter, which would change the others too: keep it apart, as "
+                "hfscale.save_pretrained writes it, or adapt modules of the layers"
+            )
+
+
+def merge_local_weights(
+    adapters: Any, runtime: Runtime, shares: dict[str, Tensor]
+) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Add every adapter of a model that has been taken apart to its weight, and put the stock modules back.
+
+    Args:
+        shares: this rank's final shares, with those of the adapters; they are changed.
+
+    Returns:
+        the stock model, without memory, and its shares.
+    """
+    plan, mesh, model = runtime.plan, runtime.mesh, runtime.model
+    held = [adapter for adapter in plan.adapters if plan.is_local(mesh.ranks["pp"], adapter.name)]
+    wrappers: dict[str, list[Any]] = {}
+    for adapter in held:
+        if adapter.kept_in == COPY:
+            base = plan.by_name[adapter.base]
+            shares[base.tied_to or base.name] = shares[adapter.tied_to or adapter.name]
+        else:
+            wrappers.setdefault(adapter.base.rpartition(".")[0], []).append(adapter)
+    group = mesh.group("tp")
+    rows = {name for block in plan.blocks for name in block.row}
+    for path, own in wrappers.items():
+        wrapper: Any = model.get_submodule(path)
+        names = list(dict.fromkeys([a.base for a in own] + [a.name for a in own]))
+        bias = f"{path}.bias"
+        names += [bias] if bias in plan.by_name and bias not in names else []
+        for name in names:
+            _fill(model, plan.by_name[name], runtime, shares)
+        if group is not None and path in rows:
+            sum_norms(wrapper, group)
+        _merge(wrapper)
+        for name in names:
+            planned = plan.by_name[name]
+            holder, attribute = owner_of(model, name)
+            value: Any = holder._parameters[attribute]
+            if name in {a.base for a in own} or name == bias:
+                shares[planned.tied_to or name] = _cut_over_data(planned, value.detach(), mesh.ranks)
+            holder._parameters[attribute] = nn.Parameter(value.to("meta"), requires_grad=value.requires_grad)
+    put_back(model)
+    for adapter in plan.adapters:
+        shares.pop(adapter.name, None)
+    return model, shares
+
+
+def dequantized_weights(runtime: Runtime, dtype: torch.dtype) -> dict[str, Tensor]:
+    """This rank's shares of the weights that are quantized, in ``dtype``; collective over the data ranks.
+
+    One weight at a time is whole over the data ranks.
+    """
+    plan, mesh = runtime.plan, runtime.mesh
+    shares: dict[str, Tensor] = {}
+    for name in plan.quantized.weights if plan.quantized is not None else ():
+        if plan.is_local(mesh.ranks["pp"], name):
+            whole = dequantized(*owner_of(runtime.model, name)).to(dtype)
+            whole = whole.T if plan.quantized is not None and name in plan.quantized.transposed else whole
+            shares[name] = _cut_over_data(plan.by_name[name], whole, mesh.ranks)
+    return shares
+
+
+def put_plain_modules(adapters: Any, runtime: Runtime, shares: dict[str, Tensor]) -> Plan:
+    """In a model that has been taken apart, put modules without quantization, and PEFT's wrappers for such, in the
+    place of those with; ``shares`` are those of :func:`dequantized_weights`.
+
+    Returns:
+        the plan of the stock model in which nothing is quantized.
+    """
+    model, mesh, stock = runtime.model, runtime.mesh, adapters.whole.get_base_model()
+    for name, share in shares.items():
+        planned = runtime.plan.by_name[name]
+        module, attribute = owner_of(model, name)
+        empty = torch.empty(planned.model_shape(mesh.ranks), dtype=share.dtype, device="meta")
+        if len(planned.shape) > 2:  # experts, which are modules of the host's all the time
+            forget_packed(module, attribute)
+        else:
+            path = name.rpartition(".")[0]
+            bias = module._parameters.get("bias")
+            owner, _, child = path.rpartition(".")
+            model.get_submodule(owner)._modules[child] = copy.deepcopy(stock.get_submodule(path))
+            module, attribute = owner_of(model, name)
+            if bias is not None:
+                module._parameters["bias"] = bias
+        module._parameters[attribute] = nn.Parameter(empty, requires_grad=False)
+        follow_weight(module)
+    _host.forget_quantization(model)
+    plan = adapters.stock_plan
+    plain = (replace(p, dtype=shares[p.name].dtype) if p.name in shares else p for p in plan.parameters)
+    return replace(plan, parameters=tuple(plain), quantized=None)
+
+
+def _fill(model: nn.Module, planned: ParameterPlan, runtime: Runtime, shares: dict[str, Tensor]) -> None:
+    """Put this rank's part of a parameter, whole over the data ranks, in its place."""
+    share = shares[planned.tied_to or planned.name]
+    shape = planned.model_shape(runtime.mesh.ranks)
+    local = gather_full(share.contiguous(), shape, planned.data_cuts, runtime.mesh)
+    holder, attribute = owner_of(model, planned.name)
+    holder._parameters[attribute] = nn.Parameter(local.clone(), requires_grad=False)
+
+
+def _cut_over_data(planned: ParameterPlan, local: Tensor, ranks: dict[str, int]) -> Tensor:
+    for cut in planned.data_cuts:
+        local = cut.take(local, ranks.get(cut.axis, 0))
+    return local.clone(memory_format=torch.contiguous_format)
+
+
+def _merge(wrapper: Any) -> None:
+    """PEFT's own merge, of every wrapper around one module, the inner ones first."""
+    inner = getattr(wrapper, "base_layer", None)
+    if inner is not None and hasattr(inner, "base_layer"):
+        _merge(inner)
+    wrapper.merge(safe_merge=True)
+
+
+def put_back(model: nn.Module) -> None:
+    """The stock modules in the place of PEFT's wrappers."""
+    give_back_methods(model)
+    for module in list(model.modules()):
+        for name, child in list(module._modules.items()):
+            if child is not None and unwrapped(child) is not child:
+                module._modules[name] = unwrapped(child)

@@ -1,0 +1,122 @@
+"""Adapters on disk, in PEFT's own format and names: ``adapter_config.json`` and ``adapter_model.safetensors``."""
+
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..errors import CheckpointError
+from ..mesh import Mesh
+from ..plan import Plan
+from ..runtime import Runtime
+from ..runtime.agreement import is_writer, report
+from ..runtime.full_tensors import full_parameters
+from ..runtime.names import stock_name
+
+WEIGHTS = "adapter_model.safetensors"
+
+
+def stored_names(whole: Any, name: str, plan: Plan, embeddings: Any) -> dict[str, str]:
+    """Name of a parameter in the plan -> its key in a saved adapter, by PEFT's own rules.
+
+    Besides adapters those are biases that train, and the embeddings where they are adapted.
+
+    Args:
+        embeddings: PEFT's ``save_embedding_layers``; ``"auto"`` looks at the base model's config, maybe on the Hub.
+    """
+    from peft import get_peft_model_state_dict
+
+    prefix = "base_model.model."
+    # PEFT sorts out tensors by name alone, so each is sent through as a number that says which it was.
+    names = list(dict(whole.get_base_model().named_parameters(remove_duplicate=False)))
+    marked = {f"{prefix}{key}": torch.tensor(number) for number, key in enumerate(names)}
+    adapters = {adapter.name for adapter in plan.adapters}
+    found: dict[str, str] = {}
+    for layers in (False, embeddings):  # those of embeddings may come a second time, with a name of the wrapper's
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            kept = get_peft_model_state_dict(whole, state_dict=marked, adapter_name=name, save_embedding_layers=layers)
+        for key, number in kept.items():
+            live = names[int(number)]
+            found.setdefault(live if live in adapters else stock_name(live), key)
+    return found
+
+
+def load_adapter(path: str, whole: Any, name: str, plan: Plan, mesh: Mesh, **hub: Any) -> dict[str, Tensor]:
+    """This rank's shares of a saved adapter.
+
+    Raises:
+        CheckpointError: it lacks parameters of its config, or has others, or their shapes are not the model's.
+    """
+    from peft.utils.save_and_load import load_peft_weights
+
+    try:
+        stored = load_peft_weights(path, device="cpu", **hub)
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not a saved adapter: {error}") from error
+    keys = stored_names(whole, name, plan, embeddings=True)
+    own = {adapter.name for adapter in plan.adapters if adapter.tied_to is None}
+    wanted = {parameter: key for parameter, key in keys.items() if parameter in own or key in stored}
+    missing = sorted(key for key in wanted.values() if key not in stored)
+    extra = sorted(stored.keys() - set(keys.values()))
+    if missing or extra:
+        raise CheckpointError(
+            f"{path} does not fit this model: it lacks {len(missing)} of {len(wanted)} tensors ({missing[:3]}) and has "
+            f"{len(extra)} others ({extra[:3]}): load it onto the model that it was trained on"
+        )
+    shares = {}
+    for parameter, key in wanted.items():
+        planned = plan.by_name[parameter]
+        if tuple(stored[key].shape) != planned.shape:
+            raise CheckpointError(
+                f"{path}: {key} has the shape {tuple(stored[key].shape)}, and the model's is {planned.shape}: load it "
+                "onto the model that it was trained on"
+            )
+        if plan.is_local(mesh.ranks["pp"], parameter):
+            shares[planned.tied_to or parameter] = planned.take(stored[key], mesh.ranks).clone().to(mesh.device)
+    return shares
+
+
+def save_adapter(runtime: Runtime, whole: Any, name: str, target: Path) -> None:
+    """Write the adapter; collective, like :func:`hfscale.save_pretrained`.
+
+    Raises:
+        CheckpointError: it could not be written; ``target`` is then as it was before.
+    """
+    told = [stored_names(whole, name, runtime.plan, "auto") if is_writer(runtime.mesh) else {}]
+    if runtime.mesh.control is not None:
+        dist.broadcast_object_list(told, src=0, group=runtime.mesh.control)
+    owned: dict[str, list[str]] = {}
+    for parameter, key in told[0].items():
+        owned.setdefault(runtime.plan.by_name[parameter].tied_to or parameter, []).append(key)
+    tensors = {
+        key: tensor.clone()
+        for parameter, tensor in full_parameters(runtime, lambda planned: planned.name in owned)
+        for key in owned.get(parameter, ())
+        if is_writer(runtime.mesh)
+    }
+    failure: Exception | None = None
+    if is_writer(runtime.mesh):
+        staging = target / ".incomplete"
+        try:
+            shutil.rmtree(staging, ignore_errors=True)
+            staging.mkdir(parents=True)
+            save_file(tensors, staging / WEIGHTS, metadata={"format": "pt"})
+            config = whole.peft_config[name]
+            training, config.inference_mode = config.inference_mode, True
+            try:
+                config.save_pretrained(str(staging))
+            finally:
+                config.inference_mode = training
+            for file in sorted(staging.iterdir()):
+                file.replace(target / file.name)
+        except OSError as error:
+            failure = error
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+    report(runtime.mesh, failure, target)

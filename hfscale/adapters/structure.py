@@ -1,0 +1,195 @@
+"""Put a PEFT config around a model, and say what parameters that adds to it."""
+
+import copy
+import sys
+import warnings
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from .. import _host
+from ..errors import ConfigError
+from ..plan import AdapterParameter, Plan
+from ..planner.adapters import COPY, is_known
+from ..runtime.names import stock_name, unwrapped
+
+
+def wrap(model: nn.Module, config: Any, name: str) -> Any:
+    """PEFT's model around ``model``, whose modules are wrapped in place; factors have no memory.
+
+    Raises:
+        ConfigError: the config does not fit the model, in PEFT's words.
+    """
+    import peft
+
+    try:
+        with warnings.catch_warnings():
+            # PEFT 0.21 asks by a name that transformers 5.23 has deprecated.
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+            return peft.get_peft_model(model, config, adapter_name=name, low_cpu_mem_usage=True)  # type: ignore[arg-type]
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise ConfigError(
+            f"PEFT cannot put {type(config).__name__} around {_host.class_name(model)}: {error}"
+        ) from error
+
+
+def narrowed(config: Any, targets: Sequence[str], parameters: Sequence[str], copies: Sequence[str]) -> Any:
+    """The config for a part of the model: just those modules, by their full names."""
+    from peft.utils.constants import DUMMY_TARGET_MODULES
+
+    result = copy.deepcopy(config)
+    # PEFT wants a target where there may be none on this stage; this is its own word for it.
+    result.target_modules = list(targets) if targets or parameters else DUMMY_TARGET_MODULES
+    if parameters and not targets:
+        result.target_modules = []
+    if hasattr(result, "target_parameters"):
+        result.target_parameters = list(parameters) or None
+    if getattr(result, "feedforward_modules", None) is not None:  # IA3's, which have to be targets
+        result.feedforward_modules = [n for n in targets if _is_feedforward(config, n)]
+    result.modules_to_save = list(copies) or None
+    for field in ("exclude_modules", "layers_to_transform", "layers_pattern"):
+        if hasattr(result, field):
+            setattr(result, field, None)
+    return result
+
+
+def _is_feedforward(config: Any, name: str) -> bool:
+    from peft.tuners.ia3 import IA3Model
+
+    return bool(IA3Model._check_target_module_feedforward(config, name))
+
+
+def adapter_parameters(whole: Any, plan: Plan) -> list[AdapterParameter]:
+    """The parameters that PEFT's model ``whole`` has besides those of the plan, in the model's order.
+
+    Raises:
+        ConfigError: some are of a kind that hfscale does not know.
+    """
+    stock = whole.get_base_model()
+    modules = dict(stock.named_modules())
+    found: list[AdapterParameter] = []
+    owners: dict[int, str] = {}
+    for name, parameter in stock.named_parameters(remove_duplicate=False):
+        wrapper_name, kept_in, rest = _place(modules, name)
+        if kept_in is None:
+            continue
+        wrapper: Any = modules[wrapper_name]
+        if not is_known(kept_in):
+            raise ConfigError(
+                f"{type(wrapper).__name__} keeps {kept_in!r} in {wrapper_name}, which hfscale cannot say the cuts of: "
+                "use LoRA (with DoRA, rsLoRA), IA3 or LoHa"
+            )
+        path, inner = stock_name(wrapper_name), unwrapped(wrapper)
+        adapted = ".".join(rest[1:]) if kept_in == COPY else getattr(wrapper, "parameter_name", "weight")
+        owner = owners.setdefault(id(parameter), name)
+        found.append(
+            AdapterParameter(
+                name=name,
+                shape=tuple(parameter.shape),
+                dtype=parameter.dtype,
+                base=_planned_base(plan, f"{path}.{adapted}"),
+                kept_in=kept_in,
+                transposed=bool(getattr(inner, "is_transposed", isinstance(inner, (Conv1D, nn.Embedding)))),
+                experts=int(getattr(wrapper, "num_experts", 0)) if hasattr(wrapper, "parameter_name") else 0,
+                tied_to=None if owner == name else owner,
+            )
+        )
+    return found
+
+
+def _planned_base(plan: Plan, name: str) -> str:
+    if name not in plan.by_name:
+        raise ConfigError(f"an adapter is around {name}, and the model has no such parameter")
+    return name
+
+
+def wrapped_by_peft(model: nn.Module) -> bool:
+    """Whether PEFT's own functions have put adapters into a model, or around it."""
+    if "peft" not in sys.modules:
+        return False
+    from peft import PeftModel
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    return any(isinstance(each, (PeftModel, BaseTunerLayer, AuxiliaryTrainingWrapper)) for each in model.modules())
+
+
+def _place(modules: dict[str, nn.Module], name: str) -> tuple[str, str | None, list[str]]:
+    """Of an adapter's parameter: its wrapper, the attribute of it where it is kept, and the path in there."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    parts = name.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        wrapper = ".".join(parts[:end])
+        if isinstance(modules.get(wrapper), (BaseTunerLayer, AuxiliaryTrainingWrapper)):
+            inside = parts[end]
+            if inside in ("base_layer", "original_module"):
+                return wrapper, None, []
+            return wrapper, inside, parts[end + 1 :]
+    return "", None, []
+
+
+def targets_of(adapters: Collection[AdapterParameter]) -> tuple[list[str], list[str], list[str]]:
+    """What to target to get these: modules, parameters of experts, modules that are copied."""
+    modules: dict[str, None] = {}
+    parameters: dict[str, None] = {}
+    copies: dict[str, None] = {}
+    for adapter in adapters:
+        if adapter.kept_in == COPY:
+            copies[stock_name(adapter.name).partition(f".{COPY}.")[0]] = None
+        elif adapter.experts:
+            parameters[adapter.base] = None
+        else:
+            modules[adapter.base.rpartition(".")[0]] = None
+    return list(modules), list(parameters), list(copies)
+
+
+def check_matches(asked: Any, resolved: Any, plan: Plan, adapters: Collection[AdapterParameter]) -> None:
+    """Refuse a target that matches nothing; PEFT does so only where all of them do not.
+
+    Args:
+        asked: the config as it was given.
+        resolved: as PEFT has changed it: names of older models' projections are parameters of experts now.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    modules, parameters, copies = targets_of(adapters)
+    known = [name.rpartition(".")[0] for name in plan.by_name]
+    for field, matched in (
+        ("target_modules", modules),
+        ("target_parameters", parameters),
+        ("modules_to_save", copies),
+    ):
+        wanted, left = getattr(asked, field, None), getattr(resolved, field, None) or ()
+        for target in [] if wanted is None or isinstance(wanted, str) else wanted:
+            found = any(_fits(name, target) for name in matched)
+            left_out = bool(getattr(asked, "exclude_modules", None)) and any(_fits(name, target) for name in known)
+            if target in left and not found and not left_out:
+                names = ", ".join(target_names(plan))
+                raise ConfigError(f"{field} names {target!r}, which matches nothing in the model: it has {names}")
+
+
+def _fits(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+def target_names(plan: Plan) -> list[str]:
+    """What a target can be called: modules by their last name, parameters of experts with their module's."""
+    experts = tuple(f"{mixture.name}." for mixture in plan.mixtures)
+    names = {
+        ".".join(name.split(".")[-2:]) if name.startswith(experts) else name.split(".")[-2]
+        for name in plan.by_name
+        if "." in name
+    }
+    return sorted(names)[:40]
+
+
+def quietly(model: nn.Module, config: Any, name: str) -> Any:
+    """:func:`wrap` without the warnings, which the whole model has already given."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return wrap(model, config, name)

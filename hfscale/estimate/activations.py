@@ -1,0 +1,231 @@
+"""What the layers keep for their backward pass, from the shapes of a plan: bytes per token, no run.
+
+For LLaMA's layer it is counted (Korthikanti et al. 2022, section 4, recounted), in units of one value per token and
+hidden unit, with ``k`` key/value heads per head, ``f`` intermediate over hidden size, ``t`` tensor ranks; all trained,
+in one type::
+
+    between the blocks   each of two norms: its input, the normed input, its output                     6
+    attention            queries and result, keys and values                                            2 + 2k
+    MLP                  gate, its activation, up, their product                                        4f
+    cut over tp          6 + (2 + 2k + 4f) / t;  with the sequence cut too, all of it / t, and
+                         2 (1 - 1/t) for the gathered inputs of both blocks, unless they are gathered again
+
+A frozen norm does not keep its normed input, and a frozen projection without an adapter does not keep its input. A
+low-rank adapter keeps its ``r`` values, and a copy of its input where its factors have another type. In 16 bits a norm
+keeps its input in 32.
+
+Any other layer is estimated from above: twice the rows and columns of every matrix, and the shorter of the two once
+more; of experts, twice both for each that a token is sent to; four times every vector. Scores of attention are never
+counted: SDPA and flash attention keep none. Nor is dropout in front of adapters.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from ..families.fields import first_count, text_config
+from ..plan.cut import cut_shape
+from ..plan.parameter import ParameterPlan
+from ..plan.plan import Plan
+from ..planner.costs import _ACTIVE
+
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_MLP = ("gate_proj", "up_proj", "down_proj")
+_HEAD_SIZE = 64  # a guess, for one number per head and token beside some thousands
+
+
+def experts_per_token(config: Any) -> int | None:
+    """How many experts a token is sent to, by the config; ``None`` where it does not say."""
+    return first_count(text_config(config), _ACTIVE)
+
+
+@dataclass(frozen=True)
+class Types:
+    """In what a forward pass computes.
+
+    Attributes:
+        size: bytes of a value of the stream.
+        adapters: bytes of a value of an adapter's factors.
+        exact: whether it is one type throughout; autocast makes copies that are not counted one by one.
+    """
+
+    size: int
+    adapters: int
+    exact: bool = True
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """What one layer keeps of one token.
+
+    Attributes:
+        kept: bytes for the backward pass.
+        stream: bytes of its input alone, which is kept where activations are recomputed.
+        counted: whether it is counted, and not estimated from above.
+    """
+
+    kept: float
+    stream: float
+    counted: bool
+
+
+def layer_bytes(
+    plan: Plan,
+    layer: str,
+    ranks: dict[str, int],
+    types: Types,
+    trained: Collection[str],
+    *,
+    routes: int | None = None,
+    first: bool = False,
+) -> LayerBytes:
+    """What ``layer`` keeps of one token of the batch of the rank at ``ranks``.
+
+    Args:
+        trained: names of the parameters that train.
+        routes: how many experts a token is sent to; all, where it is not known.
+        first: whether nothing in front of it trains, so that its input needs no gradient.
+    """
+    adapters = {adapter.name for adapter in plan.adapters}
+    owned = [p for p in plan.parameters if p.name.startswith(f"{layer}.") and p.name not in adapters]
+    hidden = stream_width(plan, layer)
+    sequence = plan.layout.size("tp") if plan.streams else 1
+    stream = types.size * hidden / sequence
+    roles = _llama_roles(owned, layer)
+    if roles is None or not types.exact:
+        return LayerBytes(_at_most(plan, layer, owned, hidden, ranks, types, routes), stream, False)
+    layer_of = _Llama(plan, roles, hidden, ranks, types, frozenset(trained), sequence)
+    return LayerBytes(layer_of.norms(first) + layer_of.blocks(), stream, True)
+
+
+def stream_width(plan: Plan, layer: str) -> int:
+    """Numbers of one token between layers: the length that most vectors of a layer have, or most sides of matrices."""
+    counts: dict[int, int] = {}
+    for planned in plan.parameters:
+        if planned.name.startswith(f"{layer}.") and len(planned.shape) >= 2:
+            for size in set(planned.shape[-2:]):
+                counts[size] = counts.get(size, 0) + 1
+    return max(counts, key=lambda size: (counts[size], -size), default=0)
+
+
+class _Llama:
+    def __init__(
+        self,
+        plan: Plan,
+        roles: dict[str, ParameterPlan],
+        hidden: int,
+        ranks: dict[str, int],
+        types: Types,
+        trained: frozenset[str],
+        sequence: int,
+    ) -> None:
+        self.plan, self.roles, self.hidden, self.types, self.trained = plan, roles, hidden, types, trained
+        self.ranks, self.sequence = ranks, sequence
+        self.ranks_of_adapters: dict[str, int] = {}
+        for adapter in plan.adapters:
+            if adapter.kept_in == "lora_A":
+                known = self.ranks_of_adapters.get(adapter.base, 0)
+                self.ranks_of_adapters[adapter.base] = known + adapter.shape[0]
+
+    def norms(self, first: bool) -> float:
+        """Inputs and normed inputs of both norms, per token of the whole sequence."""
+        total = 0.0
+        for number, name in enumerate(("input_layernorm", "post_attention_layernorm")):
+            planned, wide = self.roles[name], max(4, self.types.size)
+            trains = planned.name in self.trained
+            needed = trains or number > 0 or not first
+            total += (wide * self.hidden + wide) * needed + self.types.size * self.hidden * trains
+        return total / self.sequence
+
+    def blocks(self) -> float:
+        """What the blocks keep, their inputs included."""
+        size = self.types.size
+        queries, keys = self._out("q_proj"), self._out("k_proj")
+        total = size * (queries + 2 * keys) + 4 * queries / _HEAD_SIZE
+        for name in ("q_norm", "k_norm"):
+            if name in self.roles:
+                width, trains = self._out(f"{name[0]}_proj"), self.roles[name].name in self.trained
+                total += (max(4, size) + size * trains) * width
+        inner = self._out("gate_proj")
+        total += 3 * size * inner
+        # SDPA keeps its result anyway, and an adapter's copy of it comes on top.
+        total += size * queries + self._read(queries, ("o_proj",), kept=True)
+        total += self._read(inner, ("down_proj",))
+        again = self.sequence if self.plan.layout.sequence_regather else 1
+        for readers in (_ATTENTION[:3], _MLP[:2]):
+            total += self._read(self.hidden, readers, again=again)
+        return total
+
+    def _out(self, name: str) -> int:
+        return _computed_shape(self.roles[name], self.ranks)[0]
+
+    def _read(self, width: int, readers: tuple[str, ...], kept: bool = False, again: int = 1) -> float:
+        """Bytes that projections keep of an input of ``width`` values.
+
+        Args:
+            kept: whether something else keeps it in any case.
+            again: into how many parts it is cut where it is gathered anew for gradients of weights; adapters keep it.
+        """
+        weights = [self.roles[name].name for name in readers]
+        adapted = [self.ranks_of_adapters[name] for name in weights if name in self.ranks_of_adapters]
+        size, wide = self.types.size, self.types.adapters
+        if adapted and wide == size:
+            own = float(size * width)
+        else:
+            own = size * width / again * any(name in self.trained for name in weights)
+        copies = wide * width * len(adapted) if wide != size else 0
+        return own * (not kept) + copies + wide * sum(adapted)
+
+
+def _llama_roles(owned: list[ParameterPlan], layer: str) -> dict[str, ParameterPlan] | None:
+    """The parameters of LLaMA's layer by name; ``None`` of any other layer."""
+    expected = {f"{layer}.self_attn.{name}.weight": name for name in (*_ATTENTION, "q_norm", "k_norm")}
+    expected |= {f"{layer}.mlp.{name}.weight": name for name in _MLP}
+    expected |= {f"{layer}.{name}.weight": name for name in ("input_layernorm", "post_attention_layernorm")}
+    biases = {name.removesuffix("weight") + "bias" for name, role in expected.items() if "proj" in role}
+    found = {expected[p.name]: p for p in owned if p.name in expected}
+    known = all(p.name in expected or p.name in biases for p in owned)
+    return found if known and set(expected.values()) - set(found) <= {"q_norm", "k_norm"} else None
+
+
+def _computed_shape(planned: ParameterPlan, ranks: dict[str, int]) -> tuple[int, ...]:
+    """What the rank computes with: data ranks gather what they share."""
+    cuts = [cut for cut in planned.cuts if cut.axis not in ("dp_shard", "edp_shard")]
+    return cut_shape(planned.shape, cuts, ranks)
+
+
+def _at_most(
+    plan: Plan,
+    layer: str,
+    owned: list[ParameterPlan],
+    hidden: int,
+    ranks: dict[str, int],
+    types: Types,
+    routes: int | None,
+) -> float:
+    values, wide = 2.0 * hidden, 0.0
+    count = next((e.count for e in plan.mixtures if e.name.startswith(f"{layer}.")), 1)
+    often = min(routes or count, count)
+    experts = [e.name for e in plan.mixtures]
+    tensor = plan.layout.size("tp") if plan.layout.slices_tokens else 1
+    for planned in owned:
+        local = _computed_shape(planned, ranks)
+        inside = any(planned.name.startswith(f"{name}.") for name in experts)
+        if len(local) >= 3 and inside:
+            values += often * 2 * sum(local[-2:]) / tensor
+        elif len(local) == 2:
+            # Which side is the output is not known here.
+            share = often / count if inside else 1
+            values += share * (2 * sum(local) + min(local))
+        elif len(local) == 1 and planned.name.endswith("weight"):
+            wide += 4 * local[0]  # norms compute in 32 bits
+    ranks_kept = sum(
+        prod(a.shape) // max(a.shape) for a in plan.adapters if a.kept_in == "lora_A" and a.name.startswith(f"{layer}.")
+    )
+    copies = sum(
+        _computed_shape(plan.by_name[a.base], ranks)[-1]
+        for a in plan.adapters
+        if a.kept_in == "lora_A" and a.name.startswith(f"{layer}.") and types.adapters != types.size
+    )
+    return types.size * values + max(4, types.size) * wide + types.adapters * (ranks_kept + copies)

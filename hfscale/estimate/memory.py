@@ -1,0 +1,259 @@
+"""What a rank holds while it trains, from a plan: integers in, bytes out; no weights, no run.
+
+::
+
+    weights     what the plan leaves of every parameter on the rank; of a quantized one, packed bytes and scales
+    adapters    likewise of adapters
+    gradients   of what trains
+    optimizer   its state: :mod:`.state_bytes`
+    activations what layers and final norm keep for the backward pass, of all microbatches alive: :mod:`.activations`
+    gathered    whole weights while the data axes have them gathered, or copies in the type of mixed precision
+    loss        one chunk of logits with its gradient, and the head's gradient on its way
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
+from math import ceil, prod
+from typing import Any
+
+import torch
+
+from ..plan.cut import Cut, cut_shape
+from ..plan.parameter import ParameterPlan
+from ..plan.plan import Plan
+from ..plan.quantized import BLOCK
+from ..plan.table import human
+from .activations import LayerBytes, Types, layer_bytes, stream_width
+from .state_bytes import optimizer_bytes
+
+_DATA = ("dp_shard", "edp_shard")
+_OUTER = 256  # scales with one scale of their own, in double quantization
+_CODE = 4 * 16  # bytes of the table of 4-bit values, one per weight
+_OUTER_CODE = 4 * 256
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes of one rank by kind; ``print`` it for one line per kind.
+
+    Attributes:
+        weights: the model's parameters; packed bytes and scales of quantized ones.
+        adapters: the parameters of adapters.
+        gradients: of the parameters that train.
+        optimizer: the optimizer's state, once there has been a step.
+        activations: what is kept for the backward pass, of all microbatches that are alive at once.
+        gathered: whole weights of one layer and of what is around the layers, where data ranks shard them.
+        loss: one chunk of logits with its gradient, and the head's gradient before it is ``.grad``.
+        notes: what of this is estimated, and how.
+    """
+
+    weights: int
+    adapters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    gathered: int
+    loss: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        """Bytes by kind."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "notes"}
+
+    @property
+    def total(self) -> int:
+        """All of it: an upper estimate of the peak, which not all kinds reach at the same time."""
+        return sum(self.kinds.values())
+
+    def __str__(self) -> str:
+        rows = [*self.kinds.items(), ("total", self.total)]
+        names, sizes = [name for name, _ in rows], [human(size) for _, size in rows]
+        width, right = max(map(len, names)), max(map(len, sizes))
+        lines = [f"{name.ljust(width)}  {size.rjust(right)}" for name, size in zip(names, sizes, strict=True)]
+        return "\n".join([*lines, *self.notes])
+
+
+def estimate_memory(
+    plan: Plan,
+    ranks: Mapping[str, int] | None = None,
+    *,
+    optimizer: str = "adamw_torch_fused",
+    options: Mapping[str, Any] | None = None,
+    tokens: int = 2048,
+    alive: Sequence[int] = (),
+    checkpointing: bool = False,
+    mixed_precision: str = "no",
+    trained: Collection[str] | None = None,
+    routes: int | None = None,
+    chunk_rows: int | None = None,
+) -> MemoryEstimate:
+    """What the rank at ``ranks`` holds.
+
+    Args:
+        ranks: its coordinates, axis -> rank; those left out are 0.
+        optimizer: a name that :func:`hfscale.create_optimizer` knows.
+        options: its options, where they change its state: ``momentum``, ``amsgrad``, ``min_8bit_size``.
+        tokens: tokens of one microbatch of one batch rank, over all of its sequences.
+        alive: for each pipeline stage, how many microbatches it holds at once; 1 by default.
+        checkpointing: whether layers are recomputed in the backward pass.
+        mixed_precision: ``"no"`` or ``"bf16"``.
+        trained: names of the parameters that train; by default the adapters, or where there are none everything that
+            is not quantized.
+        routes: how many experts a token is sent to; all of them, where it is not known.
+        chunk_rows: rows of one chunk of the loss; by default a quarter of the tokens.
+
+    Raises:
+        ConfigError: the optimizer is unknown.
+    """
+    here = dict(ranks or {})
+    held = [plan.by_name[name] for name in plan.held(here.get("pp", 0))]
+    adapters = {adapter.name for adapter in plan.adapters}
+    quantized = frozenset(plan.quantized.weights) if plan.quantized is not None else frozenset[str]()
+    chosen = trained if trained is not None else (adapters or {p.name for p in plan.owned()} - quantized)
+    training = [planned for planned in held if planned.name in chosen]
+    mixed = mixed_precision != "no"
+    kept, notes = _activations(plan, here, tokens, alive, checkpointing, mixed, chosen, routes)
+    return MemoryEstimate(
+        weights=sum(weight_bytes(plan, p, here) for p in held if p.name not in adapters),
+        adapters=sum(weight_bytes(plan, p, here) for p in held if p.name in adapters),
+        gradients=sum(weight_bytes(plan, p, here) for p in training),
+        optimizer=optimizer_bytes(training, here, optimizer, options, plan.layers),
+        activations=kept,
+        gathered=_gathered(plan, here, held, mixed),
+        loss=_loss(plan, here, chosen, chunk_rows or ceil(tokens / 4)),
+        notes=tuple(notes),
+    )
+
+
+def weight_bytes(plan: Plan, planned: ParameterPlan, ranks: dict[str, int], axes: Collection[str] = ()) -> int:
+    """Bytes of one parameter on the rank at ``ranks``, as if it were whole over ``axes``.
+
+    Data ranks have shards of one size: the last ones are padded.
+    """
+    cuts = [cut for cut in planned.cuts if cut.axis not in axes]
+    if plan.quantized is not None and planned.name in plan.quantized.weights:
+        shards = prod(cut.size for cut in planned.cuts if cut.axis in axes)
+        return shards * _quantized_bytes(plan, planned, ranks)
+    return prod(_padded(planned.shape, cuts, ranks)) * planned.dtype.itemsize
+
+
+def _padded(shape: Sequence[int], cuts: Sequence[Cut], ranks: dict[str, int]) -> tuple[int, ...]:
+    return cut_shape(shape, cuts, {axis: rank for axis, rank in ranks.items() if axis not in _DATA})
+
+
+def _quantized_bytes(plan: Plan, planned: ParameterPlan, ranks: dict[str, int]) -> int:
+    """Packed bytes and scales of this rank's share, which data ranks hold in rows of one size."""
+    assert plan.quantized is not None
+    transposed, double = planned.name in plan.quantized.transposed, plan.quantized.double
+    sharded = plan.layout.batch_world > 1
+    local = _padded(planned.shape, planned.cuts, ranks) if sharded else planned.local_shape(ranks)
+    matrices, values = prod(local[:-2]), prod(local[-2:])
+    if plan.quantized.bits == 8:
+        return values + 4 * local[-1 if transposed else -2]
+    blocks = ceil(values / BLOCK)
+    if sharded or len(local) == 3:  # bytes that hfscale packs
+        scales = 4 * (ceil(blocks / _OUTER) + 1 + ceil(blocks / 4)) if double else 4 * blocks
+        return matrices * (blocks * BLOCK // 2 + scales)
+    outer = blocks + 4 * ceil(blocks / _OUTER) + 4 + _OUTER_CODE  # scales, their scales, their mean, a table
+    return ceil(values / 2) + (outer if double else 4 * blocks) + _CODE
+
+
+def _activations(
+    plan: Plan,
+    ranks: dict[str, int],
+    tokens: int,
+    alive: Sequence[int],
+    checkpointing: bool,
+    mixed: bool,
+    trained: Collection[str],
+    routes: int | None,
+) -> tuple[int, list[str]]:
+    widest = max((p.dtype for p in plan.owned() if p.dtype.is_floating_point), key=_size, default=torch.float32)
+    model = next((p.dtype for p in plan.owned() if p.name.startswith(plan.layers[:1])), widest)
+    wrapped = plan.layout.batch_world > 1
+    size = 2 if mixed and wrapped else _size(model)
+    own = max((_size(plan.by_name[a.name].dtype) for a in plan.adapters), default=size)
+    types = Types(size, size if mixed and wrapped else own, exact=not mixed or wrapped)
+    places = [(0, plan.layers)]
+    if plan.stages is not None:
+        places = [(stage.index, stage.layers) for stage in plan.stages.of_rank(ranks.get("pp", 0))]
+    total, most, counted = 0.0, 0.0, True
+    for index, layers in places:
+        microbatches = alive[index] if index < len(alive) else 1
+        each = [_layer(plan, layer, ranks, types, trained, routes) for layer in layers]
+        counted &= all(layer.counted for layer in each)
+        most = max((most, *(layer.kept for layer in each)))
+        stage = sum(layer.stream if checkpointing else layer.kept for layer in each)
+        if plan.stages is None or index == len(plan.stages.stages) - 1:
+            stage += _around(plan, types, trained)
+        elif each:
+            stage += each[-1].stream  # what was sent stays until its gradient is back
+        total += microbatches * tokens * stage
+    total += tokens * most * checkpointing
+    how = "counted for this kind of layer" if counted else "an upper estimate from the shapes of the layers"
+    return ceil(total), [f"activations: {how}, of {tokens:,} tokens a microbatch; scores of attention are not kept"]
+
+
+def _layer(
+    plan: Plan, layer: str, ranks: dict[str, int], types: Types, trained: Collection[str], routes: int | None
+) -> LayerBytes:
+    looked_up = [name for name in _outside(plan) if _is_matrix(plan, name) and name != f"{plan.head}.weight"]
+    first = layer == plan.layers[0] and not any(name in trained for name in looked_up)
+    return layer_bytes(plan, layer, ranks, types, trained, routes=routes, first=first)
+
+
+def _outside(plan: Plan) -> list[str]:
+    """Names of the parameters around the layers."""
+    inside = tuple(f"{layer}." for layer in plan.layers)
+    return [planned.name for planned in plan.owned() if not planned.name.startswith(inside)]
+
+
+def _is_matrix(plan: Plan, name: str) -> bool:
+    return len(plan.by_name[name].shape) > 1
+
+
+def _around(plan: Plan, types: Types, trained: Collection[str]) -> float:
+    """What the final norm and the loss keep of one token: the norm's input twice, and the gradient by its output."""
+    if not plan.layers:
+        return 0.0
+    width = stream_width(plan, plan.layers[-1])
+    norms = [name for name in _outside(plan) if not _is_matrix(plan, name) and name.endswith("weight")]
+    sequence = plan.layout.size("tp") if plan.streams else 1
+    normed = sum(max(4, types.size) + types.size * (name in trained) for name in norms)
+    return width * (normed / sequence + types.size)
+
+
+def _gathered(plan: Plan, ranks: dict[str, int], held: Sequence[ParameterPlan], mixed: bool) -> int:
+    """Whole weights of the largest layer and of all that is around the layers; all layers where none is given up."""
+    layout = plan.layout
+    if layout.batch_world == 1:
+        # Autocast keeps a copy of every matrix until the backward pass has used it.
+        return sum(2 * prod(p.local_shape(ranks)) for p in held if mixed and len(p.shape) > 1)
+    by_layer: dict[str, int] = {}
+    for planned in held:
+        layer = next((name for name in plan.layers if planned.name.startswith(f"{name}.")), "")
+        size = weight_bytes(plan, planned, ranks, _DATA)
+        packed = plan.quantized is not None and planned.name in plan.quantized.weights
+        if mixed and not packed:
+            size = size * 2 // planned.dtype.itemsize
+        by_layer[layer] = by_layer.get(layer, 0) + size
+    root = by_layer.pop("", 0)
+    keeps = layout.size("dp_shard") == 1 or (layout.size("pp") > 1 and not layout.weights_regather)
+    layers = by_layer.values()
+    return root + (sum(layers) if keeps else max(layers, default=0))
+
+
+def _loss(plan: Plan, ranks: dict[str, int], trained: Collection[str], chunk_rows: int) -> int:
+    if plan.head is None or not plan.is_local(ranks.get("pp", 0), plan.head):
+        return 0
+    weight = plan.by_name[f"{plan.head}.weight"]
+    owner = weight.tied_to or weight.name
+    whole = weight.model_shape(ranks)
+    wide = max(4, _size(weight.dtype))
+    gradient = wide * prod(whole) if owner in trained else 0
+    return 2 * wide * chunk_rows * whole[0] + gradient
+
+
+def _size(dtype: torch.dtype) -> int:
+    return dtype.itemsize

@@ -1,0 +1,15 @@
+"""hfscale's own table of families, where Hugging Face has no tensor-parallel plan or one that cannot be used.
+
+A new family is an entry here; ``scripts/family_sweep.py --only FAMILY`` proves it.
+"""
+
+from .blueprint import Blueprint
+from .decoders import DECODERS
+from .encoder_decoders import ENCODER_DECODERS
+from .encoders import ENCODERS
+from .mixtures import MIXTURES
+from .sequence_unfit import SEQUENCE_UNFIT
+
+FAMILIES: dict[str, Blueprint] = {**DECODERS, **MIXTURES, **ENCODERS, **ENCODER_DECODERS}
+
+__all__ = ["FAMILIES", "SEQUENCE_UNFIT"]

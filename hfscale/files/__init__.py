@@ -1,0 +1,1 @@
+"""Bytes on disk: safetensors read in slices and written tensor by tensor."""

@@ -1,0 +1,1 @@
+"""Memory of a rank, as predicted and as it is."""

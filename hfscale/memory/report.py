@@ -1,0 +1,270 @@
+"""Memory of one rank: as the plan predicts it, and as it is.
+
+The prediction is :mod:`hfscale.estimate.memory`'s, with what only a model or a schedule knows filled in. What is held
+is counted by storages, each once: those of parameters, gradients and the optimizer's state are looked at, and what the
+forward pass keeps for the backward pass is seen by saved-tensor hooks.
+"""
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..errors import ConfigError
+from ..estimate.activations import experts_per_token
+from ..estimate.memory import MemoryEstimate, estimate_memory
+from ..ops.head_cross_entropy import rows_per_chunk
+from ..parallel.data import reshard
+from ..parallel.pipeline import order, peak_live
+from ..plan import Plan
+from ..quantization.packed import packings_of, scales_name
+from ..runtime import find_runtime, local_tensor, runtime_of
+
+
+def memory_estimate(
+    model_or_plan: nn.Module | Plan,
+    optimizer: str = "adamw_torch_fused",
+    *,
+    tokens: int = 2048,
+    num_microbatches: int | None = None,
+    gradient_checkpointing: bool | None = None,
+    mixed_precision: str | None = None,
+    optim_args: Mapping[str, Any] | None = None,
+) -> MemoryEstimate:
+    """Bytes that one rank holds in training, by kind; ``print`` it. Nothing is run, and ranks do not communicate.
+
+    Weights, adapters, gradients and optimizer state are exact. Activations are counted for LLaMA's kind of layer, and
+    estimated from above for any other; the notes say which. Not in it: what kernels and collectives use meanwhile.
+
+    Args:
+        model_or_plan: a model that hfscale parallelized, of which this rank's part is meant; or a plan, of which the
+            rank is meant that holds most.
+        optimizer: a name that :func:`hfscale.create_optimizer` knows.
+        tokens: tokens of one microbatch of one batch rank, over all of its sequences.
+        num_microbatches: that go through pipeline stages in a step; by default the layout's, or as many as it has
+            stages.
+        gradient_checkpointing: whether layers are recomputed in the backward pass; by default as the model is set.
+        mixed_precision: ``"no"`` or ``"bf16"``; by default the model's.
+        optim_args: the optimizer's options, where they change its state: ``momentum``, ``amsgrad``, ``min_8bit_size``.
+
+    Raises:
+        ConfigError: the optimizer is unknown, or what is given is neither a model of hfscale's nor a plan.
+    """
+    given: dict[str, Any] = {"optimizer": optimizer, "options": optim_args, "tokens": tokens}
+    if isinstance(model_or_plan, Plan):
+        plan = model_or_plan
+        given |= {"checkpointing": bool(gradient_checkpointing), "mixed_precision": mixed_precision or "no"}
+        given |= {"alive": _alive(plan, num_microbatches), "chunk_rows": _chunk_rows(plan, tokens, "cpu")}
+        ranks = [{"pp": rank} for rank in range(plan.layout.size("pp"))]
+        return max((estimate_memory(plan, rank, **given) for rank in ranks), key=lambda found: found.total)
+    if not isinstance(model_or_plan, nn.Module):
+        raise ConfigError(f"memory_estimate got {model_or_plan!r}: pass a model that hfscale parallelized, or a plan")
+    runtime = runtime_of(model_or_plan)
+    plan, model = runtime.plan, runtime.model
+    if gradient_checkpointing is None:
+        gradient_checkpointing = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    given |= {"checkpointing": gradient_checkpointing, "mixed_precision": mixed_precision or runtime.mixed_precision}
+    given |= {"trained": {planned.name for planned, p in runtime.parameters() if p.requires_grad}}
+    given |= {"alive": _alive(plan, num_microbatches), "routes": experts_per_token(model.config)}
+    return estimate_memory(
+        plan, runtime.mesh.ranks, chunk_rows=_chunk_rows(plan, tokens, runtime.mesh.device.type), **given
+    )
+
+
+def _alive(plan: Plan, num_microbatches: int | None) -> tuple[int, ...]:
+    """Per stage, the most microbatches that it holds at once."""
+    layout = plan.layout
+    if plan.stages is None:
+        return ()
+    count = num_microbatches or layout.num_microbatches or layout.size("pp")
+    virtual = layout.virtual_stages or 1
+    return peak_live(order(str(layout.pipeline_schedule), layout.size("pp"), count, virtual))
+
+
+def _chunk_rows(plan: Plan, tokens: int, device: str) -> int:
+    if plan.head is None:
+        return 0
+    weight = plan.by_name[f"{plan.head}.weight"]
+    cut = weight.cut_over("tp")
+    width = cut.local_length(weight.shape[0], 0) if cut else weight.shape[0]
+    return rows_per_chunk(tokens, width, torch.device(device))
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes that this rank holds now, by storage, each counted once. The kinds are those of an estimate.
+
+    Attributes:
+        weights: parameters of the model; packed bytes and all that is needed to read them, of quantized ones.
+        adapters: parameters of adapters.
+        gradients: of all of them.
+        optimizer: state of the optimizer.
+    """
+
+    weights: int
+    adapters: int
+    gradients: int
+    optimizer: int
+
+
+def held_bytes(model: nn.Module, optimizer: Any = None) -> Held:
+    """What this rank holds between steps; of a stock model too, whose adapters are told by PEFT's names."""
+    runtime = find_runtime(model)
+    if runtime is not None:
+        reshard(runtime.model)
+        own = {adapter.name for adapter in runtime.plan.adapters}
+        pairs = [(planned.name in own, parameter) for planned, parameter in runtime.parameters()]
+    else:
+        pairs = [(".lora_" in name, parameter) for name, parameter in model.named_parameters()]
+    weights = [parameter for adapter, parameter in pairs if not adapter]
+    states = [] if optimizer is None else [value for state in optimizer.state.values() for value in state.values()]
+    return Held(
+        weights=storage_bytes([*weights, *_beside_quantized(model)]),
+        adapters=storage_bytes(parameter for adapter, parameter in pairs if adapter),
+        gradients=storage_bytes(parameter.grad for _, parameter in pairs),
+        optimizer=storage_bytes(states),
+    )
+
+
+def storage_bytes(values: Iterable[Any]) -> int:
+    """Bytes of the memory of all tensors among ``values``, each piece once."""
+    found: dict[int, int] = {}
+    with torch.no_grad():
+        for value in values:
+            if isinstance(value, Tensor):
+                storage = local_tensor(value).untyped_storage()
+                found[storage._cdata] = storage.nbytes()
+    return sum(found.values())
+
+
+def _beside_quantized(model: nn.Module) -> Iterator[Any]:
+    """What is needed to read quantized weights, wherever bitsandbytes or hfscale keeps it."""
+    for module in model.modules():
+        for name in packings_of(module):
+            yield module._parameters[scales_name(name)]
+        if type(module).__name__ == "ShardedLinear8bitLt":
+            yield module._parameters["scales"]
+        parameter = module._parameters.get("weight")
+        yield getattr(parameter, "SCB", None)
+        yield from (getattr(getattr(module, "state", None), name, None) for name in ("CB", "SCB"))
+        state = getattr(parameter, "quant_state", None)
+        if isinstance(parameter, nn.Parameter) and state is not None:
+            yield from (state.absmax, state.code, state.offset)
+            if state.nested:
+                yield from (state.state2.absmax, state.state2.code)
+
+
+class _Saved:
+    """Holds a tensor for autograd, which lets go of it with the node that saved it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.detach()  # an output that is saved would else keep the node that keeps it
+
+
+@dataclass
+class SavedBytes:
+    """The most bytes that were kept for backward passes at once, each piece of memory once, without parameters.
+
+    Attributes:
+        layers: what the layers kept, and their inputs.
+        around: what was kept outside of them; the loss of stock models keeps logits.
+        head: gradients of the head that wait for the backward pass.
+        total: of all of it; the kinds may reach their most at different times.
+    """
+
+    layers: int = 0
+    around: int = 0
+    head: int = 0
+    total: int = 0
+    _now: dict[str, int] = field(default_factory=lambda: {"layers": 0, "around": 0, "head": 0})
+
+    def _add(self, kind: str, size: int) -> None:
+        self._now[kind] += size
+        setattr(self, kind, max(getattr(self, kind), self._now[kind]))
+        self.total = max(self.total, sum(self._now.values()))
+
+
+@contextmanager
+def count_saved(model: nn.Module, layers: Iterable[str], head: str | None = None) -> Iterator[SavedBytes]:
+    """Within: forward and backward passes of ``model`` are counted.
+
+    Args:
+        layers: names of the layers; those that this rank does not hold are passed over.
+        head: name of the projection onto the vocabulary.
+    """
+    with ExitStack() as stack:
+        counter = _Counter(model, layers, head)
+        stack.callback(counter.close)
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(counter.pack, lambda saved: saved.tensor))
+        yield counter.found
+
+
+class _Counter:
+    def __init__(self, model: nn.Module, layers: Iterable[str], head: str | None) -> None:
+        self.found = SavedBytes()
+        self._kept: dict[int, list[Any]] = {}  # storage -> how often it is saved, bytes, kind
+        self._parameters: dict[int, StorageWeakRef] = {}  # alive, so that no other storage takes an address
+        self._depth = 0
+        self._handles: list[Any] = []
+        modules = dict(model.named_modules())
+        found = modules.get(head) if head is not None else None
+        weight = None if found is None else next(found.parameters(recurse=False), None)
+        self._head = None if weight is None else tuple(weight.shape)  # as the data ranks gather it
+        for module in modules.values():
+            self._handles.append(module.register_forward_pre_hook(self._note_parameters))
+        for layer in (modules[name] for name in layers if name in modules):
+            self._handles.append(layer.register_forward_pre_hook(self._enter, with_kwargs=True))
+            self._handles.append(layer.register_forward_hook(self._leave, always_call=True))
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _note_parameters(self, module: nn.Module, _: Any) -> None:
+        # While data ranks have weights gathered, these are the whole ones.
+        for parameter in (*module._parameters.values(), *module._buffers.values()):
+            if parameter is not None:
+                storage = local_tensor(parameter.detach()).untyped_storage()
+                self._parameters.setdefault(storage._cdata, StorageWeakRef(storage))
+
+    def _enter(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        self._depth += 1
+        stream = args[0] if args else kwargs.get("hidden_states")
+        if isinstance(stream, Tensor) and stream.requires_grad:
+            self._count(stream)  # what recomputes a layer keeps it out of sight of the hooks
+
+    def _leave(self, *_: Any) -> None:
+        self._depth -= 1
+
+    def pack(self, tensor: Tensor) -> _Saved:
+        saved = _Saved(tensor)
+        key = self._count(tensor, saved)
+        if key is not None:
+            weakref.finalize(saved, self._free, key)
+        return saved
+
+    def _count(self, tensor: Tensor, saved: _Saved | None = None) -> int | None:
+        storage = local_tensor(tensor.detach()).untyped_storage()
+        key = int(storage._cdata)
+        if key in self._parameters:
+            return None
+        if key not in self._kept:
+            kind = "layers" if self._depth else "head" if tuple(tensor.shape) == self._head else "around"
+            self._kept[key] = [0, storage.nbytes(), kind]
+            self.found._add(kind, storage.nbytes())
+        self._kept[key][0] += 1
+        if saved is None:  # as long as the tensor is alive
+            weakref.finalize(tensor, self._free, key)
+        return key
+
+    def _free(self, key: int) -> None:
+        kept = self._kept[key]
+        kept[0] -= 1
+        if not kept[0]:
+            del self._kept[key]
+            self.found._add(kept[2], -kept[1])

@@ -1,0 +1,224 @@
+"""The optimizers there are: HF Trainer's names (``transformers.training_args.OptimizerNames``), and a few more.
+
+A name stands for a class, the options that come with it, and those a user may give. Options and defaults are those of
+``transformers.trainer_optimizer``; where that hands on text, it is turned into numbers here.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import ConfigError
+
+Options = dict[str, Any]
+
+
+def _truth(value: Any) -> bool:
+    """HF Trainer's reading of a truth value."""
+    return value.lower() in ("true", "1", "yes") if isinstance(value, str) else bool(value)
+
+
+def _or_none(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda value: None if value in (None, "None") else convert(value)
+
+
+def _floats(value: Any) -> tuple[float, ...]:
+    return tuple(map(float, value))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a name stands for.
+
+    Attributes:
+        engine: what builds it: ``torch``, ``bitsandbytes``, ``adafactor`` or ``muon``.
+        stock: the name of the stock class.
+        fixed: options that come with the name.
+        takes: options that a user may give, with what reads their values.
+        adam: which of ``betas`` and ``eps`` it has.
+        finish: makes the stock class's options of all that were given.
+    """
+
+    engine: str
+    stock: str
+    fixed: Options = field(default_factory=dict)
+    takes: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
+    adam: tuple[str, ...] = ()
+    finish: Callable[[Options], Options] | None = None
+
+    def options(self, name: str, adam: Options, given: Options) -> Options:
+        """The stock class's options.
+
+        Raises:
+            ConfigError: an option is none of this optimizer's, or has a value that cannot be read.
+        """
+        unknown = [option for option in given if option not in self.takes]
+        if unknown:
+            raise ConfigError(
+                f"{name!r} has no option {', '.join(unknown)}: it takes {', '.join(self.takes) or 'none'}"
+                f"{' and ' + ', '.join(self.adam) if self.adam else ''}, besides lr and weight_decay"
+            )
+        options = {**{option: adam[option] for option in self.adam}, **self.fixed}
+        for option, value in given.items():
+            try:
+                options[option] = self.takes[option](value)
+            except (TypeError, ValueError) as error:
+                raise ConfigError(f"{name!r}: {option}={value!r} cannot be read: {error}") from error
+        return self.finish(options) if self.finish else options
+
+
+def _three_betas(options: Options) -> Options:
+    """AdEMAMix's averages: two like Adam's, and a slow one (Pagliardini et al. 2024)."""
+    betas = (*options.pop("betas"), 0.9999)[:3]
+    given = [options.pop(f"beta{number}", beta) for number, beta in enumerate(betas, 1)]
+    return {**options, "betas": tuple(given)}
+
+
+_KERNELS: dict[str, Callable[[Any], Any]] = {"fused": _or_none(_truth), "foreach": _or_none(_truth)}
+_ADAM = ("betas", "eps")
+_ADAMW: dict[str, Callable[[Any], Any]] = {"amsgrad": _truth, **_KERNELS}
+
+
+def _adamw(**fixed: Any) -> Choice:
+    return Choice("torch", "AdamW", fixed, _ADAMW, _ADAM)
+
+
+def _bitsandbytes(stock: str, bits: int, paged: bool = False) -> Choice:
+    options, adam, finish = _BITSANDBYTES[stock]
+    fixed = {"optim_bits": bits, **({"is_paged": True} if paged else {})}
+    takes: dict[str, Callable[[Any], Any]] = {**options, **({"min_8bit_size": int} if bits == 8 else {})}
+    return Choice("bitsandbytes", stock, fixed, takes, adam, finish)
+
+
+_ADEMAMIX: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("beta1", "beta2", "beta3", "alpha", "eps"), float),
+    "t_alpha": _or_none(int),
+    "t_beta3": _or_none(int),
+}
+_BITSANDBYTES: dict[str, tuple[Mapping[str, Callable[[Any], Any]], tuple[str, ...], Any]] = {
+    "Adam": ({}, _ADAM, None),
+    "AdamW": ({}, _ADAM, None),
+    "AdEMAMix": (_ADEMAMIX, _ADAM, _three_betas),
+    "Lion": ({}, ("betas",), None),
+    "RMSprop": (dict.fromkeys(("alpha", "momentum", "eps"), float), (), None),
+}
+
+CHOICES: dict[str, Choice] = {
+    "adamw_torch": _adamw(),
+    "adamw_torch_fused": _adamw(fused=True),
+    "sgd": Choice("torch", "SGD", {}, {"momentum": float, "dampening": float, "nesterov": _truth, **_KERNELS}),
+    "adagrad": Choice("torch", "Adagrad", {}, {"lr_decay": float, "eps": float, **_KERNELS}),
+    "rmsprop": Choice(
+        "torch",
+        "RMSprop",
+        {},
+        {"momentum": float, "alpha": float, "eps": float, "centered": _truth, "foreach": _KERNELS["foreach"]},
+    ),
+    "adafactor": Choice(
+        "adafactor",
+        "Adafactor",
+        {"scale_parameter": False, "relative_step": False},
+        {
+            "eps": _floats,
+            "clip_threshold": float,
+            "decay_rate": float,
+            "beta1": _or_none(float),
+            "scale_parameter": _truth,
+            "relative_step": _truth,
+            "warmup_init": _truth,
+        },
+    ),
+    "muon": Choice(
+        "muon",
+        "Muon",
+        {},
+        {
+            "momentum": float,
+            "nesterov": _truth,
+            "ns_coefficients": _floats,
+            "ns_steps": int,
+            "adjust_lr_fn": _or_none(str),
+            "adamw_lr": _or_none(float),
+        },
+        _ADAM,
+    ),
+    "adam_8bit": _bitsandbytes("Adam", 8),
+    "adamw_8bit": _bitsandbytes("AdamW", 8),
+    "adamw_bnb_8bit": _bitsandbytes("AdamW", 8),
+    "paged_adamw_8bit": _bitsandbytes("AdamW", 8, paged=True),
+    "paged_adamw_32bit": _bitsandbytes("AdamW", 32, paged=True),
+    "ademamix": _bitsandbytes("AdEMAMix", 32),
+    "ademamix_8bit": _bitsandbytes("AdEMAMix", 8),
+    "paged_ademamix_8bit": _bitsandbytes("AdEMAMix", 8, paged=True),
+    "paged_ademamix_32bit": _bitsandbytes("AdEMAMix", 32, paged=True),
+    "lion_8bit": _bitsandbytes("Lion", 8),
+    "lion_32bit": _bitsandbytes("Lion", 32),
+    "paged_lion_8bit": _bitsandbytes("Lion", 8, paged=True),
+    "paged_lion_32bit": _bitsandbytes("Lion", 32, paged=True),
+    "rmsprop_bnb": _bitsandbytes("RMSprop", 32),
+    "rmsprop_bnb_8bit": _bitsandbytes("RMSprop", 8),
+    "rmsprop_bnb_32bit": _bitsandbytes("RMSprop", 32),
+}
+
+_PROJECTED = "it projects whole gradients by code that knows no shards"
+_PACKAGE = "its package knows no shards"
+_DEVICE = "it is for another kind of device"
+REFUSED: dict[str, str] = {
+    **dict.fromkeys(
+        (
+            "galore_adamw",
+            "galore_adamw_8bit",
+            "galore_adafactor",
+            "galore_adamw_layerwise",
+            "galore_adamw_8bit_layerwise",
+            "galore_adafactor_layerwise",
+            "apollo_adamw",
+            "apollo_adamw_layerwise",
+        ),
+        _PROJECTED,
+    ),
+    **dict.fromkeys(("lomo", "adalomo"), "it steps inside the backward pass, before gradients are summed over ranks"),
+    **dict.fromkeys(("adamw_torch_xla", "adamw_torch_npu_fused"), _DEVICE),
+    **dict.fromkeys(
+        (
+            "adamw_anyprecision",
+            "adamw_torch_4bit",
+            "adamw_torch_8bit",
+            "grokadamw",
+            "schedule_free_radam",
+            "schedule_free_adamw",
+            "schedule_free_sgd",
+            "stable_adamw",
+        ),
+        _PACKAGE,
+    ),
+}
+"""HF Trainer's names that cannot be had, and why."""
+
+
+def find_choice(name: str) -> Choice:
+    """What ``name`` stands for.
+
+    Raises:
+        ConfigError: it cannot be had, or is no name; those that can be had are listed.
+    """
+    found = CHOICES.get(str(getattr(name, "value", name)))
+    if found is None:
+        reason = REFUSED.get(str(getattr(name, "value", name)))
+        why = f"cannot be had: {reason}" if reason else "is no optimizer's name"
+        raise ConfigError(f"optimizer {name!r} {why}. Use one of {', '.join(sorted(CHOICES))}")
+    return found
+
+
+def parse_arguments(optim_args: str | Mapping[str, Any] | None) -> Options:
+    """HF Trainer's ``optim_args``: ``"momentum=0.9, nesterov=true"``, or a mapping.
+
+    Raises:
+        ConfigError: text that is not a list of ``name=value``.
+    """
+    if not isinstance(optim_args, str):
+        return dict(optim_args or {})
+    pairs = [pair.split("=") for pair in optim_args.replace(" ", "").split(",") if pair]
+    if any(len(pair) != 2 for pair in pairs):
+        raise ConfigError(f"optim_args={optim_args!r} cannot be read: write 'name=value,name=value'")
+    return dict(pairs)

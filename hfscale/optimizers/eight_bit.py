@@ -1,0 +1,83 @@
+"""bitsandbytes' optimizers (Dettmers et al. 2022) on shares, with the update of the whole tensor.
+
+Two things would depend on a shard's size if bitsandbytes saw but that. Which states have 8 bits: those of tensors of
+``min_8bit_size`` entries or more, which here is the size of the whole. And the borders of blocks that share a scale:
+where a share is made of whole blocks of the whole tensor it is stepped where it is, and elsewhere as a whole.
+"""
+
+import warnings
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..errors import ConfigError
+from ..mesh import Mesh
+from ..plan.flat_blocks import blocks_align
+from .sharded import Groups, Member, Stepper, describe
+from .stock import LocalStepper, Stock, WholeStepper
+
+BLOCK = 256
+"""Entries that share a scale in bitsandbytes' 8-bit states."""
+MIN_8BIT_SIZE = 4096
+"""bitsandbytes' default: states of fewer entries have 32 bits."""
+
+
+def stock_class(name: str, stock: str) -> Any:
+    """The class of that name in bitsandbytes.
+
+    Raises:
+        ConfigError: bitsandbytes is not installed.
+    """
+    try:
+        import bitsandbytes
+    except ImportError as error:
+        raise ConfigError(
+            f"{name!r} is bitsandbytes' {stock}, which is not installed: pip install 'hfscale[bitsandbytes]'"
+        ) from error
+    return getattr(bitsandbytes.optim, stock)
+
+
+def without_paging(name: str, options: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """The options for ``device``: only states on a GPU can be paged out of it."""
+    if options.get("is_paged") and device.type == "cpu":
+        warnings.warn(f"{name!r}: states are on the CPU already, so they are not paged", stacklevel=4)
+        return {**options, "is_paged": False}
+    return options
+
+
+def steppers_by_size(
+    name: str, stock_class: Any, options: dict[str, Any], members: Sequence[Member], groups: Groups, mesh: Mesh
+) -> list[Stepper]:
+    """Who steps which of ``members``: 8 bits in place, 8 bits as a whole, or 32 bits in place."""
+    narrow: list[Member] = []
+    if options["optim_bits"] == 8:
+        threshold = options.get("min_8bit_size", MIN_8BIT_SIZE)
+        narrow = [member for member in members if torch.Size(member.planned.shape).numel() >= threshold]
+    apart = [member for member in narrow if not blocks_align(member.planned, BLOCK)]
+    if apart:
+        _warn(name, apart, mesh)
+    in_place = [member for member in narrow if member not in apart]
+    wide = [member for member in members if member not in narrow]
+    eight: Stock = partial(stock_class, **{**options, "optim_bits": 8, "min_8bit_size": 0})
+    rest = {key: value for key, value in options.items() if key != "min_8bit_size"}
+    return [
+        LocalStepper(eight, in_place, groups),
+        WholeStepper(eight, apart, groups, mesh),
+        LocalStepper(partial(stock_class, **{**rest, "optim_bits": 32}), wide, groups),
+    ]
+
+
+def _warn(name: str, apart: Sequence[Member], mesh: Mesh) -> None:
+    if any(mesh.ranks[axis] for axis in ("tp", "dp_shard", "dp_replicate")):
+        return  # another rank says so
+    entries = sum(torch.Size(member.planned.shape).numel() for member in apart)
+    largest = max(torch.Size(m.planned.shape).numel() * m.parameter.element_size() for m in apart)
+    warnings.warn(
+        f"{name!r}: the shares of {describe(apart)} are not made of whole blocks of {BLOCK} entries, so these are "
+        f"stepped whole: in every step, weights and gradients of {entries:,} entries are gathered, one parameter at a "
+        f"time (up to twice {largest / 2**20:,.1f} MiB), and their 8-bit state is whole on every rank of the cut. "
+        "A layout that cuts between blocks avoids it, and so does a 32-bit optimizer",
+        stacklevel=4,
+    )

@@ -1,0 +1,82 @@
+"""Muon (Jordan et al. 2024) over shards, as in ``torch.optim.Muon``: momentum, then the nearest orthogonal matrix.
+
+Momentum is kept where the gradient is, entry by entry. An update is orthogonal as a whole matrix, so it is gathered
+over the ranks of the parameter's cuts, in bfloat16, in which it is orthogonalized; every one of them does so, and
+applies its share.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..mesh import Mesh
+from ..plan import ParameterPlan
+from ..runtime.unshard import gather_full
+from .sharded import Groups, Member, State
+from .sums import gradients_present
+
+_EPS = 1e-7
+DEFAULTS: dict[str, Any] = {
+    "momentum": 0.95,
+    "nesterov": True,
+    "ns_coefficients": (3.4445, -4.7750, 2.0315),
+    "ns_steps": 5,
+    "adjust_lr_fn": None,
+}
+_RATIOS = {
+    None: lambda rows, columns: math.sqrt(max(1, rows / columns)),
+    "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
+    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+}
+"""``adjust_lr_fn`` -> what the learning rate of a matrix is multiplied by."""
+ADJUSTMENTS = tuple(_RATIOS)
+
+
+def is_hidden_matrix(planned: ParameterPlan, owners: Sequence[nn.Module], layers: Sequence[str]) -> bool:
+    """Whether a parameter is a matrix of a layer: no embedding, no head, no stack of experts, no vector."""
+    if len(planned.shape) != 2 or any(isinstance(owner, nn.Embedding) for owner in owners):
+        return False
+    return any(planned.name.startswith(f"{layer}.") for layer in layers)
+
+
+class MuonStepper:
+    """Muon's update of ``members``, which are matrices."""
+
+    def __init__(self, members: Sequence[Member], mesh: Mesh) -> None:
+        self._members, self._mesh = members, mesh
+
+    def publish(self, state: State) -> None:
+        """See :class:`Stepper`; there is none before the first step."""
+
+    def step(self, groups: Groups, state: State) -> None:
+        """See :class:`Stepper`; communicates over the axes of the parameters' cuts."""
+        present = gradients_present(self._members, self._mesh)
+        for member, with_gradient in zip(self._members, present, strict=True):
+            if with_gradient:
+                self._step_one(member, groups[member.group], state.setdefault(member.parameter, {}))
+
+    def _step_one(self, member: Member, group: dict[str, Any], state: dict[str, Any]) -> None:
+        planned, weight, grad = member.planned, member.weight, member.gradient
+        average = state.setdefault("momentum_buffer", torch.zeros_like(grad))
+        average.lerp_(grad, 1 - group["momentum"])
+        update = grad.lerp(average, group["momentum"]) if group["nesterov"] else average
+        whole = gather_full(update.to(torch.bfloat16, copy=True), planned.shape, planned.cuts, self._mesh)
+        orthogonal = orthogonalized(whole, group["ns_coefficients"], group["ns_steps"])
+        weight.mul_(1 - group["lr"] * group["weight_decay"])
+        ratio = _RATIOS[group["adjust_lr_fn"]](*planned.shape)
+        weight.add_(planned.take(orthogonal, self._mesh.ranks), alpha=-group["lr"] * ratio)
+
+
+def orthogonalized(matrix: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:
+    """``[R, C]`` -> about ``U V^T`` of its singular value decomposition, by Newton-Schulz iterations of a quintic."""
+    a, b, c = coefficients
+    tall = matrix.size(0) > matrix.size(1)
+    x = matrix.T if tall else matrix
+    x = x.div(x.norm().clamp(min=_EPS))
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x

@@ -1,0 +1,160 @@
+"""The optimizer that a training loop holds: the model's own parameters outside, plain local tensors inside.
+
+Schedulers, Accelerate and ``zero_grad`` see ``param_groups`` with the model's parameters, sharded tensors or not. The
+arithmetic is done by *steppers*, each on some of the parameters, on the plain tensors that this rank holds of them: a
+dispatch through sharded tensors would cost more than the update of a small one, and bitsandbytes knows none. A step::
+
+    param_groups[i] (lr, ...)  ---->  stepper's options of group i
+    parameter, parameter.grad  ---->  local weight and gradient, the same memory; weights change in place
+    state[parameter]           <--->  the stepper's state, lent for the step: plain tensors and numbers
+"""
+
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ConfigError
+from ..plan import ParameterPlan
+from ..runtime.runtime import local_tensor
+
+Groups = Sequence[dict[str, Any]]
+State = MutableMapping[Any, dict[str, Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """One parameter that an optimizer steps.
+
+    Attributes:
+        planned: what the plan says of it.
+        parameter: the model's own.
+        group: index of its parameter group.
+    """
+
+    planned: ParameterPlan
+    parameter: nn.Parameter
+    group: int
+
+    @property
+    def weight(self) -> Tensor:
+        """The plain tensor this rank holds of it; may be empty."""
+        with torch.no_grad():  # with autograd, a sharded tensor would make a node of its graph
+            return local_tensor(self.parameter).detach()
+
+    @property
+    def gradient(self) -> Tensor:
+        """Likewise of its gradient; without entries where an empty share has none."""
+        grad = self.parameter.grad
+        return self.weight if grad is None else local_tensor(grad)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes it is cut over."""
+        return tuple(cut.axis for cut in self.planned.cuts)
+
+
+class Stepper(Protocol):
+    """Updates some of an optimizer's parameters, in place."""
+
+    def publish(self, state: State) -> None:
+        """Put what state there is before the first step into ``state``."""
+
+    def step(self, groups: Groups, state: State) -> None:
+        """One update by the gradients there are; the same calls on every rank of a pipeline stage."""
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """A ``torch.optim.Optimizer`` whose update is that of one process; made by :func:`hfscale.create_optimizer`.
+
+    ``state`` holds plain tensors of this rank, so ``state_dict`` is one rank's; :func:`hfscale.save_state` writes every
+    rank's.
+
+    Args:
+        name: what it was asked for by.
+        groups: parameter groups with the model's own parameters; some may have none on this rank.
+        defaults: of options that a group does not have.
+        steppers: between them, they step every parameter of the groups, each once.
+    """
+
+    keeps_plain_state = True  # read where checkpoints are loaded
+
+    def __init__(self, name: str, groups: Groups, defaults: dict[str, Any], steppers: Sequence[Stepper]) -> None:
+        self.name = name
+        self._complete = False
+        super().__init__(list(groups), defaults)
+        self._steppers = tuple(steppers)
+        self._complete = True
+        for stepper in self._steppers:
+            stepper.publish(self.state)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One update; call it on every rank.
+
+        Args:
+            closure: computes the loss again, and its gradients.
+
+        Returns:
+            what ``closure`` returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for stepper in self._steppers:
+            stepper.step(self.param_groups, self.state)
+        return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Not after it was made: what steps a parameter is decided then.
+
+        Raises:
+            ConfigError: always, once the optimizer is made.
+        """
+        if self._complete:
+            raise ConfigError(
+                f"a parameter group cannot be added to {self.name!r} later: set requires_grad first, and call "
+                "hfscale.create_optimizer(model, ..., groups=[...]) again"
+            )
+        super().add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` returned on this rank, in the same layout; types are left as they are."""
+        super().load_state_dict({**state_dict, "state": {}})
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        places = [(parameter, group) for group in self.param_groups for parameter in group["params"]]
+        for number, (parameter, group) in zip(numbers, places, strict=True):
+            if number in state_dict["state"]:
+                values = state_dict["state"][number]
+                self.state[parameter] = {key: _placed(value, group, parameter) for key, value in values.items()}
+
+    def state_bytes(self) -> int:
+        """Bytes of the state on this rank; most optimizers have none before the first step."""
+        held = (value for values in self.state.values() for value in values.values() if isinstance(value, Tensor))
+        # Parameters may share a tensor: the code book of 8-bit states.
+        return sum({value.data_ptr(): value.numel() * value.element_size() for value in held if value.numel()}.values())
+
+
+def _placed(value: Any, group: dict[str, Any], parameter: Tensor) -> Any:
+    """On the parameter's device, except for a count of steps that the host keeps."""
+    if not isinstance(value, Tensor) or (value.ndim == 0 and not (group.get("fused") or group.get("capturable"))):
+        return value
+    return value.to(parameter.device)
+
+
+def members_of(groups: Groups, plans: dict[int, ParameterPlan]) -> list[Member]:
+    """Every parameter of ``groups`` with its plan, found by ``id``, in order."""
+    return [
+        Member(plans[id(parameter)], parameter, index)
+        for index, group in enumerate(groups)
+        for parameter in group["params"]
+    ]
+
+
+def describe(members: Iterable[Member], limit: int = 3) -> str:
+    """The first names of some parameters."""
+    names = [member.planned.name for member in members]
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

@@ -1,0 +1,113 @@
+"""Step with a stock optimizer class, of torch or bitsandbytes, that is shown plain tensors."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..mesh import Mesh
+from ..runtime.unshard import gather_full
+from .sharded import Groups, Member, State
+from .sums import gradients_present
+
+Stock = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+"""Makes the stock optimizer over parameter groups."""
+
+
+class _Inner:
+    """A stock optimizer over stand-ins: parameters that are given memory, gradient and state for one step."""
+
+    def __init__(self, stock: Stock, members: Sequence[Member], groups: Groups) -> None:
+        self.pairs = [(member, nn.Parameter(member.weight)) for member in members]
+        mine = [
+            {**group, "params": [stand_in for member, stand_in in self.pairs if member.group == index]}
+            for index, group in enumerate(groups)
+        ]
+        self.optimizer = stock(mine)
+
+    def step(self, groups: Groups, state: State, tensors: Callable[[Member], tuple[Tensor, Tensor | None]]) -> None:
+        """One step on the weight and gradient that ``tensors`` says of each member; without a gradient, it stays."""
+        for mine, group in zip(self.optimizer.param_groups, groups, strict=True):
+            mine.update({key: value for key, value in group.items() if key != "params"})
+        scattered = []
+        for member, stand_in in self.pairs:
+            weight, gradient = tensors(member)
+            if not weight.is_contiguous():  # bitsandbytes would go on with a copy, and leave the weight as it was
+                scattered.append((weight, stand_in))
+            stand_in.data = weight.contiguous()
+            stand_in.grad = gradient
+            if member.parameter in state:
+                self.optimizer.state[stand_in] = state[member.parameter]
+        self.optimizer.step()
+        for weight, stand_in in scattered:
+            weight.copy_(stand_in)
+        for _, stand_in in self.pairs:
+            stand_in.grad = None
+        self.publish(state)
+
+    def publish(self, state: State) -> None:
+        """Hand the state over, by the model's own parameters."""
+        for member, stand_in in self.pairs:
+            if stand_in in self.optimizer.state:
+                state[member.parameter] = self.optimizer.state.pop(stand_in)
+
+    def release(self) -> None:
+        """Keep no memory of weights between steps."""
+        for _, stand_in in self.pairs:
+            stand_in.data = stand_in.data.new_empty(0)
+
+
+class LocalStepper:
+    """Steps shares where they are: for what is computed entry by entry, or block by block of whole blocks."""
+
+    def __init__(self, stock: Stock, members: Sequence[Member], groups: Groups) -> None:
+        self._inner = _Inner(stock, members, groups)
+
+    def publish(self, state: State) -> None:
+        """See :class:`Stepper`."""
+        self._inner.publish(state)
+
+    def step(self, groups: Groups, state: State) -> None:
+        """See :class:`Stepper`; no communication."""
+        self._inner.step(groups, state, _here)
+
+
+def _here(member: Member) -> tuple[Tensor, Tensor | None]:
+    weight, grad = member.weight, member.parameter.grad
+    return weight, None if grad is None or not weight.numel() else member.gradient
+
+
+class WholeStepper:
+    """Steps parameters that are cut as one process would: every rank of the cut has the whole of one at a time.
+
+    Per parameter, weight and gradient are gathered over the ranks of its cuts; all of them make the same update of the
+    same whole tensor, and each takes its share of it back. The state is whole on every rank.
+    """
+
+    def __init__(self, stock: Stock, members: Sequence[Member], groups: Groups, mesh: Mesh) -> None:
+        self._members, self._mesh = members, mesh
+        self._inners = [_Inner(stock, [member], groups) for member in members]
+        for inner in self._inners:
+            inner.release()
+
+    def publish(self, state: State) -> None:
+        """See :class:`Stepper`."""
+        for inner in self._inners:
+            inner.publish(state)
+
+    def step(self, groups: Groups, state: State) -> None:
+        """See :class:`Stepper`; communicates over the axes of each parameter's cuts."""
+        present = gradients_present(self._members, self._mesh)
+        for member, inner, with_gradient in zip(self._members, self._inners, present, strict=True):
+            if with_gradient:
+                self._step_one(member, inner, groups, state)
+
+    def _step_one(self, member: Member, inner: _Inner, groups: Groups, state: State) -> None:
+        planned, share = member.planned, member.weight
+        weight, gradient = (
+            gather_full(tensor, planned.shape, planned.cuts, self._mesh) for tensor in (share, member.gradient)
+        )
+        inner.step(groups, state, lambda _: (weight, gradient))
+        share.copy_(planned.take(weight, self._mesh.ranks))
+        inner.release()

@@ -1,0 +1,1 @@
+"""The axes of a layout, a folder each; none imports another."""

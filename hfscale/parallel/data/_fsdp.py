@@ -1,0 +1,117 @@
+"""The one file of this room that touches private names of FSDP2.
+
+Checked with torch 2.13, where a module has several parameter groups, and written for 2.11 too, where it has one. FSDP2
+reduces gradients in hooks of autograd. They do not serve where several microbatches are under way at once, nor where
+the gradients of weights are made without them (a split backward pass), so it is told when to; torch's own pipelines do
+the same.
+
+The gradients of a group are reduced in one buffer, so all that trains in it has one type; but models in 16 bits keep
+routers, decays or sinks in 32, and adapters train in 32 bits beside a base in 16. What trains in another type than most
+of a module gets a group of its own there: gathered and given up with the others, reduced by itself.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.tensor import DTensor
+
+from ...errors import ConfigError
+
+
+def shard_by_type(module: nn.Module, *, ignored: set[nn.Parameter], **how: Any) -> None:
+    """``fully_shard`` with a group for each type that trains.
+
+    Args:
+        ignored: parameters of the module that are not to be sharded.
+        how: arguments of ``fully_shard``.
+
+    Raises:
+        ConfigError: this torch has one group for each module, and one of them holds parameters of several types.
+    """
+    others = _other_types(module, ignored)
+    if others and not _has_several_groups():
+        _shard_modules_of_one_type(module, others, ignored, how)
+        others = {}
+    apart = {parameter for parameters in others.values() for parameter in parameters}
+    fully_shard(module, ignored_params=ignored | apart, **how)
+    groups: Any = fully_shard.state(module)._fsdp_param_groups if others else []  # type: ignore[attr-defined]
+    for parameters in others.values():
+        first = groups[0]
+        groups.append(
+            type(first)(
+                parameters, first.modules, first.mesh_info, first.post_forward_mesh_info, first.device,
+                how.get("shard_placement_fn"), first.mp_policy, first.offload_policy,
+            )
+        )  # fmt: skip
+
+
+def _other_types(module: nn.Module, ignored: set[nn.Parameter]) -> dict[torch.dtype, list[nn.Parameter]]:
+    """What trains in ``module``, and is not sharded yet, in another type than most of it."""
+    types: dict[torch.dtype, list[nn.Parameter]] = {}
+    for parameter in module.parameters():
+        if parameter.requires_grad and parameter not in ignored and not isinstance(parameter, DTensor):
+            types.setdefault(parameter.dtype, []).append(parameter)
+    if types:
+        del types[max(types, key=lambda dtype: sum(parameter.numel() for parameter in types[dtype]))]
+    return types
+
+
+def _has_several_groups() -> bool:
+    """Whether this torch has a list of groups for each module."""
+    return hasattr(FSDPState(), "_fsdp_param_groups")
+
+
+def _shard_modules_of_one_type(
+    module: nn.Module, others: dict[torch.dtype, list[nn.Parameter]], ignored: set[nn.Parameter], how: dict[str, Any]
+) -> None:
+    """Where a module has one group: wrap by themselves the modules within it that hold one of the ``others`` only."""
+    left = {parameter: dtype for dtype, parameters in others.items() for parameter in parameters}
+    for name, inner in module.named_modules():
+        held = {parameter for parameter in inner.parameters() if parameter not in ignored}
+        types = {left.get(parameter) for parameter in held}
+        if name and len(types) == 1 and None not in types:
+            fully_shard(inner, ignored_params=ignored, **how)
+            left = {parameter: dtype for parameter, dtype in left.items() if parameter not in held}
+    if left:
+        name, parameter = next((name, p) for name, p in module.named_parameters() if p in left)
+        raise ConfigError(
+            f"{type(module).__name__} trains {name} in {parameter.dtype} beside parameters of another type, and FSDP "
+            f"in torch {torch.__version__} shards one type for each module: load it with dtype=torch.float32 and "
+            "mixed_precision='bf16', or use torch 2.13"
+        )
+
+
+def _groups(state: Any) -> list[Any]:
+    several = getattr(state, "_fsdp_param_groups", None)
+    if several is not None:
+        return list(several)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
+def _states(model: nn.Module) -> list[Any]:
+    root: Any = fully_shard.state(model)  # type: ignore[attr-defined]
+    return list(root._state_ctx.all_states)
+
+
+def reduce_now(model: nn.Module) -> None:
+    """Reduce and shard what gradients backward passes have left, and end the step."""
+    for state in _states(model):
+        for group in _groups(state):
+            group.post_backward()
+    root: Any = fully_shard.state(model)  # type: ignore[attr-defined]
+    root._root_post_backward_final_callback()
+
+
+def add_up_gradients(model: nn.Module) -> None:
+    """Move gradients that autograd's hooks have not seen to where they are added up, in the type of reductions."""
+    for parameter in _parameters(model):
+        parameter.accumulate_unsharded_grad_if_needed()
+        parameter.to_accumulated_grad_if_needed()
+
+
+def _parameters(model: nn.Module) -> Iterator[Any]:
+    return (parameter for state in _states(model) for group in _groups(state) for parameter in group.fsdp_params)

@@ -1,0 +1,153 @@
+"""Shard (``dp_shard``) and replicate (``dp_replicate``) over the data mesh with torch's FSDP2.
+
+FSDP2 wraps the plain local tensors that the other axes left (ZeRO stage 3, Rajbhandari et al. 2020; Zhao et al. 2023).
+One mechanism serves both axes: replicas are the outer dim of a two-dim mesh (HSDP), also where nothing is sharded.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Shard
+
+from ...errors import ConfigError
+from ...mesh import Mesh
+from ...plan import ParameterPlan, Plan
+from ...runtime import like_sharded
+from ...runtime.names import owner_of, stock_name
+from ._fsdp import reduce_now, shard_by_type
+
+MIXED_PRECISIONS = {"no": None, "bf16": torch.bfloat16}
+
+
+def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, mixed_precision: str) -> None:
+    """Wrap every layer, then the rest of the model. No-op where there is one distinct batch.
+
+    Args:
+        mixed_precision: ``"bf16"`` computes in bfloat16 over the parameters' own type, which stays the type of the
+            master weights, of gradients after reduction and of the optimizer state; ``"no"`` leaves types alone.
+    """
+    if mesh.batch_world == 1 or mesh.device_mesh is None:
+        return
+    data_mesh = _data_mesh(mesh.device_mesh, mesh, "dp_replicate", "dp_shard")
+    dtype = MIXED_PRECISIONS[mixed_precision]
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else MixedPrecisionPolicy()
+    # Whole copies need not be given up after the forward pass where no memory is won by it.
+    reshard = mesh.layout.size("dp_shard") > 1
+    alone = _shard_experts(model, plan, mesh, policy)
+    for name in (layer for layer in plan.layers if plan.is_local(mesh.ranks["pp"], layer)):
+        layer = model.get_submodule(name)
+        shard_by_type(layer, ignored=alone, mesh=data_mesh, mp_policy=policy, reshard_after_forward=reshard)
+    shard_by_type(model, ignored=alone, mesh=data_mesh, mp_policy=policy, reshard_after_forward=False)
+
+
+def _shard_experts(model: nn.Module, plan: Plan, mesh: Mesh, policy: MixedPrecisionPolicy) -> set[nn.Parameter]:
+    """Wrap experts over their own, smaller group: ranks that hold the same ones.
+
+    Returns:
+        parameters of experts that no other rank holds and that compute in their own type: nothing is to be gathered.
+        They become sharded tensors of one rank, since an optimizer does not take those of FSDP2 and plain ones at once.
+    """
+    layout, alone = mesh.layout, set[nn.Parameter]()
+    policy = replace(policy, cast_forward_inputs=False)  # weights of routes stay exact; tokens come in the right type
+    shards = layout.size("edp_shard")
+    for experts in (e for e in plan.experts if plan.is_local(mesh.ranks["pp"], e.name)):
+        module = model.get_submodule(experts.name)
+        assert mesh.expert_mesh is not None
+        if shards * layout.size("edp_replicate") == 1 and policy.param_dtype is None:
+            for name, whole in list(module.named_parameters()):
+                local = DTensor.from_local(whole.detach(), mesh.expert_mesh["edp_shard"], [Shard(0)], run_check=False)
+                holder, attribute = owner_of(module, name)
+                holder.register_parameter(attribute, nn.Parameter(local, whole.requires_grad))
+            alone |= set(module.parameters())
+            continue
+        dims = {  # packed bytes have a row for each data rank
+            p: 0 if p.dtype == torch.uint8 else _planned(plan, f"{experts.name}.{name}").cuts[-1].dim
+            for name, p in module.named_parameters()
+        }
+        shard_by_type(
+            module,
+            ignored=set(),
+            mesh=_data_mesh(mesh.expert_mesh, mesh, "edp_replicate", "edp_shard"),
+            mp_policy=policy,
+            reshard_after_forward=shards > 1,
+            shard_placement_fn=(lambda p, dims=dims: Shard(dims[p])) if shards > 1 else None,  # type: ignore[misc]
+        )
+    return alone
+
+
+def _planned(plan: Plan, name: str) -> ParameterPlan:
+    return plan.by_name[name if name in plan.by_name else stock_name(name)]
+
+
+def _data_mesh(device_mesh: DeviceMesh, mesh: Mesh, replicate: str, shard: str) -> DeviceMesh:
+    return device_mesh[(replicate, shard) if mesh.layout.size(replicate) > 1 else (shard,)]
+
+
+def install_local_weights(model: nn.Module, shares: dict[str, Tensor], plan: Plan, mesh: Mesh) -> None:
+    """Fill a model whose parameters are on the meta device, FSDP2-wrapped or not, with this rank's final shares."""
+    made: dict[str, nn.Parameter] = {}
+    for planned in plan.parameters:
+        if not plan.is_local(mesh.ranks["pp"], planned.name):
+            continue
+        owner = planned.tied_to or planned.name
+        module, attribute = owner_of(model, planned.name)
+        if owner not in made:
+            made[owner] = _filled(module._parameters[attribute], shares[owner])
+        module._parameters[attribute] = made[owner]
+
+
+def _filled(empty: Tensor | None, share: Tensor) -> nn.Parameter:
+    if empty is None:
+        raise ConfigError("a parameter vanished between planning and loading")
+    return nn.Parameter(like_sharded(share, empty), requires_grad=empty.requires_grad)
+
+
+def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
+    """Whether the next backward pass reduces gradients over the data axes (off while accumulating)."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(enabled)
+
+
+def reshard(model: nn.Module) -> None:
+    """Leave this rank its shards only, also where a forward pass without a backward pass has kept whole weights."""
+    for module in model.modules() if isinstance(model, FSDPModule) else ():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def reduce_microbatch(model: nn.Module) -> None:
+    """Within :func:`one_reduction`: reduce what backward passes have left so far, ahead of the end."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(True)
+        reduce_now(model)
+        model.set_requires_gradient_sync(False)
+
+
+@contextmanager
+def one_reduction(model: nn.Module, *, backward: bool, regather: bool) -> Iterator[None]:
+    """Within: any number of forward and backward passes of which some are under way at once; on leaving, gradients are
+    reduced over the data axes once. Weights are gathered once and kept until then.
+
+    Args:
+        regather: give up a layer's weights after every pass instead; the model's other weights are kept.
+    """
+    if not isinstance(model, FSDPModule):
+        yield
+        return
+    model.set_requires_gradient_sync(False)
+    model.set_is_last_backward(False)
+    model.set_reshard_after_forward(False, recurse=not regather)
+    model.set_reshard_after_backward(False, recurse=not regather)
+    try:
+        yield
+        if backward:
+            model.set_requires_gradient_sync(True)
+            model.set_is_last_backward(True)
+            reduce_now(model)
+    finally:
+        reshard(model)

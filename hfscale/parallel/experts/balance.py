@@ -1,0 +1,84 @@
+"""What keeps experts evenly busy: pure arithmetic.
+
+All sums are over the real tokens of a sequence. They are shares of larger ones: whoever divides a sequence over ranks
+adds :func:`expert_sums` up first; whoever divides a step adds up what the losses return, and divides by the step's
+number of real tokens.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .routers import probabilities, widened
+
+
+def expert_sums(logits: Tensor, index: Tensor, real: Tensor, scores: str) -> Tensor:
+    """What the losses need to know of each sequence, with gradients to the logits.
+
+    Args:
+        logits: ``[b, s, e]``, the router's, of ``s`` tokens of each sequence.
+        index: ``[b, s, k]``, the experts chosen, before any was found full; ``e`` for none.
+        real: ``[b, s]``, whether a token is none of padding.
+
+    Returns:
+        ``[b, 2 e + 1]``: routes to each expert, the sum of its probability, and the sum of the squared logsumexp.
+    """
+    count = logits.shape[-1]
+    of_real = real.to(widened(logits).dtype).unsqueeze(-1)
+    mass = (probabilities(logits, scores) * of_real).sum(1)
+    logsumexp = widened(logits).logsumexp(-1, keepdim=True)
+    squares = (logsumexp.square() * of_real).sum(1)
+    routes = expert_counts(index, count, real).to(mass.dtype)
+    return torch.cat((routes, mass, squares), -1)
+
+
+def expert_counts(index: Tensor, count: int, real: Tensor) -> Tensor:
+    """``index [b, s, k]``, ``real [b, s]`` -> ``[b, count]``: how many routes of each sequence go to an expert."""
+    routes = index.flatten(1)
+    weights = real.unsqueeze(-1).expand_as(index).flatten(1).to(torch.int64)
+    counts = torch.zeros(len(routes), count + 1, dtype=torch.int64, device=index.device)
+    return counts.scatter_add_(1, routes, weights)[:, :count]
+
+
+def balance_loss(sums: Tensor) -> Tensor:
+    """The load-balancing loss of each sequence, times its number of tokens, all added up.
+
+    ``experts * sum_i f_i P_i`` with ``f_i`` the share of the sequence's routes that go to expert ``i`` and ``P_i`` the
+    mean of its probability (Fedus et al. 2021, equations 4 to 6; per sequence in DeepSeek-AI 2024, V3, equations 17 to
+    20). It is 1 where both are even.
+
+    Args:
+        sums: ``[b, 2 e + 1]``, see :func:`expert_sums`.
+    """
+    count = sums.shape[1] // 2
+    routes, mass = sums[:, :count], sums[:, count : 2 * count]
+    share = routes / routes.sum(1, keepdim=True).clamp(min=1)
+    # The number of tokens, over which the mass would be averaged, cancels.
+    return count * (share * mass).sum()
+
+
+def z_loss(sums: Tensor) -> Tensor:
+    """The squared logsumexp of the logits, summed over tokens (Zoph et al. 2022, ST-MoE, equation 5)."""
+    return sums[:, -1].sum()
+
+
+def bias_step(counts: Tensor, rate: float) -> Tensor:
+    """What to add to the biases of experts with these loads ``[e]`` (Wang et al. 2024, algorithm 1)."""
+    loads = counts.double()
+    return rate * (loads.mean() - loads).sign()
+
+
+def max_over_mean(counts: Sequence[int]) -> float:
+    """The largest load over the mean one: 1 where they are even; 1 without any."""
+    total = sum(counts)
+    return max(counts) * len(counts) / total if total else 1.0
+
+
+def normalized_entropy(counts: Sequence[int]) -> float:
+    """Entropy of the loads over that of even ones: 1 where they are even, 0 where one expert has all; 1 without any."""
+    total = sum(counts)
+    if not total or len(counts) == 1:
+        return 1.0
+    shares = torch.tensor(counts, dtype=torch.float64) / total
+    return float(torch.special.entr(shares).sum()) / float(torch.tensor(float(len(counts))).double().log())

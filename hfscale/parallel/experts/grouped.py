@@ -1,0 +1,82 @@
+"""The experts of one rank on rows that are grouped by expert.
+
+Experts in 4 bits (QLoRA, Dettmers et al. 2023) are dequantized for the time of one projection, in the forward pass and
+again in the backward pass.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...ops import grouped_linear
+from ...quantization.frozen_linear import frozen_grouped_linear
+from ...quantization.packed import packings_of, read_packed
+from ...runtime import local_tensor
+from ...runtime.names import unwrapped
+
+
+def compute_type(experts: Any) -> torch.dtype:
+    """The type in which ``experts``, a host's module, computes now."""
+    experts = unwrapped(experts)
+    weight: Tensor = experts.down_proj
+    if torch.is_autocast_enabled(weight.device.type):
+        return torch.get_autocast_dtype(weight.device.type)
+    packing = packings_of(experts).get("down_proj")
+    return weight.dtype if packing is None else packing.compute_dtype
+
+
+def run_experts(experts: Any, x: Tensor, counts: Sequence[int]) -> Tensor:
+    """Rows ``x [rows, h]``, ``counts`` of them for each expert in ``experts``, a host's module -> ``[rows, h]``.
+
+    What the host's own forward computes for each row, without weights of routes. The module's parameters and functions
+    are looked up now, so that whatever was put in their place is used.
+    """
+    dtype = compute_type(experts)
+    added, experts = low_rank_terms(experts), unwrapped(experts)
+    biased, transposed = experts.has_bias, experts.is_transposed
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        out = whole_rank(x, name)
+        for a, b, scaling in added.get(name, ()):
+            inner = grouped_linear(x, a.to(dtype), None, counts)
+            out = out + scaling * grouped_linear(inner, b.to(dtype), None, counts)
+        return out
+
+    def whole_rank(x: Tensor, name: str) -> Tensor:
+        bias = local_tensor(getattr(experts, f"{name}_bias")).to(dtype) if biased else None
+        if name in packings_of(experts):
+            return frozen_grouped_linear(x, partial(_dequantized, experts, name), bias, counts, transposed=transposed)
+        weight = local_tensor(getattr(experts, name)).to(dtype)
+        return grouped_linear(x, weight, bias, counts, transposed=transposed)
+
+    if experts.has_gate:
+        inner = experts._apply_gate(linear(x.to(dtype), "gate_up_proj"))
+    else:
+        inner = experts.act_fn(linear(x.to(dtype), "up_proj"))
+    out = linear(inner, "down_proj")
+    return experts.post_expert_norm(out) if getattr(experts, "has_post_expert_norm", False) else out
+
+
+def low_rank_terms(experts: Any) -> dict[str, list[tuple[Tensor, Tensor, float]]]:
+    """What PEFT's wrappers around ``experts`` add to parameters of it: ``A [e, r, in]``, ``B [e, out, r]``, scale.
+
+    PEFT adds ``B A`` to the weights of all experts before it computes; here rows go through the factors instead.
+    """
+    found: dict[str, list[tuple[Tensor, Tensor, float]]] = {}
+    while hasattr(experts, "parameter_name"):  # one wrapper for each parameter, around one another
+        active = [] if experts.disable_adapters else experts.active_adapters
+        for adapter in (name for name in active if name in experts.lora_A):
+            a, b = (local_tensor(part[adapter].weight) for part in (experts.lora_A, experts.lora_B))
+            count = experts.num_experts
+            factors = a.reshape(count, -1, a.shape[1]), b.reshape(b.shape[0], -1, count).permute(2, 0, 1).contiguous()
+            found.setdefault(experts.parameter_name, []).append((*factors, experts.scaling[adapter]))
+        experts = experts.base_layer
+    return found
+
+
+def _dequantized(experts: Any, name: str, dtype: torch.dtype) -> Tensor:
+    """A 4-bit parameter of ``experts`` in ``dtype``; asked for the product and again for its gradient."""
+    return read_packed(experts, name).to(dtype)

@@ -1,0 +1,133 @@
+"""Find routers and their biases, and give every layer its routing."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from ... import _host
+from ...errors import ConfigError
+from ...families.code import scores_by_sigmoid
+from ...plan import ExpertsPlan
+from ...plan.parameter import wild_name
+from ...runtime import Runtime
+from ...runtime.names import stock_name
+from .layer import LayerRouting, Logits
+from .options import RoutingConfig
+from .routing import Routing
+
+_BIAS = "e_score_correction_bias"  # the host's name, in every family that has one
+
+
+def routing_of_layers(runtime: Runtime, options: RoutingConfig | None) -> Iterator[LayerRouting]:
+    """What every mixture that this rank holds does to its routes; ``runtime.routing`` is what they share.
+
+    Raises:
+        ConfigError: the model lacks what ``options`` need.
+    """
+    chosen = options or RoutingConfig()
+    _check(runtime, chosen)
+    runtime.routing = routing = Routing(runtime, chosen)
+    for number, planned in enumerate(runtime.plan.mixtures):
+        if runtime.is_local(planned.name):
+            yield _routing_of(runtime, routing, planned, number)
+
+
+def install_forward_contexts(runtime: Runtime) -> None:
+    """Hook the model: its passes, and the loss of its layers. Comes behind what makes tensor ranks draw alike."""
+    if runtime.routing is not None and runtime.routing.passes is not None:
+        runtime.routing.passes.install(runtime.model)
+
+
+def _routing_of(runtime: Runtime, routing: Routing, planned: ExpertsPlan, number: int) -> LayerRouting:
+    options, layout = routing.options, runtime.mesh.layout
+    block = runtime.model.get_submodule(planned.name.rpartition(".")[0])
+    if options.bias_update_rate:
+        routing.biases[planned.name] = _bias(block, planned)
+    logits, scores, times = None, options.balance_scores or "softmax", 1.0
+    if options.needs_logits:
+        name, router, place = _router(runtime, planned)
+        logits = Logits(router, place)
+        if options.balance_scores is None and scores_by_sigmoid(router):
+            scores = "sigmoid"
+        if any("tp" in runtime.plan.by_name[f"{name}.{p}"].partial for p, _ in router.named_parameters()):
+            times = 1 / layout.size("tp")
+    return LayerRouting(
+        planned,
+        number,
+        options,
+        routing.passes,
+        routing.counters,
+        routing.counters.layer(planned.name, planned.count),
+        runtime.mesh,
+        partial(_is_cut, runtime, planned.layer),
+        not layout.slices_tokens,
+        logits,
+        scores,
+        times,
+    )
+
+
+def _is_cut(runtime: Runtime, layer: str) -> bool:
+    stream = runtime.sequence_region_of(layer) if runtime.mesh.layout.slices_tokens else None
+    return stream is not None and stream.cut
+
+
+def _check(runtime: Runtime, options: RoutingConfig) -> None:
+    model, kind = runtime.model, _host.class_name(runtime.model)
+    if not runtime.plan.mixtures:
+        raise ConfigError(
+            f"routing={options}: {kind} has no experts that transformers keeps as one module of 3-D parameters: leave "
+            "it out"
+        )
+    if options.needs_tokens and getattr(model.config, "is_encoder_decoder", False):
+        raise ConfigError(
+            f"routing={options} looks at whole sequences, and {kind} has two of them, an encoder's and a decoder's: "
+            "RoutingConfig() counts there, and force_balanced works"
+        )
+    if options.balance_loss and getattr(model.config, "output_router_logits", False):
+        raise ConfigError(
+            f"balance_loss={options.balance_loss} and config.output_router_logits=True would balance experts twice: "
+            "set config.output_router_logits = False"
+        )
+    most = min(planned.count for planned in runtime.plan.mixtures)
+    if options.router == "gshard" and most < 2:
+        raise ConfigError("router='gshard' chooses two experts, and there is one: use router='switch'")
+
+
+def _router(runtime: Runtime, planned: ExpertsPlan) -> tuple[str, nn.Module, int]:
+    """The module beside the experts that the host records logits of, with its name, and where in its output they are.
+
+    A few families have it beside the block, in the layer.
+    """
+    recorded = _host.router_logits(runtime.model)
+    for owner in dict.fromkeys((planned.name.rpartition(".")[0], planned.layer)):
+        found = [
+            (stock_name(f"{owner}.{name}"), module, place)
+            for name, module in runtime.model.get_submodule(owner).named_modules()
+            for kind, place in recorded.items()
+            # Of a router that trains beside an adapter, PEFT keeps the first values as well, which nothing calls.
+            if name and isinstance(module, kind) and not name.endswith("original_module")
+        ]
+        if len(found) == 1:
+            return found[0]
+    family = runtime.plan.family
+    raise ConfigError(
+        f"{wild_name(planned.name)}: {family!r} does not say where its router's logits are (_can_record_outputs of its "
+        "PreTrainedModel class), and balance_loss, z_loss and other routers need them: use bias_update_rate, "
+        "capacity_factor or force_balanced, which do not"
+    )
+
+
+def _bias(block: nn.Module, planned: ExpertsPlan) -> Tensor:
+    """The bias that the router adds to its scores, in 32 bits at least: 16 would lose steps of 0.001."""
+    for module in block.modules():
+        found = module._buffers.get(_BIAS)
+        if found is not None and found.numel() == planned.count:
+            if found.dtype.itemsize < torch.float32.itemsize:
+                found = module._buffers[_BIAS] = found.float()
+            return found
+    raise ConfigError(
+        f"bias_update_rate needs a buffer {_BIAS} beside {wild_name(planned.name)}, and there is none: use balance_loss"
+    )

@@ -1,0 +1,250 @@
+"""Routing in one layer: between the router and the experts, and behind them.
+
+::
+
+    router --logits--> .                                      the model's own choice is kept, or made anew
+      |                |                                      |
+      +--index, weights--> choose --> capacity --> experts --> finish --> out
+                              |                                ^
+                              +---- share of the loss ---------+    its gradient joins here
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ...errors import ConfigError
+from ...mesh import Mesh
+from ...ops import leave
+from ...ops.exchange import start_all_gather
+from ...plan import ExpertsPlan
+from ...planner.sequence import share_evenly
+from ...runtime import recomputing
+from .balance import balance_loss, expert_counts, expert_sums, z_loss
+from .capacity import count_each, queue_places, room
+from .forward_contexts import ForwardContexts, Pass, attach
+from .options import RoutingConfig
+from .routers import gshard, noisy_topk, round_robin, switch
+from .token_counts import Counters, LayerCounter
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Where the tokens of a layer go.
+
+    Attributes:
+        index: ``[n, k]``, experts; their number for none.
+        weights: ``[n, k]``.
+        places: ``[n, k]``, a slot for each route, where room at experts is fixed: see :mod:`.slots`.
+        slots: how many slots each rank has for each expert.
+        loss: what this layer adds to the loss.
+    """
+
+    index: Tensor
+    weights: Tensor
+    places: Tensor | None = None
+    slots: Sequence[int] = ()
+    loss: Tensor | None = None
+
+
+class Logits:
+    """What a router computed in the call of the block that is under way."""
+
+    def __init__(self, router: nn.Module, place: int) -> None:
+        self._place = place
+        self._latest: Tensor | None = None
+        router.register_forward_hook(self._keep)
+
+    def _keep(self, router: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._latest = output if isinstance(output, Tensor) else output[self._place]
+
+    def take(self, n: int, count: int, name: str) -> Tensor:
+        """``[n, experts]``."""
+        found, self._latest = self._latest, None
+        if found is None or found.shape[-1] != count or found.numel() != n * count:
+            raise ConfigError(
+                f"{name}: routing= needs the router's logits of {n} tokens for {count} experts, and found "
+                f"{'none' if found is None else tuple(found.shape)}: use router='model' without losses"
+            )
+        return found.reshape(n, count)
+
+
+@dataclass
+class LayerRouting:
+    """What one layer does to its routes.
+
+    Attributes:
+        planned: its experts.
+        number: which of the model's mixtures it is.
+        options: what the user asked for.
+        passes: the model's; ``None`` where nothing here needs them.
+        counters: the model's.
+        counter: this layer's.
+        mesh: the ranks.
+        is_cut: whether this rank has a share of the tokens.
+        fixed: whether room at experts, where it is limited, has slots of its own.
+        logits: those of its router; ``None`` where nobody needs them.
+        scores: what makes probabilities of them.
+        times: factor of the loss's gradient, where tensor ranks have whole tokens and sum their gradients.
+    """
+
+    planned: ExpertsPlan
+    number: int
+    options: RoutingConfig
+    passes: ForwardContexts | None
+    counters: Counters
+    counter: LayerCounter
+    mesh: Mesh
+    is_cut: Callable[[], bool]
+    fixed: bool
+    logits: Logits | None = None
+    scores: str = "softmax"
+    times: float = 1.0
+
+    def choose(self, index: Tensor, weights: Tensor) -> Choice:
+        """The routes of ``n`` tokens, given those of the model's router, ``[n, k]`` each."""
+        if not recomputing():
+            self.counters.begin_if_asked()
+        if self.passes is not None:
+            return self._choose(self.passes.current(), index, weights)
+        if self.options.force_balanced:
+            index = round_robin(index, self.planned.count)
+        return Choice(index, weights)
+
+    def finish(self, out: Tensor, choice: Choice) -> Tensor:
+        """What the experts computed, with the gradient of this layer's share of the loss on its way back."""
+        if choice.loss is None or self.passes is None:
+            return out
+        return attach(out, choice.loss, self.passes.current(), 1.0 if self.is_cut() else self.times)
+
+    def count(self, counts: Sequence[int] | Tensor) -> None:
+        """Count the routes that this rank sent to each expert."""
+        if not recomputing() and (self.mesh.layout.slices_tokens or self._first):
+            self.counter.add(counts)
+
+    def count_on_device(self, index: Tensor) -> None:
+        """The same, given the routes ``[n, k]``, where nobody has looked at them."""
+        self.count(count_each(index.flatten(), self.planned.count + 1)[:-1])
+
+    @property
+    def _first(self) -> bool:
+        """Whether this rank counts what all tensor ranks know."""
+        return self.mesh.ranks["tp"] == 0
+
+    def _choose(self, now: Pass, index: Tensor, weights: Tensor) -> Choice:
+        options, count, first_time = self.options, self.planned.count, not recomputing()
+        lengths = self._lengths(now, index.shape[0])
+        start, own = (sum(lengths[: self.mesh.ranks["tp"]]), lengths[self.mesh.ranks["tp"]]) if lengths else (0, None)
+        real = now.real if own is None else now.real.narrow(1, start, own)
+        logits = None if self.logits is None else self.logits.take(index.shape[0], count, self.planned.name)
+        if options.router != "model":
+            assert logits is not None
+            index, new = self._rerouted(logits, index.shape[1], now, start, real.shape[1])
+            weights = new.to(weights.dtype)
+        by_sample = index.view(*real.shape, -1)
+        loss = None
+        if options.has_loss:
+            assert logits is not None
+            loss = self._loss(now, expert_sums(logits.view(*real.shape, -1), by_sample, real, self.scores), first_time)
+        if options.bias_update_rate and first_time and (lengths or self._first):
+            self.counter.add_wanted(expert_counts(by_sample, count, real).sum(0))
+        if options.force_balanced:
+            index = round_robin(index, count)
+        if options.capacity is None:
+            return Choice(index, weights, loss=loss)
+        index = index.view(*real.shape, -1)
+        kept, places = self._within(options.capacity, index, now, real, lengths)
+        if first_time and (lengths or self._first):
+            self.counter.add_numbers(0, (real.unsqueeze(-1) & (index < count) & ~kept).sum())
+        index = index.where(kept, count)
+        if not self.fixed:
+            return Choice(index.flatten(0, 1), weights, loss=loss)
+        k = index.shape[2]
+        slots = [samples * room(tokens, options.capacity, k, count) for samples, tokens in self._shapes(now)]
+        mine = slots[0] if len(slots) == 1 else slots[dist.get_rank(self.mesh.group("ep"))]
+        sample = torch.arange(len(index), device=index.device).view(-1, 1, 1)
+        places = index * mine + sample * room(index.shape[1], options.capacity, k, count) + places
+        places = places.where(kept, count * mine)
+        return Choice(index.flatten(0, 1), weights, places.flatten(0, 1), slots, loss)
+
+    def _lengths(self, now: Pass, rows: int) -> list[int]:
+        """How many tokens of each sequence the tensor ranks have; empty where every one has all."""
+        samples, tokens = now.real.shape
+        lengths = share_evenly(tokens, self.mesh.layout.size("tp")) if self.is_cut() else []
+        expected = samples * (lengths[self.mesh.ranks["tp"]] if lengths else tokens)
+        if rows != expected:
+            raise ConfigError(
+                f"{self.planned.name} got {rows} tokens where the batch has {samples} x {tokens}, of which this rank "
+                f"has {expected}: routing= can only force_balanced and count in {self.planned.name!r}"
+            )
+        return lengths
+
+    def _rerouted(self, logits: Tensor, k: int, now: Pass, start: int, own: int) -> tuple[Tensor, Tensor]:
+        """What another router chooses; what it draws is drawn for all tokens, and the same on all tensor ranks."""
+        options, (samples, tokens) = self.options, now.real.shape
+        if options.router == "switch":
+            return switch(logits)
+        generator = None
+        if now.seed is not None:
+            generator = torch.Generator(logits.device).manual_seed(now.seed * 4096 + self.number)
+        if options.router == "gshard":
+            draws = None
+            if generator is not None:
+                draws = torch.rand(samples, tokens, generator=generator, device=logits.device)
+                draws = draws.narrow(1, start, own).flatten()
+            return gshard(logits, draws)
+        noise = None
+        if generator is not None:
+            count = self.planned.count
+            std = 1 / count if options.noise_std is None else options.noise_std
+            noise = torch.randn(samples, tokens, count, generator=generator, device=logits.device)
+            noise = noise.narrow(1, start, own).flatten(0, 1) * std
+        return noisy_topk(logits, k, noise)
+
+    def _loss(self, now: Pass, sums: Tensor, first_time: bool) -> Tensor:
+        """This layer's share of the step's loss."""
+        if self.is_cut():
+            sums = leave(sums, self.mesh.group("tp"))
+        balance, z = balance_loss(sums), z_loss(sums)
+        loss = (self.options.balance_loss * balance + self.options.z_loss * z) / now.tokens
+        if first_time:
+            now.add(loss)
+            if self._first:
+                self.counter.add_numbers(1, balance, z, now.real.sum())
+        return loss
+
+    def _within(
+        self, factor: float, index: Tensor, now: Pass, real: Tensor, lengths: list[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Which routes ``[b, s, k]`` find room, and the place of each in its queue, behind those of other ranks too."""
+        count = self.planned.count
+        whole = index.where(real.unsqueeze(-1), count)  # padding takes nobody's place
+        group = self.mesh.group("tp")
+        if lengths and group is not None:
+            whole = start_all_gather(whole, lengths, 1, group).result()
+        limits = room(now.real.sum(1), factor, index.shape[2], count).view(-1, 1, 1)
+        places = queue_places(whole, count)
+        kept = (places < limits) & (whole < count)
+        if lengths:
+            start, own = sum(lengths[: self.mesh.ranks["tp"]]), index.shape[1]
+            kept, places = kept.narrow(1, start, own), places.narrow(1, start, own)
+        return kept, places
+
+    def _shapes(self, now: Pass) -> list[tuple[int, int]]:
+        """Samples and tokens of the batch of every rank that sends tokens to these experts; learned once a pass."""
+        if not now.shapes:
+            own = (now.real.shape[0], now.real.shape[1])
+            now.shapes = [own] if self.mesh.expert_reports is None else _told(own, self.mesh.expert_reports)
+        return now.shapes
+
+
+def _told(own: tuple[int, int], group: dist.ProcessGroup) -> list[tuple[int, int]]:
+    """Everybody's numbers, through the host: the device is not waited for."""
+    mine = torch.tensor(own)
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, mine, group=group)
+    return [(samples, tokens) for samples, tokens in torch.stack(every).tolist()]

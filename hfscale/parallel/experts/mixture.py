@@ -1,0 +1,137 @@
+"""Put the exchange of tokens in the place of the forward pass of a stock module of experts.
+
+The stock block around it is unchanged: it asks its router, calls ``experts(hidden, index, weights)`` with the numbers
+of *all* experts, and gets the weighted sums for its tokens. Where tensor ranks share a batch and each has whole
+experts, every one sends a share of the tokens, so that no token is computed twice; under sequence parallelism it has
+but a share to begin with.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ... import _host
+from ...ops import enter, gather, leave, scatter
+from ...ops.grouped_linear import ALIGNED
+from ...plan import ExpertsPlan
+from ...planner.sequence import share_evenly
+from ...quantization.packed import packings_of
+from ...runtime import Runtime
+from ...runtime.names import unwrapped
+from .capacity_buffers import through_slots
+from .dispatch import combine, dispatch
+from .grouped import compute_type, run_experts
+from .install import routing_of_layers
+from .layer import LayerRouting
+from .options import RoutingConfig
+from .routes import Routes, plan_routes
+
+
+class Mixture:
+    """What surrounds the experts of one layer.
+
+    Attributes:
+        plan: which module, and how many experts it has on all ranks.
+        routing: changes and counts its routes.
+        group: the ranks over which they are spread; ``None`` for one.
+        batches: distinct batches whose tokens meet in it.
+        shares: the tensor ranks that share a batch, if each of them sends a share of it.
+        is_cut: whether the tokens that arrive are a share already.
+    """
+
+    def __init__(
+        self,
+        plan: ExpertsPlan,
+        routing: LayerRouting,
+        group: dist.ProcessGroup | None,
+        batches: int = 1,
+        shares: dist.ProcessGroup | None = None,
+        is_cut: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.plan, self.routing, self.group, self.batches = plan, routing, group, batches
+        self.shares, self.is_cut = shares, is_cut
+
+    def run(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """The host's ``experts(hidden [n, h], index [n, k], weights [n, k])``, with ``experts`` those of this rank."""
+        choice = self.routing.choose(index, weights)
+        if choice.places is None:
+            out = self._routed(experts, hidden, choice.index, choice.weights)
+        else:
+            self.routing.count_on_device(choice.index)
+            compute, count = partial(run_experts, experts), self.plan.count
+            out = through_slots(
+                hidden, choice.weights, choice.places, count, choice.slots, compute, self.group, self.batches
+            )
+        return self.routing.finish(out, choice)
+
+    def _routed(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """Where tensor ranks share a batch, this rank's share of the tokens is exchanged, and results are gathered; or
+        nothing is, where sums over the ranks are no more bytes.
+        """
+        if self.shares is None or self.is_cut():
+            return self._exchanged(experts, hidden, index, weights)
+        if self.batches == 1 and 2 * index.shape[1] >= dist.get_world_size(self.shares):
+            return self._summed(experts, hidden, index, weights, self.shares)
+        size, rank = dist.get_world_size(self.shares), dist.get_rank(self.shares)
+        lengths = share_evenly(hidden.shape[0], size)
+        own_index = index.narrow(0, sum(lengths[:rank]), lengths[rank])
+        own_hidden, own_weights = (scatter(x, lengths, self.shares, 0) for x in (hidden, weights))
+        return gather(self._exchanged(experts, own_hidden, own_index, own_weights), lengths, self.shares, 0)
+
+    def _summed(
+        self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor, ranks: dist.ProcessGroup
+    ) -> Tensor:
+        """All tokens are here, and so are all their routes: each rank runs those to its own experts."""
+        own = self.plan.count // dist.get_world_size(ranks)
+        before = dist.get_rank(ranks) * own
+        local = index - before
+        local = local.masked_fill((local < 0) | (local >= own), own)
+        routes, counts = plan_routes(local, own, None)
+        self.routing.count([0] * before + counts + [0] * (self.plan.count - before - own))
+        entered = enter(hidden.to(compute_type(experts)), ranks)
+        return leave(through_experts(experts, entered, enter(weights, ranks), routes), ranks).to(hidden.dtype)
+
+    def _exchanged(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        routes, counts = plan_routes(index, self.plan.count, self.group)
+        self.routing.count(counts)
+        computed = through_experts(experts, hidden.to(compute_type(experts)), weights, routes, self.batches)
+        return computed.to(hidden.dtype)
+
+
+def through_experts(experts: Any, hidden: Tensor, weights: Tensor, routes: Routes, batches: int = 1) -> Tensor:
+    """Tokens ``hidden [n, h]`` along their routes, of ``weights [n, k]``, through the experts of all ranks and back."""
+    grouped = run_experts(experts, dispatch(hidden, routes, batches), routes.counts)
+    return combine(grouped, weights, routes, batches)
+
+
+def install_experts(runtime: Runtime, options: RoutingConfig | None = None) -> None:
+    """Spread experts: their modules, which hold this rank's, exchange tokens with the others. No-op for one rank whose
+    routing nobody has asked for and whose experts are neither quantized nor adapted, nor cut to sizes that the host's
+    grouped products refuse.
+
+    Comes before the edges of tensor parallelism, which may read parameters of experts in their own way.
+    """
+    mesh, layout = runtime.mesh, runtime.mesh.layout
+    group = mesh.group("ep")
+    modules = [runtime.model.get_submodule(e.name) for e in runtime.plan.mixtures if runtime.is_local(e.name)]
+    changed = any(unwrapped(module) is not module or packings_of(unwrapped(module)) for module in modules)
+    narrow = mesh.group("tp") is not None and any(_too_narrow(module, runtime.mixed_precision) for module in modules)
+    if group is None and options is None and not changed and not narrow:
+        return
+    shares = mesh.group("tp") if layout.slices_tokens else None
+    for routing in routing_of_layers(runtime, options):
+        module: Any = runtime.model.get_submodule(routing.planned.name)
+        mixture = Mixture(routing.planned, routing, group, layout.expert_batches, shares, routing.is_cut)
+        module.forward = partial(mixture.run, module)
+
+
+def _too_narrow(experts: nn.Module, mixed_precision: str) -> bool:
+    """Whether a share of ``experts`` has rows that torch's grouped product, the host's choice, does not take."""
+    if not _host.runs_grouped_products(experts):
+        return False
+    weights = [parameter for parameter in experts.parameters() if parameter.ndim == 3]
+    size = 2 if mixed_precision != "no" else min((weight.element_size() for weight in weights), default=ALIGNED)
+    return any(dim * size % ALIGNED for weight in weights for dim in weight.shape[1:])

@@ -1,0 +1,131 @@
+"""What the user asks of routing and balance: :class:`RoutingConfig`."""
+
+import difflib
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ...errors import ConfigError
+
+ROUTERS = ("model", "switch", "gshard", "noisy_topk")
+"""Who chooses experts: the model's own router, or one of the papers' on its logits."""
+
+SCORES = ("softmax", "sigmoid")
+
+_OWN_CAPACITY = {"switch": 1.25, "gshard": 1.0}
+
+
+@dataclass(frozen=True)
+class RoutingConfig:
+    """Which expert a token goes to, and what keeps experts evenly busy.
+
+    Every default leaves the model as it is: ``RoutingConfig()`` only counts, for :func:`hfscale.expert_load`.
+
+    The losses are added to ``model(**batch).loss`` and, in its gradients, to that of :func:`hfscale.train_step`, which
+    returns the mean over tokens alone; whatever ``config.output_router_logits`` says; they are left out where no
+    ``labels`` are given. They are defined per sequence, over tokens that the attention mask does not call padding, so
+    that value and gradient do not depend on how a step is divided - over data ranks, microbatches, tensor ranks,
+    stages. The host's
+    own auxiliary loss is another one per rank and microbatch, is added once for each of them, and takes all layers for
+    one: at balance it is ``k`` (experts per token), where this one is 1 per layer. A host's coefficient ``c`` for
+    ``L`` layers is about ``balance_loss=c * k / L``.
+
+    Attributes:
+        router: ``"model"``: the model's own. ``"switch"``: the best expert, with its probability (Fedus et al. 2021).
+            ``"gshard"``: the best two, the second by chance, twice its share (Lepikhin et al. 2020). ``"noisy_topk"``:
+            as many as the model's, the best after noise on the logits (Shazeer et al. 2017), whose size is given,
+            not learned: a checkpoint has no weights for it.
+        capacity_factor: room for each sequence's tokens at an expert, in multiples of an even share, ``k * tokens /
+            experts``; what finds no room is dropped. ``None``: 1.25 for ``switch``, 1 for ``gshard``, no limit
+            otherwise. ``math.inf`` is no limit.
+        balance_loss: coefficient of the load-balancing loss (Fedus et al. 2021), in each sequence (DeepSeek-AI 2024,
+            V3), summed over layers.
+        balance_scores: what makes probabilities of logits for it: ``"softmax"`` or ``"sigmoid"``, normalized; ``None``:
+            what the router's own code uses.
+        z_loss: coefficient of the router z-loss (Zoph et al. 2022, ST-MoE), summed over layers.
+        bias_update_rate: after every :func:`hfscale.train_step` in training, move each expert's
+            ``e_score_correction_bias`` by this much towards balance (Wang et al. 2024).
+        noise_std: of ``noisy_topk``, on the logits; ``None``: ``1 / experts`` (Riquelme et al. 2021, V-MoE).
+        force_balanced: spread tokens round-robin, whatever the router says: for benchmarks.
+
+    Raises:
+        ConfigError: a value is unknown or impossible.
+    """
+
+    router: str = "model"
+    capacity_factor: float | None = None
+    balance_loss: float = 0.0
+    balance_scores: str | None = None
+    z_loss: float = 0.0
+    bias_update_rate: float = 0.0
+    noise_std: float | None = None
+    force_balanced: bool = False
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "RoutingConfig":
+        """Refuse misspelt fields by name, before the generated ``__init__`` would."""
+        names = [f.name for f in fields(cls)]
+        for name in kwargs:
+            if name not in names:
+                close = difflib.get_close_matches(name, names, 1)
+                hint = f"; did you mean {close[0]!r}?" if close else ""
+                raise ConfigError(f"RoutingConfig has no field {name!r}{hint} Its fields are {', '.join(names)}")
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        _one_of("router", self.router, ROUTERS)
+        if self.balance_scores is not None:
+            _one_of("balance_scores", self.balance_scores, SCORES)
+        for name in ("balance_loss", "z_loss", "bias_update_rate"):
+            _number(name, getattr(self, name), "a coefficient such as 0.01, or 0 for none")
+        if self.noise_std is not None:
+            _number("noise_std", self.noise_std, "a standard deviation such as 0.1, or None for 1 / experts")
+            if self.router != "noisy_topk":
+                raise ConfigError(
+                    f"noise_std={self.noise_std} belongs to router='noisy_topk': set that, or leave it out"
+                )
+        if self.capacity_factor is not None:
+            what = "a factor of at least an even share, such as 1.25, or None for the router's own"
+            _number("capacity_factor", self.capacity_factor, what, may_be_infinite=True)
+            if not self.capacity_factor:
+                raise ConfigError(f"capacity_factor=0 leaves no room for any token: use {what}")
+        if not isinstance(self.force_balanced, bool):
+            raise ConfigError(f"force_balanced={self.force_balanced!r} is not a switch: use True or False")
+
+    @property
+    def capacity(self) -> float | None:
+        """The capacity factor; ``None`` for no limit."""
+        chosen = _OWN_CAPACITY.get(self.router) if self.capacity_factor is None else self.capacity_factor
+        return None if chosen is None or math.isinf(chosen) else chosen
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether anything is added to the loss."""
+        return bool(self.balance_loss or self.z_loss)
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether the router's logits are read."""
+        return self.router != "model" or self.has_loss
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether it matters which token of which sequence a row is, and which are padding."""
+        return self.needs_logits or self.capacity is not None or bool(self.bias_update_rate)
+
+    @property
+    def draws(self) -> bool:
+        """Whether routes are chosen at random in training."""
+        return self.router in ("gshard", "noisy_topk")
+
+
+def _one_of(name: str, value: Any, valid: tuple[str, ...]) -> None:
+    if value not in valid:
+        close = difflib.get_close_matches(str(value), valid, 1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ConfigError(f"{name}={value!r} is unknown{hint} Use one of {', '.join(valid)}")
+
+
+def _number(name: str, value: Any, use: str, may_be_infinite: bool = False) -> None:
+    fits = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+    if not fits or (math.isinf(value) and not may_be_infinite):
+        raise ConfigError(f"{name}={value!r} is impossible: use {use}")

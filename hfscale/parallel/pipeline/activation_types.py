@@ -1,0 +1,68 @@
+"""What the stream between two stages is like, told once.
+
+Samples and tokens are known from the batch. The rest - the hidden dim, and the type, which mixed precision decides - is
+told by the stage that computes it with its first stream, over the control group; after that nothing but the stream
+travels.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...errors import ConfigError
+from ...mesh import Mesh
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_LENGTH = 6
+_Kind = tuple[tuple[int, ...], torch.dtype]
+
+
+class ActivationTypes:
+    """Trailing dims and type of what arrives at each stage, once for training and once for evaluation."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._control = mesh.control
+        self._known: dict[tuple[int, bool], _Kind] = {}
+        self._told: dict[tuple[int, bool], _Kind] = {}
+        self._sending: list[tuple[Tensor, Any]] = []
+
+    def announce(self, stage: int, stream: Tensor, leading: tuple[int, ...], peer: int, training: bool) -> None:
+        """Tell ``stage`` on rank ``peer`` what it will get, the first time.
+
+        Raises:
+            ConfigError: the stream is not of that kind any more, or does not begin with ``leading``.
+        """
+        kind = tuple(stream.shape[len(leading) :]), stream.dtype
+        if tuple(stream.shape[: len(leading)]) != leading or kind[1] not in _DTYPES:
+            raise ConfigError(
+                f"the stream between stages has the shape {tuple(stream.shape)} and type {stream.dtype} for "
+                f"{leading[0]} samples of {leading[1]} tokens, so this model cannot be cut into stages: use pp_size=1"
+            )
+        told = self._told.setdefault((stage, training), kind)
+        if told is not kind:
+            if told != kind:
+                raise ConfigError(
+                    f"the stream between stages is {kind} now and was {told}: change precision before the first step"
+                )
+            return
+        header = torch.zeros(_LENGTH, dtype=torch.int64)
+        header[0], header[1] = _DTYPES.index(kind[1]), len(kind[0])
+        header[2 : 2 + len(kind[0])] = torch.tensor(kind[0], dtype=torch.int64)
+        self._sending.append((header, dist.isend(header, peer, group=self._control)))
+
+    def learn(self, stage: int, peer: int, training: bool) -> _Kind:
+        """What arrives at ``stage`` from rank ``peer``; waits for it the first time."""
+        if (stage, training) not in self._known:
+            header = torch.empty(_LENGTH, dtype=torch.int64)
+            dist.recv(header, peer, group=self._control)
+            index, dims, *tail = header.tolist()
+            self._known[stage, training] = tuple(tail[:dims]), _DTYPES[index]
+        return self._known[stage, training]
+
+    def finish(self) -> None:
+        """Wait for what was told to arrive."""
+        for _, work in self._sending:
+            work.wait()
+        self._sending.clear()

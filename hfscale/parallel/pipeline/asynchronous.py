@@ -1,0 +1,253 @@
+"""Train without a flush: PipeDream (Narayanan et al. 2019) and PipeDream-2BW (Narayanan et al. 2021).
+
+A step does not wait for its own microbatches. A call of ``train_step`` hands its batch to the pipeline and gives back
+the gradients that have come to their end meanwhile, so that the usual loop, ``train_step`` and ``optimizer.step``, is
+the papers' one-forward-one-backward::
+
+    call k on stage s of p, m microbatches a call
+
+    forward  k m,  backward k m - (p-1-s),  forward k m + 1,  backward k m + 1 - (p-1-s),  ...
+
+    pipedream      m = 1; .grad is that of batch k - (p-1-s): another one on every stage
+    pipedream_2bw  m >= p; .grad is that of batch k - 1 on all stages
+
+Nothing is in ``.grad`` while the pipeline fills, and :meth:`AsynchronousPipeline.drain` hands out the rest.
+
+The backward pass of a microbatch must find the weights of its forward pass, which optimizers change in place. Every
+call computes with leaves of its own that share the parameters' memory. If some of its microbatches are still under way
+when it ends, the parameters move to new memory, where the optimizer changes them, and the leaves keep the old one: the
+stash. It has ``p - s`` versions on stage ``s`` in PipeDream, and two in PipeDream-2BW, the newest included.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ...errors import ConfigError
+from ...runtime import Runtime
+from ...runtime.batches import Microbatch
+from .microbatches import Batch, share_out
+from .orders import order
+from .run import Pipeline
+from .timeline import Order
+
+
+class _Version:
+    """The weights that one call computed with."""
+
+    def __init__(self, model: nn.Module, call: int, microbatches: int) -> None:
+        leaves: dict[int, tuple[Tensor, nn.Parameter]] = {}
+        self._places: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter.requires_grad:
+                    if id(parameter) not in leaves:
+                        leaves[id(parameter)] = parameter, nn.Parameter(parameter.data)
+                    self._places.append((module._parameters, name, leaves[id(parameter)][1]))
+        self._leaves = list(leaves.values())
+        self._gradients: list[tuple[Tensor, Tensor]] = []
+        self.call = call
+        self.left = microbatches  # whose backward passes are to come
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Within: the model computes, or recomputes, with these weights."""
+        newest = [(parameters, name, parameters[name]) for parameters, name, _ in self._places]
+        for parameters, name, leaf in self._places:
+            parameters[name] = leaf
+        try:
+            yield
+        finally:
+            for parameters, name, parameter in newest:
+                parameters[name] = parameter
+
+    @torch.no_grad()
+    def stash(self) -> None:
+        """Keep these weights; the parameters, which the optimizer is about to change, move to new memory."""
+        for parameter, _ in self._leaves:
+            parameter.data = parameter.data.clone()
+
+    def retire(self) -> None:
+        """Nothing will compute with these weights any more: keep their gradients, and give up the weights."""
+        self._gradients = [(parameter, leaf.grad) for parameter, leaf in self._leaves if leaf.grad is not None]
+        self._leaves, self._places = [], []
+
+    def expose(self) -> None:
+        """Add the gradients of this version to the parameters'."""
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+
+class AsynchronousPipeline(Pipeline):
+    """The stage of one rank under a schedule without a flush."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        super().__init__(runtime)
+        self._last = self._layout.size("pp") - 1
+        self._depth = self._last - self._rank  # microbatches under way between two calls
+        self._every = self._layout.pipeline_schedule == "pipedream_2bw"  # all stages update with one batch's gradient
+        self._broken = False
+        self._trained: list[str] = []
+        self._evaluators = [self._worker(stage) for stage in self._stages.of_rank(self._rank)]
+        self._forgotten()
+
+    def _forgotten(self) -> None:
+        self._calls = self._backward = self._forward = 0
+        self._held: dict[int, Microbatch] = {}  # microbatch -> what is under way
+        self._versions: dict[int, _Version] = {}  # microbatch -> that of its forward pass
+        self._finished: deque[_Version] = deque()  # their backward passes are over
+        self._reports: deque[tuple[Tensor, Any]] = deque()  # losses of calls on their way to all stages
+        for worker in self.workers:
+            worker.reset()
+
+    @property
+    def under_way(self) -> bool:
+        """Whether gradients are still to come."""
+        return self._calls > 0
+
+    def share_out(self, given: Sequence[Batch]) -> list[dict[str, Any]]:
+        """The microbatches of one call.
+
+        Raises:
+            ConfigError: PipeDream got several, or 2BW fewer than there are stages.
+        """
+        if not torch.is_grad_enabled():  # an evaluation
+            return super().share_out(given)
+        if not self._every:
+            if len(given) > 1 or (self._layout.num_microbatches or 1) > 1:
+                raise ConfigError(
+                    f"pipedream updates the weights after every microbatch, and {len(given)} batches were given with "
+                    f"num_microbatches={self._layout.num_microbatches}: pass one batch per train_step and leave "
+                    "num_microbatches out, or use pipedream_2bw, which adds gradients up"
+                )
+            return [dict(batch) for batch in given]
+        pp_size = self._layout.size("pp")
+        return share_out(given, self._layout.num_microbatches, pp_size, lambda number: number >= pp_size)
+
+    def agrees(self, backward: bool) -> bool:
+        """Only as long as nothing is under way: stages wait for each other no more than they must."""
+        return not backward or not self._calls
+
+    def run(self, batches: Sequence[Microbatch], count: Tensor, label_smoothing: float, backward: bool) -> Tensor:
+        """One call: see the head of this file.
+
+        Returns:
+            the loss of the batch whose gradients have reached the first stage, on all stages: the one of ``p - 1``
+            calls ago (PipeDream), of the last call (2BW); nan while the pipeline fills.
+        """
+        if not backward:
+            return self._evaluate(batches, count, label_smoothing)
+        self._refuse_broken()
+        if not self._calls:
+            self._learn()
+            self._trained = self._what_trains()
+        elif self._trained != self._what_trains():
+            raise ConfigError(
+                "parameters were frozen or thawed while microbatches are under way: take their gradients first (for "
+                "loss in hfscale.drain(model): optimizer.step())"
+            )
+        self._trains, self._losses, (worker,) = True, [], self.workers
+        self._tell_workers(backward=True)
+        version = _Version(self._runtime.model, self._calls, len(batches))
+        try:
+            self._batches, self._count = self._held, (count, label_smoothing)
+            for batch in batches:
+                index = self._forward
+                self._held[index], self._versions[index] = batch, version
+                worker.get_fwd_recv_ops(index)
+                with version.in_use():
+                    worker.forward_one_chunk(index)
+                if self._depth:
+                    worker.get_fwd_send_ops(index)
+                self._forward += 1
+                if index >= self._depth:
+                    self._step_back(worker)
+        except BaseException:
+            self._forgotten()
+            self._broken = True  # messages of this call may still arrive
+            raise
+        finally:
+            self._count = None
+        if version.left:
+            version.stash()
+        self._calls += 1
+        return self._reported(sum(self._losses, torch.zeros((), device=self._mesh.device)))
+
+    def _order(self, num_microbatches: int) -> Order:
+        """Of an evaluation, which needs the forward passes only."""
+        return order("1f1b", self._layout.size("pp"), num_microbatches)
+
+    def _evaluate(self, batches: Sequence[Microbatch], count: Tensor, label_smoothing: float) -> Tensor:
+        """With workers of its own: what is under way stays as it is."""
+        workers, self.workers = self.workers, self._evaluators
+        try:
+            return super().run(batches, count, label_smoothing, backward=False)
+        finally:
+            self.workers = workers
+
+    def _what_trains(self) -> list[str]:
+        return [name for name, parameter in self._runtime.model.named_parameters() if parameter.requires_grad]
+
+    def _refuse_broken(self) -> None:
+        if self._broken:
+            raise ConfigError(
+                f"an earlier call of train_step under {self._layout.pipeline_schedule} was broken off by an error, and "
+                "what the stages had sent each other is lost: build the model again"
+            )
+
+    def _step_back(self, worker: Any) -> None:
+        """The backward pass of the oldest microbatch under way."""
+        index = self._backward
+        version = self._versions.pop(index)
+        if self._depth:
+            worker.get_bwd_recv_ops(index)
+        with version.in_use():
+            worker.backward_one_chunk(index)
+        worker.get_bwd_send_ops(index)
+        del self._held[index]
+        self._backward += 1
+        version.left -= 1
+        if not version.left:
+            version.retire()
+            self._finished.append(version)
+
+    def _reported(self, loss: Tensor) -> Tensor:
+        """Send this call's loss to all stages, without waiting for it, and take one that has had the time to arrive."""
+        carried = loss.to("cpu", torch.float64)
+        self._reports.append((carried, dist.all_reduce(carried, group=self._mesh.reports, async_op=True)))
+        delay = 1 if self._every else self._last
+        if len(self._reports) <= delay:
+            return torch.full((), float("nan"), dtype=self._loss_type, device=self._mesh.device)
+        return self._report()
+
+    def _report(self) -> Tensor:
+        found, work = self._reports.popleft()
+        work.wait()
+        return found.to(self._mesh.device, self._loss_type)
+
+    def ready(self) -> bool:
+        """Whether a call's gradients are to be handed out now, on this stage."""
+        return bool(self._finished) and (not self._every or self._finished[0].call < self._calls - 1)
+
+    def expose(self) -> None:
+        """Add the oldest finished call's gradients to the parameters'."""
+        self._finished.popleft().expose()
+
+    def drain(self) -> Iterator[Tensor]:
+        """Finish what is under way: yields the next loss whenever gradients are ready to be handed out; the same number
+        of times on all stages, also where a stage has none left.
+        """
+        (worker,) = self.workers
+        rounds = min(self._calls, 1 if self._every else self._last)
+        for _ in range(rounds):
+            while self._backward < self._forward and not (self._finished and not self._every):
+                self._step_back(worker)
+            self._calls += 1
+            yield self._report()
+        worker.finish()
+        self._forgotten()

@@ -1,0 +1,202 @@
+"""Recorded runs as Chrome trace events, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+
+One complete event (``"ph": "X"``) per action: ``pid`` is the run, or one step of it, ``tid`` the rank, ``ts`` and
+``dur`` microseconds, ``args`` the stage, the microbatch and the kind. A timeline in another unit than seconds is
+written with one unit as one millisecond.
+"""
+
+import json
+import platform
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...errors import ConfigError
+from .timeline import KINDS, RELEASE, Action, Span, Timeline
+
+_SHORT = {"forward": "F", "backward": "B", "backward_input": "I", "backward_weight": "W", "update": "U"}
+
+
+def write_trace(path: Path, *timelines: Timeline, labels: Sequence[str] = ()) -> None:
+    """Write one or several runs, or steps of one, (``pid`` 0, 1, ...) to ``path``.
+
+    Args:
+        labels: what to call them; by default by their schedule.
+    """
+    names = labels or [timeline.name or f"run {run}" for run, timeline in enumerate(timelines)]
+    events = [event for run, timeline in enumerate(timelines) for event in _events(run, timeline, names[run])]
+    about = [
+        {"schedule": t.name, "unit": t.unit, "microbatches": t.num_microbatches, "ranks": t.num_ranks}
+        for t in timelines
+    ]
+    document = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"runs": about}}
+    Path(path).write_text(json.dumps(document) + "\n")
+
+
+def read_trace(path: Path, run: int = 0) -> Timeline:
+    """The timeline of one run, starting at 0.
+
+    Raises:
+        ConfigError: the file is missing, is not such a trace, or has no actions of that run.
+    """
+    runs = read_runs(path)
+    if run not in runs:
+        raise ConfigError(f"{path} has no actions of run {run}: it has {', '.join(map(str, runs))}")
+    return runs[run]
+
+
+def read_runs(path: Path) -> dict[int, Timeline]:
+    """Every run in the file by its number (``pid``), each starting at 0.
+
+    Raises:
+        ConfigError: the file is missing, is not such a trace, or has no actions.
+    """
+    try:
+        document = json.loads(Path(path).read_text())
+        found = document["traceEvents"] if isinstance(document, dict) else document
+        about = document.get("otherData", {}).get("runs", []) if isinstance(document, dict) else []
+        events: dict[int, list[tuple[int, Span]]] = {}
+        for event in found:
+            arguments = event.get("args", {})
+            if event.get("ph") != "X" or arguments.get("kind") not in KINDS:
+                continue  # metadata, or what a profiler wrote beside ours
+            run = int(event.get("pid", 0))
+            factor = 1e-6 if _about(about, run).get("unit", "s") == "s" else 1e-3
+            action = Action(
+                int(arguments["stage"]), arguments["kind"], int(arguments["microbatch"]), bool(arguments.get("paired"))
+            )
+            begin = float(event["ts"])
+            end = begin + float(event["dur"])
+            events.setdefault(run, []).append((int(event["tid"]), Span(action, begin * factor, end * factor)))
+        runs = {run: _timeline(events[run], _about(about, run)) for run in sorted(events)}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path} is not a trace of a pipeline: {type(error).__name__}: {error}") from error
+    if not runs:
+        raise ConfigError(
+            f"{path} has no actions: a trace is what hfscale.record_schedule and `hfscale schedule --save-trace` write"
+        )
+    return runs
+
+
+def last_whole_step(runs: dict[int, Timeline]) -> Timeline:
+    """The last run in which every rank has trained: a step of evaluation, or one that was broken off, has not.
+
+    The last one of all where there is none such.
+    """
+    whole = [timeline for timeline in runs.values() if all(map(_trained, timeline.ranks))]
+    return whole[-1] if whole else list(runs.values())[-1]
+
+
+def _trained(spans: Sequence[Span]) -> bool:
+    """Whether every forward of a rank has its backward."""
+    kinds = [span.action.kind for span in spans]
+    return 0 < kinds.count("forward") == sum(kind in RELEASE for kind in kinds)
+
+
+def _about(runs: list[dict[str, Any]], run: int) -> dict[str, Any]:
+    return runs[run] if 0 <= run < len(runs) else {}
+
+
+def _timeline(events: list[tuple[int, Span]], about: dict[str, Any]) -> Timeline:
+    count = max(int(about.get("ranks", 0)), 1 + max(rank for rank, _ in events))
+    rows = [[span for of, span in events if of == rank] for rank in range(count)]
+    return _from_zero(rows, about.get("schedule", ""), about.get("unit", "s"), about.get("microbatches", 0))
+
+
+@dataclass
+class Record:
+    """What one rank did: plain data, to be sent to where the timeline is made.
+
+    Attributes:
+        host: name of the machine; ranks of one machine share a clock.
+        origin: nanoseconds of that clock when :meth:`Recorder.start` was called.
+        events: actions, each with its first and last nanosecond.
+    """
+
+    host: str
+    origin: int
+    events: list[tuple[Action, int, int]] = field(default_factory=list)
+
+
+class Recorder:
+    """Notes what this rank does while a schedule runs; about a microsecond per action.
+
+    Call :meth:`start` on every rank right after a barrier: clocks of different machines are set equal there. Then
+    ``merge_records`` of all ranks' :attr:`record` (gathered by whatever means) is the measured timeline::
+
+        with recorder.run(Action(stage, "forward", microbatch)):
+            ...
+
+    Args:
+        wait: waits for what was begun, wherever the clock is read: an accelerator works behind the processor's back.
+    """
+
+    def __init__(self, wait: Callable[[], None] | None = None) -> None:
+        self._wait = wait
+        self.start()
+
+    def start(self) -> None:
+        """Forget what was noted and set the clock."""
+        self.record = Record(platform.node(), time.perf_counter_ns())
+
+    @contextmanager
+    def run(self, action: Action) -> Iterator[None]:
+        """Note ``action`` from here to the end of the block; nothing is noted where the block raises."""
+        begin = self.now()
+        yield
+        self.note(action, begin)
+
+    def now(self) -> int:
+        """Nanoseconds on this machine's clock, once what was begun is done."""
+        if self._wait is not None:
+            self._wait()
+        return time.perf_counter_ns()
+
+    def note(self, action: Action, begin: int) -> None:
+        """Note ``action`` from ``begin``, which :meth:`now` gave, to now."""
+        self.record.events.append((action, begin, self.now()))
+
+
+def merge_records(records: Sequence[Record], name: str = "", microbatches: int = 0) -> Timeline:
+    """The timeline in seconds, from 0, of all ranks' records, given by rank."""
+    # perf_counter is the machine's monotonic clock: comparable between its processes, and with no other machine's.
+    clock = {record.host: record.origin for record in reversed(records)}
+    rows = [
+        [
+            Span(action, (begin - clock[record.host]) * 1e-9, (end - clock[record.host]) * 1e-9)
+            for action, begin, end in record.events
+        ]
+        for record in records
+    ]
+    return _from_zero(rows, name, "s", microbatches)
+
+
+def _from_zero(rows: Sequence[list[Span]], name: str, unit: str, microbatches: int) -> Timeline:
+    first = min((span.start for row in rows for span in row), default=0.0)
+    ranks = (
+        sorted((Span(span.action, span.start - first, span.end - first) for span in row), key=lambda span: span.start)
+        for row in rows
+    )
+    return Timeline(tuple(map(tuple, ranks)), name=name, unit=unit, microbatches=microbatches)
+
+
+def _events(run: int, timeline: Timeline, name: str) -> Iterator[dict[str, Any]]:
+    factor = 1e6 if timeline.unit == "s" else 1e3
+    yield {"ph": "M", "name": "process_name", "pid": run, "args": {"name": name}}
+    for rank in range(timeline.num_ranks):
+        yield {"ph": "M", "name": "thread_name", "pid": run, "tid": rank, "args": {"name": f"rank {rank}"}}
+    for rank, span in timeline.spans():
+        stage, kind, microbatch, paired = span.action
+        yield {
+            "ph": "X",
+            "name": f"{stage}{_SHORT[kind]}{microbatch}",
+            "cat": kind,
+            "pid": run,
+            "tid": rank,
+            "ts": round(span.start * factor, 3),
+            "dur": round((span.end - span.start) * factor, 3),
+            "args": {"stage": stage, "microbatch": microbatch, "kind": kind} | ({"paired": True} if paired else {}),
+        }

@@ -1,0 +1,114 @@
+"""Schedules as CSV files, in the format that ``torch.distributed.pipelining`` reads and writes.
+
+One row per rank, one cell per action: stage, letter, microbatch, as in ``0F3``. ``F`` forward, ``B`` whole backward,
+``I`` backward of the input, ``W`` backward of the weights; ``(0F3;3B1)OVERLAP_F_B`` is a pair; an empty cell waits.
+``U`` is an update of the weights, which only the asynchronous schedules have and torch's engine does not read.
+"""
+
+import csv
+import re
+from collections import Counter
+from pathlib import Path
+
+from ...errors import ConfigError
+from .timeline import Action, Kind, Order
+
+_KIND: dict[str, Kind] = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward_input",
+    "W": "backward_weight",
+    "U": "update",
+}
+_LETTER = {kind: letter for letter, kind in _KIND.items()}
+_CELL = re.compile(r"(\d+)([FBIWU])(\d+)")
+_PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
+
+
+def write_csv(order: Order, path: Path) -> None:
+    """Write ``order`` to ``path``."""
+    with open(path, "w", newline="") as file:
+        csv.writer(file).writerows(_cells(actions) for actions in order)
+
+
+def read_csv(path: Path) -> Order:
+    """Read and check an order.
+
+    Raises:
+        ConfigError: the file is missing, a cell is not an action, an action is missing or listed twice, a stage is
+            spread over ranks, or the ranks would wait for each other forever.
+    """
+    from .simulate import simulate  # which reads nothing from files
+
+    try:
+        with open(path, newline="") as file:
+            rows = [row for row in csv.reader(file) if any(cell.strip() for cell in row)]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"no schedule could be read from {path}: {error}") from error
+    if not rows:
+        raise ConfigError(f"{path} has no rows: a schedule has one row of actions such as 0F0, 0B0 per rank")
+    order = tuple(tuple(a for cell in row for a in _parse(cell, path, number)) for number, row in enumerate(rows, 1))
+    _complete(order, path)
+    simulate(order, name=str(path))
+    return order
+
+
+def _cells(actions: tuple[Action, ...]) -> list[str]:
+    cells: list[str] = []
+    pending: list[str] = []
+    for action in actions:
+        pending.append(f"{action.stage}{_LETTER[action.kind]}{action.microbatch}")
+        if not action.paired:
+            cells.append(f"({';'.join(pending)})OVERLAP_F_B" if len(pending) > 1 else pending[0])
+            pending = []
+    return cells
+
+
+def _parse(cell: str, path: Path, row: int) -> list[Action]:
+    text = cell.strip()
+    if text in ("", "None"):
+        return []
+    if pair := _PAIR.fullmatch(text):
+        actions = [action for part in pair.group(1).split(";") for action in _parse(part, path, row)]
+        return [action._replace(paired=index < len(actions) - 1) for index, action in enumerate(actions)]
+    if match := _CELL.fullmatch(text):
+        stage, letter, microbatch = match.groups()
+        return [Action(int(stage), _KIND[letter], int(microbatch))]
+    raise ConfigError(
+        f"{path}, row {row}: {text!r} is not an action: write stage, F, B, I or W, and microbatch, as in 0F3; "
+        "communication is added by the engine"
+    )
+
+
+def _complete(order: Order, path: Path) -> None:
+    home: dict[int, int] = {}
+    seen: Counter[tuple[int, Kind, int]] = Counter()
+    for rank, actions in enumerate(order):
+        for action in actions:
+            if home.setdefault(action.stage, rank) != rank:
+                raise ConfigError(
+                    f"{path}: stage {action.stage} is on rank {home[action.stage]} and on rank {rank}: give it to one"
+                )
+            if action.kind != "update":
+                seen[action[:3]] += 1
+    stages = sorted(home)
+    microbatches = sorted({microbatch for _, kind, microbatch in seen if kind == "forward"})
+    if stages != list(range(len(stages))) or microbatches != list(range(len(microbatches))):
+        raise ConfigError(
+            f"{path}: stages {stages} and microbatches {microbatches} of the forwards are not numbered 0, 1, 2 ..."
+        )
+    if len(stages) % len(order):
+        raise ConfigError(f"{path}: {len(stages)} stages cannot be shared evenly by {len(order)} ranks")
+    counts: dict[tuple[int, int], tuple[int, ...]] = {
+        (stage, index): tuple(seen.pop((stage, kind, index), 0) for kind in _KIND.values() if kind != "update")
+        for stage in stages
+        for index in microbatches
+    }
+    for (stage, index), found in counts.items():
+        if found not in ((1, 1, 0, 0), (1, 0, 1, 1)):
+            raise ConfigError(
+                f"{path}: stage {stage} has F, B, I, W of microbatch {index} {found} times: give one F and either one "
+                "B, or one I and one W"
+            )
+    if seen:
+        raise ConfigError(f"{path}: {sorted(seen)[0]} has no forward")

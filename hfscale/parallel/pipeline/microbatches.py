@@ -1,0 +1,106 @@
+"""Share a batch out to the microbatches of a pipelined step: pure."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ...errors import ConfigError
+
+Batch = Mapping[str, Any]
+
+_PER_STAGE = 4
+"""Microbatches per stage where the user named no number: a bubble of a quarter at most, (p - 1) / 4p."""
+
+
+def share_out(
+    given: Sequence[Batch], wanted: int | None, pp_size: int, accepts: Callable[[int], bool]
+) -> list[dict[str, Any]]:
+    """The microbatches of one step.
+
+    What is given as several batches already, in a number that the schedule accepts, stays as it is. Otherwise every
+    one of them is cut along its first dim into ``wanted`` equal parts (by default as many as its rows, the schedule and
+    a bubble of a quarter allow).
+
+    Args:
+        given: keyword arguments of a forward pass each; what has as many rows as ``input_ids`` is cut, the rest is
+            everyone's.
+        wanted: ``ParallelConfig.num_microbatches``.
+        accepts: whether the schedule can run a number of microbatches.
+
+    Raises:
+        ConfigError: the rows cannot be cut evenly so; the message names the numbers that can be.
+    """
+    count = len(given)
+    if wanted == count or (wanted is None and count > 1 and accepts(count)):
+        return [dict(batch) for batch in given]
+    rows = [rows_of(batch) for batch in given]
+    fitting = [
+        parts for parts in range(1, min(rows) + 1) if not any(r % parts for r in rows) and accepts(parts * count)
+    ]
+    if wanted is None:
+        few = [parts for parts in fitting if parts * count <= _PER_STAGE * pp_size]
+        parts = max(few) if few else min(fitting, default=0)
+    else:
+        parts = wanted if wanted in fitting else 0
+    if not parts:
+        raise ConfigError(_unfit(count, wanted, rows, fitting, accepts))
+    return [part for batch, size in zip(given, rows, strict=True) for part in _cut(batch, size, parts)]
+
+
+def rows_of(batch: Batch) -> int:
+    """Samples in one batch."""
+    return tokens_of(batch)[0]
+
+
+def tokens_of(batch: Batch) -> tuple[int, int]:
+    """Samples, and tokens of each.
+
+    Raises:
+        ConfigError: neither token ids nor embeddings are given.
+    """
+    for name in ("input_ids", "inputs_embeds"):
+        found = batch.get(name)
+        if isinstance(found, Tensor) and found.ndim > 1:
+            return found.shape[0], found.shape[1]
+    raise ConfigError(
+        f"a pipelined step cuts its batch by samples and found neither input_ids nor inputs_embeds in it, only "
+        f"{', '.join(batch)}"
+    )
+
+
+def _cut(batch: Batch, rows: int, parts: int) -> list[dict[str, Any]]:
+    size = rows // parts
+    return [
+        {name: _part(name, value, rows, index * size, size) for name, value in batch.items()} for index in range(parts)
+    ]
+
+
+def _part(name: str, value: Any, rows: int, start: int, size: int) -> Any:
+    if not isinstance(value, Tensor) or value.ndim == 0 or size == rows:
+        return value
+    if value.shape[0] == rows:
+        return value.narrow(0, start, size)
+    if value.shape[0] == 1:  # the same for every sample
+        return value
+    raise ConfigError(
+        f"{name} of shape {tuple(value.shape)} cannot be shared out to microbatches with the batch's {rows} rows: give "
+        "the microbatches as a list"
+    )
+
+
+def _unfit(count: int, wanted: int | None, rows: list[int], fitting: list[int], accepts: Callable[[int], bool]) -> str:
+    what = f"a batch of {rows[0]} rows" if count == 1 else f"a list of {count} batches of {sorted(set(rows))} rows"
+    asked = f"num_microbatches={wanted} does not divide {what}" if wanted else f"{what} does not fit the schedule"
+    if fitting:
+        return f"{asked} into microbatches that the schedule accepts: use num_microbatches {_listed(fitting)}"
+    lengths = [number for number in range(1, 65) if accepts(number)]
+    return (
+        f"{asked}, and no other number does: pass batches with more rows, or a list of microbatches whose length is "
+        f"one of {_listed(lengths)}"
+    )
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:12]))
+    return shown + (" ..." if len(numbers) > 12 else "")

@@ -1,0 +1,149 @@
+"""Record how the steps of a real run went, as a trace to look at in Perfetto or beside the plan."""
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ...config import ParallelConfig
+from ...errors import ConfigError
+from ...mesh import Mesh
+from ...runtime import runtime_of
+from ...schedules import ASYNCHRONOUS
+from .chrome_trace import Record, Recorder, merge_records, write_trace
+from .timeline import Action, Span, Timeline
+
+
+@contextmanager
+def record_schedule(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[None]:
+    """Within: what every pipeline rank computes, and when, is noted; on leaving, rank 0 writes it to ``path``.
+
+    Call it on every rank, around as many steps as are to be seen (the first ones are slower than the rest)::
+
+        with hfscale.record_schedule(model, "steps.json"):
+            for batch in itertools.islice(batches, 3):
+                hfscale.train_step(model, batch)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    The file opens in Perfetto (ui.perfetto.dev), and ``hfscale schedule --trace steps.json`` draws its last whole step
+    below what the schedule planned. Of several pipelines (tensor or data ranks), the first one is written. Steps of
+    optimizers over the model's parameters are noted as updates. On a GPU every action is waited for, so that its time
+    is that of its kernels; outside of the block nothing is noted and nothing costs time.
+
+    Raises:
+        ConfigError: on every rank, if the model has no pipeline stages, is being recorded already, or ``path`` is in a
+            folder that does not exist.
+    """
+    runtime, target = runtime_of(model), Path(path)
+    if runtime.pipeline is None:
+        raise ConfigError(
+            f"{runtime.mesh.layout.describe()} has no pipeline stages to record: use a layout with pp_size=2 or more"
+        )
+    workers = runtime.pipeline.workers
+    if any(worker.recorder is not None for worker in workers):
+        raise ConfigError("this model is being recorded already: leave the first record_schedule before the next")
+    _agree_on(target, runtime.mesh)
+    device = runtime.mesh.device
+    # The stream that computes, and not the device: sends and receives that are under way go on.
+    recorder = Recorder(torch.cuda.current_stream(device).synchronize if device.type == "cuda" else None)
+    dist.barrier(group=runtime.mesh.control)
+    recorder.start()
+    for worker in workers:
+        worker.recorder = recorder
+    try:
+        with _updates_noted(recorder, workers[0].place.index, runtime.model.parameters()):
+            yield
+    finally:
+        for worker in workers:
+            worker.recorder = None
+    records = _gather(recorder.record, runtime.mesh)
+    if records:
+        layout = runtime.mesh.layout
+        whole = merge_records(records, str(layout.pipeline_schedule), _microbatches(layout))
+        steps = split_steps(whole)
+        write_trace(target, *steps, labels=[f"{whole.name}, step {number}" for number in range(1, len(steps) + 1)])
+
+
+def split_steps(whole: Timeline) -> list[Timeline]:
+    """The steps of a run, each with the times it had in the run.
+
+    On every rank, what has run already in a step begins the next one. Microbatches of a schedule without a flush are
+    numbered through, and its steps overlap: they stay together.
+    """
+    ranks = [_parts(spans) for spans in whole.ranks]
+    return [replace(whole, ranks=tuple(parts[step] for parts in ranks)) for step in range(min(map(len, ranks)))]
+
+
+def _parts(spans: Iterable[Span]) -> list[tuple[Span, ...]]:
+    parts: list[list[Span]] = []
+    seen: set[Action] = set()
+    for span in spans:
+        if not parts or span.action in seen:
+            parts.append([])
+            seen = set()
+        parts[-1].append(span)
+        seen.add(span.action)
+    return [tuple(part) for part in parts]
+
+
+def _microbatches(layout: ParallelConfig) -> int:
+    """Microbatches of one step where they cannot be counted, for steps overlap; else 0."""
+    if layout.pipeline_schedule not in ASYNCHRONOUS:
+        return 0
+    return 1 if layout.pipeline_schedule == "pipedream" else int(layout.num_microbatches or 0)
+
+
+def _agree_on(target: Path, mesh: Mesh) -> None:
+    """Every rank learns whether rank 0 can write; else all would wait for it at the end."""
+    folder = target.absolute().parent
+    missing: list[bool] = [not folder.is_dir()]
+    dist.broadcast_object_list(missing, src=0, group=mesh.control)
+    if missing[0]:
+        raise ConfigError(f"{target} cannot be written: {folder} is not a folder")
+
+
+def _gather(record: Record, mesh: Mesh) -> list[Record]:
+    """On rank 0, the records of the ranks of its pipeline, in order; elsewhere nothing."""
+    first = not any(rank for axis, rank in mesh.ranks.items() if axis != "pp")
+    found: list[Any] | None = [None] * mesh.layout.total_size if dist.get_rank() == 0 else None
+    dist.gather_object((mesh.ranks["pp"], record) if first else None, found, dst=0, group=mesh.control)
+    return [record for _, record in sorted(filter(None, found or ()), key=lambda sent: sent[0])]
+
+
+@contextmanager
+def _updates_noted(recorder: Recorder, stage: int, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Within: the steps of optimizers over any of ``parameters`` are noted as updates of ``stage``, from 0.
+
+    Those before the first computation belong to a step that was not recorded.
+    """
+    own = {id(parameter) for parameter in parameters}
+    begun: list[int] = []
+    count = 0
+
+    def is_ours(optimizer: torch.optim.Optimizer) -> bool:
+        return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+
+    def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if recorder.record.events and is_ours(optimizer):
+            begun[:] = [recorder.now()]
+
+    def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        nonlocal count
+        if begun and is_ours(optimizer):
+            recorder.note(Action(stage, "update", count), begun.pop())
+            count += 1
+
+    hooks = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

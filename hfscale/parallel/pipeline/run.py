@@ -1,0 +1,334 @@
+"""Train and evaluate a model that is spread over pipeline stages.
+
+Data flow of one step::
+
+    batch --share_out--> microbatches, the same on all stages
+    order of the schedule --torch's engine--> per microbatch and stage: receive, forward or backward, send
+    last stage: loss of every microbatch, a share of the whole step's token mean
+
+Every stage gets the whole batch (ids, masks, positions) and computes what lies around the layers from it; only the
+stream travels, and its gradient back.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ... import _host
+from ...config import ParallelConfig
+from ...errors import ConfigError
+from ...plan import Stage
+from ...planner.sequence import share_evenly
+from ...runtime import Runtime, local_tensor
+from ...runtime.batches import Microbatch
+from ...runtime.names import stock_name
+from ...schedules import ASYNCHRONOUS
+from ._engine import check_runs, engine_runtime, run_engine
+from .activation_types import ActivationTypes
+from .csv_table import read_csv
+from .microbatches import Batch, share_out, tokens_of
+from .orders import check, order
+from .split import splits_exactly
+from .stand_in import run_stages_apart
+from .timeline import Order, stage_ranks
+from .worker import Place, StageWorker
+
+_LABELS = ("labels", "shift_labels", "num_items_in_batch")
+
+
+def stage_places(layout: ParallelConfig) -> dict[int, int] | None:
+    """The pipeline rank of each stage where the schedule is a file, which says so; else ``None``.
+
+    Raises:
+        ConfigError: the schedule cannot run with these numbers of ranks, stages and microbatches.
+    """
+    schedule, pp_size, count = str(layout.pipeline_schedule), layout.size("pp"), layout.num_microbatches
+    virtual = int(layout.virtual_stages or 1)
+    if pp_size == 1:
+        return None
+    if schedule.endswith(".csv"):
+        found = read_csv(Path(schedule))
+        check_runs(found, schedule)
+        given = 1 + max(action.microbatch for actions in found for action in actions)
+        return stage_ranks(order(schedule, pp_size, count or given, virtual))
+    if schedule in ASYNCHRONOUS and layout.batch_world > 1:
+        raise ConfigError(
+            f"{layout.describe()}: {schedule} keeps several versions of the weights, which FSDP2 cannot: use "
+            "dp_shard_size=1 and dp_replicate_size=1, or a schedule with a flush"
+        )
+    check(schedule, pp_size, count or 2 * pp_size, virtual)  # a number that all accept, where the batch will decide
+    return None
+
+
+class Pipeline:
+    """The stages of one rank, and what runs them.
+
+    Attributes:
+        workers: this rank's stages, in the order of the model.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime, self._mesh = runtime, runtime.mesh
+        stages, layout = runtime.plan.stages, runtime.mesh.layout
+        assert stages is not None
+        self._stages, self._layout, self._rank = stages, layout, self._mesh.ranks["pp"]
+        group = self._mesh.group("pp")
+        assert group is not None
+        self._group = group
+        own = stages.of_rank(self._rank)
+        self._running = run_stages_apart(runtime.model, stages, own)
+        self._types = ActivationTypes(runtime.mesh)
+        self.workers = [self._worker(stage) for stage in own]
+        self._flags: dict[str, list[int]] = {}
+        self._told: list[list[int]] = []
+        self._holders = {planned.name: runtime.plan.holders(planned.name) for planned in runtime.plan.owned()}
+        self._tied = [name for name, ranks in self._holders.items() if len(ranks) > 1]
+        live, held = self._live(), runtime.plan.held(self._rank)
+        self._tie_trains = {name: live[held[name]].requires_grad for name in self._tied if name in held}
+        self._thawed: set[int] = set()  # stages with a tied tensor that trains
+        self._loss_type = torch.float32
+        self._accepted: dict[int, bool] = {}
+        self._engines: dict[tuple[int, bool], Any] = {}
+        self._batches: Sequence[Microbatch] | dict[int, Microbatch] = ()
+        self._count: tuple[Tensor, float] | None = None
+        self._trains = True
+        self._losses: list[Tensor] = []
+        runtime.model.register_forward_pre_hook(self._refuse_others)
+
+    def _worker(self, stage: Stage) -> StageWorker:
+        place = Place(stage.index, self._stages.ranks, self._group, self._mesh.streams, self._mesh.device)
+        compute, shape = partial(self._compute, stage), partial(self._shape, stage.index)
+        return StageWorker(place, compute, shape, self._runtime.model.parameters)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether gradients of earlier steps are still to come."""
+        return False
+
+    def share_out(self, given: Sequence[Batch]) -> list[dict[str, Any]]:
+        """The microbatches of one step: see :func:`hfscale.parallel.pipeline.microbatches.share_out`."""
+        return share_out(given, self._layout.num_microbatches, self._layout.size("pp"), self._accepts)
+
+    def run(self, batches: Sequence[Microbatch], count: Tensor, label_smoothing: float, backward: bool) -> Tensor:
+        """Forward passes over the microbatches, and backward passes, which leave gradients where there is one batch
+        rank, and unreduced ones elsewhere.
+
+        Args:
+            count: valid labels of the whole step, which the loss is divided by.
+
+        Returns:
+            this rank's share of the loss: all of this batch rank's, on the last stage; else 0.
+        """
+        self._learn()
+        self._batches, self._count = batches, (count, label_smoothing)
+        self._trains, self._losses = backward, []
+        self._tell_workers(backward)
+        try:
+            run_engine(self._engine(len(batches), backward), len(batches))
+            for worker in self.workers:
+                worker.finish()
+            self._types.finish()
+        finally:
+            self._batches, self._count = (), None
+            for worker in self.workers:
+                worker.reset()
+        total = torch.zeros((), dtype=self._loss_type, device=self._mesh.device)
+        return total + torch.stack(self._losses).sum() if self._losses else total
+
+    def _accepts(self, num_microbatches: int) -> bool:
+        if num_microbatches not in self._accepted:  # asked at every step
+            try:
+                self._order(num_microbatches)
+                self._accepted[num_microbatches] = True
+            except ConfigError:
+                self._accepted[num_microbatches] = False
+        return self._accepted[num_microbatches]
+
+    def _order(self, num_microbatches: int) -> Order:
+        layout = self._layout
+        schedule, virtual = str(layout.pipeline_schedule), int(layout.virtual_stages or 1)
+        check(schedule, layout.size("pp"), num_microbatches, virtual)
+        return order(schedule, layout.size("pp"), num_microbatches, virtual)
+
+    def _engine(self, num_microbatches: int, backward: bool) -> Any:
+        key = (num_microbatches, backward)
+        if key not in self._engines:
+            actions = self._order(num_microbatches)
+            if not backward:
+                actions = tuple(tuple(a._replace(paired=False) for a in row if a.kind == "forward") for row in actions)
+            self._engines[key] = engine_runtime(actions, self.workers, num_microbatches)
+        return self._engines[key]
+
+    def agrees(self, backward: bool) -> bool:
+        """Whether a step begins with an agreement of the stages."""
+        return True
+
+    def hear(self, ranks: list[list[int]]) -> None:
+        """What ranks with this batch told each other: see :meth:`about`; for the step that follows."""
+        self._told = ranks
+        self._settle_ties()
+
+    def _settle_ties(self) -> None:
+        """A tied tensor is one, and each stage has its own name for it: frozen or thawed by one, it is by all of them.
+
+        Of ranks that do not agree, those are right where it has changed since the last step; else, it is frozen.
+        """
+        live, held = self._live() if self._tied else {}, self._runtime.plan.held(self._rank)
+        self._thawed.clear()
+        for index, name in enumerate(self._tied):
+            told = [rank[1 + len(self._stages.stages) + index] for rank in self._told]
+            told = [each for each in told if each > 2] or [each for each in told if each]
+            if not told:  # an evaluation
+                continue
+            trains = all(each % 2 == 0 for each in told)
+            if name in held:
+                live[held[name]].requires_grad_(trains)
+                self._tie_trains[name] = trains
+            if trains:
+                self._thawed.update(*(tie.stages for tie in self._stages.ties if name in tie.names))
+
+    def _live(self) -> dict[str, torch.nn.Parameter]:
+        """This rank's parameters by all their names, adapters' and the stock ones."""
+        here = dict(self._runtime.model.named_parameters(remove_duplicate=False))
+        return {**{stock_name(name): parameter for name, parameter in here.items()}, **here}
+
+    def _learn(self) -> None:
+        """Which stages train, and if copies of tensors that several stages hold are equal; before anything is sent.
+
+        Raises:
+            ConfigError: on all stages, if they are not.
+        """
+        stages = len(self._stages.stages)
+        for index, name in enumerate(self._tied):
+            place, mine = 1 + stages + index, self._mesh.ranks["tp"]  # other tensor ranks have other shares of it
+            sums = {rank[place + len(self._tied)] for rank in self._told if rank[0] == mine and rank[place]}
+            self._check_tie(name, sums)
+        trains = [any(any(rank[1 : 2 + stage]) for rank in self._told) for stage in range(stages)]  # it, or one before
+        trains = [own or any(tied <= stage for tied in self._thawed) for stage, own in enumerate(trains)]
+        for worker in self.workers:
+            worker.trains = trains[worker.stage_index]
+            worker.trains_before = worker.stage_index > 0 and trains[worker.stage_index - 1]
+
+    def about(self, backward: bool) -> tuple[list[int], list[Tensor]]:
+        """What this rank tells the others: its tensor rank; per stage, whether it trains; per tensor that several
+        stages hold, whether it is frozen (1) or trains (2), and changed in that (+ 2; 0: it is not here), and, as it is
+        on the device, what its sum is.
+        """
+        stages = len(self._stages.stages)
+        flags, ties = [0] * stages, [0] * len(self._tied)
+        self._loss_type = torch.float32
+        live, held = self._live(), self._runtime.plan.held(self._rank)
+        tied = {id(live[held[name]]) for name in self._tied if name in held}
+        for name, parameter in live.items():
+            if parameter.dtype == torch.float64:  # ranks without the last stage do not see the type of its loss
+                self._loss_type = torch.float64
+            if backward and parameter.requires_grad:
+                for stage in self._flags_of(name) if id(parameter) not in tied else ():
+                    flags[stage] = 1
+                if getattr(parameter, "_post_accumulate_grad_hooks", None):
+                    raise ConfigError(
+                        f"{name} has a hook that runs when its gradient is accumulated; through pipeline stages "
+                        "gradients are whole only when train_step returns: step the optimizer then, without such hooks"
+                    )
+        sums = [torch.zeros(1, dtype=torch.int64, device=self._mesh.device)] * len(self._tied)
+        for index, name in enumerate(self._tied) if backward else ():
+            if name in held:
+                trains = live[held[name]].requires_grad
+                ties[index] = 1 + trains + 2 * (trains != self._tie_trains[name])
+                sums[index] = _bits_of_sum(live[held[name]])
+        return [self._mesh.ranks["tp"], *flags, *ties], sums
+
+    def _check_tie(self, name: str, sums: set[int]) -> None:
+        """``sums``: the bits of the sum of the tensor on every rank that holds it."""
+        if len(sums) > 1:
+            names = " = ".join(next(tie.names for tie in self._stages.ties if name in tie.names))
+            raise ConfigError(
+                f"{names} is one tensor that several stages hold, and their copies differ since the last update: give "
+                "it the same optimizer options under all of its names (a group of parameters chosen by name has some "
+                "of them), or load the model again if its weights were changed by hand on one stage"
+            )
+
+    def _flags_of(self, name: str) -> list[int]:
+        """Where a rank notes that a parameter of its own trains: at each of its stages that have it."""
+        if name not in self._flags:
+            own = self._stages.of_rank(self._rank)
+            self._flags[name] = [stage.index for stage in own if stage.is_local(name)]
+        return self._flags[name]
+
+    def _tell_workers(self, backward: bool) -> None:
+        model = self._runtime.model
+        recomputes = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+        # The second half of a backward pass would recompute a layer once per weight; and weights that were given up
+        # between the halves are other tensors when they come back.
+        regathers = self._layout.weights_regather and self._mesh.batch_world > 1
+        splits = backward and not recomputes and not regathers and splits_exactly()
+        for worker in self.workers:
+            worker.has_backward, worker.recomputes, worker.splits = backward, recomputes, splits
+
+    def _compute(self, stage: Stage, arrived: Tensor | None, microbatch: int) -> Tensor:
+        batch, last = self._batches[microbatch], stage.index == len(self._stages.stages) - 1
+        samples, tokens = tokens_of(batch)
+        inputs = batch if last else batch.like({name: value for name, value in batch.items() if name not in _LABELS})
+        for stream in self._runtime.streams:
+            stream.passes(arrives=tokens if arrived is not None else None, leaves=not last)
+        with self._running(stage) as passage:
+            passage.arriving, passage.shape = arrived, (samples, tokens)
+            if last:
+                loss = self._loss(inputs)
+            else:
+                with _host.packing(inputs.packed, "position_ids" in inputs):
+                    self._runtime.model(**inputs)
+            leaving = passage.leaving
+            missed = arrived is not None and not passage.arrived
+        if missed or (leaving is None and not last):
+            raise ConfigError(
+                f"{type(self._runtime.model).__name__} left out layers at the border of stage {stage.index} in this "
+                "pass, so the stream did not get through: switch off what skips layers, or use pp_size=1"
+            )
+        if last:
+            return loss
+        assert leaving is not None
+        if self._runtime.routing is not None:
+            self._runtime.routing.note_scale(self._mesh.batch_world)
+        if self._stages.ranks[stage.index + 1] != self._rank:
+            leading, peer = self._leading(samples, tokens), self._peer(stage.index + 1)
+            self._types.announce(stage.index + 1, leaving, leading, peer, self._trains)
+        return leaving
+
+    def _loss(self, inputs: Microbatch) -> Tensor:
+        assert self._runtime.loss is not None
+        assert self._count is not None
+        loss = self._runtime.loss.of(self._runtime.model, inputs, *self._count)
+        self._losses.append(loss.detach())
+        # The data axes average gradients over the distinct batches; the loss is a share of a sum.
+        return loss * self._mesh.batch_world
+
+    def _shape(self, stage: int, microbatch: int) -> tuple[torch.Size, torch.dtype]:
+        leading = self._leading(*tokens_of(self._batches[microbatch]))
+        tail, dtype = self._types.learn(stage, self._peer(stage - 1), self._trains)
+        return torch.Size((*leading, *tail)), dtype
+
+    def _leading(self, samples: int, tokens: int) -> tuple[int, int]:
+        """Samples and tokens of the stream between stages; this rank's share of them where it is cut."""
+        if not self._runtime.streams or not self._trains:
+            return samples, tokens
+        return samples, share_evenly(tokens, self._layout.size("tp"))[self._mesh.ranks["tp"]]
+
+    def _peer(self, stage: int) -> int:
+        return dist.get_global_rank(self._group, self._stages.ranks[stage])
+
+    def _refuse_others(self, *_: Any) -> None:
+        if self._count is None:
+            raise ConfigError(
+                f"{self._layout.describe()}: a rank holds {len(self.workers)} of {len(self._stages.stages)} stages, so "
+                "its model cannot be called by itself: use hfscale.train_step and hfscale.eval_step"
+            )
+
+
+def _bits_of_sum(parameter: Tensor) -> Tensor:
+    return local_tensor(parameter.detach()).sum(dtype=torch.float64).view(1).view(torch.int64)

@@ -1,0 +1,133 @@
+"""Play an order through with given durations: what a schedule takes before anything runs."""
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from ...errors import ConfigError
+from .timeline import GRADIENT, Action, Kind, Order, Span, Timeline, stage_ranks
+
+
+@dataclass(frozen=True)
+class Costs:
+    """How long the actions of one stage take, in any one unit.
+
+    Attributes:
+        forward: of one microbatch.
+        backward: gradients of inputs and weights.
+        backward_input: gradient of the input alone.
+        backward_weight: gradients of the weights alone.
+        update: the optimizer's step.
+        communication: from one rank to the next; stages on the same rank hand over at once.
+        pair: a paired forward and backward; None is the sum of the two, as without overlap.
+    """
+
+    forward: float = 1.0
+    backward: float = 2.0
+    backward_input: float = 1.0
+    backward_weight: float = 1.0
+    update: float = 0.0
+    communication: float = 0.0
+    pair: float | None = None
+
+    def of(self, kind: Kind) -> float:
+        """Duration of one action."""
+        return float(getattr(self, kind))
+
+
+DEFAULT_COSTS = Costs()
+_Result: TypeAlias = tuple[int, str, int]
+"""A stage's ``"activation"`` or ``"gradient"`` (of its input) of a microbatch."""
+
+
+def simulate(order: Order, costs: Costs = DEFAULT_COSTS, name: str = "", microbatches: int = 0) -> Timeline:
+    """When every action would run if each rank did its own in sequence, each as soon as what it needs has arrived.
+
+    A forward needs the forward of the stage before; a backward (of the input) its own forward and the gradient of
+    the stage after; a backward of the weights the backward of the input. Sending takes no rank's time.
+
+    Args:
+        order: per rank, its actions in sequence.
+        costs: durations.
+        name: of the schedule, for messages and titles.
+        microbatches: of one step; 0 counts them.
+
+    Raises:
+        ConfigError: the ranks would wait for each other forever.
+    """
+    home = stage_ranks(order)
+    last = max(home)
+    ready: dict[_Result, float] = {}
+    spans: list[list[Span]] = [[] for _ in order]
+    place, clock = [0] * len(order), [0.0] * len(order)
+    moved = True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(order):
+            while place[rank] < len(actions):
+                piece = _piece(actions, place[rank])
+                done = _run(piece, clock[rank], costs, home, last, ready)
+                if done is None:
+                    break
+                spans[rank] += done
+                clock[rank] = done[-1].end
+                place[rank] += len(piece)
+                moved = True
+    if any(at < len(actions) for at, actions in zip(place, order, strict=True)):
+        stuck = [f"rank {rank} at {_say(order[rank][at])}" for rank, at in enumerate(place) if at < len(order[rank])]
+        raise ConfigError(f"{name or 'this order'} can never end, each rank waits for another: {', '.join(stuck)}")
+    return Timeline(tuple(map(tuple, spans)), name=name, microbatches=microbatches)
+
+
+def _piece(actions: tuple[Action, ...], at: int) -> tuple[Action, ...]:
+    end = at
+    while actions[end].paired and end + 1 < len(actions):
+        end += 1
+    return actions[at : end + 1]
+
+
+def _run(
+    piece: tuple[Action, ...],
+    now: float,
+    costs: Costs,
+    home: dict[int, int],
+    last: int,
+    ready: dict[_Result, float],
+) -> list[Span] | None:
+    """Spans of the actions of one piece, or None where something it needs does not exist yet."""
+    durations = [costs.of(action.kind) for action in piece]
+    if len(piece) > 1 and costs.pair is not None:
+        scale = costs.pair / sum(durations)
+        durations = [duration * scale for duration in durations]
+    spans: list[Span] = []
+    own: dict[_Result, float] = {}  # what the piece has made so far
+    for action, duration in zip(piece, durations, strict=True):
+        for need in _needs(action, last):
+            made = own.get(need, ready.get(need))
+            if made is None:
+                return None
+            now = max(now, made + costs.communication * (home[need[0]] != home[action.stage]))
+        spans.append(Span(action, now, now + duration))
+        now += duration
+        if (result := _result(action)) is not None:
+            own[result] = now
+    ready.update(dict.fromkeys(own, now))  # it leaves when all of the piece is done
+    return spans
+
+
+def _needs(action: Action, last: int) -> list[_Result]:
+    stage, kind, index, _ = action
+    if kind == "forward":
+        return [(stage - 1, "activation", index)] if stage else []
+    if kind in GRADIENT:
+        return [(stage, "activation", index), *([(stage + 1, "gradient", index)] if stage < last else [])]
+    return [(stage, "gradient", index)] if kind == "backward_weight" else []
+
+
+def _result(action: Action) -> _Result | None:
+    if action.kind == "forward":
+        return action.stage, "activation", action.microbatch
+    return (action.stage, "gradient", action.microbatch) if action.kind in GRADIENT else None
+
+
+def _say(action: Action) -> str:
+    return f"{action.kind.replace('_', ' of the ')} of stage {action.stage}, microbatch {action.microbatch}"

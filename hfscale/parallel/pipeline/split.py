@@ -1,0 +1,78 @@
+"""A backward pass in two halves: the gradient of a stage's input first, those of its weights later (Qi et al. 2023).
+
+Torch's functions for it are private and have been wrong: where a weight is used twice, and one use depends on the
+other, some versions count a part of its gradient twice (pytorch#180952). They are tried on such a case before they are
+used. What torch 2.13 itself gets wrong is put right here: a weight that is listed in two groups, which would be counted
+twice, and a hook on an activation's gradient, which would act twice on the weights next to it.
+"""
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+from ...ops import each_gradient_once
+
+Split = list[dict[str, Any]]
+"""What the second half needs: groups of weights, each with the graph's nodes next to them and the gradients there."""
+
+
+def backward_of_input(output: Tensor, gradient: Tensor | None, given: Tensor, weights: Iterable[Any]) -> Split:
+    """The first half: adds to ``given.grad``; ``gradient`` is of ``output``, ``None`` for a scalar."""
+    gradients: Any = None if gradient is None else [gradient]
+    with each_gradient_once():
+        return _merged(stage_backward_input([output], gradients, [given], iter(weights))[1])
+
+
+def backward_of_weights(split: Split, weights: Iterable[Any]) -> None:
+    """The second half: adds to the ``.grad`` of the same weights."""
+    with ExitStack() as hooks, each_gradient_once():
+        for group in split:
+            for node, gradients in zip(group["intermediates"], group["grads"], strict=True):
+                # What was noted is behind the hooks on that activation, which run once more on the way to the weights.
+                handle = node.register_prehook(lambda _, noted=gradients: noted)
+                hooks.callback(handle.remove)
+        # Groups go through the same part of the graph, where a module is used twice, one after the other.
+        stage_backward_weight(iter(weights), split, retain_graph=True)
+
+
+def _merged(groups: Split) -> Split:
+    """The groups, those with a weight in common made one; without those that no gradient came to."""
+    merged: Split = []
+    for group in groups:
+        if "grads" not in group:
+            continue
+        common = [other for other in merged if other["params"] & group["params"]]
+        merged = [other for other in merged if not any(other is one for one in common)]
+        nodes: dict[Any, Any] = {}
+        for one in (*common, group):
+            nodes.update(zip(one["intermediates"], one["grads"], strict=True))
+        params = set().union(*(one["params"] for one in (*common, group)))
+        merged.append({"params": params, "intermediates": list(nodes), "grads": list(nodes.values())})
+    return merged
+
+
+@cache
+def splits_exactly() -> bool:
+    """Whether this torch's halves make the gradients of the whole, tried on weights with several uses."""
+    names = ("given", "twice", "shared", "first", "second")
+    leaves = {name: torch.linspace(0.5, 1.5 + index, 4, requires_grad=True) for index, name in enumerate(names)}
+
+    def use() -> Tensor:
+        once = leaves["given"] * leaves["twice"]
+        both = once * leaves["twice"] + once.sin()
+        return ((both * leaves["shared"] + leaves["first"]) * (both.cos() * leaves["shared"] + leaves["second"])).sum()
+
+    weights = [leaf for name, leaf in leaves.items() if name != "given"]
+    with torch.enable_grad():
+        wanted = torch.autograd.grad(use(), list(leaves.values()))
+        try:
+            backward_of_weights(backward_of_input(use(), None, leaves["given"], weights), weights)
+        except Exception:  # a version with other private functions
+            return False
+    found = [leaf.grad for leaf in leaves.values()]
+    return all(grad is not None and torch.allclose(grad, want) for grad, want in zip(found, wanted, strict=True))

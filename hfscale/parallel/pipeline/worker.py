@@ -1,0 +1,250 @@
+"""One stage at work: its forward and backward passes on single microbatches, and what it sends and receives.
+
+It is what torch's engine calls a stage. The engine says what runs when; computing and sending are done here, because
+
+- microbatches of one step may differ in length, which torch's own stage has no room for;
+- torch's engine holds on to every tensor that it sends until the step is over, so that a stage would keep the outputs
+  of all microbatches alive, where 1F1B is there to keep those of a few.
+
+What goes from one rank to another travels in a group of these two for that way, so that it waits behind nothing else.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .chrome_trace import Recorder
+from .split import Split, backward_of_input, backward_of_weights
+from .timeline import Action, Kind
+
+Compute = Callable[[Tensor | None, int], Tensor]
+"""Forward pass of a stage: (stream from the stage before, microbatch) -> stream for the next one, or the loss."""
+Shape = Callable[[int], tuple[torch.Size, torch.dtype]]
+"""Microbatch -> shape and type of the stream that arrives."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a stage is in the pipeline.
+
+    Attributes:
+        index: its number along the model.
+        ranks: the pipeline rank of every stage.
+        group: all pipeline ranks through this one.
+        streams: (from, to), pipeline ranks -> the group for what goes from a neighbour to this rank, or to it.
+        device: where it computes.
+    """
+
+    index: int
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup
+    streams: Mapping[tuple[int, int], dist.ProcessGroup]
+    device: torch.device
+
+    def peer(self, step: int) -> int:
+        """Global rank of the stage ``step`` stages further on."""
+        return dist.get_global_rank(self.group, self.ranks[self.index + step])
+
+    def way(self, step: int, arrives: bool) -> dist.ProcessGroup:
+        """The group for what arrives from the stage ``step`` stages further on, or goes to it."""
+        here, there = self.ranks[self.index], self.ranks[self.index + step]
+        return self.streams[(there, here) if arrives else (here, there)]
+
+
+@dataclass
+class _Kept:
+    """What one microbatch leaves between its forward and its backward pass."""
+
+    arrived: Tensor | None
+    output: Tensor
+    split: Split | None = None
+    gradient: Tensor | None = None  # of the output, where all of the backward pass waits for its second half
+
+
+class _Transfer:
+    """A tensor under way, which must stay alive until it has arrived."""
+
+    def __init__(self, move: Any, tensor: Tensor, peer: int, group: dist.ProcessGroup) -> None:
+        self.tensor = tensor
+        self._works = dist.batch_isend_irecv([dist.P2POp(move, tensor, peer, group)]) if tensor.numel() else []
+
+    def wait(self) -> Tensor:
+        """The tensor, once it is there."""
+        for work in self._works:
+            work.wait()
+        self._works = []
+        return self.tensor
+
+
+class StageWorker:
+    """One stage, for torch's engine (whose names its methods have) or for whatever else runs an order.
+
+    Attributes:
+        trains_before: whether anything in front of this stage trains; its input then has a gradient.
+        trains: whether anything up to this stage's end does.
+        recomputes: whether layers are recomputed in the backward pass.
+        splits: whether the halves of a split backward pass run apart; else the first half does all.
+        settle: called after every second half, whose gradients autograd's hooks do not see.
+        reduce: called when a microbatch's backward pass is over.
+        recorder: notes what runs when, where there is one.
+    """
+
+    def __init__(self, place: Place, compute: Compute, shape: Shape, parameters: Callable[[], Iterable[Any]]) -> None:
+        self.place, self._compute, self._shape, self._parameters = place, compute, shape, parameters
+        self.trains_before = self.trains = self.splits = True
+        self.recomputes = False
+        self.recorder: Recorder | None = None
+        self.settle: Callable[[], None] = lambda: None
+        self.reduce: Callable[[], None] = lambda: None
+        self._kept: dict[int, _Kept] = {}
+        self._arriving: dict[int, _Transfer | Tensor] = {}
+        self._gradients: dict[int, _Transfer | Tensor] = {}
+        self._returning: dict[int, Tensor] = {}
+        self._leaving: dict[int, _Transfer] = {}
+        self._sent: list[_Transfer] = []
+        # What the engine asks.
+        self.stage_index, self.num_stages = place.index, len(place.ranks)
+        self.is_first, self.is_last = place.index == 0, place.index == len(place.ranks) - 1
+        self.group, self.group_size = place.group, dist.get_world_size(place.group)
+        self.group_rank = dist.get_rank(place.group)
+        self.stage_index_to_group_rank = dict(enumerate(place.ranks))
+        self.submod, self.has_backward = None, True
+
+    # --- computing ----------------------------------------------------------------------------------------------------
+
+    def forward_one_chunk(self, microbatch: int, args: Any = (), kwargs: Any = None, **_: Any) -> Tensor:
+        """Forward pass; the output stays until the backward pass, or until it is sent where there will be none."""
+        arrived = None if self.is_first else _there(self._arriving.pop(microbatch))
+        if arrived is not None and self.has_backward:
+            # Reentrant recomputation gives no gradients to layers whose input has none.
+            arrived.requires_grad_(self.trains_before or (self.recomputes and self.trains))
+        with self._recorded("forward", microbatch), torch.set_grad_enabled(self.has_backward):
+            output = self._compute(arrived, microbatch)
+            if self.splits and output._is_view():  # torch's halves detach it in place
+                output = output.clone()
+        self._kept[microbatch] = _Kept(arrived, output)
+        return output
+
+    def backward_one_chunk(self, microbatch: int, loss: Any = None, full_backward: bool = True, **_: Any) -> None:
+        """Backward pass, or, of a split one, the half that makes the gradient of the input."""
+        kept = self._kept[microbatch] if not full_backward else self._kept.pop(microbatch)
+        gradient = None
+        if microbatch in self._gradients:
+            gradient = _there(self._gradients.pop(microbatch))
+            if microbatch in self._leaving:  # its gradient is back, so it has long arrived
+                self._leaving.pop(microbatch).wait()
+        wants = kept.arrived is not None and self.trains_before
+        with self._recorded("backward" if full_backward else "backward_input", microbatch):
+            if not self.trains:
+                pass  # the output may still ask for a gradient: the host makes embeddings do so for recomputation
+            elif full_backward or not self.splits:
+                _backward(kept.output, gradient)
+            elif kept.arrived is None or not wants:
+                kept.gradient = gradient  # nobody waits for it: all is done in the second half
+            elif kept.output.requires_grad:
+                kept.split = backward_of_input(kept.output, gradient, kept.arrived, self._parameters())
+        if wants:
+            assert kept.arrived is not None
+            grad, kept.arrived.grad = kept.arrived.grad, None
+            self._returning[microbatch] = torch.zeros_like(kept.arrived) if grad is None else grad
+        if full_backward:
+            self.reduce()
+
+    def backward_weight_one_chunk(self, microbatch: int, **_: Any) -> None:
+        """The half of a split backward pass that makes the gradients of the weights."""
+        kept = self._kept.pop(microbatch)
+        with self._recorded("backward_weight", microbatch):
+            if kept.split is not None:
+                backward_of_weights(kept.split, self._parameters())
+                self.settle()
+            elif self.trains and self.splits and (kept.arrived is None or not self.trains_before):
+                _backward(kept.output, kept.gradient)
+        self.reduce()
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """The engine's word for the end of a stage's backward passes; the data axes are served after the step."""
+
+    # --- sending and receiving ----------------------------------------------------------------------------------------
+
+    def get_fwd_recv_ops(self, microbatch: int) -> list[Any]:
+        """Begin to receive the stream; nothing is left for the engine to do."""
+        if not self.is_first:
+            shape, dtype = self._shape(microbatch)
+            buffer = torch.empty(shape, dtype=dtype, device=self.place.device)
+            self._arriving[microbatch] = self._move(dist.irecv, buffer, -1)
+        return []
+
+    def get_fwd_send_ops(self, microbatch: int) -> list[Any]:
+        """Begin to send the stream."""
+        output = self._kept[microbatch].output if self.has_backward else self._kept.pop(microbatch).output
+        if not self.has_backward:  # no gradient will tell what has arrived
+            for index in list(self._leaving)[:-1]:
+                self._leaving.pop(index).wait()
+        self._leaving[microbatch] = self._move(dist.isend, output.detach(), +1)
+        return []
+
+    def get_bwd_recv_ops(self, microbatch: int) -> list[Any]:
+        """Begin to receive the stream's gradient."""
+        if self.trains and not self.is_last:
+            buffer = torch.empty_like(self._kept[microbatch].output, memory_format=torch.contiguous_format)
+            self._gradients[microbatch] = self._move(dist.irecv, buffer, +1)
+        return []
+
+    def get_bwd_send_ops(self, microbatch: int) -> list[Any]:
+        """Begin to send the gradient of what arrived."""
+        if self.trains_before and not self.is_first:
+            # Gloo tells only who waits for it. An order has each receive where its send is, and a stage without a flush
+            # has been sent what the stage before made after it took the older ones: so this ends.
+            while len(self._sent) > 1:
+                self._sent.pop(0).wait()
+            self._sent.append(self._move(dist.isend, self._returning.pop(microbatch), -1))
+        return []
+
+    def set_local_fwd_input(self, prev_stage_outputs: Tensor, mb_index: int) -> None:
+        """The stage before is on this rank: take its output as it is."""
+        self._arriving[mb_index] = prev_stage_outputs.detach()
+
+    def get_local_bwd_output(self, mb_index: int) -> Tensor | None:
+        """The stage before is on this rank: the gradient for it, if it has use for one."""
+        return self._returning.pop(mb_index, None)
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Tensor | None, mb_index: int) -> None:
+        """The next stage is on this rank: take its gradient."""
+        if next_stage_bwd_outputs is not None:
+            self._gradients[mb_index] = next_stage_bwd_outputs
+
+    def finish(self) -> None:
+        """Wait for what was sent to arrive."""
+        for transfer in (*self._leaving.values(), *self._sent):
+            transfer.wait()
+        self._leaving.clear()
+        self._sent.clear()
+
+    def reset(self) -> None:
+        """Forget a step that was broken off."""
+        for held in (self._kept, self._arriving, self._gradients, self._returning, self._leaving):
+            held.clear()
+        self._sent.clear()
+
+    def _move(self, move: Any, tensor: Tensor, step: int) -> _Transfer:
+        group = self.place.way(step, arrives=move is dist.irecv)
+        return _Transfer(move, tensor.contiguous(), self.place.peer(step), group)
+
+    def _recorded(self, kind: Kind, microbatch: int) -> AbstractContextManager[None]:
+        if self.recorder is None:
+            return nullcontext()
+        return self.recorder.run(Action(self.place.index, kind, microbatch))
+
+
+def _there(arriving: _Transfer | Tensor) -> Tensor:
+    return arriving.wait() if isinstance(arriving, _Transfer) else arriving
+
+
+def _backward(output: Tensor, gradient: Tensor | None) -> None:
+    if output.requires_grad:
+        torch.autograd.backward(output, gradient)

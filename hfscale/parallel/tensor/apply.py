@@ -1,0 +1,151 @@
+"""Cut a stock model in place: local parameters, then the edges, in the plan's words.
+
+Data flow of one block (``t`` tensor ranks, ``h`` hidden size)::
+
+    [b, s, h] --enter--> column projections --> [b, s, .../t] --> row projection --> partial [b, s, h] --leave--> whole
+
+Inside the edges every module is the stock one with local sizes and plain tensors, so whatever works on such modules
+(adapters, quantized layers, compilers, FSDP) works there.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ...errors import ConfigError
+from ...mesh import Mesh
+from ...plan import BlockPlan, ParameterPlan, Plan
+from ...plan.parameter import MODEL_AXES
+from ...runtime import Runtime
+from ...runtime.names import module_at, owner_of
+from .deferred_weights import Overlap
+from .edges import install_block_edges
+from .embedding import install_vocab_parallel_embedding
+from .partial_gradients import PartialSums, read_partial
+from .replicated_heads import install_copy_sums
+from .sequence import SequenceRegion
+
+# How a projection's size attributes follow its local weight: attribute -> dim of the weight. nn.Linear keeps its weight
+# as [out, in], Conv1D as [in, out] = [nx, nf].
+_SIZE_ATTRIBUTES = {"out_features": 0, "in_features": 1, "nx": 0, "nf": 1}
+
+_PARTIAL_OUTPUTS = {
+    "output_attentions": "would return the attention weights of this rank's heads only",
+    "output_router_logits": "adds a loss on the router that every tensor rank would count once (load the model with "
+    "routing=hfscale.RoutingConfig(balance_loss=...) for one that counts once in all)",
+}
+
+
+def install_edges(runtime: Runtime) -> None:
+    """Make a model that holds this rank's tensor shards compute with the others. No-op for one rank."""
+    model, plan, mesh = runtime.model, runtime.plan, runtime.mesh
+    group = mesh.group("tp")
+    if group is None:
+        return
+    runtime.sums = sums = PartialSums(group)
+    streams = [SequenceRegion(planned, group) for planned in plan.streams]
+    runtime.streams = streams
+    for stream in streams:
+        stream.install(model, runtime.is_local)
+        for name in filter(runtime.is_local, stream.plan.partial):
+            read_partial(module_at(model, name), sums)
+    for block in (block for block in plan.blocks if runtime.is_local(block.name)):
+        module: Any = model.get_submodule(block.name)
+        for attribute, divisor in block.local_attributes:
+            owner, _, name = attribute.rpartition(".")
+            holder = module.get_submodule(owner)
+            setattr(holder, name, getattr(holder, name) // divisor)
+        if block.local_config:
+            module.config = _LocalConfig(module.config, block.local_config)
+        for name in block.shared:
+            read_partial(module_at(model, name), sums)
+        for name in block.row:
+            read_partial(module_at(model, name), sums, names=("bias",), once=mesh.ranks["tp"] == 0)
+        for name in block.once:
+            owner, _, parameter = name.rpartition(".")
+            read_partial(module_at(model, owner), sums, names=(parameter,), once=mesh.ranks["tp"] == 0)
+        cut = runtime.sequence_region_of(block.name)
+        install_block_edges(model, block, mesh, cut, _overlap(model, plan, block, group, cut))
+    install_copy_sums(model, plan, mesh, runtime.is_local)
+    if plan.blocks:
+        model.register_forward_pre_hook(_refuse_partial_outputs, with_kwargs=True)
+    if streams:
+        model.register_forward_pre_hook(_refuse_cut_outputs, with_kwargs=True)
+    if plan.embedding is not None and runtime.is_local(plan.embedding):
+        planned = plan.by_name[f"{plan.embedding}.weight"]
+        install_vocab_parallel_embedding(model.get_submodule(plan.embedding), planned, mesh, streams)
+
+
+def _overlap(
+    model: nn.Module, plan: Plan, block: BlockPlan, group: dist.ProcessGroup, stream: SequenceRegion | None
+) -> Overlap | None:
+    if not plan.layout.overlap or len(block.enter) > 1 or block.enter_inputs:
+        return None  # several entries: none of them is read by all projections
+    # A weight that other ranks hold too has its gradient summed on the way to it.
+    columns = [name for name in block.column if plan.by_name[f"{name}.weight"].copies == 1]
+    regather = bool(plan.layout.sequence_regather)
+    return Overlap([model.get_submodule(name) for name in columns], group, stream, regather)
+
+
+class _LocalConfig:
+    """A config as one block sees it: some fields are local sizes, the others are whatever the model's config says."""
+
+    def __init__(self, config: Any, fields: tuple[tuple[str, int], ...]) -> None:
+        local = {field: getattr(config, field) // divisor for field, divisor in fields}
+        self.__dict__.update(local, _whole=config)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_whole":  # asked for by copy and pickle, before there is anything here
+            raise AttributeError(name)
+        return getattr(self._whole, name)
+
+
+def _refuse_partial_outputs(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for name, why in _PARTIAL_OUTPUTS.items():
+        wanted = kwargs.get(name)
+        if getattr(model.config, name, False) if wanted is None else wanted:
+            raise ConfigError(f"{name}=True {why}: leave it out, or load the model with tp_size=1")
+
+
+def _refuse_cut_outputs(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    wanted = kwargs.get("output_hidden_states")
+    if torch.is_grad_enabled() and (model.config.output_hidden_states if wanted is None else wanted):
+        raise ConfigError(
+            "output_hidden_states=True would return this rank's share of the tokens under sequence_parallel: ask for "
+            "hidden states under torch.no_grad(), or use sequence_parallel=False"
+        )
+
+
+def cut_parameters(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
+    """Replace every parameter that is cut over the tensor or expert axis by this rank's share, keeping ties and
+    ``requires_grad``.
+
+    Works on a whole model on any device; on the meta device it only changes shapes.
+    """
+    replaced: dict[int, nn.Parameter] = {}
+    for planned in plan.parameters:
+        if not planned.model_cuts or not plan.is_local(mesh.ranks["pp"], planned.name):
+            continue
+        module, attribute = owner_of(model, planned.name)
+        whole = getattr(module, attribute)
+        if id(whole) not in replaced:
+            replaced[id(whole)] = local_parameter(whole, planned, mesh)
+        module._parameters[attribute] = replaced[id(whole)]
+        if attribute == "weight":
+            follow_weight(module)
+
+
+def local_parameter(whole: Any, planned: ParameterPlan, mesh: Mesh) -> nn.Parameter:
+    """This rank's tensor or expert share of a whole parameter, in memory of its own."""
+    share = planned.take(whole.detach(), mesh.ranks, axes=MODEL_AXES)
+    share = share.clone() if share.device.type != "meta" else share.new_empty(share.shape)
+    return nn.Parameter(share, requires_grad=whole.requires_grad)
+
+
+def follow_weight(module: Any) -> None:
+    """Let the size attributes of a projection say what its local weight is."""
+    for attribute, dim in _SIZE_ATTRIBUTES.items():
+        if attribute in module.__dict__:
+            setattr(module, attribute, module.weight.shape[dim])

@@ -1,0 +1,89 @@
+"""The input embedding, cut along the vocabulary (Shoeybi et al. 2019, section 3).
+
+Each rank looks up the tokens of its slice and contributes zeros for the others; one all-reduce of ``[b, s, h]`` makes
+the sum. The backward pass needs no communication.
+
+The sum is as late as it can be: behind an adapter's part, or in the first layer, which scatters it along the sequence.
+But a stock class may compute on what it has looked up (a norm, say): it is given whole rows, and what it computes with
+has a whole gradient on every rank.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ...errors import ConfigError
+from ...mesh import Mesh
+from ...ops import leave
+from ...plan import ParameterPlan
+from ...runtime.names import computing, unwrapped
+from .sequence import SequenceRegion
+
+
+class VocabParallelEmbedding(nn.Embedding):
+    """An ``nn.Embedding`` whose weight holds the token ids ``[start, start + weight.shape[0])``."""
+
+    _hfscale_start: int
+    _hfscale_sum: Callable[[Tensor], Tensor] | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Token ids ``[...]`` -> embeddings ``[..., h]``, for somebody to sum unless they are summed here."""
+        found = self.look_up(input, self.weight)
+        return found if self._hfscale_sum is None else self._hfscale_sum(found)
+
+    def look_up(self, input: Tensor, weight: Tensor, **_: Any) -> Tensor:
+        """Embeddings of this rank's tokens in some table of theirs, and zeros for the others."""
+        local = input - self._hfscale_start
+        missing = (local < 0) | (local >= weight.shape[0])
+        found = F.embedding(local.masked_fill(missing, 0), weight)
+        if self.padding_idx is not None:  # the padding token's embedding is used, never trained
+            found = found.where((input != self.padding_idx)[..., None], found.detach())
+        return found.masked_fill(missing[..., None], 0)
+
+
+def install_vocab_parallel_embedding(
+    module: nn.Module, planned: ParameterPlan, mesh: Mesh, streams: list[SequenceRegion]
+) -> None:
+    """Turn a stock ``nn.Embedding``, whose weight is already this rank's slice, into a vocabulary-parallel one.
+
+    ``module`` may be an adapter around it; what that adds is this rank's share as well.
+    """
+    cut = planned.cut_over("tp")
+    assert cut is not None
+    start = cut.spans(planned.shape[0], mesh.ranks["tp"])[0][0]
+    wraps = [_cut_lookup(stock, planned, start, mesh) for stock in computing(module)]
+    adds = hasattr(module, "_embed")  # PEFT's low-rank adapter of an embedding looks up its first factor with it
+    if adds:
+        module._embed = unwrapped(module).look_up  # type: ignore[assignment, operator]
+    if any(wraps) and not adds:
+        return  # summed already
+    if any(wraps) and mesh.ranks["tp"] > 0:  # the sum of what the adapter adds has it once; its gradient is everyone's
+        unwrapped(module).register_forward_hook(lambda _, args, whole: whole - whole.detach())
+
+    def summed(_: nn.Module, args: Any, found: Tensor) -> Tensor:
+        later = any(stream.sum_later(module) for stream in streams)
+        return found if later else leave(found, mesh.group("tp"))
+
+    module.register_forward_hook(summed, prepend=True)
+
+
+def _cut_lookup(module: nn.Module, planned: ParameterPlan, start: int, mesh: Mesh) -> bool:
+    """Whether the class computes on what it has looked up, which is then summed inside."""
+    if not isinstance(module, nn.Embedding):
+        raise ConfigError(f"{planned.name} is not an embedding cut over tp")
+    if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+        raise ConfigError(
+            f"{planned.name}: an embedding with max_norm, scale_grad_by_freq or sparse gradients cannot be cut along "
+            "the vocabulary: use tp_size=1"
+        )
+    stock = type(module)
+    if stock is nn.Embedding:
+        module.__class__ = VocabParallelEmbedding
+    else:  # behind a subclass comes ours
+        module.__class__ = type(stock.__name__, (stock, VocabParallelEmbedding), {"__module__": stock.__module__})
+    group, wraps = mesh.group("tp"), stock.forward is not nn.Embedding.forward
+    module._hfscale_start = start  # type: ignore[assignment]
+    module._hfscale_sum = (lambda found: leave(found, group)) if wraps else None  # type: ignore[assignment]
+    return wraps

@@ -1,0 +1,185 @@
+"""Logits that are not computed yet.
+
+A stock training forward pass projects the hidden states onto the vocabulary, maybe scales or caps what comes out, and
+hands it to the loss. :class:`LazyLogits` stands for those logits on the way: it has their shape and type and no
+memory, and it remembers the pointwise operations done to it. The loss takes it apart again, and projects and caps a
+chunk of rows at a time. Whatever else looks at it - indexing, printing, an operation not known to be pointwise - gets
+the real logits, with their graph, and never knows.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from numbers import Number
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+# Pointwise operations, by the name of the one that does not work in place. Each looks at one entry of the logits and
+# at nothing else but numbers.
+_POINTWISE = (
+    "add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "neg", "negative", "tanh",
+    "to", "float", "double", "half", "bfloat16", "contiguous", "clone",
+    "__radd__", "__rsub__", "__rmul__", "__rdiv__", "__rtruediv__",
+)  # fmt: skip
+_KEEPS_ITS_RESULT = "tanh"  # for its own gradient
+_ASKS = (
+    *("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized"),
+    *("is_nested", "itemsize", "nbytes"),
+)
+_QUESTIONS = ("size", "dim", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "__len__")
+
+
+def _pointwise() -> dict[Any, tuple[str, Callable[..., Any]]]:
+    """Torch's functions, in place or not -> the name and the function that is replayed for them."""
+    found: dict[Any, tuple[str, Callable[..., Any]]] = {}
+    for name in _POINTWISE:
+        for holder in (torch, Tensor):
+            plain = getattr(holder, name, None)
+            if plain is not None:
+                found[plain] = found[getattr(holder, f"{name}_", plain)] = (name, plain)
+    return found
+
+
+_REPLAYED = _pointwise()
+_ANSWERED = {getattr(Tensor, name).__get__ for name in _ASKS} | {getattr(Tensor, name) for name in _QUESTIONS}
+_ANSWERED |= {torch.is_floating_point, torch.is_complex, torch.numel}
+_REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class _Step:
+    name: str
+    function: Callable[..., Tensor]
+    args: tuple[Any, ...]
+    position: int  # of the logits among ``args``
+    kwargs: dict[str, Any]
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        return self.function(*self.args[: self.position], logits, *self.args[self.position + 1 :], **self.kwargs)
+
+
+class LazyLogits(Tensor):
+    """``[..., V/t]`` logits of ``hidden [..., h]``.
+
+    Attributes:
+        hidden: what the head was called with.
+        head: maps ``[n, h]`` to ``[n, V/t]``.
+        steps: what was done to the logits since.
+        value: the logits, once something looked at them.
+    """
+
+    hidden: Tensor
+    head: Callable[[Tensor], Tensor]
+    steps: tuple[_Step, ...]
+    value: Tensor | None
+    _sample: Tensor  # logits of no row: they say what a step makes of the type
+    _graph: bool
+
+    @staticmethod
+    def __new__(
+        cls, hidden: Tensor, head: Callable[[Tensor], Tensor], steps: tuple[_Step, ...], sample: Tensor, graph: bool
+    ) -> "LazyLogits":
+        """A tensor without memory."""
+        shape = (*hidden.shape[:-1], sample.shape[-1])
+        made: LazyLogits = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, shape, dtype=sample.dtype, device=sample.device
+        )
+        made.hidden, made.head, made.steps, made.value = hidden, head, steps, None
+        made._sample, made._graph = sample, graph
+        return made
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+
+    def finish(self, logits: Tensor) -> Tensor:
+        """Do to the head's output what was done to the promise."""
+        for step in self.steps:
+            logits = step(logits)
+        return logits
+
+    @property
+    def reusable(self) -> bool:
+        """Whether nothing reads the result of :meth:`finish` for its own gradient."""
+        return not self.steps or self.steps[-1].name != _KEEPS_ITS_RESULT
+
+    def materialize(self) -> Tensor:
+        """The logits, with the graph they would have had; computed once."""
+        if self.value is None:
+            with torch.set_grad_enabled(self._graph):
+                self.value = self.finish(self.head(self.hidden))
+        return self.value
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _ANSWERED:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func == _REQUIRES_GRAD:
+            return args[0]._graph
+        promise = _record(func, args, kwargs)
+        if promise is not None:
+            return promise
+        return func(*tree_map(_real, args), **tree_map(_real, kwargs))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        # Reached only past __torch_function__ (an autograd.Function applied to it), where a graph would be lost.
+        raise RuntimeError(
+            f"{func} looked past torch functions at logits that are not computed in a training step with labels: call "
+            "the model without labels, and compute the loss from its logits"
+        )
+
+
+def defer_logits(head: Callable[[Tensor], Tensor], hidden: Tensor, trains: bool) -> LazyLogits:
+    """What ``head(hidden)`` would return.
+
+    Args:
+        trains: whether the head has parameters that train.
+    """
+    graph = torch.is_grad_enabled() and (hidden.requires_grad or trains)
+    # In the grad mode of the caller: autocast keeps the weights it casts, with or without their graph.
+    sample = head(hidden.reshape(-1, hidden.shape[-1])[:0]).detach()
+    return LazyLogits(hidden, head, (), sample, graph)
+
+
+def _real(value: Any) -> Any:
+    return value.materialize() if isinstance(value, LazyLogits) else value
+
+
+def _record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyLogits | None:
+    """The promise after ``func``, where it is one of the known operations on a promise and plain numbers."""
+    if func not in _REPLAYED or any(isinstance(value, Tensor) for value in kwargs.values()):
+        return None
+    positions = [index for index, value in enumerate(args) if isinstance(value, LazyLogits)]
+    if len(positions) != 1 or not all(_plain(v) for index, v in enumerate(args) if index != positions[0]):
+        return None
+    promise: LazyLogits = args[positions[0]]
+    if promise.value is not None:
+        return None
+    name, replayed = _REPLAYED[func]
+    # A number in a tensor may change before it is read.
+    kept = tuple(value.clone() if type(value) is Tensor else None if value is promise else value for value in args)
+    step = _Step(name, replayed, kept, positions[0], kwargs)
+    sample = step(promise._sample)
+    if sample is promise._sample:  # already of that type, say
+        return promise
+    if sample.shape != promise._sample.shape or sample.device != promise._sample.device:
+        return None
+    steps = (*promise.steps, step)
+    if replayed is func:
+        return LazyLogits(promise.hidden, promise.head, steps, sample, promise._graph)
+    if sample.dtype != promise.dtype:  # in place, the type stays
+        return None
+    promise.steps, promise._sample = steps, sample
+    return promise
+
+
+def _plain(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return type(value) is Tensor and value.dim() == 0 and not value.requires_grad
+    return isinstance(value, (Number, torch.dtype, torch.device, torch.memory_format, str, type(None)))

@@ -1,0 +1,257 @@
+"""The loss over a cut vocabulary, installed as the stock model's ``loss_function``.
+
+Data flow of a training step with labels::
+
+    hidden [b, s, h] --enter--> head: a promise of logits --the model's scaling, softcap--> promise
+                                   --loss_function--> chunks of rows: head, loss terms, gradients --> scalar
+
+:class:`VocabParallelLoss` shifts the *labels* (never the logits), drops the rows without one and has the head run on a
+chunk of the others at a time, so that logits ``[b, s, V/t]`` never exist; ``output.logits`` is ``None`` then. Where a
+caller wants logits - no labels given, or evaluation - the head runs as always, and its slices are gathered whole.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ... import _host
+from ...errors import ConfigError
+from ...mesh import Mesh
+from ...ops import AnyRows, HeadRows, LinearRows, VocabularySlice, gather, head_cross_entropy, vocab_cross_entropy
+from ...plan import LOSSES, Plan
+from ...runtime import Runtime
+from ...runtime.batches import Microbatch
+from .edges import install_head_edge
+from .lazy_logits import LazyLogits, defer_logits
+
+
+class VocabParallelLoss:
+    """Token cross entropy, mean over valid labels like the host's, or over a number set from outside."""
+
+    def __init__(self, plan: Plan, mesh: Mesh) -> None:
+        weight = plan.by_name[f"{plan.head}.weight"]
+        self.shift = LOSSES[plan.loss or ""]
+        self.group = mesh.group("tp")
+        cut = weight.cut_over("tp")
+        size = mesh.layout.size("tp")
+        self.lengths = [cut.local_length(weight.shape[0], r) if cut else weight.shape[0] for r in range(size)]
+        self.start = sum(self.lengths[: mesh.ranks["tp"]])
+        self.tokens = plan.by_name[f"{plan.embedding}.weight"].shape[0] if plan.embedding else None
+        self.count: Tensor | None = None
+        self.label_smoothing = 0.0
+        self.head: nn.Module | None = None
+        self._with_labels, self._shows_logits = False, True
+        self._called = False
+        self._known: tuple[Any, int] | None = None  # labels that are counted already
+
+    def targets(self, labels: Tensor) -> Tensor:
+        """``[b, s]`` labels -> ``[b, s]``: what each position predicts; the last ones predict nothing."""
+        if not self.shift:
+            return labels
+        return nn.functional.pad(labels, (0, self.shift), value=-100)[..., self.shift :]
+
+    def look(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """How many positions of one microbatch contribute to the loss, and how many labels and input tokens are outside
+        of the vocabulary (slices of it would not notice); where the batch is, and without waiting for it.
+        """
+        targets = batch.get("shift_labels")
+        if targets is None:  # the first ones are no targets
+            targets = batch["labels"][..., self.shift :]
+        ids, valid = batch.get("input_ids"), targets != -100
+        outside = (valid & (targets.clamp(0, sum(self.lengths) - 1) != targets)).sum()
+        if ids is not None and self.tokens is not None:
+            strange = (ids.clamp(0, self.tokens - 1) != ids).sum()
+            outside = outside + (strange if strange.device == outside.device else strange.to(outside.device))
+        return valid.sum(), outside
+
+    def refuse_outside(self, wrong: int) -> None:
+        """Raise :class:`ConfigError` where labels or input tokens are outside of the vocabulary."""
+        if wrong:
+            raise ConfigError(
+                f"{wrong} labels or input tokens are outside of the vocabulary of {sum(self.lengths)}: mask labels "
+                "with -100, and resize the embeddings for a tokenizer with more tokens before the model is parallelized"
+            )
+
+    @contextmanager
+    def normalized_by(self, count: Tensor, label_smoothing: float = 0.0) -> Iterator[None]:
+        """Within: losses are sums divided by ``count`` (a scalar), instead of means over their own labels.
+
+        Nobody sees the logits of a forward pass with labels here, so they are not computed whole.
+
+        Args:
+            label_smoothing: what an unsaid ``label_smoothing`` of the loss means.
+        """
+        self.count, self.label_smoothing = count, label_smoothing
+        try:
+            yield
+        finally:
+            self.count, self.label_smoothing = None, 0.0
+
+    def of(self, model: nn.Module, batch: Microbatch, count: Tensor, label_smoothing: float) -> Tensor:
+        """The loss of one microbatch, as a share of a step with ``count`` valid labels."""
+        given = batch.get("labels") if batch.get("shift_labels") is None else batch["shift_labels"]
+        self._known = None if batch.valid is None else (given, batch.valid)
+        try:
+            with self.normalized_by(count, label_smoothing), _host.packing(batch.packed, "position_ids" in batch):
+                output = model(**batch)
+        finally:
+            self._known = None
+        loss: Tensor = output[0] if isinstance(output, tuple) else output.loss
+        return loss
+
+    def __call__(
+        self,
+        logits: Tensor,
+        labels: Tensor | None = None,
+        vocab_size: int | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        label_smoothing: float | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """The signature of the host's losses; ``logits`` are ``[b, s, V/t]`` here, promised or real.
+
+        Raises:
+            ConfigError: ``label_smoothing`` is not in ``[0, 1]``.
+        """
+        self._called = True
+        smoothing = self.label_smoothing if label_smoothing is None else label_smoothing
+        if not 0.0 <= smoothing <= 1.0:
+            raise ConfigError(f"label_smoothing={smoothing!r} is not a share: use 0 to 1")
+        vocabulary = VocabularySlice(self.start, sum(self.lengths), max(self.lengths), self.group, smoothing)
+        given = labels if shift_labels is None else shift_labels
+        if given is None:
+            raise ConfigError("the loss got neither labels nor shift_labels: pass one of them")
+        targets = (self.targets(given) if shift_labels is None else given).reshape(-1)
+        if targets.device != logits.device:
+            targets = targets.to(logits.device)
+        if targets.numel() != logits.shape[:-1].numel():
+            raise ConfigError(
+                f"the loss got {targets.numel()} labels for logits of {logits.shape[:-1].numel()} positions: leave out "
+                "logits_to_keep in a forward pass with labels"
+            )
+        count = self.count if self.count is not None else num_items_in_batch
+        if isinstance(logits, LazyLogits) and logits.value is None:
+            known = self._known is not None and self._known[0] is given and ignore_index == -100
+            valid = self._known[1] if known and self._known is not None else None
+            return self._chunked(logits, targets, vocabulary, count, ignore_index, valid)
+        if isinstance(logits, LazyLogits):
+            logits = logits.materialize()
+        total = vocab_cross_entropy(
+            logits.reshape(-1, logits.shape[-1]), targets, ignore_index=ignore_index, vocabulary=vocabulary
+        )
+        return total / ((targets != ignore_index).sum() if count is None else count)
+
+    def _chunked(
+        self,
+        promise: LazyLogits,
+        targets: Tensor,
+        vocabulary: VocabularySlice,
+        count: Tensor | int | None,
+        ignore_index: int,
+        valid: int | None,
+    ) -> Tensor:
+        """The loss from the hidden states as they are behind the head's edge, ``[b, s, h]``."""
+        assert self.head is not None
+        return head_cross_entropy(
+            promise.hidden.reshape(-1, promise.hidden.shape[-1]),
+            targets,
+            _rows_of(self.head, promise),
+            vocabulary=vocabulary,
+            divisor=count,
+            ignore_index=ignore_index,
+            dtype=promise.dtype,
+            valid=valid,
+        )
+
+    def before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook of the model: will its loss be computed, and will anyone see its logits?"""
+        named = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) if args else {}
+        self._with_labels, self._called = {**named, **kwargs}.get("labels") is not None, False
+        unseen = self.count is not None or (model.training and torch.is_grad_enabled())
+        self._shows_logits = not (self._with_labels and unseen)
+
+    def run_head(self, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """The head's ``forward``, which only promises logits that nobody will see."""
+        if self._shows_logits or len(args) != 1 or kwargs:
+            return forward(*args, **kwargs)
+        assert self.head is not None
+        return defer_logits(forward, args[0], any(p.requires_grad for p in self.head.parameters()))
+
+    def after_head(self, _: nn.Module, args: tuple[Any, ...], logits: Tensor) -> Tensor:
+        """Forward hook of the head: keep logits cut for the loss, gather them for everyone else."""
+        return logits if self._with_labels else gather(logits, self.lengths, self.group)
+
+    def after_model(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Forward hook of the model: what its caller sees as logits."""
+        if not self._with_labels:
+            return output
+        shown, self._with_labels, self._shows_logits = self._shows_logits, False, True
+        if not self._called:
+            return self._left_alone(model, output)
+        if isinstance(output, tuple):  # (loss, logits, ...)
+            logits = gather(output[1], self.lengths, self.group) if shown else None
+            return (output[0], logits, *(None if isinstance(each, LazyLogits) else each for each in output[2:]))
+        output.logits = gather(output.logits, self.lengths, self.group) if shown else None
+        return output
+
+    def _left_alone(self, model: nn.Module, output: Any) -> Any:
+        """What a model whose loss is its own returns, which is right where nothing is cut and nobody counts labels."""
+        its = f"{_host.class_name(model)} computes its loss itself instead of calling model.loss_function, so it cannot"
+        if self.group is not None:
+            raise ConfigError(
+                f"{its} run on a cut vocabulary: call it without labels, and compute the loss from its logits"
+            )
+        if self.count is not None:
+            raise ConfigError(
+                f"{its} be divided by the labels of a whole step: loop over loss = model(**batch).loss and "
+                "loss.backward() instead of train_step"
+            )
+        if isinstance(output, tuple):
+            return tuple(each.materialize() if isinstance(each, LazyLogits) else each for each in output)
+        if isinstance(output.logits, LazyLogits):
+            output.logits = output.logits.materialize()
+        return output
+
+
+def _rows_of(head: nn.Module, promise: LazyLogits) -> HeadRows:
+    """How the loss runs a head on some rows: by hand where it is the stock linear layer, else through autograd."""
+    finish = promise.finish if promise.steps else None
+    needed = promise.hidden.requires_grad
+    # Read now: between steps the data axes put other tensors in their place.
+    parameters = list(head.parameters())
+    by_hand = (
+        getattr(promise.head, "__func__", None) is nn.Linear.forward
+        and all(type(p) in (nn.Parameter, Tensor) and p.dtype == promise.hidden.dtype for p in parameters)
+        and not torch.is_autocast_enabled(promise.hidden.device.type)
+    )
+    if by_hand:
+        return LinearRows(head.weight, head.bias, finish, promise.reusable, needed)  # type: ignore[arg-type]
+    return AnyRows(promise.head, [p for p in parameters if p.requires_grad], finish, needed)
+
+
+def install_loss(runtime: Runtime) -> None:
+    """Put :class:`VocabParallelLoss` into the model, where the plan names a head it can run on."""
+    plan, model = runtime.plan, runtime.model
+    if plan.head is None:
+        return
+    loss = VocabParallelLoss(plan, runtime.mesh)
+    runtime.loss = loss
+    if not runtime.is_local(plan.head):  # another stage's; this one counts labels
+        return
+    head = model.get_submodule(plan.head)
+    loss.head = head
+    group = runtime.mesh.group("tp")
+    if group is not None:
+        install_head_edge(head, group, runtime.streams)
+    head.forward = partial(loss.run_head, head.forward)  # not a closure: a deep copy of the model gets its own
+    head.register_forward_hook(loss.after_head)
+    model.register_forward_pre_hook(loss.before_model, with_kwargs=True)
+    model.register_forward_hook(loss.after_model)
+    model.loss_function = loss

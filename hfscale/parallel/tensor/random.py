@@ -1,0 +1,199 @@
+"""Random streams under tensor parallelism (dropout).
+
+Two streams per rank. The *replicated* one is torch's default generator: activations that are whole must see the same
+mask on every tensor rank, so all ranks of a tensor group draw the same numbers from it; ranks with different batches
+draw different ones. The *cut* one serves activations that are spread over the ranks (attention weights; under sequence
+parallelism all that lies between the blocks): each rank must draw numbers of its own.
+
+The cut stream is not stored: on entering a cut region its seed is derived from the state of the replicated stream and
+the tensor rank, and on leaving the replicated stream goes on where it was. Whatever restores the default generator
+(activation checkpointing, a resumed run) therefore restores both.
+
+=================  ==========================  ===========================================
+within a layer     whole stream                stream cut along the sequence
+=================  ==========================  ===========================================
+between blocks     replicated                  cut
+block, before row  cut                         cut
+block, after row   replicated (partial sums)   derived from the layer's replicated state
+=================  ==========================  ===========================================
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ...mesh import Mesh
+from ...runtime import Runtime, recomputing
+
+_RANKS = 1 << 16  # seeds of the cut streams of one region differ below this
+
+
+def cut_region(
+    block: nn.Module, exits: Sequence[nn.Module], rank: int, wanted: Callable[[], bool]
+) -> Callable[[], None]:
+    """Draw from the cut stream between the entry of ``block`` and the entry of its row projections ``exits``.
+
+    Args:
+        wanted: asked on entry; no where the cut stream is in use already.
+
+    Returns:
+        what puts the replicated stream back after an exception between the two.
+    """
+    saved: list[torch.Tensor] = []
+    passing = [False]  # what is saved is a recomputation's, which puts back what it found by itself
+
+    def into(module: nn.Module, args: tuple[Any, ...]) -> None:
+        if module.training and wanted():
+            passing[0] = recomputing()
+            saved[:] = [_switch(_generator_of(exits[0]), rank)]  # `module` may be a mere dropout
+
+    def back(module: nn.Module, args: tuple[Any, ...]) -> None:
+        if saved:
+            _generator_of(module).set_state(saved.pop())
+
+    def restore() -> None:
+        if saved and not passing[0]:
+            _generator_of(exits[0]).set_state(saved[0])
+        saved.clear()
+
+    block.register_forward_pre_hook(into)
+    for module in exits:
+        module.register_forward_pre_hook(back)
+    return restore
+
+
+class LayerRandom:
+    """The streams in a layer whose stream of activations is cut along the sequence (last column of the table above).
+
+    Recomputation may start behind the hooks of a layer, with nothing but the state of the generator: the stream for
+    partial sums is therefore derived from the seed that the cut streams of all ranks have in common.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._after: torch.Tensor | None = None  # where the replicated stream goes on after this layer
+        self._cut: tuple[str, torch.Tensor] | None = None  # where the cut stream goes on after this block
+        self._generator: torch.Generator | None = None
+
+    def reset(self) -> None:
+        """Put the replicated stream back after a layer that an exception ended; forget one that was recomputed."""
+        if self._after is not None and self._generator is not None:
+            self._generator.set_state(self._after)
+        self._after = self._cut = None
+
+    def enter_layer(self, layer: nn.Module) -> None:
+        """From now on, draw from the cut stream."""
+        if layer.training:
+            self._generator = _generator_of(layer)
+            after = _switch(self._generator, self.rank)
+            self._after = None if recomputing() else after  # a recomputation puts back what it found by itself
+
+    def leave_layer(self, layer: nn.Module) -> None:
+        """Go on with the replicated stream."""
+        if self._after is not None:
+            _generator_of(layer).set_state(self._after)
+            self._after = None
+
+    def enter_sums(self, row: nn.Module, block: str) -> None:
+        """What follows is partial sums for all tokens: every rank must drop the same ones."""
+        if row.training and (self._cut is None or self._cut[0] != block):
+            self._generator = generator = _generator_of(row)
+            self._cut = block, generator.get_state()
+            generator.manual_seed(_derive(str(generator.initial_seed() // _RANKS), block))
+
+    def leave_sums(self) -> None:
+        """What follows is this rank's tokens."""
+        if self._cut is not None and self._generator is not None:
+            self._generator.set_state(self._cut[1])
+            self._cut = None
+
+
+def drop_own(dropout: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, rank: int) -> torch.Tensor:
+    """Drop entries of an activation that is spread over the ranks, where the replicated stream is in use."""
+    generator = default_generator(x.device)
+    after = _switch(generator, rank)
+    try:
+        return dropout(x)
+    finally:
+        generator.set_state(after)
+
+
+def drop_alike(dropout: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, key: str) -> torch.Tensor:
+    """Drop entries of a whole activation, where a cut stream is in use."""
+    generator = default_generator(x.device)
+    after = generator.get_state()
+    generator.manual_seed(_derive(str(generator.initial_seed() // _RANKS), key))
+    try:
+        return dropout(x)
+    finally:
+        generator.set_state(after)
+
+
+def _switch(generator: torch.Generator, rank: int) -> torch.Tensor:
+    """Seed the generator for ``rank`` out of its own state, and return the state to go on with afterwards."""
+    # One number is drawn so that the next region, which may draw nothing else between, starts elsewhere.
+    torch.empty(1, device=generator.device).uniform_(generator=generator)
+    state = generator.get_state()
+    generator.manual_seed(_derive(state, "cut") // _RANKS * _RANKS + rank)
+    return state
+
+
+def _generator_of(module: nn.Module) -> torch.Generator:
+    return default_generator(next(module.parameters()).device)
+
+
+def agree_on_replicated_stream(mesh: Mesh) -> None:
+    """Give all ranks of a tensor group the state of its first rank, and every distinct batch a stream of its own.
+
+    Pipeline ranks draw streams of their own as well, or all stages would drop the same entries. The first one of batch
+    0 keeps the stream it has, so that one process and a tensor-parallel run draw the same masks.
+    """
+    group = mesh.group("tp")
+    # Also on a GPU some models draw from the CPU's stream (which layers to drop).
+    for device in dict.fromkeys((torch.device("cpu"), mesh.device)):
+        generator = default_generator(device)
+        state = generator.get_state()
+        if group is not None:
+            carried = state.to(mesh.device)
+            dist.broadcast(carried, group=group, group_src=0)
+            state = carried.cpu()
+            generator.set_state(state)
+        if mesh.batch_rank > 0 or mesh.ranks["pp"] > 0:
+            place = mesh.batch_rank if mesh.ranks["pp"] == 0 else f"{mesh.batch_rank}, stage {mesh.ranks['pp']}"
+            generator.manual_seed(_derive(state, place))
+
+
+def synchronize_random_streams(runtime: Runtime) -> None:
+    """Once, before the first training step: by then the user has seeded."""
+    if not runtime.random_streams_agreed:
+        agree_on_replicated_stream(runtime.mesh)
+        runtime.random_streams_agreed = True
+
+
+def synchronize_before_training(runtime: Runtime) -> None:
+    """The same for plain loops, which call nothing else of ours: at the model's first forward pass in training."""
+
+    def agree(model: nn.Module, args: tuple[Any, ...]) -> None:
+        if model.training:
+            synchronize_random_streams(runtime)
+
+    runtime.model.register_forward_pre_hook(agree)
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """Torch's default generator of ``device``."""
+    if device.type == "cuda":
+        torch.cuda.init()
+        return torch.cuda.default_generators[device.index or 0]
+    return torch.default_generator
+
+
+def _derive(source: torch.Tensor | str, key: int | str) -> int:
+    """A seed made of a generator's state, or of words, and a key."""
+    content = source.encode() if isinstance(source, str) else source.cpu().numpy().tobytes()
+    digest = hashlib.blake2b(content, key=hashlib.blake2b(str(key).encode(), digest_size=32).digest(), digest_size=8)
+    return int.from_bytes(digest.digest(), "little") >> 1

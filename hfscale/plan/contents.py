@@ -1,0 +1,115 @@
+"""What a plan holds, and the questions that are asked of it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+from ..config import ParallelConfig
+from .modules import AdapterParameter, BlockPlan, ExpertsPlan, SequencePlan
+from .parameter import ParameterPlan
+from .quantized import QuantizedPlan
+from .stages import StagePlan
+
+
+@dataclass(frozen=True)
+class PlanContents:
+    """What becomes of a model under a layout.
+
+    Attributes:
+        family: ``config.model_type``.
+        layout: the sizes it was made for.
+        parameters: every parameter, in the model's order, tied ones included.
+        layers: names of the layers, in order; an encoder's before its decoder's.
+        blocks: the tensor-parallel blocks; empty where ``tp_size`` is 1.
+        streams: the streams that are cut along the sequence, under sequence parallelism.
+        experts: the experts that are spread over ranks; empty where ``ep_size`` is 1.
+        mixtures: the experts of every mixture, spread or not.
+        embedding: name of the vocabulary-parallel embedding, if cut.
+        head: name of the output projection onto the vocabulary, if the loss runs on it.
+        loss: the host's name of the loss, if it is one of :data:`LOSSES`.
+        no_step: why ``train_step`` cannot run the model's loss, in words; empty where it can.
+        source: where the blueprint of its blocks comes from, in words; empty where there are none.
+        stages: what each pipeline stage holds; ``None`` where ``pp_size`` is 1.
+        quantized: which weights are loaded in 4 or 8 bits; ``None`` where none are.
+        adapters: which of the parameters are those of adapters; they come last.
+    """
+
+    family: str
+    layout: ParallelConfig
+    parameters: tuple[ParameterPlan, ...]
+    layers: tuple[str, ...]
+    blocks: tuple[BlockPlan, ...]
+    embedding: str | None
+    head: str | None
+    loss: str | None
+    streams: tuple[SequencePlan, ...] = ()
+    experts: tuple[ExpertsPlan, ...] = ()
+    mixtures: tuple[ExpertsPlan, ...] = ()
+    source: str = ""
+    no_step: str = ""
+    stages: StagePlan | None = None
+    quantized: QuantizedPlan | None = None
+    adapters: tuple[AdapterParameter, ...] = ()
+
+    @cached_property
+    def by_name(self) -> dict[str, ParameterPlan]:
+        """Parameters by name."""
+        return {parameter.name: parameter for parameter in self.parameters}
+
+    @cached_property
+    def copies(self) -> tuple[int, ...]:
+        """On how many consecutive tensor ranks chunks of some parameters are, in ascending order, 1 left out."""
+        return tuple(sorted({count for p in self.parameters for cut in p.cuts for count in cut.copies if count > 1}))
+
+    @cached_property
+    def ties(self) -> tuple[tuple[int, ...], ...]:
+        """Sets of pipeline ranks that hold one tensor, each set once, in order."""
+        if self.stages is None:
+            return ()
+        ranks = {tuple(sorted({self.stages.ranks[stage] for stage in tie.stages})) for tie in self.stages.ties}
+        return tuple(sorted(members for members in ranks if len(members) > 1))
+
+    @cached_property
+    def neighbours(self) -> tuple[tuple[int, int], ...]:
+        """Pairs of pipeline ranks that hold consecutive stages, each pair once, in order."""
+        ranks = () if self.stages is None else self.stages.ranks
+        return tuple(sorted({(min(a, b), max(a, b)) for a, b in pairwise(ranks) if a != b}))
+
+    def is_local(self, rank: int, name: str) -> bool:
+        """Whether pipeline rank ``rank`` holds a parameter or module; not asked of what is on every stage."""
+        return self.stages is None or any(stage.is_local(name) for stage in self.stages.of_rank(rank))
+
+    def held(self, rank: int) -> dict[str, str]:
+        """What pipeline rank ``rank`` holds: name of an owned parameter -> a name that it has there.
+
+        Another one than its own where the rank has but a copy of a tied tensor: a head without the embedding.
+        """
+        if rank not in self._held:
+            found: dict[str, str] = {}
+            for parameter in self.parameters:
+                if self.is_local(rank, parameter.name):
+                    found.setdefault(parameter.tied_to or parameter.name, parameter.name)
+            self._held[rank] = found
+        return self._held[rank]
+
+    @cached_property
+    def _held(self) -> dict[int, dict[str, str]]:
+        return {}
+
+    def home(self, name: str) -> int:
+        """The pipeline rank that counts and saves an owned parameter."""
+        return 0 if self.stages is None else self.stages.ranks[self._stages_with(name)[0]]
+
+    def holders(self, name: str) -> tuple[int, ...]:
+        """All pipeline ranks that hold an owned parameter, ascending."""
+        return (0,) if self.stages is None else tuple(sorted({self.stages.ranks[s] for s in self._stages_with(name)}))
+
+    def _stages_with(self, name: str) -> tuple[int, ...]:
+        assert self.stages is not None
+        tied = next((tie for tie in self.stages.ties if name in tie.names), None)
+        return (self.by_name[name].stage,) if tied is None else tied.stages
+
+    def owned(self) -> Iterator[ParameterPlan]:
+        """The parameters that are not another one under a second name."""
+        return (parameter for parameter in self.parameters if parameter.tied_to is None)

@@ -1,0 +1,266 @@
+"""Cut a model into pipeline stages: which layers and which other modules each of them holds."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ..config import ParallelConfig
+from ..errors import PlanError
+from ..plan.parameter import join_path
+from ..plan.stages import Stage, StagePlan, Tie, place_stages
+from .costs import BATCH_TOKENS, SEQUENCE, Costs, layer_costs
+from .draft import Draft
+from .layers import find_layers
+from .probe import PassageProbe, tiny_model
+from .resolve import find_blueprint
+
+Ranks = Mapping[int, int] | Sequence[int]
+"""Stage -> the pipeline rank that holds it."""
+
+
+def assign_stages(
+    model: Any,
+    layout: ParallelConfig,
+    ranks: Ranks | None = None,
+    *,
+    batch_tokens: int = BATCH_TOKENS,
+    sequence: int = SEQUENCE,
+) -> StagePlan:
+    """Cut a stock Hugging Face model, whole and unpatched, into ``pp_size * virtual_stages`` stages.
+
+    The layers are shared out as ``layout.stage_layers`` says, or such that the most expensive stage costs least. What
+    the model does before its first layer is on the first stage, what it does after the last one is on the last stage.
+    On all of them are modules without parameters, and those whose results all layers read (inputs per layer, a table of
+    positions): nothing but the stream between layers travels.
+
+    Args:
+        model: on any device; the meta device is enough.
+        ranks: the rank of each stage, where the schedule is a file; see :func:`hfscale.plan.stages.place_stages`.
+        batch_tokens: tokens of one optimizer step that go through the pipeline, which weighs FLOPs against updates.
+        sequence: tokens in one sequence, which attention's share depends on.
+
+    Raises:
+        PlanError: the model has no single list of layers with one stream through it, or not enough layers; every
+            problem is listed.
+        ConfigError: the schedule cannot have these stages.
+    """
+    draft = Draft(model, layout)
+    try:
+        blueprint = find_blueprint(model, may_infer=False)
+    except PlanError:
+        blueprint = None  # the host knows which classes are layers
+    plan = plan_stages(draft, find_layers(draft, blueprint), ranks, batch_tokens=batch_tokens, sequence=sequence)
+    if plan is None or draft.problems:
+        raise PlanError(draft.report())
+    return plan
+
+
+def plan_stages(
+    draft: Draft,
+    layers: list[str],
+    ranks: Ranks | None = None,
+    *,
+    batch_tokens: int = BATCH_TOKENS,
+    sequence: int = SEQUENCE,
+) -> StagePlan | None:
+    """The same for a draft whose layers are known; ``None`` where that fails, for reasons that the draft then has."""
+    layout = draft.layout
+    virtual = int(layout.virtual_stages or 1)
+    count = layout.size("pp") * virtual
+    layer_list = _single_list(draft, layers, count)
+    if layer_list is None:
+        return None
+    places = place_stages(str(layout.pipeline_schedule), layout.size("pp"), virtual) if ranks is None else ranks
+    if len(places) != count:
+        stage_problem(draft, f"the schedule has {len(places)} stages, and the layout {count}", "a schedule that fits")
+        return None
+    passage = _trace(draft, layer_list, layers)
+    if passage is None:
+        return None
+    costs = layer_costs(
+        draft.model,
+        layers,
+        passage.before,
+        passage.after,
+        passage.shared,
+        batch_tokens=batch_tokens,
+        sequence=sequence,
+    )
+    counts = layout.stage_layers or costs.balanced(count)
+    return _stages(draft, layers, layer_list, passage, costs, counts, places)
+
+
+@dataclass(frozen=True)
+class _Passage:
+    """What lies around the layers: names of modules and parameters, and what the modules return."""
+
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    shared: tuple[str, ...]  # what all layers read
+    everywhere: tuple[str, ...]
+    returns: int | None
+    item_returns: dict[str, int | None]
+
+
+def check_stage_layers(draft: Draft, layers: list[str]) -> bool:
+    """Note a problem where ``stage_layers`` does not add up to the layers that there are; True where it does."""
+    asked = draft.layout.stage_layers
+    if asked is None or sum(asked) == len(layers):
+        return True
+    draft.problem(
+        f"stage_layers={list(asked)} shares out {sum(asked)} layers, and {type(draft.model).__name__} has "
+        f"{len(layers)}: use numbers that sum up to {len(layers)}, or leave stage_layers out for a balanced split"
+    )
+    return False
+
+
+def _single_list(draft: Draft, layers: list[str], count: int) -> str | None:
+    """The name of the list that holds all layers, where there is one and it can be cut into ``count``."""
+    lists = list(dict.fromkeys(layer.rpartition(".")[0] for layer in layers))
+    if getattr(draft.config, "is_encoder_decoder", False):
+        stage_problem(
+            draft, "an encoder-decoder has two streams, and its decoder's layers all read the encoder's output"
+        )
+    elif len(lists) > 1:
+        stage_problem(draft, f"stages are cut from one list of layers, and there are {len(lists)} ({', '.join(lists)})")
+    elif not lists or not isinstance(draft.modules[lists[0]], nn.ModuleList):
+        stage_problem(draft, "no list of layers was found", "pp_size=1, or a blueprint that names it")
+    elif len(draft.modules[lists[0]]) != len(layers):
+        stage_problem(draft, f"layers in {lists[0]} share parameters with the rest of the model")
+    elif getattr(draft.config, "output_router_logits", False):
+        what = "output_router_logits=True makes a loss of what the layers of all stages compute"
+        stage_problem(draft, what, "config.output_router_logits = False, or pp_size=1")
+    elif dropped := [name for name, value in draft.config.to_dict().items() if "layerdrop" in name and value]:
+        what = (
+            f"{dropped[0]}={getattr(draft.config, dropped[0])} leaves out layers at random, at a border of stages too"
+        )
+        stage_problem(draft, what, f"config.{dropped[0]} = 0, or pp_size=1")
+    elif check_stage_layers(draft, layers) and count > len(layers):
+        _too_many(draft, len(layers))
+    if draft.problems:
+        return None
+    return lists[0]
+
+
+def _too_many(draft: Draft, layers: int) -> None:
+    virtual = int(draft.layout.virtual_stages or 1)
+    asked = f"pp_size={draft.layout.size('pp')}" + (f" x virtual_stages={virtual}" if virtual > 1 else "")
+    most = layers // virtual
+    fits = f"pp_size 1 to {most}" if most > 1 else "pp_size=1"
+    with_virtual = f" with virtual_stages={virtual if most else 1}" if virtual > 1 else ""
+    draft.problem(
+        f"{asked} exceeds the {layers} layer{'s' if layers > 1 else ''} of {draft.config.model_type!r}: use "
+        f"{fits}{with_virtual}"
+    )
+
+
+def stage_problem(draft: Draft, what: str, instead: str = "pp_size=1") -> None:
+    """Note why a model cannot be cut into stages."""
+    draft.problem(f"pp_size={draft.layout.size('pp')} does not fit {type(draft.model).__name__}: {what}: use {instead}")
+
+
+def _items(model: Any, layer_list: str) -> Iterator[str]:
+    """Everything outside of the layers: what the modules around the list hold, and their own parameters."""
+    path = layer_list.split(".")
+    owner = ""
+    for inner in path:
+        module = model.get_submodule(owner)
+        yield from (join_path(owner, name) if owner else name for name, _ in module.named_parameters(recurse=False))
+        # Not named_children, which leaves out a module's second name.
+        children = [name for name, child in module._modules.items() if child is not None and name != inner]
+        yield from (join_path(owner, name) if owner else name for name in children)
+        owner = join_path(owner, inner) if owner else inner
+
+
+def _trace(draft: Draft, layer_list: str, layers: list[str]) -> _Passage | None:
+    """Run the model, or a tiny clone where its code looks at values, and sort what lies around the layers."""
+    tensors = {item: _tensors(draft.model, item) for item in _items(draft.model, layer_list)}
+    probe = PassageProbe(draft.model, layer_list, tensors)
+    if probe.failure and (clone := tiny_model(draft.model)) is not None:
+        probe = PassageProbe(clone, layer_list, tensors)
+    if probe.failure:
+        stage_problem(draft, f"it cannot be traced, so what comes before its layers is unknown ({probe.failure})")
+        return None
+    for obstacle in probe.obstacles:
+        stage_problem(draft, obstacle)
+    placed: dict[str, set[str]] = {}
+    reached = {tensor for item in probe.phases for tensor in tensors.get(item, ())}
+    for item, held in tensors.items():
+        phases = probe.phases.get(item, set())
+        if not held:
+            continue
+        if "between" in phases:
+            stage_problem(draft, f"{item} is used between layers, so every stage would need it")
+        elif not phases and not held <= reached:
+            stage_problem(draft, f"{item} has no part in a pass over tokens, so it belongs to no stage")
+        elif probe.item_returns.get(item) == 0:
+            stage_problem(draft, f"{item} returns neither a tensor nor a tuple that begins with one")
+        elif not phases:  # a second name for what is used under another one
+            twin = next(other for other in probe.phases if held & tensors.get(other, set()))
+            phases = probe.phases[twin]
+        placed[item] = phases
+    if draft.problems:
+        return None
+    used = {item: order for order, item in enumerate(probe.phases)}
+    ordered = sorted(placed, key=lambda item: used.get(item, len(used)))
+    return _Passage(
+        before=tuple(item for item in ordered if "before" in placed[item] and item not in probe.shared),
+        after=tuple(item for item in ordered if "after" in placed[item]),
+        shared=tuple(item for item in ordered if item in probe.shared),
+        everywhere=tuple(item for item, held in tensors.items() if not held),
+        returns=probe.returns,
+        item_returns=probe.item_returns,
+    )
+
+
+def _tensors(model: Any, item: str) -> set[int]:
+    owner, _, child = item.rpartition(".")
+    found = getattr(model.get_submodule(owner), child)
+    return {id(parameter) for parameter in found.parameters()} if isinstance(found, nn.Module) else {id(found)}
+
+
+def _stages(
+    draft: Draft,
+    layers: list[str],
+    layer_list: str,
+    passage: _Passage,
+    costs: Costs,
+    counts: Sequence[int],
+    ranks: Ranks,
+) -> StagePlan:
+    sizes = {id(parameter): parameter.numel() for _, parameter in draft.named()}
+    stages, start = [], 0
+    holders: dict[int, list[int]] = {}
+    each = costs.of_stages(counts)
+    for index, (count, cost) in enumerate(zip(counts, each, strict=True)):
+        own = layers[start : start + count]
+        before = passage.before if index == 0 else ()
+        after = passage.after if index == len(counts) - 1 else ()
+        modules = tuple(dict.fromkeys((*passage.shared, *before, *after)))
+        held = {tensor for name in (*own, *modules) for tensor in _tensors(draft.model, name)}
+        for tensor in held:
+            holders.setdefault(tensor, []).append(index)
+        parameters = sum(sizes[tensor] for tensor in held)
+        stages.append(Stage(index, ranks[index], tuple(own), modules, parameters, cost.flops))
+        start += count
+    names: dict[int, list[str]] = {}  # in the model's order
+    for name, parameter in draft.named():
+        names.setdefault(id(parameter), []).append(name)
+    return StagePlan(
+        stages=tuple(stages),
+        everywhere=passage.everywhere,
+        owner=layer_list.rpartition(".")[0],
+        layer_list=layer_list,
+        returns=passage.returns,
+        module_returns=tuple(
+            (name, passage.item_returns[name])
+            for name in dict.fromkeys((*passage.shared, *passage.before, *passage.after))
+            if name in passage.item_returns
+        ),
+        ties=tuple(
+            Tie(tuple(known), tuple(holders[tensor])) for tensor, known in names.items() if len(holders[tensor]) > 1
+        ),
+        work=tuple(cost.work(costs.batch_tokens) for cost in each),
+    )

@@ -1,0 +1,67 @@
+"""What is known of a plan while it is made."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..config import ParallelConfig
+from ..plan.cut import Cut
+from ..plan.parameter import wild_name
+
+
+class Draft:
+    """A model, a layout, what has been decided about its parameters, and what is wrong with both together.
+
+    Attributes:
+        modules: every module of the model by name.
+        problems: why the layout does not fit, in words; each once.
+        rules: parameter name -> (its cut over the tensor axis, the axes over which its gradient is partial).
+        spread: parameters of experts that are spread over the expert axis.
+    """
+
+    def __init__(self, model: Any, layout: ParallelConfig) -> None:
+        self.model, self.layout, self.tp = model, layout, layout.size("tp")
+        self.config = model.config
+        self.problems: list[str] = []
+        self.modules: dict[str, Any] = dict(model.named_modules())
+        self.rules: dict[str, tuple[Cut | None, tuple[str, ...]]] = {}
+        self.spread: set[str] = set()
+
+    def problem(self, problem: str) -> None:
+        """Note a reason why the layout does not fit, once."""
+        if problem not in self.problems:
+            self.problems.append(problem)
+
+    def report(self) -> str:
+        """Every reason, as one message."""
+        listed = "".join(f"\n  - {problem}" for problem in self.problems)
+        return f"{self.layout.describe()} does not fit {type(self.model).__name__}:{listed}"
+
+    def cut(self, name: str, dim: int, length: int, parts: tuple[int, ...] = (), copies: tuple[int, ...] = ()) -> None:
+        """Cut a parameter of ``length`` entries along ``dim`` over the tensor axis."""
+        cut = Cut("tp", dim, self.tp, parts, copies)
+        if parts and sum(parts) != length:
+            self.problem(
+                f"tp_size={self.tp}: the blueprint gives the matrices fused in {wild_name(name)} the lengths {parts}, "
+                f"and it has {length} entries: correct the blueprint, or use tp_size=1"
+            )
+        elif cut.local_length(length, self.tp - 1) == 0:
+            self.problem(
+                f"tp_size={self.tp} leaves a rank without any of the {length} entries of {wild_name(name)}: "
+                f"use tp_size 1 to {min(parts or (length,))}"
+            )
+        self.rules[name] = (cut, ())
+
+    def named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every parameter under every name it has."""
+        yield from self.model.named_parameters(remove_duplicate=False)
+
+    def is_tied(self, parameter: Tensor) -> bool:
+        """Whether a tensor is in the model under more than one name."""
+        return sum(p is parameter for _, p in self.named()) > 1
+
+    def place(self, name: str) -> tuple[int, str]:
+        """Module and attribute that hold a parameter."""
+        owner, _, attribute = name.rpartition(".")
+        return id(self.model.get_submodule(owner)), attribute

@@ -1,0 +1,114 @@
+"""Plan expert parallelism: which modules hold experts, and what is left of the blocks around them.
+
+transformers keeps the experts of one mixture as a module of 3-D parameters ``[experts, ...]`` that is called as
+``experts(hidden_states, top_k_index, top_k_weights)``. Spread over ranks, a module holds whole experts, and tokens
+travel to them (Lepikhin et al. 2020, GShard). Everything else of a mixture - router, shared experts - follows the other
+axes.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from ..config import ParallelConfig
+from ..families.blueprint import Block
+from ..plan.cut import Cut, cut_shape
+from ..plan.modules import ExpertsPlan
+from ..plan.parameter import wild_name
+from .draft import Draft
+
+# What the host's experts say of how their parameters are used.
+_MARKS = ("has_gate", "has_bias", "is_transposed", "num_experts")
+
+
+def holds_experts(module: Any) -> bool:
+    """Whether a module holds the experts of a mixture in the host's way."""
+    return isinstance(module, nn.Module) and all(hasattr(module, mark) for mark in _MARKS)
+
+
+def find_mixtures(draft: Draft, layers: list[str]) -> tuple[ExpertsPlan, ...]:
+    """The experts of every mixture, in the model's order."""
+    found = []
+    for name, module in draft.modules.items():
+        if holds_experts(module):
+            owner = next((layer for layer in layers if name.startswith(f"{layer}.")), "")
+            found.append(ExpertsPlan(name, int(module.num_experts), owner))
+    return tuple(found)
+
+
+def plan_experts(draft: Draft, mixtures: tuple[ExpertsPlan, ...]) -> tuple[ExpertsPlan, ...]:
+    """The experts that are spread; their parameters are noted in ``draft``. Empty where ``ep_size`` is 1."""
+    size = draft.layout.size("ep")
+    if size == 1:
+        return ()
+    if not mixtures:
+        draft.problem(
+            f"ep_size={size} needs a module that is called with the experts of each token (transformers' "
+            f"use_experts_implementation), and {type(draft.model).__name__} has none: use ep_size=1"
+        )
+    for planned in mixtures:
+        name, count = planned.name, planned.count
+        if count % size:
+            fits = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+            draft.problem(
+                f"ep_size={size} does not divide the {count} experts of {wild_name(name)}: use ep_size {fits}"
+            )
+        for parameter, value in draft.modules[name].named_parameters(prefix=name):
+            if value.ndim < 2 or value.shape[0] != count:
+                draft.problem(
+                    f"ep_size={size}: {wild_name(parameter)} of shape {tuple(value.shape)} is not one per expert (of "
+                    f"{count}), so it cannot be spread with them: use ep_size=1"
+                )
+            draft.spread.add(parameter)
+            if draft.tp == 1 or draft.layout.slices_tokens:
+                draft.rules[parameter] = (None, ())
+    return mixtures
+
+
+def expert_cuts(layout: ParallelConfig, shape: tuple[int, ...], cuts: list[Cut]) -> list[Cut]:
+    """All cuts of a parameter of experts, given that over the tensor axis: whole experts first, their shards last.
+
+    Shards are whole experts too, or rows of every expert where these are too few to share out evenly.
+    """
+    cuts = [Cut("ep", 0, layout.size("ep")), *cuts]
+    shards = layout.size("edp_shard")
+    if shards > 1:
+        local = cut_shape(shape, cuts, {})
+        by_rows = local[0] % shards != 0 and local[1] % shards == 0
+        cuts.append(Cut("edp_shard", 1 if by_rows else 0, shards))
+    return cuts
+
+
+def blocks_around_experts(draft: Draft, name: str, role: Block) -> Iterator[tuple[str, Block]]:
+    """What the tensor axis cuts of block ``name``.
+
+    The block itself; or, if tensor ranks hold whole experts in it, its shared experts, each as a block of its own:
+    what enters and leaves the mixture is whole then, and its router is an ordinary whole module.
+    """
+    inside = [
+        found for found, module in draft.modules.items() if found.startswith(f"{name}.") and holds_experts(module)
+    ]
+    if not draft.layout.slices_tokens or not inside:
+        yield name, role
+        return
+    children = dict.fromkeys(child.rpartition(".")[0] for child in (*role.column, *role.row) if "." in child)
+    for child in children:
+        if f"{name}.{child}" in draft.modules:
+            yield f"{name}.{child}", _inner(role, child)
+
+
+def _inner(role: Block, child: str) -> Block:
+    """The part of a block's role that is about its module ``child``."""
+
+    def within(paths: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(path.removeprefix(f"{child}.") for path in paths if path.startswith(f"{child}."))
+
+    return Block(
+        column=within(role.column),
+        row=within(role.row),
+        parts={path: role.parts[f"{child}.{path}"] for path in within(tuple(role.parts))},
+        shared=within(role.shared),
+        optional=True,
+        dropout=(),
+    )

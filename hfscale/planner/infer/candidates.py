@@ -1,0 +1,181 @@
+"""Which projections of a layer could make a block: the ones that write the stream, and those that feed them.
+
+In a layer, a projection whose result reaches the layer's output with no other projection between is a *row* candidate,
+if everything it reads comes from projections of the same layer that are not rows themselves; those are its *columns*.
+Where a column is itself fed by such projections, or feeds another column (low-rank attention), what comes before is
+used whole.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from .forward_trace import Call, Trace
+from .subject import Subject
+
+Names = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A block that might be. Paths of parts are relative to the block; its own is relative to the layer.
+
+    Attributes:
+        layer: the first layer that has it.
+        path: the smallest module that holds all its parts; empty where that is the layer.
+        column: projections to cut along their outputs.
+        row: projections to cut along their inputs.
+        whole: projections in front of the columns.
+        inner: modules with parameters that are used between columns and rows; the empty path is the block.
+        attends: what is written at a token depends on other tokens.
+        optional: not every layer with this path has the same parts.
+    """
+
+    layer: str
+    path: str
+    column: Names
+    row: Names
+    whole: Names
+    inner: Names
+    attends: bool
+    optional: bool = False
+
+    @property
+    def block(self) -> str:
+        """Full name of the block in the first layer that has it."""
+        return f"{self.layer}.{self.path}" if self.path else self.layer
+
+    def __str__(self) -> str:
+        kind = "attention" if self.attends else "MLP"
+        return f"{self.path or 'the layer'} ({kind}: {', '.join(self.column)} -> {', '.join(self.row)})"
+
+
+def find_candidates(subject: Subject, trace: Trace) -> tuple[list[Candidate], list[str]]:
+    """Candidates of all layers, like ones once; and why others were passed over."""
+    found: dict[tuple[str, Names], Candidate] = {}
+    passed: list[str] = []
+    for layer in subject.layer_names:
+        calls = {name: call for name, call in trace.calls.items() if name.startswith(f"{layer}.")}
+        for columns, rows, whole in _groups(calls, trace.outputs.get(layer, frozenset())):
+            made = _candidate(subject, calls, layer, columns, rows, whole)
+            if isinstance(made, str):
+                passed += [made] if made not in passed else []
+                continue
+            known = found.setdefault((made.path, made.row), made)
+            if replace(made, layer=known.layer) != known:
+                found[known.path, known.row] = replace(
+                    known,
+                    column=tuple(dict.fromkeys(known.column + made.column)),
+                    whole=tuple(dict.fromkeys(known.whole + made.whole)),
+                    inner=tuple(dict.fromkeys(known.inner + made.inner)),
+                    attends=known.attends or made.attends,
+                    optional=True,
+                )
+    return list(found.values()), passed
+
+
+def _groups(calls: dict[str, Call], written: frozenset[str]) -> list[tuple[list[str], list[str], list[str]]]:
+    """``(columns, rows, whole)`` of one layer; rows that share columns are one group."""
+    rows: list[str] = []
+    groups: list[tuple[set[str], list[str]]] = []
+    for name, call in calls.items():
+        if name not in written or not _is_internal(call, calls, rows):
+            continue
+        rows.append(name)
+        feeds, members = set(call.feeds), [name]
+        for group in [group for group in groups if group[0] & feeds]:
+            groups.remove(group)
+            feeds, members = feeds | group[0], group[1] + members
+        groups.append((feeds, members))
+    result = []
+    for feeds, members in groups:
+        whole = set(_before(feeds, calls, rows))
+        result.append(([name for name in calls if name in feeds - whole], members, [n for n in calls if n in whole]))
+    return result
+
+
+def _is_internal(call: Call, calls: dict[str, Call], rows: list[str]) -> bool:
+    """Whether all it reads was made by projections of the layer that do not write the stream."""
+    return bool(call.feeds) and all(feed in calls and feed not in rows for feed in call.feeds)
+
+
+def _before(names: Iterable[str], calls: dict[str, Call], rows: list[str]) -> Iterator[str]:
+    waiting, seen = list(names), set()
+    while waiting:
+        name = waiting.pop()
+        if name not in seen and _is_internal(calls[name], calls, rows):
+            yield from calls[name].feeds
+            waiting += calls[name].feeds
+        seen.add(name)
+
+
+def _candidate(
+    subject: Subject, calls: dict[str, Call], layer: str, columns: list[str], rows: list[str], whole: list[str]
+) -> Candidate | str:
+    """The candidate, or why there is none."""
+    what = ", ".join(name.removeprefix(f"{layer}.") for name in rows)
+    used = {name for row in rows for name in calls[row].parameters}
+    used |= {
+        name for column in columns if whole and calls[column].feeds <= set(whole) for name in calls[column].parameters
+    }
+    inner = list(dict.fromkeys(name.rpartition(".")[0] for name in sorted(used)))
+    outside = [name for name in inner if name != layer and not name.startswith(f"{layer}.")]
+    if outside or not columns:
+        return f"{what}: what it reads passes {', '.join(outside) or 'no projection'}, which is outside of the layer"
+    # What has parameters of its own may be the block itself; a projection is inside of it.
+    places = [name.rpartition(".")[0] for name in (*columns, *rows, *whole)] + inner
+    block = _common(places)
+    if block in inner and not any(name.startswith(f"{block}.") for name in (*columns, *rows)):
+        block = block.rpartition(".")[0]
+    for name in (*columns, *rows):
+        owner = block
+        for part in name.removeprefix(f"{owner}.").split(".")[:-1]:
+            owner = f"{owner}.{part}"
+            if isinstance(subject.model.get_submodule(owner), nn.ModuleList):
+                return f"{what}: it is one of a list of modules"
+    if any(isinstance(module, nn.ModuleList) for module in _ancestors(subject, layer, block)):
+        return f"{what}: it is one of a list of modules"
+
+    def relative(names: Iterable[str]) -> Names:
+        return tuple(name.removeprefix(block).removeprefix(".") for name in names)
+
+    return Candidate(
+        layer=layer,
+        path=block.removeprefix(layer).removeprefix("."),
+        column=relative(columns),
+        row=relative(rows),
+        whole=relative(whole),
+        inner=relative(inner),
+        attends=any(_mixes_tokens(subject, calls[row], calls[column]) for row in rows for column in columns),
+    )
+
+
+def _common(places: list[str]) -> str:
+    split = [place.split(".") for place in places]
+    length = 0
+    while all(len(parts) > length for parts in split) and len({parts[length] for parts in split}) == 1:
+        length += 1
+    return ".".join(split[0][:length])
+
+
+def _ancestors(subject: Subject, layer: str, block: str) -> Iterator[nn.Module]:
+    name = block
+    while name != layer and name.startswith(f"{layer}."):
+        yield subject.model.get_submodule(name)
+        name = name.rpartition(".")[0]
+
+
+def _mixes_tokens(subject: Subject, row: Call, column: Call) -> bool:
+    """Whether what the row reads at the last token of the first sample depends on the column at another token."""
+    samples, length = subject.inputs["input_ids"].shape
+    if row.input.numel() // row.input.shape[-1] != samples * length or row.input.shape[0] == length:
+        return True
+    last = row.input.reshape(samples * length, -1)[length - 1].sum()
+    (gradient,) = torch.autograd.grad(last, column.output, retain_graph=True, allow_unused=True)
+    if gradient is None:
+        return False
+    if gradient.numel() // gradient.shape[-1] != samples * length:
+        return True
+    return bool(gradient.reshape(samples * length, -1)[: length - 1].any())

@@ -1,0 +1,66 @@
+"""Find the layers of a model: what data axes wrap, stages are cut between, and blocks lie in."""
+
+from ..families.blueprint import Blueprint
+from ..plan.parameter import wild_name
+from .draft import Draft
+
+
+def find_layers(draft: Draft, blueprint: Blueprint | None) -> list[str]:
+    """Names of the layers, in order: those of the blueprint, else the classes that the host never splits."""
+    if blueprint is not None:
+        lists = [found for path in blueprint.layer_lists if (found := _resolve(draft, path)) is not None]
+        if lists:
+            layers = [f"{path}.{name}" for path in lists for name, _ in draft.modules[path].named_children()]
+            for layer, name in _tied_outside(draft, layers) if draft.layout.batch_world > 1 else ():
+                draft.problem(
+                    f"{draft.layout.describe()}: {wild_name(layer)} shares {wild_name(name)} with another part of "
+                    "the model, and the data axes would untie them: use dp_shard_size=1 and dp_replicate_size=1"
+                )
+            return layers
+        if draft.tp > 1:
+            wanted = " or ".join(repr(_base_prefix(draft) + path) for path in blueprint.layer_lists)
+            draft.problem(
+                f"tp_size={draft.tp}: the blueprint of {draft.config.model_type!r} names the layer list {wanted}, "
+                f"which {type(draft.model).__name__} does not have: correct the blueprint, or use tp_size=1"
+            )
+    # Without a blueprint the layers only group parameters for sharding, and the host knows those classes.
+    classes = set(getattr(draft.model, "_no_split_modules", None) or ())
+    layers = []
+    for name, module in draft.modules.items():  # outer modules come first; one inside another is no layer
+        if type(module).__name__ in classes and not any(name.startswith(f"{layer}.") for layer in layers):
+            layers.append(name)
+    tied = {layer for layer, _ in _tied_outside(draft, layers)}
+    return [layer for layer in layers if layer not in tied]
+
+
+def has_every_list(draft: Draft, blueprint: Blueprint) -> bool:
+    """Whether the model has all layer lists of its blueprint; a class may have some (a decoder, one tower)."""
+    return all(_resolve(draft, path) is not None for path in blueprint.layer_lists)
+
+
+def _resolve(draft: Draft, path: str) -> str | None:
+    """The full name of a layer list given relative to the base model, if this class has it."""
+    name = _base_prefix(draft) + path
+    if name in draft.modules:
+        return name
+    # Some classes keep their base model under another name than `base_model_prefix`.
+    ends = [name for name, module in draft.modules.items() if name.endswith(f".{path}") and any(module.children())]
+    return ends[0] if len(ends) == 1 else None
+
+
+def _base_prefix(draft: Draft) -> str:
+    base = getattr(draft.model, "base_model", draft.model)
+    return "" if base is draft.model else f"{draft.model.base_model_prefix}."
+
+
+def _tied_outside(draft: Draft, layers: list[str]) -> list[tuple[str, str]]:
+    """Layers that share a tensor with the rest of the model, each with that tensor's name in it."""
+    homes: dict[int, dict[tuple[int, str], str]] = {}
+    for name, parameter in draft.named():
+        homes.setdefault(id(parameter), {})[draft.place(name)] = name
+    found = []
+    for names in (list(places.values()) for places in homes.values() if len(places) > 1):
+        owners = [next((layer for layer in layers if name.startswith(f"{layer}.")), None) for name in names]
+        if len(set(owners)) > 1:
+            found += [(owner, name) for owner, name in zip(owners, names, strict=True) if owner is not None]
+    return found

@@ -1,0 +1,43 @@
+"""Which blueprint a model has: from hfscale's own table, the host's plan, or inference with proof, in that order."""
+
+from typing import Any
+
+from ..errors import PlanError
+from ..families import FAMILIES
+from ..families.blueprint import Blueprint
+from ..families.translate import translate_host_plan
+from .infer import infer_blueprint
+
+
+def find_blueprint(model: Any, may_infer: bool = True) -> Blueprint:
+    """The blueprint of a Hugging Face model (on any device, the meta device included).
+
+    Args:
+        may_infer: whether to infer one that nobody wrote, which takes a second or two.
+
+    Raises:
+        PlanError: hfscale's table and the model itself have none, and none could be inferred.
+    """
+    config = model.config
+    if config.model_type in FAMILIES:
+        return FAMILIES[config.model_type]
+    host_plan = getattr(config, "base_model_tp_plan", None) or getattr(
+        getattr(model, "base_model", model).config, "base_model_tp_plan", None
+    )
+    if host_plan:
+        try:
+            return translate_host_plan(host_plan, config.model_type)
+        except PlanError as error:
+            missing = str(error)
+    else:
+        missing = (
+            f"tp_size > 1 needs a blueprint of {config.model_type!r}, and neither hfscale's table nor the model "
+            f"({type(model).__name__} has no base_model_tp_plan) gives one: use tp_size=1, or add an entry to "
+            "hfscale.families.FAMILIES naming the layer list and each block's column and row projections"
+        )
+    if not may_infer:
+        raise PlanError(missing)
+    try:
+        return infer_blueprint(model)
+    except PlanError as error:
+        raise PlanError(f"{missing}. Also, {error}") from error

@@ -1,0 +1,199 @@
+"""Quantize weights as they arrive: a rank reads its share of one, quantizes it, and drops the 16 bits.
+
+The host replaces ``nn.Linear`` by bitsandbytes' modules on the meta device and quantizes every weight once it is read
+(QLoRA, Dettmers et al. 2023). Here these modules get this rank's sizes, and the host's operation sees this rank's
+share; so a projection stays the stock module with local sizes. Two kinds of weights are packed by hfscale instead, as
+plain bytes (:mod:`.four_bit`): those that data ranks shard, and experts, which the host does not quantize.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import CheckpointError
+from ..mesh import Mesh
+from ..plan import ParameterPlan, Plan
+from ..plan.parameter import wild_name
+from ..runtime.local_weights import LocalWeights
+from .four_bit import Packing, pack, unpack_state
+from .packed import register_packed, scales_name
+from .stored import PackedOnDisk, check_row, fill_row
+
+
+class Quantizing:
+    """The weights of a model on this rank that are quantized as they arrive.
+
+    Args:
+        model: the host's, on the meta device, with this rank's modules, before anything is cut.
+        plan: says which weights.
+        mesh: this rank's place.
+        host: the host's quantizer, which is told what to do with them until :meth:`collect`.
+    """
+
+    def __init__(self, model: Any, plan: Plan, mesh: Mesh, host: Any) -> None:
+        assert plan.quantized is not None
+        self.model, self.plan, self.mesh, self.host = model, plan.quantized, mesh, host
+        here = dict(model.named_parameters(remove_duplicate=False))
+        self.weights = {name: plan.by_name[name] for name in self.plan.weights if name in here}
+        self.originals = {name: here[name] for name in self.weights}
+        self.whole: Collection[str] = ()
+        self.packings: dict[str, Packing] = {}
+        self.scales: dict[str, Tensor] = {}
+        self.stored: dict[str, PackedOnDisk] = {}
+        self.stock = host.get_quantize_ops()
+        for name in self.plan.transposed & self.weights.keys():
+            # The plan speaks of the weight as it is stored; the host has turned it already.
+            module, attribute = _place(model, name)
+            turned = torch.empty(self.weights[name].shape, dtype=self.originals[name].dtype, device="meta")
+            module._parameters[attribute] = nn.Parameter(turned, requires_grad=False)
+
+    def read_packed(self, name: str, packed: PackedOnDisk, converted: bool) -> None:
+        """Read a weight from what is stored in 4 bits already.
+
+        Raises:
+            CheckpointError: it cannot be cut.
+        """
+        planned = self.weights[name]
+        shape = packed.shape[::-1] if name in self.plan.transposed else packed.shape
+        why = None
+        if not self.plan.aligned(planned):
+            why = "the ranks' shares are not made of whole blocks of 64 values"
+        elif converted:
+            why = "the host would convert it while loading"
+        elif shape != planned.shape:
+            why = f"its shape is {shape}, and the model's is {planned.shape}"
+        if why is not None:
+            raise CheckpointError(
+                f"{wild_name(name)} is stored in 4 bits and cannot be cut, since {why}: use smaller tp_size and "
+                "dp_shard_size, or a checkpoint with 16-bit weights and quantization_config="
+            )
+        self.stored[name] = packed
+
+    def shape(self, whole: Collection[str]) -> None:
+        """Give the modules their local sizes, once parameters are cut.
+
+        Args:
+            whole: weights that are read whole, since the host converts them, and cut behind that.
+        """
+        self.whole = whole
+        for name, planned in self.weights.items():
+            module, attribute = _place(self.model, name)
+            share = planned.local_shape(self.mesh.ranks)
+            original = self.originals[name]
+            if hasattr(module, "in_features"):
+                local = planned.model_shape(self.mesh.ranks)
+                turned = name in self.plan.transposed
+                module.out_features, module.in_features = local[::-1] if turned else local
+                # Whether this processor has a layout of its own for evaluation: it is another one's for training.
+                module.support_avx512bf16_for_cpu = False
+                empty = torch.empty(share, dtype=original.dtype, device="meta")
+                module._parameters[attribute] = type(original)(empty, requires_grad=False, **original.__dict__)
+            if self.plan.bits == 4 and (self.mesh.batch_world > 1 or planned.shape[2:]):
+                self.packings[name] = self._packing(planned, module)
+                if name in self.stored:
+                    check_row(self.packings[name], name)
+        self.host.param_needs_quantization = lambda model, name, **kwargs: name in self.weights
+        self.host.get_quantize_ops = lambda: self
+
+    def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        """The host's operation on what it has read and converted, by parameter: quantized, where it is to be."""
+        result = dict(input_dict)
+        for name in input_dict.keys() & self.weights.keys():
+            if name in self.stored:
+                result[name] = self._from_stored(name)
+                continue
+            value = input_dict[name]
+            value = value[0] if isinstance(value, list) else value
+            if name in self.whole:
+                value = self.weights[name].take(value, self.mesh.ranks)
+            if name not in self.packings:
+                result.update(self.stock.convert({name: value}, **kwargs))
+                continue
+            matrices = value.T if name in self.plan.transposed else value
+            matrices = matrices if matrices.ndim == 3 else matrices.unsqueeze(0)
+            weight, self.scales[name] = pack(matrices.to(self.mesh.device), self.packings[name])
+            result[name] = nn.Parameter(weight, requires_grad=False)
+        return result
+
+    def collect(self, shares: LocalWeights) -> None:
+        """Take what was quantized out of the model; packed parameters of it are on the meta device afterwards.
+
+        Raises:
+            CheckpointError: the checkpoint lacks one.
+        """
+        del self.host.param_needs_quantization, self.host.get_quantize_ops
+        for name in self.weights:
+            module, attribute = _place(self.model, name)
+            parameter: Any = module._parameters[attribute]
+            if parameter.is_meta or not _is_quantized(parameter):
+                raise CheckpointError(
+                    f"the checkpoint has no {name}, and there is no quantizing what is not there: load it without "
+                    "quantization_config, or with the config it was saved with"
+                )
+            if self.plan.bits == 8 and self.mesh.batch_world > 1:
+                from .linear_8bit import make_sharded as share_rows  # imports bitsandbytes
+
+                shares.tensors[name] = parameter.data.to(self.mesh.device)
+                rows = parameter.SCB.to(self.mesh.device, torch.float32).view(torch.uint8).view(-1, 4)
+                shares.quantized.append((module, "scales", rows))
+                share_rows(module)
+                continue
+            if name not in self.packings:
+                parameter = parameter.to(self.mesh.device)
+                shares.tensors[name] = parameter.data
+                shares.quantized.append((module, attribute, parameter))
+                continue
+            shares.tensors[name] = parameter.data
+            shares.quantized.append((module, scales_name(attribute), self.scales[name]))
+            if hasattr(module, "in_features"):
+                from .linear_4bit import make_sharded  # imports bitsandbytes
+
+                make_sharded(module, self.packings[name])
+            else:
+                register_packed(module, attribute, self.packings[name])
+
+    def _from_stored(self, name: str) -> nn.Parameter:
+        packed, planned = self.stored[name], self.weights[name]
+        weight, scales = packed.share(planned, name in self.plan.transposed, self.mesh.ranks)
+        weight, scales = weight.to(self.mesh.device), scales.to(self.mesh.device)
+        if name in self.packings:
+            weight, self.scales[name] = fill_row(weight, scales, self.packings[name])
+            return nn.Parameter(weight, requires_grad=False)
+        module, _ = _place(self.model, name)
+        original: Any = self.originals[name]
+        packing = self._packing(planned, module)
+        parameter = type(original)(weight.view(original.quant_storage).view(-1, 1), **original.__dict__)
+        parameter.quant_state = module.quant_state = unpack_state(weight, scales.view(torch.uint8), packing)[1]
+        parameter.bnb_quantized, parameter.compress_statistics = True, False
+        stock: nn.Parameter = parameter
+        return stock
+
+    def _packing(self, planned: ParameterPlan, module: Any) -> Packing:
+        data = planned.data_cuts
+        shape, dim = planned.model_shape(self.mesh.ranks), data[0].dim if data else 0
+        if len(shape) == 2:
+            dim += 1
+            shape = (1, *shape)
+            if planned.name in self.plan.transposed:
+                shape, dim = (1, shape[2], shape[1]), 3 - dim
+        config = self.host.quantization_config
+        return Packing(
+            shape=(shape[0], shape[1], shape[2]),
+            quant_type=config.bnb_4bit_quant_type,
+            double=self.plan.double,
+            dtype=self.stored[planned.name].dtype if planned.name in self.stored else self.model.dtype,
+            compute_dtype=config.bnb_4bit_compute_dtype,
+            shards=data[0].size if data else 1,
+            dim=dim,
+        )
+
+
+def _is_quantized(parameter: Tensor) -> bool:
+    return not parameter.is_floating_point() or getattr(parameter, "bnb_quantized", False)
+
+
+def _place(model: Any, name: str) -> tuple[Any, str]:
+    owner, _, attribute = name.rpartition(".")
+    return model.get_submodule(owner), attribute

@@ -1,0 +1,199 @@
+"""A frozen base in 4 or 8 bits, under any layout (QLoRA, Dettmers et al. 2023; LLM.int8(), Dettmers et al. 2022).
+
+``quantization_config=BitsAndBytesConfig(...)`` is the host's own. What is quantized is planned here, checked before any
+weight is read, and put in place here at the end; weights are quantized in :mod:`hfscale.quantization.arrival`, as they
+arrive.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import BitsAndBytesConfig
+from transformers.pytorch_utils import Conv1D
+
+from .. import _host
+from ..errors import ConfigError
+from ..plan import Plan
+from ..plan.quantized import QuantizedPlan
+from ..runtime import like_sharded, local_tensor
+from ..runtime.local_weights import LocalWeights
+from .four_bit import gathered, unpack
+from .packed import mark, packings_of, register_packed, scales_name
+
+_STOCK = ("Params4bit", "Int8Params")  # bitsandbytes' own classes of parameters
+_ROWS = "ShardedLinear8bitLt"
+
+
+def check_quantization(config: Any) -> None:
+    """Whether hfscale can quantize a model as ``config`` says.
+
+    Raises:
+        ConfigError: it cannot; the message says what to change.
+    """
+    if config is None:
+        return
+    if not isinstance(config, BitsAndBytesConfig) or not (config.load_in_4bit or config.load_in_8bit):
+        raise ConfigError(
+            f"quantization_config={config!r} is not one that hfscale can shard: pass "
+            "transformers.BitsAndBytesConfig(load_in_4bit=True, ...) or BitsAndBytesConfig(load_in_8bit=True), or "
+            "leave it out, and load the weights in 16 or 32 bits"
+        )
+    if config.load_in_8bit and config.llm_int8_has_fp16_weight:
+        raise ConfigError(
+            "llm_int8_has_fp16_weight=True keeps the weights in 16 bits and quantizes them anew in every pass: leave "
+            "it out, or use load_in_4bit=True"
+        )
+    if config.llm_int8_enable_fp32_cpu_offload:
+        raise ConfigError("llm_int8_enable_fp32_cpu_offload=True splits the model over devices: leave it out")
+
+
+def stored_quantization(config: Any) -> BitsAndBytesConfig | None:
+    """What the config of a checkpoint says of weights that bitsandbytes stored in 4 bits; ``None`` of others.
+
+    ``config`` forgets it: the host would read such weights its own way, whole.
+    """
+    found = getattr(config, "quantization_config", None)
+    if found is None:
+        return None
+    values = found if isinstance(found, dict) else found.to_dict()
+    if values.get("quant_method") != "bitsandbytes" or not values.get("load_in_4bit"):
+        return None
+    del config.quantization_config
+    return BitsAndBytesConfig.from_dict(values)
+
+
+def plan_quantized(planned: Plan, model: nn.Module, config: Any, stored: bool = False) -> Plan:
+    """The plan with what ``config`` quantizes of the stock ``model``, whole and on any device.
+
+    That is what the host quantizes (every ``nn.Linear`` and ``Conv1D`` but those that it keeps), and in 4 bits the
+    experts of every mixture, each matrix by itself; ``llm_int8_skip_modules`` leaves out those too.
+
+    Args:
+        stored: whether the checkpoint holds them quantized; then experts are as the host stores them, in 16 bits.
+
+    Raises:
+        ConfigError: a weight would be quantized that is an embedding's or the head's.
+    """
+    if config is None:
+        return planned
+    chosen = _host.quantizes(model, config)
+    weights, transposed = [], set()
+    for name, module in model.named_modules():
+        if (isinstance(module, Conv1D) or type(module) is nn.Linear) and chosen(name):
+            weights.append(f"{name}.weight")
+            if isinstance(module, Conv1D):
+                transposed.add(f"{name}.weight")
+    vocabulary = {planned.by_name[f"{name}.weight"] for name in (planned.head, planned.embedding) if name is not None}
+    names = {name for found in vocabulary for name in (found.name, found.tied_to)}
+    owners = {p.tied_to for p in planned.parameters if p.tied_to is not None}
+    for name in weights:
+        if name in names or name in owners or planned.by_name[name].tied_to is not None:
+            module_name = name.removesuffix(".weight")
+            raise ConfigError(
+                f"{name} would be quantized, and is the head's or shared with another module: add "
+                f"{module_name!r} to llm_int8_skip_modules={config.llm_int8_skip_modules} (left out, the host keeps it)"
+            )
+    if config.load_in_8bit and transposed and planned.layout.size("dp_shard") > 1:
+        raise ConfigError(
+            f"load_in_8bit=True cannot be used with {planned.layout.describe()} in {_host.class_name(model)}, whose "
+            "Conv1D weights are cut between data ranks across the rows that have a scale each: use load_in_4bit=True, "
+            "or dp_shard_size=1"
+        )
+    if config.load_in_4bit and not stored:
+        for mixture in planned.mixtures:
+            held = model.get_submodule(mixture.name).named_parameters(prefix=mixture.name)
+            weights += [name for name, parameter in held if parameter.ndim == 3 and chosen(mixture.name)]
+    order = {parameter.name: place for place, parameter in enumerate(planned.parameters)}
+    found = QuantizedPlan(
+        bits=4 if config.load_in_4bit else 8,
+        kind=config.bnb_4bit_quant_type if config.load_in_4bit else "int8",
+        double=bool(config.load_in_4bit and config.bnb_4bit_use_double_quant and not stored),
+        weights=tuple(sorted(weights, key=order.__getitem__)),
+        transposed=frozenset(transposed),
+        stored=stored,
+    )
+    return replace(planned, quantized=found)
+
+
+def install_quantized(shares: LocalWeights) -> None:
+    """Put what belongs to quantized weights into their modules, FSDP2-wrapped or not; comes after all other shares."""
+    for module, name, share in shares.quantized:
+        if isinstance(share, nn.Parameter):  # bitsandbytes' own class, which knows its scales
+            module._parameters[name] = share
+            continue
+        empty: Any = module._parameters[name]
+        module._parameters[name] = nn.Parameter(like_sharded(share, empty), requires_grad=False)
+        mark(module)
+
+
+def take_quantized(model: nn.Module, shares: LocalWeights) -> None:
+    """The reverse of :func:`install_quantized`, once FSDP2 is undone: packed parameters are left on the meta device.
+
+    Args:
+        shares: gets what belongs to quantized weights, besides the shares by name that it has.
+    """
+    for module in model.modules():
+        for name, packing in list(packings_of(module).items()):
+            scales: Any = module._parameters[scales_name(name)]
+            shares.quantized.append((module, scales_name(name), local_tensor(scales).detach()))
+            register_packed(module, name, packing)
+        parameter = module._parameters.get("weight")
+        if type(module).__name__ == _ROWS:
+            from .linear_8bit import empty_parameters  # imports bitsandbytes
+
+            rows: Any = module._parameters["scales"]
+            shares.quantized.append((module, "scales", local_tensor(rows).detach()))
+            empty_parameters(module)
+        elif parameter is not None and type(parameter).__name__ in _STOCK:
+            shares.quantized.append((module, "weight", parameter))
+
+
+def is_quantized(module: nn.Module, name: str = "weight") -> bool:
+    """Whether a parameter of ``module`` itself is held in 4 or 8 bits."""
+    kind = type(module._parameters.get(name)).__name__
+    return name in packings_of(module) or kind in _STOCK or (name == "weight" and type(module).__name__ == _ROWS)
+
+
+def dequantized(module: nn.Module, name: str = "weight") -> Tensor:
+    """A quantized weight of a local module in the type it was quantized from.
+
+    Where data ranks share it they all call this, and each gets the whole: what is local to this rank's tensor, expert
+    and pipeline axes.
+
+    Args:
+        module: a module of bitsandbytes, or one of experts.
+        name: the parameter.
+
+    Returns:
+        ``[out, in]`` of a projection (of a ``Conv1D`` too, which is stored the other way round); ``[experts, ...]`` of
+        experts, as their module holds it.
+
+    Raises:
+        ConfigError: it is not quantized.
+    """
+    parameter: Any = module._parameters.get(name)
+    packing = packings_of(module).get(name)
+    if packing is not None:
+        scales: Any = module._parameters[scales_name(name)]
+        whole = unpack(gathered(parameter), gathered(scales), packing)
+        return whole if name != "weight" else whole[0]
+    if not is_quantized(module, name):
+        raise ConfigError(f"{type(module).__name__}.{name} is not quantized: it is {type(parameter).__name__}")
+    from bitsandbytes import functional
+
+    with torch.no_grad():
+        if type(parameter).__name__ == "Params4bit":
+            four: Tensor = functional.dequantize_4bit(parameter.data, parameter.quant_state)
+            return four
+        state: Any = module.state
+        if type(module).__name__ == _ROWS:
+            from .linear_8bit import float_scales
+
+            rows: Any = module._parameters["scales"]
+            plain: Tensor = functional.int8_vectorwise_dequant(gathered(parameter), float_scales(gathered(rows)))
+            return plain
+        scale = parameter.SCB if parameter.SCB is not None else state.SCB
+        eight: Tensor = functional.int8_vectorwise_dequant(parameter.data, scale)
+        return eight

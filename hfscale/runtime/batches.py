@@ -1,0 +1,261 @@
+"""The batches of a step: looked at once, compared between the ranks that share them, and sent to the device.
+
+Batches come from a loader on the CPU as a rule, and there they are looked at, before they are moved: a device is not
+waited for. Those that are on the device already are read back once, whatever their number. A step's look at its batches
+and what ranks tell each other of them travel and are read together::
+
+    per microbatch [valid labels, ids outside of the vocabulary, packed, hash] --+
+    per rank: refused?, number, shapes, hashes, and what stages say (pipeline) --+--gloo--> one look at the host
+"""
+
+import inspect
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from ..errors import ConfigError
+
+Look = Callable[[Mapping[str, Any]], tuple[Tensor, Tensor]]
+"""Valid labels of a microbatch, and how many ids in it are outside of the vocabulary."""
+
+_SAME = 4  # numbers that ranks with one batch must have alike: whether it is refused, its parts, shapes and contents
+_ROW = 4  # numbers of one microbatch
+_ALIGNED = 256  # bytes, of the places in what is sent to a device
+_BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")  # transformers' FlashAttentionKwargs
+_PLAIN = {"input_ids", "labels", "shift_labels", "attention_mask", "position_ids", "use_cache", "num_items_in_batch"}
+_PLAIN |= {*_BORDERS}
+
+
+class Microbatch(dict[str, Any]):
+    """The keyword arguments of one forward pass, and what is known of them on the host.
+
+    Attributes:
+        valid: how many of its labels count; ``None``: not known.
+        packed: whether positions restart within its rows; ``None``: it takes a look.
+    """
+
+    valid: int | None = None
+    packed: bool | None = None
+
+    def like(self, values: Mapping[str, Any]) -> "Microbatch":
+        """Other arguments of which the same is known."""
+        other = Microbatch(values)
+        other.valid, other.packed = self.valid, self.packed
+        return other
+
+
+def look_at(batches: Sequence[Mapping[str, Any]], look: Look, hashed: bool) -> Tensor:
+    """``[microbatches, 4]``, where the batches are; nothing is waited for.
+
+    Args:
+        hashed: whether other ranks are given the same.
+    """
+    rows = []
+    for batch in batches:
+        valid, outside = look(batch)
+        zero = torch.zeros_like(valid)
+        rows += [valid, outside, _restarts(batch, zero), _hash(batch, zero) if hashed else zero]
+    return torch.stack(rows).view(-1, _ROW)
+
+
+def _restarts(batch: Mapping[str, Any], zero: Tensor) -> Tensor:
+    positions = batch.get("position_ids")
+    if not isinstance(positions, Tensor) or positions.ndim != 2 or positions.shape[1] < 2:
+        return zero
+    return (positions.diff() != 1).any().to(zero.dtype)
+
+
+def _hash(batch: Mapping[str, Any], zero: Tensor) -> Tensor:
+    """Of what is in ids, labels, and masks of numbers that are none of rounding; 64 bits."""
+    total = zero
+    for value in batch.values():
+        if isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex() and value.numel():
+            flat = value.detach().reshape(-1).to(torch.int64)
+            flat = flat if flat.device == zero.device else flat.to(zero.device)
+            weights = _weights(1 << (flat.numel() - 1).bit_length(), zero.device)
+            total = total * 31 + (flat * weights[: len(flat)]).sum()
+    return total
+
+
+@lru_cache(maxsize=32)
+def _weights(length: int, device: torch.device) -> Tensor:
+    """Odd numbers at random, the same in every process."""
+    drawn = torch.randint(2**62, (length,), generator=torch.Generator().manual_seed(length))
+    return (drawn * 2 + 1).to(device, non_blocking=True)
+
+
+def agree(
+    batches: Sequence[Mapping[str, Any]],
+    seen: Tensor | None,
+    train: bool,
+    group: dist.ProcessGroup | None,
+    told: Sequence[int] = (),
+    read: Sequence[Tensor] = (),
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Compare the batches of ranks that are to have the same, and look at them.
+
+    Args:
+        seen: by :func:`look_at`; ``None`` where this rank refuses its batch, which the others are told.
+        group: those ranks; ``None`` for one.
+        told: more that this rank tells them.
+        read: the same, where it is on a device yet: integers of 64 bits.
+
+    Returns:
+        per microbatch: valid labels, ids outside of the vocabulary, packed or not; per rank: what it told.
+
+    Raises:
+        ConfigError: on all of them, if they were given different batches.
+    """
+    empty = torch.empty(0, _ROW, dtype=torch.int64)
+    own, *more = _on_host([empty if seen is None else seen, *(read if group is not None else ())])
+    if group is None:
+        return [row[:3] for row in own.tolist()], [[*told]]
+    shapes = [[(name, tuple(v.shape)) for name, v in batch.items() if isinstance(v, Tensor)] for batch in batches]
+    about = [int(seen is None), len(batches), zlib.crc32(repr((shapes, train)).encode())]
+    content = (own[:, 3] * _weights(1 << len(own).bit_length(), own.device)[: len(own)]).sum()
+    mine = torch.cat((torch.tensor(about), content.view(1), torch.tensor(told, dtype=torch.int64), *more))
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    group.allgather([every], [mine]).wait()
+    flat = torch.cat((own.flatten(), *every)).tolist()  # the only look at the host
+    numbers = flat[own.numel() :]
+    ranks = [numbers[i : i + len(mine)] for i in range(0, len(numbers), len(mine))]
+    if seen is not None and any(rank[:_SAME] != ranks[0][:_SAME] for rank in ranks):
+        raise ConfigError(_different(ranks, dist.get_process_group_ranks(group)))
+    rows = [flat[i : i + 3] for i in range(0, own.numel(), _ROW)]
+    return rows, [rank[_SAME:] for rank in ranks]
+
+
+def total_of(valid: int, refused: ConfigError | None, group: dist.ProcessGroup | None, counts: bool) -> int:
+    """Valid labels of all distinct batches, by way of the hosts, so that no device is waited for.
+
+    Args:
+        refused: why this rank refuses its batch, if it does.
+        group: all ranks; ``None`` where there is one batch.
+        counts: whether this rank counts its labels: one of those that share a batch.
+
+    Raises:
+        ConfigError: on every rank, where one refuses its batch: its own error, or one that speaks of others'.
+    """
+    refusing = int(refused is not None)
+    if group is not None:
+        sums = torch.tensor([valid if counts else 0, refusing])
+        dist.all_reduce(sums, group=group)
+        valid, refusing = sums.tolist()
+    if refused is not None:
+        raise refused
+    if refusing:
+        raise ConfigError(f"{refusing} other rank(s) refused their batch of this step: see their error")
+    return valid
+
+
+def compare_first(model: nn.Module, group: dist.ProcessGroup) -> RemovableHandle:
+    """For plain loops, which compare nothing else: the batch of the first forward pass in training, over ``group``."""
+    names = list(inspect.signature(model.forward).parameters)
+
+    def compare(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if model.training:
+            handle.remove()
+            batch = {**dict(zip(names, args, strict=False)), **kwargs}
+            zero = torch.zeros((), dtype=torch.int64)
+            zero = zero.to(next((v.device for v in batch.values() if isinstance(v, Tensor)), zero.device))
+            agree([batch], look_at([batch], lambda _: (zero, zero), hashed=True), True, group)
+
+    handle = model.register_forward_pre_hook(compare, with_kwargs=True)
+    return handle
+
+
+def _on_host(tensors: list[Tensor]) -> list[Tensor]:
+    """The same on the CPU, by one copy of all that is elsewhere."""
+    away = [index for index, tensor in enumerate(tensors) if tensor.device.type != "cpu"]
+    if away:
+        sizes = [tensors[index].numel() for index in away]
+        found = torch.cat([tensors[index].flatten() for index in away]).cpu()
+        for index, part in zip(away, found.split(sizes), strict=True):
+            tensors[index] = part.view(tensors[index].shape)
+    return tensors
+
+
+def _different(ranks: list[list[int]], names: list[int]) -> str:
+    if refusing := [name for name, rank in zip(names, ranks, strict=True) if rank[0]]:
+        return (
+            f"rank(s) {', '.join(map(str, refusing))}, which share this rank's batch, refused theirs: see their error"
+        )
+    given = ", ".join(f"rank {name}: {rank[1]} microbatches" for name, rank in zip(names, ranks, strict=True))
+    return (
+        "ranks that share a batch (those of one tensor group or pipeline) were given different batches, or some train "
+        f"where others evaluate ({given}): ranks with equal hfscale.batch_rank(model) pass the same batch"
+    )
+
+
+def with_borders(batch: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+    """A batch of packed rows, with what flash attention needs to stay within the examples.
+
+    Without, the host finds the borders by a look at the device in every layer where there is one row, and attends
+    across them where there are several.
+
+    Raises:
+        ConfigError: the model takes no such arguments.
+    """
+    if batch.get("attention_mask") is not None or any(batch.get(name) is not None for name in _BORDERS):
+        return dict(batch)
+    rows = max(len(batch[name]) for name in ("input_ids", "inputs_embeds", "labels") if batch.get(name) is not None)
+    if all(kind.kind != kind.VAR_KEYWORD for kind in inspect.signature(model.forward).parameters.values()):
+        if rows == 1:
+            return dict(batch)
+        raise ConfigError(
+            f"{type(model).__name__} does not take the borders of {rows} packed rows, and flash attention would attend "
+            "across their examples: use microbatches of one row, or attn_implementation='sdpa'"
+        )
+    positions = batch["position_ids"].cpu().expand(rows, -1)
+    begins = nn.functional.pad(positions.diff(dim=-1) != 1, (1, 0), value=True).flatten()
+    starts = nn.functional.pad(begins.nonzero().squeeze(1), (0, 1), value=begins.numel()).to(torch.int32)
+    longest = int(starts.diff().max())
+    return {**batch, **dict(zip(_BORDERS, (starts, starts, longest, longest), strict=True))}
+
+
+def to_device(batches: Sequence[Mapping[str, Any]], rows: list[list[int]], device: torch.device) -> list[Microbatch]:
+    """The microbatches on ``device``, in one copy that nobody waits for, and what ``rows`` say of them."""
+    moved = []
+    for batch, (valid, _, packed) in zip(batches, rows, strict=True):
+        each = Microbatch(batch)
+        # Other inputs than of text may make positions of their own.
+        each.valid, each.packed = valid, bool(packed) if batch.keys() <= _PLAIN else None
+        moved.append(each)
+    if device.type == "cpu":
+        for each in moved:
+            away = {name: v for name, v in each.items() if isinstance(v, Tensor) and v.device != device}
+            each.update({name: value.to(device) for name, value in away.items()})
+        return moved
+    here: dict[int, tuple[Tensor, list[tuple[Microbatch, str]]]] = {}  # what several microbatches share goes once
+    for each in moved:
+        for name, value in each.items():
+            if isinstance(value, Tensor) and value.device.type == "cpu" and not value.requires_grad:
+                here.setdefault(id(value), (value, []))[1].append((each, name))
+            elif isinstance(value, Tensor) and value.device != device:
+                each[name] = value.to(device, non_blocking=True)
+    for (_, places), value in zip(here.values(), _sent([v for v, _ in here.values()], device), strict=True):
+        for each, name in places:
+            each[name] = value
+    return moved
+
+
+def _sent(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
+    """Through one buffer, of memory that a GPU copies from by itself."""
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    starts = [0]
+    for size in sizes:
+        starts.append(starts[-1] + -(-size // _ALIGNED) * _ALIGNED)
+    packed = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    for tensor, start, size in zip(tensors, starts, sizes, strict=False):
+        packed[start : start + size] = tensor.contiguous().view(-1).view(torch.uint8)
+    there = packed.to(device, non_blocking=True)
+    return [
+        there[start : start + size].view(tensor.dtype).view(tensor.shape)
+        for tensor, start, size in zip(tensors, starts, sizes, strict=False)
+    ]

@@ -1,0 +1,115 @@
+"""The tensors of a model put together on rank 0, one after the other; no rank holds more than one."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from .. import _host
+from ..mesh import Mesh
+from ..plan import ParameterPlan, write_share
+from .agreement import is_writer
+from .runtime import Runtime, local_tensor
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """One tensor to save: what it is, and the pipeline rank it comes from. The same on every rank."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    home: int
+    planned: ParameterPlan | None  # None: a buffer, whole on every rank of its stage
+
+
+def full_parameters(runtime: Runtime, wanted: Callable[[ParameterPlan], bool]) -> Iterator[tuple[str, Tensor]]:
+    """Owned parameters by name, one at a time: whole on rank 0, empty elsewhere. Every rank goes through all."""
+    entries = [entry for entry in tensors_to_save(runtime) if entry.planned and wanted(entry.planned)]
+    for entry, (_, tensor) in zip(entries, full_tensors(runtime, entries), strict=True):
+        yield entry.planned.name if entry.planned else entry.name, tensor
+
+
+def tensors_to_save(runtime: Runtime) -> list[SavedTensor]:
+    """Everything to save, in order: parameters in the plan's, but those that the host never stores (tables that it
+    computes), then buffers.
+    """
+    mesh, plan = runtime.mesh, runtime.plan
+    ignored = _host.never_stored(runtime.model)
+    found = [
+        SavedTensor(_kept_name(runtime, planned), torch.Size(planned.shape), parameter.dtype, mesh.ranks["pp"], planned)
+        for planned, parameter in runtime.parameters()
+        if runtime.counts(planned)
+    ]
+    found += [
+        SavedTensor(name, buffer.shape, buffer.dtype, mesh.ranks["pp"], None)
+        for name, buffer in _buffers(runtime).items()
+    ]
+    if plan.stages is not None:
+        # One rank of each stage speaks for all of it.
+        speaks = not any(rank for axis, rank in mesh.ranks.items() if axis != "pp")
+        found = [entry for entries in mesh.all_gather_object(found if speaks else []) for entry in entries]
+    places = {planned.name: place for place, planned in enumerate(plan.owned())}
+    found.sort(key=lambda entry: places[entry.planned.name] if entry.planned else len(places))
+    first = {entry.name: entry for entry in reversed(found)}  # a buffer that every stage has is the first one's
+    return [entry for entry in found if first[entry.name] is entry and entry.name not in ignored]
+
+
+def _kept_name(runtime: Runtime, planned: ParameterPlan) -> str:
+    """The one of a tensor's names under which the host stores it; that need not be the first in the model."""
+    source = runtime.model.all_tied_weights_keys.get(planned.name)
+    by_name = runtime.plan.by_name
+    return source if source in by_name and by_name[source].tied_to == planned.name else planned.name
+
+
+def _buffers(runtime: Runtime) -> dict[str, Tensor]:
+    """Buffers that belong in a checkpoint; they are whole and equal on every rank."""
+    saved = runtime.model.state_dict().keys()
+    return {name: buffer for name, buffer in runtime.model.named_buffers() if name in saved}
+
+
+def full_tensors(runtime: Runtime, entries: list[SavedTensor]) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor to save, one at a time: whole on rank 0, empty elsewhere. Same order on every rank."""
+    here = {planned.name: parameter for planned, parameter in runtime.parameters()}
+    buffers = _buffers(runtime)
+    for entry in entries:
+        held = here.get(entry.planned.name) if entry.planned else buffers.get(entry.name)
+        share = None if held is None else local_tensor(held.detach())
+        yield entry.name, _gather(entry, share, runtime.mesh)
+
+
+def _gather(entry: SavedTensor, share: Tensor | None, mesh: Mesh) -> Tensor:
+    cuts = entry.planned.cuts if entry.planned else ()
+    if share is not None and (mesh.device_mesh is None or (not cuts and is_writer(mesh) and entry.home == 0)):
+        return share
+    axes = [cut.axis for cut in cuts]
+    device_mesh, own = mesh.view(cuts)
+    at_home = own["pp"] == entry.home
+    sends = at_home and not any(rank for axis, rank in own.items() if axis not in (*axes, "pp"))
+    share = share.cpu().contiguous() if share is not None and sends else torch.empty(0, dtype=entry.dtype)
+    if not is_writer(mesh):
+        if sends and share.numel():
+            dist.send(share.view(-1).view(torch.uint8), dst=0, group=mesh.control)
+        return share.new_empty(0)
+    whole = share.new_empty(entry.shape)
+    for coordinates in product(*(range(cut.size) for cut in cuts)):
+        ranks = {**dict(zip(axes, coordinates, strict=True)), "pp": entry.home}
+        if sends and not any(coordinates):
+            piece = share
+        else:
+            piece = share.new_empty(entry.planned.local_shape(ranks) if entry.planned else entry.shape)
+            if piece.numel():
+                dist.recv(piece.view(-1).view(torch.uint8), src=_global_rank(device_mesh, ranks), group=mesh.control)
+        write_share(whole, piece, cuts, ranks)
+    return whole
+
+
+def _global_rank(device_mesh: DeviceMesh | None, ranks: dict[str, int]) -> int:
+    assert device_mesh is not None
+    names: Any = device_mesh.mesh_dim_names
+    return int(device_mesh.mesh[tuple(ranks.get(name, 0) for name in names)])

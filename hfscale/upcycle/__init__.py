@@ -1,0 +1,1 @@
+"""A dense model made a mixture of experts."""

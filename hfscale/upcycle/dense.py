@@ -1,0 +1,114 @@
+"""A whole model to read tensor by tensor, whether it lies in a directory, on the Hub or in memory."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+from .. import _host
+from ..errors import CheckpointError, ConfigError
+from ..files.reader import TensorOnDisk, open_tensors
+from ..files.writer import INDEX, WEIGHTS
+from ..runtime import find_runtime
+
+TOKENIZER_FILES = (
+    *("tokenizer*", "vocab.*", "merges.txt", "*.tiktoken", "*.model", "tekken.json"),
+    *("special_tokens_map.json", "added_tokens.json", "chat_template*"),
+)
+"""What belongs to a tokenizer beside a checkpoint."""
+_GENERATION = "generation_config.json"
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """A model's config and its tensors, unread.
+
+    Attributes:
+        tensors: stored name -> tensor, on disk or in memory.
+        generation: how it generates, where it says so.
+        directory: where it lies; ``None`` in memory.
+    """
+
+    config: PreTrainedConfig
+    tensors: Mapping[str, Tensor | TensorOnDisk]
+    generation: GenerationConfig | None
+    directory: Path | None
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, in CPU memory of its own."""
+        tensor = self.tensors[name]
+        return tensor[...] if isinstance(tensor, TensorOnDisk) else tensor.detach().cpu().clone()
+
+
+def open_whole(source: PreTrainedModel | str | os.PathLike[str]) -> WholeModel:
+    """Open a model for reading.
+
+    Raises:
+        ConfigError: a model in memory is cut, on the meta device, or no stock model.
+        CheckpointError: there is no whole safetensors checkpoint.
+    """
+    return _in_memory(source) if not isinstance(source, (str, os.PathLike)) else _on_disk(source)
+
+
+def _in_memory(model: Any) -> WholeModel:
+    kind = _host.class_name(model)
+    if not isinstance(model, PreTrainedModel):
+        raise ConfigError(
+            f"a {kind} is not a model of transformers: give one, the directory of a checkpoint or a Hub id; an adapter "
+            "is merged first (merge_and_unload())"
+        )
+    tensors = dict(model.named_parameters())
+    reason = "hfscale parallelized it" if find_runtime(model) else _host.is_distributed_by_host(model)
+    if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
+        reason = "its parameters are sharded"
+    if any(tensor.is_meta for tensor in tensors.values()):
+        reason = "it has no weights (meta device)"
+    if reason:
+        raise ConfigError(f"this {kind} is not whole in memory: {reason}. Save it, and give the directory")
+    return WholeModel(model.config, tensors, getattr(model, "generation_config", None), None)
+
+
+def _on_disk(source: str | os.PathLike[str]) -> WholeModel:
+    directory = Path(source)
+    if not directory.is_dir():
+        directory = _download(str(source))
+    if not (directory / "config.json").is_file():
+        raise CheckpointError(f"{source} has no config.json: give the directory of a Hugging Face checkpoint")
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    tensors = open_tensors(_weight_files(directory))
+    generation = GenerationConfig.from_pretrained(directory) if (directory / _GENERATION).is_file() else None
+    return WholeModel(config, tensors, generation, directory)
+
+
+def _download(name: str) -> Path:
+    wanted = ["config.json", _GENERATION, "model*.safetensors", INDEX, *TOKENIZER_FILES]
+    try:
+        return Path(snapshot_download(name, allow_patterns=wanted))
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        raise CheckpointError(
+            f"{name!r} is neither a directory here nor a model that the Hub gave ({type(error).__name__}: {error}): "
+            "correct it, or download the model first"
+        ) from error
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    if (directory / WEIGHTS).is_file():  # the host prefers it too
+        return [directory / WEIGHTS]
+    if not (directory / INDEX).is_file():
+        raise CheckpointError(
+            f"{directory} has neither {WEIGHTS} nor {INDEX}: convert the model once with "
+            "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
+        )
+    try:
+        names = set(json.loads((directory / INDEX).read_text())["weight_map"].values())
+    except (ValueError, LookupError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{directory / INDEX} is damaged ({error}): download or save it again") from error
+    return [directory / name for name in sorted(names)]

@@ -1,0 +1,75 @@
+"""Experts that do not start equal: noise, and partial re-initialization.
+
+Drop-Upcycling (Nakamura et al. 2025, "Drop-Upcycling: Training Sparse Mixture of Experts with Partial
+Re-initialization") draws a share of an expert's hidden channels anew, from the mean and the deviation of the weights
+that they replace. A channel is a row of ``gate``, the same row of ``up`` and the same column of ``down``.
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError
+from .table import INTERMEDIATE_DIM
+
+
+@dataclass(frozen=True)
+class Variation:
+    """How experts differ from the dense MLP.
+
+    Attributes:
+        noise: standard deviation of what is added to each weight, relative to that of the weight's matrix.
+        reinitialize: share of the channels that are drawn anew, other ones in each expert.
+        seed: of both, and of the router.
+
+    Raises:
+        ConfigError: a value is impossible.
+    """
+
+    noise: float = 0.0
+    reinitialize: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.noise >= 0:
+            raise ConfigError(f"noise={self.noise} is impossible: use 0 for exact copies, or a share such as 0.01")
+        if not 0 <= self.reinitialize <= 1:
+            raise ConfigError(
+                f"reinitialize={self.reinitialize} is impossible: it is a share of the channels, from 0 to 1, such as "
+                "0.5"
+            )
+
+    def generator(self, name: str) -> torch.Generator:
+        """A stream of its own for everything that has a name, so that no draw depends on the order of draws."""
+        digest = hashlib.blake2b(f"{self.seed}/{name}".encode(), digest_size=8).digest()
+        return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+
+    def channels(self, width: int, layer: int, expert: int) -> Tensor:
+        """The channels of an expert that are drawn anew, the same in its three projections."""
+        count = round(self.reinitialize * width)
+        return torch.randperm(width, generator=self.generator(f"{layer}/{expert}/channels"))[:count]
+
+    def apply(self, weight: Tensor, projection: str, layer: int, expert: int) -> Tensor:
+        """An expert's weight made from the dense one, which is left as it is; the dense one itself if nothing varies.
+
+        Args:
+            projection: ``gate``, ``up`` or ``down``.
+        """
+        if not self.noise and not self.reinitialize:
+            return weight
+        generator = self.generator(f"{layer}/{expert}/{projection}")
+        precise = torch.promote_types(weight.dtype, torch.float32)
+        varied = weight.clone()
+        if self.noise:
+            # Drawn in the weight's own type, so that a 16-bit matrix is never held in 32 bits.
+            deviation = float(weight.std(correction=0)) * self.noise
+            varied += torch.empty_like(weight).normal_(0, deviation, generator=generator)
+        dim = INTERMEDIATE_DIM[projection]
+        channels = self.channels(weight.shape[dim], layer, expert)
+        if len(channels):
+            replaced = weight.index_select(dim, channels).to(precise)
+            deviation, mean = (float(value) for value in torch.std_mean(replaced, correction=0))
+            varied.index_copy_(dim, channels, replaced.normal_(mean, deviation, generator=generator).to(weight.dtype))
+        return varied
