@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: setup demo demo-pipeline demo-experts demo-experts-pipeline demo-upcycle demo-lora demo-qlora demo-8bit test test-all test-weights test-gpu test-oldest lint bench clean
+.PHONY: setup demo demo-pipeline demo-experts demo-experts-pipeline demo-upcycle demo-lora demo-qlora demo-8bit test test-all test-weights test-gpu test-oldest lint docs bench clean
 
 setup: $(VENV)/.ready
 
@@ -84,6 +84,11 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The parts of README.md and docs/ that are made from the sources; what takes hours is made by test-all.
+docs: setup
+	$(BIN)/python scripts/support_table.py
+	$(BIN)/python scripts/api_table.py
 
 bench: setup
 	$(BIN)/python scripts/bench/tensor_parallel.py --out scripts/bench/results/tensor_parallel.json

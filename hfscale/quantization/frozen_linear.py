@@ -66,7 +66,7 @@ class _FrozenGroupedLinear(torch.autograd.Function):
 def frozen_grouped_linear(
     x: Tensor, read: Read, bias: Tensor | None, counts: Sequence[int], *, transposed: bool = False
 ) -> Tensor:
-    """Like :func:`.grouped_linear`, with a frozen weight.
+    """Like :func:`~hfscale.ops.grouped_linear.grouped_linear`, with a frozen weight.
 
     Args:
         read: gives it in a type, ``[groups, n, k]``, or ``[groups, k, n]`` where ``transposed``; asked in both passes.

@@ -39,7 +39,7 @@ class Choice:
     Attributes:
         index: ``[n, k]``, experts; their number for none.
         weights: ``[n, k]``.
-        places: ``[n, k]``, a slot for each route, where room at experts is fixed: see :mod:`.slots`.
+        places: ``[n, k]``, a slot for each route, where room at experts is fixed: see :mod:`.capacity_buffers`.
         slots: how many slots each rank has for each expert.
         loss: what this layer adds to the loss.
     """

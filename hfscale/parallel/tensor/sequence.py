@@ -8,8 +8,8 @@ Data flow (Korthikanti et al. 2022), ``t`` tensor ranks, the stream of one layer
 The stock code of a layer runs unchanged on fewer tokens; masks, positions and rotary tables are made from the whole
 sequence and used inside blocks only, where the sequence is whole. The stream is cut where it enters the first layer and
 gathered where it leaves the module that owns the layers. Parameters between the blocks see their rank's tokens, so
-their gradients are partial (:mod:`.shared`). A module inside a layer that hfscale does not know to treat every token by
-itself is run on the whole sequence and keeps its own tokens' results.
+their gradients are partial (:mod:`.partial_gradients`). A module inside a layer that hfscale does not know to treat
+every token by itself is run on the whole sequence and keeps its own tokens' results.
 
 Lengths differ by at most one token. A pass without gradients (evaluation, generation) leaves the stream whole: there is
 nothing saved that cutting it would spare.

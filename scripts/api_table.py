@@ -1,0 +1,128 @@
+"""Write docs/api.md: every public name of hfscale with its arguments and the first lines of its docstring.
+
+python scripts/api_table.py [--check]
+
+Reads source files and imports nothing, so it runs anywhere. A public name that no group has is an error.
+"""
+
+import argparse
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+OUT = ROOT / "docs" / "api.md"
+GROUPS = {
+    "Layout and plan": ["ParallelConfig", "plan", "memory_estimate"],
+    "Make a model": ["from_pretrained", "from_config", "parallelize"],
+    "Train": ["train_step", "eval_step", "clip_grad_norm_", "drain", "create_optimizer", "batch_rank", "batch_world"],
+    "Save and resume": ["save_pretrained", "save_state", "load_state"],
+    "Adapters": ["get_peft_model", "merge_and_unload", "coverage_report"],
+    "Mixtures of experts": [
+        *["RoutingConfig", "expert_load", "ExpertLoad", "ExpertLoadHistory", "verify_experts", "upcycle"],
+    ],
+    "Pipelines": ["record_schedule"],
+    "Accelerate": ["Accelerator"],
+    "Errors": ["HFScaleError", "ConfigError", "PlanError", "MeshError", "CheckpointError"],
+}
+FIELDS = ["ParallelConfig", "RoutingConfig"]
+HEAD = """# Public names
+
+Written by `scripts/api_table.py` from the docstrings, which say more: arguments, results, errors. Names not listed here
+may change without notice. `hfscale.testing` is for tests: see [testing.md](testing.md).
+"""
+
+
+def exported() -> dict[str, str]:
+    """Public name -> the module, relative to the package, that ``hfscale/__init__.py`` takes it from."""
+    tree = ast.parse((ROOT / "hfscale" / "__init__.py").read_text())
+    found: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module != "version":
+            found |= {alias.name: f"hfscale.{node.module}" for alias in node.names}
+    return found
+
+
+def definition(name: str, module: str) -> ast.FunctionDef | ast.ClassDef:
+    """Where it is defined, followed through re-exports."""
+    path = ROOT.joinpath(*module.split("."))
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
+            return node
+        if isinstance(node, ast.ImportFrom) and name in [alias.name for alias in node.names]:
+            base = package[: len(package) - node.level + 1] if node.level else []
+            return definition(name, ".".join([*base, *([node.module] if node.module else [])]))
+    raise SystemExit(f"{module} does not define {name}")
+
+
+def arguments(node: ast.FunctionDef | ast.ClassDef) -> str:
+    """``(model, directory, *, timeout=)`` without types; nothing for a class."""
+    if isinstance(node, ast.ClassDef):
+        return ""
+    given = node.args
+    listed = [*given.posonlyargs, *given.args]
+    optional = len(listed) - len(given.defaults)
+    words = [arg.arg + ("=" if index >= optional else "") for index, arg in enumerate(listed)]
+    words += ["*"] if given.kwonlyargs and not given.vararg else []
+    words += [f"*{given.vararg.arg}"] if given.vararg else []
+    words += [
+        arg.arg + ("=" if default is not None else "")
+        for arg, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)
+    ]
+    words += [f"**{given.kwarg.arg}"] if given.kwarg else []
+    return f"({', '.join(words)})"
+
+
+def summary(node: ast.FunctionDef | ast.ClassDef) -> str:
+    """The first paragraph of its docstring, on one line, in Markdown's quotes."""
+    text = (ast.get_docstring(node) or "").partition("\n\n")[0]
+    return plain(text).removesuffix("::")
+
+
+def plain(text: str) -> str:
+    """What a docstring says, as a cell of a Markdown table."""
+    text = re.sub(r":\w+:`~?([^`]*)`", r"`\1`", " ".join(text.split()).replace("``", "`"))
+    return text.replace("`hfscale.", "`").replace("|", "\\|")
+
+
+def described(node: ast.FunctionDef | ast.ClassDef) -> dict[str, str]:
+    """Name -> text of the entries under ``Args:`` or ``Attributes:``."""
+    text = ast.get_docstring(node) or ""
+    section = re.search(r"(?ms)^(?:Args|Attributes):\n(.*?)(?=^\S|\Z)", text)
+    entries = re.split(r"(?m)^    (?=\w+: )", section[1])[1:] if section else []
+    return {name: plain(words) for name, _, words in (entry.partition(": ") for entry in entries)}
+
+
+def page() -> str:
+    """The whole page."""
+    modules = exported()
+    listed = [name for names in GROUPS.values() for name in names]
+    if sorted(listed) != sorted(modules):
+        raise SystemExit(f"the groups of this script and hfscale's names differ: {set(listed) ^ set(modules)}")
+    parts = [HEAD]
+    for title, names in GROUPS.items():
+        parts.append(f"## {title}\n\n| | |\n|---|---|")
+        for name in names:
+            node = definition(name, modules[name])
+            parts.append(f"| `{name}{arguments(node)}` | {summary(node)} |")
+        parts.append("")
+    for name in FIELDS:
+        rows = [f"| `{field}` | {words} |" for field, words in described(definition(name, modules[name])).items()]
+        parts += [f"## Fields of {name}\n\n| | |\n|---|---|", *rows, ""]
+    return "\n".join(parts)
+
+
+def main() -> int:
+    """Write it, or compare."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where it is not current")
+    if parser.parse_args().check:
+        return int(page() != OUT.read_text())
+    OUT.write_text(page())
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,93 @@
+"""Fill in the README's table of what is supported; its numbers are those of the generated tables in docs/.
+
+python scripts/support_table.py [--check]
+
+docs/families.md and docs/adapters.md count, docs/families.md also by part; the tests' versions are constraints.txt's.
+"""
+
+import argparse
+import re
+from pathlib import Path
+
+from hfscale.schedules import SCHEDULES
+
+ROOT = Path(__file__).parents[1]
+BEGIN, END = "<!-- written by scripts/support_table.py from the tables in docs/ -->", "<!-- end -->"
+
+TABLE = """
+| | today |
+|---|---|
+| tensor parallel | {tensor} of {families} causal-LM families, {classes} other classes; blocks, vocabulary, loss |
+| sequence parallel | {sequence} of those families, {sequence_classes} of those classes; any sequence length |
+| pipeline stages | {stages} families; {schedules} schedules (zero bubble, DualPipeV, PipeDream, ...) and CSV files |
+| experts | of {mixtures} families with mixtures {expert_data} over data ranks, {expert_tensor} over tensor ranks |
+| data | FSDP2 and HSDP, any causal LM, with every other axis; accumulation, clipping, recomputation, dropout |
+| context parallel | not yet: refused by name |
+| families nobody described | blueprint inferred and used only if proved: [docs/inference.md](docs/inference.md) |
+| adapters (PEFT) | LoRA and variants, IA3, LoHa; LoRA on all linear layers of {lora} of {lora_all} families |
+| 4-bit and 8-bit weights | bitsandbytes, in every layout, experts too, from `from_pretrained` |
+| optimizers | HF Trainer's names, 8-bit, Adafactor, Muon; equal to one process in every layout |
+| precision | float32, bfloat16, `mixed_precision="bf16"`; float16 is refused in training |
+| checkpoints | safetensors, original names, any layout to any layout; a run resumes bit by bit in its own layout |
+| Accelerate | `hfscale.Accelerator`: prepare, accumulate, clip, gather for metrics, save and load state |
+| `transformers.Trainer`, TRL | over one process; over several refused before the first step |
+| tested with | {versions}, Python 3.11, CPUs over gloo |
+"""
+
+
+def counts() -> dict[str, str]:
+    """What the generated pages say."""
+    families = (ROOT / "docs" / "families.md").read_text()
+    before, _, rest = families.partition("\n## Mixtures of experts\n")
+    experts, _, others = rest.partition("\n## Other classes\n")
+    adapters = (ROOT / "docs" / "adapters.md").read_text()
+    pins = dict(re.findall(r"(?m)^(torch|transformers|accelerate)==(\S+)", (ROOT / "constraints.txt").read_text()))
+    found = {
+        "tensor": _first(r"^(\d+) equal, .* of \d+;", before),
+        "families": _first(r"^\d+ equal, .* of (\d+);", before),
+        "sequence": _first(r"^with the sequence cut (\d+) equal", before),
+        "stages": _first(r"^in stages (\d+) equal", before),
+        "expert_data": _first(r"^data ranks: (\d+) equal", experts),
+        "expert_tensor": _first(r"^tensor ranks: (\d+) equal", experts),
+        "classes": _first(r"^Likewise: (\d+) equal", others),
+        "sequence_classes": _first(r"^with the sequence cut (\d+) equal", others),
+        "lora": _first(r"^(\d+) equal, .* of \d+;", adapters),
+        "lora_all": _first(r"^\d+ equal, .* of (\d+);", adapters),
+        "schedules": str(len(SCHEDULES)),
+        "versions": ", ".join(f"{name} {pin}" for name, pin in pins.items()),
+    }
+    refused = _first(r"^data ranks: \d+ equal, (\d+) refused", experts)
+    return {**found, "mixtures": str(int(found["expert_data"]) + int(refused))}
+
+
+def _first(pattern: str, text: str) -> str:
+    match = re.search(pattern, text, re.MULTILINE)
+    if match is None:
+        raise SystemExit(f"nothing in docs/ matches {pattern!r}: has a generated page changed its words?")
+    return match[1]
+
+
+def filled(readme: str) -> str:
+    """The README with a current table."""
+    before, found, rest = readme.partition(BEGIN)
+    _, ended, after = rest.partition(END)
+    if not found or not ended:
+        raise SystemExit(f"README.md needs the lines {BEGIN} and {END}")
+    return f"{before}{BEGIN}\n{TABLE.format(**counts())}\n{END}{after}"
+
+
+def main() -> int:
+    """Write it, or compare."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where it is not current")
+    arguments = parser.parse_args()
+    path = ROOT / "README.md"
+    text = path.read_text()
+    if arguments.check:
+        return int(filled(text) != text)
+    path.write_text(filled(text))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
