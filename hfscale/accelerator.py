@@ -17,7 +17,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 
-from . import _host
+from ._host.transformers.classes import class_name
 from .checkpoint import load_state, save_pretrained, save_state
 from .config import started_processes, without_launcher_switches
 from .errors import ConfigError
@@ -240,7 +240,7 @@ class Accelerator(accelerate.Accelerator):
         runtime = find_runtime(model)
         if runtime is None:
             raise ConfigError(
-                f"{_host.class_name(model)} was not parallelized by hfscale: build it with hfscale.from_pretrained, "
+                f"{class_name(model)} was not parallelized by hfscale: build it with hfscale.from_pretrained, "
                 "from_config or parallelize before accelerator.prepare"
             )
         if runtime.mesh.device.type != self.device.type:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import _host
+from ._host.transformers.classes import class_name, empty_copy
 from .adapters import attach_adapters, describe_coverage, merge_local_weights, read_config
 from .adapters.merge import dequantized_weights, put_plain_modules, refuse_tied
 from .assemble import assemble, take_apart
@@ -42,11 +42,11 @@ def get_peft_model(model: nn.Module, peft_config: Any, adapter_name: str = "defa
     runtime = runtime_of(model)
     if runtime.adapters is not None:
         raise ConfigError(
-            f"{_host.class_name(runtime.model)} has the adapter {runtime.adapters.name!r} already: merge it first "
+            f"{class_name(runtime.model)} has the adapter {runtime.adapters.name!r} already: merge it first "
             "(hfscale.merge_and_unload), or load the model again"
         )
     config, source = read_config(peft_config)
-    template = _host.empty_copy(runtime.model)
+    template = empty_copy(runtime.model)
     plan, mesh = runtime.plan, runtime.mesh
     training = runtime.model.training
     shares = take_apart(runtime)
@@ -92,7 +92,7 @@ def merge_and_unload(model: nn.Module, *, dtype: torch.dtype | None = None, quie
     runtime = runtime_of(model)
     adapters = runtime.adapters
     if adapters is None:
-        raise ConfigError(f"{_host.class_name(runtime.model)} has no adapters to merge: see hfscale.get_peft_model")
+        raise ConfigError(f"{class_name(runtime.model)} has no adapters to merge: see hfscale.get_peft_model")
     quantized = runtime.plan.quantized
     if quantized is not None and dtype is None:
         raise ConfigError(
@@ -155,5 +155,5 @@ def coverage_report(model: nn.Module) -> str:
     """
     runtime = runtime_of(model)
     if runtime.adapters is None:
-        raise ConfigError(f"{_host.class_name(runtime.model)} has no adapters: see hfscale.get_peft_model")
+        raise ConfigError(f"{class_name(runtime.model)} has no adapters: see hfscale.get_peft_model")
     return describe_coverage(runtime.plan)

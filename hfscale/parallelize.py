@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from . import _host
+from ._host.transformers.classes import class_name, is_distributed_by_host
+from ._host.transformers.loading import loading_arguments
 from .adapters import attach_adapters, read_config, wrapped_by_peft
 from .assemble import assemble
 from .checkpoint import load_pretrained
@@ -152,15 +153,14 @@ def parallelize(
         PlanError, MeshError: the layout does not fit it, or the processes that were started.
     """
     layout = _checked(parallel, mixed_precision, {}, routing)
-    reason = "hfscale already parallelized it" if find_runtime(model) else _host.is_distributed_by_host(model)
+    reason = "hfscale already parallelized it" if find_runtime(model) else is_distributed_by_host(model)
     if reason:
         raise ConfigError(
-            f"{_host.class_name(model)} cannot be parallelized: {reason}. Load it plainly, or with "
-            "hfscale.from_pretrained"
+            f"{class_name(model)} cannot be parallelized: {reason}. Load it plainly, or with hfscale.from_pretrained"
         )
     if wrapped_by_peft(model):
         raise ConfigError(
-            f"{_host.class_name(model)} has adapters of PEFT's, which the plan of a stock model knows nothing of: "
+            f"{class_name(model)} has adapters of PEFT's, which the plan of a stock model knows nothing of: "
             "parallelize the model without them, and then call hfscale.get_peft_model(model, peft_config); for saved "
             "ones, hfscale.from_pretrained(path, peft_config=directory)"
         )
@@ -266,7 +266,7 @@ def _refuse_unknown(kwargs: Iterable[str], auto_class: Any, config: PreTrainedCo
     kinds = kind if isinstance(kind, list | tuple) else [kind]
     taken = {name for kind in kinds for name in inspect.signature(kind.__init__).parameters}
     ours = inspect.signature(from_pretrained).parameters
-    known = {*ours, *taken, *_HUB, *_CODE, *_EXCLUSIVE, *_host.loading_arguments()}
+    known = {*ours, *taken, *_HUB, *_CODE, *_EXCLUSIVE, *loading_arguments()}
     for name in kwargs:
         if name not in known:
             close = get_close_matches(name, sorted(known), n=1)

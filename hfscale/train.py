@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from . import _host
+from ._host.transformers.classes import class_name
+from ._host.transformers.computing import uses_flash_attention
 from .errors import ConfigError
 from .guards import before_step, without_gaps
 from .parallel.data import one_reduction, reshard, set_gradient_sync
@@ -228,7 +229,7 @@ def _prepare(runtime: Runtime, batch: Batch | Sequence[Batch], train: bool) -> t
     total = total_of(
         valid, refused, mesh.control if mesh.batch_world > 1 else None, mesh.ranks["tp"] == mesh.ranks["pp"] == 0
     )
-    if _host.uses_flash_attention(runtime.model):
+    if uses_flash_attention(runtime.model):
         given = [with_borders(b, runtime.model) if row[2] else b for b, row in zip(given, rows, strict=True)]
     microbatches = to_device(given, rows, mesh.device)
     if _takes_use_cache(runtime.model):
@@ -263,7 +264,7 @@ def _refuse_model(runtime: Runtime) -> None:
     """What no batch can mend."""
     if runtime.loss is None:
         raise ConfigError(
-            f"train_step normalizes a causal language model's loss, and {_host.class_name(runtime.model)} has another "
+            f"train_step normalizes a causal language model's loss, and {class_name(runtime.model)} has another "
             f"(loss_type {getattr(runtime.model, 'loss_type', None)!r}): loop over loss = model(**batch).loss and "
             "loss.backward() instead"
         )

@@ -18,7 +18,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import hfscale
-from hfscale import ParallelConfig, _host
+from hfscale import ParallelConfig
+from hfscale._host.transformers.computing import enable_checkpointing
 from hfscale.parallel.data._fsdp import _parameters as fsdp_parameters
 from hfscale.testing import RankPool, Traffic, count_traffic
 
@@ -32,7 +33,7 @@ AGREEMENT = 4 * 8  # ranks with one batch compare their number of microbatches, 
 def count(path: str, microbatches: int, checkpointing: bool) -> Traffic:
     model = hfscale.from_pretrained(path, parallel=ParallelConfig(tp_size=2)).train()
     if checkpointing:
-        _host.enable_checkpointing(model)
+        enable_checkpointing(model)
     ids = torch.arange(B * S).view(B, S)
     batch = [{"input_ids": ids, "labels": ids}] * microbatches
     hfscale.train_step(model, batch)  # the first step also agrees on the random stream

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import _host
+from .._host.transformers.loading import forget_quantization
 from ..errors import ConfigError
 from ..parallel.tensor.apply import follow_weight
 from ..plan import ParameterPlan, Plan
@@ -126,7 +126,7 @@ def put_plain_modules(adapters: Any, runtime: Runtime, shares: dict[str, Tensor]
                 module._parameters["bias"] = bias
         module._parameters[attribute] = nn.Parameter(empty, requires_grad=False)
         follow_weight(module)
-    _host.forget_quantization(model)
+    forget_quantization(model)
     plan = adapters.stock_plan
     plain = (replace(p, dtype=shares[p.name].dtype) if p.name in shares else p for p in plan.parameters)
     return replace(plan, parameters=tuple(plain), quantized=None)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from .. import _host
+from .._host.transformers.classes import class_name
 from ..errors import ConfigError
 from ..plan import AdapterParameter, Plan
 from ..planner.adapters import COPY, is_known
@@ -30,9 +30,7 @@ def wrap(model: nn.Module, config: Any, name: str) -> Any:
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
             return peft.get_peft_model(model, config, adapter_name=name, low_cpu_mem_usage=True)  # type: ignore[arg-type]
     except (ValueError, TypeError, NotImplementedError) as error:
-        raise ConfigError(
-            f"PEFT cannot put {type(config).__name__} around {_host.class_name(model)}: {error}"
-        ) from error
+        raise ConfigError(f"PEFT cannot put {type(config).__name__} around {class_name(model)}: {error}") from error
 
 
 def narrowed(config: Any, targets: Sequence[str], parameters: Sequence[str], copies: Sequence[str]) -> Any:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .. import _host
+from .._host.transformers.conversions import convert, loaded_targets
 from ..errors import CheckpointError, ConfigError
 from ..files.reader import open_tensors
 from ..plan import ParameterPlan
@@ -134,7 +134,7 @@ def _stored(runtime: Runtime, directory: Path, types: dict[str, torch.dtype]) ->
     stored = open_tensors(sorted(directory.glob("*.safetensors")))
     if not stored:
         raise CheckpointError(f"{directory} has no safetensors files: give the directory of the checkpoint")
-    found = _host.loaded_targets(runtime.model, list(stored), by_name)
+    found = loaded_targets(runtime.model, list(stored), by_name)
     keys: dict[str, list[str]] = {}
     for key, destination in found.items():
         keys.setdefault(destination.name, []).append(key)
@@ -142,7 +142,7 @@ def _stored(runtime: Runtime, directory: Path, types: dict[str, torch.dtype]) ->
     result = {}
     for name in [name for name in by_name if name in types and name in keys][rank::world]:
         tensors = {key: stored[key][...].to(types[name]) for key in keys[name]}
-        whole = _host.assemble(tensors, found, _Shapes(by_name), runtime.model.config)
+        whole = convert(tensors, found, _Shapes(by_name), runtime.model.config)
         del tensors
         everything = [[(0, size)] for size in whole.shape[1:]]
         result[name] = {n: checksum(expert, everything, whole.shape[1:]) for n, expert in enumerate(whole)}

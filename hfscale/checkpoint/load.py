@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import _host
+from .._host.transformers.classes import empty_copy
+from .._host.transformers.conversions import Destination, checkpoint_targets
+from .._host.transformers.loading import loading_through
 from ..errors import CheckpointError
 from ..files.reader import TensorOnDisk, open_tensors
 from ..files.slices import ShareOnDisk, is_elsewhere
@@ -40,7 +42,7 @@ class _Loader:
     def prepare(self, model: Any, weight_mapping: list[Any], files: list[str], quantizer: Any) -> dict[str, Any]:
         """Give the meta model local shapes; return the checkpoint as this rank sees it."""
         stored, packed = split_packed(open_tensors(files))
-        targets = _host.checkpoint_targets(model, list(stored), weight_mapping)
+        targets = checkpoint_targets(model, list(stored), weight_mapping)
         self.stored = {name for found in targets.values() for name in (found.name, *found.others)}
         leave_out(model, self.plan, self.mesh.ranks["pp"])
         if quantizer is not None:
@@ -94,9 +96,7 @@ class _Loader:
             shown[key if here == target else here] = share
         return shown
 
-    def _merged(
-        self, stored: dict[str, TensorOnDisk], targets: dict[str, _host.Destination]
-    ) -> dict[str, dict[str, Any]]:
+    def _merged(self, stored: dict[str, TensorOnDisk], targets: dict[str, Destination]) -> dict[str, dict[str, Any]]:
         """Parameters of this rank that the host merges from stored tensors -> what it is shown to merge of each."""
         return {
             name: parts_of_share(self.plan.by_name[name], sources, stored, self.mesh.ranks)
@@ -125,7 +125,7 @@ class _Loader:
         # What one stage has tied to another's parameter does not show where that is not.
         if not self.overwritten and self.plan.stages is None:
             return
-        for name, found in find_overwrites(_host.empty_copy(model), self.stored).items():
+        for name, found in find_overwrites(empty_copy(model), self.stored).items():
             planned = self.plan.by_name[self.plan.by_name[name].tied_to or name]
             quantized = self.quantizing is not None and planned.name in self.quantizing.weights
             if planned.name in shares.tensors and not quantized:  # the host never initializes quantized modules
@@ -169,7 +169,7 @@ def load_pretrained(
         CheckpointError: the checkpoint is damaged, or its shapes are not the model's.
     """
     loader = _Loader(plan, mesh)
-    with _host.loading_through(loader.prepare, loader.present, loader.initialize) as report:
+    with loading_through(loader.prepare, loader.present, loader.initialize) as report:
         model = auto_class.from_pretrained(path, **kwargs, **_placed(plan, mesh))
     if plan.quantized is None:  # nothing is dispatched, and others would take the model for one that is
         vars(model).pop("hf_device_map", None)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .._host import Destination, Merge
+from .._host.transformers.conversions import Destination, Merge
 from ..errors import CheckpointError
 from ..files.reader import TensorOnDisk
 from ..files.slices import PartOnDisk

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .. import _host_init
+from .._host.transformers.initialization import forget_loaded, initializations, is_loaded, mark_loaded
 from ..errors import CheckpointError
 from ..plan import ParameterPlan
 
@@ -102,8 +102,8 @@ class _StandIns(TorchDispatchMode):
     def _stand_in(self, name: str, parameter: Tensor, shape: tuple[int, ...]) -> None:
         one = torch.zeros((), dtype=parameter.dtype, device="cpu" if parameter.is_meta else parameter.device)
         self.tensors[name] = made = nn.Parameter(one.expand(shape), requires_grad=parameter.requires_grad)
-        if _host_init.is_loaded(parameter):
-            _host_init.mark_loaded(made)
+        if is_loaded(parameter):
+            mark_loaded(made)
         self._names[_storage(made)] = name
         self._kept.append(made)
         put_parameter(self.model, name, made)
@@ -137,10 +137,10 @@ def initialize_around(model: Any, shapes: dict[str, tuple[int, ...]]) -> set[str
     """
     stand_ins = _StandIns(model, shapes)
     try:
-        written = [stand_ins.initialize(*each) for each in _host_init.initializations(model)]
+        written = [stand_ins.initialize(*each) for each in initializations(model)]
     finally:
         stand_ins.put_back()
-    return {name for names in written for name in names if _host_init.is_loaded(stand_ins.tensors[name])}
+    return {name for names in written for name in names if is_loaded(stand_ins.tensors[name])}
 
 
 def find_overwrites(model: Any, loaded: Collection[str]) -> dict[str, Overwrite]:
@@ -158,10 +158,10 @@ def find_overwrites(model: Any, loaded: Collection[str]) -> dict[str, Overwrite]
         model.get_submodule(owner)._buffers[attribute] = torch.zeros_like(buffer, device="cpu")
     for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers()):
         if name in loaded:
-            _host_init.mark_loaded(tensor)
+            mark_loaded(tensor)
     result: dict[str, Overwrite] = {}
     stand_ins = _StandIns(model, {})
-    for name, module, initialize in _host_init.initializations(model):
+    for name, module, initialize in initializations(model):
         for parameter in stand_ins.initialize(name, module, initialize):
             # What is tied gets its owner's values in the end.
             if parameter in loaded and model.all_tied_weights_keys.get(parameter) not in loaded:
@@ -178,8 +178,8 @@ def _left_by(
     left = []
     for fill in _FILLS:
         real = nn.Parameter(torch.full(like.shape, fill, dtype=torch.promote_types(like.dtype, torch.float32)), False)
-        _host_init.mark_loaded(real)
-        _host_init.forget_loaded(module)
+        mark_loaded(real)
+        forget_loaded(module)
         with stand_ins.without(parameter, real), torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(_SEED)
             stand_ins.initialize(name, module, initialize)

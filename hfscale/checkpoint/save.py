@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from .. import _host, guards
+from .. import guards
+from .._host.transformers.saving import as_stored, stored_layout, write_configs
 from ..errors import CheckpointError, ConfigError
 from ..files.writer import CheckpointWriter
 from ..runtime import runtime_of
@@ -61,7 +62,7 @@ def save_pretrained(
     writer, failure = None, None
     entries = tensors_to_save(runtime)
     contents = {entry.name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for entry in entries}
-    stored = _host.stored_layout(runtime.model, contents)
+    stored = stored_layout(runtime.model, contents)
     if is_writer(runtime.mesh):
         try:
             writer = CheckpointWriter(target, stored, max_shard_size)
@@ -71,14 +72,14 @@ def save_pretrained(
     for name, tensor in full_tensors(runtime, entries):
         if writer is not None and failure is None:
             try:
-                for stored_name, part in _host.as_stored(runtime.model, name, tensor).items():
+                for stored_name, part in as_stored(runtime.model, name, tensor).items():
                     writer.add(stored_name, part)
             except (OSError, CheckpointError) as error:
                 failure = error
     if writer is not None:
         try:
             if failure is None:
-                _host.write_configs(runtime.model, writer.staging)
+                write_configs(runtime.model, writer.staging)
                 writer.finish()
         except (OSError, CheckpointError) as error:
             failure = error

@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from .. import _host
+from .._host.transformers.classes import class_name
 from ..config import ParallelConfig
 from ..errors import ConfigError
 
 
 def refuse_changes(model: Any, layout: ParallelConfig) -> None:
     """Let ``resize_token_embeddings`` and ``copy.deepcopy`` say what to do instead."""
-    kind = _host.class_name(model)
+    kind = class_name(model)
 
     def resize(new_num_tokens: int | None = None, *_: Any, **__: Any) -> Any:
         if new_num_tokens in (None, model.config.get_text_config().vocab_size):

@@ -18,7 +18,7 @@ import accelerate
 import torch
 from torch import Tensor, nn
 
-from .. import _host
+from .._host.transformers.classes import class_name
 from ..errors import ConfigError
 from ..runtime import Runtime, find_runtime
 
@@ -85,7 +85,7 @@ def _refuse(model: nn.Module) -> None:
     if runtime is None or runtime.mesh.layout.total_size == 1:
         return
     raise ConfigError(
-        f"{_host.class_name(runtime.model)} is spread over {runtime.mesh.layout.describe()} by hfscale, and "
+        f"{class_name(runtime.model)} is spread over {runtime.mesh.layout.describe()} by hfscale, and "
         "accelerate.Accelerator - the one inside transformers.Trainer and its subclasses too - takes every process "
         "for a data-parallel one: it would wrap the model again, deal ranks that share a batch different ones and "
         "clip a part of the norm on each. In place of accelerate.Accelerator use hfscale.Accelerator; in place of a "

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from transformers import BitsAndBytesConfig
 from transformers.pytorch_utils import Conv1D
 
-from .. import _host
+from .._host.transformers.classes import class_name
+from .._host.transformers.loading import quantizes
 from ..errors import ConfigError
 from ..plan import Plan
 from ..plan.quantized import QuantizedPlan
@@ -78,7 +79,7 @@ def plan_quantized(planned: Plan, model: nn.Module, config: Any, stored: bool = 
     """
     if config is None:
         return planned
-    chosen = _host.quantizes(model, config)
+    chosen = quantizes(model, config)
     weights, transposed = [], set()
     for name, module in model.named_modules():
         if (isinstance(module, Conv1D) or type(module) is nn.Linear) and chosen(name):
@@ -97,7 +98,7 @@ def plan_quantized(planned: Plan, model: nn.Module, config: Any, stored: bool = 
             )
     if config.load_in_8bit and transposed and planned.layout.size("dp_shard") > 1:
         raise ConfigError(
-            f"load_in_8bit=True cannot be used with {planned.layout.describe()} in {_host.class_name(model)}, whose "
+            f"load_in_8bit=True cannot be used with {planned.layout.describe()} in {class_name(model)}, whose "
             "Conv1D weights are cut between data ranks across the rows that have a scale each: use load_in_4bit=True, "
             "or dp_shard_size=1"
         )

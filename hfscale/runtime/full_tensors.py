@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .. import _host
+from .._host.transformers.saving import never_stored
 from ..mesh import Mesh
 from ..plan import ParameterPlan, write_share
 from .agreement import is_writer
@@ -40,7 +40,7 @@ def tensors_to_save(runtime: Runtime) -> list[SavedTensor]:
     computes), then buffers.
     """
     mesh, plan = runtime.mesh, runtime.plan
-    ignored = _host.never_stored(runtime.model)
+    ignored = never_stored(runtime.model)
     found = [
         SavedTensor(_kept_name(runtime, planned), torch.Size(planned.shape), parameter.dtype, mesh.ranks["pp"], planned)
         for planned, parameter in runtime.parameters()

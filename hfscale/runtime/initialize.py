@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import _host_init
+from .._host.transformers.initialization import initialize_weights
 from ..files.slices import is_elsewhere
 from ..mesh import Mesh
 from ..plan import Plan
@@ -45,7 +45,7 @@ def initialize_local_weights(
         unit.to_empty(device="cpu", recurse=recurse)
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed_of(seed, name))
-            _host_init.initialize_weights(template, unit, recurse)
+            initialize_weights(template, unit, recurse)
         for key in names:
             whole = template.get_parameter(key).detach()
             shares[key] = plan.by_name[key].take(whole, mesh.ranks).to(mesh.device, copy=True)

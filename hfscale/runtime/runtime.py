@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .. import _host
+from .._host.transformers.classes import class_name
 from ..errors import ConfigError
 from ..mesh import Mesh
 from ..plan import ParameterPlan, Plan
@@ -100,7 +100,7 @@ def runtime_of(model: nn.Module) -> Runtime:
     found = find_runtime(model)
     if found is None:
         raise ConfigError(
-            f"{_host.class_name(model)} was not parallelized by hfscale: build it with hfscale.from_pretrained or "
+            f"{class_name(model)} was not parallelized by hfscale: build it with hfscale.from_pretrained or "
             "hfscale.from_config, or pass it through hfscale.parallelize"
         )
     return found

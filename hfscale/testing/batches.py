@@ -71,12 +71,12 @@ def check_stock(case: Case) -> None:
     Raises:
         ConfigError: stock transformers cannot, so there is nothing to compare with.
     """
-    from .. import _host
+    from .._host.transformers.experts import use_eager_experts
     from .precision import keep_float64
 
     try:
         model = case.auto_class.from_config(case.config, dtype=torch.float64, **case.hf_kwargs)
-        _host.use_eager_experts(model)
+        use_eager_experts(model)
         with keep_float64():
             model(**case.batches(1)[0][0][0]).loss.backward()
     except Exception as error:  # of any kind: it is the host's, over a config that nobody has tried

@@ -22,7 +22,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 import hfscale
 
-from .. import _host
+from .._host.transformers.computing import enable_checkpointing
+from .._host.transformers.experts import use_eager_experts
 from ..config import ParallelConfig
 from ..runtime import runtime_of
 from ..runtime.names import stock_name
@@ -210,11 +211,11 @@ def _prepare(model: Any, case: Case) -> Any:
     for name, parameter in _in_float64(model).named_parameters():
         if any(part in name for part in case.frozen):
             parameter.requires_grad_(False)
-    _host.use_eager_experts(model)
+    use_eager_experts(model)
     model.train()
     if case.checkpointing:
         # The recomputation runs outside of the block in which the forward pass ran.
-        _host.enable_checkpointing(model, context_fn=lambda: (nullcontext(), keep_float64()))
+        enable_checkpointing(model, context_fn=lambda: (nullcontext(), keep_float64()))
     return model
 
 

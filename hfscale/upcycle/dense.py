@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from .. import _host
+from .._host.transformers.classes import class_name, is_distributed_by_host
 from ..errors import CheckpointError, ConfigError
 from ..files.reader import TensorOnDisk, open_tensors
 from ..files.writer import INDEX, WEIGHTS
@@ -59,14 +59,14 @@ def open_whole(source: PreTrainedModel | str | os.PathLike[str]) -> WholeModel:
 
 
 def _in_memory(model: Any) -> WholeModel:
-    kind = _host.class_name(model)
+    kind = class_name(model)
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(
             f"a {kind} is not a model of transformers: give one, the directory of a checkpoint or a Hub id; an adapter "
             "is merged first (merge_and_unload())"
         )
     tensors = dict(model.named_parameters())
-    reason = "hfscale parallelized it" if find_runtime(model) else _host.is_distributed_by_host(model)
+    reason = "hfscale parallelized it" if find_runtime(model) else is_distributed_by_host(model)
     if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
         reason = "its parameters are sharded"
     if any(tensor.is_meta for tensor in tensors.values()):

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from .. import _host
+from .._host.transformers.saving import stored_layout
 from ..errors import CheckpointError
 from .config_of import find_family, mixture_layers
 from .dense import WholeModel
@@ -50,7 +50,7 @@ class Upcycling:
 
     def contents(self) -> dict[str, Tensor]:
         """Everything that the target's checkpoint holds, on the meta device, in the types of the dense one."""
-        layout = _host.stored_layout(self.model, dict(self.model.named_parameters()))
+        layout = stored_layout(self.model, dict(self.model.named_parameters()))
         types = {name: self.dense.tensors[found].dtype for name, found in self.stored.items()}
         return {
             name: torch.empty(tensor.shape, dtype=types.get(name, self.dtype), device="meta")

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .. import _host
+from .._host.transformers.saving import write_configs
 from ..errors import CheckpointError, ConfigError
 from ..files.writer import CheckpointWriter
 from .config_of import find_family, upcycled_config
@@ -88,7 +88,7 @@ def _write(job: Upcycling, target: Path, max_shard_size: str | int) -> Path:
     try:
         for name, tensor in job.with_progress():
             writer.add(name, tensor)
-        _host.write_configs(job.model, writer.staging)
+        write_configs(job.model, writer.staging)
         if source is not None:
             _copy_tokenizer(source, writer.staging)
         writer.finish()

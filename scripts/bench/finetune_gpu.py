@@ -27,7 +27,7 @@ import transformers
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
 import hfscale
-from hfscale import _host
+from hfscale._host.transformers.computing import enable_checkpointing
 
 RECIPES = ("LoRA", "QLoRA")
 SIDES = ("stock", "hfscale")
@@ -77,7 +77,7 @@ def build(recipe: str, side: str, arguments: argparse.Namespace, path: str, devi
         model = peft.get_peft_model(model, adapters)
     if arguments.checkpointing:
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        _host.enable_checkpointing(base)
+        enable_checkpointing(base)
         base.enable_input_require_grads()
     model.train()
     if side == "hfscale":

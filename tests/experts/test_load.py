@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import hfscale
-from hfscale import ConfigError, ExpertLoad, ExpertLoadHistory, ParallelConfig, RoutingConfig, _host
+from hfscale import ConfigError, ExpertLoad, ExpertLoadHistory, ParallelConfig, RoutingConfig
+from hfscale._host.transformers.computing import enable_checkpointing
+from hfscale._host.transformers.experts import use_eager_experts
 from hfscale.parallel.experts import LayerLoad
 from tests.models import tiny
 from tests.parity.test_balance import _config, _microbatches, _together
@@ -17,7 +19,7 @@ from tests.parity.test_balance import _config, _microbatches, _together
 def _loaded(layout: ParallelConfig | None, routing: RoutingConfig | None, checkpointing: bool = False) -> Any:
     model = hfscale.from_config(_config("olmoe"), parallel=layout, dtype=torch.float64, routing=routing).train()
     if checkpointing:
-        _host.enable_checkpointing(model)
+        enable_checkpointing(model)
     return model
 
 
@@ -37,7 +39,7 @@ def _loads(layout: ParallelConfig | None, routing: RoutingConfig | None, checkpo
 def _by_hand() -> list[list[int]]:
     """Tokens per expert and layer, from what the stock routers of one process choose."""
     model = _loaded(None, None)
-    _host.use_eager_experts(model)
+    use_eager_experts(model)
     counts = [[0] * 4, [0] * 4]
 
     def count(number: int) -> Any:

@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import hfscale
-from hfscale import ParallelConfig, _host
+from hfscale import ParallelConfig
+from hfscale._host.transformers.computing import enable_checkpointing
 from hfscale.runtime import runtime_of
 from hfscale.runtime.runtime import local_tensor
 from hfscale.testing import Case, RankPool, assert_layout_equal, plain
@@ -135,7 +136,7 @@ def _sixteen_bits(start: str, sizes: dict[str, Any], checkpointing: bool) -> dic
     """Types, and what a few small steps change, of adapters around 16-bit weights."""
     model = hfscale.from_pretrained(start, parallel=ParallelConfig(**sizes), dtype="bfloat16", peft_config=_lora())
     if checkpointing:
-        _host.enable_checkpointing(model)
+        enable_checkpointing(model)
     model.train()
     parameters = runtime_of(model).parameters()
     before = {planned.name: local_tensor(p.detach()).clone() for planned, p in parameters}

@@ -11,7 +11,8 @@ from peft import LoraConfig
 from transformers import BitsAndBytesConfig, MixtralConfig, PreTrainedConfig
 
 import hfscale
-from hfscale import ParallelConfig, _host
+from hfscale import ParallelConfig
+from hfscale._host.transformers.computing import enable_checkpointing
 from hfscale.errors import ConfigError
 from hfscale.estimate.state_bytes import NAMES
 from hfscale.memory.report import count_saved, held_bytes
@@ -155,7 +156,7 @@ def test_an_estimate_from_above(lora: dict[str, Any] | None) -> None:
 def test_recomputed_layers_keep_their_inputs() -> None:
     model = hfscale.from_config(llama())
     without = hfscale.memory_estimate(model, tokens=128)
-    _host.enable_checkpointing(model)
+    enable_checkpointing(model)
     recomputed = hfscale.memory_estimate(model, tokens=128)
     runtime, ids = runtime_of(model), torch.arange(128).view(4, 32) % 60
     with count_saved(model, runtime.plan.layers, runtime.plan.head) as saved:

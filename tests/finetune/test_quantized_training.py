@@ -13,7 +13,7 @@ from transformers import BitsAndBytesConfig
 
 import hfscale
 from hfscale import ParallelConfig
-from hfscale._host import enable_checkpointing
+from hfscale._host.transformers.computing import enable_checkpointing
 from hfscale.files.reader import SafetensorsFile
 from hfscale.quantization.packed import packings_of
 from hfscale.runtime import runtime_of

@@ -17,7 +17,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DeepseekV3Config, OlmoeConfig, PreTrainedConfig, Qwen2MoeConfig
 
 import hfscale
-from hfscale import ParallelConfig, RoutingConfig, _host
+from hfscale import ParallelConfig, RoutingConfig
+from hfscale._host.transformers.computing import enable_checkpointing
+from hfscale._host.transformers.experts import router_logits, use_eager_experts
 from hfscale.runtime import runtime_of
 from hfscale.runtime.runtime import local_tensor
 from hfscale.testing import RankPool
@@ -56,7 +58,7 @@ def _config(family: str) -> PreTrainedConfig:
 def _names_logits(family: str) -> bool:
     """Whether this version of the host says where a family's router has its logits."""
     with torch.device("meta"):
-        return bool(_host.router_logits(AutoModelForCausalLM.from_config(_config(family))))
+        return bool(router_logits(AutoModelForCausalLM.from_config(_config(family))))
 
 
 def _microbatches() -> list[dict[str, Tensor]]:
@@ -99,7 +101,7 @@ def _loaded(start: Path, layout: ParallelConfig | None, routing: RoutingConfig |
 def _double(model: Any) -> Any:
     for parameter in model.parameters():
         parameter.data = parameter.data.double()
-    _host.use_eager_experts(model)
+    use_eager_experts(model)
     return model.train()
 
 
@@ -115,7 +117,7 @@ def _run(
     model = _loaded(Path(start), layout, routing)
     if checkpointing is not None:
         contexts = {} if checkpointing else {"context_fn": lambda: (nullcontext(), keep_float64())}
-        _host.enable_checkpointing(model, use_reentrant=checkpointing, **contexts)
+        enable_checkpointing(model, use_reentrant=checkpointing, **contexts)
     runtime = runtime_of(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     every, found = _microbatches(), []

@@ -9,7 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 import hfscale
-from hfscale import ParallelConfig, _host
+from hfscale import ParallelConfig
+from hfscale._host.transformers.computing import enable_checkpointing
 from hfscale.runtime import runtime_of
 from hfscale.runtime.runtime import local_tensor
 from hfscale.testing import Case, RankPool, Traffic, assert_layout_equal, count_traffic, plain
@@ -267,7 +268,7 @@ def finite(path: str, sizes: dict[str, Any], checkpointing: bool) -> list[float]
     try:
         model = loaded(path, sizes, dtype=torch.float32).train()
         if checkpointing:
-            _host.enable_checkpointing(model)
+            enable_checkpointing(model)
         batch = own_rows(model)
         short = {name: value[:1, :2] for name, value in batch.items()}
         losses = [float(hfscale.train_step(model, batches)) for batches in ([batch], [batch, short])]
@@ -345,7 +346,7 @@ def test_random_weights_do_not_depend_on_the_layout(
 def sent(path: str, sizes: dict[str, Any], checkpointing: bool) -> Traffic:
     model = loaded(path, sizes, dtype=torch.float32).train()
     if checkpointing:
-        _host.enable_checkpointing(model)
+        enable_checkpointing(model)
     hfscale.train_step(model, own_rows(model))
     with count_traffic() as traffic:
         hfscale.train_step(model, [own_rows(model)] * 2)

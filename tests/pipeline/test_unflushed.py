@@ -14,7 +14,8 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
 import hfscale
-from hfscale import ConfigError, ParallelConfig, PlanError, _host
+from hfscale import ConfigError, ParallelConfig, PlanError
+from hfscale._host.transformers.computing import enable_checkpointing
 from hfscale.planner.assign import assign_stages
 from hfscale.runtime import runtime_of
 from hfscale.testing import RankPool
@@ -77,7 +78,7 @@ def run_rank(directory: str, layout: ParallelConfig, calls: list[Any], checkpoin
     expected = torch.load(Path(directory) / "expected.pt", weights_only=True)
     model = hfscale.from_pretrained(directory, parallel=layout, dtype=torch.float64).train()
     if checkpointing:
-        _host.enable_checkpointing(model, context_fn=lambda: (nullcontext(), keep_float64()))
+        enable_checkpointing(model, context_fn=lambda: (nullcontext(), keep_float64()))
     optimizer = _optimizer(list(model.parameters()))
     losses, p = [], layout.size("pp")
     delay = 1 if layout.pipeline_schedule == "pipedream_2bw" else p - 1

@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 import hfscale
-from hfscale import ConfigError, ParallelConfig, _host
+from hfscale import ConfigError, ParallelConfig
+from hfscale._host.transformers.classes import class_name
 from hfscale.runtime import runtime_of
 from hfscale.testing import Case, RankPool, assert_layout_equal, keep_float64
 from hfscale.testing.clone import tiny_clone
@@ -313,4 +314,4 @@ def test_a_loss_of_the_models_own_is_left_alone_where_nothing_is_cut() -> None:
     with pytest.raises(ConfigError, match=r"^OwnLoss computes its loss itself .* instead of train_step"):
         hfscale.train_step(model, BATCH)
     model.__class__ = type("FSDPOwnLoss", (FSDPModule, OwnLoss), {})  # as over data axes
-    assert _host.class_name(model) == "OwnLoss"
+    assert class_name(model) == "OwnLoss"

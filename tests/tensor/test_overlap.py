@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 import hfscale
-from hfscale import ParallelConfig, _host
+from hfscale import ParallelConfig
+from hfscale._host.transformers.computing import enable_checkpointing
 from hfscale.runtime.runtime import local_tensor
 from hfscale.testing import RankPool
 
@@ -25,7 +26,7 @@ def gradients(path: str, layout: dict[str, Any], frozen: str, checkpointing: boo
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not frozen or frozen not in name)
     if checkpointing:
-        _host.enable_checkpointing(model)
+        enable_checkpointing(model)
     ids = torch.arange(42).view(3, 14)
     hfscale.train_step(model, [{"input_ids": ids, "labels": ids}, {"input_ids": ids[:2], "labels": ids[:2]}])
     grads = {name: p.grad for name, p in model.named_parameters()}

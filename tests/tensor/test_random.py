@@ -9,7 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import hfscale
-from hfscale import ParallelConfig, _host
+from hfscale import ParallelConfig
+from hfscale._host.transformers.computing import enable_checkpointing
 from hfscale.runtime.runtime import local_tensor
 from hfscale.testing import RankPool, keep_float64
 
@@ -23,7 +24,7 @@ def step(path: str, layout: dict[str, int], seed: int, checkpointing: bool) -> t
     """Loss, and this rank's gradient of the attention input projection, of one step with dropout."""
     model = hfscale.from_pretrained(path, parallel=ParallelConfig(**layout), dtype=torch.float64).train()
     if checkpointing:
-        _host.enable_checkpointing(model)
+        enable_checkpointing(model)
     torch.manual_seed(seed)
     loss = hfscale.train_step(model, {"input_ids": IDS, "labels": IDS})
     return loss.item(), local_tensor(model.transformer.h[0].attn.c_attn.weight.grad).clone()

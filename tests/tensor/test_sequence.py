@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig
 
 import hfscale
-from hfscale import ParallelConfig, _host
+from hfscale import ParallelConfig
+from hfscale._host.transformers.computing import enable_checkpointing
 from hfscale.errors import ConfigError, PlanError
 from hfscale.planner.sequence import share_evenly
 from hfscale.runtime import runtime_of
@@ -200,7 +201,7 @@ def streams(path: str, seed: int, checkpointing: bool) -> tuple[list[Tensor], li
     layout = ParallelConfig(**WITH)
     model = hfscale.from_pretrained(path, parallel=layout, dtype=torch.float64, attn_implementation="eager").train()
     if checkpointing:
-        _host.enable_checkpointing(model)
+        enable_checkpointing(model)
     sums: list[Tensor] = []
     weights: list[Tensor] = []
     for layer in model.transformer.h:

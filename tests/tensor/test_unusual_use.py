@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BertConfig
 
 import hfscale
-from hfscale import ConfigError, ParallelConfig, _host
+from hfscale import ConfigError, ParallelConfig
+from hfscale._host.transformers.computing import enable_checkpointing
 from hfscale.testing import RankPool
 
 from ..models import tiny
@@ -198,7 +199,7 @@ def outside(path: str, layout: dict[str, Any]) -> bool:
 
 def two_recomputed(path: str, layout: dict[str, Any], second: int) -> str:
     model = load(path, layout)
-    _host.enable_checkpointing(model)
+    enable_checkpointing(model)
     batches = [torch.arange(13)[None], torch.arange(second)[None]]
     losses = [model(input_ids=ids, labels=ids, use_cache=False).loss for ids in batches]
     try:

@@ -6,7 +6,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ... import _host
+from ..._host.transformers.classes import class_name
+from ..._host.transformers.experts import router_logits
 from ...errors import ConfigError
 from ...families.code import scores_by_sigmoid
 from ...plan import ExpertsPlan
@@ -75,7 +76,7 @@ def _is_cut(runtime: Runtime, layer: str) -> bool:
 
 
 def _check(runtime: Runtime, options: RoutingConfig) -> None:
-    model, kind = runtime.model, _host.class_name(runtime.model)
+    model, kind = runtime.model, class_name(runtime.model)
     if not runtime.plan.mixtures:
         raise ConfigError(
             f"routing={options}: {kind} has no experts that transformers keeps as one module of 3-D parameters: leave "
@@ -101,7 +102,7 @@ def _router(runtime: Runtime, planned: ExpertsPlan) -> tuple[str, nn.Module, int
 
     A few families have it beside the block, in the layer.
     """
-    recorded = _host.router_logits(runtime.model)
+    recorded = router_logits(runtime.model)
     for owner in dict.fromkeys((planned.name.rpartition(".")[0], planned.layer)):
         found = [
             (stock_name(f"{owner}.{name}"), module, place)

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ... import _host
+from ..._host.transformers.experts import runs_grouped_products
 from ...ops import enter, gather, leave, scatter
 from ...ops.grouped_linear import ALIGNED
 from ...plan import ExpertsPlan
@@ -130,7 +130,7 @@ def install_experts(runtime: Runtime, options: RoutingConfig | None = None) -> N
 
 def _too_narrow(experts: nn.Module, mixed_precision: str) -> bool:
     """Whether a share of ``experts`` has rows that torch's grouped product, the host's choice, does not take."""
-    if not _host.runs_grouped_products(experts):
+    if not runs_grouped_products(experts):
         return False
     weights = [parameter for parameter in experts.parameters() if parameter.ndim == 3]
     size = 2 if mixed_precision != "no" else min((weight.element_size() for weight in weights), default=ALIGNED)

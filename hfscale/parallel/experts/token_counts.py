@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ... import _host
+from ..._host.transformers.classes import class_name
 from ...errors import ConfigError
 from ...runtime import runtime_of
 from .balance import max_over_mean, normalized_entropy
@@ -159,7 +159,7 @@ def expert_load(model: nn.Module) -> ExpertLoad:
         raise ConfigError(
             "nothing counts tokens in this model: give it routing=hfscale.RoutingConfig() when it is loaded"
             if runtime.plan.mixtures
-            else f"{_host.class_name(runtime.model)} has no experts that hfscale knows, so there is no load of theirs"
+            else f"{class_name(runtime.model)} has no experts that hfscale knows, so there is no load of theirs"
         )
     counters, mesh = runtime.routing.counters, runtime.mesh
     rows = []

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ... import _host
+from ..._host.transformers.computing import packing
 from ...config import ParallelConfig
 from ...errors import ConfigError
 from ...plan import Stage
@@ -281,7 +281,7 @@ class Pipeline:
             if last:
                 loss = self._loss(inputs)
             else:
-                with _host.packing(inputs.packed, "position_ids" in inputs):
+                with packing(inputs.packed, "position_ids" in inputs):
                     self._runtime.model(**inputs)
             leaving = passage.leaving
             missed = arrived is not None and not passage.arrived

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ... import _host
+from ..._host.transformers.classes import class_name
+from ..._host.transformers.computing import packing
 from ...errors import ConfigError
 from ...mesh import Mesh
 from ...ops import AnyRows, HeadRows, LinearRows, VocabularySlice, gather, head_cross_entropy, vocab_cross_entropy
@@ -97,7 +98,7 @@ class VocabParallelLoss:
         given = batch.get("labels") if batch.get("shift_labels") is None else batch["shift_labels"]
         self._known = None if batch.valid is None else (given, batch.valid)
         try:
-            with self.normalized_by(count, label_smoothing), _host.packing(batch.packed, "position_ids" in batch):
+            with self.normalized_by(count, label_smoothing), packing(batch.packed, "position_ids" in batch):
                 output = model(**batch)
         finally:
             self._known = None
@@ -203,7 +204,7 @@ class VocabParallelLoss:
 
     def _left_alone(self, model: nn.Module, output: Any) -> Any:
         """What a model whose loss is its own returns, which is right where nothing is cut and nobody counts labels."""
-        its = f"{_host.class_name(model)} computes its loss itself instead of calling model.loss_function, so it cannot"
+        its = f"{class_name(model)} computes its loss itself instead of calling model.loss_function, so it cannot"
         if self.group is not None:
             raise ConfigError(
                 f"{its} run on a cut vocabulary: call it without labels, and compute the loss from its logits"

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedCon
 
 import hfscale
 
-from ... import _host
+from ..._host.transformers.computing import enable_checkpointing
+from ..._host.transformers.experts import use_eager_experts
 from ...optimizers.decay import owners_of
 from ...optimizers.muon import is_hidden_matrix
 from ...runtime import runtime_of
@@ -64,11 +65,11 @@ def prepared(model: Any, draw: Draw, dtype: torch.dtype) -> Any:
     for name, parameter in model.named_parameters():
         if any(part in name for part in draw.frozen):
             parameter.requires_grad_(False)
-    _host.use_eager_experts(model)
+    use_eager_experts(model)
     model.train()
     if draw.checkpointing:
         # The recomputation runs outside of the block in which the forward pass ran.
-        _host.enable_checkpointing(model, context_fn=lambda: (nullcontext(), exact(dtype)))
+        enable_checkpointing(model, context_fn=lambda: (nullcontext(), exact(dtype)))
     return model
 
 

@@ -1,0 +1,35 @@
+"""Stock classes and whole models of them."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+
+def stock_class(model: nn.Module) -> Any:
+    """The stock class of a model; FSDP2 gives it one of its own, derived from that."""
+    return next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+
+
+def class_name(model: nn.Module) -> str:
+    """The name of its stock class, which is what users know it by."""
+    return str(stock_class(model).__name__)
+
+
+def empty_copy(model: Any) -> Any:
+    """A whole model like the one that ``model`` is a part of, on the meta device."""
+    with torch.device("meta"):
+        return stock_class(model)._from_config(copy.deepcopy(model.config), dtype=model.dtype)
+
+
+def is_distributed_by_host(model: nn.Module) -> str | None:
+    """Why ``model`` cannot be parallelized any more, or ``None``."""
+    if getattr(model, "_device_mesh", None) is not None or getattr(
+        model, "_is_distributed_loading_by_transformers", False
+    ):
+        return "transformers already distributed it (distributed_config or tp_plan)"
+    if getattr(model, "hf_device_map", None):
+        return "it was loaded with a device_map"
+    return None

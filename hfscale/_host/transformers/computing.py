@@ -1,0 +1,51 @@
+"""How a stock model computes: attention, packed rows, recomputation."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import masking_utils
+
+
+def uses_flash_attention(model: Any) -> bool:
+    """Whether attention is a flash kernel's, of whatever version or origin, which is told of borders by lengths."""
+    config = model.config.get_text_config()
+    return "flash" in str(getattr(config, "_attn_implementation", None))
+
+
+@contextmanager
+def packing(restarts: bool | None, given: bool) -> Iterator[None]:
+    """Within: the host is told whether positions restart within rows, instead of asking the device in every pass.
+
+    Args:
+        restarts: ``None``: it is to ask.
+        given: whether positions are the caller's. The host's own, which are alike in all rows, do not restart; of any
+            others it asks.
+    """
+    if restarts is None:
+        yield
+        return
+    original = masking_utils.find_packed_sequence_indices
+
+    def known(position_ids: Tensor) -> Tensor | None:
+        if not given and len(position_ids) > 1 and position_ids.stride(0):
+            return original(position_ids)
+        if not restarts:
+            return None
+        first = position_ids[:, :1] - 1
+        return (torch.diff(position_ids, prepend=first, dim=-1) != 1).cumsum(-1)
+
+    masking_utils.find_packed_sequence_indices = known
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = original
+
+
+def enable_checkpointing(model: Any, **kwargs: Any) -> None:
+    """Recompute activations in the backward pass, layer by layer, without re-entering autograd."""
+    # The host renamed it in 5.2x and warns about the old name.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False, **kwargs})

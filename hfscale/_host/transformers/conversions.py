@@ -1,0 +1,130 @@
+"""Where stored tensors go, and what the host makes of them: its conversion of weights."""
+
+import copy
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+
+
+@dataclass(frozen=True)
+class Merge:
+    """How a converter lays stored tensors side by side, and does nothing else to them.
+
+    Tensors come in the host's order: by source, then by the numbers in their names (``experts.9`` before
+    ``experts.10``).
+
+    Attributes:
+        source: which of the converter's sources this tensor is: a gate projection, say, before an up projection.
+        stack: the new dim along which the tensors of one source are stacked; ``None``: they are not.
+        join: the dim along which what comes of each source is then joined; ``None`` for one source.
+    """
+
+    source: int
+    stack: int | None
+    join: int | None
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Where a stored tensor goes.
+
+    Attributes:
+        name: the parameter or buffer it loads into; the first, where a converter makes several of it.
+        converter: what the host does to it; ``None`` where it loads as it is.
+        pattern: which of the converter's sources its key matched.
+        others: what else the converter makes of it.
+        merge: what the converter does, if it does not change values or their order.
+    """
+
+    name: str
+    converter: WeightConverter | None = None
+    pattern: str = ""
+    others: tuple[str, ...] = ()
+    merge: Merge | None = None
+
+
+def checkpoint_targets(model: Any, keys: list[str], weight_mapping: list[Any]) -> dict[str, Destination]:
+    """Stored key -> where it goes, in the host's order.
+
+    Entries of ``weight_mapping`` that these keys use are marked as used: the host saves through those, and a rank that
+    loads but its stage's keys has to save every stage's.
+    """
+    copies = copy.deepcopy(weight_mapping)  # matching leaves other marks too
+    result = _destinations(keys, copies, model.base_model_prefix, model.state_dict())
+    for entry, copied in zip(weight_mapping, copies, strict=True):
+        entry._was_used = entry.was_used() or copied.was_used()
+    return result
+
+
+def loaded_targets(model: Any, keys: list[str], names: Collection[str]) -> dict[str, Destination]:
+    """Where the keys of the checkpoint that ``model`` was loaded from, or was saved to, belong.
+
+    Args:
+        names: of the parameters of the whole model, of which there may be but a stage here.
+    """
+    used = getattr(model, "_weight_conversions", None)  # what loading noted for saving
+    used = copy.deepcopy(get_model_conversion_mapping(model, add_legacy=False) if used is None else used)
+    return _destinations(keys, used, model.base_model_prefix, dict.fromkeys(names, True))
+
+
+def _destinations(
+    keys: list[str], weight_mapping: list[Any], prefix: str, expected: dict[str, Any]
+) -> dict[str, Destination]:
+    renamings = [entry for entry in weight_mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in weight_mapping if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    result = {}
+    for key in sorted(keys, key=dot_natural_key):  # the host's order, which some entries depend on
+        target, pattern = rename_source_key(key, renamings, converters, prefix, expected)
+        if target not in expected and key in expected:
+            target, pattern = rename_source_key(key, [], [], prefix, expected)
+        if pattern is None:
+            result[key] = Destination(target)
+            continue
+        converter = by_pattern[pattern]
+        first, *rest = converter.target_patterns
+        others = tuple(target.replace(first, other) for other in rest)
+        result[key] = Destination(target, converter, pattern, others, _merge(converter, pattern))
+    return result
+
+
+def _merge(converter: WeightConverter, pattern: str) -> Merge | None:
+    kinds = [type(operation) for operation in converter.operations]
+    dims = {type(operation): operation.dim for operation in converter.operations if hasattr(operation, "dim")}
+    sources = converter.source_patterns
+    known = kinds in ([Concatenate], [MergeModulelist, Concatenate]) or (
+        kinds == [MergeModulelist] and len(sources) < 2
+    )
+    if not known or len(converter.target_patterns) > 1 or min(dims.values()) < 0:
+        return None
+    return Merge(sources.index(pattern), dims.get(MergeModulelist), dims.get(Concatenate))
+
+
+def convert(tensors: Mapping[str, Tensor], found: Mapping[str, Destination], like: Any, config: Any) -> Tensor:
+    """One parameter as the host makes it of all that is stored of it.
+
+    Args:
+        tensors: whole, by stored key, in the host's order.
+        found: where those keys go.
+        like: a stand-in for the model: ``like.get_parameter(name)`` has the shape that a converter may ask for.
+        config: the model's.
+    """
+    first = found[next(iter(tensors))]
+    if first.converter is None:
+        return next(iter(tensors.values()))
+    converter: Any = copy.deepcopy(first.converter)
+    for key, tensor in tensors.items():
+        converter.add_tensor(first.name, key, found[key].pattern, tensor)
+    result = converter.convert(first.name, model=like, config=config)[first.name]
+    return result[0] if isinstance(result, list) else result

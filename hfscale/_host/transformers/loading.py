@@ -1,0 +1,106 @@
+"""How the host loads: its ``from_pretrained``, and what that takes."""
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.models.auto.auto_factory import _BaseAutoModelClass
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
+from transformers.utils import logging
+
+from ...config import local_rank, without_launcher_switches
+from ...errors import CheckpointError
+
+
+@contextmanager
+def loading_through(
+    prepare: Callable[[Any, list[Any], list[str], Any], dict[str, Any]],
+    present: Callable[[str], bool],
+    initialize: Callable[[Any], None],
+) -> Iterator[dict[str, Any]]:
+    """Within: ``from_pretrained`` shows every freshly built meta model to ``prepare`` before it reads weights.
+
+    ``prepare(model, weight_mapping, files, quantizer)`` may change the model's shapes and take modules out, and returns
+    the state dict to load from. What the host reports as missing and mismatched is left in the yielded dict.
+
+    Args:
+        present: whether a parameter is still there, by name; the host ties only what is.
+        initialize: takes the place of the host's initialization of a model whose weights have been read.
+    """
+    report: dict[str, Any] = {}
+    original = PreTrainedModel.__dict__["_load_pretrained_model"]
+
+    def load(model: Any, state_dict: Any, files: Any, load_config: Any, *args: Any, **kwargs: Any) -> Any:
+        if state_dict is not None or not files or not str(files[0]).endswith(".safetensors"):
+            raise CheckpointError(
+                f"hfscale loads safetensors checkpoints, and {load_config.pretrained_model_name_or_path!r} has "
+                f"{Path(files[0]).name if files else 'none'}: convert it once with "
+                "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
+            )
+        shown = prepare(model, load_config.weight_mapping or [], files, load_config.hf_quantizer)
+        report["model"], report["ties"] = model, model.all_tied_weights_keys
+        model.all_tied_weights_keys = {a: b for a, b in report["ties"].items() if present(a) and present(b)}
+        model.initialize_weights = lambda: initialize(model)
+        info, index = original.__func__(model, shown, None, load_config, *args, **kwargs)
+        report["missing"] = set(info.missing_keys)
+        report["mismatched"] = list(info.mismatched_keys)
+        return info, index
+
+    host: Any = PreTrainedModel
+    host._load_pretrained_model = staticmethod(load)
+    # One progress bar per machine is enough.
+    quiet = local_rank() > 0 and logging.is_progress_bar_enabled()
+    if quiet:
+        logging.disable_progress_bar()
+    try:
+        with without_launcher_switches():
+            yield report
+    finally:
+        if quiet:
+            logging.enable_progress_bar()
+        host._load_pretrained_model = original
+        if "model" in report:
+            report["model"].all_tied_weights_keys = report["ties"]
+            del report["model"].initialize_weights
+
+
+@cache
+def loading_arguments() -> frozenset[str]:
+    """Names of what the host's ``from_pretrained`` and ``from_config`` take besides fields of a config.
+
+    They take most of it out of ``**kwargs``, by name.
+    """
+    names: set[str] = set()
+    for taker in (PreTrainedModel, _BaseAutoModelClass):
+        for method in (
+            taker.from_pretrained,
+            getattr(taker, "from_config", None),
+            getattr(taker, "_from_config", None),
+        ):
+            if method is not None:
+                source = inspect.getsource(method)
+                names.update(re.findall(r'kwargs\.(?:pop|get)\(\s*"(\w+)"', source))
+                names.update(re.findall(r'"(\w+)" in kwargs', source))
+                names.update(re.findall(r'"(\w+)"', "".join(re.findall(r"for name in \[(.*?)\]", source))))
+                names.update(inspect.signature(method).parameters)
+    return frozenset(names)
+
+
+def quantizes(model: Any, config: Any) -> Callable[[str], bool]:
+    """Whether the host's bitsandbytes quantizers would quantize a module of that name, given their ``config``."""
+    kept = HfQuantizer.get_modules_to_not_convert(model, config.llm_int8_skip_modules, model._keep_in_fp32_modules)
+    return lambda name: bool(should_convert_module(name, kept))
+
+
+def forget_quantization(model: Any) -> None:
+    """Let a model whose weights are quantized no more say so."""
+    for name in ("hf_quantizer", "quantization_method", "is_loaded_in_4bit", "is_loaded_in_8bit", "is_quantized"):
+        model.__dict__.pop(name, None)
+    for config in {id(c): c for c in (model.config, model.config.get_text_config())}.values():
+        config.__dict__.pop("quantization_config", None)
