@@ -8,11 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import hfscale
 from hfscale import ParallelConfig
+from hfscale.quantization.install import dequantized
 from hfscale.testing.fuzz import Draw, Verdict, choose, read, shrink
 from hfscale.testing.fuzz.judge import compared
+from hfscale.testing.fuzz.measures import Yardstick
+from hfscale.testing.fuzz.models import quantization
 from hfscale.testing.fuzz.report import page
+from hfscale.testing.fuzz.stock import Record, Step, load, make_start
 
 WRONG = Verdict("wrong", "gradient")
 
@@ -64,6 +70,57 @@ def test_ranks_are_compared_with_one_process_and_with_each_other() -> None:
     assert compared(draw, [equal, equal]).outcome == "equal"
     for change in ({"worst": {"loss": [2.0, 1e-3, "step 0"]}}, {"losses": [2.0]}, {"sums": {"a {}": "y"}}):
         assert compared(draw, [equal, {**equal, **change}]).outcome == "wrong"
+
+
+def worst(draw: Draw, kind: str, found: float, narrow: float | None = None) -> float:
+    """How far over what is allowed ``found`` is, where float64 has 3e-16 in one tensor beside one of ones.
+
+    Args:
+        narrow: of stock code in the draw's type, which is off by 1e-7 in the other.
+    """
+    ones, wanted = torch.ones(4, dtype=torch.float64), torch.full((4,), 3e-16, dtype=torch.float64)
+    values = {"big": ones, "zero": wanted}
+    record = Record([Step([[1.0]], values, 1.0, values)])
+    if narrow is not None:
+        near = {"big": ones * (1 + 1e-7), "zero": torch.full_like(ones, narrow)}
+        record.narrow = [Step([[1.0]], near, 1.0, near)]
+    yardstick = Yardstick(draw, record, aligned=True, mixture=False)
+    yardstick.tensors(kind, 0, [("zero", torch.full_like(ones, found), wanted, wanted)])
+    return yardstick.worst.ratios[kind][0]
+
+
+ADAM = Draw("llama", optimizer="AdamW", learning_rate=0.01)
+SINGLE = Draw("llama", dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("draw", "kind", "narrow", "rounding", "wrong"),
+    [
+        (Draw("llama"), "gradient", None, 8e-15, 1e-13),
+        (ADAM, "weight", None, 8e-12, 1e-9),  # 64 roundings over eps
+        (ADAM.change(max_norm=0.01), "weight", None, 8e-14, 1e-11),  # clipped before
+        (SINGLE, "gradient", 0.0, 1.5e-8, 1e-5),
+        (SINGLE.change(dtype="bfloat16"), "gradient", 0.0, 1.5e-7, 1e-3),
+        (SINGLE.change(quantize="nf4"), "gradient", None, 1e-7, 1e-3),
+    ],
+)
+def test_what_is_zero_in_truth_is_measured_by_rounding(
+    draw: Draw, kind: str, narrow: float | None, rounding: float, wrong: float
+) -> None:
+    assert worst(draw, kind, rounding, narrow) <= 1
+    assert worst(draw, kind, wrong, narrow) > 1
+
+
+def test_experts_in_few_bits_are_those_of_one_process(tmp_path: Path) -> None:
+    wide = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+    draw = Draw("qwen3_moe", wide, 1, dtype="float32", quantize="fp4", peft=None)
+    make_start(draw, tmp_path)
+    stock = load(draw, tmp_path, torch.float32)
+    ours = hfscale.from_pretrained(str(tmp_path / "start"), dtype=torch.float32, **quantization(draw))
+    for name in ("gate_up_proj", "down_proj"):
+        experts = stock.model.layers[0].mlp.experts.get_parameter(name)
+        assert torch.equal(dequantized(ours.model.layers[0].mlp.experts, name), experts)
+        assert not experts.requires_grad
 
 
 def test_forty_draws_are_equal_or_refused() -> None:

@@ -5,8 +5,20 @@ narrower types the yardstick is stock code itself: with ``e(x) = |x - x64| / |x6
 float64), a layout's ``e`` may be four times that of stock code in the same type - of the tensor, or the median over all
 tensors where that is larger - and a few roundings: a layout only adds in another order. What is smaller than a
 thousandth (in bfloat16; a millionth in float32) of the largest gradient is measured against that.
+
+What is zero in truth has no scale of its own: the gradients of queries and keys where a token attends to itself alone,
+or of a bias that softmax does not see. All that is left of one is rounding in sums that cancel, and another order of
+sums changes all of it. A tensor is taken for zero where it is, in float64, within 64 roundings of the largest gradient,
+or of what the optimizer makes of as much in a weight that began as zero (AdamW divides by little more than its eps):
+
+- in float64 it may differ by that much;
+- in narrower types it may be as far from zero as stock code's worst tensor is from the truth, since its own sum may
+  happen to cancel to the last bit in stock code;
+- of a quantized model there is nothing but stock code in the same type: 64 of its roundings of the largest gradient are
+  uncertain everywhere.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,12 +27,12 @@ from torch import Tensor
 
 from ..parity import difference
 from .draw import Draw
-from .models import loses_bits
-from .stock import Record
+from .models import loses_bits, most_gain
+from .stock import Record, Step
 
 EXACT = 1e-9
-_ROUNDING = {"float32": 2.0**-23 * 64, "bfloat16": 2.0**-8 * 4}
-_SMALL = {"float32": 1e-6, "bfloat16": 1e-3}
+_ROUNDING = {"float64": 2.0**-52 * 64, "float32": 2.0**-23 * 64, "bfloat16": 2.0**-8 * 4}
+_SMALL = {"float64": 1e-6, "float32": 1e-6, "bfloat16": 1e-3}
 _FACTOR = 4.0
 _QUANTIZED = {"nf4": 2e-3, "fp4": 2e-3, "int8": 0.1}
 _ROUGH = 0.3
@@ -51,7 +63,11 @@ class Yardstick:
         self.draw, self.record, self.worst = draw, record, Worst()
         self.kind = "bfloat16" if "bf16" in draw.mixed_precision else draw.dtype
         self.exact = self.kind == "float64"
-        self.rough = not aligned or (mixture and (self.kind == "bfloat16" or draw.quantize is not None))
+        self.largest = {
+            kind: [_largest(_tensors_of(step, kind).values()) for step in record.steps]
+            for kind in ("gradient", "weight")
+        }
+        self.rough = not aligned or (mixture and self.kind == "bfloat16")
 
     def scalar(self, kind: str, step: int, found: float, wanted: float, narrow: float | None) -> None:
         """A loss or a norm."""
@@ -69,27 +85,48 @@ class Yardstick:
             for name, found, _, _ in pairs:
                 self.worst.note("finite", float(not torch.isfinite(found).all()), 0.5, name)
             return
-        steps, narrow = self.record.steps, self.record.narrow
-        every = steps[step].gradients if kind == "gradient" else steps[step].weights
-        if self.exact:
-            floor = 1e-6 * max((float(value.abs().max()) for value in every.values() if value.numel()), default=0.0)
-            for name, found, wanted, whole in pairs:
-                error = difference(found, wanted, whole, max(floor, 1e-30))
-                self.worst.note(kind, error, self._bound(None, step), f"step {step}: {name}")
+        if not self.exact:
+            self._narrow_tensors(kind, step, pairs)
             return
-        largest = max((float(value.norm()) for value in every.values()), default=1.0)
-        floor = max(_SMALL[self.kind] * largest, 1e-30)
-        stock: dict[str, float] = {}
-        if narrow:
-            other = narrow[step].gradients if kind == "gradient" else narrow[step].weights
-            stock = {
-                name: float((other[name].double() - value.double()).norm()) / max(float(value.norm()), floor)
-                for name, value in every.items()
-            }
-        median = sorted(stock.values())[len(stock) // 2] if stock else 0.0
         for name, found, wanted, whole in pairs:
-            error = float((found.double() - wanted.double()).norm()) / max(float(whole.double().norm()), floor)
-            bound = self._bound(max(stock[name], median) if stock else None, step)
+            error = difference(found, wanted, whole, self.least_scale(kind, step, whole))
+            self.worst.note(kind, error, EXACT, f"step {step}: {name}")
+
+    def least_scale(self, kind: str, step: int, whole: Tensor) -> float:
+        """The scale that is the least of ``whole``'s in float64."""
+        zero = self._zero(kind, step)
+        if _largest([whole]) <= zero:
+            return max(zero / EXACT, 1e-30)
+        return max(_SMALL["float64"] * self.largest[kind][step], 1e-30)
+
+    def _zero(self, kind: str, step: int) -> float:
+        """How much rounding can make, in float64, of what is zero in truth."""
+        if kind == "gradient":
+            return _ROUNDING["float64"] * self.largest[kind][step]
+        norm = self.record.steps[step].norm
+        clipped = min(1.0, self.draw.max_norm / max(norm, 1e-30)) if self.draw.max_norm else 1.0
+        before = self._zero(kind, step - 1) if step else 0.0
+        return before + most_gain(self.draw) * clipped * self._zero("gradient", step)
+
+    def _narrow_tensors(self, kind: str, step: int, pairs: list[tuple[str, Tensor, Tensor, Tensor]]) -> None:
+        """The same in Frobenius norms, with stock code in the same type as the yardstick."""
+        every = _tensors_of(self.record.steps[step], kind)
+        norms = {name: float(value.double().norm()) for name, value in every.items()}
+        largest = max(norms.values(), default=1.0)
+        floor = max(_SMALL[self.kind] * largest, 1e-30)
+        other = _tensors_of(self.record.narrow[step], kind) if self.record.narrow else {}
+        apart = {name: float((value.double() - every[name].double()).norm()) for name, value in other.items()}
+        ratios = sorted(value / max(norms[name], floor) for name, value in apart.items())
+        for name, found, wanted, whole in pairs:
+            scale = max(float(whole.double().norm()), floor)
+            error = float((found.double() - wanted.double()).norm()) / scale
+            stock = None
+            if apart:
+                own = max(apart.values()) if _largest([whole]) <= self._zero(kind, step) else apart[name]
+                stock = max(own / scale, ratios[len(ratios) // 2])
+            bound = self._bound(stock, step)
+            if self.draw.quantize is not None:
+                bound += _ROUNDING[self.kind] * largest / scale
             self.worst.note(kind, error, bound, f"step {step}: {name}")
 
     def follows(self) -> bool:
@@ -106,6 +143,14 @@ class Yardstick:
         if self.exact:
             return EXACT
         return _FACTOR * (stock or 0.0) + _ROUNDING[self.kind] * (1 + step)
+
+
+def _tensors_of(step: Step, kind: str) -> dict[str, Tensor]:
+    return step.gradients if kind == "gradient" else step.weights
+
+
+def _largest(tensors: Iterable[Tensor]) -> float:
+    return max((float(value.abs().max()) for value in tensors if value.numel()), default=0.0)
 
 
 def plain(worst: Worst) -> dict[str, Any]:

@@ -60,6 +60,26 @@ def quantization(draw: Draw) -> dict[str, Any]:
     return {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, **four)}
 
 
+def round_experts(model: Any, draw: Draw) -> None:
+    """Experts, which the host leaves as they are and hfscale quantizes, with the values of bitsandbytes' bits.
+
+    Without this, one process has another model than the layout.
+    """
+    planned = hfscale.plan(stock_config(draw), dtype=dtype_of(draw), **arguments(draw), **quantization(draw))
+    if draw.quantize not in ("nf4", "fp4") or planned.quantized is None:
+        return
+    from bitsandbytes import functional
+
+    for name in planned.quantized.weights:
+        parameter = model.get_parameter(name)
+        if not parameter.is_floating_point():
+            continue  # which the host has quantized
+        for matrix in parameter.data:
+            packed, state = functional.quantize_4bit(matrix.contiguous(), blocksize=64, quant_type=draw.quantize)
+            matrix.copy_(functional.dequantize_4bit(packed, state))
+        parameter.requires_grad_(False)
+
+
 def prepared(model: Any, draw: Draw, dtype: torch.dtype) -> Any:
     """Frozen, recomputed and in training as drawn."""
     for name, parameter in model.named_parameters():
@@ -100,6 +120,11 @@ def named_options(draw: Draw) -> dict[str, Any]:
     own: dict[str, Any] = {"adamw_torch": {"eps": EPS}, "adagrad": {"optim_args": {"eps": EPS}}}
     own |= {"rmsprop": {"optim_args": {"eps": EPS}}, "adafactor": {"optim_args": {"eps": (EPS**2, 1e-3)}}}
     return {"lr": draw.learning_rate, "weight_decay": DECAY, **own.get(draw.optimizer, {})}
+
+
+def most_gain(draw: Draw) -> float:
+    """The most that one update makes of an error in a gradient: of one that divides by its size, where that is zero."""
+    return draw.learning_rate if draw.optimizer in ("SGD", "sgd") else draw.learning_rate / EPS
 
 
 def stock_optimizers(draw: Draw, model: nn.Module, directory: Path) -> list[torch.optim.Optimizer]:

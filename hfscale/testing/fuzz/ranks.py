@@ -232,10 +232,10 @@ class Rank:
         wanted = stored(self.directory / f"end-{self._end()}")
         names = f"names differ: {sorted(ours.keys() ^ wanted.keys())[:4]}"
         yardstick.worst.note("saved", float(ours.keys() != wanted.keys()), 0.5, names)
-        floor = 1e-6 * max((float(value.abs().max()) for value in wanted.values() if value.numel()), default=1.0)
         for name in ours.keys() & wanted.keys():
             yardstick.worst.note("saved shape", float(ours[name].shape != wanted[name].shape), 0.5, name)
             if yardstick.exact and ours[name].shape == wanted[name].shape and yardstick.follows():
+                floor = yardstick.least_scale("weight", len(record.steps) - 1, wanted[name])
                 yardstick.worst.note("saved", difference(ours[name], wanted[name], floor=floor), EXACT, name)
 
     def _end(self) -> str:

@@ -22,6 +22,7 @@ from .models import (
     in_float64,
     prepared,
     quantization,
+    round_experts,
     stock_config,
     stock_optimizers,
 )
@@ -120,6 +121,8 @@ def load(draw: Draw, directory: Path, dtype: torch.dtype) -> Any:
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):  # a layout of some processors, for evaluation
             module.support_avx512bf16_for_cpu = False
+    if draw.quantize is not None:
+        round_experts(model, draw)
     text = model.config.get_text_config()
     if draw.loop == "train_step" and hasattr(text, "use_cache"):
         # As train_step does, and as stock trainers do: with a cache, the host overlooks where packed rows begin anew.
