@@ -1,6 +1,5 @@
 """Adapters on disk, in PEFT's own format and names: ``adapter_config.json`` and ``adapter_model.safetensors``."""
 
-import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,8 @@ from ..errors import CheckpointError
 from ..mesh import Mesh
 from ..plan import Plan
 from ..runtime import Runtime
-from ..runtime.agreement import is_writer, report
+from ..runtime.agreement import is_writer
+from ..runtime.atomic_directory import atomic_directory
 from ..runtime.full_tensors import full_parameters
 from ..runtime.names import stock_name
 
@@ -100,23 +100,12 @@ def save_adapter(runtime: Runtime, whole: Any, name: str, target: Path) -> None:
         for key in owned.get(parameter, ())
         if is_writer(runtime.mesh)
     }
-    failure: Exception | None = None
-    if is_writer(runtime.mesh):
-        staging = target / ".incomplete"
-        try:
-            shutil.rmtree(staging, ignore_errors=True)
-            staging.mkdir(parents=True)
-            save_file(tensors, staging / WEIGHTS, metadata={"format": "pt"})
+    with atomic_directory(target, runtime.mesh) as staging:
+        if is_writer(runtime.mesh):
+            save_file(tensors, staging.path / WEIGHTS, metadata={"format": "pt"})
             config = whole.peft_config[name]
             training, config.inference_mode = config.inference_mode, True
             try:
-                config.save_pretrained(str(staging))
+                config.save_pretrained(str(staging.path))
             finally:
                 config.inference_mode = training
-            for file in sorted(staging.iterdir()):
-                file.replace(target / file.name)
-        except OSError as error:
-            failure = error
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
-    report(runtime.mesh, failure, target)

@@ -6,19 +6,19 @@ sends it to rank 0, which puts it in its place in one whole tensor and writes th
 than one whole tensor. Files grow in a hidden directory inside the target and move into place when all are whole.
 """
 
-import shutil
 from datetime import timedelta
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .. import guards
 from .._host.transformers.saving import as_stored, stored_layout, write_configs
-from ..errors import CheckpointError, ConfigError
-from ..files.writer import CheckpointWriter
-from ..runtime import runtime_of
-from ..runtime.agreement import everyone_arrives, is_writer, report
+from ..errors import ConfigError
+from ..files.writer import INDEX, STALE, CheckpointWriter
+from ..runtime import Runtime, runtime_of
+from ..runtime.agreement import everyone_arrives, is_writer
+from ..runtime.atomic_directory import atomic_directory
 from ..runtime.full_tensors import full_tensors, tensors_to_save
 
 _WAIT = timedelta(minutes=2)
@@ -59,30 +59,26 @@ def save_pretrained(
             "good: merge it into 16 bits first, with hfscale.merge_and_unload(model, dtype=torch.bfloat16), or train "
             "an adapter (load the model with peft_config=...), which save_pretrained writes by itself"
         )
-    writer, failure = None, None
+    _write(runtime, target, max_shard_size)
+
+
+def _write(runtime: Runtime, target: Path, max_shard_size: str | int) -> None:
     entries = tensors_to_save(runtime)
     contents = {entry.name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for entry in entries}
     stored = stored_layout(runtime.model, contents)
-    if is_writer(runtime.mesh):
-        try:
-            writer = CheckpointWriter(target, stored, max_shard_size)
-        except (OSError, CheckpointError) as error:
-            failure = error
-    # Rank 0 takes every tensor even after a failure, so that no other rank waits forever to send its share.
-    for name, tensor in full_tensors(runtime, entries):
-        if writer is not None and failure is None:
-            try:
-                for stored_name, part in as_stored(runtime.model, name, tensor).items():
-                    writer.add(stored_name, part)
-            except (OSError, CheckpointError) as error:
-                failure = error
-    if writer is not None:
-        try:
-            if failure is None:
-                write_configs(runtime.model, writer.staging)
-                writer.finish()
-        except (OSError, CheckpointError) as error:
-            failure = error
-        finally:
-            shutil.rmtree(writer.staging, ignore_errors=True)
-    report(runtime.mesh, failure, target)
+    with atomic_directory(target, runtime.mesh, stale=STALE, last=INDEX) as staging:
+        writer = None
+        if is_writer(runtime.mesh):
+            writer = staging.attempt(CheckpointWriter, staging.path, stored, max_shard_size)
+        # Rank 0 takes every tensor even after a failure, so that no other rank waits forever to send its share.
+        for name, tensor in full_tensors(runtime, entries):
+            if writer is not None:
+                staging.attempt(_add, writer, runtime.model, name, tensor)
+        if writer is not None:
+            staging.attempt(write_configs, runtime.model, staging.path)
+            staging.attempt(writer.finish)
+
+
+def _add(writer: CheckpointWriter, model: nn.Module, name: str, tensor: Tensor) -> None:
+    for stored_name, part in as_stored(model, name, tensor).items():
+        writer.add(stored_name, part)

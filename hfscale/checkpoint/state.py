@@ -11,8 +11,7 @@ load anywhere, in any layout.) Files grow beside the directory and move into pla
 
 import json
 import random
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,8 @@ from ..mesh import Mesh
 from ..parallel.tensor.random import default_generator, synchronize_random_streams
 from ..plan import ParameterPlan
 from ..runtime import Runtime, like_sharded, runtime_of
-from ..runtime.agreement import everyone_arrives
+from ..runtime.agreement import everyone_arrives, is_writer
+from ..runtime.atomic_directory import atomic_directory
 from ..runtime.runtime import local_tensor
 
 _COUNTED = ("step", "mu_product")  # in the states of torch's optimizers
@@ -58,38 +58,19 @@ def save_state(
     """
     runtime, target = runtime_of(model), Path(directory)
     _refuse_under_way(runtime, "save_state")
-    mesh, staging = runtime.mesh, target.with_name(f".{target.name}.incomplete")
+    mesh = runtime.mesh
     everyone_arrives(mesh, timeout, f"save_state({str(target)!r})")
     if check_replicas:
         guards.check_replicas(runtime, f"save_state({str(target)!r})")
     synchronize_random_streams(runtime)  # a run that goes on from here has agreed on them
     shares = _shares(runtime, optimizer)
-
-    def prepare() -> None:
-        if not any(mesh.ranks.values()):
-            shutil.rmtree(staging, ignore_errors=True)
-            staging.mkdir(parents=True)
-            (staging / "layout.json").write_text(json.dumps(_layout(runtime)))
-
-    def write() -> None:
+    with atomic_directory(target, mesh, replace=True) as staging:
+        if is_writer(mesh):
+            (staging.path / "layout.json").write_text(json.dumps(_layout(runtime)))
         if mesh.ranks["dp_replicate"] == _replica(mesh):
-            torch.save(shares, staging / _shares_name(mesh))
+            torch.save(shares, staging.path / _shares_name(mesh))
         states = {name: other.state_dict() for name, other in others.items()}
-        torch.save({"random": _random_states(mesh), "others": states}, staging / _rank_name(mesh))
-
-    for part in (prepare, write):  # every rank learns of a failure before any of them goes on
-        failures = _failures_of(part, mesh)
-        if failures:
-            shutil.rmtree(staging, ignore_errors=True)
-            raise CheckpointError(f"{target} could not be written: {'; '.join(failures)}")
-    if not any(mesh.ranks.values()):
-        old = target.with_name(f".{target.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
-        if target.exists():
-            target.rename(old)
-        staging.rename(target)
-        shutil.rmtree(old, ignore_errors=True)
-    _wait(mesh)
+        torch.save({"random": _random_states(mesh), "others": states}, staging.path / _rank_name(mesh))
 
 
 def load_state(
@@ -294,18 +275,3 @@ def _restore_random_states(mesh: Mesh, states: dict[str, Any]) -> None:
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
     if mesh.device.type != "cpu":
         default_generator(mesh.device).set_state(states["device"])
-
-
-def _wait(mesh: Mesh) -> None:
-    if mesh.control is not None:
-        dist.barrier(mesh.control)
-
-
-def _failures_of(part: Callable[[], None], mesh: Mesh) -> list[str]:
-    """Do ``part``, wait for all ranks to have done theirs, and say which of them failed, and why."""
-    failure = ""
-    try:
-        part()
-    except OSError as error:
-        failure = f"{type(error).__name__}: {error}"
-    return [f"rank {rank}: {text}" for rank, text in enumerate(mesh.all_gather_object(failure)) if text]

@@ -6,7 +6,6 @@ JSON header that gives each tensor's type, shape and place, then the bytes.
 
 import json
 import os
-import shutil
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from .reader import NAMES
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHARDS = "-?????-of-?????"
-_STALE = (
+STALE = (
     WEIGHTS,
     f"model{_SHARDS}.safetensors",
     INDEX,
@@ -28,15 +27,14 @@ _STALE = (
     f"pytorch_model{_SHARDS}.bin",
     "pytorch_model.bin.index.json",
 )
+"""Patterns of earlier weights, which the host might prefer to those of a :class:`CheckpointWriter`."""
 
 
 class CheckpointWriter:
-    """Writes ``contents`` (stored name -> meta tensor) under ``target``, through a staging directory inside it."""
+    """Writes ``contents`` (stored name -> meta tensor) as files in ``directory``."""
 
-    def __init__(self, target: Path, contents: dict[str, Tensor], max_shard_size: str | int) -> None:
-        self.target, self.staging = target, target / ".incomplete"
-        shutil.rmtree(self.staging, ignore_errors=True)  # what a killed process left must not move into place
-        self.staging.mkdir(parents=True)
+    def __init__(self, directory: Path, contents: dict[str, Tensor], max_shard_size: str | int) -> None:
+        self.directory = directory
         split = _split(contents, max_shard_size)
         self._index = None
         if split.is_sharded:
@@ -44,7 +42,7 @@ class CheckpointWriter:
         self._files: dict[str, _File] = {}
         self._missing = dict(contents)
         for file, names in split.filename_to_tensors.items():
-            opened = _File(self.staging / file, {name: contents[name] for name in names})
+            opened = _File(directory / file, {name: contents[name] for name in names})
             self._files.update(dict.fromkeys(names, opened))
 
     def add(self, name: str, tensor: Tensor) -> None:
@@ -62,7 +60,7 @@ class CheckpointWriter:
         del self._missing[name]
 
     def finish(self) -> None:
-        """Move everything into place: earlier weights go first, the index that makes shards a model comes last.
+        """Bring the files to the disk, with the index that makes shards a model.
 
         Raises:
             CheckpointError: a tensor was never written.
@@ -71,15 +69,8 @@ class CheckpointWriter:
             raise CheckpointError(f"these tensors were not written: {', '.join(self._missing)}")
         for file in set(self._files.values()):
             file.close()
-        for pattern in _STALE:
-            for old in self.target.glob(pattern):
-                old.unlink()
-        for file_path in sorted(self.staging.iterdir()):
-            os.replace(file_path, self.target / file_path.name)
         if self._index is not None:
-            temporary = self.staging / INDEX
-            temporary.write_text(json.dumps(self._index, indent=2, sort_keys=True) + "\n")
-            os.replace(temporary, self.target / INDEX)
+            (self.directory / INDEX).write_text(json.dumps(self._index, indent=2, sort_keys=True) + "\n")
 
 
 def _split(contents: dict[str, Tensor], max_shard_size: str | int) -> StateDictSplit:

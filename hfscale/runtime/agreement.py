@@ -1,4 +1,4 @@
-"""What every rank has to do together around files: arrive, let one rank write, and hear whether it could."""
+"""What every rank has to do together around files: arrive, let one rank write, and hear whether all could."""
 
 from datetime import timedelta
 from pathlib import Path
@@ -32,10 +32,14 @@ def everyone_arrives(mesh: Mesh, timeout: timedelta, call: str) -> None:
         ) from error
 
 
-def report(mesh: Mesh, failure: Exception | None, target: Path) -> None:
-    """Every rank learns whether rank 0 succeeded."""
-    message = [f"{type(failure).__name__}: {failure}" if failure else ""]
-    if mesh.control is not None:
-        dist.broadcast_object_list(message, src=0, group=mesh.control)
-    if message[0]:
-        raise CheckpointError(f"{target} could not be written: {message[0]}") from failure
+def raise_together(mesh: Mesh | None, failure: Exception | None, target: Path) -> None:
+    """Every rank learns of every rank's ``failure`` to write ``target``; ``mesh=None``: there is this process alone.
+
+    Raises:
+        CheckpointError: on every rank, if one of them failed.
+    """
+    failures = [str(failure or "")] if mesh is None else mesh.all_gather_object(str(failure or ""))
+    if any(failures):
+        several = len(failures) > 1
+        reasons = (f"rank {rank}: {text}" if several else text for rank, text in enumerate(failures) if text)
+        raise CheckpointError(f"{target} could not be written: {'; '.join(reasons)}") from failure

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .._host.transformers.saving import write_configs
-from ..errors import CheckpointError, ConfigError
-from ..files.writer import CheckpointWriter
+from ..errors import ConfigError
+from ..files.writer import INDEX, STALE, CheckpointWriter
+from ..runtime.atomic_directory import atomic_directory
 from .config_of import find_family, upcycled_config
 from .dense import TOKENIZER_FILES, open_whole
 from .expert_tensors import Upcycling
@@ -84,18 +85,14 @@ def _in_memory(job: Upcycling) -> Any:
 def _write(job: Upcycling, target: Path, max_shard_size: str | int) -> Path:
     source = job.dense.directory
     _check_target(target, source)
-    writer = CheckpointWriter(target, job.contents(), max_shard_size)
-    try:
+    with atomic_directory(target, stale=STALE, last=INDEX) as staging:
+        writer = CheckpointWriter(staging.path, job.contents(), max_shard_size)
         for name, tensor in job.with_progress():
             writer.add(name, tensor)
-        write_configs(job.model, writer.staging)
+        write_configs(job.model, staging.path)
         if source is not None:
-            _copy_tokenizer(source, writer.staging)
+            _copy_tokenizer(source, staging.path)
         writer.finish()
-    except OSError as error:
-        raise CheckpointError(f"{target} could not be written: {error}") from error
-    finally:
-        shutil.rmtree(writer.staging, ignore_errors=True)
     return target
 
 

@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 
 from hfscale import CheckpointError
 from hfscale.files.reader import NAMES
-from hfscale.files.writer import INDEX, WEIGHTS, CheckpointWriter
+from hfscale.files.writer import INDEX, STALE, WEIGHTS, CheckpointWriter
+from hfscale.runtime.atomic_directory import atomic_directory
 
 
 def _tensors() -> dict[str, torch.Tensor]:
@@ -24,10 +25,11 @@ def _tensors() -> dict[str, torch.Tensor]:
 
 
 def _write(directory: Path, tensors: dict[str, torch.Tensor], size: str | int = "5GB", reverse: bool = False) -> None:
-    writer = CheckpointWriter(directory, {name: tensor.to("meta") for name, tensor in tensors.items()}, size)
-    for name in reversed(tensors) if reverse else tensors:
-        writer.add(name, tensors[name])
-    writer.finish()
+    with atomic_directory(directory, stale=STALE, last=INDEX) as staging:
+        writer = CheckpointWriter(staging.path, {name: tensor.to("meta") for name, tensor in tensors.items()}, size)
+        for name in reversed(tensors) if reverse else tensors:
+            writer.add(name, tensors[name])
+        writer.finish()
 
 
 def _weights(directory: Path) -> list[str]:
@@ -100,10 +102,11 @@ def test_earlier_weights_are_replaced_whatever_their_shape(tmp_path: Path) -> No
 
 def test_nothing_moves_before_the_end(tmp_path: Path) -> None:
     _write(tmp_path, {"t": torch.zeros(2)})
-    writer = CheckpointWriter(tmp_path, {"t": torch.ones(2, device="meta")}, "5GB")
-    writer.add("t", torch.ones(2))
-    assert load_file(tmp_path / WEIGHTS)["t"].tolist() == [0, 0]
-    writer.finish()
+    with atomic_directory(tmp_path, stale=STALE, last=INDEX) as staging:
+        writer = CheckpointWriter(staging.path, {"t": torch.ones(2, device="meta")}, "5GB")
+        writer.add("t", torch.ones(2))
+        writer.finish()
+        assert load_file(tmp_path / WEIGHTS)["t"].tolist() == [0, 0]
     assert load_file(tmp_path / WEIGHTS)["t"].tolist() == [1, 1]
 
 
@@ -116,14 +119,15 @@ def test_what_a_killed_save_left_does_not_become_part_of_the_next(tmp_path: Path
 
 def test_a_tensor_that_never_came_is_not_zeros(tmp_path: Path) -> None:
     _write(tmp_path, {"t": torch.ones(2)})
-    writer = CheckpointWriter(tmp_path, {name: torch.empty(2, device="meta") for name in "tuv"}, "5GB")
-    writer.add("u", torch.ones(2))
-    with pytest.raises(CheckpointError, match="these tensors were not written: t, v"):
+    with atomic_directory(tmp_path, stale=STALE, last=INDEX) as staging:
+        writer = CheckpointWriter(staging.path, {name: torch.empty(2, device="meta") for name in "tuv"}, "5GB")
+        writer.add("u", torch.ones(2))
+        with pytest.raises(CheckpointError, match="these tensors were not written: t, v"):
+            writer.finish()
+        assert load_file(tmp_path / WEIGHTS).keys() == {"t"}
+        writer.add("t", torch.ones(2))
+        writer.add("v", torch.ones(2))
         writer.finish()
-    assert load_file(tmp_path / WEIGHTS).keys() == {"t"}
-    writer.add("t", torch.ones(2))
-    writer.add("v", torch.ones(2))
-    writer.finish()
 
 
 def test_a_tensor_that_is_not_the_announced_one_is_refused(tmp_path: Path) -> None:
