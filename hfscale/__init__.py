@@ -11,13 +11,14 @@ from .version import __version__
 if TYPE_CHECKING:
     from .accelerator import Accelerator
     from .adapt import coverage_report, get_peft_model, merge_and_unload
+    from .build import from_config, from_pretrained, parallelize, plan
     from .checkpoint import load_state, save_pretrained, save_state, verify_experts
     from .config import ParallelConfig
     from .memory.report import memory_estimate
     from .optimizers import create_optimizer
-    from .parallel.experts import ExpertLoad, ExpertLoadHistory, RoutingConfig, expert_load
+    from .parallel.experts import ExpertLoad, ExpertLoadHistory, expert_load
     from .parallel.pipeline.record import record_schedule
-    from .parallelize import from_config, from_pretrained, parallelize, plan
+    from .routing_config import RoutingConfig
     from .train import batch_rank, batch_world, clip_grad_norm_, drain, eval_step, train_step
     from .upcycle.upcycle import upcycle
 
@@ -64,10 +65,11 @@ _MODULES = {
     ".checkpoint": ["load_state", "save_pretrained", "save_state", "verify_experts"],
     ".upcycle.upcycle": ["upcycle"],
     ".config": ["ParallelConfig"],
-    ".parallel.experts": ["ExpertLoad", "ExpertLoadHistory", "RoutingConfig", "expert_load"],
+    ".parallel.experts": ["ExpertLoad", "ExpertLoadHistory", "expert_load"],
+    ".routing_config": ["RoutingConfig"],
     ".memory.report": ["memory_estimate"],
     ".optimizers": ["create_optimizer"],
-    ".parallelize": ["from_config", "from_pretrained", "parallelize", "plan"],
+    ".build": ["from_config", "from_pretrained", "parallelize", "plan"],
     ".parallel.pipeline.record": ["record_schedule"],
     ".train": ["batch_rank", "batch_world", "clip_grad_norm_", "drain", "eval_step", "train_step"],
 }

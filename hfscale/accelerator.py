@@ -23,7 +23,7 @@ from .config import started_processes, without_launcher_switches
 from .errors import ConfigError
 from .mesh import Mesh
 from .parallel.data import set_gradient_sync
-from .parallel.tensor.random import synchronize_random_streams
+from .parallel.tensor import RandomStreams
 from .runtime import Runtime, find_runtime, runtime_of
 from .train import clip_grad_norm_
 
@@ -163,11 +163,8 @@ class Accelerator(accelerate.Accelerator):
         Raises:
             ConfigError: the model is cut into pipeline stages.
         """
-        if self._runtime is not None and self._runtime.pipeline is not None:
-            raise ConfigError(
-                f"{self.mesh.layout.describe()}: backward passes run between the stages, so accelerator.backward has "
-                "none to start: use loss = hfscale.train_step(model, batch), which leaves the gradients in .grad"
-            )
+        if self._runtime is not None:
+            self._runtime.executor.check_plain_call("accelerator.backward")
         super().backward(loss, **kwargs)
 
     @contextmanager
@@ -190,7 +187,9 @@ class Accelerator(accelerate.Accelerator):
         for model in self._models:
             trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
             # Where nothing trains on this rank's stages, it must take part in the norm all the same.
-            still = runtime_of(model).pipeline is not None and (not given or given & set(map(id, model.parameters())))
+            still = runtime_of(model).plan.stages is not None and (
+                not given or given & set(map(id, model.parameters()))
+            )
             if trained <= given and (trained or still):
                 return clip_grad_norm_(model, max_norm, norm_type) if self.sync_gradients else None
         raise ConfigError(
@@ -248,14 +247,16 @@ class Accelerator(accelerate.Accelerator):
                 f"the accelerator is on {self.device} and the model on {runtime.mesh.device}: to stay on the CPU where "
                 "there are GPUs, set ACCELERATE_USE_CPU=1 (cpu=True reaches the accelerator alone)"
             )
-        if runtime.mixed_precision != self.mixed_precision:
+        if runtime.options.mixed_precision != self.mixed_precision:
             raise ConfigError(
                 f"the accelerator has mixed_precision={self.mixed_precision!r} and the model was built with "
-                f"{runtime.mixed_precision!r}: give both the same, hfscale.from_pretrained(..., "
+                f"{runtime.options.mixed_precision!r}: give both the same, hfscale.from_pretrained(..., "
                 f"mixed_precision={self.mixed_precision!r})"
             )
         self._runtime = self._runtime or runtime
-        synchronize_random_streams(runtime)
+        streams = runtime.part(RandomStreams)
+        if streams is not None:
+            streams.synchronize(runtime)
 
     def _agreed(self, value: int) -> int:
         """Rank 0's ``value``, on every rank."""

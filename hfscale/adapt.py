@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ._host.transformers.classes import class_name, empty_copy
-from .adapters import attach_adapters, describe_coverage, merge_local_weights, read_config
+from .adapters import Adapters, attach_adapters, describe_coverage, merge_local_weights, read_config
 from .adapters.merge import dequantized_weights, put_plain_modules, refuse_tied
 from .assemble import assemble, take_apart
 from .errors import ConfigError
@@ -40,14 +40,15 @@ def get_peft_model(model: nn.Module, peft_config: Any, adapter_name: str = "defa
         CheckpointError: a saved adapter does not fit the model.
     """
     runtime = runtime_of(model)
-    if runtime.adapters is not None:
+    existing = runtime.part(Adapters)
+    if existing is not None:
         raise ConfigError(
-            f"{class_name(runtime.model)} has the adapter {runtime.adapters.name!r} already: merge it first "
+            f"{class_name(runtime.model)} has the adapter {existing.name!r} already: merge it first "
             "(hfscale.merge_and_unload), or load the model again"
         )
     config, source = read_config(peft_config)
     template = empty_copy(runtime.model)
-    plan, mesh = runtime.plan, runtime.mesh
+    plan, mesh, options = runtime.plan, runtime.mesh, runtime.options
     training = runtime.model.training
     shares = take_apart(runtime)
     before = shares.copy()
@@ -56,9 +57,9 @@ def get_peft_model(model: nn.Module, peft_config: Any, adapter_name: str = "defa
             runtime.model, template, config, plan, mesh, shares.tensors, source=source, name=adapter_name, seed=seed
         )
     except Exception:  # the model goes on without
-        assemble(runtime.model, plan, mesh, runtime.mixed_precision, runtime.options, before)
+        assemble(runtime.model, plan, mesh, options, before)
         raise
-    assemble(runtime.model, planned, mesh, runtime.mixed_precision, runtime.options, shares, adapters)
+    assemble(runtime.model, planned, mesh, options, shares, adapters)
     adapters.peft_model.train(training)
     for part in (adapters.peft_model, adapters.peft_model.base_model):
         part.merge_and_unload = partial(_merge_as_peft_does, runtime.model)
@@ -90,7 +91,7 @@ def merge_and_unload(model: nn.Module, *, dtype: torch.dtype | None = None, quie
             ``dtype``.
     """
     runtime = runtime_of(model)
-    adapters = runtime.adapters
+    adapters = runtime.part(Adapters)
     if adapters is None:
         raise ConfigError(f"{class_name(runtime.model)} has no adapters to merge: see hfscale.get_peft_model")
     quantized = runtime.plan.quantized
@@ -109,7 +110,7 @@ def merge_and_unload(model: nn.Module, *, dtype: torch.dtype | None = None, quie
     if quantized is not None:
         plan = put_plain_modules(adapters, runtime, plain)
     stock, tensors = merge_local_weights(adapters, runtime, tensors)
-    assemble(stock, plan, runtime.mesh, runtime.mixed_precision, runtime.options, LocalWeights(tensors))
+    assemble(stock, plan, runtime.mesh, runtime.options, LocalWeights(tensors))
     stock.train(training)
     if before is not None:
         what, expected = before
@@ -137,7 +138,7 @@ def _answer(runtime: Runtime) -> tuple[str, Tensor]:
     ids = torch.randint(0, vocabulary, _SAMPLE, generator=generator).to(runtime.mesh.device)
     model.eval()
     try:
-        if runtime.pipeline is not None:
+        if runtime.plan.stages is not None:
             rows = ids.repeat(int(runtime.mesh.layout.num_microbatches or 1), 1)
             return "loss", eval_step(model, {"input_ids": rows, "labels": rows}).detach().clone()
         output = model(input_ids=ids)
@@ -154,6 +155,6 @@ def coverage_report(model: nn.Module) -> str:
         ConfigError: it has none.
     """
     runtime = runtime_of(model)
-    if runtime.adapters is None:
+    if runtime.part(Adapters) is None:
         raise ConfigError(f"{class_name(runtime.model)} has no adapters: see hfscale.get_peft_model")
     return describe_coverage(runtime.plan)

@@ -15,8 +15,10 @@ from ..plan import Plan
 from ..planner.adapters import COPY, plan_adapters
 from ..quantization.install import dequantized
 from ..quantization.packed import shown_unpacked
-from ..runtime import Runtime
+from ..runtime import Part, Runtime
+from ..runtime.local_weights import LocalWeights
 from ..runtime.names import owner_of
+from .edges import install_adapter_edges
 from .first_values import initialize_adapters
 from .guard import guard_methods
 from .merge import put_back
@@ -25,9 +27,9 @@ from .storage import load_adapter, save_adapter
 from .structure import adapter_parameters, check_matches, narrowed, quietly, target_names, targets_of, wrap
 
 
-@dataclass
-class Adapters:
-    """What PEFT put around the modules of one model.
+@dataclass(eq=False)
+class Adapters(Part):
+    """What PEFT put around the modules of one model, as a part of it.
 
     Attributes:
         peft_model: PEFT's model around what this rank holds.
@@ -41,9 +43,14 @@ class Adapters:
     name: str
     stock_plan: Plan
 
-    def save(self, runtime: Runtime, directory: Path) -> None:
+    def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
+        """Let adapters compute with those of the other tensor ranks. Comes behind the edges of blocks."""
+        install_adapter_edges(runtime)
+
+    def save(self, runtime: Runtime, directory: Path) -> bool:
         """Write the adapter in PEFT's format; collective."""
         save_adapter(runtime, self.whole, self.name, directory)
+        return True
 
 
 def attach_adapters(

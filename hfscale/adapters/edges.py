@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..parallel.tensor import TensorParallel
 from ..parallel.tensor.partial_gradients import computes_with, read_partial
 from ..parallel.tensor.random import drop_alike, drop_own
 from ..parallel.tensor.sequence import SequenceRegion
@@ -25,9 +26,10 @@ from ..runtime.names import owner_of, unwrapped
 
 def install_adapter_edges(runtime: Runtime) -> None:
     """Let adapters compute with those of the other tensor ranks. No-op without adapters, or on one tensor rank."""
-    plan, model, sums = runtime.plan, runtime.model, runtime.sums
-    if not plan.adapters or sums is None:
+    plan, model, tensor = runtime.plan, runtime.model, runtime.part(TensorParallel)
+    if not plan.adapters or tensor is None or tensor.sums is None:
         return
+    sums = tensor.sums
     for adapter in plan.adapters:
         planned = plan.by_name[adapter.name]
         # A trained copy of a module is read like the module itself.
@@ -41,7 +43,7 @@ def install_adapter_edges(runtime: Runtime) -> None:
                 module = model.get_submodule(adapter.base.rpartition(".")[0])
             read_partial(module, sums, names=(name,), once=once, holder=holder)
     for block in (block for block in plan.blocks if runtime.is_local(block.name)):
-        stream = runtime.sequence_region_of(block.name)
+        stream = tensor.region_of(block.name)
         for name, wrapper in _wrappers(model.get_submodule(block.name), block.name):
             row = name in block.row
             if row:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from .. import guards
 from .._host.transformers.saving import as_stored, stored_layout, write_configs
-from ..errors import ConfigError
 from ..files.writer import INDEX, STALE, CheckpointWriter
 from ..runtime import Runtime, runtime_of
 from ..runtime.agreement import everyone_arrives, is_writer
@@ -50,15 +49,8 @@ def save_pretrained(
     everyone_arrives(runtime.mesh, timeout, f"save_pretrained({str(target)!r})")
     if check_replicas:
         guards.check_replicas(runtime, f"save_pretrained({str(target)!r})")
-    if runtime.adapters is not None:
-        runtime.adapters.save(runtime, target)
+    if any(part.save(runtime, target) for part in runtime.parts):
         return
-    if runtime.plan.quantized is not None:
-        raise ConfigError(
-            f"the model is held in {runtime.plan.quantized.bits} bits, and {str(target)!r} would keep their error for "
-            "good: merge it into 16 bits first, with hfscale.merge_and_unload(model, dtype=torch.bfloat16), or train "
-            "an adapter (load the model with peft_config=...), which save_pretrained writes by itself"
-        )
     _write(runtime, target, max_shard_size)
 
 

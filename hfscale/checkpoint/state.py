@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from .. import guards
 from ..errors import CheckpointError
 from ..mesh import Mesh
-from ..parallel.tensor.random import default_generator, synchronize_random_streams
+from ..parallel.tensor.random import default_generator
 from ..plan import ParameterPlan
 from ..runtime import Runtime, like_sharded, runtime_of
 from ..runtime.agreement import everyone_arrives, is_writer
@@ -62,7 +62,8 @@ def save_state(
     everyone_arrives(mesh, timeout, f"save_state({str(target)!r})")
     if check_replicas:
         guards.check_replicas(runtime, f"save_state({str(target)!r})")
-    synchronize_random_streams(runtime)  # a run that goes on from here has agreed on them
+    for part in runtime.parts:
+        part.before_state(runtime, resumed=False)
     shares = _shares(runtime, optimizer)
     with atomic_directory(target, mesh, replace=True) as staging:
         if is_writer(mesh):
@@ -100,11 +101,12 @@ def load_state(
             raise CheckpointError(f"{source} holds {', '.join(own['others']) or 'nothing else'}, and no {name!r}")
         other.load_state_dict(own["others"][name])
     _restore_random_states(mesh, own["random"])
-    runtime.random_streams_agreed = True
+    for part in runtime.parts:
+        part.before_state(runtime, resumed=True)
 
 
 def _refuse_under_way(runtime: Runtime, call: str) -> None:
-    if runtime.pipeline is not None and runtime.pipeline.under_way:
+    if runtime.executor.under_way:
         raise CheckpointError(
             f"{call} knows nothing of the microbatches that {runtime.mesh.layout.pipeline_schedule} has under way: "
             "take their gradients first (for loss in hfscale.drain(model): optimizer.step()), or they would be lost"

@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan."""
-    from ..parallelize import plan as make_plan
+    from ..build import plan as make_plan
     from ..plan import render, to_json
 
     layout, auto_class = layout_of(arguments), auto_class_of(arguments.auto_class)

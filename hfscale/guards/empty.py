@@ -21,7 +21,7 @@ def without_gaps(runtime: Runtime, batch: Mapping[str, Any]) -> Mapping[str, Any
     tokens = next((batch[name] for name in ("input_ids", "inputs_embeds") if isinstance(batch.get(name), Tensor)), None)
     if tokens is None or tokens.ndim < 2 or tokens.shape[0] > 0:
         return batch
-    rows = _rows(runtime)
+    rows = runtime.executor.fewest_rows()
     filled = {
         name: value.new_full(
             (rows, *(max(2, size) if dim == 0 else size for dim, size in enumerate(value.shape[1:]))),
@@ -33,16 +33,8 @@ def without_gaps(runtime: Runtime, batch: Mapping[str, Any]) -> Mapping[str, Any
     }
     # What balances experts leaves out what the mask does; anything else had better attend to something.
     length = filled["input_ids" if "input_ids" in filled else "inputs_embeds"].shape[1]
-    mask = torch.full((rows, length), int(runtime.routing is None), device=tokens.device)
+    mask = torch.full((rows, length), int(not any(part.masks_padding for part in runtime.parts)), device=tokens.device)
     given = batch.get("attention_mask")
     if given is None or given.ndim == 2:
         filled["attention_mask"] = mask if given is None else mask.to(given.dtype)
     return filled
-
-
-def _rows(runtime: Runtime) -> int:
-    """One, or as many as there are microbatches through stages."""
-    if runtime.pipeline is None:
-        return 1
-    layout = runtime.mesh.layout
-    return int(layout.num_microbatches or 2 * layout.size("pp"))  # which every schedule can run

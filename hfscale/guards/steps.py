@@ -49,7 +49,7 @@ def _warn_of_a_base_alone(runtime: Runtime) -> None:
     As in a stock loop; ``transformers.Trainer`` refuses it. One who has frozen something has made a choice.
     """
     quantized = runtime.plan.quantized
-    if quantized is None or runtime.adapters is not None:
+    if quantized is None or runtime.plan.adapters:
         return
     rest = [(planned.name, p) for planned, p in runtime.parameters() if planned.name not in quantized.weights]
     if rest and all(parameter.requires_grad for _, parameter in rest):

@@ -68,7 +68,10 @@ def memory_estimate(
     plan, model = runtime.plan, runtime.model
     if gradient_checkpointing is None:
         gradient_checkpointing = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-    given |= {"checkpointing": gradient_checkpointing, "mixed_precision": mixed_precision or runtime.mixed_precision}
+    given |= {
+        "checkpointing": gradient_checkpointing,
+        "mixed_precision": mixed_precision or runtime.options.mixed_precision,
+    }
     given |= {"trained": {planned.name for planned, p in runtime.parameters() if p.requires_grad}}
     given |= {"alive": _alive(plan, num_microbatches), "routes": experts_per_token(model.config)}
     return estimate_memory(

@@ -5,6 +5,7 @@ weight is read, and put in place here at the end; weights are quantized in :mod:
 arrive.
 """
 
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -50,19 +51,20 @@ def check_quantization(config: Any) -> None:
         raise ConfigError("llm_int8_enable_fp32_cpu_offload=True splits the model over devices: leave it out")
 
 
-def stored_quantization(config: Any) -> BitsAndBytesConfig | None:
-    """What the config of a checkpoint says of weights that bitsandbytes stored in 4 bits; ``None`` of others.
+def split_quantization(config: Any) -> tuple[Any, BitsAndBytesConfig | None]:
+    """A config, and what it says of weights that bitsandbytes stored in 4 bits.
 
-    ``config`` forgets it: the host would read such weights its own way, whole.
+    Returns:
+        a copy that says nothing of them, for the host would read such weights its own way, whole, with what it said;
+        any other ``config`` itself, with ``None``.
     """
     found = getattr(config, "quantization_config", None)
-    if found is None:
-        return None
-    values = found if isinstance(found, dict) else found.to_dict()
-    if values.get("quant_method") != "bitsandbytes" or not values.get("load_in_4bit"):
-        return None
-    del config.quantization_config
-    return BitsAndBytesConfig.from_dict(values)
+    values = found if isinstance(found, dict) or found is None else found.to_dict()
+    if values is None or values.get("quant_method") != "bitsandbytes" or not values.get("load_in_4bit"):
+        return config, None
+    plain = copy(config)
+    del plain.quantization_config
+    return plain, BitsAndBytesConfig.from_dict(values)
 
 
 def plan_quantized(planned: Plan, model: nn.Module, config: Any, stored: bool = False) -> Plan:

@@ -1,20 +1,169 @@
-"""What is attached to a parallelized model: its plan and its mesh, found again from whatever wraps it."""
+"""A parallelized model at work: the parts of its layout, what runs its steps, and what both are handed.
 
-from collections.abc import Callable
+Three classes that need each other. A :class:`Part` is one feature of a layout (tensor, experts, data, adapters, ...):
+it is installed into the model once, and asked at fixed places whatever else there is. An :class:`Executor` runs the
+microbatches of a step: one after the other, or through pipeline stages. The :class:`Runtime` is what the model
+carries: its plan, its ranks, its executor, its parts; it names no axis. Whoever builds, trains, saves or resumes loops
+over :attr:`Runtime.parts`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .._host.transformers.classes import class_name
 from ..errors import ConfigError
 from ..mesh import Mesh
+from ..options import Options
 from ..plan import ParameterPlan, Plan
+from .batches import Microbatch
+from .local_weights import LocalWeights
 from .names import stock_name
 
 _ATTRIBUTE = "_hfscale"
+
+Batch = Mapping[str, Any]
+
+
+class Part:
+    """One feature of a layout, in one model. Every hook does nothing unless a part says otherwise.
+
+    Attributes:
+        masks_padding: whether it asks the attention mask which tokens are padding.
+    """
+
+    masks_padding = False
+
+    def install(self, runtime: "Runtime", weights: LocalWeights | None) -> None:
+        """Make the model, which has its local sizes, do this part's share of the work.
+
+        Args:
+            weights: what is to be put into a model on the meta device; ``None`` where they are in place.
+        """
+
+    def take_out(self, runtime: "Runtime", weights: LocalWeights) -> None:
+        """After everything installed has been undone: add to ``weights`` what the model's own parameters lack."""
+
+    def check_step(self, runtime: "Runtime", batches: Sequence[Batch]) -> None:
+        """Refuse, by :class:`ConfigError`, the microbatches of a step for what this part cannot do with them."""
+
+    def around_step(
+        self, runtime: "Runtime", microbatches: Sequence[Microbatch], train: bool
+    ) -> AbstractContextManager[None]:
+        """Within: all passes of one step over this rank's ``microbatches``."""
+        return nullcontext()
+
+    def around_gradients(self, runtime: "Runtime") -> AbstractContextManager[None]:
+        """Within: backward passes leave gradients; on leaving, those that are sums over ranks are whole."""
+        return nullcontext()
+
+    def around_interleaved(self, runtime: "Runtime", backward: bool) -> AbstractContextManager[None]:
+        """Within: any number of passes of which some are under way at once, and no collective of this part's between
+        their layers.
+        """
+        return nullcontext()
+
+    def before_backward(self, runtime: "Runtime", last: bool) -> None:
+        """A backward pass begins: the last of its step, or another."""
+
+    def accumulate_late_gradients(self, runtime: "Runtime") -> None:
+        """Gradients were made without autograd's hooks."""
+
+    def after_microbatch(self, runtime: "Runtime") -> None:
+        """The gradients of one of several microbatches are complete on this rank."""
+
+    def release(self, runtime: "Runtime") -> None:
+        """Give up what a forward pass keeps for a backward pass that does not come."""
+
+    def begin_stage_pass(self, arrives: int | None, leaves: bool) -> None:
+        """A pass through one pipeline stage begins.
+
+        Args:
+            arrives: tokens per sample of the hidden states that come from another stage; ``None`` on the first.
+            leaves: whether they go on to another stage.
+        """
+
+    def end_stage_pass(self, runtime: "Runtime") -> None:
+        """A pass through one stage ended, and its output goes on to another."""
+
+    def local_tokens(self, tokens: int) -> int:
+        """Of ``tokens`` per sample in the hidden states between blocks, how many this rank has while training."""
+        return tokens
+
+    def cuts_tokens(self, module: str) -> bool:
+        """Whether the hidden states that a module of the layers reads now are this rank's tokens only."""
+        return False
+
+    def save(self, runtime: "Runtime", directory: Path) -> bool:
+        """Whether this part has written, in place of the model, what is to be saved of it; collective.
+
+        Raises:
+            ConfigError: the model cannot be saved as it is.
+        """
+        return False
+
+    def before_state(self, runtime: "Runtime", resumed: bool) -> None:
+        """The state of a run is about to be written, or has been read back."""
+
+
+class Executor:
+    """What runs the microbatches of a step.
+
+    Attributes:
+        under_way: whether gradients of earlier steps are still to come.
+    """
+
+    under_way = False
+
+    def share_out(self, given: Sequence[Batch]) -> list[dict[str, Any]]:
+        """The microbatches of a step."""
+        raise NotImplementedError
+
+    def fewest_rows(self) -> int:
+        """Rows of the smallest batch that can be shared out."""
+        return 1
+
+    def agrees(self, train: bool) -> bool:
+        """Whether a step begins with an exchange between the ranks that share its batch."""
+        return True
+
+    def tell(self, train: bool) -> tuple[list[int], list[Tensor]]:
+        """What this rank tells the others in that exchange: numbers on the host, and on the device."""
+        return [], []
+
+    def hear(self, told: list[list[int]]) -> None:
+        """What each rank told, by rank."""
+
+    def run(
+        self, model: nn.Module, batches: Sequence[Microbatch], count: Tensor, label_smoothing: float, backward: bool
+    ) -> Tensor:
+        """Forward passes over the microbatches; with ``backward``, gradients are in ``.grad`` afterwards.
+
+        Args:
+            model: what the caller calls: the runtime's, or what has been put around it (PEFT, ``torch.compile``).
+            count: valid labels of the whole step, which the loss is divided by.
+
+        Returns:
+            the loss of the whole step, on every rank.
+        """
+        raise NotImplementedError
+
+    def drain(self) -> Iterator[Tensor]:
+        """Finish what is under way: see :func:`hfscale.drain`."""
+        return iter(())
+
+    def check_plain_call(self, call: str) -> None:
+        """Refuse, by :class:`ConfigError`, what a loop of the user's own does with the model as a whole."""
+
+
+_P = TypeVar("_P", bound=Part)
 
 
 @dataclass
@@ -25,49 +174,60 @@ class Runtime:
         model: the stock model itself, whatever wraps it now.
         plan: what became of its parameters.
         mesh: the ranks.
-        loss: the loss over the cut vocabulary; ``None`` where the model keeps its own loss.
-        sums: sums partial gradients over the tensor ranks; ``None`` where there is one.
-        streams: what sequence parallelism cuts along the sequence.
-        pipeline: runs the model's stages; ``None`` where there is one.
-        routing: what routes tokens, counts them and balances experts; ``None`` where there are none, or stock ones.
-        mixed_precision: what its forward pass computes in.
-        adapters: what PEFT put around its modules; ``None`` where nothing.
-        options: how the routing of experts was asked for.
-        undo: takes out of the model what makes it compute with other ranks; see :mod:`hfscale.runtime.snapshot`.
-        random_streams_agreed: whether the tensor ranks have agreed on the stream that dropout draws from.
-        first_batch: the hook that compares the first batch of a plain loop; ``None`` where no ranks share one.
-        tied_gradients: which tensors that several stages hold get a gradient, once a step has shown it.
+        options: what was asked for beside the layout.
+        parts: the features of its layout, in the order in which they were installed.
+        executor: what runs its steps.
+        loss: the loss that steps are normalized for; ``None`` where the model keeps its own.
+        restore: takes out of the model what makes it compute with other ranks; see :mod:`.snapshot`.
         steps: how many training steps have begun.
     """
 
     model: Any
     plan: Plan
     mesh: Mesh
+    options: Options
+    parts: tuple[Part, ...]
+    executor: Executor = field(default_factory=Executor)
     loss: Any = None
-    sums: Any = None
-    streams: list[Any] = field(default_factory=list)
-    pipeline: Any = None
-    routing: Any = None
-    mixed_precision: str = "no"
-    adapters: Any = None
-    options: Any = None
-    undo: Callable[[], None] | None = None
-    random_streams_agreed: bool = False
-    first_batch: Any = None
-    tied_gradients: dict[Any, list[bool]] = field(default_factory=dict)
+    restore: Callable[[], None] | None = None
     steps: int = 0
-    _stream_of: dict[str, Any] = field(default_factory=dict)
 
     def attach(self) -> None:
         """Make this runtime findable from the model."""
         setattr(self.model, _ATTRIBUTE, self)
 
+    def part(self, kind: type[_P]) -> _P | None:
+        """The part of one kind; ``None`` where there is none."""
+        return next((part for part in self.parts if isinstance(part, kind)), None)
+
+    @contextmanager
+    def around(self, context_of: Callable[[Part], AbstractContextManager[None]]) -> Iterator[None]:
+        """Within a context of every part, the first one's outermost."""
+        with ExitStack() as stack:
+            for part in self.parts:
+                stack.enter_context(context_of(part))
+            yield
+
+    def cuts_tokens(self, module: str) -> bool:
+        """Whether the hidden states that a module of the layers reads now are this rank's tokens only."""
+        return any(part.cuts_tokens(module) for part in self.parts)
+
+    def sum_over_batches(self, total: Tensor) -> Tensor:
+        """The sum over distinct batches, and over stages, of which one has the loss; in place."""
+        for group in (*self.mesh.batch_groups, *self.mesh.groups("pp")):
+            dist.all_reduce(total, group=group)
+        return total
+
     def parameters(self) -> list[tuple[ParameterPlan, Tensor]]:
         """Every owned parameter that this rank holds with its plan, in the plan's order."""
-        here: dict[str, Tensor] = dict(self.model.named_parameters(remove_duplicate=False))
-        live = {**{stock_name(name): parameter for name, parameter in here.items()}, **here}
+        live = self.live_parameters()
         held = self.plan.held(self.mesh.ranks["pp"])
         return [(planned, live[held[planned.name]]) for planned in self.plan.owned() if planned.name in held]
+
+    def live_parameters(self) -> dict[str, nn.Parameter]:
+        """This rank's parameters by all their names, those with adapters around them and the stock ones."""
+        here = dict(self.model.named_parameters(remove_duplicate=False))
+        return {**{stock_name(name): parameter for name, parameter in here.items()}, **here}
 
     def unplanned_parameters(self) -> list[str]:
         """Parameters that train and that the plan does not know: put into the model by others since."""
@@ -82,13 +242,6 @@ class Runtime:
     def is_local(self, name: str) -> bool:
         """Whether this rank has a parameter or module of the layers, or of what is around them on one stage only."""
         return self.plan.is_local(self.mesh.ranks["pp"], name)
-
-    def sequence_region_of(self, name: str) -> Any:
-        """The stream that a module in the layers reads and writes, where sequence parallelism cuts it."""
-        if name not in self._stream_of:  # layers ask in every pass
-            inside = (s for s in self.streams if any(f"{name}.".startswith(f"{layer}.") for layer in s.plan.layers))
-            self._stream_of[name] = next(inside, None)
-        return self._stream_of[name]
 
 
 def runtime_of(model: nn.Module) -> Runtime:

@@ -162,7 +162,7 @@ def compare() -> tuple[float, float]:
 
 def actions() -> dict[str, float]:
     """Seconds in the actions of one step of hfscale's, by kind."""
-    pipeline, recorder = runtime_of(_state["hfscale"][0]).pipeline, Recorder()
+    pipeline, recorder = runtime_of(_state["hfscale"][0]).executor, Recorder()
     assert pipeline is not None
     for worker in pipeline.workers:
         worker.recorder = recorder

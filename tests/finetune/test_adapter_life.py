@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import hfscale
 from hfscale import ConfigError, ParallelConfig
+from hfscale.adapters import Adapters
 from hfscale.runtime import runtime_of
 from hfscale.testing import RankPool
 
@@ -200,7 +201,7 @@ def test_what_is_not_known_is_refused_by_name(start: str) -> None:
     for config, message in refused:
         with pytest.raises(ConfigError, match=message):
             hfscale.get_peft_model(model, config)
-    assert runtime_of(model).adapters is None
+    assert runtime_of(model).part(Adapters) is None
     hfscale.train_step(model, {"input_ids": torch.arange(6)[None], "labels": torch.arange(6)[None]})
     with pytest.raises(ConfigError, match="has the adapter 'default' already"):
         hfscale.get_peft_model(hfscale.get_peft_model(model, _lora()), _lora())

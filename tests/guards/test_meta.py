@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig, Qwen3MoeConfig
 import hfscale
 from hfscale import ParallelConfig
 from hfscale.ops import exchange
+from hfscale.parallel.tensor import RandomStreams
 from hfscale.runtime import runtime_of
 
 from ..models import tiny
@@ -38,7 +39,7 @@ def _step(
     """
     with pretended_gpus(layout.total_size):
         model = hfscale.from_config(_config(mixture), parallel=layout, dtype=torch.bfloat16).train()
-        runtime_of(model).random_streams_agreed = True  # once in a run; reads the state of a generator
+        runtime_of(model).part(RandomStreams).agreed = True  # once in a run; reads the state of a generator
         ids = torch.arange(microbatches * B * S).view(microbatches, B, S) % 500 + 3
         ids = ids if answer is None else ids.to(GPU)
         routes = [B * S * ROUTES // EXPERTS // (8 if layout.size("tp") == 8 else 1)]  # of a rank to each expert

@@ -102,7 +102,7 @@ def watch(schedule: str, pp_size: int, microbatches: int, evaluates: bool = Fals
         pp_size=pp_size, pipeline_schedule=schedule, virtual_stages=virtual, num_microbatches=microbatches
     )
     model = hfscale.from_config(tiny("llama", num_hidden_layers=pp_size * virtual), parallel=layout)
-    pipeline = runtime_of(model).pipeline
+    pipeline = runtime_of(model).executor
     assert pipeline is not None
     ids = torch.arange(microbatches * TOKENS).view(microbatches, TOKENS) % 60
     batch = {"input_ids": ids, "labels": ids}

@@ -32,9 +32,9 @@ def _train(layout: dict[str, Any], path: str, steps: int) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     other = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
     hfscale.train_step(model, _batch())
-    before = model._hfscale.pipeline.workers[0].recorder
+    before = model._hfscale.executor.workers[0].recorder
     with hfscale.record_schedule(model, path):
-        within = model._hfscale.pipeline.workers[0].recorder
+        within = model._hfscale.executor.workers[0].recorder
         optimizer.step()  # of a step that was not recorded
         for _ in range(steps):
             hfscale.train_step(model, _batch())
@@ -42,7 +42,7 @@ def _train(layout: dict[str, Any], path: str, steps: int) -> dict[str, Any]:
             other.step()
             optimizer.zero_grad()
         hfscale.eval_step(model, _batch())
-    after = model._hfscale.pipeline.workers[0].recorder
+    after = model._hfscale.executor.workers[0].recorder
     hfscale.train_step(model, _batch())
     optimizer.step()
     return {"before": before, "within": within is not None, "after": after}
@@ -96,7 +96,7 @@ def _refused(path: str, pp_size: int, nested: bool) -> str:
     with hfscale.record_schedule(model, path) if nested else nullcontext():
         with pytest.raises(ConfigError) as caught:
             hfscale.record_schedule(model, path).__enter__()
-        workers = model._hfscale.pipeline.workers if pp_size > 1 else ()
+        workers = model._hfscale.executor.workers if pp_size > 1 else ()
         assert all((worker.recorder is not None) == nested for worker in workers)
     return str(caught.value)
 
@@ -114,7 +114,7 @@ def _broken_off(path: str) -> bool:
     model = hfscale.from_config(tiny("llama"), parallel=ParallelConfig(pp_size=2))
     with pytest.raises(ZeroDivisionError), hfscale.record_schedule(model, path):
         raise ZeroDivisionError
-    return model._hfscale.pipeline.workers[0].recorder is None
+    return model._hfscale.executor.workers[0].recorder is None
 
 
 def test_nothing_is_left_where_the_block_fails(pools: Pools, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import hfscale
 from hfscale import ParallelConfig
 from hfscale._host.transformers.computing import enable_checkpointing
 from hfscale.errors import ConfigError, PlanError
+from hfscale.parallel.tensor import TensorParallel
 from hfscale.planner.sequence import share_evenly
 from hfscale.runtime import runtime_of
 from hfscale.testing import Case, RankPool, Traffic, assert_layout_equal, count_traffic, plain
@@ -273,7 +274,7 @@ def evaluate(path: str) -> tuple[Tensor, Tensor, bool]:
     except ConfigError:
         refused = True
     with_graph = model(input_ids=ids).logits  # gradients on: the stream is cut on the way
-    assert runtime_of(model).streams[0].lengths(ids[..., None], whole=True) == [6, 5]
+    assert runtime_of(model).part(TensorParallel).regions[0].lengths(ids[..., None], whole=True) == [6, 5]
     torch.testing.assert_close(with_graph, logits)
     return logits, tokens, refused
 

@@ -16,12 +16,11 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ...errors import ConfigError
 from ...mesh import Mesh
+from ...options import MIXED_PRECISIONS
 from ...plan import ParameterPlan, Plan
 from ...runtime import like_sharded
 from ...runtime.names import owner_of, stock_name
 from ._fsdp import reduce_now, shard_by_type
-
-MIXED_PRECISIONS = {"no": None, "bf16": torch.bfloat16}
 
 
 def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, mixed_precision: str) -> None:

@@ -1,18 +1,16 @@
 """Mixtures of experts: whole experts on each rank, the exchange of tokens between them, routing and balance."""
 
 from .history import ExpertLoadHistory
-from .install import install_forward_contexts
-from .mixture import Mixture, install_experts
-from .options import RoutingConfig
-from .token_counts import ExpertLoad, LayerLoad, expert_load
+from .load_report import ExpertLoad, LayerLoad, expert_load
+from .mixture import Mixture
+from .part import ExpertParallel, ExpertRouting
 
 __all__ = [
     "ExpertLoad",
     "ExpertLoadHistory",
+    "ExpertParallel",
+    "ExpertRouting",
     "LayerLoad",
     "Mixture",
-    "RoutingConfig",
     "expert_load",
-    "install_experts",
-    "install_forward_contexts",
 ]

@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ...errors import ConfigError
-from .token_counts import ExpertLoad, LayerLoad
+from .load_report import ExpertLoad, LayerLoad
 
 _SUFFIXES = (".png", ".svg")
 

@@ -1,6 +1,5 @@
 """Find routers and their biases, and give every layer its routing."""
 
-from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -12,33 +11,26 @@ from ...errors import ConfigError
 from ...families.code import scores_by_sigmoid
 from ...plan import ExpertsPlan
 from ...plan.parameter import wild_name
+from ...routing_config import RoutingConfig
 from ...runtime import Runtime
 from ...runtime.names import stock_name
 from .layer import LayerRouting, Logits
-from .options import RoutingConfig
 from .routing import Routing
 
 _BIAS = "e_score_correction_bias"  # the host's name, in every family that has one
 
 
-def routing_of_layers(runtime: Runtime, options: RoutingConfig | None) -> Iterator[LayerRouting]:
-    """What every mixture that this rank holds does to its routes; ``runtime.routing`` is what they share.
+def routing_of_layers(runtime: Runtime, options: RoutingConfig | None) -> tuple[Routing, list[LayerRouting]]:
+    """What every mixture that this rank holds does to its routes, and what they share.
 
     Raises:
         ConfigError: the model lacks what ``options`` need.
     """
     chosen = options or RoutingConfig()
     _check(runtime, chosen)
-    runtime.routing = routing = Routing(runtime, chosen)
-    for number, planned in enumerate(runtime.plan.mixtures):
-        if runtime.is_local(planned.name):
-            yield _routing_of(runtime, routing, planned, number)
-
-
-def install_forward_contexts(runtime: Runtime) -> None:
-    """Hook the model: its passes, and the loss of its layers. Comes behind what makes tensor ranks draw alike."""
-    if runtime.routing is not None and runtime.routing.passes is not None:
-        runtime.routing.passes.install(runtime.model)
+    routing = Routing(runtime, chosen)
+    here = [(number, planned) for number, planned in enumerate(runtime.plan.mixtures) if runtime.is_local(planned.name)]
+    return routing, [_routing_of(runtime, routing, planned, number) for number, planned in here]
 
 
 def _routing_of(runtime: Runtime, routing: Routing, planned: ExpertsPlan, number: int) -> LayerRouting:
@@ -71,8 +63,7 @@ def _routing_of(runtime: Runtime, routing: Routing, planned: ExpertsPlan, number
 
 
 def _is_cut(runtime: Runtime, layer: str) -> bool:
-    stream = runtime.sequence_region_of(layer) if runtime.mesh.layout.slices_tokens else None
-    return stream is not None and stream.cut
+    return runtime.mesh.layout.slices_tokens and runtime.cuts_tokens(layer)
 
 
 def _check(runtime: Runtime, options: RoutingConfig) -> None:

@@ -23,11 +23,11 @@ from ...ops import leave
 from ...ops.exchange import start_all_gather
 from ...plan import ExpertsPlan
 from ...planner.sequence import share_evenly
+from ...routing_config import RoutingConfig
 from ...runtime import recomputing
 from .balance import balance_loss, expert_counts, expert_sums, z_loss
 from .capacity import count_each, queue_places, room
 from .forward_contexts import ForwardContexts, Pass, attach
-from .options import RoutingConfig
 from .routers import gshard, noisy_topk, round_robin, switch
 from .token_counts import Counters, LayerCounter
 

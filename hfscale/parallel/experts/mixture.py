@@ -19,6 +19,7 @@ from ...ops.grouped_linear import ALIGNED
 from ...plan import ExpertsPlan
 from ...planner.sequence import share_evenly
 from ...quantization.packed import packings_of
+from ...routing_config import RoutingConfig
 from ...runtime import Runtime
 from ...runtime.names import unwrapped
 from .capacity_buffers import through_slots
@@ -26,8 +27,8 @@ from .dispatch import combine, dispatch
 from .grouped import compute_type, run_experts
 from .install import routing_of_layers
 from .layer import LayerRouting
-from .options import RoutingConfig
 from .routes import Routes, plan_routes
+from .routing import Routing
 
 
 class Mixture:
@@ -107,25 +108,32 @@ def through_experts(experts: Any, hidden: Tensor, weights: Tensor, routes: Route
     return combine(grouped, weights, routes, batches)
 
 
-def install_experts(runtime: Runtime, options: RoutingConfig | None = None) -> None:
+def install_experts(runtime: Runtime, options: RoutingConfig | None = None) -> Routing | None:
     """Spread experts: their modules, which hold this rank's, exchange tokens with the others. No-op for one rank whose
     routing nobody has asked for and whose experts are neither quantized nor adapted, nor cut to sizes that the host's
     grouped products refuse.
 
     Comes before the edges of tensor parallelism, which may read parameters of experts in their own way.
+
+    Returns:
+        what all mixtures share; ``None`` where they stay the stock ones.
     """
     mesh, layout = runtime.mesh, runtime.mesh.layout
     group = mesh.group("ep")
     modules = [runtime.model.get_submodule(e.name) for e in runtime.plan.mixtures if runtime.is_local(e.name)]
     changed = any(unwrapped(module) is not module or packings_of(unwrapped(module)) for module in modules)
-    narrow = mesh.group("tp") is not None and any(_too_narrow(module, runtime.mixed_precision) for module in modules)
+    narrow = mesh.group("tp") is not None and any(
+        _too_narrow(module, runtime.options.mixed_precision) for module in modules
+    )
     if group is None and options is None and not changed and not narrow:
-        return
+        return None
     shares = mesh.group("tp") if layout.slices_tokens else None
-    for routing in routing_of_layers(runtime, options):
-        module: Any = runtime.model.get_submodule(routing.planned.name)
-        mixture = Mixture(routing.planned, routing, group, layout.expert_batches, shares, routing.is_cut)
+    routing, layers = routing_of_layers(runtime, options)
+    for layer in layers:
+        module: Any = runtime.model.get_submodule(layer.planned.name)
+        mixture = Mixture(layer.planned, layer, group, layout.expert_batches, shares, layer.is_cut)
         module.forward = partial(mixture.run, module)
+    return routing
 
 
 def _too_narrow(experts: nn.Module, mixed_precision: str) -> bool:

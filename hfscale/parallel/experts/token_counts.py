@@ -8,15 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..._host.transformers.classes import class_name
-from ...errors import ConfigError
-from ...runtime import runtime_of
-from .balance import max_over_mean, normalized_entropy
-
-_NUMBERS = 4  # beside the counts of a layer: dropped, balance, z, tokens
+NUMBERS = 4  # beside the counts of a layer: dropped, balance, z, tokens
 
 
 @dataclass
@@ -51,7 +45,7 @@ class LayerCounter:
     def add_numbers(self, place: int, *values: Tensor) -> None:
         """Add to ``numbers``, from ``place`` on."""
         if self.numbers is None:
-            self.numbers = torch.zeros(_NUMBERS, dtype=torch.float64, device=values[0].device)
+            self.numbers = torch.zeros(NUMBERS, dtype=torch.float64, device=values[0].device)
         self.numbers[place : place + len(values)] += torch.stack([value.detach().double() for value in values])
 
     def add_wanted(self, counts: Tensor) -> None:
@@ -63,7 +57,7 @@ class LayerCounter:
         counts = torch.tensor(self.counts, dtype=torch.float64, device=device)
         if self.on_device is not None:
             counts = counts + self.on_device
-        return torch.cat((counts, counts.new_zeros(_NUMBERS) if self.numbers is None else self.numbers))
+        return torch.cat((counts, counts.new_zeros(NUMBERS) if self.numbers is None else self.numbers))
 
 
 class Counters:
@@ -89,99 +83,3 @@ class Counters:
         """In loops of one's own, a count goes on until somebody asks for it."""
         if self.asked:
             self.begin()
-
-
-@dataclass(frozen=True)
-class LayerLoad:
-    """The load of one layer's experts.
-
-    Attributes:
-        name: the module that holds them.
-        tokens: how many tokens each expert computed, padding included, as the device does.
-        dropped: routes of real tokens that found no room.
-        balance_loss: without its coefficient; 1 at balance, 0 where it is not asked for.
-        z_loss: likewise.
-    """
-
-    name: str
-    tokens: tuple[int, ...]
-    dropped: int = 0
-    balance_loss: float = 0.0
-    z_loss: float = 0.0
-
-    @property
-    def max_over_mean(self) -> float:
-        """The largest load over the mean: 1 where they are even."""
-        return max_over_mean(self.tokens)
-
-    @property
-    def entropy(self) -> float:
-        """Entropy of the loads over that of even ones, 0 to 1."""
-        return normalized_entropy(self.tokens)
-
-    @property
-    def dropped_share(self) -> float:
-        """Dropped routes over all routes."""
-        return self.dropped / max(1, self.dropped + sum(self.tokens))
-
-
-@dataclass(frozen=True)
-class ExpertLoad:
-    """The load of all layers, in the model's order."""
-
-    layers: tuple[LayerLoad, ...]
-
-    def metrics(self, prefix: str = "experts/") -> dict[str, float]:
-        """A few numbers for a log: the worst layer's, and means over layers."""
-        dropped = sum(layer.dropped for layer in self.layers)
-        routes = dropped + sum(sum(layer.tokens) for layer in self.layers)
-        found = {
-            "max_over_mean": max(layer.max_over_mean for layer in self.layers),
-            "entropy": min(layer.entropy for layer in self.layers),
-            "dropped": dropped / max(1, routes),
-            "balance_loss": sum(layer.balance_loss for layer in self.layers) / len(self.layers),
-            "z_loss": sum(layer.z_loss for layer in self.layers) / len(self.layers),
-        }
-        return {f"{prefix}{name}": value for name, value in found.items()}
-
-
-@torch.no_grad()
-def expert_load(model: nn.Module) -> ExpertLoad:
-    """Tokens per expert in the last step, over all ranks; the same on every rank, each of which calls it.
-
-    In loops of one's own: in all passes since it was last called. Recomputation counts once.
-
-    Raises:
-        ConfigError: nothing counts in this model.
-    """
-    runtime = runtime_of(model)
-    if runtime.routing is None:
-        raise ConfigError(
-            "nothing counts tokens in this model: give it routing=hfscale.RoutingConfig() when it is loaded"
-            if runtime.plan.mixtures
-            else f"{class_name(runtime.model)} has no experts that hfscale knows, so there is no load of theirs"
-        )
-    counters, mesh = runtime.routing.counters, runtime.mesh
-    rows = []
-    for planned in runtime.plan.mixtures:
-        counter = counters.layers.get(planned.name)
-        empty = torch.zeros(planned.count + _NUMBERS, dtype=torch.float64, device=mesh.device)
-        rows.append(empty if counter is None else counter.total(mesh.device))
-    flat = torch.cat(rows)
-    for group in (*mesh.batch_groups, *mesh.groups("tp", "pp")):
-        dist.all_reduce(flat, group=group)
-    counters.asked = True
-    layers = []
-    for planned, row in zip(runtime.plan.mixtures, flat.split([len(row) for row in rows]), strict=True):
-        values = row.tolist()
-        dropped, balance, z, tokens = values[planned.count :]
-        layers.append(
-            LayerLoad(
-                planned.name,
-                tuple(round(value) for value in values[: planned.count]),
-                round(dropped),
-                balance / max(1.0, tokens),
-                z / max(1.0, tokens),
-            )
-        )
-    return ExpertLoad(tuple(layers))

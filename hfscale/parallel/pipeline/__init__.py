@@ -6,12 +6,11 @@ from .chrome_trace import Record, Recorder, merge_records, read_trace, write_tra
 from .communicators import simulate_communicators
 from .csv_table import read_csv, write_csv
 from .formulas import ideal_bubble, peak_formula
-from .install import check_stages, install_pipeline
 from .orders import order
-from .run import Pipeline, stage_places
+from .part import PipelineStages
+from .run import Pipeline, check_stages, stage_places
 from .simulate import Costs, simulate
 from .stand_in import leave_out
-from .ties import summed_over_stages
 from .timeline import Action, Order, Span, Timeline, peak_live, stage_ranks
 from .weight_versions import stashed_versions, weight_versions
 
@@ -22,6 +21,7 @@ __all__ = [
     "Costs",
     "Order",
     "Pipeline",
+    "PipelineStages",
     "Record",
     "Recorder",
     "Span",
@@ -29,7 +29,6 @@ __all__ = [
     "check_stages",
     "default_virtual_stages",
     "ideal_bubble",
-    "install_pipeline",
     "leave_out",
     "merge_records",
     "order",
@@ -42,7 +41,6 @@ __all__ = [
     "stage_places",
     "stage_ranks",
     "stashed_versions",
-    "summed_over_stages",
     "weight_versions",
     "write_csv",
     "write_trace",

@@ -106,7 +106,7 @@ class AsynchronousPipeline(Pipeline):
             worker.reset()
 
     @property
-    def under_way(self) -> bool:
+    def under_way(self) -> bool:  # type: ignore[override]
         """Whether gradients are still to come."""
         return self._calls > 0
 
@@ -129,11 +129,13 @@ class AsynchronousPipeline(Pipeline):
         pp_size = self._layout.size("pp")
         return share_out(given, self._layout.num_microbatches, pp_size, lambda number: number >= pp_size)
 
-    def agrees(self, backward: bool) -> bool:
+    def agrees(self, train: bool) -> bool:
         """Only as long as nothing is under way: stages wait for each other no more than they must."""
-        return not backward or not self._calls
+        return not train or not self._calls
 
-    def run(self, batches: Sequence[Microbatch], count: Tensor, label_smoothing: float, backward: bool) -> Tensor:
+    def run(
+        self, model: nn.Module, batches: Sequence[Microbatch], count: Tensor, label_smoothing: float, backward: bool
+    ) -> Tensor:
         """One call: see the head of this file.
 
         Returns:
@@ -141,7 +143,18 @@ class AsynchronousPipeline(Pipeline):
             calls ago (PipeDream), of the last call (2BW); nan while the pipeline fills.
         """
         if not backward:
-            return self._evaluate(batches, count, label_smoothing)
+            return self._evaluate(model, batches, count, label_smoothing)
+        loss = self._call(batches, count, label_smoothing)
+        self._hand_out()
+        return loss
+
+    def _hand_out(self) -> None:
+        """Add to ``.grad`` what has come to its end; nothing while the pipeline fills."""
+        if self._finished and (not self._every or self._finished[0].call < self._calls - 1):
+            with self._ties.summed():
+                self._finished.popleft().expose()
+
+    def _call(self, batches: Sequence[Microbatch], count: Tensor, label_smoothing: float) -> Tensor:
         self._refuse_broken()
         if not self._calls:
             self._learn()
@@ -182,11 +195,13 @@ class AsynchronousPipeline(Pipeline):
         """Of an evaluation, which needs the forward passes only."""
         return order("1f1b", self._layout.size("pp"), num_microbatches)
 
-    def _evaluate(self, batches: Sequence[Microbatch], count: Tensor, label_smoothing: float) -> Tensor:
+    def _evaluate(
+        self, model: nn.Module, batches: Sequence[Microbatch], count: Tensor, label_smoothing: float
+    ) -> Tensor:
         """With workers of its own: what is under way stays as it is."""
         workers, self.workers = self.workers, self._evaluators
         try:
-            return super().run(batches, count, label_smoothing, backward=False)
+            return super().run(model, batches, count, label_smoothing, backward=False)
         finally:
             self.workers = workers
 
@@ -230,14 +245,6 @@ class AsynchronousPipeline(Pipeline):
         work.wait()
         return found.to(self._mesh.device, self._loss_type)
 
-    def ready(self) -> bool:
-        """Whether a call's gradients are to be handed out now, on this stage."""
-        return bool(self._finished) and (not self._every or self._finished[0].call < self._calls - 1)
-
-    def expose(self) -> None:
-        """Add the oldest finished call's gradients to the parameters'."""
-        self._finished.popleft().expose()
-
     def drain(self) -> Iterator[Tensor]:
         """Finish what is under way: yields the next loss whenever gradients are ready to be handed out; the same number
         of times on all stages, also where a stage has none left.
@@ -248,6 +255,8 @@ class AsynchronousPipeline(Pipeline):
             while self._backward < self._forward and not (self._finished and not self._every):
                 self._step_back(worker)
             self._calls += 1
-            yield self._report()
+            loss = self._report()
+            self._hand_out()
+            yield loss
         worker.finish()
         self._forgotten()

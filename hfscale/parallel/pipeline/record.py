@@ -18,6 +18,7 @@ from ...mesh import Mesh
 from ...runtime import runtime_of
 from ...schedules import ASYNCHRONOUS
 from .chrome_trace import Record, Recorder, merge_records, write_trace
+from .run import Pipeline
 from .timeline import Action, Span, Timeline
 
 
@@ -43,11 +44,12 @@ def record_schedule(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[
             folder that does not exist.
     """
     runtime, target = runtime_of(model), Path(path)
-    if runtime.pipeline is None:
+    pipeline = runtime.executor
+    if not isinstance(pipeline, Pipeline):
         raise ConfigError(
             f"{runtime.mesh.layout.describe()} has no pipeline stages to record: use a layout with pp_size=2 or more"
         )
-    workers = runtime.pipeline.workers
+    workers = pipeline.workers
     if any(worker.recorder is not None for worker in workers):
         raise ConfigError("this model is being recorded already: leave the first record_schedule before the next")
     _agree_on(target, runtime.mesh)

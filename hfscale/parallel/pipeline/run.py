@@ -17,16 +17,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..._host.transformers.computing import packing
 from ...config import ParallelConfig
-from ...errors import ConfigError
-from ...plan import Stage
-from ...planner.sequence import share_evenly
-from ...runtime import Runtime, local_tensor
+from ...errors import ConfigError, PlanError
+from ...plan import Plan, Stage
+from ...runtime import Executor, Runtime, local_tensor
 from ...runtime.batches import Microbatch
-from ...runtime.names import stock_name
 from ...schedules import ASYNCHRONOUS
 from ._engine import check_runs, engine_runtime, run_engine
 from .activation_types import ActivationTypes
@@ -35,6 +33,7 @@ from .microbatches import Batch, share_out, tokens_of
 from .orders import check, order
 from .split import splits_exactly
 from .stand_in import run_stages_apart
+from .ties import TiedGradients
 from .timeline import Order, stage_ranks
 from .worker import Place, StageWorker
 
@@ -65,7 +64,21 @@ def stage_places(layout: ParallelConfig) -> dict[int, int] | None:
     return None
 
 
-class Pipeline:
+def check_stages(plan: Plan) -> None:
+    """Refuse what a schedule cannot do with the stages of a plan.
+
+    Raises:
+        PlanError: as said.
+    """
+    if plan.stages is not None and plan.ties and plan.layout.pipeline_schedule == "pipedream":
+        names = " = ".join(plan.stages.ties[0].names)
+        raise PlanError(
+            f"pipedream updates every stage with another microbatch, so {names}, which are on several stages, would "
+            "drift apart: use pipedream_2bw, a schedule with a flush, or tie_word_embeddings=False"
+        )
+
+
+class Pipeline(Executor):
     """The stages of one rank, and what runs them.
 
     Attributes:
@@ -83,12 +96,13 @@ class Pipeline:
         own = stages.of_rank(self._rank)
         self._running = run_stages_apart(runtime.model, stages, own)
         self._types = ActivationTypes(runtime.mesh)
+        self._ties = TiedGradients(runtime)
         self.workers = [self._worker(stage) for stage in own]
         self._flags: dict[str, list[int]] = {}
         self._told: list[list[int]] = []
         self._holders = {planned.name: runtime.plan.holders(planned.name) for planned in runtime.plan.owned()}
         self._tied = [name for name, ranks in self._holders.items() if len(ranks) > 1]
-        live, held = self._live(), runtime.plan.held(self._rank)
+        live, held = runtime.live_parameters(), runtime.plan.held(self._rank)
         self._tie_trains = {name: live[held[name]].requires_grad for name in self._tied if name in held}
         self._thawed: set[int] = set()  # stages with a tied tensor that trains
         self._loss_type = torch.float32
@@ -103,27 +117,59 @@ class Pipeline:
     def _worker(self, stage: Stage) -> StageWorker:
         place = Place(stage.index, self._stages.ranks, self._group, self._mesh.streams, self._mesh.device)
         compute, shape = partial(self._compute, stage), partial(self._shape, stage.index)
-        return StageWorker(place, compute, shape, self._runtime.model.parameters)
+        worker = StageWorker(place, compute, shape, self._runtime.model.parameters)
+        worker.settle, worker.reduce = self._accumulate_late_gradients, self._after_microbatch
+        return worker
 
-    @property
-    def under_way(self) -> bool:
-        """Whether gradients of earlier steps are still to come."""
-        return False
+    def _accumulate_late_gradients(self) -> None:
+        for part in self._runtime.parts:
+            part.accumulate_late_gradients(self._runtime)
+
+    def _after_microbatch(self) -> None:
+        for part in self._runtime.parts:
+            part.after_microbatch(self._runtime)
 
     def share_out(self, given: Sequence[Batch]) -> list[dict[str, Any]]:
         """The microbatches of one step: see :func:`hfscale.parallel.pipeline.microbatches.share_out`."""
         return share_out(given, self._layout.num_microbatches, self._layout.size("pp"), self._accepts)
 
-    def run(self, batches: Sequence[Microbatch], count: Tensor, label_smoothing: float, backward: bool) -> Tensor:
-        """Forward passes over the microbatches, and backward passes, which leave gradients where there is one batch
-        rank, and unreduced ones elsewhere.
+    def fewest_rows(self) -> int:
+        """As many as there are microbatches."""
+        return int(self._layout.num_microbatches or 2 * self._layout.size("pp"))  # which every schedule can run
 
-        Args:
-            count: valid labels of the whole step, which the loss is divided by.
+    def check_plain_call(self, call: str) -> None:
+        """Backward passes run between the stages."""
+        raise ConfigError(
+            f"{self._layout.describe()}: backward passes run between the stages, so {call} has none to start: use loss "
+            "= hfscale.train_step(model, batch), which leaves the gradients in .grad"
+        )
+
+    def run(
+        self, model: nn.Module, batches: Sequence[Microbatch], count: Tensor, label_smoothing: float, backward: bool
+    ) -> Tensor:
+        """See :meth:`hfscale.runtime.Executor.run`; a stage runs the stock model, whatever is around it."""
+        runtime = self._runtime
+        if not backward:
+            return runtime.sum_over_batches(self._all_passes(batches, count, label_smoothing, backward=False))
+        with self._ties.summed(), runtime.around(lambda part: part.around_gradients(runtime)):
+            share = self._all_passes(batches, count, label_smoothing, backward=True)
+        return runtime.sum_over_batches(share)
+
+    def _all_passes(
+        self, batches: Sequence[Microbatch], count: Tensor, label_smoothing: float, backward: bool
+    ) -> Tensor:
+        """Forward passes over the microbatches, and backward passes, in the order of the schedule.
 
         Returns:
             this rank's share of the loss: all of this batch rank's, on the last stage; else 0.
         """
+        runtime = self._runtime
+        with runtime.around(lambda part: part.around_interleaved(runtime, backward)):
+            return self._scheduled(batches, count, label_smoothing, backward)
+
+    def _scheduled(
+        self, batches: Sequence[Microbatch], count: Tensor, label_smoothing: float, backward: bool
+    ) -> Tensor:
         self._learn()
         self._batches, self._count = batches, (count, label_smoothing)
         self._trains, self._losses = backward, []
@@ -164,13 +210,9 @@ class Pipeline:
             self._engines[key] = engine_runtime(actions, self.workers, num_microbatches)
         return self._engines[key]
 
-    def agrees(self, backward: bool) -> bool:
-        """Whether a step begins with an agreement of the stages."""
-        return True
-
-    def hear(self, ranks: list[list[int]]) -> None:
-        """What ranks with this batch told each other: see :meth:`about`; for the step that follows."""
-        self._told = ranks
+    def hear(self, told: list[list[int]]) -> None:
+        """What ranks with this batch told each other: see :meth:`tell`; for the step that follows."""
+        self._told = told
         self._settle_ties()
 
     def _settle_ties(self) -> None:
@@ -178,7 +220,7 @@ class Pipeline:
 
         Of ranks that do not agree, those are right where it has changed since the last step; else, it is frozen.
         """
-        live, held = self._live() if self._tied else {}, self._runtime.plan.held(self._rank)
+        live, held = self._runtime.live_parameters() if self._tied else {}, self._runtime.plan.held(self._rank)
         self._thawed.clear()
         for index, name in enumerate(self._tied):
             told = [rank[1 + len(self._stages.stages) + index] for rank in self._told]
@@ -191,11 +233,6 @@ class Pipeline:
                 self._tie_trains[name] = trains
             if trains:
                 self._thawed.update(*(tie.stages for tie in self._stages.ties if name in tie.names))
-
-    def _live(self) -> dict[str, torch.nn.Parameter]:
-        """This rank's parameters by all their names, adapters' and the stock ones."""
-        here = dict(self._runtime.model.named_parameters(remove_duplicate=False))
-        return {**{stock_name(name): parameter for name, parameter in here.items()}, **here}
 
     def _learn(self) -> None:
         """Which stages train, and if copies of tensors that several stages hold are equal; before anything is sent.
@@ -214,7 +251,7 @@ class Pipeline:
             worker.trains = trains[worker.stage_index]
             worker.trains_before = worker.stage_index > 0 and trains[worker.stage_index - 1]
 
-    def about(self, backward: bool) -> tuple[list[int], list[Tensor]]:
+    def tell(self, train: bool) -> tuple[list[int], list[Tensor]]:
         """What this rank tells the others: its tensor rank; per stage, whether it trains; per tensor that several
         stages hold, whether it is frozen (1) or trains (2), and changed in that (+ 2; 0: it is not here), and, as it is
         on the device, what its sum is.
@@ -222,12 +259,12 @@ class Pipeline:
         stages = len(self._stages.stages)
         flags, ties = [0] * stages, [0] * len(self._tied)
         self._loss_type = torch.float32
-        live, held = self._live(), self._runtime.plan.held(self._rank)
+        live, held = self._runtime.live_parameters(), self._runtime.plan.held(self._rank)
         tied = {id(live[held[name]]) for name in self._tied if name in held}
         for name, parameter in live.items():
             if parameter.dtype == torch.float64:  # ranks without the last stage do not see the type of its loss
                 self._loss_type = torch.float64
-            if backward and parameter.requires_grad:
+            if train and parameter.requires_grad:
                 for stage in self._flags_of(name) if id(parameter) not in tied else ():
                     flags[stage] = 1
                 if getattr(parameter, "_post_accumulate_grad_hooks", None):
@@ -236,7 +273,7 @@ class Pipeline:
                         "gradients are whole only when train_step returns: step the optimizer then, without such hooks"
                     )
         sums = [torch.zeros(1, dtype=torch.int64, device=self._mesh.device)] * len(self._tied)
-        for index, name in enumerate(self._tied) if backward else ():
+        for index, name in enumerate(self._tied) if train else ():
             if name in held:
                 trains = live[held[name]].requires_grad
                 ties[index] = 1 + trains + 2 * (trains != self._tie_trains[name])
@@ -274,8 +311,8 @@ class Pipeline:
         batch, last = self._batches[microbatch], stage.index == len(self._stages.stages) - 1
         samples, tokens = tokens_of(batch)
         inputs = batch if last else batch.like({name: value for name, value in batch.items() if name not in _LABELS})
-        for stream in self._runtime.streams:
-            stream.passes(arrives=tokens if arrived is not None else None, leaves=not last)
+        for part in self._runtime.parts:
+            part.begin_stage_pass(tokens if arrived is not None else None, leaves=not last)
         with self._running(stage) as passage:
             passage.arriving, passage.shape = arrived, (samples, tokens)
             if last:
@@ -287,14 +324,14 @@ class Pipeline:
             missed = arrived is not None and not passage.arrived
         if missed or (leaving is None and not last):
             raise ConfigError(
-                f"{type(self._runtime.model).__name__} left out layers at the border of stage {stage.index} in this "
+                f"{_host.class_name(self._runtime.model)} left out layers at the border of stage {stage.index} in this "
                 "pass, so the stream did not get through: switch off what skips layers, or use pp_size=1"
             )
         if last:
             return loss
         assert leaving is not None
-        if self._runtime.routing is not None:
-            self._runtime.routing.note_scale(self._mesh.batch_world)
+        for part in self._runtime.parts:
+            part.end_stage_pass(self._runtime)
         if self._stages.ranks[stage.index + 1] != self._rank:
             leading, peer = self._leading(samples, tokens), self._peer(stage.index + 1)
             self._types.announce(stage.index + 1, leaving, leading, peer, self._trains)
@@ -315,9 +352,10 @@ class Pipeline:
 
     def _leading(self, samples: int, tokens: int) -> tuple[int, int]:
         """Samples and tokens of the stream between stages; this rank's share of them where it is cut."""
-        if not self._runtime.streams or not self._trains:
-            return samples, tokens
-        return samples, share_evenly(tokens, self._layout.size("tp"))[self._mesh.ranks["tp"]]
+        if self._trains:
+            for part in self._runtime.parts:
+                tokens = part.local_tokens(tokens)
+        return samples, tokens
 
     def _peer(self, stage: int) -> int:
         return dist.get_global_rank(self._group, self._stages.ranks[stage])

@@ -6,6 +6,7 @@ equal stay equal under any optimizer that works entry by entry or tensor by tens
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -15,48 +16,69 @@ from ...errors import ConfigError
 from ...runtime import Runtime, local_tensor
 
 
-@contextmanager
-def summed_over_stages(runtime: Runtime) -> Iterator[None]:
-    """Within: a step leaves gradients; on leaving, those of tied copies are summed, and added to what there was."""
-    tied: list[tuple[Tensor, Tensor | None, tuple[int, ...]]] = []
-    for planned, parameter in runtime.parameters() if runtime.plan.ties else ():
-        holders = runtime.plan.holders(planned.name)
-        if len(holders) > 1 and parameter.requires_grad:
-            tied.append((parameter, parameter.grad, holders))
-            parameter.grad = None
-    try:
-        yield
-    except BaseException:  # a step that failed leaves the gradients that were there before it
-        for parameter, before, _ in tied:
-            parameter.grad = before
-        raise
-    for holders in dict.fromkeys(holders for _, _, holders in tied):  # in the plan's order: the same on all of a group
-        members, group = [(p, before) for p, before, others in tied if others == holders], runtime.mesh.ties[holders]
-        own = [parameter.grad is not None for parameter, _ in members]
-        used = _used_anywhere(runtime, [parameter for parameter, _ in members], own, holders)
-        for (parameter, before), mine, anywhere in zip(members, own, used, strict=True):
-            if mine and not anywhere:
+@dataclass
+class _Copy:
+    """This rank's copy of one tensor: the parameter, the gradient before the step, and the ranks that hold it."""
+
+    parameter: Tensor
+    before: Tensor | None
+    holders: tuple[int, ...]
+
+
+class TiedGradients:
+    """Sums the gradients of tensors that several stages hold."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._known: dict[tuple[int, ...], list[bool]] = {}  # which get a gradient, once a step has shown it
+
+    @contextmanager
+    def summed(self) -> Iterator[None]:
+        """Within: a step leaves gradients; on leaving, those of copies are summed, and added to what there was."""
+        copies = self._copies()
+        for copy in copies:
+            copy.parameter.grad = None
+        try:
+            yield
+        except BaseException:  # a step that failed leaves the gradients that were there before it
+            for copy in copies:
+                copy.parameter.grad = copy.before
+            raise
+        for holders in dict.fromkeys(copy.holders for copy in copies):  # the plan's order, on all alike
+            self._sum([copy for copy in copies if copy.holders == holders], holders)
+
+    def _copies(self) -> list[_Copy]:
+        plan = self._runtime.plan
+        if not plan.ties:
+            return []
+        here = [(plan.holders(planned.name), parameter) for planned, parameter in self._runtime.parameters()]
+        return [_Copy(p, p.grad, holders) for holders, p in here if len(holders) > 1 and p.requires_grad]
+
+    def _sum(self, copies: list[_Copy], holders: tuple[int, ...]) -> None:
+        group = self._runtime.mesh.ties[holders]
+        for copy, used in zip(copies, self._used_anywhere(copies, holders), strict=True):
+            parameter = copy.parameter
+            if parameter.grad is not None and not used:
                 raise ConfigError(
                     "a tensor that several stages hold had no gradient in the first step and has one now: build the "
                     "model again for batches of another kind"
                 )
-            if not anywhere:
-                parameter.grad = before
+            if not used:
+                parameter.grad = copy.before
                 continue
             if parameter.grad is None:  # the other stage has one
                 parameter.grad = torch.zeros_like(parameter)
             dist.all_reduce(local_tensor(parameter.grad), group=group)
-            if before is not None:
-                parameter.grad = before.add_(parameter.grad)
+            if copy.before is not None:
+                parameter.grad = copy.before.add_(parameter.grad)
 
-
-def _used_anywhere(runtime: Runtime, parameters: list[Tensor], own: list[bool], holders: tuple[int, ...]) -> list[bool]:
-    """Which tied tensors any stage has a gradient of; what none has one of (a table that is read without) stays
-    without, and optimizers skip it. Asked in the first step, through the host, for it is the model's doing.
-    """
-    known, key = runtime.tied_gradients, tuple(map(id, parameters))
-    if key not in known:
-        used = torch.tensor(own, dtype=torch.int64)
-        dist.all_reduce(used, op=dist.ReduceOp.MAX, group=runtime.mesh.tie_reports[holders])
-        known[key] = [bool(each) for each in used.tolist()]
-    return known[key]
+    def _used_anywhere(self, copies: list[_Copy], holders: tuple[int, ...]) -> list[bool]:
+        """Which tensors any stage has a gradient of; what none has one of (a table that is read without) stays without,
+        and optimizers skip it. Asked in the first step, through the host, for it is the model's doing.
+        """
+        key = tuple(id(copy.parameter) for copy in copies)
+        if key not in self._known:
+            used = torch.tensor([copy.parameter.grad is not None for copy in copies], dtype=torch.int64)
+            dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self._runtime.mesh.tie_reports[holders])
+            self._known[key] = [bool(each) for each in used.tolist()]
+        return self._known[key]

@@ -1,7 +1,7 @@
 """Tensor parallelism: blocks of ordinary local modules whose edges talk."""
 
-from .apply import cut_parameters, install_edges
-from .generate import install_generate
-from .loss import VocabParallelLoss, install_loss
+from .apply import cut_parameters
+from .loss import VocabParallelLoss
+from .part import RandomStreams, TensorParallel, VocabularyLoss
 
-__all__ = ["VocabParallelLoss", "cut_parameters", "install_edges", "install_generate", "install_loss"]
+__all__ = ["RandomStreams", "TensorParallel", "VocabParallelLoss", "VocabularyLoss", "cut_parameters"]

@@ -8,6 +8,7 @@ Inside the edges every module is the stock one with local sizes and plain tensor
 (adapters, quantized layers, compilers, FSDP) works there.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,16 +39,21 @@ _PARTIAL_OUTPUTS = {
 }
 
 
-def install_edges(runtime: Runtime) -> None:
-    """Make a model that holds this rank's tensor shards compute with the others. No-op for one rank."""
+def install_edges(
+    runtime: Runtime,
+    sums: PartialSums,
+    regions: Sequence[SequenceRegion],
+    region_of: Callable[[str], SequenceRegion | None],
+) -> None:
+    """Make a model that holds this rank's tensor shards compute with the others.
+
+    Args:
+        sums: gets the parameters whose gradients are partial.
+        regions: whose streams are cut along the sequence.
+        region_of: that of a module in the layers.
+    """
     model, plan, mesh = runtime.model, runtime.plan, runtime.mesh
-    group = mesh.group("tp")
-    if group is None:
-        return
-    runtime.sums = sums = PartialSums(group)
-    streams = [SequenceRegion(planned, group) for planned in plan.streams]
-    runtime.streams = streams
-    for stream in streams:
+    for stream in regions:
         stream.install(model, runtime.is_local)
         for name in filter(runtime.is_local, stream.plan.partial):
             read_partial(module_at(model, name), sums)
@@ -66,16 +72,16 @@ def install_edges(runtime: Runtime) -> None:
         for name in block.once:
             owner, _, parameter = name.rpartition(".")
             read_partial(module_at(model, owner), sums, names=(parameter,), once=mesh.ranks["tp"] == 0)
-        cut = runtime.sequence_region_of(block.name)
-        install_block_edges(model, block, mesh, cut, _overlap(model, plan, block, group, cut))
+        cut = region_of(block.name)
+        install_block_edges(model, block, mesh, cut, _overlap(model, plan, block, sums.group, cut))
     install_copy_sums(model, plan, mesh, runtime.is_local)
     if plan.blocks:
         model.register_forward_pre_hook(_refuse_partial_outputs, with_kwargs=True)
-    if streams:
+    if regions:
         model.register_forward_pre_hook(_refuse_cut_outputs, with_kwargs=True)
     if plan.embedding is not None and runtime.is_local(plan.embedding):
         planned = plan.by_name[f"{plan.embedding}.weight"]
-        install_vocab_parallel_embedding(model.get_submodule(plan.embedding), planned, mesh, streams)
+        install_vocab_parallel_embedding(model.get_submodule(plan.embedding), planned, mesh, list(regions))
 
 
 def _overlap(

@@ -11,7 +11,7 @@ caller wants logits - no labels given, or evaluation - the head runs as always, 
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -29,6 +29,7 @@ from ...runtime import Runtime
 from ...runtime.batches import Microbatch
 from .edges import install_head_edge
 from .lazy_logits import LazyLogits, defer_logits
+from .sequence import SequenceRegion
 
 
 class VocabParallelLoss:
@@ -237,22 +238,26 @@ def _rows_of(head: nn.Module, promise: LazyLogits) -> HeadRows:
     return AnyRows(promise.head, [p for p in parameters if p.requires_grad], finish, needed)
 
 
-def install_loss(runtime: Runtime) -> None:
-    """Put :class:`VocabParallelLoss` into the model, where the plan names a head it can run on."""
+def install_loss(runtime: Runtime, regions: Sequence[SequenceRegion]) -> VocabParallelLoss | None:
+    """Put :class:`VocabParallelLoss` into the model, where the plan names a head it can run on.
+
+    Args:
+        regions: whose streams the head may read.
+    """
     plan, model = runtime.plan, runtime.model
     if plan.head is None:
-        return
+        return None
     loss = VocabParallelLoss(plan, runtime.mesh)
-    runtime.loss = loss
     if not runtime.is_local(plan.head):  # another stage's; this one counts labels
-        return
+        return loss
     head = model.get_submodule(plan.head)
     loss.head = head
     group = runtime.mesh.group("tp")
     if group is not None:
-        install_head_edge(head, group, runtime.streams)
+        install_head_edge(head, group, regions)
     head.forward = partial(loss.run_head, head.forward)  # not a closure: a deep copy of the model gets its own
     head.register_forward_hook(loss.after_head)
     model.register_forward_pre_hook(loss.before_model, with_kwargs=True)
     model.register_forward_hook(loss.after_model)
     model.loss_function = loss
+    return loss

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ...mesh import Mesh
-from ...runtime import Runtime, recomputing
+from ...runtime import recomputing
 
 _RANKS = 1 << 16  # seeds of the cut streams of one region differ below this
 
@@ -167,21 +167,14 @@ def agree_on_replicated_stream(mesh: Mesh) -> None:
             generator.manual_seed(_derive(state, place))
 
 
-def synchronize_random_streams(runtime: Runtime) -> None:
-    """Once, before the first training step: by then the user has seeded."""
-    if not runtime.random_streams_agreed:
-        agree_on_replicated_stream(runtime.mesh)
-        runtime.random_streams_agreed = True
+def on_first_training_pass(model: nn.Module, agree: Callable[[], None]) -> None:
+    """Have ranks agree at a model's forward passes in training; ``agree`` does it once."""
 
+    def before(module: nn.Module, args: tuple[Any, ...]) -> None:
+        if module.training:
+            agree()
 
-def synchronize_before_training(runtime: Runtime) -> None:
-    """The same for plain loops, which call nothing else of ours: at the model's first forward pass in training."""
-
-    def agree(model: nn.Module, args: tuple[Any, ...]) -> None:
-        if model.training:
-            synchronize_random_streams(runtime)
-
-    runtime.model.register_forward_pre_hook(agree)
+    model.register_forward_pre_hook(before)
 
 
 def default_generator(device: torch.device) -> torch.Generator:

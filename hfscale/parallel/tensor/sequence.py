@@ -263,6 +263,10 @@ class SequenceRegion:
             self._left = x, whole
         return whole
 
+    def own_length(self, total: int) -> int:
+        """Of ``total`` tokens per sample, this rank's."""
+        return share_evenly(total, self.size)[self.rank]
+
     def _lengths_of(self, whole: Tensor) -> list[int]:
         return share_evenly(whole.shape[_DIM], self.size)
 

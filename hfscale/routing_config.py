@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ...errors import ConfigError
+from .errors import ConfigError
 
 ROUTERS = ("model", "switch", "gshard", "noisy_topk")
 """Who chooses experts: the model's own router, or one of the papers' on its logits."""

@@ -1,0 +1,172 @@
+"""From a stock model and a layout to a model that trains: the order of everything, once."""
+
+import inspect
+import os
+from typing import Any
+
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from ._host.transformers.classes import class_name, is_distributed_by_host
+from .adapters import attach_adapters, read_config, wrapped_by_peft
+from .arguments import check_layout, code_arguments, known_dtype, load_config, refuse_unknown
+from .assemble import assemble
+from .config import ParallelConfig
+from .errors import ConfigError
+from .mesh import build_mesh
+from .options import Options
+from .plan import Plan
+from .quantization.install import check_quantization, split_quantization
+from .routing_config import RoutingConfig
+from .runtime import find_runtime
+from .sources import FromCheckpoint, FromSeed, InMemory, Outline, Source
+
+Adapter = tuple[Any, str | None]
+"""A PEFT config, and where a saved adapter of it is."""
+
+
+def build(
+    source: Source, layout: ParallelConfig, options: Options, adapter: Adapter | None = None, seed: int = 0
+) -> Any:
+    """The one order: plan, meet the other ranks, take this rank's part, put adapters around it, make it compute."""
+    plan = source.plan(layout)
+    mesh = build_mesh(layout, plan.copies, plan.ties, plan.neighbours)
+    model, weights = source.load(plan, mesh)
+    adapters = None
+    if adapter is not None and weights is not None and not isinstance(source, InMemory):
+        config, saved = adapter
+        adapters, plan = attach_adapters(
+            model, source.template(model), config, plan, mesh, weights.tensors, source=saved, seed=seed
+        )
+    assemble(model, plan, mesh, options, weights, adapters)
+    return model
+
+
+def from_pretrained(
+    path: str | os.PathLike[str],
+    *,
+    parallel: ParallelConfig | None = None,
+    auto_class: Any = AutoModelForCausalLM,
+    mixed_precision: str = "no",
+    routing: RoutingConfig | None = None,
+    peft_config: Any = None,
+    seed: int = 0,
+    **hf_kwargs: Any,
+) -> Any:
+    """Load a Hugging Face checkpoint, sharded, on this rank's device.
+
+    Call it on every rank. Each rank reads only its slices.
+
+    Args:
+        path: a directory or a Hub id, as for ``AutoModel.from_pretrained``.
+        parallel: the layout; one process by default.
+        auto_class: the Auto class (or model class) to load with.
+        mixed_precision: ``"no"``, or ``"bf16"``: compute in bfloat16 over weights kept in their own type.
+        routing: how tokens find their experts, and what keeps those evenly busy; the model's own router by default.
+        peft_config: a PEFT config, whose adapters are put around the model's modules, or the path or Hub id of a saved
+            adapter to go on training; :func:`hfscale.save_pretrained` then writes the adapter.
+        seed: for parameters that the checkpoint does not have, and for new adapters.
+        hf_kwargs: whatever ``from_pretrained`` takes, except what distributes the model.
+
+    Returns:
+        an instance of the stock class, in evaluation mode like the host's.
+
+    Raises:
+        ConfigError, PlanError, MeshError, CheckpointError: before any weight is read, except for damaged files.
+    """
+    layout, options = check_layout(parallel, hf_kwargs), Options(mixed_precision, routing)
+    quantization = hf_kwargs.get("quantization_config")
+    check_quantization(quantization)
+    adapter = None if peft_config is None else read_config(peft_config)
+    others = {key: value for key, value in hf_kwargs.items() if key != "quantization_config"}
+    config, rest = load_config(str(path), others)
+    refuse_unknown(rest, auto_class, config, inspect.signature(from_pretrained).parameters)
+    code = code_arguments(hf_kwargs)
+    outline = _outline(config, auto_class, {"dtype": known_dtype(hf_kwargs), **code}, quantization)
+    if outline.stored:
+        hf_kwargs = {**hf_kwargs, "config": outline.config, "quantization_config": outline.quantization}
+    return build(FromCheckpoint(str(path), outline, hf_kwargs, seed), layout, options, adapter, seed)
+
+
+def from_config(
+    config: PreTrainedConfig,
+    *,
+    parallel: ParallelConfig | None = None,
+    auto_class: Any = AutoModelForCausalLM,
+    mixed_precision: str = "no",
+    routing: RoutingConfig | None = None,
+    peft_config: Any = None,
+    seed: int = 0,
+    **hf_kwargs: Any,
+) -> Any:
+    """A model with random weights that are the same for every layout.
+
+    The weights follow the host's own initialization, with a seed per layer made of ``seed`` and its name, so no rank
+    ever holds more than its share and one whole layer. Arguments, result and errors are those of
+    :func:`from_pretrained`; the model is in training mode, like the host's.
+    """
+    layout, options = check_layout(parallel, hf_kwargs), Options(mixed_precision, routing)
+    if hf_kwargs.get("quantization_config") is not None:
+        raise ConfigError(
+            "from_config(quantization_config=...) would quantize random weights: quantize those of a checkpoint, with "
+            "hfscale.from_pretrained(path, quantization_config=...)"
+        )
+    adapter = None if peft_config is None else read_config(peft_config)
+    refuse_unknown(hf_kwargs, auto_class, config, inspect.signature(from_pretrained).parameters)
+    return build(FromSeed(Outline(config, auto_class, hf_kwargs), seed), layout, options, adapter, seed)
+
+
+def parallelize(
+    model: nn.Module,
+    parallel: ParallelConfig | None = None,
+    *,
+    mixed_precision: str = "no",
+    routing: RoutingConfig | None = None,
+) -> Any:
+    """Shard, in place, a whole stock model that is in memory and the same on every rank; returns it.
+
+    Raises:
+        ConfigError: the model is distributed already, or has adapters.
+        PlanError, MeshError: the layout does not fit it, or the processes that were started.
+    """
+    layout, options = check_layout(parallel, {}), Options(mixed_precision, routing)
+    reason = "hfscale already parallelized it" if find_runtime(model) else is_distributed_by_host(model)
+    if reason:
+        raise ConfigError(
+            f"{class_name(model)} cannot be parallelized: {reason}. Load it plainly, or with hfscale.from_pretrained"
+        )
+    if wrapped_by_peft(model):
+        raise ConfigError(
+            f"{class_name(model)} has adapters of PEFT's, which the plan of a stock model knows nothing of: "
+            "parallelize the model without them, and then call hfscale.get_peft_model(model, peft_config); for saved "
+            "ones, hfscale.from_pretrained(path, peft_config=directory)"
+        )
+    return build(InMemory(model), layout, options)
+
+
+def plan(
+    source: str | os.PathLike[str] | PreTrainedConfig,
+    parallel: ParallelConfig | None = None,
+    *,
+    auto_class: Any = AutoModelForCausalLM,
+    **hf_kwargs: Any,
+) -> Plan:
+    """What would become of a model under a layout: no weights, no process group, no GPU. ``print`` it for a table.
+
+    Raises:
+        PlanError: the layout does not fit; every problem is listed with the valid values.
+    """
+    quantization = hf_kwargs.pop("quantization_config", None)
+    check_quantization(quantization)
+    if isinstance(source, PreTrainedConfig):
+        config, rest = source, hf_kwargs
+    else:
+        config, rest = load_config(str(source), hf_kwargs)
+    return _outline(config, auto_class, rest, quantization).plan(parallel or ParallelConfig())
+
+
+def _outline(config: PreTrainedConfig, auto_class: Any, kwargs: dict[str, Any], quantization: Any) -> Outline:
+    config, stored = split_quantization(config)
+    if stored is not None and quantization is not None:
+        raise ConfigError("quantization_config= is given, and the checkpoint is quantized already: leave it out")
+    return Outline(config, auto_class, kwargs, stored or quantization, stored is not None)

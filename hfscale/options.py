@@ -1,0 +1,35 @@
+"""What the user asked for beside the layout."""
+
+from dataclasses import dataclass
+
+import torch
+
+from .errors import ConfigError
+from .routing_config import RoutingConfig
+
+MIXED_PRECISIONS = {"no": None, "bf16": torch.bfloat16}
+"""What forward passes compute in: a name -> a type, over weights of whatever type they have."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Checked when it is made.
+
+    Attributes:
+        mixed_precision: a key of :data:`MIXED_PRECISIONS`.
+        routing: how tokens find their experts; ``None`` for the model's own way.
+
+    Raises:
+        ConfigError: one of them is unknown.
+    """
+
+    mixed_precision: str = "no"
+    routing: RoutingConfig | None = None
+
+    def __post_init__(self) -> None:
+        if self.routing is not None and not isinstance(self.routing, RoutingConfig):
+            raise ConfigError(
+                f"routing={self.routing!r} is no such choice: pass hfscale.RoutingConfig(balance_loss=...)"
+            )
+        if self.mixed_precision not in MIXED_PRECISIONS:
+            raise ConfigError(f"mixed_precision={self.mixed_precision!r} is unknown: use {', '.join(MIXED_PRECISIONS)}")

@@ -1,0 +1,49 @@
+"""The data axes as a part."""
+
+from contextlib import AbstractContextManager
+
+from ...runtime import Part, Runtime
+from ...runtime.local_weights import LocalWeights
+from ._fsdp import add_up_gradients
+from .shard import (
+    apply_data_axes,
+    install_local_weights,
+    one_reduction,
+    reduce_microbatch,
+    reshard,
+    set_gradient_sync,
+)
+
+
+class DataParallel(Part):
+    """Shards over the data ranks, applied last."""
+
+    def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
+        """Wrap, and fill what is on the meta device."""
+        model, plan, mesh = runtime.model, runtime.plan, runtime.mesh
+        apply_data_axes(model, plan, mesh, runtime.options.mixed_precision)
+        if weights is not None:
+            install_local_weights(model, weights.tensors, plan, mesh)
+
+    def around_interleaved(self, runtime: Runtime, backward: bool) -> AbstractContextManager[None]:
+        """Gradients are reduced once, on leaving; weights are gathered once, or anew for every pass."""
+        regather = bool(runtime.mesh.layout.weights_regather)
+        return one_reduction(runtime.model, backward=backward, regather=regather)
+
+    def before_backward(self, runtime: Runtime, last: bool) -> None:
+        """Reduce with the last one."""
+        set_gradient_sync(runtime.model, last or bool(runtime.mesh.layout.reduce_each_microbatch))
+
+    def accumulate_late_gradients(self, runtime: Runtime) -> None:
+        """Move them to where FSDP2 adds gradients up."""
+        if runtime.mesh.batch_world > 1:
+            add_up_gradients(runtime.model)
+
+    def after_microbatch(self, runtime: Runtime) -> None:
+        """Reduce now, where the layout says so."""
+        if runtime.mesh.layout.reduce_each_microbatch:
+            reduce_microbatch(runtime.model)
+
+    def release(self, runtime: Runtime) -> None:
+        """Leave this rank its shards only."""
+        reshard(runtime.model)

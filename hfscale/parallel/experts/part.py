@@ -1,0 +1,67 @@
+"""Mixtures of experts as parts: whole experts spread over ranks, and what routes tokens to them."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+from ...errors import ConfigError
+from ...runtime import Batch, Part, Runtime
+from ...runtime.batches import Microbatch
+from ...runtime.local_weights import LocalWeights
+from .mixture import install_experts
+from .routing import Routing
+
+
+class ExpertParallel(Part):
+    """The exchange of tokens between experts, in the place of their modules' forward passes."""
+
+    def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
+        """Comes before the edges of tensor parallelism, which may read parameters of experts in their own way."""
+        routing = install_experts(runtime, runtime.options.routing)
+        part = runtime.part(ExpertRouting)
+        if part is not None:
+            part.routing = routing
+
+
+class ExpertRouting(Part):
+    """What a step and its passes mean to routers.
+
+    Attributes:
+        routing: what all mixtures have in common; ``None`` where there are none, or stock ones.
+    """
+
+    def __init__(self) -> None:
+        self.routing: Routing | None = None
+
+    @property
+    def masks_padding(self) -> bool:  # type: ignore[override]
+        """What balances experts leaves out what the mask does."""
+        return self.routing is not None
+
+    def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
+        """Hook the model: its passes, and the loss of its layers. Comes behind what makes tensor ranks draw alike."""
+        if self.routing is not None and self.routing.passes is not None:
+            self.routing.passes.install(runtime.model)
+
+    def check_step(self, runtime: Runtime, batches: Sequence[Batch]) -> None:
+        """The host's loss of routers is one per microbatch."""
+        parts = len(batches) * runtime.mesh.batch_world
+        if getattr(runtime.model.config, "output_router_logits", False) and parts > 1:
+            raise ConfigError(
+                "output_router_logits=True adds the router's loss to every microbatch's share of the token mean, so "
+                f"it would count {parts} times in this step: set config.output_router_logits = False and load the "
+                "model with routing=hfscale.RoutingConfig(balance_loss=...), whose weight is the same however a step "
+                "is divided"
+            )
+
+    def around_step(
+        self, runtime: Runtime, microbatches: Sequence[Microbatch], train: bool
+    ) -> AbstractContextManager[None]:
+        """Tokens are counted, and biases moved at the end."""
+        if self.routing is None:
+            return nullcontext()
+        return self.routing.step(microbatches, train and runtime.model.training)
+
+    def end_stage_pass(self, runtime: Runtime) -> None:
+        """The losses of this stage's layers begin their backward passes with the same scale as the model's loss."""
+        if self.routing is not None:
+            self.routing.note_scale(runtime.mesh.batch_world)

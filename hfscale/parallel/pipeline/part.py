@@ -1,0 +1,30 @@
+"""Pipeline stages as a part: they bring an executor of their own."""
+
+from collections.abc import Sequence
+
+from ...errors import ConfigError
+from ...runtime import Batch, Part, Runtime
+from ...runtime.local_weights import LocalWeights
+from ...schedules import ASYNCHRONOUS
+from .asynchronous import AsynchronousPipeline
+from .run import Pipeline
+
+
+class PipelineStages(Part):
+    """Nothing where one rank holds all layers."""
+
+    def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
+        """Put what runs this rank's stages in the place of the local loop."""
+        if runtime.plan.stages is not None:
+            asynchronous = runtime.mesh.layout.pipeline_schedule in ASYNCHRONOUS
+            runtime.executor = (AsynchronousPipeline if asynchronous else Pipeline)(runtime)
+
+    def check_step(self, runtime: Runtime, batches: Sequence[Batch]) -> None:
+        """No loss of what the layers of several stages compute."""
+        asked = getattr(runtime.model.config, "output_router_logits", False)
+        given = (batch.get("output_router_logits") for batch in batches)
+        if runtime.plan.stages is not None and any(asked if each is None else each for each in given):
+            raise ConfigError(
+                "output_router_logits=True makes a loss of what the layers of all stages compute: leave it out, and "
+                "load the model with routing=hfscale.RoutingConfig(balance_loss=...), or use pp_size=1"
+            )

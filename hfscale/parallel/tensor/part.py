@@ -1,0 +1,115 @@
+"""Tensor and sequence parallelism as parts: the blocks, the loss over a cut vocabulary, and random streams."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+from ...runtime import Part, Runtime, local_tensor
+from ...runtime.batches import Microbatch
+from ...runtime.local_weights import LocalWeights
+from .apply import install_edges
+from .generate import install_generate
+from .loss import install_loss
+from .partial_gradients import PartialSums
+from .random import agree_on_replicated_stream, on_first_training_pass
+from .sequence import SequenceRegion
+
+
+class TensorParallel(Part):
+    """Blocks whose edges talk, and the stream between them, which may be cut along the sequence.
+
+    Attributes:
+        sums: sums partial gradients over the tensor ranks; ``None`` where there is one.
+        regions: what sequence parallelism cuts along the sequence.
+    """
+
+    def __init__(self) -> None:
+        self.sums: PartialSums | None = None
+        self.regions: list[SequenceRegion] = []
+        self._region_of: dict[str, SequenceRegion | None] = {}
+
+    def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
+        """Edges around blocks."""
+        group = runtime.mesh.group("tp")
+        if group is not None:
+            self.sums = PartialSums(group)
+            self.regions = [SequenceRegion(planned, group) for planned in runtime.plan.streams]
+            install_edges(runtime, self.sums, self.regions, self.region_of)
+
+    def region_of(self, name: str) -> SequenceRegion | None:
+        """The region whose stream a module in the layers reads and writes, where sequence parallelism cuts it."""
+        if name not in self._region_of:  # layers ask in every pass
+            inside = (r for r in self.regions if any(f"{name}.".startswith(f"{layer}.") for layer in r.plan.layers))
+            self._region_of[name] = next(inside, None)
+        return self._region_of[name]
+
+    def around_gradients(self, runtime: Runtime) -> AbstractContextManager[None]:
+        """Within: gradients that are partial over the tensor ranks stay so; they are summed once, on leaving."""
+        if self.sums is None:
+            return nullcontext()
+        for part in runtime.parts:
+            part.release(runtime)  # or gathered weights would be taken for the parameters
+        partial = [parameter for planned, parameter in runtime.parameters() if "tp" in planned.partial]
+        # A hook (an optimizer that steps in backward) must see whole gradients: they are summed at once then.
+        if any(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in partial):
+            return nullcontext()
+        return self.sums.at_the_end([p for p in partial if p.requires_grad], local_tensor)
+
+    def begin_stage_pass(self, arrives: int | None, leaves: bool) -> None:
+        """The stream may arrive cut, and leave cut."""
+        for region in self.regions:
+            region.passes(arrives, leaves)
+
+    def local_tokens(self, tokens: int) -> int:
+        """This rank's share of them, where the stream is cut."""
+        return self.regions[0].own_length(tokens) if self.regions else tokens
+
+    def cuts_tokens(self, module: str) -> bool:
+        """Whether its region is cut in this pass."""
+        region = self.region_of(module)
+        return region is not None and region.cut
+
+
+class VocabularyLoss(Part):
+    """The loss that training steps are normalized for; also where nothing is cut."""
+
+    def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
+        """Comes behind the edges of blocks."""
+        tensor = runtime.part(TensorParallel)
+        runtime.loss = install_loss(runtime, tensor.regions if tensor is not None else [])
+
+
+class RandomStreams(Part):
+    """Ranks that compute one thing together draw alike, and those of other batches and stages apart.
+
+    Attributes:
+        agreed: whether they have agreed on what they draw from.
+    """
+
+    def __init__(self) -> None:
+        self.agreed = False
+
+    def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
+        """For ``generate()``, and for plain loops, which call nothing else of ours."""
+        install_generate(runtime.model, runtime.mesh)
+        on_first_training_pass(runtime.model, lambda: self.synchronize(runtime))
+
+    def synchronize(self, runtime: Runtime) -> None:
+        """Once, before the first training step: by then the user has seeded."""
+        if not self.agreed:
+            agree_on_replicated_stream(runtime.mesh)
+            self.agreed = True
+
+    def around_step(
+        self, runtime: Runtime, microbatches: Sequence[Microbatch], train: bool
+    ) -> AbstractContextManager[None]:
+        """Before the first training step."""
+        if train:
+            self.synchronize(runtime)
+        return nullcontext()
+
+    def before_state(self, runtime: Runtime, resumed: bool) -> None:
+        """A run that goes on from here has agreed."""
+        if resumed:
+            self.agreed = True
+        else:
+            self.synchronize(runtime)

@@ -1,0 +1,1 @@
+"""What forward passes compute in."""

@@ -1,0 +1,51 @@
+"""The executor of ranks that hold all layers: microbatches one after the other, each forward and backward."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .batches import Microbatch
+from .runtime import Batch, Executor, Runtime
+
+
+class LocalLoop(Executor):
+    """Gradients add up over the microbatches of a step."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    def share_out(self, given: Sequence[Batch]) -> list[dict[str, Any]]:
+        """As they were given."""
+        return [dict(batch) for batch in given]
+
+    def run(
+        self, model: nn.Module, batches: Sequence[Microbatch], count: Tensor, label_smoothing: float, backward: bool
+    ) -> Tensor:
+        """See :meth:`.runtime.Executor.run`."""
+        run = self._train if backward else self._evaluate
+        return self._runtime.sum_over_batches(run(model, batches, count, label_smoothing))
+
+    def _train(self, model: nn.Module, batches: Sequence[Microbatch], count: Tensor, label_smoothing: float) -> Tensor:
+        runtime = self._runtime
+        total: Tensor | None = None
+        with runtime.around(lambda part: part.around_gradients(runtime)):
+            for index, batch in enumerate(batches):
+                for part in runtime.parts:
+                    part.before_backward(runtime, last=index == len(batches) - 1)
+                loss = runtime.loss.of(model, batch, count, label_smoothing)
+                # The data axes average gradients over the distinct batches; the loss is a share of a sum.
+                (loss * runtime.mesh.batch_world).backward()
+                total = loss.detach() if total is None else total + loss.detach()
+        assert total is not None  # a step has a microbatch
+        return total
+
+    def _evaluate(
+        self, model: nn.Module, batches: Sequence[Microbatch], count: Tensor, label_smoothing: float
+    ) -> Tensor:
+        runtime = self._runtime
+        total = sum(runtime.loss.of(model, batch, count, label_smoothing) for batch in batches)
+        for part in runtime.parts:
+            part.release(runtime)
+        return torch.as_tensor(total, device=runtime.mesh.device)

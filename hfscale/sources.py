@@ -1,0 +1,171 @@
+"""Where a model comes from: a checkpoint, a seed, or memory.
+
+A source is asked twice: for the whole model without memory, which is planned, and, once ranks have met, for this rank's
+part of it with its local sizes.
+"""
+
+import copy
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from .arguments import code_arguments, model_arguments
+from .checkpoint import load_pretrained
+from .checkpoint.load import materialize_buffers
+from .config import ParallelConfig
+from .mesh import Mesh
+from .parallel.pipeline import check_stages, leave_out, stage_places
+from .parallel.tensor import cut_parameters
+from .plan import Plan
+from .planner.build import build_plan
+from .quantization.install import plan_quantized
+from .runtime.initialize import initialize_local_weights
+from .runtime.local_weights import LocalWeights
+
+
+class Outline:
+    """The model that a config describes, without memory; built once.
+
+    Args:
+        config: of the stock model.
+        auto_class: the Auto class, or model class, that builds it.
+        kwargs: more arguments of that.
+        quantization: what is to be quantized as it is loaded, or is stored so.
+        stored: whether it is stored so.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        auto_class: Any,
+        kwargs: dict[str, Any],
+        quantization: Any = None,
+        stored: bool = False,
+    ) -> None:
+        self.config, self.auto_class, self.kwargs = config, auto_class, kwargs
+        self.quantization, self.stored = quantization, stored
+
+    @cached_property
+    def model(self) -> Any:
+        """The stock model on the meta device."""
+        is_auto = hasattr(self.auto_class, "from_config")
+        build = self.auto_class.from_config if is_auto else self.auto_class._from_config
+        with torch.device("meta"):
+            return build(self.config, **model_arguments(self.kwargs, is_auto))
+
+    def plan(self, layout: ParallelConfig) -> Plan:
+        """What becomes of it under ``layout``."""
+        return plan_quantized(plan_model(self.model, layout), self.model, self.quantization, self.stored)
+
+
+def plan_model(model: nn.Module, layout: ParallelConfig) -> Plan:
+    """The plan of a stock model, whole and on any device; where a schedule is a file, stages are where that says."""
+    planned = build_plan(model, layout, stage_places(layout))
+    check_stages(planned)
+    return planned
+
+
+class FromCheckpoint:
+    """A Hugging Face checkpoint, of which each rank reads its slices.
+
+    Args:
+        path: a directory or Hub id.
+        outline: of its model.
+        kwargs: the host's arguments of ``from_pretrained``.
+        seed: for parameters that the checkpoint does not have.
+    """
+
+    def __init__(self, path: str, outline: Outline, kwargs: dict[str, Any], seed: int) -> None:
+        self._path, self._outline, self._kwargs, self._seed = path, outline, kwargs, seed
+
+    def plan(self, layout: ParallelConfig) -> Plan:
+        """What becomes of the model under ``layout``."""
+        return self._outline.plan(layout)
+
+    def load(self, plan: Plan, mesh: Mesh) -> tuple[Any, LocalWeights]:
+        """The model on the meta device with this rank's sizes, and this rank's final shares of its weights."""
+        model, weights, missing = load_pretrained(self._outline.auto_class, self._path, plan, mesh, self._kwargs)
+        if missing:
+            template = self.template(model)
+            fresh, _ = initialize_local_weights(template, plan, mesh, self._seed, wanted=lambda name: name in missing)
+            weights.tensors.update(fresh)
+        materialize_buffers(model, {}, mesh.device)
+        return model, weights
+
+    def template(self, model: Any) -> Any:
+        """The whole stock model on the meta device, to be changed: as the host has loaded ``model``."""
+        planned = self._outline
+        if planned.model.dtype == model.dtype:
+            return copy.deepcopy(planned.model)
+        kwargs = {"dtype": model.dtype, **code_arguments(self._kwargs)}  # the checkpoint has decided
+        return Outline(model.config, planned.auto_class, kwargs).model
+
+
+class FromSeed:
+    """Random weights, the same for every layout.
+
+    Args:
+        outline: of the model.
+        seed: of its weights.
+    """
+
+    def __init__(self, outline: Outline, seed: int) -> None:
+        self._outline, self._seed = outline, seed
+
+    def plan(self, layout: ParallelConfig) -> Plan:
+        """What becomes of the model under ``layout``."""
+        return self._outline.plan(layout)
+
+    def load(self, plan: Plan, mesh: Mesh) -> tuple[Any, LocalWeights]:
+        """The model on the meta device with this rank's sizes, and this rank's shares of its weights."""
+        model = copy.deepcopy(self._outline.model)
+        leave_out(model, plan, mesh.ranks["pp"])
+        cut_parameters(model, plan, mesh)
+        tensors, buffers = initialize_local_weights(copy.deepcopy(self._outline.model), plan, mesh, self._seed)
+        materialize_buffers(model, buffers, mesh.device)
+        return model, LocalWeights(tensors)
+
+    def template(self, model: Any) -> Any:
+        """The whole stock model on the meta device, to be changed."""
+        return copy.deepcopy(self._outline.model)
+
+
+class InMemory:
+    """A whole model in memory, the same on every rank; cut in place."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def plan(self, layout: ParallelConfig) -> Plan:
+        """What becomes of the model under ``layout``."""
+        return plan_model(self._model, layout)
+
+    def load(self, plan: Plan, mesh: Mesh) -> tuple[Any, None]:
+        """The model with this rank's sizes and weights."""
+        model = self._model
+        modules = list(model.modules())
+        leave_out(model, plan, mesh.ranks["pp"])
+        _give_up_memory(modules, kept=model)
+        cut_parameters(model, plan, mesh)
+        model.to(mesh.device)
+        return model, None
+
+
+Source = FromCheckpoint | FromSeed | InMemory
+
+
+def _give_up_memory(modules: Iterable[nn.Module], kept: nn.Module) -> None:
+    """Empty those of ``modules`` that are no longer in ``kept``: stand-ins still ask them for their attributes."""
+    staying = set(kept.modules())
+    for module in modules:
+        if module in staying:
+            continue
+        for name, parameter in module._parameters.items():
+            if parameter is not None:  # of a tied tensor, another module may keep the memory
+                module._parameters[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to("meta")

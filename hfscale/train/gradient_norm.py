@@ -1,0 +1,92 @@
+"""The norm of all gradients, of which every rank holds a part, and clipping by it."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..plan import ParameterPlan
+from ..runtime import Runtime, local_tensor, runtime_of
+
+_Axes = tuple[str, ...]
+
+
+@torch.no_grad()
+def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """Scale gradients so that their global norm is at most ``max_norm``; returns the norm before.
+
+    Every parameter counts once, wherever its pieces are; the result is the same scalar on every rank. Same formula as
+    ``torch.nn.utils.clip_grad_norm_``.
+    """
+    runtime, norm_type = runtime_of(model), float(norm_type)
+    norm = _global_norm(runtime, norm_type)
+    gradients = [local_tensor(p.grad) for _, p in runtime.parameters() if p.grad is not None]
+    coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for same in _alike(gradients):
+        torch._foreach_mul_([gradients[i] for i in same], coefficient.to(gradients[same[0]].dtype))
+    return norm
+
+
+def _global_norm(runtime: Runtime, norm_type: float) -> Tensor:
+    """Norms of what ranks hold apart are joined over just those ranks, and all of it over the stages."""
+    mesh, infinite = runtime.mesh, norm_type == float("inf")
+    operation = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
+    total: Tensor | None = None
+    for axes, gradients in sorted(_counted_by_axes(runtime).items()):  # in one order, also where a rank holds none
+        part = _joined(gradients, norm_type, mesh.device)
+        for group in mesh.groups(*axes):
+            dist.all_reduce(part, op=operation, group=group)
+        total = part if total is None else torch.maximum(total, part) if infinite else total + part
+    assert total is not None  # a model has parameters
+    for group in mesh.groups("pp"):
+        wide, total = total.dtype, total.double()  # stages may differ in what they hold
+        dist.all_reduce(total, op=operation, group=group)
+        total = total.to(wide)
+    return total if infinite else total.pow(1.0 / norm_type)
+
+
+def _counted_by_axes(runtime: Runtime) -> dict[_Axes, list[Tensor]]:
+    """The pieces of gradients that this rank counts, by the axes over which their parameter is cut."""
+    by_axes: dict[_Axes, list[Tensor]] = {_axes(planned): [] for planned in runtime.plan.owned()}
+    for planned, parameter in runtime.parameters():
+        if parameter.grad is not None and runtime.counts(planned):
+            by_axes[_axes(planned)] += _counted(planned, local_tensor(parameter.grad), runtime.mesh.ranks)
+    return by_axes
+
+
+def _axes(planned: ParameterPlan) -> _Axes:
+    return tuple(cut.axis for cut in planned.cuts)
+
+
+def _counted(planned: ParameterPlan, grad: Tensor, ranks: dict[str, int]) -> list[Tensor]:
+    """The pieces of this rank's gradient that no earlier rank has a copy of."""
+    found = planned.counted(ranks)
+    if found is None:
+        return [grad]
+    dim, spans = found
+    return [grad.narrow(dim, start, stop - start) for start, stop in spans]
+
+
+def _joined(grads: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """The largest of the norms of ``grads``, or the sum of their powers: a scalar in 32 bits at least."""
+    wide = torch.float64 if any(grad.dtype == torch.float64 for grad in grads) else torch.float32
+    norms = _norms([grad for grad in grads if grad.numel()], norm_type, wide)
+    if not norms:
+        return torch.zeros((), dtype=wide, device=device)
+    each = torch.stack(norms)
+    return each.max() if norm_type == float("inf") else each.pow(norm_type).sum()
+
+
+def _norms(grads: list[Tensor], norm_type: float, dtype: torch.dtype) -> list[Tensor]:
+    """The norm of each, in order, by one launch for all that are alike."""
+    found: dict[int, Tensor] = {}
+    for same in _alike(grads):
+        found.update(zip(same, torch._foreach_norm([grads[i] for i in same], norm_type, dtype=dtype), strict=True))
+    return [found[i] for i in range(len(grads))]
+
+
+def _alike(tensors: list[Tensor]) -> list[list[int]]:
+    """Places of the tensors that one launch can take: of one device and type."""
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        groups.setdefault((tensor.device, tensor.dtype), []).append(place)
+    return list(groups.values())

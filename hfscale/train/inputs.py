@@ -1,0 +1,102 @@
+"""What a step runs: its microbatches, compared between the ranks that share them, and the labels that count."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._host.transformers.classes import class_name
+from .._host.transformers.computing import uses_flash_attention
+from ..errors import ConfigError
+from ..guards import without_gaps
+from ..runtime import Batch, Runtime
+from ..runtime.batches import Microbatch, agree, look_at, to_device, total_of, with_borders
+
+
+def prepare(runtime: Runtime, batch: Batch | Sequence[Batch], train: bool) -> tuple[list[Microbatch], Tensor]:
+    """The microbatches on this rank's device, and the number of valid labels in the whole step (at least 1).
+
+    Raises:
+        ConfigError: on every rank, where one refuses its batch, or the model cannot be trained so.
+    """
+    _refuse_model(runtime)
+    mesh, rows, refused = runtime.mesh, list[list[int]](), None
+    given = list[dict[str, Any]]()
+    try:
+        given, rows = _agreed(runtime, batch, train)
+        runtime.loss.refuse_outside(sum(outside for _, outside, _ in rows))
+    except ConfigError as error:  # ranks with other batches must not wait for this one
+        refused = error
+    valid = sum(valid for valid, _, _ in rows)
+    total = total_of(
+        valid, refused, mesh.control if mesh.batch_world > 1 else None, mesh.ranks["tp"] == mesh.ranks["pp"] == 0
+    )
+    if uses_flash_attention(runtime.model):
+        given = [with_borders(b, runtime.model) if row[2] else b for b, row in zip(given, rows, strict=True)]
+    microbatches = to_device(given, rows, mesh.device)
+    if _takes_use_cache(runtime.model):
+        for microbatch in microbatches:
+            microbatch.setdefault("use_cache", False)  # a cache of keys and values is for generation
+    return microbatches, torch.full((), max(total, 1), dtype=torch.int64, device=mesh.device)
+
+
+def _agreed(
+    runtime: Runtime, batch: Batch | Sequence[Batch], train: bool
+) -> tuple[list[dict[str, Any]], list[list[int]]]:
+    """The microbatches, as ranks that share them agree on, and what :func:`agree` says of each."""
+    executor, sharing = runtime.executor, runtime.mesh.sharing
+    agrees = executor.agrees(train)
+    given, seen, refused = list[dict[str, Any]](), None, None
+    told: tuple[list[int], list[Tensor]] = [], []
+    try:
+        given = _microbatches(runtime, batch)
+        told = executor.tell(train) if agrees else told
+        seen = look_at(given, runtime.loss.look, hashed=sharing is not None)
+    except ConfigError as error:  # the others must not wait for this rank
+        refused, told = error, executor.tell(False) if agrees else told
+    rows, ranks = agree(given, seen, train, sharing if agrees else None, *told)
+    if refused is not None:
+        raise refused
+    if agrees:
+        executor.hear(ranks)
+    return given, rows
+
+
+def _refuse_model(runtime: Runtime) -> None:
+    """What no batch can mend."""
+    if runtime.loss is None:
+        raise ConfigError(
+            f"train_step normalizes a causal language model's loss, and {class_name(runtime.model)} has another "
+            f"(loss_type {getattr(runtime.model, 'loss_type', None)!r}): loop over loss = model(**batch).loss and "
+            "loss.backward() instead"
+        )
+    if unknown := runtime.unplanned_parameters():
+        raise ConfigError(
+            f"{len(unknown)} parameters that train are not in the plan, {unknown[0]} for one, so nobody would sum "
+            "their gradients: give adapters to hfscale.get_peft_model(model, config), and change a model otherwise "
+            "before it is parallelized"
+        )
+
+
+def _microbatches(runtime: Runtime, batch: Batch | Sequence[Batch]) -> list[dict[str, Any]]:
+    """What goes through the model, as it was given."""
+    given = [dict(each) for each in ([batch] if isinstance(batch, Mapping) else batch)]
+    if not given:
+        raise ConfigError("train_step got an empty list of microbatches: pass at least one")
+    for microbatch in given:
+        if microbatch.get("labels") is None:
+            raise ConfigError(f"train_step needs 'labels' in every batch, and found only {', '.join(microbatch)}")
+        if microbatch.get("logits_to_keep"):
+            raise ConfigError(
+                "logits_to_keep leaves positions without logits, and the loss is over all of them: leave it out"
+            )
+    given = runtime.executor.share_out([dict(without_gaps(runtime, microbatch)) for microbatch in given])
+    for part in runtime.parts:
+        part.check_step(runtime, given)
+    return given
+
+
+def _takes_use_cache(model: nn.Module) -> bool:
+    return "use_cache" in inspect.signature(model.forward).parameters

@@ -1,0 +1,77 @@
+"""One step: the same few lines for every layout."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..guards import before_step
+from ..runtime import Batch, runtime_of
+from .inputs import prepare
+
+
+def train_step(model: nn.Module, batch: Batch | Sequence[Batch], *, label_smoothing: float = 0.0) -> Tensor:
+    """Forward and backward over this rank's batch; leaves synchronized gradients in ``.grad``.
+
+    Gradients and loss are those of the mean over *all* valid labels of the step - every microbatch on every distinct
+    batch rank counts by its number of labels - so they do not depend on how the step was divided. What
+    :class:`hfscale.RoutingConfig` adds to it is a mean over the tokens of the step likewise: it is in the gradients,
+    and not in the loss that is returned; see :func:`hfscale.expert_load`. Gradients add to
+    what ``.grad`` holds: zero them between steps, as always.
+
+    Args:
+        batch: the keyword arguments of one forward pass, ``labels`` included, or a list of such (gradient
+            accumulation). Ranks that share a batch (tensor ranks) pass the same one; see :func:`hfscale.batch_rank`.
+            Every rank passes the same number of microbatches; one without rows counts nothing. Through pipeline stages,
+            the list is what goes through as microbatches; one batch is cut into ``num_microbatches`` along its rows.
+            ``use_cache`` is ``False`` where it is left out, as in stock trainers: ``position_ids`` that begin anew then
+            keep the examples of a packed row apart.
+        label_smoothing: share, 0 to 1, of every target's probability that is spread evenly over the whole vocabulary,
+            as in ``torch.nn.functional.cross_entropy``.
+
+    Returns:
+        the loss, a scalar without a graph, equal on every rank; 0 where the step has no valid label. Under the
+        schedules without a flush, loss and gradients are those of an earlier batch: see :func:`drain`.
+    """
+    runtime = runtime_of(model)
+    before_step(runtime)
+    microbatches, count = prepare(runtime, batch, train=True)
+    with runtime.around(lambda part: part.around_step(runtime, microbatches, train=True)):
+        return runtime.executor.run(model, microbatches, count, label_smoothing, backward=True)
+
+
+def drain(model: nn.Module) -> Iterator[Tensor]:
+    """Finish what a schedule without a flush has under way; nothing under any other schedule.
+
+    ``pipedream`` and ``pipedream_2bw`` hand out gradients of earlier batches than the last one: what is missing when a
+    run ends is ``p - 1`` updates, or one. The loop goes on like the one before it::
+
+        for loss in hfscale.drain(model):
+            hfscale.clip_grad_norm_(model, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    Yields:
+        the next batch's loss, whenever gradients are in ``.grad``; as many times on every rank. With those that
+        ``train_step`` returned, these are the losses of all batches, each once.
+    """
+    yield from runtime_of(model).executor.drain()
+
+
+@torch.no_grad()
+def eval_step(model: nn.Module, batch: Batch | Sequence[Batch], *, label_smoothing: float = 0.0) -> Tensor:
+    """The loss :func:`train_step` would return, without gradients, in whatever mode the model is."""
+    runtime = runtime_of(model)
+    microbatches, count = prepare(runtime, batch, train=False)
+    with runtime.around(lambda part: part.around_step(runtime, microbatches, train=False)):
+        return runtime.executor.run(model, microbatches, count, label_smoothing, backward=False)
+
+
+def batch_rank(model: nn.Module) -> int:
+    """Which of the distinct batches of a step this rank gets: ``0 <= batch_rank < batch_world``."""
+    return runtime_of(model).mesh.batch_rank
+
+
+def batch_world(model: nn.Module) -> int:
+    """How many distinct batches a step has; ranks that share one (tensor ranks) have the same ``batch_rank``."""
+    return runtime_of(model).mesh.batch_world
