@@ -26,7 +26,7 @@ def test_every_public_name_is_there_and_declared_to_type_checkers() -> None:
 
 def test_functions_named_like_a_submodule_stay_functions() -> None:
     code = (
-        "import importlib, hfscale; names = ['plan', 'parallelize']; "
+        "import importlib, hfscale; names = ['plan', 'upcycle']; "
         "[importlib.import_module(f'hfscale.{name}') for name in names]; "
         "print(*(type(getattr(hfscale, name)).__name__ for name in names))"
     )
