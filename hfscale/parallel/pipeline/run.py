@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..._host.transformers.classes import class_name
 from ..._host.transformers.computing import packing
 from ...config import ParallelConfig
 from ...errors import ConfigError, PlanError
@@ -324,7 +325,7 @@ class Pipeline(Executor):
             missed = arrived is not None and not passage.arrived
         if missed or (leaving is None and not last):
             raise ConfigError(
-                f"{_host.class_name(self._runtime.model)} left out layers at the border of stage {stage.index} in this "
+                f"{class_name(self._runtime.model)} left out layers at the border of stage {stage.index} in this "
                 "pass, so the stream did not get through: switch off what skips layers, or use pp_size=1"
             )
         if last:
