@@ -89,6 +89,7 @@ lint: setup
 docs: setup
 	$(BIN)/python scripts/support_table.py
 	$(BIN)/python scripts/api_table.py
+	$(BIN)/python scripts/architecture.py
 
 bench: setup
 	$(BIN)/python scripts/bench/tensor_parallel.py --out scripts/bench/results/tensor_parallel.json

@@ -5,6 +5,7 @@ from functools import cache
 from pathlib import Path
 
 import api_table
+import architecture
 import pytest
 import support_table
 
@@ -112,3 +113,14 @@ def test_generated_parts_are_current() -> None:
     readme = (ROOT / "README.md").read_text()
     assert support_table.filled(readme) == readme, "run make docs"
     assert (ROOT / "docs" / "api.md").read_text() == api_table.page(), "run make docs"
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    assert architecture.filled(page, architecture.find_rooms()) == page, "run make docs"
+
+
+def test_imports_point_down() -> None:
+    """Counted here once more, type-checking and in-function imports included, without import-linter."""
+    rooms = architecture.find_rooms()
+    layer = {room.name: room.layer for room in rooms}
+    imports = architecture.count_imports(rooms)
+    assert len(imports) > 100
+    assert [pair for pair in imports if layer[pair[0]] <= layer[pair[1]]] == []
