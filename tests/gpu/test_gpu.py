@@ -13,7 +13,7 @@ import hfscale
 from hfscale import ParallelConfig
 from hfscale.ops import LinearRows, VocabularySlice, head_cross_entropy
 
-from ..experts.models import qwen3_moe
+from ..mixtures import qwen3_moe
 from ..models import tiny
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 import hfscale
 
-from ..experts.models import qwen3_moe
+from ..mixtures import qwen3_moe
 from ..models import tiny
 from .test_gpu import BATCH, adapted, train
 
@@ -94,7 +94,7 @@ def test_packed_rows_under_flash_attention(tmp_path: Path, rows: int) -> None:
 
 
 def test_a_dense_step_waits_for_nothing() -> None:
-    """As the trace on device `meta` says: see tests/guards/test_meta.py."""
+    """As the trace on device `meta` says: see tests/step/test_on_meta.py."""
     model = hfscale.from_config(tiny("llama"), dtype=torch.bfloat16).train()
     hfscale.train_step(model, BATCH)
     torch.cuda.synchronize()

@@ -16,7 +16,7 @@ from hfscale.runtime.runtime import local_tensor
 from hfscale.testing import Case, RankPool, Traffic, assert_layout_equal, count_traffic, plain
 from hfscale.testing.precision import keep_float64
 
-from ..experts.models import EAGER, gpt_oss, qwen2_moe, qwen3_moe
+from ..mixtures import EAGER, gpt_oss, qwen2_moe, qwen3_moe
 
 Pools = Callable[[int], RankPool]
 EP2 = {"ep_size": 2}

@@ -12,7 +12,7 @@ from hfscale.cli import main
 from hfscale.testing import Case, RankPool, measure_parity, verify
 from hfscale.testing.clone import tiny_clone
 
-from ..plan.test_infer import write_checkpoint
+from ..planner.test_infer import write_checkpoint
 
 Pools = Callable[[int], RankPool]
 

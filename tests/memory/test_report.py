@@ -1,0 +1,174 @@
+"""What a rank holds is what the plan says, to the byte; what layers keep for the backward pass, within 5%."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import BitsAndBytesConfig, MixtralConfig, PreTrainedConfig
+
+import hfscale
+from hfscale import ParallelConfig
+from hfscale._host.transformers.computing import enable_checkpointing
+from hfscale.errors import ConfigError
+from hfscale.estimate.state_bytes import NAMES
+from hfscale.memory.report import count_saved, held_bytes
+from hfscale.runtime import runtime_of
+from hfscale.testing import RankPool
+
+from ..models import tiny
+from ..quantization.models import four_bits, save, wide
+
+Pools = Callable[[int], RankPool]
+ROWS, LENGTH = 4, 32
+LORA: dict[str, Any] = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+TP, SHARD, PP = {"tp_size": 2}, {"dp_shard_size": 2}, {"pp_size": 2, "num_microbatches": 2}
+SEQUENCE = {**TP, "sequence_parallel": True}
+
+
+def llama(**changes: Any) -> PreTrainedConfig:
+    """67 tokens, 50 and 90 rows: cuts are ragged."""
+    sizes = {"hidden_size": 64, "intermediate_size": 90, "num_hidden_layers": 3, "num_attention_heads": 4}
+    return tiny("llama", **{**sizes, **changes})
+
+
+def mixture(**changes: Any) -> PreTrainedConfig:
+    sizes = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    experts = {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2, "vocab_size": 67}
+    return MixtralConfig(**{**sizes, **experts, **changes})
+
+
+def measured(
+    source: Any,
+    layout: dict[str, Any],
+    optimizer: str,
+    lora: dict[str, Any] | None = None,
+    quantization: BitsAndBytesConfig | None = None,
+    dtype: torch.dtype = torch.float32,
+    options: dict[str, Any] | None = None,
+    **estimate: Any,
+) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+    """Predicted bytes, those that are held after a step, and those that were saved in a step."""
+    adapters = None if lora is None else LoraConfig(**lora)
+    kwargs: dict[str, Any] = {"parallel": ParallelConfig(**layout), "dtype": dtype, "peft_config": adapters}
+    if isinstance(source, str):
+        model = hfscale.from_pretrained(source, quantization_config=quantization, **kwargs).train()
+    else:
+        model = hfscale.from_config(source, attn_implementation="sdpa", **kwargs).train()
+    made = hfscale.create_optimizer(model, optimizer, lr=1e-4, **(options or {}))
+    runtime = runtime_of(model)
+    rows = ROWS // hfscale.batch_world(model)
+    microbatches = layout.get("num_microbatches", 1)
+    ids = torch.randint(3, 60, (rows * microbatches, LENGTH), generator=torch.Generator().manual_seed(0))
+    with count_saved(runtime.model, runtime.plan.layers, runtime.plan.head) as saved:
+        hfscale.train_step(model, {"input_ids": ids, "labels": ids})
+    made.step()
+    estimated = hfscale.memory_estimate(model, optimizer, tokens=rows * LENGTH, optim_args=options, **estimate)
+    found = {"layers": saved.layers, "around": saved.around, "head": saved.head, "total": saved.total}
+    return estimated.kinds, asdict(held_bytes(model, made)), found
+
+
+def check(ranks: list[tuple[dict[str, int], dict[str, int], dict[str, int]]], saved: float | None = 0.05) -> None:
+    for predicted, held, kept in ranks:
+        assert {kind: predicted[kind] for kind in held} == held
+        if saved is not None:
+            assert kept["layers"] + kept["around"] == pytest.approx(predicted["activations"], rel=saved)
+
+
+LAYOUTS = {"one": {}, "tp2": TP, "sequence": SEQUENCE, "shard2": SHARD, "pp2": PP}
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("optimizer", ["adamw_torch_fused", "adamw_8bit"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_llama(pools: Pools, layout: str, optimizer: str, lora: dict[str, Any] | None) -> None:
+    sizes = LAYOUTS[layout]
+    check(pools(ParallelConfig(**sizes).total_size).run(measured, llama(), sizes, optimizer, lora))
+
+
+def several(cases: list[tuple[Any, ...]]) -> list[Any]:
+    return [measured(*case) for case in cases]
+
+
+@pytest.mark.parametrize("layout", ["tp2", "shard2"])
+def test_every_optimizer(pools: Pools, layout: str) -> None:
+    """In ragged shares; with 8 bits also for small tensors, some of which are stepped whole."""
+    names = [(name, None) for name in NAMES]
+    changed = [("sgd", {"momentum": 0.9}), ("adamw_torch", {"amsgrad": True}), ("adamw_8bit", {"min_8bit_size": 64})]
+    cases = [(llama(), LAYOUTS[layout], *(name, None, None, torch.float32, made)) for name, made in [*names, *changed]]
+    for rank in pools(2).run(several, cases):
+        check(rank)
+
+
+OTHERS: dict[str, tuple[PreTrainedConfig, dict[str, Any], dict[str, Any] | None, torch.dtype]] = {
+    "tied, in stages": (llama(tie_word_embeddings=True), PP, None, torch.float32),
+    "gathered again": (llama(), {**SEQUENCE, "sequence_regather": True}, None, torch.float32),
+    "gathered again, lora": (llama(), {**SEQUENCE, "sequence_regather": True}, LORA, torch.float32),
+    "qwen2": (tiny("qwen2"), TP, LORA, torch.float32),
+    "qwen3": (tiny("qwen3"), TP, None, torch.float32),
+    "16 bits, lora": (llama(), SHARD, LORA, torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_other_layers(pools: Pools, case: str) -> None:
+    config, layout, lora, dtype = OTHERS[case]
+    check(pools(2).run(measured, config, layout, "adamw_torch", lora, None, dtype))
+
+
+EXPERTS: dict[str, Any] = {
+    **LORA,
+    "target_modules": ["q_proj", "v_proj"],
+    "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+}
+
+
+@pytest.mark.parametrize("lora", [None, EXPERTS], ids=["full", "lora"])
+@pytest.mark.parametrize("axis", ["dp_shard_size", "tp_size"])
+def test_mixture(pools: Pools, axis: str, lora: dict[str, Any] | None) -> None:
+    ranks = pools(2).run(measured, mixture(), {"ep_size": 2, axis: 2}, "adamw_8bit", lora)
+    check(ranks, saved=None)
+    assert all(kept["layers"] + kept["around"] < predicted["activations"] for predicted, _, kept in ranks)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "shard2", "pp2"])
+def test_quantized(pools: Pools, tmp_path: Path, layout: str) -> None:
+    path = save(wide("llama"), tmp_path)
+    for quantization in (four_bits(), four_bits(double=True), BitsAndBytesConfig(load_in_8bit=True)):
+        check(pools(2).run(measured, path, LAYOUTS[layout], "adamw_8bit", LORA, quantization))
+
+
+def test_quantized_experts(pools: Pools, tmp_path: Path) -> None:
+    path = save(mixture(hidden_size=128, intermediate_size=128), tmp_path)
+    layout = {"ep_size": 2, "dp_shard_size": 2}
+    check(pools(2).run(measured, path, layout, "adamw_8bit", EXPERTS, four_bits(double=True)), saved=None)
+
+
+@pytest.mark.parametrize("lora", [None, {**LORA, "fan_in_fan_out": True}], ids=["full", "lora"])
+def test_an_estimate_from_above(lora: dict[str, Any] | None) -> None:
+    predicted, _, kept = measured(tiny("gpt2"), {}, "sgd", lora)
+    assert 0.4 * predicted["activations"] < kept["layers"] + kept["around"] < predicted["activations"]
+
+
+def test_recomputed_layers_keep_their_inputs() -> None:
+    model = hfscale.from_config(llama())
+    without = hfscale.memory_estimate(model, tokens=128)
+    enable_checkpointing(model)
+    recomputed = hfscale.memory_estimate(model, tokens=128)
+    runtime, ids = runtime_of(model), torch.arange(128).view(4, 32) % 60
+    with count_saved(model, runtime.plan.layers, runtime.plan.head) as saved:
+        hfscale.train_step(model, {"input_ids": ids, "labels": ids})
+    inputs = 3 * 128 * 64 * 4
+    assert saved.layers == pytest.approx(inputs, rel=0.1)
+    assert saved.layers + saved.around < recomputed.activations < without.activations
+    assert recomputed.weights == without.weights
+
+
+def test_what_cannot_be_estimated_is_refused() -> None:
+    with pytest.raises(ConfigError, match="memory_estimate got 'llama': pass a model"):
+        hfscale.memory_estimate("llama")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="optimizer 'adamx' is unknown: use one of adafactor"):
+        hfscale.memory_estimate(hfscale.plan(tiny("llama")), "adamx")

@@ -1,0 +1,126 @@
+"""Parameters of several types under the data axes: each keeps its own, and every gradient is one process's."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM
+
+import hfscale
+from hfscale import ConfigError, ParallelConfig
+from hfscale.parallel.data import _fsdp
+from hfscale.runtime import local_tensor, runtime_of
+from hfscale.testing import RankPool
+from tests.models import tiny
+
+Pools = Callable[[int], RankPool]
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "shard2": {"dp_shard_size": 2},
+    "replicate2": {"dp_replicate_size": 2},
+    "tp2-shard2": {"tp_size": 2, "dp_shard_size": 2},
+    "pp2-shard2": {"pp_size": 2, "dp_shard_size": 2, "num_microbatches": 2},
+    "replicate2-shard2": {"dp_replicate_size": 2, "dp_shard_size": 2},
+}
+IDS = torch.arange(48).reshape(8, 6) % 61
+
+
+class _Scale(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, size, dtype=torch.float32))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden * self.weight.to(hidden.dtype)
+
+
+class _ScaledNorm(nn.Module):
+    """Holds a parameter of the model's type and one of float32 itself, and one of float32 in a module within."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = norm.weight, norm.variance_epsilon
+        self.bias = nn.Parameter(torch.linspace(-0.1, 0.1, len(self.weight), dtype=torch.float32))
+        self.scale = _Scale(len(self.weight))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.scale(self.weight * hidden + self.bias.to(hidden.dtype))
+
+
+class MixedLlama(LlamaForCausalLM):
+    """With norms that hold two types."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.post_attention_layernorm = _ScaledNorm(layer.post_attention_layernorm)
+
+
+def _model(float32: bool = True) -> MixedLlama:
+    torch.manual_seed(0)
+    model = MixedLlama._from_config(tiny("llama"), dtype=torch.float64).train()
+    for layer in model.model.layers:  # the Auto classes build in one default type
+        norm: Any = layer.post_attention_layernorm
+        norm.bias.data, norm.scale.weight.data = norm.bias.data.float(), norm.scale.weight.data.float()
+        if not float32:
+            norm.bias.data = norm.bias.data.double()
+    return model
+
+
+def trained(sizes: dict[str, Any], expected: tuple[float, dict[str, Tensor]], several: bool = True) -> dict[str, float]:
+    """The largest error of each parameter's gradient, relative to its largest entry; of the loss."""
+    has, _fsdp._has_several_groups = _fsdp._has_several_groups, lambda: several and has()
+    try:
+        model = hfscale.parallelize(_model(float32=several), ParallelConfig(**sizes))
+    finally:
+        _fsdp._has_several_groups = has
+    world = hfscale.batch_world(model)
+    rows = IDS[hfscale.batch_rank(model) :: world]
+    loss, gradients = expected
+    errors = {"loss": abs(float(hfscale.train_step(model, {"input_ids": rows, "labels": rows})) - loss)}
+    runtime = runtime_of(model)
+    for planned, parameter in runtime.parameters():
+        assert parameter.dtype == gradients[planned.name].dtype == parameter.grad.dtype, planned.name  # type: ignore[union-attr]
+        wanted = planned.take(gradients[planned.name], runtime.mesh.ranks)
+        error = (local_tensor(parameter.grad) - wanted).abs()  # type: ignore[arg-type]
+        errors[planned.name] = float(error.max() / wanted.abs().max()) if error.numel() else 0.0
+    return errors
+
+
+def _reference(float32: bool = True) -> tuple[float, dict[str, Tensor]]:
+    model = _model(float32)
+    loss = model(input_ids=IDS, labels=IDS).loss
+    loss.backward()
+    return float(loss.detach()), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_types_in_one_layer(pools: Pools, layout: str) -> None:
+    sizes = LAYOUTS[layout]
+    world = ParallelConfig(**sizes).total_size
+    for errors in pools(world).run(trained, sizes, _reference()):
+        assert {name: error for name, error in errors.items() if error > 1e-6} == {}
+
+
+def test_with_one_group_for_each_module(pools: Pools) -> None:
+    """As torch 2.11 has it: what a module holds alone is wrapped by itself, and what it does not is refused."""
+    for errors in pools(2).run(trained, LAYOUTS["shard2"], _reference(float32=False), several=False):
+        assert max(errors.values()) < 1e-6
+
+
+def refused_with_one_group() -> str:
+    has, _fsdp._has_several_groups = _fsdp._has_several_groups, lambda: False
+    try:
+        with pytest.raises(ConfigError) as caught:
+            hfscale.parallelize(_model(), ParallelConfig(dp_shard_size=2))
+    finally:
+        _fsdp._has_several_groups = has
+    return str(caught.value)
+
+
+def test_two_types_in_one_module_with_one_group(pools: Pools) -> None:
+    for message in pools(2).run(refused_with_one_group):
+        assert "post_attention_layernorm.bias" in message
+        assert "mixed_precision='bf16'" in message
