@@ -25,9 +25,9 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import hfscale
+from hfscale.families.clone import LAYERS
 from hfscale.runtime import local_tensor, runtime_of
 from hfscale.testing import Case, RankPool
-from hfscale.testing.clone import LAYERS
 from hfscale.testing.families import config_of
 
 WRONG = {"FAILS", "DIFFERS"}

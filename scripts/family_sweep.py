@@ -29,8 +29,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import hfscale
+from hfscale.families.clone import tiny_clone
 from hfscale.testing import Case, RankPool, measure_parity, plain
-from hfscale.testing.clone import tiny_clone
 from hfscale.testing.families import MIXED, config_of
 
 TOLERANCE = 1e-9

@@ -10,10 +10,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 import hfscale
 from hfscale import ConfigError, ParallelConfig
+from hfscale.families.clone import tiny_clone
 from hfscale.runtime import runtime_of
 from hfscale.runtime.runtime import local_tensor
 from hfscale.testing import RankPool
-from hfscale.testing.clone import tiny_clone
 
 from .models import tiny
 

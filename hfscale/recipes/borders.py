@@ -3,7 +3,7 @@
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from hfscale.testing.clone import VOCABULARY, tiny_clone
+from hfscale.families.clone import VOCABULARY, tiny_clone
 
 from .packing import Example, packed_rows
 from .schema import RecipeError

@@ -72,7 +72,7 @@ def check_stock(case: Case) -> None:
         ConfigError: stock transformers cannot, so there is nothing to compare with.
     """
     from .._host.transformers.experts import use_eager_experts
-    from .precision import keep_float64
+    from ..families.precision import keep_float64
 
     try:
         model = case.auto_class.from_config(case.config, dtype=torch.float64, **case.hf_kwargs)

@@ -4,7 +4,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from .clone import LAYERS, tiny_clone
+from ..families.clone import LAYERS, tiny_clone
 
 # What a default config needs besides to build and train as a decoder.
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8}

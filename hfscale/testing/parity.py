@@ -25,11 +25,11 @@ import hfscale
 from .._host.transformers.computing import enable_checkpointing
 from .._host.transformers.experts import use_eager_experts
 from ..config import ParallelConfig
+from ..families.precision import keep_float64
 from ..runtime import runtime_of
 from ..runtime.names import stock_name
 from ..runtime.runtime import local_tensor
 from .pool import RankPool
-from .precision import keep_float64
 
 Batch = dict[str, Tensor]
 

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from .. import from_config, plan
 from ..config import AXES, ParallelConfig
 from ..errors import ConfigError
+from ..families.clone import EXPERT_FIELDS, EXPERTS, LAYERS, tiny_clone
 from ..parallel.pipeline import read_csv
 from ..schedules import ASYNCHRONOUS, SCHEDULES
 from . import batches
-from .clone import EXPERT_FIELDS, EXPERTS, LAYERS, tiny_clone
 from .parity import Case, Parity, measure_parity
 from .pool import RankError, RankPool
 

@@ -13,8 +13,8 @@ from transformers.models.youtu import YoutuForCausalLM
 import hfscale
 from hfscale.checkpoint.overwrites import find_overwrites
 from hfscale.errors import CheckpointError
+from hfscale.families.clone import tiny_clone
 from hfscale.runtime import local_tensor, runtime_of
-from hfscale.testing.clone import tiny_clone
 from tests.models import tiny
 
 VOCABULARY = 67

@@ -13,10 +13,10 @@ from transformers import get_scheduler
 
 import hfscale
 from hfscale import ParallelConfig
+from hfscale.families.precision import keep_float64
 from hfscale.runtime import runtime_of
 from hfscale.runtime.runtime import local_tensor
 from hfscale.testing import RankPool, Traffic, count_traffic
-from hfscale.testing.precision import keep_float64
 
 from .cases import STEPS, build, make, reference, run, set_gradients
 

@@ -12,8 +12,8 @@ from transformers import AutoConfig
 
 from hfscale import ParallelConfig, PlanError, plan
 from hfscale.families import FAMILIES as FAMILIES_OF_PLAN
+from hfscale.families.clone import LAYERS, tiny_clone
 from hfscale.testing import Case, RankPool, assert_layout_equal
-from hfscale.testing.clone import LAYERS, tiny_clone
 
 Pools = Callable[[int], RankPool]
 EAGER = {"experts_implementation": "eager"}  # the host's grouped matrix products take no float64

@@ -9,9 +9,9 @@ from transformers import AutoConfig, PreTrainedConfig
 
 import hfscale
 from hfscale import ParallelConfig
+from hfscale.families.clone import tiny_clone
 from hfscale.runtime import runtime_of
 from hfscale.testing import Case, RankPool, assert_layout_equal
-from hfscale.testing.clone import tiny_clone
 
 from ..models import tiny
 

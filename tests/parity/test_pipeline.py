@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM, OPTConfig, PreTrainedConfig
 
 import hfscale
 from hfscale import ConfigError, ParallelConfig, PlanError
+from hfscale.families.precision import keep_float64
 from hfscale.parallel.pipeline import order, write_csv
 from hfscale.runtime import runtime_of
 from hfscale.testing import Case, RankPool, assert_layout_equal
 from hfscale.testing.parity import ragged_batch
-from hfscale.testing.precision import keep_float64
 
 from ..models import tiny
 

@@ -12,8 +12,8 @@ from transformers import BertForSequenceClassification as Classifier
 
 import hfscale
 from hfscale import ConfigError, ParallelConfig, PlanError
+from hfscale.families.clone import tiny_clone
 from hfscale.testing import RankPool, assert_layout_equal, plain
-from hfscale.testing.clone import tiny_clone
 
 Pools = Callable[[int], RankPool]
 TP2 = ParallelConfig(tp_size=2)

@@ -12,9 +12,9 @@ from hfscale import ParallelConfig
 from hfscale.errors import PlanError
 from hfscale.families import FAMILIES
 from hfscale.families.blueprint import Block, Blueprint
+from hfscale.families.clone import tiny_clone
 from hfscale.plan import Cut, Plan, to_json
 from hfscale.planner.build import build_plan
-from hfscale.testing.clone import tiny_clone
 
 from ..models import tiny
 

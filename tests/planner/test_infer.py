@@ -13,13 +13,13 @@ from hfscale import ParallelConfig, PlanError, plan
 from hfscale.cli import main
 from hfscale.families import FAMILIES
 from hfscale.families.blueprint import Block, Blueprint
+from hfscale.families.clone import tiny_clone
 from hfscale.families.fused import query_key_value
 from hfscale.planner import infer as room
 from hfscale.planner.entry import as_python
 from hfscale.planner.infer import TOLERANCE, Unproved, infer, infer_blueprint, make_subject, prove, subject
 from hfscale.planner.resolve import find_blueprint
 from hfscale.testing import Case, RankPool, assert_layout_equal
-from hfscale.testing.clone import tiny_clone
 from tests.models import tiny
 from tests.remote_code import write_checkpoint
 

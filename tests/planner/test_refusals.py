@@ -8,8 +8,8 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, BambaConfig
 
 import hfscale
 from hfscale import ParallelConfig, PlanError, plan
+from hfscale.families.clone import tiny_clone
 from hfscale.planner.infer import search
-from hfscale.testing.clone import tiny_clone
 from hfscale.testing.families import config_of
 
 from ..models import tiny

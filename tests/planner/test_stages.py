@@ -27,13 +27,13 @@ from transformers import (
 
 from hfscale import ConfigError, ParallelConfig, PlanError
 from hfscale.config import SCHEDULES
+from hfscale.families.clone import tiny_clone
 from hfscale.parallel.pipeline import order, stage_ranks
 from hfscale.plan import Plan, Stage, StagePlan, Tie, place_stages, to_json
 from hfscale.planner import assign
 from hfscale.planner.assign import assign_stages
 from hfscale.planner.build import build_plan
 from hfscale.schedules import default_virtual_stages
-from hfscale.testing.clone import tiny_clone
 from tests.models import tiny
 
 

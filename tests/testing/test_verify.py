@@ -12,10 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from hfscale import ParallelConfig
 from hfscale.cli import main
 from hfscale.config import SCHEDULES
+from hfscale.families.clone import tiny_clone
 from hfscale.parallel.pipeline import order, write_csv
 from hfscale.parallel.pipeline.orders import check
 from hfscale.testing import Case, Parity, RankPool, measure_parity, verify
-from hfscale.testing.clone import tiny_clone
 from hfscale.testing.verify import _heads_that_fit
 
 BIG = LlamaConfig(

@@ -9,8 +9,8 @@ import pytest
 from transformers import AutoConfig, LlamaConfig
 
 from hfscale.cli import main
+from hfscale.families.clone import tiny_clone
 from hfscale.testing import Case, RankPool, measure_parity, verify
-from hfscale.testing.clone import tiny_clone
 
 from ..planner.test_infer import write_checkpoint
 

@@ -13,12 +13,12 @@ import hfscale
 
 from ..._host.transformers.computing import enable_checkpointing
 from ..._host.transformers.experts import use_eager_experts
+from ...families.precision import keep_float64
 from ...optimizers.decay import owners_of
 from ...optimizers.muon import is_hidden_matrix
 from ...runtime import runtime_of
 from ..families import config_of
 from ..parity import plain_name
-from ..precision import keep_float64
 from .draw import Draw
 
 AUTO = AutoModelForCausalLM

@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM
 import hfscale
 from hfscale import ConfigError, ParallelConfig, PlanError
 from hfscale._host.transformers.computing import enable_checkpointing
+from hfscale.families.precision import keep_float64
 from hfscale.planner.assign import assign_stages
 from hfscale.runtime import runtime_of
 from hfscale.testing import RankPool
 from hfscale.testing.parity import ragged_batch
-from hfscale.testing.precision import keep_float64
 from tests.models import tiny
 
 Pools = Callable[[int], RankPool]

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 
 import hfscale
 from hfscale import ParallelConfig
+from hfscale.families.precision import keep_float64
 from hfscale.runtime import runtime_of
 from hfscale.testing import Case, RankPool, measure_parity
-from hfscale.testing.precision import keep_float64
 from tests.models import tiny
 
 Pools = Callable[[int], RankPool]

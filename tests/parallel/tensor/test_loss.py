@@ -16,9 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 import hfscale
 from hfscale import ConfigError, ParallelConfig
 from hfscale._host.transformers.classes import class_name
+from hfscale.families.clone import tiny_clone
 from hfscale.runtime import runtime_of
 from hfscale.testing import Case, RankPool, assert_layout_equal, keep_float64
-from hfscale.testing.clone import tiny_clone
 from tests.models import tiny
 
 Pools = Callable[[int], RankPool]

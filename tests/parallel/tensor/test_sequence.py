@@ -13,11 +13,11 @@ import hfscale
 from hfscale import ParallelConfig
 from hfscale._host.transformers.computing import enable_checkpointing
 from hfscale.errors import ConfigError, PlanError
+from hfscale.families.clone import tiny_clone
 from hfscale.parallel.tensor import TensorParallel
 from hfscale.planner.sequence import share_evenly
 from hfscale.runtime import runtime_of
 from hfscale.testing import Case, RankPool, Traffic, assert_layout_equal, count_traffic, plain
-from hfscale.testing.clone import tiny_clone
 from tests.models import tiny
 
 Pools = Callable[[int], RankPool]
