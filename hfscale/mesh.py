@@ -1,5 +1,6 @@
 """Which ranks form which axis. The only caller of ``init_device_mesh``."""
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -130,7 +131,7 @@ def build_mesh(
         return Mesh(layout, device, dict.fromkeys(_MESH_AXES, 0))
     if not dist.is_initialized():
         start(device)
-    made = _Groups.of_this_process()
+    made = _made_out_of(dist.group.WORLD)
     shape = tuple(layout.size(axis) for axis in _MESH_AXES)
     key = (device.type, shape)
     device_mesh = made.once(key, partial(_divided, device, shape, _MESH_AXES))
@@ -232,23 +233,19 @@ class _Groups:
     models in one layout.
     """
 
-    _latest: "_Groups | None" = None
-
-    def __init__(self, world: dist.ProcessGroup | None) -> None:
-        self.world, self.made = world, dict[Any, Any]()
-
-    @classmethod
-    def of_this_process(cls) -> "_Groups":
-        """Those of the process group that is alive now."""
-        if cls._latest is None or cls._latest.world is not dist.group.WORLD:
-            cls._latest = cls(dist.group.WORLD)
-        return cls._latest
+    def __init__(self) -> None:
+        self.made = dict[Any, Any]()
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
         """What ``make`` made for ``key``, made now if need be; the same calls in the same order on every rank."""
         if key not in self.made:
             self.made[key] = make()
         return self.made[key]
+
+
+@functools.lru_cache(maxsize=1)  # the latest process group's: those of one that was destroyed are of no use
+def _made_out_of(world: dist.ProcessGroup | None) -> _Groups:
+    return _Groups()
 
 
 def _consecutive_ranks(device_mesh: DeviceMesh, device: torch.device, count: int) -> dist.ProcessGroup:

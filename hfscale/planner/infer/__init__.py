@@ -5,6 +5,9 @@ which projections may make a block (:mod:`.candidates`), say in what ways they m
 ranks can compute without any difference to one (:mod:`.proof`, :mod:`.ranks`).
 """
 
+import functools
+import weakref
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...families.blueprint import Blueprint
@@ -14,7 +17,20 @@ from .search import Inference
 from .search import infer as _infer
 from .subject import Subject, Unproved, brief, make_subject, refuse
 
-_known: dict[tuple[Any, str], Inference] = {}
+
+@dataclass(frozen=True)
+class _Question:
+    """What the answer depends on, and any model to find it with."""
+
+    kind: type
+    layers: int
+    switches: str
+    model: weakref.ref[Any] = field(compare=False)
+
+
+@functools.cache
+def _answer(question: _Question) -> Inference:
+    return _infer(question.model())
 
 
 def infer(model: Any) -> Inference:
@@ -28,10 +44,7 @@ def infer(model: Any) -> Inference:
         switches = tiny_clone(model.config).to_json_string(use_diff=False)
     except Exception as error:  # whatever the host says of sizes that it checks against one another
         raise refuse(model, f"its config cannot be made small: {brief(error)}") from error
-    key = (type(model), f"{layers} {switches}")
-    if key not in _known:
-        _known[key] = _infer(model)
-    return _known[key]
+    return _answer(_Question(type(model), layers, switches, weakref.ref(model)))
 
 
 def infer_blueprint(model: Any) -> Blueprint:
