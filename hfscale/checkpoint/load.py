@@ -25,8 +25,9 @@ from ..plan import ParameterPlan, Plan
 from ..quantization.arrival import Quantizing
 from ..quantization.stored import split_packed
 from ..runtime.local_weights import LocalWeights
+from ..runtime.names import put_buffer, put_parameter
 from .merged import merged_parameters, parts_of_share
-from .overwrites import find_overwrites, initialize_around, put_parameter
+from .overwrites import find_overwrites, initialize_around
 
 
 class _Loader:
@@ -212,5 +213,4 @@ def _check_equal(share: ShareOnDisk, first: ShareOnDisk, key: str, first_key: st
 def materialize_buffers(model: nn.Module, buffers: dict[str, Tensor], device: torch.device) -> None:
     """Put real buffers into a model, and move those it has to ``device``."""
     for name, buffer in list(model.named_buffers()):
-        owner, _, attribute = name.rpartition(".")
-        model.get_submodule(owner)._buffers[attribute] = buffers.get(name, buffer).to(device)
+        put_buffer(model, name, buffers.get(name, buffer).to(device))

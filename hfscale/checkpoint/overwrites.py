@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .._host.transformers.initialization import forget_loaded, initializations, is_loaded, mark_loaded
 from ..errors import CheckpointError
 from ..plan import ParameterPlan
+from ..runtime.names import put_buffer, put_parameter
 
 # A parameter is filled with each of these in turn: entries that then end up alike were written.
 _FILLS = (0.5, -3.25)
@@ -154,8 +155,7 @@ def find_overwrites(model: Any, loaded: Collection[str]) -> dict[str, Overwrite]
         CheckpointError: it depends on the values that were loaded.
     """
     for name, buffer in list(model.named_buffers()):
-        owner, _, attribute = name.rpartition(".")
-        model.get_submodule(owner)._buffers[attribute] = torch.zeros_like(buffer, device="cpu")
+        put_buffer(model, name, torch.zeros_like(buffer, device="cpu"))
     for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers()):
         if name in loaded:
             mark_loaded(tensor)
@@ -204,9 +204,3 @@ def _merged(before: Overwrite | None, last: Overwrite) -> Overwrite:
 
 def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
-
-
-def put_parameter(model: Any, name: str, parameter: nn.Parameter) -> None:
-    """Set the parameter of that name."""
-    owner, _, attribute = name.rpartition(".")
-    model.get_submodule(owner)._parameters[attribute] = parameter

@@ -31,22 +31,8 @@ def refuse_stock_accelerator() -> None:
 
     Its subclasses that know hfscale's models say so: ``serves_hfscale = True``.
     """
-    kind: Any = accelerate.Accelerator
     for name in ("prepare", "prepare_model"):
-        if not hasattr(getattr(kind, name), _MARK):
-            setattr(kind, name, _refusing(getattr(kind, name)))
-
-
-def _refusing(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not getattr(self, "serves_hfscale", False):
-            for model in (given for given in (*args, *kwargs.values()) if isinstance(given, nn.Module)):
-                _refuse(model)
-        return method(self, *args, **kwargs)
-
-    setattr(checked, _MARK, True)
-    return checked
+        _check_first(accelerate.Accelerator, name, _check_models)
 
 
 def refuse_stock_clipping(runtime: Runtime) -> None:
@@ -58,26 +44,40 @@ def refuse_stock_clipping(runtime: Runtime) -> None:
         return
     for _, parameter in runtime.parameters():
         setattr(parameter, _SPREAD, layout.describe())
-    utils: Any = torch.nn.utils
-    if not hasattr(utils.clip_grad_norm_, _MARK):
-        utils.clip_grad_norm_ = _refusing_to_clip(utils.clip_grad_norm_)
+    _check_first(torch.nn.utils, "clip_grad_norm_", _check_parameters)
 
 
-def _refusing_to_clip(clip: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    @functools.wraps(clip)
-    def checked(parameters: Any, *args: Any, **kwargs: Any) -> Tensor:
-        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        spread = next((getattr(each, _SPREAD) for each in given if hasattr(each, _SPREAD)), None)
-        if spread is not None:
-            raise ConfigError(
-                f"torch.nn.utils.clip_grad_norm_ would clip, on each rank of {spread}, by the norm of what that rank "
-                "holds, and ranks would drift apart: use hfscale.clip_grad_norm_(model, max_norm), which returns the "
-                "norm of the whole model on every rank"
-            )
-        return clip(given, *args, **kwargs)
+def _check_first(holder: Any, name: str, check: Callable[..., tuple[Any, ...]]) -> None:
+    """From now on, the function ``name`` of ``holder`` goes on with the positional arguments that ``check`` returns."""
+    function = getattr(holder, name)
+    if hasattr(function, _MARK):
+        return
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        return function(*check(*args, **kwargs), **kwargs)
 
     setattr(checked, _MARK, True)
-    return checked
+    setattr(holder, name, checked)
+
+
+def _check_models(accelerator: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    if not getattr(accelerator, "serves_hfscale", False):
+        for model in (given for given in (*args, *kwargs.values()) if isinstance(given, nn.Module)):
+            _refuse(model)
+    return accelerator, *args
+
+
+def _check_parameters(parameters: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    spread = next((getattr(each, _SPREAD) for each in given if hasattr(each, _SPREAD)), None)
+    if spread is not None:
+        raise ConfigError(
+            f"torch.nn.utils.clip_grad_norm_ would clip, on each rank of {spread}, by the norm of what that rank "
+            "holds, and ranks would drift apart: use hfscale.clip_grad_norm_(model, max_norm), which returns the "
+            "norm of the whole model on every rank"
+        )
+    return given, *args
 
 
 def _refuse(model: nn.Module) -> None:

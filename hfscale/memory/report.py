@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from .._host.transformers.hidden_states import hidden_states_of
 from ..errors import ConfigError
 from ..estimate.activations import experts_per_token
 from ..estimate.memory import MemoryEstimate, estimate_memory
@@ -237,7 +238,7 @@ class _Counter:
 
     def _enter(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         self._depth += 1
-        stream = args[0] if args else kwargs.get("hidden_states")
+        stream = hidden_states_of(args, kwargs)
         if isinstance(stream, Tensor) and stream.requires_grad:
             self._count(stream)  # what recomputes a layer keeps it out of sight of the hooks
 

@@ -17,6 +17,7 @@ from ..mesh import Mesh
 from ..plan import ParameterPlan, Plan
 from ..plan.parameter import wild_name
 from ..runtime.local_weights import LocalWeights
+from ..runtime.names import owner_of
 from .four_bit import Packing, pack, unpack_state
 from .packed import register_packed, scales_name
 from .stored import PackedOnDisk, check_row, fill_row
@@ -45,7 +46,7 @@ class Quantizing:
         self.stock = host.get_quantize_ops()
         for name in self.plan.transposed & self.weights.keys():
             # The plan speaks of the weight as it is stored; the host has turned it already.
-            module, attribute = _place(model, name)
+            module, attribute = owner_of(model, name)
             turned = torch.empty(self.weights[name].shape, dtype=self.originals[name].dtype, device="meta")
             module._parameters[attribute] = nn.Parameter(turned, requires_grad=False)
 
@@ -79,7 +80,8 @@ class Quantizing:
         """
         self.whole = whole
         for name, planned in self.weights.items():
-            module, attribute = _place(self.model, name)
+            holder, attribute = owner_of(self.model, name)
+            module: Any = holder
             share = planned.local_shape(self.mesh.ranks)
             original = self.originals[name]
             if hasattr(module, "in_features"):
@@ -125,7 +127,7 @@ class Quantizing:
         """
         del self.host.param_needs_quantization, self.host.get_quantize_ops
         for name in self.weights:
-            module, attribute = _place(self.model, name)
+            module, attribute = owner_of(self.model, name)
             parameter: Any = module._parameters[attribute]
             if parameter.is_meta or not _is_quantized(parameter):
                 raise CheckpointError(
@@ -161,7 +163,7 @@ class Quantizing:
         if name in self.packings:
             weight, self.scales[name] = fill_row(weight, scales, self.packings[name])
             return nn.Parameter(weight, requires_grad=False)
-        module, _ = _place(self.model, name)
+        module, _ = owner_of(self.model, name)
         original: Any = self.originals[name]
         packing = self._packing(planned, module)
         parameter = type(original)(weight.view(original.quant_storage).view(-1, 1), **original.__dict__)
@@ -192,8 +194,3 @@ class Quantizing:
 
 def _is_quantized(parameter: Tensor) -> bool:
     return not parameter.is_floating_point() or getattr(parameter, "bnb_quantized", False)
-
-
-def _place(model: Any, name: str) -> tuple[Any, str]:
-    owner, _, attribute = name.rpartition(".")
-    return model.get_submodule(owner), attribute

@@ -4,7 +4,7 @@ PEFT puts a wrapper in the place of a module, which becomes the wrapper's child.
 that the stock model has: they are found through wrappers here.
 """
 
-from torch import nn
+from torch import Tensor, nn
 
 # Under what names PEFT's wrappers hold what they wrap.
 _WRAPPED = ("base_layer", "original_module")
@@ -50,6 +50,18 @@ def owner_of(model: nn.Module, parameter: str) -> tuple[nn.Module, str]:
     while attribute not in module._parameters and (inner := _wrapped(module)) is not None:
         module = inner
     return module, attribute
+
+
+def put_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Set the parameter of that name; names as for :func:`module_at`."""
+    module, attribute = owner_of(model, name)
+    module._parameters[attribute] = parameter
+
+
+def put_buffer(model: nn.Module, name: str, buffer: Tensor) -> None:
+    """Set the buffer of that name, persistent or not as it was."""
+    owner, _, attribute = name.rpartition(".")
+    module_at(model, owner)._buffers[attribute] = buffer
 
 
 def _wrapped(module: nn.Module) -> nn.Module | None:

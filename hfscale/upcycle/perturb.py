@@ -5,13 +5,13 @@ Re-initialization") draws a share of an expert's hidden channels anew, from the 
 that they replace. A channel is a row of ``gate``, the same row of ``up`` and the same column of ``down``.
 """
 
-import hashlib
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..errors import ConfigError
+from ..runtime.initialize import seed_of
 from .table import INTERMEDIATE_DIM
 
 
@@ -43,8 +43,7 @@ class Variation:
 
     def generator(self, name: str) -> torch.Generator:
         """A stream of its own for everything that has a name, so that no draw depends on the order of draws."""
-        digest = hashlib.blake2b(f"{self.seed}/{name}".encode(), digest_size=8).digest()
-        return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+        return torch.Generator().manual_seed(seed_of(self.seed, name))
 
     def channels(self, width: int, layer: int, expert: int) -> Tensor:
         """The channels of an expert that are drawn anew, the same in its three projections."""

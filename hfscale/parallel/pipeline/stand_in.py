@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..._host.transformers.hidden_states import hidden_states_of
 from ...plan import Plan, Stage, StagePlan
 
 
@@ -76,7 +77,7 @@ class AbsentLayer(_StandIn):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What arrived, in front of the stage's layers; behind them, what it is given, which leaves."""
         passage: Passage = self._passage
-        stream: Tensor | None = args[0] if args else kwargs["hidden_states"]
+        stream: Tensor | None = hidden_states_of(args, kwargs)
         if self._index < passage.first:
             stream, passage.arrived = passage.arriving, True
         elif passage.leaving is None:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...ops import enter
+from ...runtime.gradients import add_back, gradients_aside
 from ...runtime.names import computing
 
 
@@ -46,22 +47,15 @@ class PartialSums:
             parameters: those with partial gradients, in an order that is the same on every rank.
             local: gives the plain tensor that this rank holds of a gradient.
         """
-        held = [(parameter, parameter.grad) for parameter in parameters]
-        for parameter in parameters:
-            parameter.grad = None
-        self.deferred = True
-        try:
-            yield
-        except BaseException:  # a step that failed leaves the gradients that were there before it
-            for parameter, before in held:
-                parameter.grad = before
-            raise
-        finally:
-            self.deferred = False
+        with gradients_aside(parameters) as held:
+            self.deferred = True
+            try:
+                yield
+            finally:
+                self.deferred = False
         _sum_together([local(p.grad) for p in parameters if p.grad is not None], self.group)
-        for parameter, before in held:
-            if before is not None:
-                parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
+        for parameter, before in zip(parameters, held, strict=True):
+            add_back(parameter, before)
 
 
 @torch.no_grad()

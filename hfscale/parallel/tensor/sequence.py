@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..._host.transformers.hidden_states import hidden_states_of, other_arguments, with_hidden_states
 from ...errors import ConfigError
 from ...ops import enter, gather, gather_sum, scatter, scatter_sum
 from ...ops.exchange import Started, start_all_gather, start_reduce_scatter
@@ -200,7 +201,7 @@ class SequenceRegion:
             return None
         if self.plan.dropout:
             self.random.enter_layer(layer)
-        x: Tensor = args[0] if args else kwargs["hidden_states"]
+        x: Tensor = hidden_states_of(args, kwargs)
         # Recomputation may start in front of this hook or behind it, depending on the host's version.
         first = self._first is layer if self._again else self._total is None
         if not first:
@@ -213,7 +214,7 @@ class SequenceRegion:
         if not self._again:
             self._first = layer
             self._begin_pass(total, share)
-        return _replaced(args, kwargs, share)
+        return with_hidden_states(args, kwargs, share)
 
     def _begin_pass(self, total: int, share: Tensor) -> None:
         self._total = total
@@ -224,9 +225,9 @@ class SequenceRegion:
     def _before_whole(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         if not self.cut:
             return None
-        args, kwargs = _replaced(args, kwargs, self.enter(args[0] if args else kwargs["hidden_states"]))
+        args, kwargs = with_hidden_states(args, kwargs, self.enter(hidden_states_of(args, kwargs)))
         # Other inputs (an encoder's output) are whole already; each rank sees a part of their gradient.
-        others = {name: enter(x, self.group) for name, x in kwargs.items() if name != "hidden_states" and _trains(x)}
+        others = {name: enter(x, self.group) for name, x in other_arguments(kwargs).items() if _trains(x)}
         return (*args[:1], *(enter(x, self.group) if _trains(x) else x for x in args[1:])), {**kwargs, **others}
 
     def _after_whole(self, output: Any) -> Any:
@@ -286,7 +287,3 @@ def _trains(x: Any) -> bool:
 
 def _dim(x: Tensor) -> int:
     return _DIM if x.ndim > 2 else 0
-
-
-def _replaced(args: Any, kwargs: dict[str, Any], x: Tensor) -> tuple[Any, dict[str, Any]]:
-    return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
