@@ -201,6 +201,11 @@ class ParallelConfig(ParallelismConfig):
         """Number of distinct batches in one step."""
         return self.size("dp_replicate") * self.size("dp_shard")
 
+    @property
+    def data_world(self) -> int:
+        """Number of ranks over which parameters are wrapped as data-parallel: those that compute different tokens."""
+        return self.batch_world
+
     def describe(self) -> str:
         """The axes larger than one, as ``tp2 x dp_shard4``; ``one process`` where there is none."""
         named = [f"{axis}{self.size(axis)}" for axis in reversed(AXES) if self.size(axis) > 1 and axis != "ep"]

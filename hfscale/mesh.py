@@ -92,6 +92,16 @@ class Mesh:
         return self.groups("dp_shard", "dp_replicate")
 
     @property
+    def loss_groups(self) -> list[dist.ProcessGroup]:
+        """The same to sum over all ranks that compute different tokens: losses, and numbers of labels and tokens."""
+        return self.batch_groups
+
+    @property
+    def speaks_for_stage(self) -> bool:
+        """Whether this is the first rank of its pipeline stage."""
+        return not any(rank for axis, rank in self.ranks.items() if axis != "pp")
+
+    @property
     def batch_rank(self) -> int:
         """Which distinct batch this rank gets."""
         return self.ranks["dp_replicate"] * self.layout.size("dp_shard") + self.ranks["dp_shard"]
@@ -100,6 +110,11 @@ class Mesh:
     def batch_world(self) -> int:
         """How many distinct batches there are in one step."""
         return self.layout.batch_world
+
+    @property
+    def data_world(self) -> int:
+        """Of how many ranks, which compute different tokens, the data axes average gradients."""
+        return self.layout.data_world
 
 
 def build_mesh(

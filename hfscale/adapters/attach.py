@@ -87,7 +87,7 @@ def attach_adapters(
     _refuse_tying(config, plan)
     _refuse_own_dropout(config, mesh)
     if plan.quantized is not None:
-        check_over_quantized(config, plan.quantized.bits, mesh.batch_world)
+        check_over_quantized(config, plan.quantized.bits, mesh.data_world)
     asked = copy.deepcopy(config)
     try:
         whole = wrap(template, config, name)  # which resolves and translates targets in the config

@@ -146,7 +146,7 @@ def _quantized_bytes(plan: Plan, planned: ParameterPlan, ranks: dict[str, int]) 
     """Packed bytes and scales of this rank's share, which data ranks hold in rows of one size."""
     assert plan.quantized is not None
     transposed, double = planned.name in plan.quantized.transposed, plan.quantized.double
-    sharded = plan.layout.batch_world > 1
+    sharded = plan.layout.data_world > 1
     local = _padded(planned.shape, planned.cuts, ranks) if sharded else planned.local_shape(ranks)
     matrices, values = prod(local[:-2]), prod(local[-2:])
     if plan.quantized.bits == 8:
@@ -171,7 +171,7 @@ def _activations(
 ) -> tuple[int, list[str]]:
     widest = max((p.dtype for p in plan.owned() if p.dtype.is_floating_point), key=_size, default=torch.float32)
     model = next((p.dtype for p in plan.owned() if p.name.startswith(plan.layers[:1])), widest)
-    wrapped = plan.layout.batch_world > 1
+    wrapped = plan.layout.data_world > 1
     size = 2 if mixed and wrapped else _size(model)
     own = max((_size(plan.by_name[a.name].dtype) for a in plan.adapters), default=size)
     types = Types(size, size if mixed and wrapped else own, exact=not mixed or wrapped)

@@ -70,7 +70,7 @@ def steppers_by_size(
 
 
 def _warn(name: str, apart: Sequence[Member], mesh: Mesh) -> None:
-    if any(mesh.ranks[axis] for axis in ("tp", "dp_shard", "dp_replicate")):
+    if not mesh.speaks_for_stage:
         return  # another rank says so
     entries = sum(torch.Size(member.planned.shape).numel() for member in apart)
     largest = max(torch.Size(m.planned.shape).numel() * m.parameter.element_size() for m in apart)

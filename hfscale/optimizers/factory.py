@@ -185,7 +185,7 @@ def _checked(
 
 def _warn_of_narrow_weights(name: str, runtime: Runtime) -> None:
     narrow = [(planned, p) for planned, p in runtime.parameters() if p.requires_grad and p.dtype in _NARROW]
-    if narrow and not any(runtime.mesh.ranks[axis] for axis in ("tp", "dp_shard", "dp_replicate")):
+    if narrow and runtime.mesh.speaks_for_stage:
         planned, parameter = narrow[0]
         warnings.warn(
             f"{len(narrow)} parameters that train are 16-bit ({planned.name} is {parameter.dtype}), and {name!r} keeps "

@@ -134,7 +134,7 @@ def _parameters(draft: Draft, stages: StagePlan | None) -> list[ParameterPlan]:
         owner = owners.setdefault(id(parameter), name)
         cut, partial = rules.get(id(parameter), (None, ()))
         cuts = [cut] if cut is not None else []
-        if draft.layout.batch_world > 1 and parameter.ndim == 0:
+        if draft.layout.data_world > 1 and parameter.ndim == 0:
             draft.problem(
                 f"{draft.layout.describe()}: {wild_name(name)} is a scalar, which FSDP2 cannot hold: use "
                 "dp_shard_size=1 and dp_replicate_size=1"

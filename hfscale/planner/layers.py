@@ -11,7 +11,7 @@ def find_layers(draft: Draft, blueprint: Blueprint | None) -> list[str]:
         lists = [found for path in blueprint.layer_lists if (found := _resolve(draft, path)) is not None]
         if lists:
             layers = [f"{path}.{name}" for path in lists for name, _ in draft.modules[path].named_children()]
-            for layer, name in _tied_outside(draft, layers) if draft.layout.batch_world > 1 else ():
+            for layer, name in _tied_outside(draft, layers) if draft.layout.data_world > 1 else ():
                 draft.problem(
                     f"{draft.layout.describe()}: {wild_name(layer)} shares {wild_name(name)} with another part of "
                     "the model, and the data axes would untie them: use dp_shard_size=1 and dp_replicate_size=1"

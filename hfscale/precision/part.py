@@ -16,7 +16,7 @@ class Autocast(Part):
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Put autocast around ``model.forward``."""
         dtype, model = MIXED_PRECISIONS[runtime.options.mixed_precision], runtime.model
-        if dtype is None or runtime.mesh.batch_world > 1:
+        if dtype is None or runtime.mesh.data_world > 1:
             return
         forward: Callable[..., Any] = model.forward
         device = runtime.mesh.device.type

@@ -92,7 +92,7 @@ class Quantizing:
                 module.support_avx512bf16_for_cpu = False
                 empty = torch.empty(share, dtype=original.dtype, device="meta")
                 module._parameters[attribute] = type(original)(empty, requires_grad=False, **original.__dict__)
-            if self.plan.bits == 4 and (self.mesh.batch_world > 1 or planned.shape[2:]):
+            if self.plan.bits == 4 and (self.mesh.data_world > 1 or planned.shape[2:]):
                 self.packings[name] = self._packing(planned, module)
                 if name in self.stored:
                     check_row(self.packings[name], name)
@@ -134,7 +134,7 @@ class Quantizing:
                     f"the checkpoint has no {name}, and there is no quantizing what is not there: load it without "
                     "quantization_config, or with the config it was saved with"
                 )
-            if self.plan.bits == 8 and self.mesh.batch_world > 1:
+            if self.plan.bits == 8 and self.mesh.data_world > 1:
                 from .linear_8bit import make_sharded as share_rows  # imports bitsandbytes
 
                 shares.tensors[name] = parameter.data.to(self.mesh.device)

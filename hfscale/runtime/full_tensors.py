@@ -52,8 +52,8 @@ def tensors_to_save(runtime: Runtime) -> list[SavedTensor]:
     ]
     if plan.stages is not None:
         # One rank of each stage speaks for all of it.
-        speaks = not any(rank for axis, rank in mesh.ranks.items() if axis != "pp")
-        found = [entry for entries in mesh.all_gather_object(found if speaks else []) for entry in entries]
+        own = found if mesh.speaks_for_stage else []
+        found = [entry for entries in mesh.all_gather_object(own) for entry in entries]
     places = {planned.name: place for place, planned in enumerate(plan.owned())}
     found.sort(key=lambda entry: places[entry.planned.name] if entry.planned else len(places))
     first = {entry.name: entry for entry in reversed(found)}  # a buffer that every stage has is the first one's

@@ -25,7 +25,7 @@ class LocalLoop(Executor):
     ) -> Tensor:
         """See :meth:`.runtime.Executor.run`."""
         run = self._train if backward else self._evaluate
-        return self._runtime.sum_over_batches(run(model, batches, count, label_smoothing))
+        return self._runtime.sum_of_shares(run(model, batches, count, label_smoothing))
 
     def _train(self, model: nn.Module, batches: Sequence[Microbatch], count: Tensor, label_smoothing: float) -> Tensor:
         runtime = self._runtime
@@ -35,8 +35,8 @@ class LocalLoop(Executor):
                 for part in runtime.parts:
                     part.before_backward(runtime, last=index == len(batches) - 1)
                 loss = runtime.loss.of(model, batch, count, label_smoothing)
-                # The data axes average gradients over the distinct batches; the loss is a share of a sum.
-                (loss * runtime.mesh.batch_world).backward()
+                # The data axes average gradients over their ranks; the loss is a share of a sum.
+                (loss * runtime.mesh.data_world).backward()
                 total = loss.detach() if total is None else total + loss.detach()
         assert total is not None  # a step has a microbatch
         return total

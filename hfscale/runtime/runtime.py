@@ -212,9 +212,9 @@ class Runtime:
         """Whether the hidden states that a module of the layers reads now are this rank's tokens only."""
         return any(part.cuts_tokens(module) for part in self.parts)
 
-    def sum_over_batches(self, total: Tensor) -> Tensor:
-        """The sum over distinct batches, and over stages, of which one has the loss; in place."""
-        for group in (*self.mesh.batch_groups, *self.mesh.groups("pp")):
+    def sum_of_shares(self, total: Tensor) -> Tensor:
+        """The loss of a step, of ranks' shares of it; of several stages, one has a share. In place."""
+        for group in (*self.mesh.loss_groups, *self.mesh.groups("pp")):
             dist.all_reduce(total, group=group)
         return total
 

@@ -31,7 +31,7 @@ def prepare(runtime: Runtime, batch: Batch | Sequence[Batch], train: bool) -> tu
         refused = error
     valid = sum(valid for valid, _, _ in rows)
     total = total_of(
-        valid, refused, mesh.control if mesh.batch_world > 1 else None, mesh.ranks["tp"] == mesh.ranks["pp"] == 0
+        valid, refused, mesh.control if mesh.data_world > 1 else None, mesh.ranks["tp"] == mesh.ranks["pp"] == 0
     )
     if uses_flash_attention(runtime.model):
         given = [with_borders(b, runtime.model) if row[2] else b for b, row in zip(given, rows, strict=True)]

@@ -36,7 +36,7 @@ class DataParallel(Part):
 
     def accumulate_late_gradients(self, runtime: Runtime) -> None:
         """Move them to where FSDP2 adds gradients up."""
-        if runtime.mesh.batch_world > 1:
+        if runtime.mesh.data_world > 1:
             add_up_gradients(runtime.model)
 
     def after_microbatch(self, runtime: Runtime) -> None:

@@ -30,7 +30,7 @@ def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, mixed_precision: s
         mixed_precision: ``"bf16"`` computes in bfloat16 over the parameters' own type, which stays the type of the
             master weights, of gradients after reduction and of the optimizer state; ``"no"`` leaves types alone.
     """
-    if mesh.batch_world == 1 or mesh.device_mesh is None:
+    if mesh.data_world == 1 or mesh.device_mesh is None:
         return
     data_mesh = _data_mesh(mesh.device_mesh, mesh, "dp_replicate", "dp_shard")
     dtype = MIXED_PRECISIONS[mixed_precision]

@@ -92,7 +92,7 @@ def expert_load(model: nn.Module) -> ExpertLoad:
         empty = torch.zeros(planned.count + NUMBERS, dtype=torch.float64, device=mesh.device)
         rows.append(empty if counter is None else counter.total(mesh.device))
     flat = torch.cat(rows)
-    for group in (*mesh.batch_groups, *mesh.groups("tp", "pp")):
+    for group in (*mesh.loss_groups, *mesh.groups("tp", "pp")):
         dist.all_reduce(flat, group=group)
     counters.asked = True
     layers = []

@@ -44,7 +44,7 @@ class ExpertRouting(Part):
 
     def check_step(self, runtime: Runtime, batches: Sequence[Batch]) -> None:
         """The host's loss of routers is one per microbatch."""
-        parts = len(batches) * runtime.mesh.batch_world
+        parts = len(batches) * runtime.mesh.data_world
         if getattr(runtime.model.config, "output_router_logits", False) and parts > 1:
             raise ConfigError(
                 "output_router_logits=True adds the router's loss to every microbatch's share of the token mean, so "
@@ -64,4 +64,4 @@ class ExpertRouting(Part):
     def end_stage_pass(self, runtime: Runtime) -> None:
         """The losses of this stage's layers begin their backward passes with the same scale as the model's loss."""
         if self.routing is not None:
-            self.routing.note_scale(runtime.mesh.batch_world)
+            self.routing.note_scale(runtime.mesh.data_world)

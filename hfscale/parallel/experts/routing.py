@@ -40,7 +40,7 @@ class Routing:
             return
         if self.options.has_loss:
             real = torch.stack([real_tokens(microbatch).sum() for microbatch in microbatches]).sum()
-            for group in self._mesh.batch_groups:
+            for group in self._mesh.loss_groups:
                 dist.all_reduce(real, group=group)
             self.passes.tokens = real
         try:
@@ -62,7 +62,7 @@ class Routing:
         """Every rank with a layer makes the same step, from the load of all batches together."""
         counters = [self.counters.layers[name] for name in self.biases]
         flat = torch.cat([_wanted(counter, bias) for counter, bias in zip(counters, self.biases.values(), strict=True)])
-        for group in (*self._mesh.batch_groups, *self._mesh.groups("tp")):
+        for group in (*self._mesh.loss_groups, *self._mesh.groups("tp")):
             dist.all_reduce(flat, group=group)
         for bias, counts in zip(self.biases.values(), flat.split([c.count for c in counters]), strict=True):
             bias += bias_step(counts, self.options.bias_update_rate).to(bias.dtype).view_as(bias)

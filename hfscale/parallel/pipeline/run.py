@@ -56,7 +56,7 @@ def stage_places(layout: ParallelConfig) -> dict[int, int] | None:
         check_runs(found, schedule)
         given = 1 + max(action.microbatch for actions in found for action in actions)
         return stage_ranks(order(schedule, pp_size, count or given, virtual))
-    if schedule in ASYNCHRONOUS and layout.batch_world > 1:
+    if schedule in ASYNCHRONOUS and layout.data_world > 1:
         raise ConfigError(
             f"{layout.describe()}: {schedule} keeps several versions of the weights, which FSDP2 cannot: use "
             "dp_shard_size=1 and dp_replicate_size=1, or a schedule with a flush"
@@ -151,10 +151,10 @@ class Pipeline(Executor):
         """See :meth:`hfscale.runtime.Executor.run`; a stage runs the stock model, whatever is around it."""
         runtime = self._runtime
         if not backward:
-            return runtime.sum_over_batches(self._all_passes(batches, count, label_smoothing, backward=False))
+            return runtime.sum_of_shares(self._all_passes(batches, count, label_smoothing, backward=False))
         with self._ties.summed(), runtime.around(lambda part: part.around_gradients(runtime)):
             share = self._all_passes(batches, count, label_smoothing, backward=True)
-        return runtime.sum_over_batches(share)
+        return runtime.sum_of_shares(share)
 
     def _all_passes(
         self, batches: Sequence[Microbatch], count: Tensor, label_smoothing: float, backward: bool
@@ -303,7 +303,7 @@ class Pipeline(Executor):
         recomputes = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
         # The second half of a backward pass would recompute a layer once per weight; and weights that were given up
         # between the halves are other tensors when they come back.
-        regathers = self._layout.weights_regather and self._mesh.batch_world > 1
+        regathers = self._layout.weights_regather and self._mesh.data_world > 1
         splits = backward and not recomputes and not regathers and splits_exactly()
         for worker in self.workers:
             worker.has_backward, worker.recomputes, worker.splits = backward, recomputes, splits
@@ -343,8 +343,8 @@ class Pipeline(Executor):
         assert self._count is not None
         loss = self._runtime.loss.of(self._runtime.model, inputs, *self._count)
         self._losses.append(loss.detach())
-        # The data axes average gradients over the distinct batches; the loss is a share of a sum.
-        return loss * self._mesh.batch_world
+        # The data axes average gradients over their ranks; the loss is a share of a sum.
+        return loss * self._mesh.data_world
 
     def _shape(self, stage: int, microbatch: int) -> tuple[torch.Size, torch.dtype]:
         leading = self._leading(*tokens_of(self._batches[microbatch]))
