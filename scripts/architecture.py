@@ -155,10 +155,10 @@ def _cell(rooms: list[Room], importer: str, imported: str, count: int) -> str:
 
 def table(rooms: list[Room]) -> str:
     """The rooms in one line each, the highest first."""
-    lines = ["| room | | |", "|---|---|---|"]
+    lines = ["| room | |", "|---|---|"]
     for room in rooms:
         link = f"../hfscale/{room.name}" + ("" if (PACKAGE / room.name).is_dir() else ".py")
-        lines.append(f"| [{room.name}]({link}) | layer {room.layer} | {room.about} |")
+        lines.append(f"| [{room.name}]({link}) | {room.about} |")
     return "\n".join(lines)
 
 

@@ -124,3 +124,13 @@ def test_imports_point_down() -> None:
     imports = architecture.count_imports(rooms)
     assert len(imports) > 100
     assert [pair for pair in imports if layer[pair[0]] <= layer[pair[1]]] == []
+
+
+def test_decisions_are_numbered() -> None:
+    text = (ROOT / "docs" / "decisions.md").read_text()
+    numbers = [int(number) for number in re.findall(r'(?m)^- <a id="d(\d+)"></a>\*\*D\1\*\*, \d{4}-\d\d-\d\d\. ', text)]
+    topics = text.partition("\n## ")[2]
+    assert len(numbers) == len(re.findall(r"(?m)^- ", topics)), "a decision begins like the others: number, date, words"
+    assert sorted(numbers) == list(range(1, len(numbers) + 1))
+    listed = re.findall(r"(?m)^- \[(.*)\]\(#.*\): ", text.partition("\n## ")[0])
+    assert listed == re.findall(r"(?m)^## (.*)$", text)
