@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ._host.torch import own_parameters
 from .adapters import Adapters
 from .guards.part import SharedBatch, StockCode
 from .mesh import Mesh
@@ -97,5 +98,5 @@ def take_apart(runtime: Runtime) -> LocalWeights:
             empty = torch.empty(shape, dtype=shares.tensors[owner].dtype, device="meta")
             made[owner] = nn.Parameter(empty, requires_grad=trains[owner])
         module, attribute = owner_of(runtime.model, planned.name)
-        module._parameters[attribute] = made[owner]
+        own_parameters(module)[attribute] = made[owner]
     return shares

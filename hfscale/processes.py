@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from ._host.torch import backend_for, patience_of, set_patience
 from .config import cpu_requested
 
 TIMEOUT = timedelta(minutes=10)
@@ -63,7 +63,7 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     ``"cpu:gloo,cuda:nccl"``, which equals ``"nccl"`` on none of them.
     """
     try:
-        return str(group._get_backend(device).name())
+        return str(backend_for(group, device).name())
     except RuntimeError:  # no backend for that kind of device
         return ""
 
@@ -71,7 +71,7 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 def keep_patience(group: dist.ProcessGroup, device: torch.device) -> None:
     """Let a group that others made wait as long as torch's process group does."""
     if backend_of(group, device) in ("nccl", "gloo"):  # torch knows how for these
-        _set_pg_timeout(_patience(device), group)
+        set_patience(group, _patience(device))
 
 
 def device_group(parts: Sequence[Sequence[int]], device: torch.device) -> dist.ProcessGroup | None:
@@ -126,14 +126,14 @@ def _patience(device: torch.device) -> timedelta:
     world = dist.group.WORLD
     assert world is not None
     try:
-        options = getattr(world._get_backend(device), "options", None)
+        patience = patience_of(backend_for(world, device))
     except RuntimeError:  # not the world's kind of device
-        options = None
-    return getattr(options, "_timeout", None) or TIMEOUT
+        patience = None
+    return patience or TIMEOUT
 
 
 def _splits(world: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether groups can be split off the world's communicator, which is connected already then."""
     if device.type == "cpu" or world.bound_device_id is None or dist.get_backend(world) != backend_of(world, device):
         return False
-    return bool(getattr(world._get_backend(device), "supports_splitting", False)) and hasattr(dist, "split_group")
+    return bool(getattr(backend_for(world, device), "supports_splitting", False)) and hasattr(dist, "split_group")

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from ._host.torch import own_buffers, own_parameters
 from .arguments import code_arguments, model_arguments
 from .checkpoint import load_pretrained
 from .checkpoint.load import materialize_buffers
@@ -164,8 +165,8 @@ def _give_up_memory(modules: Iterable[nn.Module], kept: nn.Module) -> None:
     for module in modules:
         if module in staying:
             continue
-        for name, parameter in module._parameters.items():
+        for name, parameter in own_parameters(module).items():
             if parameter is not None:  # of a tied tensor, another module may keep the memory
-                module._parameters[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-        for name, buffer in module._buffers.items():
-            module._buffers[name] = None if buffer is None else buffer.to("meta")
+                own_parameters(module)[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        for name, buffer in own_buffers(module).items():
+            own_buffers(module)[name] = None if buffer is None else buffer.to("meta")

@@ -7,11 +7,11 @@ they are filled with this rank's share of what PEFT makes of the whole module (:
 (:mod:`.storage`). The edges of the blocks are hooked afterwards, around the wrappers.
 """
 
+from .._host.peft import wrapped_by_peft
 from .attach import Adapters, attach_adapters
 from .coverage import describe_coverage
 from .merge import merge_local_weights
 from .peft_config import check_config, read_config
-from .structure import wrapped_by_peft
 
 __all__ = [
     "Adapters",

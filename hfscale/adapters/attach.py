@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._host.peft import COPY
+from .._host.torch import own_parameters
 from ..errors import ConfigError, PlanError
 from ..mesh import Mesh
 from ..plan import Plan
-from ..planner.adapters import COPY, plan_adapters
+from ..planner.adapters import plan_adapters
 from ..quantization.install import dequantized
 from ..quantization.packed import shown_unpacked
 from ..runtime import Part, Runtime
@@ -120,7 +122,7 @@ def attach_adapters(
     guard_methods(local, whole, mesh.layout.total_size)
     for parameter, share in made.items():
         holder, attribute = owner_of(model, parameter)
-        kept: Any = holder._parameters[attribute]
+        kept: Any = own_parameters(holder)[attribute]
         shares[parameter] = share.to(kept.dtype)
     return Adapters(local, whole, name, plan), planned
 

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .._host.peft import COPY, LORA_B, WRAPPED, dora_modules, dropouts
 from ..parallel.tensor import TensorParallel
 from ..parallel.tensor.partial_gradients import computes_with, read_partial
 from ..parallel.tensor.random import drop_alike, drop_own
 from ..parallel.tensor.sequence import SequenceRegion
 from ..plan import BlockPlan
-from ..planner.adapters import COPY
 from ..runtime import Runtime
 from ..runtime.names import owner_of, unwrapped
 
@@ -37,7 +37,7 @@ def install_adapter_edges(runtime: Runtime) -> None:
             holder, name = owner_of(model, adapter.name)
             # A bias behind a row projection enters the sum over the ranks once.
             summed = len(planned.shape) == 1 and plan.by_name[adapter.base].cut_over("tp") is not None
-            once = not summed or adapter.kept_in != "lora_B" or runtime.mesh.ranks["tp"] == 0
+            once = not summed or adapter.kept_in != LORA_B or runtime.mesh.ranks["tp"] == 0
             module = computes_with(model, holder)
             if adapter.experts:  # their factors are read by what computes with all of them
                 module = model.get_submodule(adapter.base.rpartition(".")[0])
@@ -56,18 +56,13 @@ def _wrappers(block: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
     return [
         (f"{name}.{path}" if path else name, module)
         for path, module in block.named_modules()
-        if unwrapped(module) is not module and "base_layer" not in path.split(".")
+        if unwrapped(module) is not module and WRAPPED[0] not in path.split(".")
     ]
-
-
-def _norms(wrapper: nn.Module) -> list[nn.Module]:
-    """DoRA's modules in a wrapper."""
-    return list(getattr(wrapper, "lora_magnitude_vector", nn.ModuleDict()).values())
 
 
 def sum_norms(wrapper: nn.Module, group: dist.ProcessGroup) -> None:
     """A row projection has a part of every row of the weight."""
-    for module in _norms(wrapper):
+    for module in dora_modules(wrapper):
         module.get_weight_norm = partial(_norm_over_ranks, group, bool(module.fan_in_fan_out))  # type: ignore[assignment]
 
 
@@ -90,7 +85,7 @@ def _place_dropout(
     def in_cut_stream() -> bool:
         return stream.cut if stream is not None and stream.cut else block.dropout > 0
 
-    for number, dropout in enumerate(getattr(wrapper, "lora_dropout", nn.ModuleDict()).values()):
+    for number, dropout in enumerate(dropouts(wrapper)):
         if isinstance(dropout, nn.Dropout):
             drop: Callable[[Tensor], Tensor] = dropout.forward
             dropout.forward = partial(  # type: ignore[method-assign]

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._host.peft import COPY
 from ..mesh import Mesh
 from ..plan import AdapterParameter, Plan
-from ..planner.adapters import COPY
 from ..runtime.initialize import seed_of
 from ..runtime.names import unwrapped
 from ..runtime.unshard import gather_full

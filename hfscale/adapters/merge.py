@@ -7,15 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._host.peft import COPY, wrapped
+from .._host.torch import own_modules, own_parameters
 from .._host.transformers.loading import forget_quantization
 from ..errors import ConfigError
 from ..parallel.tensor.apply import follow_weight
 from ..plan import ParameterPlan, Plan
-from ..planner.adapters import COPY
 from ..quantization.install import dequantized
 from ..quantization.packed import forget_packed
 from ..runtime import Runtime
-from ..runtime.names import owner_of, unwrapped
+from ..runtime.names import owner_of, put_parameter, unwrapped
 from ..runtime.unshard import gather_full
 from .edges import sum_norms
 from .guard import give_back_methods
@@ -77,10 +78,10 @@ def merge_local_weights(
         for name in names:
             planned = plan.by_name[name]
             holder, attribute = owner_of(model, name)
-            value: Any = holder._parameters[attribute]
+            value: Any = own_parameters(holder)[attribute]
             if name in {a.base for a in own} or name == bias:
                 shares[planned.tied_to or name] = _cut_over_data(planned, value.detach(), mesh.ranks)
-            holder._parameters[attribute] = nn.Parameter(value.to("meta"), requires_grad=value.requires_grad)
+            put_parameter(model, name, nn.Parameter(value.to("meta"), requires_grad=value.requires_grad))
     put_back(model)
     for adapter in plan.adapters:
         shares.pop(adapter.name, None)
@@ -118,13 +119,13 @@ def put_plain_modules(adapters: Any, runtime: Runtime, shares: dict[str, Tensor]
             forget_packed(module, attribute)
         else:
             path = name.rpartition(".")[0]
-            bias = module._parameters.get("bias")
+            bias = own_parameters(module).get("bias")
             owner, _, child = path.rpartition(".")
-            model.get_submodule(owner)._modules[child] = copy.deepcopy(stock.get_submodule(path))
+            own_modules(model.get_submodule(owner))[child] = copy.deepcopy(stock.get_submodule(path))
             module, attribute = owner_of(model, name)
             if bias is not None:
-                module._parameters["bias"] = bias
-        module._parameters[attribute] = nn.Parameter(empty, requires_grad=False)
+                own_parameters(module)["bias"] = bias
+        own_parameters(module)[attribute] = nn.Parameter(empty, requires_grad=False)
         follow_weight(module)
     forget_quantization(model)
     plan = adapters.stock_plan
@@ -137,8 +138,7 @@ def _fill(model: nn.Module, planned: ParameterPlan, runtime: Runtime, shares: di
     share = shares[planned.tied_to or planned.name]
     shape = planned.model_shape(runtime.mesh.ranks)
     local = gather_full(share.contiguous(), shape, planned.data_cuts, runtime.mesh)
-    holder, attribute = owner_of(model, planned.name)
-    holder._parameters[attribute] = nn.Parameter(local.clone(), requires_grad=False)
+    put_parameter(model, planned.name, nn.Parameter(local.clone(), requires_grad=False))
 
 
 def _cut_over_data(planned: ParameterPlan, local: Tensor, ranks: dict[str, int]) -> Tensor:
@@ -149,8 +149,8 @@ def _cut_over_data(planned: ParameterPlan, local: Tensor, ranks: dict[str, int])
 
 def _merge(wrapper: Any) -> None:
     """PEFT's own merge, of every wrapper around one module, the inner ones first."""
-    inner = getattr(wrapper, "base_layer", None)
-    if inner is not None and hasattr(inner, "base_layer"):
+    inner = wrapped(wrapper)
+    if inner is not None and wrapped(inner) is not None:
         _merge(inner)
     wrapper.merge(safe_merge=True)
 
@@ -159,6 +159,6 @@ def put_back(model: nn.Module) -> None:
     """The stock modules in the place of PEFT's wrappers."""
     give_back_methods(model)
     for module in list(model.modules()):
-        for name, child in list(module._modules.items()):
+        for name, child in list(own_modules(module).items()):
             if child is not None and unwrapped(child) is not child:
-                module._modules[name] = unwrapped(child)
+                own_modules(module)[name] = unwrapped(child)

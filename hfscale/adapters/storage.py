@@ -9,6 +9,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
+from .._host.peft import stored_weights
 from ..errors import CheckpointError
 from ..mesh import Mesh
 from ..plan import Plan
@@ -53,10 +54,8 @@ def load_adapter(path: str, whole: Any, name: str, plan: Plan, mesh: Mesh, **hub
     Raises:
         CheckpointError: it lacks parameters of its config, or has others, or their shapes are not the model's.
     """
-    from peft.utils.save_and_load import load_peft_weights
-
     try:
-        stored = load_peft_weights(path, device="cpu", **hub)
+        stored = stored_weights(path, **hub)
     except ValueError as error:
         raise CheckpointError(f"{path} is not a saved adapter: {error}") from error
     keys = stored_names(whole, name, plan, embeddings=True)

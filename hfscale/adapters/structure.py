@@ -1,7 +1,6 @@
 """Put a PEFT config around a model, and say what parameters that adds to it."""
 
 import copy
-import sys
 import warnings
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -9,10 +8,20 @@ from typing import Any
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from .._host.peft import (
+    COPY,
+    WRAPPED,
+    adapted_parameter,
+    experts_adapted,
+    is_feedforward,
+    is_wrapper,
+    no_targets,
+    wrapped_model,
+)
 from .._host.transformers.classes import class_name
 from ..errors import ConfigError
 from ..plan import AdapterParameter, Plan
-from ..planner.adapters import COPY, is_known
+from ..planner.adapters import is_known
 from ..runtime.names import stock_name, unwrapped
 
 
@@ -22,41 +31,28 @@ def wrap(model: nn.Module, config: Any, name: str) -> Any:
     Raises:
         ConfigError: the config does not fit the model, in PEFT's words.
     """
-    import peft
-
     try:
-        with warnings.catch_warnings():
-            # PEFT 0.21 asks by a name that transformers 5.23 has deprecated.
-            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-            return peft.get_peft_model(model, config, adapter_name=name, low_cpu_mem_usage=True)  # type: ignore[arg-type]
+        return wrapped_model(model, config, name)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise ConfigError(f"PEFT cannot put {type(config).__name__} around {class_name(model)}: {error}") from error
 
 
 def narrowed(config: Any, targets: Sequence[str], parameters: Sequence[str], copies: Sequence[str]) -> Any:
     """The config for a part of the model: just those modules, by their full names."""
-    from peft.utils.constants import DUMMY_TARGET_MODULES
-
     result = copy.deepcopy(config)
-    # PEFT wants a target where there may be none on this stage; this is its own word for it.
-    result.target_modules = list(targets) if targets or parameters else DUMMY_TARGET_MODULES
+    # PEFT wants a target where there may be none on this stage.
+    result.target_modules = list(targets) if targets or parameters else no_targets()
     if parameters and not targets:
         result.target_modules = []
     if hasattr(result, "target_parameters"):
         result.target_parameters = list(parameters) or None
     if getattr(result, "feedforward_modules", None) is not None:  # IA3's, which have to be targets
-        result.feedforward_modules = [n for n in targets if _is_feedforward(config, n)]
+        result.feedforward_modules = [n for n in targets if is_feedforward(config, n)]
     result.modules_to_save = list(copies) or None
     for field in ("exclude_modules", "layers_to_transform", "layers_pattern"):
         if hasattr(result, field):
             setattr(result, field, None)
     return result
-
-
-def _is_feedforward(config: Any, name: str) -> bool:
-    from peft.tuners.ia3 import IA3Model
-
-    return bool(IA3Model._check_target_module_feedforward(config, name))
 
 
 def adapter_parameters(whole: Any, plan: Plan) -> list[AdapterParameter]:
@@ -80,7 +76,7 @@ def adapter_parameters(whole: Any, plan: Plan) -> list[AdapterParameter]:
                 "use LoRA (with DoRA, rsLoRA), IA3 or LoHa"
             )
         path, inner = stock_name(wrapper_name), unwrapped(wrapper)
-        adapted = ".".join(rest[1:]) if kept_in == COPY else getattr(wrapper, "parameter_name", "weight")
+        adapted = ".".join(rest[1:]) if kept_in == COPY else adapted_parameter(wrapper) or "weight"
         owner = owners.setdefault(id(parameter), name)
         found.append(
             AdapterParameter(
@@ -90,7 +86,7 @@ def adapter_parameters(whole: Any, plan: Plan) -> list[AdapterParameter]:
                 base=_planned_base(plan, f"{path}.{adapted}"),
                 kept_in=kept_in,
                 transposed=bool(getattr(inner, "is_transposed", isinstance(inner, (Conv1D, nn.Embedding)))),
-                experts=int(getattr(wrapper, "num_experts", 0)) if hasattr(wrapper, "parameter_name") else 0,
+                experts=experts_adapted(wrapper),
                 tied_to=None if owner == name else owner,
             )
         )
@@ -103,28 +99,14 @@ def _planned_base(plan: Plan, name: str) -> str:
     return name
 
 
-def wrapped_by_peft(model: nn.Module) -> bool:
-    """Whether PEFT's own functions have put adapters into a model, or around it."""
-    if "peft" not in sys.modules:
-        return False
-    from peft import PeftModel
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import AuxiliaryTrainingWrapper
-
-    return any(isinstance(each, (PeftModel, BaseTunerLayer, AuxiliaryTrainingWrapper)) for each in model.modules())
-
-
 def _place(modules: dict[str, nn.Module], name: str) -> tuple[str, str | None, list[str]]:
     """Of an adapter's parameter: its wrapper, the attribute of it where it is kept, and the path in there."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import AuxiliaryTrainingWrapper
-
     parts = name.split(".")
     for end in range(len(parts) - 1, 0, -1):
         wrapper = ".".join(parts[:end])
-        if isinstance(modules.get(wrapper), (BaseTunerLayer, AuxiliaryTrainingWrapper)):
+        if is_wrapper(modules.get(wrapper)):
             inside = parts[end]
-            if inside in ("base_layer", "original_module"):
+            if inside in WRAPPED:
                 return wrapper, None, []
             return wrapper, inside, parts[end + 1 :]
     return "", None, []

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from .._host.torch import TorchDispatchMode, schema_of, storage_key
 from .._host.transformers.initialization import forget_loaded, initializations, is_loaded, mark_loaded
 from ..errors import CheckpointError
 from ..plan import ParameterPlan
@@ -78,7 +78,7 @@ class _StandIns(TorchDispatchMode):
             initialize()
         for key, parameter in module.named_parameters(prefix=name, remove_duplicate=False):
             expected = self.tensors.get(key)
-            if expected is not None and (parameter is not expected or _storage(parameter) not in self._names):
+            if expected is not None and (parameter is not expected or storage_key(parameter) not in self._names):
                 self._written.add(key)
                 self._stand_in(key, expected, tuple(expected.shape))
         return self._written
@@ -105,24 +105,24 @@ class _StandIns(TorchDispatchMode):
         self.tensors[name] = made = nn.Parameter(one.expand(shape), requires_grad=parameter.requires_grad)
         if is_loaded(parameter):
             mark_loaded(made)
-        self._names[_storage(made)] = name
+        self._names[storage_key(made)] = name
         self._kept.append(made)
         put_parameter(self.model, name, made)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not func._schema.is_mutable:
+        if not schema_of(func).is_mutable:
             return func(*args, **kwargs)
         targets: list[Tensor] = []
-        for index, argument in enumerate(func._schema.arguments):
+        for index, argument in enumerate(schema_of(func).arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = args[index] if index < len(args) else kwargs.get(argument.name)
                 targets += value if isinstance(value, list | tuple) else [value] if value is not None else []
-        found = {self._names[key] for target in targets if (key := _storage(target)) in self._names}
+        found = {self._names[key] for target in targets if (key := storage_key(target)) in self._names}
         if not found:
             return func(*args, **kwargs)
         self._written |= found
-        returned = len(func._schema.returns)
+        returned = len(schema_of(func).returns)
         return None if returned == 0 else targets[0] if returned == 1 else tuple(targets[:returned])
 
 
@@ -200,7 +200,3 @@ def _merged(before: Overwrite | None, last: Overwrite) -> Overwrite:
         return last
     still = ~torch.isin(before.places, last.places)
     return Overwrite(torch.cat([before.places[still], last.places]), torch.cat([before.values[still], last.values]))
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from .._host.peft import LORA_A
 from ..families.fields import first_count, text_config
 from ..plan.cut import cut_shape
 from ..plan.parameter import ParameterPlan
@@ -124,7 +125,7 @@ class _Llama:
         self.ranks, self.sequence = ranks, sequence
         self.ranks_of_adapters: dict[str, int] = {}
         for adapter in plan.adapters:
-            if adapter.kept_in == "lora_A":
+            if adapter.kept_in == LORA_A:
                 known = self.ranks_of_adapters.get(adapter.base, 0)
                 self.ranks_of_adapters[adapter.base] = known + adapter.shape[0]
 
@@ -221,11 +222,11 @@ def _at_most(
         elif len(local) == 1 and planned.name.endswith("weight"):
             wide += 4 * local[0]  # norms compute in 32 bits
     ranks_kept = sum(
-        prod(a.shape) // max(a.shape) for a in plan.adapters if a.kept_in == "lora_A" and a.name.startswith(f"{layer}.")
+        prod(a.shape) // max(a.shape) for a in plan.adapters if a.kept_in == LORA_A and a.name.startswith(f"{layer}.")
     )
     copies = sum(
         _computed_shape(plan.by_name[a.base], ranks)[-1]
         for a in plan.adapters
-        if a.kept_in == "lora_A" and a.name.startswith(f"{layer}.") and types.adapters != types.size
+        if a.kept_in == LORA_A and a.name.startswith(f"{layer}.") and types.adapters != types.size
     )
     return types.size * values + max(4, types.size) * wide + types.adapters * (ranks_kept + copies)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from .._host.torch import own_buffers, own_parameters, storage_key
 from .._host.transformers.hidden_states import hidden_states_of
 from ..errors import ConfigError
 from ..estimate.activations import experts_per_token
@@ -142,7 +143,7 @@ def storage_bytes(values: Iterable[Any]) -> int:
         for value in values:
             if isinstance(value, Tensor):
                 storage = local_tensor(value).untyped_storage()
-                found[storage._cdata] = storage.nbytes()
+                found[storage_key(storage)] = storage.nbytes()
     return sum(found.values())
 
 
@@ -150,10 +151,10 @@ def _beside_quantized(model: nn.Module) -> Iterator[Any]:
     """What is needed to read quantized weights, wherever bitsandbytes or hfscale keeps it."""
     for module in model.modules():
         for name in packings_of(module):
-            yield module._parameters[scales_name(name)]
+            yield own_parameters(module)[scales_name(name)]
         if type(module).__name__ == "ShardedLinear8bitLt":
-            yield module._parameters["scales"]
-        parameter = module._parameters.get("weight")
+            yield own_parameters(module)["scales"]
+        parameter = own_parameters(module).get("weight")
         yield getattr(parameter, "SCB", None)
         yield from (getattr(getattr(module, "state", None), name, None) for name in ("CB", "SCB"))
         state = getattr(parameter, "quant_state", None)
@@ -231,10 +232,10 @@ class _Counter:
 
     def _note_parameters(self, module: nn.Module, _: Any) -> None:
         # While data ranks have weights gathered, these are the whole ones.
-        for parameter in (*module._parameters.values(), *module._buffers.values()):
+        for parameter in (*own_parameters(module).values(), *own_buffers(module).values()):
             if parameter is not None:
                 storage = local_tensor(parameter.detach()).untyped_storage()
-                self._parameters.setdefault(storage._cdata, StorageWeakRef(storage))
+                self._parameters.setdefault(storage_key(storage), StorageWeakRef(storage))
 
     def _enter(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         self._depth += 1
@@ -254,7 +255,7 @@ class _Counter:
 
     def _count(self, tensor: Tensor, saved: _Saved | None = None) -> int | None:
         storage = local_tensor(tensor.detach()).untyped_storage()
-        key = int(storage._cdata)
+        key = int(storage_key(storage))
         if key in self._parameters:
             return None
         if key not in self._kept:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .._host.torch import backward_keeps_graph
 from .head_rows import HeadRows
 from .vocab_cross_entropy import RowTerms, Targets, VocabularySlice, compute_dtype
 
@@ -100,7 +101,7 @@ def _times(saved: Tensor | None, factor: Tensor) -> Tensor | None:
         return None
     # Where the graph is not kept (or for other parts of it only), autograd lets go of what is saved right after this,
     # and makes it `.grad` as it is.
-    if torch._C._autograd._get_current_graph_task_keep_graph() and not _once:  # type: ignore[attr-defined]
+    if backward_keeps_graph() and not _once:
         return saved * factor.to(saved.dtype)
     if factor.device.type == "cpu" and factor == 1:  # asking a GPU would wait for it
         return saved

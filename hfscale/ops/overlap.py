@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from .._host.torch import backward_pass, version_of
 from .exchange import Started
 
 Start = Callable[[Tensor], Started]
@@ -39,7 +40,7 @@ class _Regather:
 
     def __init__(self, gather: Start, whole: Tensor) -> None:
         self.gather, self.readers, self.left = gather, 0, 0
-        self._first = weakref.ref(whole), whole._version
+        self._first = weakref.ref(whole), version_of(whole)
         self._started: Started | None = None
         self._whole: Tensor | None = None
         self._pass = -1  # the backward pass it was gathered for
@@ -47,14 +48,14 @@ class _Regather:
     def gives(self, x: Tensor) -> bool:
         """Whether ``x`` is what was gathered, as it was then, or the same in another shape."""
         whole, version = self._first[0](), self._first[1]
-        if whole is None or x._version != version or whole._version != version:
+        if whole is None or version_of(x) != version or version_of(whole) != version:
             return False
         same = x.data_ptr() == whole.data_ptr() and x.numel() == whole.numel() and x.shape[-1] == whole.shape[-1]
         return x is whole or (same and x.is_contiguous() and whole.is_contiguous())
 
     def start(self, x: Tensor) -> None:
         """Begin, if no reader has."""
-        current = torch._C._current_graph_task_id()
+        current = backward_pass()
         if self._pass != current:
             self._pass, self._started, self._whole = current, self.gather(x), None
 

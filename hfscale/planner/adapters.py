@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import torch
 
+from .._host.peft import ADAPTER_DIMS, COPY, IA3_SCALES, LORA_A
 from ..config import ParallelConfig
 from ..errors import PlanError
 from ..plan.cut import Cut
@@ -21,26 +22,10 @@ from ..plan.modules import AdapterParameter
 from ..plan.parameter import ParameterPlan, wild_name
 from ..plan.plan import Plan
 
-# Where an adapter keeps a parameter -> the dims of it that run along the module's input and along its output.
-_DIMS: dict[str, tuple[int | None, int | None]] = {
-    "lora_A": (1, None),
-    "lora_B": (None, 0),  # its bias too
-    "lora_embedding_A": (1, None),
-    "lora_embedding_B": (None, 0),
-    "lora_magnitude_vector": (None, 0),  # DoRA, Liu et al. 2024
-    "hada_w1_a": (None, 0),  # LoHa, Hyeon-Woo et al. 2021
-    "hada_w1_b": (1, None),
-    "hada_w2_a": (None, 0),
-    "hada_w2_b": (1, None),
-}
-_SCALES = "ia3_l"  # IA3, Liu et al. 2022: [out, 1] or [1, in]
-COPY = "modules_to_save"
-"""Where PEFT keeps the trained copy of a whole module."""
-
 
 def is_known(kept_in: str) -> bool:
     """Whether the parameters that a wrapper keeps under this name can be planned."""
-    return kept_in in _DIMS or kept_in in (_SCALES, COPY)
+    return kept_in in ADAPTER_DIMS or kept_in in (IA3_SCALES, COPY)
 
 
 def plan_adapters(plan: Plan, adapters: Sequence[AdapterParameter]) -> Plan:
@@ -88,7 +73,7 @@ def _planned(plan: Plan, adapter: AdapterParameter) -> ParameterPlan:
 
 def _spread(adapter: AdapterParameter, cut: Cut) -> Cut:
     """PEFT keeps all experts' factors in two matrices: ``A [experts r, in]`` and ``B [out, r experts]``."""
-    if adapter.kept_in == "lora_A":
+    if adapter.kept_in == LORA_A:
         return replace(cut, dim=0)
     return replace(cut, dim=1, parts=(adapter.experts,) * (adapter.shape[1] // adapter.experts))
 
@@ -97,10 +82,10 @@ def _dim_along(adapter: AdapterParameter, cut: Cut, ndim: int) -> int | None:
     """The dim that runs along what ``cut`` cuts in the adapted parameter, if any."""
     of_matrix = cut.dim - (ndim - 2)
     along_input = of_matrix == (0 if adapter.transposed else 1)
-    if adapter.kept_in == _SCALES:
+    if adapter.kept_in == IA3_SCALES:
         dim = 1 if adapter.shape[0] == 1 else 0
         return dim if along_input == (dim == 1) else None
-    return _DIMS[adapter.kept_in][0 if along_input else 1]
+    return ADAPTER_DIMS[adapter.kept_in][0 if along_input else 1]
 
 
 def _shards(layout: ParallelConfig, spread: bool) -> list[Cut]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from .._host.torch import own_modules
 from ..config import ParallelConfig
 from ..errors import PlanError
 from ..plan.parameter import join_path
@@ -169,7 +170,7 @@ def _items(model: Any, layer_list: str) -> Iterator[str]:
         module = model.get_submodule(owner)
         yield from (join_path(owner, name) if owner else name for name, _ in module.named_parameters(recurse=False))
         # Not named_children, which leaves out a module's second name.
-        children = [name for name, child in module._modules.items() if child is not None and name != inner]
+        children = [name for name, child in own_modules(module).items() if child is not None and name != inner]
         yield from (join_path(owner, name) if owner else name for name in children)
         owner = join_path(owner, inner) if owner else inner
 

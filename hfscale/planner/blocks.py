@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from .._host.torch import own_parameters
 from ..families.blueprint import Block, Blueprint
 from ..families.fields import field, first_count, text_config
 from ..plan.modules import BlockPlan
@@ -194,7 +195,7 @@ def _roleless_modules(draft: Draft, block: str, outside: tuple[str, ...]) -> Ite
     for path, module in draft.modules[block].named_modules(prefix=block):
         own = [f"{path}.{name}" for name, _ in module.named_parameters(recurse=False)]
         if own and path not in outside and not any(name in draft.rules for name in own):
-            weight = module._parameters.get("weight")
+            weight = own_parameters(module).get("weight")
             if weight is not None and weight.ndim == 1 and weight.shape[0] == _hidden_size(draft):
                 draft.problem(
                     f"tp_size={draft.tp}: {wild_name(path)} may compute on the output of its block, which is a part of "
@@ -242,5 +243,5 @@ def _parts(draft: Draft, role: Block, block: str, path: str, length: int) -> tup
 
 def _parameter_in(draft: Draft, block: str, path: str) -> Tensor | None:
     owner, _, attribute = f"{block}.{path}".rpartition(".")
-    found: Tensor | None = draft.modules[owner]._parameters.get(attribute) if owner in draft.modules else None
+    found: Tensor | None = own_parameters(draft.modules[owner]).get(attribute) if owner in draft.modules else None
     return found

@@ -1,5 +1,6 @@
 """Find the layers of a model: what data axes wrap, stages are cut between, and blocks lie in."""
 
+from .._host.transformers.classes import layer_classes
 from ..families.blueprint import Blueprint
 from ..plan.parameter import wild_name
 from .draft import Draft
@@ -24,7 +25,7 @@ def find_layers(draft: Draft, blueprint: Blueprint | None) -> list[str]:
                 f"which {type(draft.model).__name__} does not have: correct the blueprint, or use tp_size=1"
             )
     # Without a blueprint the layers only group parameters for sharding, and the host knows those classes.
-    classes = set(getattr(draft.model, "_no_split_modules", None) or ())
+    classes = layer_classes(draft.model)
     layers = []
     for name, module in draft.modules.items():  # outer modules come first; one inside another is no layer
         if type(module).__name__ in classes and not any(name.startswith(f"{layer}.") for layer in layers):

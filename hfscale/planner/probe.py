@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from .._host.torch import TorchDispatchMode, tree_leaves
+from .._host.transformers.classes import from_config
 from ..families.clone import tiny_clone
 from ..plan.parameter import join_path
 from .draft import Draft
@@ -36,7 +36,7 @@ def tiny_model(model: Any) -> Any | None:
     """A tiny clone with real weights, where one can be built; in 32 bits, which every kernel of the host has."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         try:
-            return type(model)._from_config(tiny_clone(model.config), dtype=torch.float32)
+            return from_config(type(model), tiny_clone(model.config), dtype=torch.float32)
         except Exception:  # whatever stock code says of a clone it cannot build
             return None
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._host.torch import own_parameters
 from ..errors import CheckpointError
 from ..mesh import Mesh
 from ..plan import ParameterPlan, Plan
@@ -48,7 +49,7 @@ class Quantizing:
             # The plan speaks of the weight as it is stored; the host has turned it already.
             module, attribute = owner_of(model, name)
             turned = torch.empty(self.weights[name].shape, dtype=self.originals[name].dtype, device="meta")
-            module._parameters[attribute] = nn.Parameter(turned, requires_grad=False)
+            own_parameters(module)[attribute] = nn.Parameter(turned, requires_grad=False)
 
     def read_packed(self, name: str, packed: PackedOnDisk, converted: bool) -> None:
         """Read a weight from what is stored in 4 bits already.
@@ -91,7 +92,7 @@ class Quantizing:
                 # Whether this processor has a layout of its own for evaluation: it is another one's for training.
                 module.support_avx512bf16_for_cpu = False
                 empty = torch.empty(share, dtype=original.dtype, device="meta")
-                module._parameters[attribute] = type(original)(empty, requires_grad=False, **original.__dict__)
+                own_parameters(module)[attribute] = type(original)(empty, requires_grad=False, **original.__dict__)
             if self.plan.bits == 4 and (self.mesh.data_world > 1 or planned.shape[2:]):
                 self.packings[name] = self._packing(planned, module)
                 if name in self.stored:
@@ -128,7 +129,7 @@ class Quantizing:
         del self.host.param_needs_quantization, self.host.get_quantize_ops
         for name in self.weights:
             module, attribute = owner_of(self.model, name)
-            parameter: Any = module._parameters[attribute]
+            parameter: Any = own_parameters(module)[attribute]
             if parameter.is_meta or not _is_quantized(parameter):
                 raise CheckpointError(
                     f"the checkpoint has no {name}, and there is no quantizing what is not there: load it without "

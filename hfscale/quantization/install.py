@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import BitsAndBytesConfig
 from transformers.pytorch_utils import Conv1D
 
+from .._host.torch import own_parameters
 from .._host.transformers.classes import class_name
 from .._host.transformers.loading import quantizes
 from ..errors import ConfigError
@@ -124,10 +125,10 @@ def install_quantized(shares: LocalWeights) -> None:
     """Put what belongs to quantized weights into their modules, FSDP2-wrapped or not; comes after all other shares."""
     for module, name, share in shares.quantized:
         if isinstance(share, nn.Parameter):  # bitsandbytes' own class, which knows its scales
-            module._parameters[name] = share
+            own_parameters(module)[name] = share
             continue
-        empty: Any = module._parameters[name]
-        module._parameters[name] = nn.Parameter(like_sharded(share, empty), requires_grad=False)
+        empty: Any = own_parameters(module)[name]
+        own_parameters(module)[name] = nn.Parameter(like_sharded(share, empty), requires_grad=False)
         mark(module)
 
 
@@ -139,14 +140,14 @@ def take_quantized(model: nn.Module, shares: LocalWeights) -> None:
     """
     for module in model.modules():
         for name, packing in list(packings_of(module).items()):
-            scales: Any = module._parameters[scales_name(name)]
+            scales: Any = own_parameters(module)[scales_name(name)]
             shares.quantized.append((module, scales_name(name), local_tensor(scales).detach()))
             register_packed(module, name, packing)
-        parameter = module._parameters.get("weight")
+        parameter = own_parameters(module).get("weight")
         if type(module).__name__ == _ROWS:
             from .linear_8bit import empty_parameters  # imports bitsandbytes
 
-            rows: Any = module._parameters["scales"]
+            rows: Any = own_parameters(module)["scales"]
             shares.quantized.append((module, "scales", local_tensor(rows).detach()))
             empty_parameters(module)
         elif parameter is not None and type(parameter).__name__ in _STOCK:
@@ -155,7 +156,7 @@ def take_quantized(model: nn.Module, shares: LocalWeights) -> None:
 
 def is_quantized(module: nn.Module, name: str = "weight") -> bool:
     """Whether a parameter of ``module`` itself is held in 4 or 8 bits."""
-    kind = type(module._parameters.get(name)).__name__
+    kind = type(own_parameters(module).get(name)).__name__
     return name in packings_of(module) or kind in _STOCK or (name == "weight" and type(module).__name__ == _ROWS)
 
 
@@ -176,10 +177,10 @@ def dequantized(module: nn.Module, name: str = "weight") -> Tensor:
     Raises:
         ConfigError: it is not quantized.
     """
-    parameter: Any = module._parameters.get(name)
+    parameter: Any = own_parameters(module).get(name)
     packing = packings_of(module).get(name)
     if packing is not None:
-        scales: Any = module._parameters[scales_name(name)]
+        scales: Any = own_parameters(module)[scales_name(name)]
         whole = unpack(gathered(parameter), gathered(scales), packing)
         return whole if name != "weight" else whole[0]
     if not is_quantized(module, name):
@@ -194,7 +195,7 @@ def dequantized(module: nn.Module, name: str = "weight") -> Tensor:
         if type(module).__name__ == _ROWS:
             from .linear_8bit import float_scales
 
-            rows: Any = module._parameters["scales"]
+            rows: Any = own_parameters(module)["scales"]
             plain: Tensor = functional.int8_vectorwise_dequant(gathered(parameter), float_scales(gathered(rows)))
             return plain
         scale = parameter.SCB if parameter.SCB is not None else state.SCB

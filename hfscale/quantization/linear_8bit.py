@@ -9,6 +9,7 @@ import bitsandbytes
 import torch
 from torch import Tensor, nn
 
+from .._host.torch import own_parameters
 from .four_bit import as_bytes
 from .frozen_linear import frozen_linear
 
@@ -60,5 +61,5 @@ def empty_parameters(module: Any) -> None:
     """Give a :class:`ShardedLinear8bitLt` parameters without memory, of the sizes that all data ranks share."""
     weight = torch.empty((module.out_features, module.in_features), dtype=torch.int8, device="meta")
     scales = torch.empty((module.out_features, 4), dtype=torch.uint8, device="meta")
-    module._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
-    module._parameters["scales"] = nn.Parameter(scales, requires_grad=False)
+    own_parameters(module)["weight"] = nn.Parameter(weight, requires_grad=False)
+    own_parameters(module)["scales"] = nn.Parameter(scales, requires_grad=False)

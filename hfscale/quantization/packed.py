@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._host.torch import own_parameters
 from .four_bit import Packing, unpack
 
 _PACKINGS = "_packings"
@@ -29,20 +30,20 @@ def register_packed(module: nn.Module, name: str, packing: Packing) -> None:
     module.__dict__.setdefault(_PACKINGS, {})[name] = packing
     for key, shape in ((name, packing.weight_shape), (scales_name(name), packing.scales_shape)):
         empty = torch.empty(shape, dtype=torch.uint8, device="meta")
-        module._parameters[key] = nn.Parameter(empty, requires_grad=False)
+        own_parameters(module)[key] = nn.Parameter(empty, requires_grad=False)
     mark(module)
 
 
 def forget_packed(module: nn.Module, name: str) -> None:
     """Undo :func:`register_packed`; the parameter itself is its caller's to put back."""
     packings_of(module).pop(name, None)
-    module._parameters.pop(scales_name(name), None)
+    own_parameters(module).pop(scales_name(name), None)
 
 
 def mark(module: nn.Module) -> None:
     """Let a packed weight say of itself what adapters ask a stock one for."""
     for name, packing in packings_of(module).items():
-        parameter: Any = module._parameters[name]
+        parameter: Any = own_parameters(module)[name]
         parameter.quant_type, parameter.compress_statistics = packing.quant_type, packing.double
 
 
@@ -53,17 +54,17 @@ def shown_unpacked(model: nn.Module) -> Iterator[None]:
     for module in model.modules():
         for name, packing in packings_of(module).items():
             if name != "weight":
-                kept.append((module, name, module._parameters[name]))
+                kept.append((module, name, own_parameters(module)[name]))
                 empty = torch.empty(packing.shape, dtype=packing.dtype, device="meta")
-                module._parameters[name] = nn.Parameter(empty, requires_grad=False)
+                own_parameters(module)[name] = nn.Parameter(empty, requires_grad=False)
     try:
         yield
     finally:
         for module, name, packed in kept:
-            module._parameters[name] = packed
+            own_parameters(module)[name] = packed
 
 
 def read_packed(module: nn.Module, name: str, dtype: torch.dtype | None = None) -> Tensor:
     """A packed parameter of ``module`` as ``[matrices, rows, columns]``; its bytes must be gathered now."""
-    parameters: Any = module._parameters
+    parameters: Any = own_parameters(module)
     return unpack(parameters[name], parameters[scales_name(name)], packings_of(module)[name], dtype)

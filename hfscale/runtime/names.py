@@ -6,27 +6,25 @@ that the stock model has: they are found through wrappers here.
 
 from torch import Tensor, nn
 
-# Under what names PEFT's wrappers hold what they wrap.
-_WRAPPED = ("base_layer", "original_module")
-_COPIES = "modules_to_save"
+from .._host.peft import WRAPPED, trained_copies, wrapped
+from .._host.torch import own_buffers, own_modules, own_parameters
 
 
 def stock_name(name: str) -> str:
     """``layers.0.q_proj.base_layer.weight`` -> ``layers.0.q_proj.weight``."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPED)
+    return ".".join(part for part in name.split(".") if part not in WRAPPED)
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """The stock module under any number of wrappers."""
-    while (inner := _wrapped(module)) is not None:
+    while (inner := wrapped(module)) is not None:
         module = inner
     return module
 
 
 def computing(module: nn.Module) -> list[nn.Module]:
     """The stock modules in a wrapper, any of which may compute: what it wraps, and trained copies of that."""
-    copies = module._modules.get(_COPIES)
-    return [unwrapped(module), *(copies.children() if copies is not None else ())]
+    return [unwrapped(module), *trained_copies(module)]
 
 
 def module_at(model: nn.Module, name: str) -> nn.Module:
@@ -37,7 +35,7 @@ def module_at(model: nn.Module, name: str) -> nn.Module:
     """
     module = model
     for part in name.split(".") if name else ():
-        while part not in module._modules and (inner := _wrapped(module)) is not None:
+        while part not in own_modules(module) and (inner := wrapped(module)) is not None:
             module = inner
         module = module.get_submodule(part)
     return module
@@ -47,22 +45,21 @@ def owner_of(model: nn.Module, parameter: str) -> tuple[nn.Module, str]:
     """The module that holds a parameter, and its attribute there; names as for :func:`module_at`."""
     owner, _, attribute = parameter.rpartition(".")
     module = module_at(model, owner)
-    while attribute not in module._parameters and (inner := _wrapped(module)) is not None:
+    while attribute not in own_parameters(module) and (inner := wrapped(module)) is not None:
         module = inner
     return module, attribute
 
 
-def put_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Set the parameter of that name; names as for :func:`module_at`."""
+def put_parameter(model: nn.Module, name: str, parameter: Tensor) -> None:
+    """Let ``parameter`` take the place of the one of that name; names as for :func:`module_at`.
+
+    It may be a plain tensor for a while, and keeps its predecessor's place in the order.
+    """
     module, attribute = owner_of(model, name)
-    module._parameters[attribute] = parameter
+    own_parameters(module)[attribute] = parameter
 
 
 def put_buffer(model: nn.Module, name: str, buffer: Tensor) -> None:
-    """Set the buffer of that name, persistent or not as it was."""
+    """Let ``buffer`` take the place of the one of that name; names as for :func:`module_at`."""
     owner, _, attribute = name.rpartition(".")
-    module_at(model, owner)._buffers[attribute] = buffer
-
-
-def _wrapped(module: nn.Module) -> nn.Module | None:
-    return next((module._modules[name] for name in _WRAPPED if module._modules.get(name) is not None), None)
+    own_buffers(module_at(model, owner))[attribute] = buffer

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from .._host.torch import backward_pass
 from .._host.transformers.classes import class_name
 from ..errors import ConfigError
 from ..mesh import Mesh
@@ -270,7 +270,7 @@ def find_runtime(model: nn.Module) -> Runtime | None:
 
 def recomputing() -> bool:
     """Whether this forward pass is activation checkpointing's second one, inside a backward pass."""
-    return torch._C._current_graph_task_id() != -1
+    return backward_pass() != -1
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

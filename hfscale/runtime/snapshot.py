@@ -10,24 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from torch.distributed import _composable_state as composable
 
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_non_full_backward_hooks",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
-# What a module holds is put back by whoever takes it apart.
-_CONTENTS = ("_parameters", "_buffers", "_modules", "training")
+from .._host.torch import CONTENTS, HOOKS, forget_composed
 
 
 class _Missing:
@@ -51,7 +35,7 @@ class Undo:
         """Put classes and attributes back, and remove hooks."""
         for module, kind, changed, added in self.changes:
             if type(module) is not kind:
-                composable._module_state_mapping.pop(module, None)  # FSDP2's, which marks a module by its class
+                forget_composed(module)
                 module.__class__ = kind
             for name, value in changed.items():
                 if value is _Missing:
@@ -90,9 +74,10 @@ def watch(model: nn.Module) -> Callable[[], Undo]:
 def _look(model: nn.Module) -> _Look:
     looks = []
     for module in model.modules():
+        # What a module holds is put back by whoever takes it apart.
         attributes = {
-            name: value for name, value in module.__dict__.items() if name not in _HOOKS and name not in _CONTENTS
+            name: value for name, value in module.__dict__.items() if name not in HOOKS and name not in CONTENTS
         }
-        hooks = {name: set(module.__dict__[name]) for name in _HOOKS if module.__dict__.get(name)}
+        hooks = {name: set(module.__dict__[name]) for name in HOOKS if module.__dict__.get(name)}
         looks.append((module, type(module), attributes, hooks))
     return looks

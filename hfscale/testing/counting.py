@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from .._host.torch import TorchDispatchMode, schema_of, tree_leaves
 
 
 @dataclass
@@ -41,7 +41,7 @@ class _Counting(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            name = func._schema.name.removeprefix("c10d::").strip("_").removesuffix("_base").strip("_")
+            name = schema_of(func).name.removeprefix("c10d::").strip("_").removesuffix("_base").strip("_")
             # allgather(outputs, inputs) and reduce_scatter(outputs, inputs): the input is the second argument
             source = args[1] if name.startswith(("allgather", "reduce_scatter", "alltoall")) else args[0]
             tensors = [leaf for leaf in tree_leaves(source) if isinstance(leaf, Tensor)]

@@ -22,6 +22,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 import hfscale
 
+from .._host.peft import NEW_WEIGHTS
+from .._host.transformers.classes import from_config as host_from_config
 from .._host.transformers.computing import enable_checkpointing
 from .._host.transformers.experts import use_eager_experts
 from ..config import ParallelConfig
@@ -222,8 +224,7 @@ def _prepare(model: Any, case: Case) -> Any:
 def _reference(case: Case, batch_world: int, directory: Path) -> list[dict[str, Any]]:
     """Train the stock model, save its start, return what every step gave."""
     torch.manual_seed(5)
-    build = case.auto_class.from_config if hasattr(case.auto_class, "from_config") else case.auto_class._from_config
-    model = build(case.config, dtype=torch.float64, **case.hf_kwargs)
+    model = host_from_config(case.auto_class, case.config, dtype=torch.float64, **case.hf_kwargs)
     with torch.no_grad():  # norms start as ones and biases as zeros, which would hide errors in both
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
@@ -268,7 +269,7 @@ def _with_random_adapters(model: Any, case: Case, directory: Path) -> Any:
 def plain_name(name: str) -> str:
     """A parameter's name in the plan."""
     name = name.removeprefix("base_model.model.")
-    adapted = any(part in name for part in (".lora_", ".ia3_", ".hada_", ".modules_to_save."))
+    adapted = any(part in name for part in NEW_WEIGHTS)
     return name if adapted else stock_name(name)
 
 

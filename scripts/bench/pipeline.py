@@ -35,6 +35,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 import hfscale
+from hfscale._host.torch_pipelining import run_engine
 from hfscale.parallel.pipeline import (
     Action,
     Costs,
@@ -49,7 +50,7 @@ from hfscale.parallel.pipeline import (
     stage_ranks,
     write_trace,
 )
-from hfscale.parallel.pipeline._engine import engine_runtime, run_engine
+from hfscale.parallel.pipeline._engine import engine_runtime
 from hfscale.parallel.pipeline.timeline import GRADIENT
 from hfscale.parallel.pipeline.worker import Place, StageWorker
 from hfscale.schedules import default_virtual_stages

@@ -18,10 +18,21 @@ def class_name(model: nn.Module) -> str:
     return str(stock_class(model).__name__)
 
 
+def from_config(kind: Any, config: Any, **kwargs: Any) -> Any:
+    """A model of ``kind``, an Auto class or a stock one, with first values."""
+    build = kind.from_config if hasattr(kind, "from_config") else kind._from_config
+    return build(config, **kwargs)
+
+
+def layer_classes(model: Any) -> set[str]:
+    """Names of the classes that the host keeps on one device; ``model`` or its class."""
+    return set(getattr(model, "_no_split_modules", None) or ())
+
+
 def empty_copy(model: Any) -> Any:
     """A whole model like the one that ``model`` is a part of, on the meta device."""
     with torch.device("meta"):
-        return stock_class(model)._from_config(copy.deepcopy(model.config), dtype=model.dtype)
+        return from_config(stock_class(model), copy.deepcopy(model.config), dtype=model.dtype)
 
 
 def is_distributed_by_host(model: nn.Module) -> str | None:

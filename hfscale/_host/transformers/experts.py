@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 
 def use_eager_experts(model: nn.Module) -> None:
@@ -12,7 +12,18 @@ def use_eager_experts(model: nn.Module) -> None:
     configs: dict[int, Any] = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
     for config in configs.values():
         if getattr(config, "_experts_implementation", None) is not None:
-            config._experts_implementation = "eager"
+            compute_eagerly(config)
+
+
+def compute_eagerly(config: Any) -> None:
+    """Let a model that is built from ``config`` compute its experts by the stock classes' own code."""
+    config._experts_implementation = "eager"
+
+
+def apply_gate(experts: Any, both: Tensor) -> Tensor:
+    """What the gate of the host's module of experts makes of gate and up projections side by side."""
+    gated: Tensor = experts._apply_gate(both)
+    return gated
 
 
 def runs_grouped_products(experts: Any) -> bool:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
+from ..._host.torch import own_parameters
 from ...errors import ConfigError
 from ...mesh import Mesh
 from ...options import MIXED_PRECISIONS
@@ -96,8 +97,8 @@ def install_local_weights(model: nn.Module, shares: dict[str, Tensor], plan: Pla
         owner = planned.tied_to or planned.name
         module, attribute = owner_of(model, planned.name)
         if owner not in made:
-            made[owner] = _filled(module._parameters[attribute], shares[owner])
-        module._parameters[attribute] = made[owner]
+            made[owner] = _filled(own_parameters(module)[attribute], shares[owner])
+        own_parameters(module)[attribute] = made[owner]
 
 
 def _filled(empty: Tensor | None, share: Tensor) -> nn.Parameter:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ..._host.torch import current_node_number, next_node_number
 from ...errors import ConfigError
 from ...runtime import recomputing
 
@@ -71,7 +72,7 @@ class ForwardContexts:
         """The pass that the computation under way belongs to."""
         if not recomputing():
             return self._latest[-1]
-        number = torch._C._current_autograd_node()._sequence_nr()
+        number = current_node_number()
         for found in reversed(self._latest):
             if found.start <= number:
                 return found
@@ -91,7 +92,7 @@ class ForwardContexts:
         real = real_tokens(given)
         seed = int(torch.randint(2**31, ())) if self.draws and model.training else None
         tokens = real.sum() if self.tokens is None else self.tokens
-        number = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        number = next_node_number()
         self._latest.append(Pass(number, real, tokens.clamp(min=1), seed))
 
     def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:

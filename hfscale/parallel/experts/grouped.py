@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._host.peft import terms_of_experts
+from ..._host.transformers.experts import apply_gate
 from ...ops import grouped_linear
 from ...quantization.frozen_linear import frozen_grouped_linear
 from ...quantization.packed import packings_of, read_packed
@@ -53,7 +55,7 @@ def run_experts(experts: Any, x: Tensor, counts: Sequence[int]) -> Tensor:
         return grouped_linear(x, weight, bias, counts, transposed=transposed)
 
     if experts.has_gate:
-        inner = experts._apply_gate(linear(x.to(dtype), "gate_up_proj"))
+        inner = apply_gate(experts, linear(x.to(dtype), "gate_up_proj"))
     else:
         inner = experts.act_fn(linear(x.to(dtype), "up_proj"))
     out = linear(inner, "down_proj")
@@ -66,14 +68,10 @@ def low_rank_terms(experts: Any) -> dict[str, list[tuple[Tensor, Tensor, float]]
     PEFT adds ``B A`` to the weights of all experts before it computes; here rows go through the factors instead.
     """
     found: dict[str, list[tuple[Tensor, Tensor, float]]] = {}
-    while hasattr(experts, "parameter_name"):  # one wrapper for each parameter, around one another
-        active = [] if experts.disable_adapters else experts.active_adapters
-        for adapter in (name for name in active if name in experts.lora_A):
-            a, b = (local_tensor(part[adapter].weight) for part in (experts.lora_A, experts.lora_B))
-            count = experts.num_experts
-            factors = a.reshape(count, -1, a.shape[1]), b.reshape(b.shape[0], -1, count).permute(2, 0, 1).contiguous()
-            found.setdefault(experts.parameter_name, []).append((*factors, experts.scaling[adapter]))
-        experts = experts.base_layer
+    for name, *both, count, scaling in terms_of_experts(experts):
+        a, b = (local_tensor(factor) for factor in both)
+        factors = a.reshape(count, -1, a.shape[1]), b.reshape(b.shape[0], -1, count).permute(2, 0, 1).contiguous()
+        found.setdefault(name, []).append((*factors, scaling))
     return found
 
 

@@ -5,6 +5,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from ..._host.torch import own_buffers
 from ..._host.transformers.classes import class_name
 from ..._host.transformers.experts import router_logits
 from ...errors import ConfigError
@@ -115,10 +116,10 @@ def _router(runtime: Runtime, planned: ExpertsPlan) -> tuple[str, nn.Module, int
 def _bias(block: nn.Module, planned: ExpertsPlan) -> Tensor:
     """The bias that the router adds to its scores, in 32 bits at least: 16 would lose steps of 0.001."""
     for module in block.modules():
-        found = module._buffers.get(_BIAS)
+        found = own_buffers(module).get(_BIAS)
         if found is not None and found.numel() == planned.count:
             if found.dtype.itemsize < torch.float32.itemsize:
-                found = module._buffers[_BIAS] = found.float()
+                found = own_buffers(module)[_BIAS] = found.float()
             return found
     raise ConfigError(
         f"bias_update_rate needs a buffer {_BIAS} beside {wild_name(planned.name)}, and there is none: use balance_loss"

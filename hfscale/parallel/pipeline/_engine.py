@@ -1,30 +1,14 @@
-"""The one file of this room that touches private names of ``torch.distributed.pipelining``.
+"""Orders of actions as torch's engine runs them, and its own."""
 
-Checked with torch 2.13: ``pipeline_order`` of the schedule classes, the fields of ``schedules._Action``, that the
-classes build their order from the counts of a stage alone, without processes, and
-``_PipelineScheduleRuntime._prepare_schedule_with_comms``, which adds the sends and receives to an order by
-``_add_send_recv``, and ``_step_microbatches``, which runs it.
-"""
-
-import logging
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.distributed.pipelining.schedules import (
-    _Action,
-    _add_send_recv,
-    _ComputationType,
-    _PipelineScheduleRuntime,
-    get_schedule_class,
-)
-from torch.distributed.pipelining.stage import _PipelineStageBase
 
+from ..._host.torch_pipelining import Engine, Piece, make_engine, rows_of_class, with_transfers
 from ...errors import ConfigError
 from .timeline import Action, Kind, Order
 
-_LOG = logging.getLogger("torch.distributed.pipelining.schedules")
 LETTERS: dict[str, Kind] = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
 _CLASSES = {
     "interleaved1f1b": "Interleaved1F1B",
@@ -41,30 +25,8 @@ def engine_order(schedule: str, pp_size: int, num_microbatches: int, virtual_sta
     Raises:
         ValueError: the class refuses these numbers.
     """
-    build: Any = get_schedule_class(_CLASSES[schedule])
-    count = pp_size * virtual_stages
-    stages = [
-        SimpleNamespace(
-            stage_index=index * pp_size,
-            num_stages=count,
-            group_size=pp_size,
-            group_rank=0,
-            is_first=index == 0,
-            is_last=index * pp_size == count - 1,
-            submod=torch.nn.Identity(),
-        )
-        for index in range(virtual_stages)
-    ]
-    lists: dict[int, list[Any]] = build(stages, num_microbatches).pipeline_order
-    return tuple(tuple(action for found in lists[rank] for action in _translate(found)) for rank in range(pp_size))
-
-
-class _Runtime(_PipelineScheduleRuntime):
-    """Torch's engine, also for stages that need no preparation."""
-
-    def _initialize_stages(self, *args: Any, **kwargs: Any) -> None:
-        if any(isinstance(stage, _PipelineStageBase) for stage in self._stages):
-            super()._initialize_stages(*args, **kwargs)
+    rows = rows_of_class(_CLASSES[schedule], pp_size, num_microbatches, virtual_stages)
+    return tuple(tuple(action for piece in row for action in _actions(piece)) for row in rows)
 
 
 def engine_runtime(
@@ -73,7 +35,7 @@ def engine_runtime(
     num_microbatches: int,
     loss_fn: Callable[..., torch.Tensor] | None = None,
     **options: Any,
-) -> _PipelineScheduleRuntime:
+) -> Engine:
     """Torch's engine, made to run ``order``; its ``step`` is that of every schedule class.
 
     Args:
@@ -84,34 +46,15 @@ def engine_runtime(
         loss_fn: of the last stage's result and the target.
         options: passed on: ``scale_grads``, ``args_chunk_spec``, ``kwargs_chunk_spec``, ``output_merge_spec`` ...
     """
-    runtime = _Runtime(list(stages), num_microbatches, loss_fn=loss_fn, **options)
-    runtime.pipeline_order = {rank: _lower(actions) for rank, actions in enumerate(order)}
-    if any(action.kind != "forward" for actions in order for action in actions):
-        runtime._prepare_schedule_with_comms(runtime.pipeline_order)
-        return runtime
-    # An evaluation. The engine insists on backward passes, but not the part of it that adds sends and receives.
-    runtime.stage_index_to_group_rank, runtime.pipeline_order_with_comms = _with_transfers(order)
-    return runtime
+    return make_engine(_rows(order), _ranks(order), stages, num_microbatches, loss_fn, **options)
 
 
 def transfers_between(order: Order) -> list[list[tuple[str, int, int]]]:
     """Per rank, what the engine carries out: (kind, stage, microbatch) of the actions, and of the transfers that it
     puts between them: ``SEND_F``, ``RECV_F``, ``SEND_B``, ``RECV_B``.
     """
-    names = {_ComputationType(letter).name: kind for letter, kind in LETTERS.items()}
-    _, rows = _with_transfers(order)
-    flat = [[part for action in rows[rank] for part in action.sub_actions or (action,)] for rank in range(len(order))]
-    return [
-        [(names.get(a.computation_type.name, a.computation_type.name), a.stage_index, a.microbatch_index) for a in row]
-        for row in flat
-    ]
-
-
-def _with_transfers(order: Order) -> tuple[dict[int, int], dict[int, list[Any]]]:
-    """The rank of every stage, and per rank the actions with sends and receives between them."""
-    places = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
-    listed = {rank: [action for action in _lower(actions) if action] for rank, actions in enumerate(order)}
-    return places, _add_send_recv(listed, places.__getitem__, len(places))
+    rows = with_transfers(_rows(order), _ranks(order))
+    return [[(LETTERS.get(what, what), stage, microbatch) for stage, what, microbatch in row] for row in rows]
 
 
 def check_runs(order: Order, name: str) -> None:
@@ -123,7 +66,7 @@ def check_runs(order: Order, name: str) -> None:
     if any(action.kind == "update" for actions in order for action in actions):
         raise ConfigError(f"{name} has updates (U) inside a step, which are for drawing: the optimizer runs after it")
     try:
-        _with_transfers(order)
+        with_transfers(_rows(order), _ranks(order))
     except AssertionError as error:
         raise ConfigError(
             f"{name} cannot be run: a pair, as in (0F1;1B0)OVERLAP_F_B, begins when both of its parts can, and one of "
@@ -131,33 +74,25 @@ def check_runs(order: Order, name: str) -> None:
         ) from error
 
 
-def run_engine(runtime: _PipelineScheduleRuntime, num_microbatches: int) -> None:
-    """Run one step whose stages find their inputs by themselves."""
-    level = _LOG.level
-    _LOG.setLevel(logging.CRITICAL)  # at an error in a stage it would print the whole schedule above the traceback
-    try:
-        runtime._step_microbatches([()] * num_microbatches, [{}] * num_microbatches, return_outputs=False)
-    finally:
-        _LOG.setLevel(level)
+def _ranks(order: Order) -> dict[int, int]:
+    """The rank of every stage."""
+    return {action.stage: rank for rank, actions in enumerate(order) for action in actions}
 
 
-def _lower(actions: tuple[Action, ...]) -> list[_Action | None]:
+def _rows(order: Order) -> list[list[Piece]]:
     letters = {kind: letter for letter, kind in LETTERS.items()}
-    lowered: list[_Action | None] = []
-    piece: list[_Action] = []
-    for action in actions:
-        piece.append(_Action(action.stage, _ComputationType(letters[action.kind]), action.microbatch))
-        if not action.paired:
-            pair = _Action(-1, _ComputationType.OVERLAP_F_B, None, tuple(piece))
-            lowered.append(pair if len(piece) > 1 else piece[0])
-            piece = []
-    return lowered
+    rows: list[list[Piece]] = []
+    for actions in order:
+        rows.append([])
+        piece: Piece = ()
+        for action in actions:
+            piece += ((action.stage, letters[action.kind], action.microbatch),)
+            if not action.paired:
+                rows[-1].append(piece)
+                piece = ()
+    return rows
 
 
-def _translate(found: Any) -> list[Action]:
-    if found is None:
-        return []
-    if found.sub_actions:
-        parts = [action for part in found.sub_actions for action in _translate(part)]
-        return [action._replace(paired=index < len(parts) - 1) for index, action in enumerate(parts)]
-    return [Action(found.stage_index, LETTERS[found.computation_type.value], found.microbatch_index)]
+def _actions(piece: Piece) -> list[Action]:
+    last = len(piece) - 1
+    return [Action(stage, LETTERS[what], index, paired=n < last) for n, (stage, what, index) in enumerate(piece)]

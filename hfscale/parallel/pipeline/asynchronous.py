@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..._host.torch import own_parameters
 from ...errors import ConfigError
 from ...runtime import Runtime
 from ...runtime.batches import Microbatch
@@ -44,11 +45,11 @@ class _Version:
         leaves: dict[int, tuple[Tensor, nn.Parameter]] = {}
         self._places: list[tuple[dict[str, Any], str, nn.Parameter]] = []
         for module in model.modules():
-            for name, parameter in module._parameters.items():
+            for name, parameter in own_parameters(module).items():
                 if parameter is not None and parameter.requires_grad:
                     if id(parameter) not in leaves:
                         leaves[id(parameter)] = parameter, nn.Parameter(parameter.data)
-                    self._places.append((module._parameters, name, leaves[id(parameter)][1]))
+                    self._places.append((own_parameters(module), name, leaves[id(parameter)][1]))
         self._leaves = list(leaves.values())
         self._gradients: list[tuple[Tensor, Tensor]] = []
         self.call = call

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..._host.torch_pipelining import run_engine
 from ..._host.transformers.classes import class_name
 from ..._host.transformers.computing import packing
 from ...config import ParallelConfig
@@ -27,7 +28,7 @@ from ...plan import Plan, Stage
 from ...runtime import Executor, Runtime, local_tensor
 from ...runtime.batches import Microbatch
 from ...schedules import ASYNCHRONOUS
-from ._engine import check_runs, engine_runtime, run_engine
+from ._engine import check_runs, engine_runtime
 from .activation_types import ActivationTypes
 from .csv_table import read_csv
 from .microbatches import Batch, share_out, tokens_of

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
+from ..._host.torch_pipelining import stage_backward_input, stage_backward_weight
 from ...ops import each_gradient_once
 
 Split = list[dict[str, Any]]

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..._host.torch import own_modules, own_parameters
 from ..._host.transformers.hidden_states import hidden_states_of
 from ...plan import Plan, Stage, StagePlan
 
@@ -112,11 +113,11 @@ def leave_out(model: nn.Module, plan: Plan, rank: int) -> None:
             continue
         owner, _, child = name.rpartition(".")
         holder = model.get_submodule(owner)
-        if child in holder._modules:
-            holder._modules[child] = make(holder.get_submodule(child))
+        if child in own_modules(holder):
+            own_modules(holder)[child] = make(holder.get_submodule(child))
         else:  # a parameter of the model's own
             absent = holder.get_parameter(child)
-            del holder._parameters[child]
+            del own_parameters(holder)[child]
             setattr(holder, child, torch.zeros((), device="meta").expand(absent.shape))
 
 
@@ -137,7 +138,7 @@ def run_stages_apart(model: nn.Module, stages: StagePlan, own: tuple[Stage, ...]
     for name, make in made.items():
         holders = [stage for stage in own if stage.is_local(name)]
         owner, _, child = name.rpartition(".")
-        children = model.get_submodule(owner)._modules
+        children = own_modules(model.get_submodule(owner))
         if holders and len(holders) < len(own) and child in children:
             stand_in = make(model.get_submodule(name))
             for stage in own:

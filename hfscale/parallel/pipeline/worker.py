@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..._host.torch import is_view
 from .chrome_trace import Recorder
 from .split import Split, backward_of_input, backward_of_weights
 from .timeline import Action, Kind
@@ -125,7 +126,7 @@ class StageWorker:
             arrived.requires_grad_(self.trains_before or (self.recomputes and self.trains))
         with self._recorded("forward", microbatch), torch.set_grad_enabled(self.has_backward):
             output = self._compute(arrived, microbatch)
-            if self.splits and output._is_view():  # torch's halves detach it in place
+            if self.splits and is_view(output):  # torch's halves detach it in place
                 output = output.clone()
         self._kept[microbatch] = _Kept(arrived, output)
         return output

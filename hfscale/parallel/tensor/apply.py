@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..._host.torch import own_parameters
 from ...errors import ConfigError
 from ...mesh import Mesh
 from ...plan import BlockPlan, ParameterPlan, Plan
@@ -138,7 +139,7 @@ def cut_parameters(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
         whole = getattr(module, attribute)
         if id(whole) not in replaced:
             replaced[id(whole)] = local_parameter(whole, planned, mesh)
-        module._parameters[attribute] = replaced[id(whole)]
+        own_parameters(module)[attribute] = replaced[id(whole)]
         if attribute == "weight":
             follow_weight(module)
 

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..._host.peft import adds_to_lookup, look_up_by
 from ...errors import ConfigError
 from ...mesh import Mesh
 from ...ops import leave
@@ -54,9 +55,9 @@ def install_vocab_parallel_embedding(
     assert cut is not None
     start = cut.spans(planned.shape[0], mesh.ranks["tp"])[0][0]
     wraps = [_cut_lookup(stock, planned, start, mesh) for stock in computing(module)]
-    adds = hasattr(module, "_embed")  # PEFT's low-rank adapter of an embedding looks up its first factor with it
+    adds = adds_to_lookup(module)
     if adds:
-        module._embed = unwrapped(module).look_up  # type: ignore[assignment, operator]
+        look_up_by(module, unwrapped(module).look_up)  # type: ignore[arg-type]
     if any(wraps) and not adds:
         return  # summed already
     if any(wraps) and mesh.ranks["tp"] > 0:  # the sum of what the adapter adds has it once; its gradient is everyone's

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+
+from ..._host.torch import as_plain_tensors, tensor_without_memory, tree_map
 
 # Pointwise operations, by the name of the one that does not work in place. Each looks at one entry of the logits and
 # at nothing else but numbers.
@@ -74,8 +75,8 @@ class LazyLogits(Tensor):
     head: Callable[[Tensor], Tensor]
     steps: tuple[_Step, ...]
     value: Tensor | None
-    _sample: Tensor  # logits of no row: they say what a step makes of the type
-    _graph: bool
+    sample: Tensor  # logits of no row: they say what a step makes of the type
+    graph: bool
 
     @staticmethod
     def __new__(
@@ -83,11 +84,9 @@ class LazyLogits(Tensor):
     ) -> "LazyLogits":
         """A tensor without memory."""
         shape = (*hidden.shape[:-1], sample.shape[-1])
-        made: LazyLogits = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, shape, dtype=sample.dtype, device=sample.device
-        )
+        made: LazyLogits = tensor_without_memory(cls, shape, sample.dtype, sample.device)
         made.hidden, made.head, made.steps, made.value = hidden, head, steps, None
-        made._sample, made._graph = sample, graph
+        made.sample, made.graph = sample, graph
         return made
 
     def __init__(self, *_: Any) -> None:
@@ -107,7 +106,7 @@ class LazyLogits(Tensor):
     def materialize(self) -> Tensor:
         """The logits, with the graph they would have had; computed once."""
         if self.value is None:
-            with torch.set_grad_enabled(self._graph):
+            with torch.set_grad_enabled(self.graph):
                 self.value = self.finish(self.head(self.hidden))
         return self.value
 
@@ -115,10 +114,9 @@ class LazyLogits(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _ANSWERED:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+            return as_plain_tensors(func, *args, **kwargs)
         if func == _REQUIRES_GRAD:
-            return args[0]._graph
+            return args[0].graph
         promise = _record(func, args, kwargs)
         if promise is not None:
             return promise
@@ -165,17 +163,17 @@ def _record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyLog
     # A number in a tensor may change before it is read.
     kept = tuple(value.clone() if type(value) is Tensor else None if value is promise else value for value in args)
     step = _Step(name, replayed, kept, positions[0], kwargs)
-    sample = step(promise._sample)
-    if sample is promise._sample:  # already of that type, say
+    sample = step(promise.sample)
+    if sample is promise.sample:  # already of that type, say
         return promise
-    if sample.shape != promise._sample.shape or sample.device != promise._sample.device:
+    if sample.shape != promise.sample.shape or sample.device != promise.sample.device:
         return None
     steps = (*promise.steps, step)
     if replayed is func:
-        return LazyLogits(promise.hidden, promise.head, steps, sample, promise._graph)
+        return LazyLogits(promise.hidden, promise.head, steps, sample, promise.graph)
     if sample.dtype != promise.dtype:  # in place, the type stays
         return None
-    promise.steps, promise._sample = steps, sample
+    promise.steps, promise.sample = steps, sample
     return promise
 
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..._host.torch import own_parameters
 from ...ops import enter
 from ...runtime.gradients import add_back, gradients_aside
 from ...runtime.names import computing
@@ -89,7 +90,7 @@ def read_partial(
         return value if once else value * 0.0
 
     for held in computing(module) if holder is None else [holder]:
-        own = [name for name, parameter in held._parameters.items() if parameter is not None]
+        own = [name for name, parameter in own_parameters(held).items() if parameter is not None]
         chosen = [name for name in own if names is None or name in names]
         if chosen:
             read_through(module, held, dict.fromkeys(chosen, read))
@@ -101,13 +102,13 @@ def read_through(module: nn.Module, holder: nn.Module, reads: dict[str, Callable
 
     def forward_reading(*args: Any, **kwargs: Any) -> Any:
         # Only for the time of the computation: anyone else who looks (FSDP, optimizers, state dicts) sees the leaf.
-        leaves = {name: leaf for name in reads if (leaf := holder._parameters.get(name)) is not None}
+        leaves = {name: leaf for name in reads if (leaf := own_parameters(holder).get(name)) is not None}
         for name, leaf in leaves.items():
-            holder._parameters[name] = reads[name](leaf)  # type: ignore[assignment]
+            own_parameters(holder)[name] = reads[name](leaf)
         try:
             return forward(*args, **kwargs)
         finally:
-            holder._parameters.update(leaves)
+            own_parameters(holder).update(leaves)
 
     module.forward = forward_reading  # type: ignore[method-assign]
 

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..._host.torch import version_of
 from ..._host.transformers.hidden_states import hidden_states_of, other_arguments, with_hidden_states
 from ...errors import ConfigError
 from ...ops import enter, gather, gather_sum, scatter, scatter_sum
@@ -159,7 +160,7 @@ class SequenceRegion:
         (own, whole), self._left = self._left, None
         # A view of it, and not a detached or changed one.
         same = x.data_ptr() == whole.data_ptr() and x.shape == whole.shape and x.stride() == whole.stride()
-        same = same and x.requires_grad == whole.requires_grad and x._version == whole._version
+        same = same and x.requires_grad == whole.requires_grad and version_of(x) == version_of(whole)
         return gather_sum(own, self._lengths_of(whole), self.group, _DIM, known=whole) if same else None
 
     def passes(self, arrives: int | None, leaves: bool) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from ..._host.torch import own_parameters
 from ...families.blueprint import Block
 from ...families.clone import HEAD_FIELDS
 from ...families.fields import field
@@ -98,7 +99,7 @@ class Guesses:
         own: tuple[str, ...] = ()
         for name in self.candidate.inner:
             module: Any = self.modules[name]
-            weight = module._parameters.get("weight")
+            weight = own_parameters(module).get("weight")
             if name == "":
                 own = ("",)
             elif isinstance(module, nn.Conv1d) and module.groups == module.out_channels:
@@ -111,7 +112,7 @@ class Guesses:
         if (
             own
             and self.heads
-            and all(p.shape[:1] == (self.heads,) for p in self.modules[""]._parameters.values() if p is not None)
+            and all(p.shape[:1] == (self.heads,) for p in own_parameters(self.modules[""]).values() if p is not None)
         ):
             yield {**roles, "own_heads": True}
         yield {**roles, "shared": own + roles["shared"]}

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..._host.torch import own_parameters
 from ...plan.cut import Cut
 from ...plan.modules import BlockPlan
 from ..draft import Draft
@@ -189,7 +190,7 @@ class _RankModel:
     def _set(self, name: str, share: nn.Parameter, once: bool) -> None:
         owner, _, attribute = name.rpartition(".")
         module = self.model.get_submodule(owner)
-        module._parameters[attribute] = share * 0.0 if once and self.rank > 0 else share
+        own_parameters(module)[attribute] = share * 0.0 if once and self.rank > 0 else share
         if attribute == "weight":
             for size, dim in _SIZES.items():
                 if size in module.__dict__ and share.ndim == 2:

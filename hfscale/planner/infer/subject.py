@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..._host.transformers.classes import from_config
+from ..._host.transformers.experts import compute_eagerly
 from ...errors import PlanError
 from ...families.clone import tiny_clone
 from ...families.precision import keep_float64
@@ -74,7 +76,7 @@ def make_subject(model: Any, **changes: Any) -> Subject:
     try:
         config = tiny_clone(model.config, **changes)
         config.use_cache = False
-        config._experts_implementation = "eager"  # the host's grouped matrix products take no float64
+        compute_eagerly(config)  # the host's grouped matrix products take no float64
         with torch.device("meta"):
             size = sum(p.numel() for p in _build(type(model), config).parameters())
         if size > _LARGEST:
@@ -102,7 +104,7 @@ def brief(error: BaseException) -> str:
 
 
 def _build(kind: Any, config: Any) -> Any:
-    return kind._from_config(config, dtype=torch.float32)
+    return from_config(kind, config, dtype=torch.float32)
 
 
 def _batch(model: Any) -> dict[str, Tensor]:
