@@ -121,8 +121,10 @@ def attach_adapters(
         raise
     guard_methods(local, whole, mesh.layout.total_size)
     for parameter, share in made.items():
-        holder, attribute = owner_of(model, parameter)
-        kept: Any = own_parameters(holder)[attribute]
+        kept: Any = shares.get(parameter)  # a saved weight of the model's; its module may be on another stage
+        if kept is None:
+            holder, attribute = owner_of(model, parameter)
+            kept = own_parameters(holder)[attribute]
         shares[parameter] = share.to(kept.dtype)
     return Adapters(local, whole, name, plan), planned
 

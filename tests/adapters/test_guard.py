@@ -201,6 +201,8 @@ def test_dora_beside_a_bias_that_ranks_have_copies_of(pools: Pools) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`", "ignore:Setting `save_embedding_layers`")
-def test_an_adapter_on_a_tied_embedding_in_stages(pools: Pools) -> None:
-    case = Case(tiny("llama", tie_word_embeddings=True), peft=_lora(target_modules=["embed_tokens", "q_proj"]))
+@pytest.mark.parametrize("target", ["q_proj", "lm_head"])
+def test_an_adapter_on_a_tied_embedding_in_stages(pools: Pools, target: str) -> None:
+    """With the embedding PEFT saves its weight, and that of the head it is tied to, which another stage holds."""
+    case = Case(tiny("llama", tie_word_embeddings=True), peft=_lora(target_modules=["embed_tokens", target]))
     assert_layout_equal(case, ParallelConfig(pp_size=2, num_microbatches=2), pools(2))

@@ -62,9 +62,9 @@ def _names_logits(family: str) -> bool:
 
 
 def _microbatches() -> list[dict[str, Tensor]]:
-    """Four of two sequences, of different lengths, some padded; one without any label."""
+    """Four of two sequences, of different lengths, some padded; one of one token, without any label."""
     generator = torch.Generator().manual_seed(7)
-    return [ragged_batch(generator, 67, 2, length, masked=i == 2) for i, length in enumerate((13, 8, 11, 13))]
+    return [ragged_batch(generator, 67, 2, length, masked=i == 2) for i, length in enumerate((13, 8, 1, 13))]
 
 
 def _together(microbatches: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -42,7 +42,7 @@ def queue_places(index: Tensor, count: int) -> Tensor:
     """``index [b, s, k]``, experts, or ``count`` for none -> ``[b, s, k]``: how many routes are before each in its
     queue. One sort, and no look at the host.
     """
-    samples, _, k = index.shape
+    samples, tokens, k = index.shape
     queues = torch.arange(samples, device=index.device).view(-1, 1, 1) * (count + 1) + index
     flat = queues.transpose(1, 2).reshape(-1)  # all first choices of a sequence, then all second ones
     order = flat.argsort(stable=True)
@@ -50,4 +50,4 @@ def queue_places(index: Tensor, count: int) -> Tensor:
     starts = lengths.cumsum(0) - lengths
     places = torch.empty_like(flat)
     places[order] = torch.arange(len(flat), device=index.device) - starts[flat[order]]
-    return places.view(samples, k, -1).transpose(1, 2)
+    return places.view(samples, k, tokens).transpose(1, 2)

@@ -145,18 +145,19 @@ class LayerRouting:
             assert logits is not None
             index, new = self._rerouted(logits, index.shape[1], now, start, real.shape[1])
             weights = new.to(weights.dtype)
-        by_sample = index.view(*real.shape, -1)
+        by_sample = index.view(*real.shape, index.shape[1])
         loss = None
         if options.has_loss:
             assert logits is not None
-            loss = self._loss(now, expert_sums(logits.view(*real.shape, -1), by_sample, real, self.scores), first_time)
+            by_token = logits.view(*real.shape, count)
+            loss = self._loss(now, expert_sums(by_token, by_sample, real, self.scores), first_time)
         if options.bias_update_rate and first_time and (lengths or self._first):
             self.counter.add_wanted(expert_counts(by_sample, count, real).sum(0))
         if options.force_balanced:
             index = round_robin(index, count)
         if options.capacity is None:
             return Choice(index, weights, loss=loss)
-        index = index.view(*real.shape, -1)
+        index = index.view(*real.shape, index.shape[1])
         kept, places = self._within(options.capacity, index, now, real, lengths)
         if first_time and (lengths or self._first):
             self.counter.add_numbers(0, (real.unsqueeze(-1) & (index < count) & ~kept).sum())

@@ -13,7 +13,10 @@ Call = list[list[Batch]]
 
 
 def batches(draw: Draw, world: int, vocabulary: int) -> list[list[Call]]:
-    """``[step][call]``, with a label at least in every step."""
+    """``[step][call]``, with a label at least in every call, and in every microbatch of a plain loop.
+
+    There, stock code's loss of one without any is no number.
+    """
     generator = torch.Generator().manual_seed(draw.seed)
     steps = []
     for step in range(draw.steps):
@@ -25,6 +28,9 @@ def batches(draw: Draw, world: int, vocabulary: int) -> list[list[Call]]:
         steps.append(calls)
     for calls in steps:
         for call in calls:
+            for microbatch in (m for rank in call for m in rank) if draw.loop == "plain" else ():
+                if not valid_labels(microbatch):
+                    microbatch["labels"] = microbatch["input_ids"].clone()
             if not any(valid_labels(microbatch) for rank in call for microbatch in rank):
                 first = call[0][0]
                 first["labels"] = first["input_ids"].clone()

@@ -105,6 +105,11 @@ def test_queues_fill_route_by_route(length: int, k: int, count: int) -> None:
     assert torch.equal(kept, _naive_queues(index, limits, count))
 
 
+def test_no_tokens_make_no_queue() -> None:
+    """As on a tensor rank that a sequence is too short for."""
+    assert queue_places(torch.empty(3, 0, 2, dtype=torch.int64), 4).shape == (3, 0, 2)
+
+
 def test_room_is_the_same_as_number_and_as_tensor() -> None:
     for tokens, factor, k, count in itertools.product((0, 1, 7, 10, 96), (0.1, 1.0, 1.1, 2.0), (1, 2), (3, 4, 10)):
         expected = room(tokens, factor, k, count)
