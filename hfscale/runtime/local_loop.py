@@ -30,6 +30,7 @@ class LocalLoop(Executor):
     def _train(self, model: nn.Module, batches: Sequence[Microbatch], count: Tensor, label_smoothing: float) -> Tensor:
         runtime = self._runtime
         total: Tensor | None = None
+        assert runtime.loss is not None  # checked before
         with runtime.around(lambda part: part.around_gradients(runtime)):
             for index, batch in enumerate(batches):
                 for part in runtime.parts:
@@ -45,6 +46,7 @@ class LocalLoop(Executor):
         self, model: nn.Module, batches: Sequence[Microbatch], count: Tensor, label_smoothing: float
     ) -> Tensor:
         runtime = self._runtime
+        assert runtime.loss is not None
         total = sum(runtime.loss.of(model, batch, count, label_smoothing) for batch in batches)
         for part in runtime.parts:
             part.release(runtime)

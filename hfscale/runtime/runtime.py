@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -163,6 +163,21 @@ class Executor:
         """Refuse, by :class:`ConfigError`, what a loop of the user's own does with the model as a whole."""
 
 
+class StepLoss(Protocol):
+    """A loss that can be normalized for a whole step."""
+
+    def look(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """How many positions of one microbatch contribute to it, and how many of its ids are outside of the vocabulary;
+        where the batch is, and without waiting for it.
+        """
+
+    def refuse_outside(self, wrong: int) -> None:
+        """Raise :class:`ConfigError` where ``wrong`` ids are outside."""
+
+    def of(self, model: nn.Module, batch: Microbatch, count: Tensor, label_smoothing: float) -> Tensor:
+        """The loss of one microbatch, as a share of a step with ``count`` valid labels."""
+
+
 _P = TypeVar("_P", bound=Part)
 
 
@@ -188,7 +203,7 @@ class Runtime:
     options: Options
     parts: tuple[Part, ...]
     executor: Executor = field(default_factory=Executor)
-    loss: Any = None
+    loss: StepLoss | None = None
     restore: Callable[[], None] | None = None
     steps: int = 0
 

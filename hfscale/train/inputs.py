@@ -11,7 +11,7 @@ from .._host.transformers.classes import class_name
 from .._host.transformers.computing import uses_flash_attention
 from ..errors import ConfigError
 from ..guards import without_gaps
-from ..runtime import Batch, Runtime
+from ..runtime import Batch, Runtime, StepLoss
 from ..runtime.batches import Microbatch, agree, look_at, to_device, total_of, with_borders
 
 
@@ -21,12 +21,12 @@ def prepare(runtime: Runtime, batch: Batch | Sequence[Batch], train: bool) -> tu
     Raises:
         ConfigError: on every rank, where one refuses its batch, or the model cannot be trained so.
     """
-    _refuse_model(runtime)
+    loss = _loss_of(runtime)
     mesh, rows, refused = runtime.mesh, list[list[int]](), None
     given = list[dict[str, Any]]()
     try:
-        given, rows = _agreed(runtime, batch, train)
-        runtime.loss.refuse_outside(sum(outside for _, outside, _ in rows))
+        given, rows = _agreed(runtime, loss, batch, train)
+        loss.refuse_outside(sum(outside for _, outside, _ in rows))
     except ConfigError as error:  # ranks with other batches must not wait for this one
         refused = error
     valid = sum(valid for valid, _, _ in rows)
@@ -43,7 +43,7 @@ def prepare(runtime: Runtime, batch: Batch | Sequence[Batch], train: bool) -> tu
 
 
 def _agreed(
-    runtime: Runtime, batch: Batch | Sequence[Batch], train: bool
+    runtime: Runtime, loss: StepLoss, batch: Batch | Sequence[Batch], train: bool
 ) -> tuple[list[dict[str, Any]], list[list[int]]]:
     """The microbatches, as ranks that share them agree on, and what :func:`agree` says of each."""
     executor, sharing = runtime.executor, runtime.mesh.sharing
@@ -53,7 +53,7 @@ def _agreed(
     try:
         given = _microbatches(runtime, batch)
         told = executor.tell(train) if agrees else told
-        seen = look_at(given, runtime.loss.look, hashed=sharing is not None)
+        seen = look_at(given, loss.look, hashed=sharing is not None)
     except ConfigError as error:  # the others must not wait for this rank
         refused, told = error, executor.tell(False) if agrees else told
     rows, ranks = agree(given, seen, train, sharing if agrees else None, *told)
@@ -64,8 +64,8 @@ def _agreed(
     return given, rows
 
 
-def _refuse_model(runtime: Runtime) -> None:
-    """What no batch can mend."""
+def _loss_of(runtime: Runtime) -> StepLoss:
+    """The loss that the step is normalized for; refuses what no batch can mend."""
     if runtime.loss is None:
         raise ConfigError(
             f"train_step normalizes a causal language model's loss, and {class_name(runtime.model)} has another "
@@ -78,6 +78,7 @@ def _refuse_model(runtime: Runtime) -> None:
             "their gradients: give adapters to hfscale.get_peft_model(model, config), and change a model otherwise "
             "before it is parallelized"
         )
+    return runtime.loss
 
 
 def _microbatches(runtime: Runtime, batch: Batch | Sequence[Batch]) -> list[dict[str, Any]]:

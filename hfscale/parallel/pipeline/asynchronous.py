@@ -238,13 +238,13 @@ class AsynchronousPipeline(Pipeline):
         self._reports.append((carried, dist.all_reduce(carried, group=self._mesh.reports, async_op=True)))
         delay = 1 if self._every else self._last
         if len(self._reports) <= delay:
-            return torch.full((), float("nan"), dtype=self._loss_type, device=self._mesh.device)
+            return torch.full((), float("nan"), dtype=self._agreement.loss_type, device=self._mesh.device)
         return self._report()
 
     def _report(self) -> Tensor:
         found, work = self._reports.popleft()
         work.wait()
-        return found.to(self._mesh.device, self._loss_type)
+        return found.to(self._mesh.device, self._agreement.loss_type)
 
     def drain(self) -> Iterator[Tensor]:
         """Finish what is under way: yields the next loss whenever gradients are ready to be handed out; the same number

@@ -25,11 +25,12 @@ from ..._host.transformers.computing import packing
 from ...config import ParallelConfig
 from ...errors import ConfigError, PlanError
 from ...plan import Plan, Stage
-from ...runtime import Executor, Runtime, local_tensor
+from ...runtime import Executor, Runtime
 from ...runtime.batches import Microbatch
 from ...schedules import ASYNCHRONOUS
 from ._engine import check_runs, engine_runtime
 from .activation_types import ActivationTypes
+from .agreement import StageAgreement
 from .csv_table import read_csv
 from .microbatches import Batch, share_out, tokens_of
 from .orders import check, order
@@ -100,14 +101,7 @@ class Pipeline(Executor):
         self._types = ActivationTypes(runtime.mesh)
         self._ties = TiedGradients(runtime)
         self.workers = [self._worker(stage) for stage in own]
-        self._flags: dict[str, list[int]] = {}
-        self._told: list[list[int]] = []
-        self._holders = {planned.name: runtime.plan.holders(planned.name) for planned in runtime.plan.owned()}
-        self._tied = [name for name, ranks in self._holders.items() if len(ranks) > 1]
-        live, held = runtime.live_parameters(), runtime.plan.held(self._rank)
-        self._tie_trains = {name: live[held[name]].requires_grad for name in self._tied if name in held}
-        self._thawed: set[int] = set()  # stages with a tied tensor that trains
-        self._loss_type = torch.float32
+        self._agreement = StageAgreement(runtime)
         self._accepted: dict[int, bool] = {}
         self._engines: dict[tuple[int, bool], Any] = {}
         self._batches: Sequence[Microbatch] | dict[int, Microbatch] = ()
@@ -185,7 +179,7 @@ class Pipeline(Executor):
             self._batches, self._count = (), None
             for worker in self.workers:
                 worker.reset()
-        total = torch.zeros((), dtype=self._loss_type, device=self._mesh.device)
+        total = torch.zeros((), dtype=self._agreement.loss_type, device=self._mesh.device)
         return total + torch.stack(self._losses).sum() if self._losses else total
 
     def _accepts(self, num_microbatches: int) -> bool:
@@ -212,92 +206,20 @@ class Pipeline(Executor):
             self._engines[key] = engine_runtime(actions, self.workers, num_microbatches)
         return self._engines[key]
 
+    def tell(self, train: bool) -> tuple[list[int], list[Tensor]]:
+        """See :mod:`.agreement`."""
+        return self._agreement.tell(train)
+
     def hear(self, told: list[list[int]]) -> None:
-        """What ranks with this batch told each other: see :meth:`tell`; for the step that follows."""
-        self._told = told
-        self._settle_ties()
-
-    def _settle_ties(self) -> None:
-        """A tied tensor is one, and each stage has its own name for it: frozen or thawed by one, it is by all of them.
-
-        Of ranks that do not agree, those are right where it has changed since the last step; else, it is frozen.
-        """
-        live, held = self._runtime.live_parameters() if self._tied else {}, self._runtime.plan.held(self._rank)
-        self._thawed.clear()
-        for index, name in enumerate(self._tied):
-            told = [rank[1 + len(self._stages.stages) + index] for rank in self._told]
-            told = [each for each in told if each > 2] or [each for each in told if each]
-            if not told:  # an evaluation
-                continue
-            trains = all(each % 2 == 0 for each in told)
-            if name in held:
-                live[held[name]].requires_grad_(trains)
-                self._tie_trains[name] = trains
-            if trains:
-                self._thawed.update(*(tie.stages for tie in self._stages.ties if name in tie.names))
+        """What ranks with this batch told each other, for the step that follows."""
+        self._agreement.hear(told)
 
     def _learn(self) -> None:
-        """Which stages train, and if copies of tensors that several stages hold are equal; before anything is sent.
-
-        Raises:
-            ConfigError: on all stages, if they are not.
-        """
-        stages = len(self._stages.stages)
-        for index, name in enumerate(self._tied):
-            place, mine = 1 + stages + index, self._mesh.ranks["tp"]  # other tensor ranks have other shares of it
-            sums = {rank[place + len(self._tied)] for rank in self._told if rank[0] == mine and rank[place]}
-            self._check_tie(name, sums)
-        trains = [any(any(rank[1 : 2 + stage]) for rank in self._told) for stage in range(stages)]  # it, or one before
-        trains = [own or any(tied <= stage for tied in self._thawed) for stage, own in enumerate(trains)]
+        """Which stages train; before anything is sent."""
+        trains = self._agreement.training_stages()
         for worker in self.workers:
             worker.trains = trains[worker.stage_index]
             worker.trains_before = worker.stage_index > 0 and trains[worker.stage_index - 1]
-
-    def tell(self, train: bool) -> tuple[list[int], list[Tensor]]:
-        """What this rank tells the others: its tensor rank; per stage, whether it trains; per tensor that several
-        stages hold, whether it is frozen (1) or trains (2), and changed in that (+ 2; 0: it is not here), and, as it is
-        on the device, what its sum is.
-        """
-        stages = len(self._stages.stages)
-        flags, ties = [0] * stages, [0] * len(self._tied)
-        self._loss_type = torch.float32
-        live, held = self._runtime.live_parameters(), self._runtime.plan.held(self._rank)
-        tied = {id(live[held[name]]) for name in self._tied if name in held}
-        for name, parameter in live.items():
-            if parameter.dtype == torch.float64:  # ranks without the last stage do not see the type of its loss
-                self._loss_type = torch.float64
-            if train and parameter.requires_grad:
-                for stage in self._flags_of(name) if id(parameter) not in tied else ():
-                    flags[stage] = 1
-                if getattr(parameter, "_post_accumulate_grad_hooks", None):
-                    raise ConfigError(
-                        f"{name} has a hook that runs when its gradient is accumulated; through pipeline stages "
-                        "gradients are whole only when train_step returns: step the optimizer then, without such hooks"
-                    )
-        sums = [torch.zeros(1, dtype=torch.int64, device=self._mesh.device)] * len(self._tied)
-        for index, name in enumerate(self._tied) if train else ():
-            if name in held:
-                trains = live[held[name]].requires_grad
-                ties[index] = 1 + trains + 2 * (trains != self._tie_trains[name])
-                sums[index] = _bits_of_sum(live[held[name]])
-        return [self._mesh.ranks["tp"], *flags, *ties], sums
-
-    def _check_tie(self, name: str, sums: set[int]) -> None:
-        """``sums``: the bits of the sum of the tensor on every rank that holds it."""
-        if len(sums) > 1:
-            names = " = ".join(next(tie.names for tie in self._stages.ties if name in tie.names))
-            raise ConfigError(
-                f"{names} is one tensor that several stages hold, and their copies differ since the last update: give "
-                "it the same optimizer options under all of its names (a group of parameters chosen by name has some "
-                "of them), or load the model again if its weights were changed by hand on one stage"
-            )
-
-    def _flags_of(self, name: str) -> list[int]:
-        """Where a rank notes that a parameter of its own trains: at each of its stages that have it."""
-        if name not in self._flags:
-            own = self._stages.of_rank(self._rank)
-            self._flags[name] = [stage.index for stage in own if stage.is_local(name)]
-        return self._flags[name]
 
     def _tell_workers(self, backward: bool) -> None:
         model = self._runtime.model
@@ -368,7 +290,3 @@ class Pipeline(Executor):
                 f"{self._layout.describe()}: a rank holds {len(self.workers)} of {len(self._stages.stages)} stages, so "
                 "its model cannot be called by itself: use hfscale.train_step and hfscale.eval_step"
             )
-
-
-def _bits_of_sum(parameter: Tensor) -> Tensor:
-    return local_tensor(parameter.detach()).sum(dtype=torch.float64).view(1).view(torch.int64)

@@ -1,0 +1,162 @@
+"""What the stages of a pipeline agree on before a step: which of them train, and that tied tensors are one.
+
+Every rank reports, in the one exchange that a step begins with, a list of whole numbers::
+
+    [tensor rank | per stage: does it train here? | per tied tensor: its state | per tied tensor: bits of its sum]
+
+The last part is on the device, where the sums are made; the exchange puts it behind the others.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import ConfigError
+from ...runtime import Runtime, local_tensor
+
+_ABSENT, _FROZEN, _TRAINS, _CHANGED = 0, 1, 2, 2  # states of a tied tensor; _CHANGED is added to one that was changed
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What one rank said.
+
+    Attributes:
+        tensor_rank: ranks of one tensor rank hold the same shares.
+        trains: per stage, whether something of the rank's own in it trains.
+        ties: per tied tensor, :data:`_ABSENT`, :data:`_FROZEN` or :data:`_TRAINS`, plus :data:`_CHANGED` where that is
+            another one than in the last step.
+        sums: per tied tensor, the bits of its sum.
+    """
+
+    tensor_rank: int
+    trains: tuple[bool, ...]
+    ties: tuple[int, ...]
+    sums: tuple[int, ...]
+
+    @classmethod
+    def read(cls, numbers: list[int], stages: int, ties: int) -> "_Report":
+        """From the list that was sent."""
+        trains, states = numbers[1 : 1 + stages], numbers[1 + stages : 1 + stages + ties]
+        return cls(numbers[0], tuple(map(bool, trains)), tuple(states), tuple(numbers[1 + stages + ties :]))
+
+
+class StageAgreement:
+    """One rank's side of it.
+
+    Attributes:
+        loss_type: the type of the loss, which ranks without the last stage do not see.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        assert runtime.plan.stages is not None
+        self._runtime, self._stages = runtime, runtime.plan.stages
+        self._held = runtime.plan.held(runtime.mesh.ranks["pp"])  # owned name -> name here
+        owned = [planned.name for planned in runtime.plan.owned()]
+        self._tied = [name for name in owned if len(runtime.plan.holders(name)) > 1]
+        live = runtime.live_parameters()
+        self._tie_trains = {name: live[self._held[name]].requires_grad for name in self._tied if name in self._held}
+        self._own_stages: dict[str, list[int]] = {}
+        self._reports: list[_Report] = []
+        self._thawed: set[int] = set()  # stages with a tied tensor that trains
+        self.loss_type = torch.float32
+
+    def tell(self, train: bool) -> tuple[list[int], list[Tensor]]:
+        """This rank's report: numbers of the host, and of the device.
+
+        Raises:
+            ConfigError: a parameter has a hook that would see a part of its gradient.
+        """
+        live = self._runtime.live_parameters()
+        wide = any(parameter.dtype == torch.float64 for parameter in live.values())
+        self.loss_type = torch.float64 if wide else torch.float32
+        trains, states = [0] * len(self._stages.stages), [_ABSENT] * len(self._tied)
+        zero = torch.zeros(1, dtype=torch.int64, device=self._runtime.mesh.device)
+        sums = [zero] * len(self._tied)
+        if train:
+            for stage in self._training_stages(live):
+                trains[stage] = 1
+            for index, name in enumerate(self._tied):
+                if name in self._held:
+                    tied = live[self._held[name]]
+                    states[index] = _TRAINS if tied.requires_grad else _FROZEN
+                    states[index] += _CHANGED * (tied.requires_grad != self._tie_trains[name])
+                    sums[index] = _bits_of_sum(tied)
+        return [self._runtime.mesh.ranks["tp"], *trains, *states], sums
+
+    def _training_stages(self, live: dict[str, nn.Parameter]) -> set[int]:
+        """Stages in which something of this rank's own trains; tied tensors are not, and are told apart."""
+        tied = {id(live[self._held[name]]) for name in self._tied if name in self._held}
+        found = set()
+        for name, parameter in live.items():
+            if not parameter.requires_grad:
+                continue
+            if getattr(parameter, "_post_accumulate_grad_hooks", None):
+                raise ConfigError(
+                    f"{name} has a hook that runs when its gradient is accumulated; through pipeline stages gradients "
+                    "are whole only when train_step returns: step the optimizer then, without such hooks"
+                )
+            if id(parameter) not in tied:
+                found.update(self._stages_with(name))
+        return found
+
+    def _stages_with(self, name: str) -> list[int]:
+        """This rank's stages that have a parameter."""
+        if name not in self._own_stages:
+            own = self._stages.of_rank(self._runtime.mesh.ranks["pp"])
+            self._own_stages[name] = [stage.index for stage in own if stage.is_local(name)]
+        return self._own_stages[name]
+
+    def hear(self, told: list[list[int]]) -> None:
+        """All ranks' reports, for the step that follows."""
+        self._reports = [_Report.read(numbers, len(self._stages.stages), len(self._tied)) for numbers in told]
+        self._settle_ties()
+
+    def _settle_ties(self) -> None:
+        """A tied tensor is one, and each stage has its own name for it: frozen or thawed by one, it is by all of them.
+
+        Of ranks that do not agree, those are right where it has changed since the last step; else, it is frozen.
+        """
+        live = self._runtime.live_parameters() if self._tied else {}
+        self._thawed.clear()
+        for index, name in enumerate(self._tied):
+            states = [report.ties[index] for report in self._reports if report.ties[index] != _ABSENT]
+            states = [state for state in states if state > _TRAINS] or states
+            if not states:  # an evaluation
+                continue
+            trains = all(state in (_TRAINS, _TRAINS + _CHANGED) for state in states)
+            if name in self._held:
+                live[self._held[name]].requires_grad_(trains)
+                self._tie_trains[name] = trains
+            if trains:
+                self._thawed.update(*(tie.stages for tie in self._stages.ties if name in tie.names))
+
+    def training_stages(self) -> list[bool]:
+        """Per stage, whether it, or one before it, trains.
+
+        Raises:
+            ConfigError: on all stages, if copies of a tied tensor differ.
+        """
+        mine = self._runtime.mesh.ranks["tp"]  # other tensor ranks have other shares
+        for index, name in enumerate(self._tied):
+            here = [report for report in self._reports if report.tensor_rank == mine and report.ties[index] != _ABSENT]
+            if len({report.sums[index] for report in here}) > 1:
+                raise ConfigError(self._differ(name))
+        return [
+            any(any(report.trains[: stage + 1]) for report in self._reports)
+            or any(thawed <= stage for thawed in self._thawed)
+            for stage in range(len(self._stages.stages))
+        ]
+
+    def _differ(self, name: str) -> str:
+        names = " = ".join(next(tie.names for tie in self._stages.ties if name in tie.names))
+        return (
+            f"{names} is one tensor that several stages hold, and their copies differ since the last update: give it "
+            "the same optimizer options under all of its names (a group of parameters chosen by name has some of "
+            "them), or load the model again if its weights were changed by hand on one stage"
+        )
+
+
+def _bits_of_sum(parameter: Tensor) -> Tensor:
+    return local_tensor(parameter.detach()).sum(dtype=torch.float64).view(1).view(torch.int64)
