@@ -1,6 +1,8 @@
 """Put adapters around a model that has its local sizes and computes with nobody yet."""
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -84,18 +86,9 @@ def attach_adapters(
         ConfigError: the config asks for what hfscale or PEFT does not know, or matches nothing.
         CheckpointError: the saved adapter does not fit.
     """
-    check_config(config)
-    _refuse_inner_modules(config, plan)
-    _refuse_tying(config, plan)
-    _refuse_own_dropout(config, mesh)
-    if plan.quantized is not None:
-        check_over_quantized(config, plan.quantized.bits, mesh.data_world)
+    _check(config, plan, mesh)
     asked = copy.deepcopy(config)
-    try:
-        whole = wrap(template, config, name)  # which resolves and translates targets in the config
-    except ConfigError as error:
-        hint = f"; the model has {', '.join(target_names(plan))}" if "arget modules" in str(error) else ""
-        raise ConfigError(f"{error}{hint}") from error
+    whole = _wrapped(template, config, name, plan)
     found = adapter_parameters(whole, plan)
     if source is None:  # PEFT writes down names that it came upon and that this model need not have; tensors decide
         check_matches(asked, config, plan, found)
@@ -103,8 +96,7 @@ def attach_adapters(
     _refuse_cut_norms(planned)
     _refuse_several_stages(planned)
     held = [adapter for adapter in found if plan.is_local(mesh.ranks["pp"], adapter.name)]
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    try:
+    with _unchanged_after_failure(model):
         with shown_unpacked(model):
             local = quietly(model, _uninitialized(narrowed(config, *targets_of(held))), name)
         local.base_model.peft_config[name] = whole.peft_config[name]
@@ -114,11 +106,6 @@ def attach_adapters(
         )
         if source is not None:
             made.update(load_adapter(source, whole, name, planned, mesh))
-    except Exception:  # the model can go on without
-        put_back(model)
-        for weight in trained:
-            weight.requires_grad_(True)
-        raise
     guard_methods(local, whole, mesh.layout.total_size)
     for parameter, share in made.items():
         kept: Any = shares.get(parameter)  # a saved weight of the model's; its module may be on another stage
@@ -127,6 +114,38 @@ def attach_adapters(
             kept = own_parameters(holder)[attribute]
         shares[parameter] = share.to(kept.dtype)
     return Adapters(local, whole, name, plan), planned
+
+
+def _check(config: Any, plan: Plan, mesh: Mesh) -> None:
+    """Refuse what hfscale does not know, before anything is wrapped."""
+    check_config(config)
+    _refuse_inner_modules(config, plan)
+    _refuse_tying(config, plan)
+    _refuse_own_dropout(config, mesh)
+    if plan.quantized is not None:
+        check_over_quantized(config, plan.quantized.bits, mesh.data_world)
+
+
+def _wrapped(template: nn.Module, config: Any, name: str, plan: Plan) -> Any:
+    """PEFT's model around the whole one; PEFT resolves and translates the targets in ``config``."""
+    try:
+        return wrap(template, config, name)
+    except ConfigError as error:
+        hint = f"; the model has {', '.join(target_names(plan))}" if "arget modules" in str(error) else ""
+        raise ConfigError(f"{error}{hint}") from error
+
+
+@contextmanager
+def _unchanged_after_failure(model: nn.Module) -> Iterator[None]:
+    """The model can go on without adapters that could not be put around it."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        yield
+    except Exception:
+        put_back(model)
+        for weight in trained:
+            weight.requires_grad_(True)
+        raise
 
 
 def _dequantized(model: nn.Module, plan: Plan, name: str) -> Tensor:

@@ -12,7 +12,7 @@ from .._host.torch import own_modules, own_parameters
 from .._host.transformers.loading import forget_quantization
 from ..errors import ConfigError
 from ..parallel.tensor.apply import follow_weight
-from ..plan import ParameterPlan, Plan
+from ..plan import AdapterParameter, ParameterPlan, Plan
 from ..quantization.install import dequantized
 from ..quantization.packed import forget_packed
 from ..runtime import Runtime
@@ -54,38 +54,43 @@ def merge_local_weights(
     Returns:
         the stock model, without memory, and its shares.
     """
-    plan, mesh, model = runtime.plan, runtime.mesh, runtime.model
-    held = [adapter for adapter in plan.adapters if plan.is_local(mesh.ranks["pp"], adapter.name)]
-    wrappers: dict[str, list[Any]] = {}
-    for adapter in held:
+    plan, model = runtime.plan, runtime.model
+    adapted: dict[str, list[AdapterParameter]] = {}  # path of a module -> what is around it
+    for adapter in plan.adapters:
+        if not plan.is_local(runtime.mesh.ranks["pp"], adapter.name):
+            continue
         if adapter.kept_in == COPY:
             base = plan.by_name[adapter.base]
             shares[base.tied_to or base.name] = shares[adapter.tied_to or adapter.name]
         else:
-            wrappers.setdefault(adapter.base.rpartition(".")[0], []).append(adapter)
-    group = mesh.group("tp")
-    rows = {name for block in plan.blocks for name in block.row}
-    for path, own in wrappers.items():
-        wrapper: Any = model.get_submodule(path)
-        names = list(dict.fromkeys([a.base for a in own] + [a.name for a in own]))
-        bias = f"{path}.bias"
-        names += [bias] if bias in plan.by_name and bias not in names else []
-        for name in names:
-            _fill(model, plan.by_name[name], runtime, shares)
-        if group is not None and path in rows:
-            sum_norms(wrapper, group)
-        _merge(wrapper)
-        for name in names:
-            planned = plan.by_name[name]
-            holder, attribute = owner_of(model, name)
-            value: Any = own_parameters(holder)[attribute]
-            if name in {a.base for a in own} or name == bias:
-                shares[planned.tied_to or name] = _cut_over_data(planned, value.detach(), mesh.ranks)
-            put_parameter(model, name, nn.Parameter(value.to("meta"), requires_grad=value.requires_grad))
+            adapted.setdefault(adapter.base.rpartition(".")[0], []).append(adapter)
+    for path, own in adapted.items():
+        _merge_at(path, own, runtime, shares)
     put_back(model)
     for adapter in plan.adapters:
         shares.pop(adapter.name, None)
     return model, shares
+
+
+def _merge_at(path: str, own: list[AdapterParameter], runtime: Runtime, shares: dict[str, Tensor]) -> None:
+    """Merge what is around the module ``path``, which has memory meanwhile, into the shares of its weights."""
+    plan, mesh, model = runtime.plan, runtime.mesh, runtime.model
+    group, bias = mesh.group("tp"), f"{path}.bias"
+    merged = dict.fromkeys([*(adapter.base for adapter in own), *([bias] if bias in plan.by_name else [])])
+    names = dict.fromkeys([*merged, *(adapter.name for adapter in own)])
+    for name in names:
+        _fill(model, plan.by_name[name], runtime, shares)
+    wrapper: Any = model.get_submodule(path)
+    if group is not None and any(path in block.row for block in plan.blocks):
+        sum_norms(wrapper, group)
+    _merge(wrapper)
+    for name in names:
+        planned = plan.by_name[name]
+        holder, attribute = owner_of(model, name)
+        value: Any = own_parameters(holder)[attribute]
+        if name in merged:
+            shares[planned.tied_to or name] = _cut_over_data(planned, value.detach(), mesh.ranks)
+        put_parameter(model, name, nn.Parameter(value.to("meta"), requires_grad=value.requires_grad))
 
 
 def dequantized_weights(runtime: Runtime, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -51,6 +51,21 @@ class _Loader:
         parts = self._merged(stored, targets)
         made = {n: d.name in parts for d in targets.values() if d.converter for n in (d.name, *d.others)}
         self.converted = {name for name, by_parts in made.items() if not by_parts}
+        self._give_local_shapes(model)
+        shown: dict[str, Any] = {}
+        if self.quantizing is not None:
+            for key in packed:
+                if targets[key].name in self.quantizing.weights:
+                    self.quantizing.read_packed(targets[key].name, packed[key], targets[key].converter is not None)
+                    shown[key] = torch.empty(0)  # read once the host comes to it
+            self.quantizing.shape(self.converted)
+        for pieces in parts.values():
+            shown.update(pieces)
+        remaining = {key: t for key, t in stored.items() if targets[key].name not in parts and key not in packed}
+        return {**shown, **self._shown_one_by_one(remaining, targets)}
+
+    def _give_local_shapes(self, model: Any) -> None:
+        """The meta model's parameters become this rank's; those that are converted whole stay whole."""
         whole = {name: p for name, p in model.named_parameters(remove_duplicate=False) if name in self.converted}
         cut_parameters(model, self.plan, self.mesh)
         self.meta = dict(model.named_parameters(remove_duplicate=False))
@@ -66,20 +81,15 @@ class _Loader:
             elif tuple(parameter.shape) != shape:
                 empty = nn.Parameter(parameter.new_empty(shape), requires_grad=parameter.requires_grad)
                 put_parameter(model, planned.name, empty)
-        shown: dict[str, Any] = {}
-        if self.quantizing is not None:
-            for key in packed:
-                if targets[key].name in self.quantizing.weights:
-                    self.quantizing.read_packed(targets[key].name, packed[key], targets[key].converter is not None)
-                    shown[key] = torch.empty(0)  # read once the host comes to it
-            self.quantizing.shape(self.converted)
-        for pieces in parts.values():
-            shown.update(pieces)
+
+    def _shown_one_by_one(
+        self, stored: dict[str, TensorOnDisk], targets: dict[str, Destination]
+    ) -> dict[str, ShareOnDisk | TensorOnDisk]:
+        """This rank's share of each stored tensor that becomes a parameter by itself; the others as they are."""
+        shown: dict[str, ShareOnDisk | TensorOnDisk] = {}
         read_from: dict[str, str] = {}  # owned parameter -> the key it is read from
         for key, tensor in stored.items():
             target = targets[key].name
-            if target in parts or key in packed:
-                continue
             planned_target = self.plan.by_name.get(target)
             here = self._name_here(target)
             if here is None:

@@ -9,7 +9,7 @@ tensor is this rank's::
 The host is shown these parts alone, and what it merges of them is the share: it never sees another rank's experts.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 from math import prod
 from typing import Any
@@ -69,28 +69,33 @@ def _boxes(
     """Where each stored tensor lies in the merged one: ``(start, stop)`` per dim."""
     stack, join = sources[0][1].stack, sources[0][1].join
     boxes: dict[str, Spans] = {}
-    offset, fit = 0, True
+    offset, alike = 0, True
     for _, group in groupby(sources, key=lambda source: source[1].source):
         keys = [key for key, _ in group]
         for number, key in enumerate(keys):
             box = [(0, size) for size in stored[key].shape]
             if stack is not None:
                 box.insert(stack, (number, number + 1))
-                fit = fit and stored[key].shape == stored[keys[0]].shape
+                alike = alike and stored[key].shape == stored[keys[0]].shape
             if join is not None:
                 box[join] = (offset, offset + box[join][1])
                 if stack is None or key == keys[-1]:  # what is stacked lies at the same place of the joined dim
                     offset = box[join][1]
             boxes[key] = box
-    shape = tuple(max(stop for _, stop in edges) for edges in zip(*boxes.values(), strict=True))
-    volume = sum(prod(stop - start for start, stop in box) for box in boxes.values())
-    if not fit or shape != planned.shape or volume != prod(shape):
+    if not alike or not _fill(boxes.values(), planned.shape):
         raise CheckpointError(
             f"{len(boxes)} tensors of the checkpoint, {sources[0][0]} to {sources[-1][0]}, make up the model's "
             f"{planned.name} of shape {planned.shape}, and theirs do not: the checkpoint is incomplete, or was saved "
             "with another config"
         )
     return boxes
+
+
+def _fill(boxes: Collection[Spans], shape: tuple[int, ...]) -> bool:
+    """Whether ``boxes`` that do not overlap make up a tensor of ``shape``."""
+    reach = tuple(max(stop for _, stop in edges) for edges in zip(*boxes, strict=True))
+    volume = sum(prod(stop - start for start, stop in box) for box in boxes)
+    return reach == shape and volume == prod(shape)
 
 
 def _within(spans: Spans, low: int, high: int) -> Spans:

@@ -22,15 +22,7 @@ def without_gaps(runtime: Runtime, batch: Mapping[str, Any]) -> Mapping[str, Any
     if tokens is None or tokens.ndim < 2 or tokens.shape[0] > 0:
         return batch
     rows = runtime.executor.fewest_rows()
-    filled = {
-        name: value.new_full(
-            (rows, *(max(2, size) if dim == 0 else size for dim, size in enumerate(value.shape[1:]))),
-            _IGNORED if name in _LABELS else 0,
-        )
-        if isinstance(value, Tensor) and value.ndim > 1 and value.shape[0] == 0
-        else value
-        for name, value in batch.items()
-    }
+    filled = {name: _filled(name, value, rows) for name, value in batch.items()}
     # What balances experts leaves out what the mask does; anything else had better attend to something.
     length = filled["input_ids" if "input_ids" in filled else "inputs_embeds"].shape[1]
     mask = torch.full((rows, length), int(not any(part.masks_padding for part in runtime.parts)), device=tokens.device)
@@ -38,3 +30,11 @@ def without_gaps(runtime: Runtime, batch: Mapping[str, Any]) -> Mapping[str, Any
     if given is None or given.ndim == 2:
         filled["attention_mask"] = mask if given is None else mask.to(given.dtype)
     return filled
+
+
+def _filled(name: str, value: Any, rows: int) -> Any:
+    """``rows`` of padding, of at least two tokens, in the place of a tensor without rows."""
+    if not isinstance(value, Tensor) or value.ndim < 2 or value.shape[0] > 0:
+        return value
+    _, length, *others = value.shape
+    return value.new_full((rows, max(2, length), *others), _IGNORED if name in _LABELS else 0)

@@ -50,6 +50,18 @@ def check_replicas(runtime: Runtime, saving: str | None = None, tolerance: float
     """
     if runtime.mesh.control is None or not any(_is_replicated(runtime, planned) for planned in runtime.plan.owned()):
         return
+    apart = _apart(runtime.mesh.all_gather_object(_checksums(runtime)))
+    if not apart:
+        return
+    tolerance = tolerance if tolerance is not None else 0.0 if runtime.mesh.device.type == "cpu" else _ROUNDINGS
+    if tolerance == 0.0 or (drift := _drift(runtime, {name for name, _ in apart[:_LOOKED_AT]})) > tolerance:
+        raise _refusal(saving, apart)
+    if not any(runtime.mesh.ranks.values()):
+        _log.warning("%s Only by %.0e of their size, as roundings may.", _cause(apart), drift)
+
+
+def _checksums(runtime: Runtime) -> dict[tuple[str, _Place], int]:
+    """Of each piece of a parameter that other ranks may hold too: its checksum, by name and place."""
     places, sums = [], []
     for planned, parameter in runtime.parameters():
         if not _is_replicated(runtime, planned):
@@ -58,20 +70,17 @@ def check_replicas(runtime: Runtime, saving: str | None = None, tolerance: float
         for spans, piece in _pieces(planned, local_tensor(parameter.detach()), ranks):
             places.append((planned.name, spans))
             sums.append(checksum(piece))
-    read = torch.stack(sums).tolist() if sums else []
-    all_gather_object = runtime.mesh.all_gather_object(dict(zip(places, read, strict=True)))
+    read = torch.stack(sums).tolist() if sums else []  # all at once: the device is waited for once
+    return dict(zip(places, read, strict=True))
+
+
+def _apart(every: list[dict[tuple[str, _Place], int]]) -> list[tuple[str, list[list[int]]]]:
+    """The parameters of which ranks hold different values at one place, with the ranks that hold each value."""
     values: dict[tuple[str, _Place], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for rank, held in enumerate(all_gather_object):
+    for rank, held in enumerate(every):
         for place, value in held.items():
             values[place][value].append(rank)
-    apart = [(place[0], list(by_value.values())) for place, by_value in values.items() if len(by_value) > 1]
-    if not apart:
-        return
-    tolerance = tolerance if tolerance is not None else 0.0 if runtime.mesh.device.type == "cpu" else _ROUNDINGS
-    if tolerance == 0.0 or (drift := _drift(runtime, {name for name, _ in apart[:_LOOKED_AT]})) > tolerance:
-        raise _refusal(saving, apart)
-    if not any(runtime.mesh.ranks.values()):
-        _log.warning("%s Only by %.0e of their size, as roundings may.", _cause(apart), drift)
+    return [(place[0], list(by_value.values())) for place, by_value in values.items() if len(by_value) > 1]
 
 
 def _drift(runtime: Runtime, names: set[str]) -> float:

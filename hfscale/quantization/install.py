@@ -5,6 +5,7 @@ weight is read, and put in place here at the end; weights are quantized in :mod:
 arrive.
 """
 
+from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -68,6 +69,27 @@ def split_quantization(config: Any) -> tuple[Any, BitsAndBytesConfig | None]:
     return plain, BitsAndBytesConfig.from_dict(values)
 
 
+def _weights_of_experts(planned: Plan, model: nn.Module, chosen: Callable[[str], bool]) -> Iterator[str]:
+    for mixture in planned.mixtures:
+        if chosen(mixture.name):
+            held = model.get_submodule(mixture.name).named_parameters(prefix=mixture.name)
+            yield from (name for name, parameter in held if parameter.ndim == 3)
+
+
+def _refuse_shared(planned: Plan, weights: list[str], config: Any) -> None:
+    """Refuse to quantize the head, the embedding, and what is tied."""
+    vocabulary = {planned.by_name[f"{name}.weight"] for name in (planned.head, planned.embedding) if name is not None}
+    kept = {name for found in vocabulary for name in (found.name, found.tied_to)}
+    kept |= {name for p in planned.parameters if p.tied_to is not None for name in (p.name, p.tied_to)}
+    for name in weights:
+        if name in kept:
+            raise ConfigError(
+                f"{name} would be quantized, and is the head's or shared with another module: add "
+                f"{name.removesuffix('.weight')!r} to llm_int8_skip_modules={config.llm_int8_skip_modules} (left out, "
+                "the host keeps it)"
+            )
+
+
 def plan_quantized(planned: Plan, model: nn.Module, config: Any, stored: bool = False) -> Plan:
     """The plan with what ``config`` quantizes of the stock ``model``, whole and on any device.
 
@@ -83,22 +105,13 @@ def plan_quantized(planned: Plan, model: nn.Module, config: Any, stored: bool = 
     if config is None:
         return planned
     chosen = quantizes(model, config)
-    weights, transposed = [], set()
-    for name, module in model.named_modules():
-        if (isinstance(module, Conv1D) or type(module) is nn.Linear) and chosen(name):
-            weights.append(f"{name}.weight")
-            if isinstance(module, Conv1D):
-                transposed.add(f"{name}.weight")
-    vocabulary = {planned.by_name[f"{name}.weight"] for name in (planned.head, planned.embedding) if name is not None}
-    names = {name for found in vocabulary for name in (found.name, found.tied_to)}
-    owners = {p.tied_to for p in planned.parameters if p.tied_to is not None}
-    for name in weights:
-        if name in names or name in owners or planned.by_name[name].tied_to is not None:
-            module_name = name.removesuffix(".weight")
-            raise ConfigError(
-                f"{name} would be quantized, and is the head's or shared with another module: add "
-                f"{module_name!r} to llm_int8_skip_modules={config.llm_int8_skip_modules} (left out, the host keeps it)"
-            )
+    linear = {
+        f"{name}.weight": isinstance(module, Conv1D)
+        for name, module in model.named_modules()
+        if (isinstance(module, Conv1D) or type(module) is nn.Linear) and chosen(name)
+    }
+    weights, transposed = list(linear), {name for name, is_transposed in linear.items() if is_transposed}
+    _refuse_shared(planned, weights, config)
     if config.load_in_8bit and transposed and planned.layout.size("dp_shard") > 1:
         raise ConfigError(
             f"load_in_8bit=True cannot be used with {planned.layout.describe()} in {class_name(model)}, whose "
@@ -106,9 +119,7 @@ def plan_quantized(planned: Plan, model: nn.Module, config: Any, stored: bool = 
             "or dp_shard_size=1"
         )
     if config.load_in_4bit and not stored:
-        for mixture in planned.mixtures:
-            held = model.get_submodule(mixture.name).named_parameters(prefix=mixture.name)
-            weights += [name for name, parameter in held if parameter.ndim == 3 and chosen(mixture.name)]
+        weights += _weights_of_experts(planned, model, chosen)
     order = {parameter.name: place for place, parameter in enumerate(planned.parameters)}
     found = QuantizedPlan(
         bits=4 if config.load_in_4bit else 8,

@@ -229,20 +229,29 @@ def to_device(batches: Sequence[Mapping[str, Any]], rows: list[list[int]], devic
         moved.append(each)
     if device.type == "cpu":
         for each in moved:
-            away = {name: v for name, v in each.items() if isinstance(v, Tensor) and v.device != device}
-            each.update({name: value.to(device) for name, value in away.items()})
-        return moved
-    here: dict[int, tuple[Tensor, list[tuple[Microbatch, str]]]] = {}  # what several microbatches share goes once
-    for each in moved:
-        for name, value in each.items():
-            if isinstance(value, Tensor) and value.device.type == "cpu" and not value.requires_grad:
-                here.setdefault(id(value), (value, []))[1].append((each, name))
-            elif isinstance(value, Tensor) and value.device != device:
-                each[name] = value.to(device, non_blocking=True)
-    for (_, places), value in zip(here.values(), _sent([v for v, _ in here.values()], device), strict=True):
-        for each, name in places:
-            each[name] = value
+            each.update({name: value.to(device) for name, value in _away(each, device)})
+    else:
+        _move_together(moved, device)
     return moved
+
+
+def _away(batch: Microbatch, device: torch.device) -> list[tuple[str, Tensor]]:
+    return [(name, v) for name, v in batch.items() if isinstance(v, Tensor) and v.device != device]
+
+
+def _move_together(batches: list[Microbatch], device: torch.device) -> None:
+    """Move what is on the CPU and without gradients in one copy, and the rest one by one."""
+    together: dict[int, tuple[Tensor, list[tuple[Microbatch, str]]]] = {}  # what several microbatches share goes once
+    for batch in batches:
+        for name, value in _away(batch, device):
+            if value.device.type == "cpu" and not value.requires_grad:
+                together.setdefault(id(value), (value, []))[1].append((batch, name))
+            else:
+                batch[name] = value.to(device, non_blocking=True)
+    sent = _sent([value for value, _ in together.values()], device)
+    for (_, places), value in zip(together.values(), sent, strict=True):
+        for batch, name in places:
+            batch[name] = value
 
 
 def _sent(tensors: list[Tensor], device: torch.device) -> list[Tensor]:

@@ -85,12 +85,13 @@ def full_tensors(runtime: Runtime, entries: list[SavedTensor]) -> Iterator[tuple
 
 def _gather(entry: SavedTensor, share: Tensor | None, mesh: Mesh) -> Tensor:
     cuts = entry.planned.cuts if entry.planned else ()
-    if share is not None and (mesh.device_mesh is None or (not cuts and is_writer(mesh) and entry.home == 0)):
+    is_here = not cuts and is_writer(mesh) and entry.home == 0
+    if share is not None and (mesh.device_mesh is None or is_here):
         return share
     axes = [cut.axis for cut in cuts]
     device_mesh, own = mesh.view(cuts)
-    at_home = own["pp"] == entry.home
-    sends = at_home and not any(rank for axis, rank in own.items() if axis not in (*axes, "pp"))
+    replica = {axis: rank for axis, rank in own.items() if axis not in (*axes, "pp")}
+    sends = own["pp"] == entry.home and not any(replica.values())
     share = share.cpu().contiguous() if share is not None and sends else torch.empty(0, dtype=entry.dtype)
     if not is_writer(mesh):
         if sends and share.numel():
@@ -99,14 +100,18 @@ def _gather(entry: SavedTensor, share: Tensor | None, mesh: Mesh) -> Tensor:
     whole = share.new_empty(entry.shape)
     for coordinates in product(*(range(cut.size) for cut in cuts)):
         ranks = {**dict(zip(axes, coordinates, strict=True)), "pp": entry.home}
-        if sends and not any(coordinates):
-            piece = share
-        else:
-            piece = share.new_empty(entry.planned.local_shape(ranks) if entry.planned else entry.shape)
-            if piece.numel():
-                dist.recv(piece.view(-1).view(torch.uint8), src=_global_rank(device_mesh, ranks), group=mesh.control)
-        write_share(whole, piece, cuts, ranks)
+        mine = sends and not any(coordinates)
+        write_share(whole, share if mine else _receive(entry, ranks, device_mesh, mesh), cuts, ranks)
     return whole
+
+
+def _receive(entry: SavedTensor, ranks: dict[str, int], device_mesh: DeviceMesh | None, mesh: Mesh) -> Tensor:
+    """The share of the rank with these coordinates, which sends it."""
+    shape = entry.planned.local_shape(ranks) if entry.planned else entry.shape
+    share = torch.empty(shape, dtype=entry.dtype)
+    if share.numel():
+        dist.recv(share.view(-1).view(torch.uint8), src=_global_rank(device_mesh, ranks), group=mesh.control)
+    return share
 
 
 def _global_rank(device_mesh: DeviceMesh | None, ranks: dict[str, int]) -> int:

@@ -39,20 +39,22 @@ def scale_down(layout: ParallelConfig) -> ParallelConfig:
     if layout.total_size > MAX_RANKS:
         sizes = {f"{axis}_size": min(2, layout.size(axis)) for axis in AXES if not (axis == "pp" and from_file)}
         sizes["expert_tp_size"] = min(2, layout.size("expert_tp"))
-    pp_size = int(sizes.get("pp_size", layout.size("pp")))
     if layout.size("pp") == 1:
         return replace(layout, **sizes)
-    asked, stages = layout.num_microbatches, layout.stage_layers
+    pp_size = int(sizes.get("pp_size", layout.size("pp")))
+    same_stages = pp_size == layout.size("pp")
+    asked, stages = layout.num_microbatches, layout.stage_layers if same_stages else None
     if from_file:
-        actions = (action for row in read_csv(Path(str(layout.pipeline_schedule))) for action in row)
-        asked = asked or 1 + max(action.microbatch for action in actions)
-    elif asked is None or asked > MAX_MICROBATCHES or pp_size != layout.size("pp"):
+        asked = asked or _microbatches_in(Path(str(layout.pipeline_schedule)))
+    elif asked is None or asked > MAX_MICROBATCHES or not same_stages:
         asked = 2 * pp_size
-    if stages is not None and pp_size != layout.size("pp"):
-        stages = None
-    elif stages is not None and sum(stages) > MAX_LAYERS:
+    if stages is not None and sum(stages) > MAX_LAYERS:
         stages = [1 + (count > min(stages)) for count in stages]
     return replace(layout, **sizes, num_microbatches=asked, stage_layers=stages)
+
+
+def _microbatches_in(schedule: Path) -> int:
+    return 1 + max(action.microbatch for row in read_csv(schedule) for action in row)
 
 
 def verify(

@@ -10,7 +10,7 @@
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -136,55 +136,56 @@ class LayerRouting:
         return self.mesh.ranks["tp"] == 0
 
     def _choose(self, now: Pass, index: Tensor, weights: Tensor) -> Choice:
-        options, count, first_time = self.options, self.planned.count, not recomputing()
-        lengths = self._lengths(now, index.shape[0])
-        start, own = (sum(lengths[: self.mesh.ranks["tp"]]), lengths[self.mesh.ranks["tp"]]) if lengths else (0, None)
-        real = now.real if own is None else now.real.narrow(1, start, own)
-        logits = None if self.logits is None else self.logits.take(index.shape[0], count, self.planned.name)
+        options, own = self.options, self._own_tokens(now, index.shape[0])
+        counts = not recomputing() and (own.are_a_part or self._first)
+        logits = None if self.logits is None else self.logits.take(len(index), self.planned.count, self.planned.name)
         if options.router != "model":
             assert logits is not None
-            index, new = self._rerouted(logits, index.shape[1], now, start, real.shape[1])
+            index, new = self._rerouted(logits, index.shape[1], now, own)
             weights = new.to(weights.dtype)
-        by_sample = index.view(*real.shape, index.shape[1])
+        by_sample = index.view(*own.real.shape, index.shape[1])
         loss = None
         if options.has_loss:
             assert logits is not None
-            by_token = logits.view(*real.shape, count)
-            loss = self._loss(now, expert_sums(by_token, by_sample, real, self.scores), first_time)
-        if options.bias_update_rate and first_time and (lengths or self._first):
-            self.counter.add_wanted(expert_counts(by_sample, count, real).sum(0))
+            by_token = logits.view(*own.real.shape, self.planned.count)
+            loss = self._loss(now, expert_sums(by_token, by_sample, own.real, self.scores))
+        if options.bias_update_rate and counts:
+            self.counter.add_wanted(expert_counts(by_sample, self.planned.count, own.real).sum(0))
         if options.force_balanced:
-            index = round_robin(index, count)
-        if options.capacity is None:
-            return Choice(index, weights, loss=loss)
-        index = index.view(*real.shape, index.shape[1])
-        kept, places = self._within(options.capacity, index, now, real, lengths)
-        if first_time and (lengths or self._first):
-            self.counter.add_numbers(0, (real.unsqueeze(-1) & (index < count) & ~kept).sum())
+            index = round_robin(index, self.planned.count)
+        choice = Choice(index, weights, loss=loss)
+        return choice if options.capacity is None else self._limited(choice, options.capacity, now, own, counts)
+
+    def _limited(self, choice: Choice, capacity: float, now: Pass, own: "_OwnTokens", counts: bool) -> Choice:
+        """The routes that find room at their experts; the other ones lead nowhere."""
+        count, index = self.planned.count, choice.index.view(*own.real.shape, choice.index.shape[1])
+        kept, places = self._within(capacity, index, now, own)
+        if counts:
+            self.counter.add_numbers(0, (own.real.unsqueeze(-1) & (index < count) & ~kept).sum())
         index = index.where(kept, count)
         if not self.fixed:
-            return Choice(index.flatten(0, 1), weights, loss=loss)
+            return replace(choice, index=index.flatten(0, 1))
         k = index.shape[2]
-        slots = [samples * room(tokens, options.capacity, k, count) for samples, tokens in self._shapes(now)]
+        slots = [samples * room(tokens, capacity, k, count) for samples, tokens in self._shapes(now)]
         mine = slots[0] if len(slots) == 1 else slots[dist.get_rank(self.mesh.group("ep"))]
         sample = torch.arange(len(index), device=index.device).view(-1, 1, 1)
-        places = index * mine + sample * room(index.shape[1], options.capacity, k, count) + places
+        places = index * mine + sample * room(index.shape[1], capacity, k, count) + places
         places = places.where(kept, count * mine)
-        return Choice(index.flatten(0, 1), weights, places.flatten(0, 1), slots, loss)
+        return replace(choice, index=index.flatten(0, 1), places=places.flatten(0, 1), slots=slots)
 
-    def _lengths(self, now: Pass, rows: int) -> list[int]:
-        """How many tokens of each sequence the tensor ranks have; empty where every one has all."""
-        samples, tokens = now.real.shape
+    def _own_tokens(self, now: Pass, rows: int) -> "_OwnTokens":
+        """This rank's tokens, of which there must be ``rows``."""
+        (samples, tokens), rank = now.real.shape, self.mesh.ranks["tp"]
         lengths = share_evenly(tokens, self.mesh.layout.size("tp")) if self.is_cut() else []
-        expected = samples * (lengths[self.mesh.ranks["tp"]] if lengths else tokens)
-        if rows != expected:
+        start, own = (sum(lengths[:rank]), lengths[rank]) if lengths else (0, tokens)
+        if rows != samples * own:
             raise ConfigError(
                 f"{self.planned.name} got {rows} tokens where the batch has {samples} x {tokens}, of which this rank "
-                f"has {expected}: routing= can only force_balanced and count in {self.planned.name!r}"
+                f"has {samples * own}: routing= can only force_balanced and count in {self.planned.name!r}"
             )
-        return lengths
+        return _OwnTokens(lengths, start, now.real.narrow(1, start, own) if lengths else now.real)
 
-    def _rerouted(self, logits: Tensor, k: int, now: Pass, start: int, own: int) -> tuple[Tensor, Tensor]:
+    def _rerouted(self, logits: Tensor, k: int, now: Pass, own: "_OwnTokens") -> tuple[Tensor, Tensor]:
         """What another router chooses; what it draws is drawn for all tokens, and the same on all tensor ranks."""
         options, (samples, tokens) = self.options, now.real.shape
         if options.router == "switch":
@@ -196,44 +197,39 @@ class LayerRouting:
             draws = None
             if generator is not None:
                 draws = torch.rand(samples, tokens, generator=generator, device=logits.device)
-                draws = draws.narrow(1, start, own).flatten()
+                draws = own.of(draws).flatten()
             return gshard(logits, draws)
         noise = None
         if generator is not None:
             count = self.planned.count
             std = 1 / count if options.noise_std is None else options.noise_std
             noise = torch.randn(samples, tokens, count, generator=generator, device=logits.device)
-            noise = noise.narrow(1, start, own).flatten(0, 1) * std
+            noise = own.of(noise).flatten(0, 1) * std
         return noisy_topk(logits, k, noise)
 
-    def _loss(self, now: Pass, sums: Tensor, first_time: bool) -> Tensor:
+    def _loss(self, now: Pass, sums: Tensor) -> Tensor:
         """This layer's share of the step's loss."""
         if self.is_cut():
             sums = leave(sums, self.mesh.group("tp"))
         balance, z = balance_loss(sums), z_loss(sums)
         loss = (self.options.balance_loss * balance + self.options.z_loss * z) / now.tokens
-        if first_time:
+        if not recomputing():
             now.add(loss)
             if self._first:
                 self.counter.add_numbers(1, balance, z, now.real.sum())
         return loss
 
-    def _within(
-        self, factor: float, index: Tensor, now: Pass, real: Tensor, lengths: list[int]
-    ) -> tuple[Tensor, Tensor]:
+    def _within(self, factor: float, index: Tensor, now: Pass, own: "_OwnTokens") -> tuple[Tensor, Tensor]:
         """Which routes ``[b, s, k]`` find room, and the place of each in its queue, behind those of other ranks too."""
         count = self.planned.count
-        whole = index.where(real.unsqueeze(-1), count)  # padding takes nobody's place
+        whole = index.where(own.real.unsqueeze(-1), count)  # padding takes nobody's place
         group = self.mesh.group("tp")
-        if lengths and group is not None:
-            whole = start_all_gather(whole, lengths, 1, group).result()
+        if own.are_a_part and group is not None:
+            whole = start_all_gather(whole, own.lengths, 1, group).result()
         limits = room(now.real.sum(1), factor, index.shape[2], count).view(-1, 1, 1)
         places = queue_places(whole, count)
         kept = (places < limits) & (whole < count)
-        if lengths:
-            start, own = sum(lengths[: self.mesh.ranks["tp"]]), index.shape[1]
-            kept, places = kept.narrow(1, start, own), places.narrow(1, start, own)
-        return kept, places
+        return own.of(kept), own.of(places)
 
     def _shapes(self, now: Pass) -> list[tuple[int, int]]:
         """Samples and tokens of the batch of every rank that sends tokens to these experts; learned once a pass."""
@@ -241,6 +237,30 @@ class LayerRouting:
             own = (now.real.shape[0], now.real.shape[1])
             now.shapes = [own] if self.mesh.expert_reports is None else _told(own, self.mesh.expert_reports)
         return now.shapes
+
+
+@dataclass(frozen=True)
+class _OwnTokens:
+    """Which tokens of a pass a rank has.
+
+    Attributes:
+        lengths: how many of each sequence every tensor rank has; empty where every one has all.
+        start: the first of this rank's in a sequence.
+        real: ``[b, s]``, which of this rank's are not padding.
+    """
+
+    lengths: list[int]
+    start: int
+    real: Tensor
+
+    @property
+    def are_a_part(self) -> bool:
+        """Whether other tensor ranks have others."""
+        return bool(self.lengths)
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Their entries of something that all tokens have, ``[b, s, ...]``."""
+        return whole.narrow(1, self.start, self.real.shape[1])
 
 
 def _told(own: tuple[int, int], group: dist.ProcessGroup) -> list[tuple[int, int]]:

@@ -3,7 +3,7 @@
 import argparse
 import shutil
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...errors import ConfigError
@@ -21,26 +21,43 @@ from .timeline import KINDS, Order, Timeline
 def run_schedule(arguments: argparse.Namespace) -> int:
     """Carry out one ``hfscale schedule``."""
     measured = _measured(arguments.trace, arguments.step)
-    planned_order, name, microbatches = _asked(arguments, measured)
+    asked = _asked(arguments, measured)
     if measured:
-        planned_order = _as_measured(planned_order, measured)
-    costs = measured_costs(measured) if measured else DEFAULT_COSTS
-    planned = simulate(planned_order, costs, name, microbatches)
-    if arguments.transfer:
-        if arguments.transfer < 0:
-            raise ConfigError(f"--transfer {arguments.transfer} is impossible: use a time of at least 0")
-        costs = replace(costs, communication=arguments.transfer * costs.forward)
-        planned = simulate_communicators(planned_order, costs, name, microbatches)
+        asked = replace(asked, order=_as_measured(asked.order, measured))
+    planned = _simulated(asked, measured_costs(measured) if measured else DEFAULT_COSTS, arguments.transfer)
     shown = [("", planned)]
     if measured:
         planned = replace(planned, unit=measured.unit)
-        if measured.num_ranks != planned.num_ranks:
-            raise ConfigError(
-                f"{arguments.trace} has {measured.num_ranks} ranks and the plan {planned.num_ranks}: "
-                f"use --pp {measured.num_ranks}"
-            )
-        measured = replace(measured, name=measured.name or name, microbatches=measured.microbatches or microbatches)
-        shown = [("planned", planned), ("measured", measured)]
+        shown = [("planned", planned), ("measured", _beside(measured, planned, asked, arguments.trace))]
+    _write(arguments, asked.order, planned, shown)
+    return 0
+
+
+def _simulated(asked: "_Asked", costs: Costs, transfer: float | None) -> Timeline:
+    """How the order would run, with transfers that take ``transfer`` forwards each, if that is given."""
+    planned = simulate(asked.order, costs, asked.schedule, asked.microbatches)
+    if not transfer:
+        return planned
+    if transfer < 0:
+        raise ConfigError(f"--transfer {transfer} is impossible: use a time of at least 0")
+    costs = replace(costs, communication=transfer * costs.forward)
+    return simulate_communicators(asked.order, costs, asked.schedule, asked.microbatches)
+
+
+def _beside(measured: Timeline, planned: Timeline, asked: "_Asked", trace: Path) -> Timeline:
+    """The recorded run, to be shown beside its plan."""
+    if measured.num_ranks != planned.num_ranks:
+        raise ConfigError(
+            f"{trace} has {measured.num_ranks} ranks and the plan {planned.num_ranks}: use --pp {measured.num_ranks}"
+        )
+    name, microbatches = measured.name or asked.schedule, measured.microbatches or asked.microbatches
+    return replace(measured, name=name, microbatches=microbatches)
+
+
+def _write(
+    arguments: argparse.Namespace, planned_order: Order, planned: Timeline, shown: list[tuple[str, Timeline]]
+) -> None:
+    """The files asked for, and what is shown in the terminal."""
     for path in filter(None, (arguments.csv, arguments.save_trace)):
         if not path.absolute().parent.is_dir():
             raise ConfigError(f"{path} cannot be written: {path.parent} is not a folder")
@@ -55,7 +72,6 @@ def run_schedule(arguments: argparse.Namespace) -> int:
     print(render(shown, width, colour))
     for path in filter(None, (arguments.csv, arguments.save_trace, arguments.out)):
         print(f"wrote {path}")
-    return 0
 
 
 def _measured(trace: Path | None, step: int | None) -> Timeline | None:
@@ -101,28 +117,55 @@ def measured_costs(timeline: Timeline) -> Costs:
     return Costs(**found)
 
 
-def _asked(arguments: argparse.Namespace, measured: Timeline | None) -> tuple[Order, str, int]:
-    """The order to draw, its name, and the microbatches of one step."""
+@dataclass(frozen=True)
+class _Asked:
+    """The order to draw, the schedule's name, and the microbatches of one step."""
+
+    order: Order
+    schedule: str
+    microbatches: int
+
+
+@dataclass
+class _Sizes:
+    """What a schedule is made for; ``None`` and 0 where nothing is known yet."""
+
+    pp_size: int | None
+    microbatches: int | None
+    virtual_stages: int | None
+
+    def fill_from(self, run: Timeline) -> None:
+        """Take from ``run`` what is not known."""
+        self.pp_size = self.pp_size or run.num_ranks
+        self.microbatches = self.microbatches or run.num_microbatches
+        self.virtual_stages = self.virtual_stages or run.virtual_stages
+
+
+def _asked(arguments: argparse.Namespace, measured: Timeline | None) -> _Asked:
+    """What the arguments say, and where they say nothing, the recorded run or the CSV file."""
     known = measured is not None and (measured.name in SCHEDULES or measured.name.endswith(".csv"))
     schedule = arguments.schedule or (measured.name if measured and known else "1f1b")
-    pp_size, microbatches, virtual = arguments.pp, arguments.microbatches, arguments.virtual_stages
+    sizes = _Sizes(arguments.pp, arguments.microbatches, arguments.virtual_stages)
     if measured:
-        pp_size = pp_size or measured.num_ranks
-        microbatches = microbatches or measured.num_microbatches
-        virtual = virtual or measured.virtual_stages
+        sizes.fill_from(measured)
     if schedule.endswith(".csv"):
-        found = read_csv(Path(schedule))
-        counted = simulate(found)
-        pp_size, microbatches = pp_size or counted.num_ranks, microbatches or counted.num_microbatches
-        virtual = virtual or counted.virtual_stages
-    for flag, value in (("--pp", pp_size), ("--microbatches", microbatches)):
-        if value is None:
-            raise ConfigError(f"{flag} is missing: say how many, as in --pp 4 --microbatches 8")
-    virtual = virtual or (
-        1 if schedule.endswith(".csv") or schedule not in SCHEDULES else default_virtual_stages(schedule)
-    )
-    steps = arguments.steps or (3 if schedule == "pipedream_2bw" else 1)
-    if measured and schedule in ASYNCHRONOUS and not arguments.steps:
+        sizes.fill_from(simulate(read_csv(Path(schedule))))
+    pp_size, microbatches = _given("--pp", sizes.pp_size), _given("--microbatches", sizes.microbatches)
+    in_table = schedule in SCHEDULES and not schedule.endswith(".csv")
+    virtual = sizes.virtual_stages or (default_virtual_stages(schedule) if in_table else 1)
+    steps = arguments.steps or _steps(schedule, microbatches, measured)
+    return _Asked(order(schedule, pp_size, microbatches, virtual, steps), schedule, microbatches)
+
+
+def _given(flag: str, value: int | None) -> int:
+    if value is None:
+        raise ConfigError(f"{flag} is missing: say how many, as in --pp 4 --microbatches 8")
+    return value
+
+
+def _steps(schedule: str, microbatches: int, measured: Timeline | None) -> int:
+    """How many steps to draw: those of a recorded run without flushes, or enough to see how they overlap."""
+    if measured and schedule in ASYNCHRONOUS:
         run = 1 + max(span.action.microbatch for _, span in measured.spans() if span.action.kind == "forward")
-        steps = max(1, run // microbatches)
-    return order(schedule, pp_size, microbatches, virtual, steps), schedule, microbatches
+        return max(1, run // microbatches)
+    return 3 if schedule == "pipedream_2bw" else 1

@@ -155,24 +155,44 @@ def _communicators(sharing: Sharing) -> Callable[[str, int, int], Hashable]:
 
 def _play(queues: dict[Hashable, list[_Task]]) -> bool:
     """Give every task its times; whether all of them came to an end."""
-    at, free = dict.fromkeys(queues, 0), dict.fromkeys(queues, 0.0)
-    where = {id(task): key for key, tasks in queues.items() for task in tasks}
-    moved = True
-    while moved:
-        moved = False
-        for key, tasks in queues.items():
-            while at[key] < len(tasks):
-                halves = [tasks[at[key]]]
-                if halves[0].other is not None:
-                    halves.append(halves[0].other)
-                keys = [where[id(half)] for half in halves]
-                turns = [queues[k][at[k]] if at[k] < len(queues[k]) else None for k in keys]
-                if turns != halves or any(need.end is None for half in halves for need in half.needs):
-                    break
-                ready = [need.end or 0.0 for half in halves for need in half.needs]
-                begin = max([*(free[k] for k in keys), *ready])
-                for k, half in zip(keys, halves, strict=True):
-                    half.start, half.end = begin, begin + half.duration
-                    at[k], free[k] = at[k] + 1, begin + half.duration
-                moved = True
-    return all(at[key] == len(tasks) for key, tasks in queues.items())
+    play = _Play(queues)
+    while sum(play.advance(key) for key in queues):
+        pass
+    return all(play.at[key] == len(tasks) for key, tasks in queues.items())
+
+
+class _Play:
+    """Queues whose tasks run one after the other, the two halves of a transfer together.
+
+    Attributes:
+        at: how many tasks of each queue have run.
+        free: when the last of them ended.
+    """
+
+    def __init__(self, queues: dict[Hashable, list[_Task]]) -> None:
+        self.queues = queues
+        self.at, self.free = dict.fromkeys(queues, 0), dict.fromkeys(queues, 0.0)
+        self._queue_of = {id(task): key for key, tasks in queues.items() for task in tasks}
+
+    def advance(self, key: Hashable) -> int:
+        """Run the tasks of a queue up to one that waits; how many there were."""
+        before = self.at[key]
+        while (task := self._next(key)) is not None and self._run([task, *([task.other] if task.other else [])]):
+            pass
+        return self.at[key] - before
+
+    def _next(self, key: Hashable) -> _Task | None:
+        return self.queues[key][self.at[key]] if self.at[key] < len(self.queues[key]) else None
+
+    def _run(self, halves: list[_Task]) -> bool:
+        """Run them if it is their turn, and what they need is there."""
+        keys = [self._queue_of[id(half)] for half in halves]
+        needs = [need.end for half in halves for need in half.needs]
+        ready = [end for end in needs if end is not None]
+        if [self._next(key) for key in keys] != halves or len(ready) < len(needs):
+            return False
+        begin = max([*(self.free[key] for key in keys), *ready])
+        for key, half in zip(keys, halves, strict=True):
+            half.start, half.end = begin, begin + half.duration
+            self.at[key], self.free[key] = self.at[key] + 1, begin + half.duration
+        return True

@@ -38,14 +38,16 @@ def share_out(
     fitting = [
         parts for parts in range(1, min(rows) + 1) if not any(r % parts for r in rows) and accepts(parts * count)
     ]
-    if wanted is None:
-        few = [parts for parts in fitting if parts * count <= _PER_STAGE * pp_size]
-        parts = max(few) if few else min(fitting, default=0)
-    else:
-        parts = wanted if wanted in fitting else 0
-    if not parts:
+    parts = _default_parts(fitting, count, pp_size) if wanted is None else wanted
+    if parts not in fitting:
         raise ConfigError(_unfit(count, wanted, rows, fitting, accepts))
     return [part for batch, size in zip(given, rows, strict=True) for part in _cut(batch, size, parts)]
+
+
+def _default_parts(fitting: Sequence[int], count: int, pp_size: int) -> int:
+    """The most parts of ``count`` batches each that a bubble of a quarter needs; 0 if there is no ``fitting`` one."""
+    few = [parts for parts in fitting if parts * count <= _PER_STAGE * pp_size]
+    return max(few) if few else min(fitting, default=0)
 
 
 def rows_of(batch: Batch) -> int:

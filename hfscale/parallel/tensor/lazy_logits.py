@@ -153,11 +153,8 @@ def _record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyLog
     """The promise after ``func``, where it is one of the known operations on a promise and plain numbers."""
     if func not in _REPLAYED or any(isinstance(value, Tensor) for value in kwargs.values()):
         return None
-    positions = [index for index, value in enumerate(args) if isinstance(value, LazyLogits)]
-    if len(positions) != 1 or not all(_plain(v) for index, v in enumerate(args) if index != positions[0]):
-        return None
-    promise: LazyLogits = args[positions[0]]
-    if promise.value is not None:
+    positions = [index for index, value in enumerate(args) if not _plain(value)]
+    if len(positions) != 1 or not isinstance(promise := args[positions[0]], LazyLogits) or promise.value is not None:
         return None
     name, replayed = _REPLAYED[func]
     # A number in a tensor may change before it is read.

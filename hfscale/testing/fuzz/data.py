@@ -57,26 +57,31 @@ def _microbatch(
     labels = ids.clone()
     if draw.masked != "none":
         labels = labels.masked_fill(torch.rand(ids.shape, generator=generator) < 0.35, -100)
-    if draw.masked == "rows" and rows > 1:
-        labels[-1] = -100
-    if draw.masked == "microbatch" and step == 0 and index == draw.microbatches - 1:
-        labels[:] = -100
-    if draw.masked == "rank" and rank == world - 1 and world > 1:
-        labels[:] = -100
+    last = rank == world - 1 and world > 1
+    nothing = {
+        "rows": slice(-1, None) if rows > 1 else slice(0),
+        "microbatch": slice(None) if step == 0 and index == draw.microbatches - 1 else slice(0),
+        "rank": slice(None) if last else slice(0),
+    }
+    labels[nothing.get(draw.masked, slice(0))] = -100
     batch = {"input_ids": ids, "labels": labels}
     if draw.padding != "none":
-        mask = torch.ones_like(ids)
-        for row in range(1, rows):
-            out = min(row * 2 - 1, length - 1)
-            chosen = slice(length - out, length) if draw.padding == "right" else slice(0, out)
-            mask[row, chosen] = 0
-            labels[row, chosen] = -100
-        batch["attention_mask"] = mask
+        batch["attention_mask"] = mask = _padding(draw.padding, rows, length)
+        labels[mask == 0] = -100
     if draw.positions:
         mask = batch.get("attention_mask", torch.ones_like(ids))
         batch["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
         if draw.packed:
             batch["position_ids"] %= length // 2 + 1
-    if draw.empty_rank and rank == world - 1 and world > 1:
+    if draw.empty_rank and last:
         batch = {name: value[:0] for name, value in batch.items()}
     return batch
+
+
+def _padding(side: str, rows: int, length: int) -> torch.Tensor:
+    """A mask with more padding in every row, and none in the first."""
+    mask = torch.ones(rows, length, dtype=torch.int64)
+    for row in range(1, rows):
+        out = min(row * 2 - 1, length - 1)
+        mask[row, slice(length - out, length) if side == "right" else slice(0, out)] = 0
+    return mask

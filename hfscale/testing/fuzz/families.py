@@ -1,5 +1,6 @@
 """Which families are drawn, how often, and what may change in their configs: pure."""
 
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -113,6 +114,17 @@ def choose_config(random: Random, family: str, found: dict[str, Any], wild: floa
     for name, values in _CHOICES.items():
         if name in found and not isinstance(found[name], (list, dict, bool)) and sometimes():
             changes[name] = random.choice(values)
+    changes.update(_choose_sizes(random, found, sometimes))
+    if sometimes():
+        last = int(changes.get("vocab_size", found.get("vocab_size") or VOCABULARY)) - 1
+        changes["pad_token_id"] = random.choice((0, 1, 5, last // 2, last))
+    if random.random() < 0.08:
+        changes.update(_choose_dropout(random, found))
+    return changes
+
+
+def _choose_sizes(random: Random, found: dict[str, Any], sometimes: Callable[[], bool]) -> dict[str, int]:
+    changes = {}
     if "vocab_size" in found and sometimes():
         changes["vocab_size"] = random.choice((64, 65, 66, 71, 101, 130))
     for name in _WIDTHS:
@@ -123,11 +135,10 @@ def choose_config(random: Random, family: str, found: dict[str, Any], wild: floa
     if has_experts(found) and sometimes():
         count = random.choice((4, 6, 8, HIDDEN))
         changes.update({name: count for name in EXPERT_FIELDS if isinstance(found.get(name), int)})
-    if sometimes():
-        last = int(changes.get("vocab_size", found.get("vocab_size") or VOCABULARY)) - 1
-        changes["pad_token_id"] = random.choice((0, 1, 5, last // 2, last))
-    if random.random() < 0.08:
-        shares = {name for name, value in found.items() if is_dropout(name) and isinstance(value, (int, float))}
-        shares = {name for name in shares if not isinstance(found[name], bool)}
-        changes.update({name: random.choice((0.1, 0.3)) for name in sorted(shares) if random.random() < 0.7})
     return changes
+
+
+def _choose_dropout(random: Random, found: dict[str, Any]) -> dict[str, float]:
+    shares = {name for name, value in found.items() if is_dropout(name) and isinstance(value, (int, float))}
+    shares = {name for name in shares if not isinstance(found[name], bool)}
+    return {name: random.choice((0.1, 0.3)) for name in sorted(shares) if random.random() < 0.7}

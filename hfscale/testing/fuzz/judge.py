@@ -113,13 +113,17 @@ def _failed(ended: list[Ended]) -> Verdict:
         return Verdict("crash", f"{end.phase}: {_short(end.error)}", end.error[:600], end.trace)
     if refused:
         end = refused[0]
-        early = end.phase in _EARLY or (end.phase == "step 0" and _OF_THE_BATCH.search(end.error))
-        between = end.phase in ("eval", "generate", "save", "save_state")
-        outcome = "refused" if early or between else "late"
+        outcome = "refused" if _in_time(end) else "late"
         return Verdict(outcome, f"{end.phase}: {_short(end.error)}", end.error[:600], end.trace)
     end = next(end for end in ended if end.hung)
     phases = ", ".join(sorted({end.phase for end in ended}))
     return Verdict("hang", end.phase, f"ranks stand at {phases}", "\n".join(end.trace for end in ended))
+
+
+def _in_time(refused: Ended) -> bool:
+    """Whether a refusal came before anything was computed in vain."""
+    early = refused.phase in _EARLY or (refused.phase == "step 0" and _OF_THE_BATCH.search(refused.error))
+    return bool(early) or refused.phase in ("eval", "generate", "save", "save_state")
 
 
 def compared(draw: Draw, found: list[dict[str, Any]]) -> Verdict:

@@ -35,21 +35,13 @@ def shrink(
 
 def candidates(draw: Draw) -> Iterator[Draw]:
     """Draws that are one step smaller, the largest steps first."""
-    usual = Draw(draw.family)
-    for field in fields(Draw):  # options back to their defaults
-        if field.name in ("family", "config", "layout", "seed", "layers", "rows", "steps"):
-            continue
-        if getattr(draw, field.name) != getattr(usual, field.name):
-            yield draw.change(**{field.name: getattr(usual, field.name)})
+    yield from _with_defaults(draw)
     if draw.config:
         yield draw.change(config={})
     yield from (draw.change(config=less) for less in _without_one(draw.config))
     yield from (draw.change(layout=less) for less in _smaller_layouts(draw.layout))
     if draw.peft:
-        yield from (draw.change(peft=less) for less in _without_one(draw.peft) if "target_modules" in less)
-        targets = draw.peft["target_modules"]
-        if isinstance(targets, list) and len(targets) > 1:
-            yield from (draw.change(peft={**draw.peft, "target_modules": [target]}) for target in targets)
+        yield from (draw.change(peft=less) for less in _smaller_adapters(draw.peft))
     for name in ("frozen", "between", "lengths"):
         values: tuple[Any, ...] = getattr(draw, name)
         if len(values) > 1:
@@ -60,6 +52,22 @@ def candidates(draw: Draw) -> Iterator[Draw]:
             yield draw.change(**{name: getattr(draw, name) - 1})
     if draw.family != "llama":
         yield draw.change(family="llama")
+
+
+def _with_defaults(draw: Draw) -> Iterator[Draw]:
+    usual = Draw(draw.family)
+    for field in fields(Draw):
+        if field.name in ("family", "config", "layout", "seed", "layers", "rows", "steps"):
+            continue
+        if getattr(draw, field.name) != getattr(usual, field.name):
+            yield draw.change(**{field.name: getattr(usual, field.name)})
+
+
+def _smaller_adapters(peft: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield from (less for less in _without_one(peft) if "target_modules" in less)
+    targets = peft["target_modules"]
+    if isinstance(targets, list) and len(targets) > 1:
+        yield from ({**peft, "target_modules": [target]} for target in targets)
 
 
 def _without_one(values: dict[str, Any]) -> Iterator[dict[str, Any]]:
