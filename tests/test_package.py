@@ -34,6 +34,18 @@ def test_functions_named_like_a_submodule_stay_functions() -> None:
     assert done.stdout.split() == [FunctionType.__name__] * 2
 
 
+def test_plans_are_data() -> None:
+    """``hfscale.plan`` knows neither modules nor transformers: tensors are all it takes from outside."""
+    for file in (Path(hfscale.__file__).parent / "plan").glob("*.py"):
+        tree = ast.parse(file.read_text())
+        found = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.level == 0:
+                found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        outside = {name for name in found if name.partition(".")[0] not in sys.stdlib_module_names}
+        assert outside <= {"torch", "torch.Tensor"}, file
+
+
 @pytest.mark.parametrize("line", [["--help"], ["--version"], ["plan", "--help"], ["schedule", "--pp"], ["verify"]])
 def test_a_command_line_is_read_without_importing_torch(line: list[str]) -> None:
     code = (

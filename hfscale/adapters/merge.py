@@ -11,7 +11,7 @@ from .._host.peft import COPY, wrapped
 from .._host.torch import own_modules, own_parameters
 from .._host.transformers.loading import forget_quantization
 from ..errors import ConfigError
-from ..parallel.tensor.apply import follow_weight
+from ..families.projections import follow_weight
 from ..plan import AdapterParameter, ParameterPlan, Plan
 from ..quantization.install import dequantized
 from ..quantization.packed import forget_packed

@@ -6,7 +6,6 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from .._host.peft import (
     COPY,
@@ -20,6 +19,7 @@ from .._host.peft import (
 )
 from .._host.transformers.classes import class_name
 from ..errors import ConfigError
+from ..families.projections import is_transposed
 from ..plan import AdapterParameter, Plan
 from ..planner.adapters import is_known
 from ..runtime.names import stock_name, unwrapped
@@ -85,12 +85,18 @@ def adapter_parameters(whole: Any, plan: Plan) -> list[AdapterParameter]:
                 dtype=parameter.dtype,
                 base=_planned_base(plan, f"{path}.{adapted}"),
                 kept_in=kept_in,
-                transposed=bool(getattr(inner, "is_transposed", isinstance(inner, (Conv1D, nn.Embedding)))),
+                transposed=_is_transposed(inner),
                 experts=experts_adapted(wrapper),
                 tied_to=None if owner == name else owner,
             )
         )
     return found
+
+
+def _is_transposed(adapted: nn.Module) -> bool:
+    """Whether a module keeps its parameters as ``[in, out]``; experts say so of themselves."""
+    own = getattr(adapted, "is_transposed", None)
+    return is_transposed(adapted) or isinstance(adapted, nn.Embedding) if own is None else bool(own)
 
 
 def _planned_base(plan: Plan, name: str) -> str:

@@ -22,23 +22,14 @@ counted: SDPA and flash attention keep none. Nor is dropout in front of adapters
 from collections.abc import Collection
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 from .._host.peft import LORA_A
-from ..families.fields import first_count, text_config
-from ..plan.cut import cut_shape
 from ..plan.parameter import ParameterPlan
 from ..plan.plan import Plan
-from ..planner.costs import _ACTIVE
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _HEAD_SIZE = 64  # a guess, for one number per head and token beside some thousands
-
-
-def experts_per_token(config: Any) -> int | None:
-    """How many experts a token is sent to, by the config; ``None`` where it does not say."""
-    return first_count(text_config(config), _ACTIVE)
 
 
 @dataclass(frozen=True)
@@ -159,7 +150,7 @@ class _Llama:
         return total
 
     def _out(self, name: str) -> int:
-        return _computed_shape(self.roles[name], self.ranks)[0]
+        return self.roles[name].model_shape(self.ranks)[0]
 
     def _read(self, width: int, readers: tuple[str, ...], kept: bool = False, again: int = 1) -> float:
         """Bytes that projections keep of an input of ``width`` values.
@@ -190,12 +181,6 @@ def _llama_roles(owned: list[ParameterPlan], layer: str) -> dict[str, ParameterP
     return found if known and set(expected.values()) - set(found) <= {"q_norm", "k_norm"} else None
 
 
-def _computed_shape(planned: ParameterPlan, ranks: dict[str, int]) -> tuple[int, ...]:
-    """What the rank computes with: data ranks gather what they share."""
-    cuts = [cut for cut in planned.cuts if cut.axis not in ("dp_shard", "edp_shard")]
-    return cut_shape(planned.shape, cuts, ranks)
-
-
 def _at_most(
     plan: Plan,
     layer: str,
@@ -205,14 +190,13 @@ def _at_most(
     types: Types,
     routes: int | None,
 ) -> float:
-    values, wide = 2.0 * hidden, 0.0
     count = next((e.count for e in plan.mixtures if e.name.startswith(f"{layer}.")), 1)
     often = min(routes or count, count)
-    experts = [e.name for e in plan.mixtures]
+    experts = tuple(f"{e.name}." for e in plan.mixtures)
     tensor = plan.layout.size("tp") if plan.layout.slices_tokens else 1
+    values, wide = 2.0 * hidden, 0.0
     for planned in owned:
-        local = _computed_shape(planned, ranks)
-        inside = any(planned.name.startswith(f"{name}.") for name in experts)
+        local, inside = planned.model_shape(ranks), planned.name.startswith(experts)
         if len(local) >= 3 and inside:
             values += often * 2 * sum(local[-2:]) / tensor
         elif len(local) == 2:
@@ -221,12 +205,12 @@ def _at_most(
             values += share * (2 * sum(local) + min(local))
         elif len(local) == 1 and planned.name.endswith("weight"):
             wide += 4 * local[0]  # norms compute in 32 bits
-    ranks_kept = sum(
-        prod(a.shape) // max(a.shape) for a in plan.adapters if a.kept_in == LORA_A and a.name.startswith(f"{layer}.")
-    )
-    copies = sum(
-        _computed_shape(plan.by_name[a.base], ranks)[-1]
-        for a in plan.adapters
-        if a.kept_in == LORA_A and a.name.startswith(f"{layer}.") and types.adapters != types.size
-    )
-    return types.size * values + max(4, types.size) * wide + types.adapters * (ranks_kept + copies)
+    return types.size * values + max(4, types.size) * wide + types.adapters * _of_adapters(plan, layer, ranks, types)
+
+
+def _of_adapters(plan: Plan, layer: str, ranks: dict[str, int], types: Types) -> int:
+    """Values that a layer's adapters keep: those between their factors, and copies of inputs in another type."""
+    low_rank = [a for a in plan.adapters if a.kept_in == LORA_A and a.name.startswith(f"{layer}.")]
+    kept = sum(prod(adapter.shape) // max(adapter.shape) for adapter in low_rank)
+    copied = low_rank if types.adapters != types.size else ()
+    return kept + sum(plan.by_name[adapter.base].model_shape(ranks)[-1] for adapter in copied)

@@ -21,13 +21,12 @@ import torch
 from ..plan.cut import Cut, cut_shape
 from ..plan.parameter import ParameterPlan
 from ..plan.plan import Plan
-from ..plan.quantized import BLOCK
+from ..plan.quantized import BLOCK, OUTER_BLOCK, packed_scale_bytes
 from ..plan.table import human
 from .activations import LayerBytes, Types, layer_bytes, stream_width
 from .state_bytes import optimizer_bytes
 
 _DATA = ("dp_shard", "edp_shard")
-_OUTER = 256  # scales with one scale of their own, in double quantization
 _CODE = 4 * 16  # bytes of the table of 4-bit values, one per weight
 _OUTER_CODE = 4 * 256
 
@@ -153,9 +152,9 @@ def _quantized_bytes(plan: Plan, planned: ParameterPlan, ranks: dict[str, int]) 
         return values + 4 * local[-1 if transposed else -2]
     blocks = ceil(values / BLOCK)
     if sharded or len(local) == 3:  # bytes that hfscale packs
-        scales = 4 * (ceil(blocks / _OUTER) + 1 + ceil(blocks / 4)) if double else 4 * blocks
-        return matrices * (blocks * BLOCK // 2 + scales)
-    outer = blocks + 4 * ceil(blocks / _OUTER) + 4 + _OUTER_CODE  # scales, their scales, their mean, a table
+        return matrices * (blocks * BLOCK // 2 + packed_scale_bytes(blocks, double))
+    # scales, their scales, their mean, a table
+    outer = blocks + 4 * ceil(blocks / OUTER_BLOCK) + 4 + _OUTER_CODE
     return ceil(values / 2) + (outer if double else 4 * blocks) + _CODE
 
 
@@ -169,12 +168,7 @@ def _activations(
     trained: Collection[str],
     routes: int | None,
 ) -> tuple[int, list[str]]:
-    widest = max((p.dtype for p in plan.owned() if p.dtype.is_floating_point), key=_size, default=torch.float32)
-    model = next((p.dtype for p in plan.owned() if p.name.startswith(plan.layers[:1])), widest)
-    wrapped = plan.layout.data_world > 1
-    size = 2 if mixed and wrapped else _size(model)
-    own = max((_size(plan.by_name[a.name].dtype) for a in plan.adapters), default=size)
-    types = Types(size, size if mixed and wrapped else own, exact=not mixed or wrapped)
+    types = _types(plan, mixed)
     places = [(0, plan.layers)]
     if plan.stages is not None:
         places = [(stage.index, stage.layers) for stage in plan.stages.of_rank(ranks.get("pp", 0))]
@@ -193,6 +187,17 @@ def _activations(
     total += tokens * most * checkpointing
     how = "counted for this kind of layer" if counted else "an upper estimate from the shapes of the layers"
     return ceil(total), [f"activations: {how}, of {tokens:,} tokens a microbatch; scores of attention are not kept"]
+
+
+def _types(plan: Plan, mixed: bool) -> Types:
+    """In what the plan's model computes, and its adapters."""
+    widest = max((p.dtype for p in plan.owned() if p.dtype.is_floating_point), key=_size, default=torch.float32)
+    model = next((p.dtype for p in plan.owned() if p.name.startswith(plan.layers[:1])), widest)
+    if mixed and plan.layout.data_world > 1:
+        return Types(2, 2, exact=True)
+    size = _size(model)
+    own = max((_size(plan.by_name[a.name].dtype) for a in plan.adapters), default=size)
+    return Types(size, own, exact=not mixed)
 
 
 def _layer(

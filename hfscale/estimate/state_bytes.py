@@ -13,38 +13,15 @@ from math import ceil, prod
 from typing import Any
 
 from ..errors import ConfigError
-from ..plan.flat_blocks import blocks_align
+from ..plan.flat_blocks import flat_blocks_align
 from ..plan.parameter import ParameterPlan
+from .optimizer_states import BITSANDBYTES, BLOCK, MIN_8BIT_SIZE, MOMENTS, BitsAndBytesOptimizer
 
-BLOCK = 256
-"""Entries that share a scale in 8-bit states."""
-MIN_8BIT_SIZE = 4096
-"""States of tensors with fewer entries have 32 bits."""
 _CODE_BOOK = 4 * 256  # bytes of the table of 8-bit values of one moment
 _COUNT = 4  # bytes of a count of steps
 
 _TORCH = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
-# Of bitsandbytes' classes: moments per entry, code books.
-_MOMENTS = {"adamw": (2, 2), "adam": (2, 2), "ademamix": (3, 2), "lion": (1, 1), "rmsprop": (1, 1)}
-_BITSANDBYTES = {
-    "adam_8bit": ("adam", 8),
-    "adamw_8bit": ("adamw", 8),
-    "adamw_bnb_8bit": ("adamw", 8),
-    "paged_adamw_8bit": ("adamw", 8),
-    "paged_adamw_32bit": ("adamw", 32),
-    "ademamix": ("ademamix", 32),
-    "ademamix_8bit": ("ademamix", 8),
-    "paged_ademamix_8bit": ("ademamix", 8),
-    "paged_ademamix_32bit": ("ademamix", 32),
-    "lion_8bit": ("lion", 8),
-    "lion_32bit": ("lion", 32),
-    "paged_lion_8bit": ("lion", 8),
-    "paged_lion_32bit": ("lion", 32),
-    "rmsprop_bnb": ("rmsprop", 32),
-    "rmsprop_bnb_8bit": ("rmsprop", 8),
-    "rmsprop_bnb_32bit": ("rmsprop", 32),
-}
-NAMES = (*_TORCH, "adafactor", "muon", *_BITSANDBYTES)
+NAMES = (*_TORCH, "adafactor", "muon", *BITSANDBYTES)
 """The optimizers whose state is known: those of :func:`hfscale.create_optimizer`."""
 
 
@@ -67,8 +44,8 @@ def optimizer_bytes(
         ConfigError: the name is unknown.
     """
     given = dict(options or {})
-    if name in _BITSANDBYTES:
-        return _of_bitsandbytes(trained, ranks, *_BITSANDBYTES[name], given)
+    if name in BITSANDBYTES:
+        return _of_bitsandbytes(trained, ranks, BITSANDBYTES[name], given)
     if name == "adafactor":
         return sum(_of_adafactor(planned, ranks, given) for planned in trained)
     if name == "muon":
@@ -95,16 +72,16 @@ def _like(planned: ParameterPlan, ranks: dict[str, int], tensors: int, counts: b
 
 
 def _of_bitsandbytes(
-    trained: Sequence[ParameterPlan], ranks: dict[str, int], kind: str, bits: int, options: dict[str, Any]
+    trained: Sequence[ParameterPlan], ranks: dict[str, int], kind: BitsAndBytesOptimizer, options: dict[str, Any]
 ) -> int:
-    moments, books = _MOMENTS[kind]
+    moments, books = MOMENTS[kind.stock]
     least = int(options.get("min_8bit_size", MIN_8BIT_SIZE))
     total = shared = 0
     for planned in trained:
         entries, whole = _entries(planned, ranks), prod(planned.shape)
-        if bits == 32 or whole < least:
+        if kind.bits == 32 or whole < least:
             total += 4 * moments * entries
-        elif blocks_align(planned, BLOCK):  # stepped where it is; one code book for all of these
+        elif flat_blocks_align(planned, BLOCK):  # stepped where it is; one code book for all of these
             total += moments * (entries + 4 * ceil(entries / BLOCK))
             shared = shared or (books * _CODE_BOOK if entries else 0)
         else:

@@ -10,9 +10,11 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from .experts import EXPERT_FIELDS
+from .fields import HEAD_FIELDS
+
 HEADS, HEAD_DIM, LAYERS, VOCABULARY, EXPERTS = 4, 8, 2, 67, 4
 HIDDEN = HEADS * HEAD_DIM
-EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 # What a count becomes -> the names configs give it. Everything not named here keeps its value.
 _BECOMES: dict[int, str] = {
@@ -43,7 +45,6 @@ _LAYER_COUNTS = (
     *("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers"),
 )
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "n_kv_heads", "n_head_kv", "kv_heads")
-HEAD_FIELDS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 DROPOUT_WORDS = ("dropout", "pdrop", "drop_rate", "layerdrop", "jitter")
 # One entry per layer: cut to the first layers, and, where kinds alternate, made to show more than one of them.
 _PER_LAYER = (
@@ -94,29 +95,42 @@ def _shrink(fields: dict[str, Any], layers: int) -> dict[str, Any]:
     for name, value in list(fields.items()):
         if isinstance(value, dict) and "model_type" in value:
             fields[name] = _shrink(value, layers)
-        elif name == "num_attention_heads_per_layer" and isinstance(value, list):
-            fields[name] = [HEADS] * layers
-        elif name in _PER_LAYER and isinstance(value, (list, tuple)) and len(value) > layers:
-            fields[name] = _sample(list(value), layers)
-        elif name.endswith("_token_id") and isinstance(value, int) and not isinstance(value, bool):
-            fields[name] = min(value, VOCABULARY - 1) if value >= 0 else value
-        elif name.endswith("_token_id") and isinstance(value, (list, tuple)):
-            fields[name] = [min(token, VOCABULARY - 1) for token in value]
-        elif any(word in name for word in DROPOUT_WORDS) and isinstance(value, float):
-            fields[name] = 0.0
-        elif name in _KEY_HEADS and isinstance(value, int):
-            fields[name] = HEADS if value == heads else min(value, HEADS // 2)
-        elif name == "attn_layer_indices" and value:
-            fields[name] = [layers - 1]
-        elif name in _LAYER_COUNTS and type(value) is int:
-            fields[name] = layers
-        elif name in _CHOSEN and type(value) is int:  # a mixture that sends each token to one expert stays one
-            fields[name] = min(value, _SMALL[name])
-        elif name in _SMALL and (isinstance(value, int) or name == "head_dim") and not isinstance(value, bool):
-            fields[name] = _SMALL[name]
+        elif isinstance(value, (list, tuple)):
+            fields[name] = _small_list(name, value, layers)
+        else:
+            fields[name] = _small_value(name, value, layers, heads)
     if isinstance(fields.get("per_layer_config"), dict):
         fields["per_layer_config"] = _follow(fields["per_layer_config"], kinds, fields.get("layer_types"), layers)
     return fields
+
+
+def _small_list(name: str, value: list[Any] | tuple[Any, ...], layers: int) -> Any:
+    if name == "num_attention_heads_per_layer" and isinstance(value, list):
+        return [HEADS] * layers
+    if name in _PER_LAYER and len(value) > layers:
+        return _sample(list(value), layers)
+    if name.endswith("_token_id"):
+        return [min(token, VOCABULARY - 1) for token in value]
+    if name == "attn_layer_indices" and value:
+        return [layers - 1]
+    return value
+
+
+def _small_value(name: str, value: Any, layers: int, heads: int | None) -> Any:
+    """A field that is no list; ``heads`` are those of the whole model."""
+    if isinstance(value, float):
+        return 0.0 if any(word in name for word in DROPOUT_WORDS) else value
+    if type(value) is not int:
+        return _SMALL[name] if name == "head_dim" and value is None else value
+    if name.endswith("_token_id"):
+        return min(value, VOCABULARY - 1) if value >= 0 else value
+    if name in _KEY_HEADS:
+        return HEADS if value == heads else min(value, HEADS // 2)
+    if name in _LAYER_COUNTS:
+        return layers
+    if name in _CHOSEN:  # a mixture that sends each token to one expert stays one
+        return min(value, _SMALL[name])
+    return _SMALL.get(name, value)
 
 
 def _follow(per_layer: dict[Any, dict[str, Any]], before: Any, after: Any, layers: int) -> dict[int, dict[str, Any]]:

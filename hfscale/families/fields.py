@@ -7,6 +7,9 @@ The host refuses to read such a field from the config as a whole (``AmbiguousGlo
 from collections.abc import Iterable
 from typing import Any
 
+HEAD_FIELDS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+"""Config fields that say how many heads there are."""
+
 
 def text_config(config: Any) -> Any:
     """The part of a config that speaks of the decoder of text."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import ConfigError
+from ..estimate.optimizer_states import BITSANDBYTES, BitsAndBytesOptimizer
 
 Options = dict[str, Any]
 
@@ -83,11 +84,11 @@ def _adamw(**fixed: Any) -> Choice:
     return Choice("torch", "AdamW", fixed, _ADAMW, _ADAM)
 
 
-def _bitsandbytes(stock: str, bits: int, paged: bool = False) -> Choice:
-    options, adam, finish = _BITSANDBYTES[stock]
-    fixed = {"optim_bits": bits, **({"is_paged": True} if paged else {})}
-    takes: dict[str, Callable[[Any], Any]] = {**options, **({"min_8bit_size": int} if bits == 8 else {})}
-    return Choice("bitsandbytes", stock, fixed, takes, adam, finish)
+def _bitsandbytes(known: BitsAndBytesOptimizer) -> Choice:
+    options, adam, finish = _BITSANDBYTES_OPTIONS[known.stock]
+    fixed = {"optim_bits": known.bits, **({"is_paged": True} if known.paged else {})}
+    takes: dict[str, Callable[[Any], Any]] = {**options, **({"min_8bit_size": int} if known.bits == 8 else {})}
+    return Choice("bitsandbytes", known.stock, fixed, takes, adam, finish)
 
 
 _ADEMAMIX: dict[str, Callable[[Any], Any]] = {
@@ -95,7 +96,7 @@ _ADEMAMIX: dict[str, Callable[[Any], Any]] = {
     "t_alpha": _or_none(int),
     "t_beta3": _or_none(int),
 }
-_BITSANDBYTES: dict[str, tuple[Mapping[str, Callable[[Any], Any]], tuple[str, ...], Any]] = {
+_BITSANDBYTES_OPTIONS: dict[str, tuple[Mapping[str, Callable[[Any], Any]], tuple[str, ...], Any]] = {
     "Adam": ({}, _ADAM, None),
     "AdamW": ({}, _ADAM, None),
     "AdEMAMix": (_ADEMAMIX, _ADAM, _three_betas),
@@ -142,22 +143,7 @@ CHOICES: dict[str, Choice] = {
         },
         _ADAM,
     ),
-    "adam_8bit": _bitsandbytes("Adam", 8),
-    "adamw_8bit": _bitsandbytes("AdamW", 8),
-    "adamw_bnb_8bit": _bitsandbytes("AdamW", 8),
-    "paged_adamw_8bit": _bitsandbytes("AdamW", 8, paged=True),
-    "paged_adamw_32bit": _bitsandbytes("AdamW", 32, paged=True),
-    "ademamix": _bitsandbytes("AdEMAMix", 32),
-    "ademamix_8bit": _bitsandbytes("AdEMAMix", 8),
-    "paged_ademamix_8bit": _bitsandbytes("AdEMAMix", 8, paged=True),
-    "paged_ademamix_32bit": _bitsandbytes("AdEMAMix", 32, paged=True),
-    "lion_8bit": _bitsandbytes("Lion", 8),
-    "lion_32bit": _bitsandbytes("Lion", 32),
-    "paged_lion_8bit": _bitsandbytes("Lion", 8, paged=True),
-    "paged_lion_32bit": _bitsandbytes("Lion", 32, paged=True),
-    "rmsprop_bnb": _bitsandbytes("RMSprop", 32),
-    "rmsprop_bnb_8bit": _bitsandbytes("RMSprop", 8),
-    "rmsprop_bnb_32bit": _bitsandbytes("RMSprop", 32),
+    **{name: _bitsandbytes(known) for name, known in BITSANDBYTES.items()},
 }
 
 _PROJECTED = "it projects whole gradients by code that knows no shards"

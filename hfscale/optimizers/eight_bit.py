@@ -13,15 +13,11 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError
+from ..estimate.optimizer_states import BLOCK, MIN_8BIT_SIZE
 from ..mesh import Mesh
-from ..plan.flat_blocks import blocks_align
+from ..plan.flat_blocks import flat_blocks_align
 from .sharded import Groups, Member, Stepper, describe
 from .stock import LocalStepper, Stock, WholeStepper
-
-BLOCK = 256
-"""Entries that share a scale in bitsandbytes' 8-bit states."""
-MIN_8BIT_SIZE = 4096
-"""bitsandbytes' default: states of fewer entries have 32 bits."""
 
 
 def stock_class(name: str, stock: str) -> Any:
@@ -55,7 +51,7 @@ def steppers_by_size(
     if options["optim_bits"] == 8:
         threshold = options.get("min_8bit_size", MIN_8BIT_SIZE)
         narrow = [member for member in members if torch.Size(member.planned.shape).numel() >= threshold]
-    apart = [member for member in narrow if not blocks_align(member.planned, BLOCK)]
+    apart = [member for member in narrow if not flat_blocks_align(member.planned, BLOCK)]
     if apart:
         _warn(name, apart, mesh)
     in_place = [member for member in narrow if member not in apart]

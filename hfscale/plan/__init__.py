@@ -1,14 +1,13 @@
 """The plan, as frozen data: what becomes of every parameter of a model under a layout."""
 
 from .cut import Cut, cut_shape, write_share
-from .modules import LOSSES, AdapterParameter, BlockPlan, ExpertsPlan, SequencePlan
+from .modules import AdapterParameter, BlockPlan, ExpertsPlan, SequencePlan
 from .parameter import ParameterPlan
 from .plan import Plan
 from .stages import Stage, StagePlan, Tie, balance, place_stages
 from .table import render, to_json
 
 __all__ = [
-    "LOSSES",
     "AdapterParameter",
     "BlockPlan",
     "Cut",

@@ -27,7 +27,7 @@ class PlanContents:
         mixtures: the experts of every mixture, spread or not.
         embedding: name of the vocabulary-parallel embedding, if cut.
         head: name of the output projection onto the vocabulary, if the loss runs on it.
-        loss: the host's name of the loss, if it is one of :data:`LOSSES`.
+        loss: the host's name of the loss, if it is one of :data:`hfscale.families.losses.LOSSES`.
         no_step: why ``train_step`` cannot run the model's loss, in words; empty where it can.
         source: where the blueprint of its blocks comes from, in words; empty where there are none.
         stages: what each pipeline stage holds; ``None`` where ``pp_size`` is 1.

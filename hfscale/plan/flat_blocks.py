@@ -18,7 +18,7 @@ from .parameter import ParameterPlan
 
 
 @cache
-def blocks_align(planned: ParameterPlan, block: int) -> bool:
+def flat_blocks_align(planned: ParameterPlan, block: int) -> bool:
     """Whether every rank's share is made of whole blocks of ``block`` entries of the flattened tensor.
 
     The tensor's last block may be shorter. Where runs of entries of a share touch across rows, it may say ``False``

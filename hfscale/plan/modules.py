@@ -4,9 +4,6 @@ from dataclasses import dataclass
 
 import torch
 
-LOSSES = {"ForCausalLM": 1}
-"""Losses over the vocabulary that can run on cut logits -> how many positions the labels are shifted by."""
-
 
 @dataclass(frozen=True)
 class BlockPlan:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from .cut import Cut, cut_shape, narrow_spans
+from .reductions import Reduction
 
 MODEL_AXES = ("ep", "tp")
 """The axes whose cuts change the shapes of a model's parameters."""
@@ -30,7 +31,7 @@ class ParameterPlan:
         dtype: its type.
         stage: the pipeline stage that holds it; the first, where several hold the module.
         cuts: how it is cut between ranks, in order (tensor first, then sharded data).
-        partial: axes over which each rank holds only a part of the gradient, so that the parts must be summed.
+        reductions: what happens to its gradient before the optimizer sees it, in order.
         tied_to: the name of the parameter it is the same tensor as.
     """
 
@@ -39,12 +40,17 @@ class ParameterPlan:
     dtype: torch.dtype
     stage: int = 0
     cuts: tuple[Cut, ...] = ()
-    partial: tuple[str, ...] = ()
+    reductions: tuple[Reduction, ...] = ()
     tied_to: str | None = None
 
     def local_shape(self, ranks: dict[str, int]) -> tuple[int, ...]:
         """Its shape on the rank at coordinates ``ranks`` (axis -> rank)."""
         return cut_shape(self.shape, self.cuts, ranks)
+
+    @property
+    def partial(self) -> tuple[str, ...]:
+        """Axes over which each rank holds only a part of the gradient, so that the parts must be summed."""
+        return tuple(step.axis for step in self.reductions if step.kind == "sum")
 
     @property
     def copies(self) -> int:

@@ -11,6 +11,7 @@ bit; where a cut goes through blocks, scales differ::
 
 from dataclasses import dataclass
 from functools import cache
+from math import ceil
 
 from .cut import Cut, share_spans
 from .flat_blocks import coordinates, runs_align
@@ -18,6 +19,8 @@ from .parameter import ParameterPlan
 
 BLOCK = 64
 """Values with one scale in 4 bits."""
+OUTER_BLOCK = 256
+"""Scales with one scale of their own, in double quantization."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +45,11 @@ class QuantizedPlan:
 
     def aligned(self, planned: ParameterPlan) -> bool:
         """Whether every rank's share of a weight is quantized as in one process, double quantization aside."""
-        return blocks_align(planned.shape, planned.cuts, self.bits, planned.name in self.transposed)
+        return matrix_blocks_align(planned.shape, planned.cuts, self.bits, planned.name in self.transposed)
 
 
 @cache
-def blocks_align(
+def matrix_blocks_align(
     shape: tuple[int, ...], cuts: tuple[Cut, ...], bits: int = 4, transposed: bool = False, block: int = BLOCK
 ) -> bool:
     """Whether the blocks of every rank's share are blocks of the whole.
@@ -70,3 +73,11 @@ def blocks_align(
         if bits == 4 and not runs_align(matrix, [down, across], block):
             return False
     return True
+
+
+def packed_scale_bytes(blocks: int, double: bool) -> int:
+    """Bytes of the scales of a packed 4-bit matrix, a multiple of 4.
+
+    A float per block; in ``double`` quantization a float per block of scales, their mean, and a byte per block.
+    """
+    return 4 * (ceil(blocks / OUTER_BLOCK) + 1 + ceil(blocks / 4)) if double else 4 * blocks

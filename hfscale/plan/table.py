@@ -8,28 +8,17 @@ from typing import Any
 
 from ..config import AXES
 from .contents import PlanContents
+from .lines import describe_parts
 from .parameter import ParameterPlan, wild_name
-from .quantized import QuantizedPlan
 from .stages import Tie
 
 _COLUMNS = ("parameter", "copies", "stage", "shape", "cut", "shape per rank", "bytes per rank", "gradient")
 _NUMBERS = ("copies", "stage", "bytes per rank")  # aligned right
 
 
-def gradient_rule(parameter: ParameterPlan, plan: PlanContents) -> str:
+def gradient_rule(parameter: ParameterPlan) -> str:
     """What is done to the gradient of one parameter before the optimizer sees it."""
-    steps = [f"sum over {axis}" for axis in parameter.partial]
-    tie = _tie(parameter, plan)
-    if tie is not None:
-        steps.append(f"sum over stages {', '.join(map(str, tie.stages))}")
-    if parameter.copies > 1:
-        steps.append(f"sum over the {parameter.copies} ranks with the same heads")
-    shard, replicate = ("edp_shard", "edp_replicate") if parameter.cut_over("ep") else ("dp_shard", "dp_replicate")
-    if parameter.cut_over(shard):
-        steps.append(f"reduce-scatter over {shard}")
-    if plan.layout.size(replicate) > 1:
-        steps.append(f"all-reduce over {replicate}")
-    return ", ".join(steps) or "complete"
+    return ", ".join(map(str, parameter.reductions)) or "complete"
 
 
 def describe_cut(parameter: ParameterPlan) -> str:
@@ -87,13 +76,13 @@ def to_json(plan: PlanContents) -> str:
             "loss": plan.loss,
             "train_step": not plan.no_step,
             "blueprint": plan.source,
-            "parameters": [_json_row(parameter, plan) for parameter in plan.parameters],
+            "parameters": [_json_row(parameter) for parameter in plan.parameters],
         },
         indent=1,
     )
 
 
-def _json_row(parameter: ParameterPlan, plan: PlanContents) -> dict[str, Any]:
+def _json_row(parameter: ParameterPlan) -> dict[str, Any]:
     return {
         "name": parameter.name,
         "stage": parameter.stage,
@@ -104,7 +93,7 @@ def _json_row(parameter: ParameterPlan, plan: PlanContents) -> dict[str, Any]:
         "bytes_per_rank": local_bytes(parameter, {}),
         "partial": list(parameter.partial),
         "copies": parameter.copies,
-        "gradient": gradient_rule(parameter, plan),
+        "gradient": gradient_rule(parameter),
         "tied_to": parameter.tied_to,
     }
 
@@ -123,9 +112,8 @@ def render(plan: PlanContents) -> str:
     )
     ranks = f" = {plan.layout.total_size} ranks" if plan.layout.total_size > 1 else ""
     source = [f"blueprint: {plan.source}"] if plan.source else []
-    stages = [str(plan.stages), ""] if plan.stages else []
     return "\n".join(
-        [title + ranks, *source, _training(plan), "", *_align(rows), "", *_edges(plan), *stages, _memory(plan)]
+        [title + ranks, *source, _training(plan), "", *_align(rows), "", *describe_parts(plan), _memory(plan)]
     )
 
 
@@ -146,7 +134,7 @@ def _row(group: list[ParameterPlan], plan: PlanContents) -> tuple[str, ...]:
         describe_cut(first),
         _shape(first.local_shape({})),
         human(sum(local_bytes(parameter, {}) for parameter in group)) if first.tied_to is None else "-",
-        gradient_rule(first, plan) if first.tied_to is None else _tied(first, plan),
+        gradient_rule(first) if first.tied_to is None else _tied(first, plan),
     )
 
 
@@ -173,77 +161,6 @@ def _align(rows: Sequence[tuple[str, ...]]) -> list[str]:
         return "  ".join(aligned).rstrip()
 
     return [line(_COLUMNS), "-" * (sum(widths) + 2 * (len(widths) - 1)), *map(line, rows)]
-
-
-def _edges(plan: PlanContents) -> list[str]:
-    """Where ranks of the tensor axis talk, and what the data axes gather at a time."""
-    lines = []
-    if plan.blocks:
-        talk = "an all-gather and a reduce-scatter each way" if plan.streams else "one all-reduce forward, one backward"
-        lines.append(f"edges over tp (blocks: {talk} for each input)")
-        counted: dict[tuple[str, ...], int] = {}
-        for block in plan.blocks:
-            roles = {"column": block.column, "row": block.row, "shared": block.shared}
-            named = "; ".join(f"{role} {_inside(block.name, names)}" for role, names in roles.items() if names)
-            key = (wild_name(block.name), named)
-            counted[key] = counted.get(key, 0) + 1
-        entries = [(f"{name} x{count}", named) for (name, named), count in counted.items()]
-        for name, what in (
-            (plan.embedding, "all-reduce forward"),
-            (plan.head, f"all-reduce backward, loss {plan.loss} on cut logits"),
-        ):
-            if name is not None:
-                weight = plan.by_name[f"{name}.weight"]
-                cut = weight.cut_over("tp")
-                held = cut.local_length(weight.shape[0], 0) if cut else weight.shape[0]
-                entries.append((name, f"{what}, {held:,} of {weight.shape[0]:,} tokens per rank"))
-        width = max(len(name) for name, _ in entries)
-        lines += [f"  {name.ljust(width)}  {what}" for name, what in entries]
-    for stream in plan.streams:
-        whole = ", ".join(dict.fromkeys(wild_name(name) for name in stream.gathered))
-        lines.append(
-            f"sequence: from {stream.layers[0]} to {stream.exit or 'the end'}, each rank holds "
-            f"1/{plan.layout.size('tp')} of the tokens between blocks" + (f"; run on all: {whole}" if whole else "")
-        )
-    folded = {wild_name(each.name): each for each in plan.experts}
-    for name, each in folded.items():
-        size = plan.layout.size("ep")
-        talk = f"two all-to-alls forward and two backward over ep{size}"
-        if plan.layout.slices_tokens:
-            talk += "; each tensor rank sends its share of a batch"
-            talk += ", or sums over them, whatever is fewer bytes" if plan.layout.expert_batches == 1 else ""
-        lines.append(
-            f"experts: {name} x{sum(wild_name(other.name) == name for other in plan.experts)}, {each.count // size} of "
-            f"{each.count} per rank, {talk}"
-        )
-    if plan.layout.batch_world > 1:
-        lines.append(
-            f"data axes: {len(plan.layers)} layers, each gathered and reduced as one, and the rest of the model"
-        )
-    if plan.quantized is not None:
-        lines += _quantized(plan, plan.quantized)
-    return [*lines, ""] if lines else []
-
-
-def _inside(block: str, names: Iterable[str]) -> str:
-    return ", ".join(name.removeprefix(f"{block}.") for name in names)
-
-
-def _quantized(plan: PlanContents, quantized: QuantizedPlan) -> list[str]:
-    """What a person should know about the arithmetic of a quantized model."""
-    weights = [plan.by_name[name] for name in quantized.weights]
-    lines = [f"quantized: {len(weights)} weights in {quantized.bits} bits ({quantized.kind})"]
-    cut_through = sum(not quantized.aligned(planned) for planned in weights)
-    if cut_through and quantized.stored:
-        lines.append(f"4-bit blocks of {cut_through} weights do not align with their shards: they cannot be loaded")
-    elif cut_through:
-        unit = "4-bit blocks" if quantized.bits == 4 else "8-bit rows"
-        lines.append(f"{unit} of {cut_through} weights do not align with their shards: close to unsharded, not equal")
-    if quantized.double and any(planned.cuts for planned in weights):
-        lines.append(
-            "double quantization takes blocks and a mean over the scales of a shard: close to unsharded, not equal"
-        )
-    return lines
 
 
 def _memory(plan: PlanContents) -> str:

@@ -15,12 +15,13 @@ from dataclasses import replace
 import torch
 
 from .._host.peft import ADAPTER_DIMS, COPY, IA3_SCALES, LORA_A
-from ..config import ParallelConfig
 from ..errors import PlanError
 from ..plan.cut import Cut
 from ..plan.modules import AdapterParameter
 from ..plan.parameter import ParameterPlan, wild_name
 from ..plan.plan import Plan
+from ..plan.reductions import reductions_of
+from .data import data_cut
 
 
 def is_known(kept_in: str) -> bool:
@@ -59,14 +60,14 @@ def _planned(plan: Plan, adapter: AdapterParameter) -> ParameterPlan:
                 partial = ("tp",)
             else:
                 cuts.append(replace(across, dim=dim))
-        cuts += _shards(plan.layout, spread is not None)
+        cuts += data_cut(plan.layout, spread is not None)
     return ParameterPlan(
         name=adapter.name,
         shape=adapter.shape,
         dtype=adapter.dtype,
         stage=base.stage,
         cuts=tuple(cuts),
-        partial=partial,
+        reductions=reductions_of(plan.layout, cuts, partial),
         tied_to=adapter.tied_to,
     )
 
@@ -86,12 +87,6 @@ def _dim_along(adapter: AdapterParameter, cut: Cut, ndim: int) -> int | None:
         dim = 1 if adapter.shape[0] == 1 else 0
         return dim if along_input == (dim == 1) else None
     return ADAPTER_DIMS[adapter.kept_in][0 if along_input else 1]
-
-
-def _shards(layout: ParallelConfig, spread: bool) -> list[Cut]:
-    axis = "edp_shard" if spread else "dp_shard"
-    size = layout.size(axis)
-    return [Cut(axis, 0, size)] if size > 1 else []
 
 
 def coverage(plan: Plan) -> dict[str, tuple[int, int]]:

@@ -1,6 +1,6 @@
 """Cut a model into pipeline stages: which layers and which other modules each of them holds."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +12,10 @@ from ..errors import PlanError
 from ..plan.parameter import join_path
 from ..plan.stages import Stage, StagePlan, Tie, place_stages
 from .costs import BATCH_TOKENS, SEQUENCE, Costs, layer_costs
-from .draft import Draft
+from .draft import Draft, Ranks
 from .layers import find_layers
 from .probe import PassageProbe, tiny_model
 from .resolve import find_blueprint
-
-Ranks = Mapping[int, int] | Sequence[int]
-"""Stage -> the pipeline rank that holds it."""
 
 
 def assign_stages(
@@ -58,6 +55,20 @@ def assign_stages(
     return plan
 
 
+def plan_pipeline(draft: Draft) -> None:
+    """Cut the draft's layers into the stages that its layout asks for."""
+    if draft.layout.size("pp") == 1:
+        check_stage_layers(draft, draft.layers)
+        return
+    if draft.no_step:  # and nobody can call the model: a rank has but a part of it
+        stage_problem(
+            draft,
+            "train_step does not run its loss (only that of causal language models with a Linear head), and nothing "
+            f"else runs stages: {draft.no_step}",
+        )
+    draft.stages = plan_stages(draft, draft.layers, draft.ranks)
+
+
 def plan_stages(
     draft: Draft,
     layers: list[str],
@@ -77,7 +88,7 @@ def plan_stages(
     if len(places) != count:
         stage_problem(draft, f"the schedule has {len(places)} stages, and the layout {count}", "a schedule that fits")
         return None
-    passage = _trace(draft, layer_list, layers)
+    passage = _trace(draft, layer_list)
     if passage is None:
         return None
     costs = layer_costs(
@@ -175,7 +186,7 @@ def _items(model: Any, layer_list: str) -> Iterator[str]:
         owner = join_path(owner, inner) if owner else inner
 
 
-def _trace(draft: Draft, layer_list: str, layers: list[str]) -> _Passage | None:
+def _trace(draft: Draft, layer_list: str) -> _Passage | None:
     """Run the model, or a tiny clone where its code looks at values, and sort what lies around the layers."""
     tensors = {item: _tensors(draft.model, item) for item in _items(draft.model, layer_list)}
     probe = PassageProbe(draft.model, layer_list, tensors)
@@ -186,22 +197,7 @@ def _trace(draft: Draft, layer_list: str, layers: list[str]) -> _Passage | None:
         return None
     for obstacle in probe.obstacles:
         stage_problem(draft, obstacle)
-    placed: dict[str, set[str]] = {}
-    reached = {tensor for item in probe.phases for tensor in tensors.get(item, ())}
-    for item, held in tensors.items():
-        phases = probe.phases.get(item, set())
-        if not held:
-            continue
-        if "between" in phases:
-            stage_problem(draft, f"{item} is used between layers, so every stage would need it")
-        elif not phases and not held <= reached:
-            stage_problem(draft, f"{item} has no part in a pass over tokens, so it belongs to no stage")
-        elif probe.item_returns.get(item) == 0:
-            stage_problem(draft, f"{item} returns neither a tensor nor a tuple that begins with one")
-        elif not phases:  # a second name for what is used under another one
-            twin = next(other for other in probe.phases if held & tensors.get(other, set()))
-            phases = probe.phases[twin]
-        placed[item] = phases
+    placed = {item: _phases(draft, probe, item, tensors) for item, held in tensors.items() if held}
     if draft.problems:
         return None
     used = {item: order for order, item in enumerate(probe.phases)}
@@ -214,6 +210,22 @@ def _trace(draft: Draft, layer_list: str, layers: list[str]) -> _Passage | None:
         returns=probe.returns,
         item_returns=probe.item_returns,
     )
+
+
+def _phases(draft: Draft, probe: PassageProbe, item: str, tensors: dict[str, set[int]]) -> set[str]:
+    """When ``item`` is used; refuses what cannot be on one stage, or on all."""
+    phases, held = probe.phases.get(item, set()), tensors[item]
+    reached = {tensor for used in probe.phases for tensor in tensors.get(used, ())}
+    if "between" in phases:
+        stage_problem(draft, f"{item} is used between layers, so every stage would need it")
+    elif not phases and not held <= reached:
+        stage_problem(draft, f"{item} has no part in a pass over tokens, so it belongs to no stage")
+    elif probe.item_returns.get(item) == 0:
+        stage_problem(draft, f"{item} returns neither a tensor nor a tuple that begins with one")
+    elif not phases:  # a second name for what is used under another one
+        twin = next(other for other in probe.phases if held & tensors.get(other, set()))
+        return probe.phases[twin]
+    return phases
 
 
 def _tensors(model: Any, item: str) -> set[int]:

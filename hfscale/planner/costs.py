@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from ..families.clone import HEAD_FIELDS
-from ..families.fields import first_count, text_config
+from ..families.experts import EXPERT_FIELDS, experts_per_token, has_one_per_expert
+from ..families.fields import HEAD_FIELDS, first_count, text_config
 from ..plan.stages import balance
 
 BATCH_TOKENS = 1 << 15
@@ -20,15 +20,6 @@ SEQUENCE = 2048
 _UPDATE = 28 * 300
 _BACKWARD = 3  # a step is a forward pass and a backward pass of twice its FLOPs
 
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
-_ACTIVE = (
-    "num_experts_per_tok",
-    "num_experts_per_token",
-    "moe_topk",
-    "moe_top_k",
-    "moe_k",
-    "top_k_experts",
-)
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 
 
@@ -137,10 +128,10 @@ def _named_cost(model: Any, name: str, sequence: int) -> Cost:
 
 
 def _flops(module: nn.Module, config: Any, sequence: int, share: tuple[int, int]) -> int:
-    experts = first_count(config, _EXPERTS) or 0
-    active = (min(first_count(config, _ACTIVE) or experts, experts), experts)
+    experts = first_count(config, EXPERT_FIELDS) or 0
+    active = (min(experts_per_token(config) or experts, experts), experts)
     own = list(module.parameters(recurse=False))
-    if experts > 1 and share == (1, 1) and _holds_experts(module, own, experts):
+    if experts > 1 and share == (1, 1) and has_one_per_expert(module, experts):
         share = active
     flops = 0
     if not isinstance(module, nn.Embedding):
@@ -148,14 +139,6 @@ def _flops(module: nn.Module, config: Any, sequence: int, share: tuple[int, int]
     if _is_attention(module):
         flops += _attention(module, config, sequence)
     return flops + sum(_flops(child, config, sequence, share) for child in module.children())
-
-
-def _holds_experts(module: nn.Module, own: list[nn.Parameter], experts: int) -> bool:
-    """Whether a module has one matrix, or one child, per expert."""
-    if isinstance(module, nn.ModuleList):
-        return len(module) == experts
-    stacked = any(parameter.ndim == 3 and parameter.shape[0] == experts for parameter in own)
-    return stacked or ("Expert" in type(module).__name__ and any(parameter.ndim > 1 for parameter in own))
 
 
 def _is_attention(module: nn.Module) -> bool:

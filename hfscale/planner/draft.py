@@ -1,32 +1,52 @@
 """What is known of a plan while it is made."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..config import ParallelConfig
+from ..families.blueprint import Blueprint
 from ..plan.cut import Cut
+from ..plan.modules import BlockPlan, ExpertsPlan, SequencePlan
 from ..plan.parameter import wild_name
+from ..plan.stages import StagePlan
+
+Ranks = Mapping[int, int] | Sequence[int]
+"""Stage -> the pipeline rank that holds it."""
 
 
 class Draft:
     """A model, a layout, what has been decided about its parameters, and what is wrong with both together.
 
     Attributes:
+        ranks: the pipeline rank of each stage, where the schedule says so.
         modules: every module of the model by name.
         problems: why the layout does not fit, in words; each once.
         rules: parameter name -> (its cut over the tensor axis, the axes over which its gradient is partial).
         spread: parameters of experts that are spread over the expert axis.
+
+    The other attributes are those of :class:`hfscale.plan.Plan`, and empty until a part fills them in.
     """
 
-    def __init__(self, model: Any, layout: ParallelConfig) -> None:
+    def __init__(self, model: Any, layout: ParallelConfig, ranks: Ranks | None = None) -> None:
         self.model, self.layout, self.tp = model, layout, layout.size("tp")
-        self.config = model.config
+        self.config, self.ranks = model.config, ranks
         self.problems: list[str] = []
         self.modules: dict[str, Any] = dict(model.named_modules())
         self.rules: dict[str, tuple[Cut | None, tuple[str, ...]]] = {}
         self.spread: set[str] = set()
+        self.blueprint: Blueprint | None = None
+        self.layers: list[str] = []
+        self.mixtures: tuple[ExpertsPlan, ...] = ()
+        self.experts: tuple[ExpertsPlan, ...] = ()
+        self.blocks: list[BlockPlan] = []
+        self.embedding: str | None = None
+        self.head: str | None = None
+        self.loss: str | None = None
+        self.no_step = ""
+        self.regions: tuple[SequencePlan, ...] = ()
+        self.stages: StagePlan | None = None
 
     def problem(self, problem: str) -> None:
         """Note a reason why the layout does not fit, once."""

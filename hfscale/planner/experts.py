@@ -7,47 +7,41 @@ axes.
 """
 
 from collections.abc import Iterator
-from typing import Any
-
-from torch import nn
 
 from ..config import ParallelConfig
 from ..families.blueprint import Block
+from ..families.experts import holds_experts
 from ..plan.cut import Cut, cut_shape
 from ..plan.modules import ExpertsPlan
 from ..plan.parameter import wild_name
+from .data import data_cut
 from .draft import Draft
 
-# What the host's experts say of how their parameters are used.
-_MARKS = ("has_gate", "has_bias", "is_transposed", "num_experts")
+
+def plan_experts(draft: Draft) -> None:
+    """Find the mixtures, and spread their experts over the expert axis."""
+    draft.mixtures = tuple(_mixtures(draft))
+    if draft.layout.size("ep") > 1:
+        draft.experts = draft.mixtures
+        _spread(draft)
 
 
-def holds_experts(module: Any) -> bool:
-    """Whether a module holds the experts of a mixture in the host's way."""
-    return isinstance(module, nn.Module) and all(hasattr(module, mark) for mark in _MARKS)
-
-
-def find_mixtures(draft: Draft, layers: list[str]) -> tuple[ExpertsPlan, ...]:
+def _mixtures(draft: Draft) -> Iterator[ExpertsPlan]:
     """The experts of every mixture, in the model's order."""
-    found = []
     for name, module in draft.modules.items():
         if holds_experts(module):
-            owner = next((layer for layer in layers if name.startswith(f"{layer}.")), "")
-            found.append(ExpertsPlan(name, int(module.num_experts), owner))
-    return tuple(found)
+            owner = next((layer for layer in draft.layers if name.startswith(f"{layer}.")), "")
+            yield ExpertsPlan(name, int(module.num_experts), owner)
 
 
-def plan_experts(draft: Draft, mixtures: tuple[ExpertsPlan, ...]) -> tuple[ExpertsPlan, ...]:
-    """The experts that are spread; their parameters are noted in ``draft``. Empty where ``ep_size`` is 1."""
+def _spread(draft: Draft) -> None:
     size = draft.layout.size("ep")
-    if size == 1:
-        return ()
-    if not mixtures:
+    if not draft.experts:
         draft.problem(
             f"ep_size={size} needs a module that is called with the experts of each token (transformers' "
             f"use_experts_implementation), and {type(draft.model).__name__} has none: use ep_size=1"
         )
-    for planned in mixtures:
+    for planned in draft.experts:
         name, count = planned.name, planned.count
         if count % size:
             fits = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
@@ -63,7 +57,6 @@ def plan_experts(draft: Draft, mixtures: tuple[ExpertsPlan, ...]) -> tuple[Exper
             draft.spread.add(parameter)
             if draft.tp == 1 or draft.layout.slices_tokens:
                 draft.rules[parameter] = (None, ())
-    return mixtures
 
 
 def expert_cuts(layout: ParallelConfig, shape: tuple[int, ...], cuts: list[Cut]) -> list[Cut]:
@@ -72,12 +65,11 @@ def expert_cuts(layout: ParallelConfig, shape: tuple[int, ...], cuts: list[Cut])
     Shards are whole experts too, or rows of every expert where these are too few to share out evenly.
     """
     cuts = [Cut("ep", 0, layout.size("ep")), *cuts]
-    shards = layout.size("edp_shard")
+    shards, by_rows = layout.size("edp_shard"), False
     if shards > 1:
         local = cut_shape(shape, cuts, {})
         by_rows = local[0] % shards != 0 and local[1] % shards == 0
-        cuts.append(Cut("edp_shard", 1 if by_rows else 0, shards))
-    return cuts
+    return [*cuts, *data_cut(layout, spread=True, dim=1 if by_rows else 0)]
 
 
 def blocks_around_experts(draft: Draft, name: str, role: Block) -> Iterator[tuple[str, Block]]:

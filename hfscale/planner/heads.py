@@ -9,8 +9,7 @@ attention, Shazeer 2019; grouped-query attention, Ainslie et al. 2023), consecut
 from math import gcd
 from typing import Any
 
-from ..families.clone import HEAD_FIELDS
-from ..families.fields import counts, first_count, text_config
+from ..families.fields import HEAD_FIELDS, counts, first_count, text_config
 from ..plan.modules import BlockPlan
 from ..plan.parameter import wild_name
 from .draft import Draft

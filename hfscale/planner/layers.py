@@ -8,25 +8,34 @@ from .draft import Draft
 
 def find_layers(draft: Draft, blueprint: Blueprint | None) -> list[str]:
     """Names of the layers, in order: those of the blueprint, else the classes that the host never splits."""
-    if blueprint is not None:
-        lists = [found for path in blueprint.layer_lists if (found := _resolve(draft, path)) is not None]
-        if lists:
-            layers = [f"{path}.{name}" for path in lists for name, _ in draft.modules[path].named_children()]
-            for layer, name in _tied_outside(draft, layers) if draft.layout.data_world > 1 else ():
-                draft.problem(
-                    f"{draft.layout.describe()}: {wild_name(layer)} shares {wild_name(name)} with another part of "
-                    "the model, and the data axes would untie them: use dp_shard_size=1 and dp_replicate_size=1"
-                )
-            return layers
-        if draft.tp > 1:
-            wanted = " or ".join(repr(_base_prefix(draft) + path) for path in blueprint.layer_lists)
-            draft.problem(
-                f"tp_size={draft.tp}: the blueprint of {draft.config.model_type!r} names the layer list {wanted}, "
-                f"which {type(draft.model).__name__} does not have: correct the blueprint, or use tp_size=1"
-            )
-    # Without a blueprint the layers only group parameters for sharding, and the host knows those classes.
+    lists = _lists(draft, blueprint) if blueprint is not None else []
+    if not lists:
+        return _unsplit_modules(draft)
+    layers = [f"{path}.{name}" for path in lists for name, _ in draft.modules[path].named_children()]
+    for layer, name in _tied_outside(draft, layers) if draft.layout.data_world > 1 else ():
+        draft.problem(
+            f"{draft.layout.describe()}: {wild_name(layer)} shares {wild_name(name)} with another part of "
+            "the model, and the data axes would untie them: use dp_shard_size=1 and dp_replicate_size=1"
+        )
+    return layers
+
+
+def _lists(draft: Draft, blueprint: Blueprint) -> list[str]:
+    """The layer lists of the blueprint that the model has; to have none is a problem where blocks are to be cut."""
+    found = [name for path in blueprint.layer_lists if (name := _resolve(draft, path)) is not None]
+    if not found and draft.tp > 1:
+        wanted = " or ".join(repr(_base_prefix(draft) + path) for path in blueprint.layer_lists)
+        draft.problem(
+            f"tp_size={draft.tp}: the blueprint of {draft.config.model_type!r} names the layer list {wanted}, "
+            f"which {type(draft.model).__name__} does not have: correct the blueprint, or use tp_size=1"
+        )
+    return found
+
+
+def _unsplit_modules(draft: Draft) -> list[str]:
+    """Without a blueprint the layers only group parameters for sharding, and the host knows those classes."""
     classes = layer_classes(draft.model)
-    layers = []
+    layers: list[str] = []
     for name, module in draft.modules.items():  # outer modules come first; one inside another is no layer
         if type(module).__name__ in classes and not any(name.startswith(f"{layer}.") for layer in layers):
             layers.append(name)

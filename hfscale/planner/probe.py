@@ -14,11 +14,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .._host.torch import TorchDispatchMode, tree_leaves
 from .._host.transformers.classes import from_config
+from .._host.transformers.hidden_states import hidden_states_of
 from ..families.clone import tiny_clone
+from ..families.experts import takes_routes
 from ..plan.parameter import join_path
 from .draft import Draft
 
-_STREAM = "hidden_states"
 PROBED = (1, 2)  # samples, and tokens of each
 _ALONE = ", and only the stream travels between stages"
 
@@ -114,7 +115,7 @@ class EntryProbe(_Probe):
 
     def _first_layer(self, layer: str, owner: str, owners: int) -> Callable[..., None]:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            x = args[0] if args else kwargs.get(_STREAM)
+            x = hidden_states_of(args, kwargs)
             if x is self._embedded and x is not None and self._uses == 0:
                 self.direct = layer
             if isinstance(x, Tensor):
@@ -208,7 +209,7 @@ class PassageProbe(_Probe):
 
     def _enter(self, index: int) -> Callable[..., None]:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            x = args[0] if args else kwargs.get(_STREAM)
+            x = hidden_states_of(args, kwargs)
             if index != self._left or self._inside:
                 self._obstacle("it does not call its layers one after the other")
             elif not isinstance(x, Tensor):
@@ -258,7 +259,7 @@ def _skipped_experts(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Within: experts pass their tokens on. What they do depends on values, and on kernels that not every type of
     number has; it stays inside a layer in any case.
     """
-    skipped = [module for module in modules if _are_experts(module) and "forward" not in module.__dict__]
+    skipped = [module for module in modules if takes_routes(module) and "forward" not in module.__dict__]
     for module in skipped:
         module.forward = lambda hidden_states, *args, **kwargs: torch.zeros_like(hidden_states)
     try:
@@ -266,12 +267,6 @@ def _skipped_experts(modules: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for module in skipped:
             del module.forward
-
-
-def _are_experts(module: nn.Module) -> bool:
-    """Whether a module is called as the host calls all experts: tokens, the experts chosen for them, and weights."""
-    names = list(signature(module.forward).parameters)
-    return type(module).__name__.endswith("Experts") and names[1:2] in (["top_k_index"], ["router_indices"])
 
 
 def _tensors_in(arguments: Any) -> Iterator[Tensor]:

@@ -1,19 +1,19 @@
 """Plan sequence parallelism: where the stream is cut, and which parameters see their rank's tokens only."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from ..families import SEQUENCE_UNFIT
 from ..families.blueprint import INFERRED
-from ..plan.modules import BlockPlan, ExpertsPlan, SequencePlan
+from ..families.projections import PROJECTIONS
+from ..plan.modules import BlockPlan, SequencePlan
 from ..plan.parameter import wild_name
 from .draft import Draft
-from .probe import PROBED, direct_children, probe_entry
+from .probe import PROBED, EntryProbe, direct_children, probe_entry
 
-_TOKENWISE = (nn.Linear, Conv1D, nn.Dropout, nn.Identity, nn.Embedding)
+_TOKENWISE = (*PROJECTIONS, nn.Dropout, nn.Identity, nn.Embedding)
 
 
 def share_evenly(total: int, size: int) -> list[int]:
@@ -21,65 +21,63 @@ def share_evenly(total: int, size: int) -> list[int]:
     return [total // size + (rank < total % size) for rank in range(size)]
 
 
-def plan_sequence_regions(
-    draft: Draft,
-    layers: list[str],
-    blocks: list[BlockPlan],
-    experts: Sequence[ExpertsPlan],
-    embedding: str | None,
-    source: str,
-) -> tuple[SequencePlan, ...]:
-    """One stream per layer list; the rules of its parameters go into ``draft``."""
+def plan_sequence(draft: Draft) -> None:
+    """Cut one stream per layer list, under sequence parallelism; the rules of its parameters go into ``draft``."""
+    if draft.tp == 1 or not draft.layout.sequence_parallel or draft.blueprint is None:
+        return
     unfit = SEQUENCE_UNFIT.get(draft.config.model_type)
-    if source.startswith(INFERRED):
+    if draft.blueprint.source.startswith(INFERRED):
         unfit = "its blueprint is inferred, which proves nothing of what lies between the blocks"
     if unfit:
         draft.problem(
             f"sequence_parallel=True does not fit {draft.config.model_type!r}: {unfit}: use sequence_parallel=False"
         )
-        return ()
+        return
     lists: dict[str, list[str]] = {}
-    for layer in layers:
+    for layer in draft.layers:
         lists.setdefault(layer.rpartition(".")[0], []).append(layer)
     owners = {path.rpartition(".")[0]: members for path, members in lists.items()}
-    probe = probe_entry(draft, {members[0]: owner for owner, members in owners.items()}, embedding)
-    streams = []
-    for owner, members in owners.items():
-        if not any(name.startswith(f"{owner}.") for name in (*(b.name for b in blocks), *(e.name for e in experts))):
-            continue
-        before = probe.before.get(owner)
-        rest = [
-            name for name in direct_children(draft.modules, owner) if name not in lists and _has_parameters(draft, name)
-        ]
-        if rest and before is None:
-            draft.problem(
-                f"sequence_parallel=True needs to know which of {', '.join(map(wild_name, rest))} come before the "
-                f"layers, and {type(draft.model).__name__} cannot be traced ({probe.failure}): use "
-                "sequence_parallel=False"
-            )
-            continue
-        shape = probe.shapes.get(owner)
-        if shape is not None and (len(shape) != 3 or shape[0] != PROBED[0]):
-            draft.problem(
-                f"sequence_parallel=True does not fit {draft.config.model_type!r}: its layers get a stream of the "
-                f"shape {shape} for {PROBED[0]} sample of {PROBED[1]} tokens, and not (samples, tokens, width): use "
-                "sequence_parallel=False"
-            )
-            continue
-        after = [name for name in rest if name not in (before or ())]
-        edges, mixtures = _edges(blocks), _mixtures(draft, experts)
-        streams.append(
-            SequencePlan(
-                owner=owner,
-                exit=after[0] if len(after) == 1 else owner,  # an owner may reshape what its only norm returns
-                layers=tuple(members),
-                gathered=tuple(name for layer in members for name in _gathered(draft, layer, edges, mixtures)),
-                partial=tuple(_partial(draft, [*members, *after])),
-                direct=probe.direct == members[0] and _only_looks_up(draft, embedding),
-                dropout=_drops_out(draft, members),
-            )
+    probe = probe_entry(draft, {members[0]: owner for owner, members in owners.items()}, draft.embedding)
+    inside = [*(block.name for block in draft.blocks), *(experts.name for experts in draft.experts)]
+    regions = (
+        _region(draft, owner, members, probe)
+        for owner, members in owners.items()
+        if any(name.startswith(f"{owner}.") for name in inside)
+    )
+    draft.regions = tuple(region for region in regions if region is not None)
+
+
+def _region(draft: Draft, owner: str, layers: list[str], probe: EntryProbe) -> SequencePlan | None:
+    """What of ``owner`` is cut along the sequence; ``None`` where that fails, for reasons that the draft then has."""
+    lists = {layer.rpartition(".")[0] for layer in draft.layers}
+    children = direct_children(draft.modules, owner)
+    around = [name for name in children if name not in lists and _has_parameters(draft, name)]
+    before, shape = probe.before.get(owner), probe.shapes.get(owner)
+    if around and before is None:
+        draft.problem(
+            f"sequence_parallel=True needs to know which of {', '.join(map(wild_name, around))} come before the "
+            f"layers, and {type(draft.model).__name__} cannot be traced ({probe.failure}): use "
+            "sequence_parallel=False"
         )
-    return tuple(streams)
+        return None
+    if shape is not None and (len(shape) != 3 or shape[0] != PROBED[0]):
+        draft.problem(
+            f"sequence_parallel=True does not fit {draft.config.model_type!r}: its layers get a stream of the "
+            f"shape {shape} for {PROBED[0]} sample of {PROBED[1]} tokens, and not (samples, tokens, width): use "
+            "sequence_parallel=False"
+        )
+        return None
+    after = [name for name in around if name not in (before or ())]
+    edges, mixtures = _edges(draft.blocks), _mixtures(draft)
+    return SequencePlan(
+        owner=owner,
+        exit=after[0] if len(after) == 1 else owner,  # an owner may reshape what its only norm returns
+        layers=tuple(layers),
+        gathered=tuple(name for layer in layers for name in _gathered(draft, layer, edges, mixtures)),
+        partial=tuple(_partial(draft, [*layers, *after])),
+        direct=probe.direct == layers[0] and _only_looks_up(draft, draft.embedding),
+        dropout=_drops_out(draft, layers),
+    )
 
 
 def _only_looks_up(draft: Draft, embedding: str | None) -> bool:
@@ -96,9 +94,9 @@ def _edges(blocks: list[BlockPlan]) -> set[str]:
     return {name for block in blocks for name in (*block.enter, *block.leave, *block.row)}
 
 
-def _mixtures(draft: Draft, experts: Sequence[ExpertsPlan]) -> set[str]:
+def _mixtures(draft: Draft) -> set[str]:
     """Modules that treat every token by itself because they are a router, experts, and shared experts with edges."""
-    return {each.name.rpartition(".")[0] for each in experts if draft.layout.slices_tokens}
+    return {each.name.rpartition(".")[0] for each in draft.experts if draft.layout.slices_tokens}
 
 
 def _gathered(draft: Draft, path: str, edges: set[str], mixtures: set[str]) -> Iterator[str]:

@@ -5,11 +5,17 @@ from typing import Any
 from torch import nn
 
 from ..families.code import has_own_loss, looks_up_like_stock
-from ..plan.modules import LOSSES
+from ..families.losses import LOSSES
 from .draft import Draft
 
 
-def plan_head(draft: Draft) -> tuple[str | None, str | None, str]:
+def plan_vocabulary(draft: Draft) -> None:
+    """The head and its loss; over tensor ranks, both ends of the model are cut along the vocabulary."""
+    draft.head, draft.loss, draft.no_step = _find_head(draft)
+    draft.embedding = _cut_vocabulary(draft, draft.head) if draft.tp > 1 else None
+
+
+def _find_head(draft: Draft) -> tuple[str | None, str | None, str]:
     """Name of the projection onto the vocabulary and the loss on it; or why hfscale does not run that loss."""
     kind = type(draft.model).__name__
     loss = getattr(draft.model, "loss_type", None) or "ForCausalLM"  # the host's own default
@@ -23,7 +29,7 @@ def plan_head(draft: Draft) -> tuple[str | None, str | None, str]:
     return next(name for name, module in draft.modules.items() if module is head), loss, ""
 
 
-def cut_vocabulary(draft: Draft, head: str | None) -> str | None:
+def _cut_vocabulary(draft: Draft, head: str | None) -> str | None:
     """Cut the head and the input embedding along the vocabulary; returns the embedding's name."""
     if head is not None:
         module = draft.modules[head]

@@ -22,9 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from ..plan.quantized import BLOCK
-
-_OUTER = 256  # scales with one scale of their own, in double quantization
+from ..plan.quantized import BLOCK, OUTER_BLOCK, packed_scale_bytes
 
 
 @dataclass(frozen=True)
@@ -64,9 +62,7 @@ class Packing:
     @property
     def scale_bytes(self) -> int:
         """Bytes of the scales of one matrix of a shard, a multiple of 4."""
-        if not self.double:
-            return 4 * self.blocks
-        return 4 * (ceil(self.blocks / _OUTER) + 1 + ceil(self.blocks / 4))
+        return packed_scale_bytes(self.blocks, self.double)
 
     @property
     def weight_shape(self) -> tuple[int, int]:
@@ -114,7 +110,7 @@ def pack(share: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
         if not packing.double:
             _write(scales[number], 0, state.absmax)
             continue
-        mean = 4 * ceil(packing.blocks / _OUTER)
+        mean = 4 * ceil(packing.blocks / OUTER_BLOCK)
         _write(scales[number], 0, state.state2.absmax)
         _write(scales[number], mean, state.offset.float().view(1))
         _write(scales[number], mean + 4, state.absmax)
@@ -164,13 +160,13 @@ def read_scales(scales: Tensor, packing: Packing) -> Tensor:
     rows = as_bytes(scales).view(-1, packing.scale_bytes)
     if not packing.double:
         return rows.view(torch.float32)
-    mean = 4 * ceil(packing.blocks / _OUTER)
+    mean = 4 * ceil(packing.blocks / OUTER_BLOCK)
     outer = rows[:, :mean].contiguous().view(torch.float32)
     means = rows[:, mean : mean + 4].contiguous().view(torch.float32)
     bytes_of_blocks = rows[:, mean + 4 : mean + 4 + packing.blocks].contiguous()
     functional, code = _functional(), _code(rows.device)
     found = [
-        functional.dequantize_blockwise(bytes_of_blocks[row], absmax=outer[row], code=code, blocksize=_OUTER)
+        functional.dequantize_blockwise(bytes_of_blocks[row], absmax=outer[row], code=code, blocksize=OUTER_BLOCK)
         for row in range(len(rows))
     ]
     return torch.stack(found) + means

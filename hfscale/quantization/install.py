@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig
-from transformers.pytorch_utils import Conv1D
 
 from .._host.torch import own_parameters
 from .._host.transformers.classes import class_name
 from .._host.transformers.loading import quantizes
 from ..errors import ConfigError
+from ..families.projections import is_transposed
 from ..plan import Plan
 from ..plan.quantized import QuantizedPlan
 from ..runtime import like_sharded, local_tensor
@@ -106,11 +106,11 @@ def plan_quantized(planned: Plan, model: nn.Module, config: Any, stored: bool = 
         return planned
     chosen = quantizes(model, config)
     linear = {
-        f"{name}.weight": isinstance(module, Conv1D)
+        f"{name}.weight": is_transposed(module)
         for name, module in model.named_modules()
-        if (isinstance(module, Conv1D) or type(module) is nn.Linear) and chosen(name)
+        if (is_transposed(module) or type(module) is nn.Linear) and chosen(name)
     }
-    weights, transposed = list(linear), {name for name, is_transposed in linear.items() if is_transposed}
+    weights, transposed = list(linear), {name for name, turned in linear.items() if turned}
     _refuse_shared(planned, weights, config)
     if config.load_in_8bit and transposed and planned.layout.size("dp_shard") > 1:
         raise ConfigError(

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from .. import from_config, plan
 from ..config import AXES, ParallelConfig
 from ..errors import ConfigError
-from ..families.clone import EXPERT_FIELDS, EXPERTS, LAYERS, tiny_clone
+from ..families.clone import EXPERTS, LAYERS, tiny_clone
+from ..families.experts import EXPERT_FIELDS
 from ..parallel.pipeline import read_csv
 from ..schedules import ASYNCHRONOUS, SCHEDULES
 from . import batches

@@ -13,7 +13,7 @@ import hfscale
 from hfscale import ConfigError
 from hfscale.optimizers.catalog import CHOICES, REFUSED
 from hfscale.plan import Cut, ParameterPlan
-from hfscale.plan.flat_blocks import blocks_align, some_share_is_empty
+from hfscale.plan.flat_blocks import flat_blocks_align, some_share_is_empty
 from hfscale.testing import RankPool
 
 from ..models import tiny
@@ -156,7 +156,7 @@ def test_blocks_of_shares(shape: tuple[int, ...], cuts: tuple[Cut, ...], align: 
         for block in share.split(256) if len(share) else ():
             other = blocks.get(int(block[0]))
             whole &= other is not None and torch.equal(other, block)
-    assert blocks_align(planned, 256) == whole == align
+    assert flat_blocks_align(planned, 256) == whole == align
     assert some_share_is_empty(planned) == empty
 
 

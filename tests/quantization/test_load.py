@@ -13,7 +13,7 @@ from transformers import BitsAndBytesConfig
 import hfscale
 from hfscale import ConfigError, ParallelConfig, PlanError
 from hfscale.plan import Cut
-from hfscale.plan.quantized import blocks_align
+from hfscale.plan.quantized import matrix_blocks_align
 from hfscale.testing import RankPool
 
 from ..models import tiny
@@ -63,14 +63,14 @@ def on_ranks(pools: Pools, layout: Layout, function: Callable[..., Any], *args: 
     ],
 )
 def test_blocks_of_shards(shape: tuple[int, ...], cuts: tuple[Cut, ...], aligned: bool) -> None:
-    assert blocks_align(shape, cuts) is aligned
+    assert matrix_blocks_align(shape, cuts) is aligned
 
 
 def test_blocks_of_turned_weights_and_of_8_bits() -> None:
-    assert blocks_align((128, 50), (Cut("tp", 0, 2),), transposed=True)
-    assert not blocks_align((128, 50), (Cut("tp", 0, 4),), transposed=True)
-    assert blocks_align((7, 5), (Cut("tp", 0, 2),), bits=8)
-    assert not blocks_align((128, 128), (Cut("tp", 1, 2),), bits=8)
+    assert matrix_blocks_align((128, 50), (Cut("tp", 0, 2),), transposed=True)
+    assert not matrix_blocks_align((128, 50), (Cut("tp", 0, 4),), transposed=True)
+    assert matrix_blocks_align((7, 5), (Cut("tp", 0, 2),), bits=8)
+    assert not matrix_blocks_align((128, 128), (Cut("tp", 1, 2),), bits=8)
 
 
 def test_plan_says_what_is_not_equal() -> None:

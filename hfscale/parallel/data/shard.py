@@ -19,6 +19,7 @@ from ...errors import ConfigError
 from ...mesh import Mesh
 from ...options import MIXED_PRECISIONS
 from ...plan import ParameterPlan, Plan
+from ...plan.reductions import data_axes
 from ...runtime import like_sharded
 from ...runtime.names import owner_of, stock_name
 from ._fsdp import reduce_now, shard_by_type
@@ -33,7 +34,7 @@ def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, mixed_precision: s
     """
     if mesh.data_world == 1 or mesh.device_mesh is None:
         return
-    data_mesh = _data_mesh(mesh.device_mesh, mesh, "dp_replicate", "dp_shard")
+    data_mesh = _data_mesh(mesh.device_mesh, mesh, spread=False)
     dtype = MIXED_PRECISIONS[mixed_precision]
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else MixedPrecisionPolicy()
     # Whole copies need not be given up after the forward pass where no memory is won by it.
@@ -72,7 +73,7 @@ def _shard_experts(model: nn.Module, plan: Plan, mesh: Mesh, policy: MixedPrecis
         shard_by_type(
             module,
             ignored=set(),
-            mesh=_data_mesh(mesh.expert_mesh, mesh, "edp_replicate", "edp_shard"),
+            mesh=_data_mesh(mesh.expert_mesh, mesh, spread=True),
             mp_policy=policy,
             reshard_after_forward=shards > 1,
             shard_placement_fn=(lambda p, dims=dims: Shard(dims[p])) if shards > 1 else None,  # type: ignore[misc]
@@ -84,7 +85,9 @@ def _planned(plan: Plan, name: str) -> ParameterPlan:
     return plan.by_name[name if name in plan.by_name else stock_name(name)]
 
 
-def _data_mesh(device_mesh: DeviceMesh, mesh: Mesh, replicate: str, shard: str) -> DeviceMesh:
+def _data_mesh(device_mesh: DeviceMesh, mesh: Mesh, spread: bool) -> DeviceMesh:
+    """The ranks over which the plan reduces gradients of parameters, ``spread`` over the expert axis or not."""
+    replicate, shard = data_axes(spread)
     return device_mesh[(replicate, shard) if mesh.layout.size(replicate) > 1 else (shard,)]
 
 

@@ -17,21 +17,19 @@ from torch import nn
 
 from ..._host.torch import own_parameters
 from ...errors import ConfigError
+from ...families.edges import set_local_sizes
+from ...families.projections import follow_weight
 from ...mesh import Mesh
 from ...plan import BlockPlan, ParameterPlan, Plan
 from ...plan.parameter import MODEL_AXES
 from ...runtime import Runtime
-from ...runtime.names import module_at, owner_of
+from ...runtime.names import owner_of
 from .deferred_weights import Overlap
 from .edges import install_block_edges
 from .embedding import install_vocab_parallel_embedding
-from .partial_gradients import PartialSums, read_partial
+from .partial_gradients import PartialSums, install_partial_sums
 from .replicated_heads import install_copy_sums
 from .sequence import SequenceRegion
-
-# How a projection's size attributes follow its local weight: attribute -> dim of the weight. nn.Linear keeps its weight
-# as [out, in], Conv1D as [in, out] = [nx, nf].
-_SIZE_ATTRIBUTES = {"out_features": 0, "in_features": 1, "nx": 0, "nf": 1}
 
 _PARTIAL_OUTPUTS = {
     "output_attentions": "would return the attention weights of this rank's heads only",
@@ -56,23 +54,9 @@ def install_edges(
     model, plan, mesh = runtime.model, runtime.plan, runtime.mesh
     for stream in regions:
         stream.install(model, runtime.is_local)
-        for name in filter(runtime.is_local, stream.plan.partial):
-            read_partial(module_at(model, name), sums)
+    install_partial_sums(model, plan, sums, runtime.is_local, first=mesh.ranks["tp"] == 0)
     for block in (block for block in plan.blocks if runtime.is_local(block.name)):
-        module: Any = model.get_submodule(block.name)
-        for attribute, divisor in block.local_attributes:
-            owner, _, name = attribute.rpartition(".")
-            holder = module.get_submodule(owner)
-            setattr(holder, name, getattr(holder, name) // divisor)
-        if block.local_config:
-            module.config = _LocalConfig(module.config, block.local_config)
-        for name in block.shared:
-            read_partial(module_at(model, name), sums)
-        for name in block.row:
-            read_partial(module_at(model, name), sums, names=("bias",), once=mesh.ranks["tp"] == 0)
-        for name in block.once:
-            owner, _, parameter = name.rpartition(".")
-            read_partial(module_at(model, owner), sums, names=(parameter,), once=mesh.ranks["tp"] == 0)
+        set_local_sizes(model.get_submodule(block.name), block)
         cut = region_of(block.name)
         install_block_edges(model, block, mesh, cut, _overlap(model, plan, block, sums.group, cut))
     install_copy_sums(model, plan, mesh, runtime.is_local)
@@ -94,19 +78,6 @@ def _overlap(
     columns = [name for name in block.column if plan.by_name[f"{name}.weight"].copies == 1]
     regather = bool(plan.layout.sequence_regather)
     return Overlap([model.get_submodule(name) for name in columns], group, stream, regather)
-
-
-class _LocalConfig:
-    """A config as one block sees it: some fields are local sizes, the others are whatever the model's config says."""
-
-    def __init__(self, config: Any, fields: tuple[tuple[str, int], ...]) -> None:
-        local = {field: getattr(config, field) // divisor for field, divisor in fields}
-        self.__dict__.update(local, _whole=config)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_whole":  # asked for by copy and pickle, before there is anything here
-            raise AttributeError(name)
-        return getattr(self._whole, name)
 
 
 def _refuse_partial_outputs(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -149,10 +120,3 @@ def local_parameter(whole: Any, planned: ParameterPlan, mesh: Mesh) -> nn.Parame
     share = planned.take(whole.detach(), mesh.ranks, axes=MODEL_AXES)
     share = share.clone() if share.device.type != "meta" else share.new_empty(share.shape)
     return nn.Parameter(share, requires_grad=whole.requires_grad)
-
-
-def follow_weight(module: Any) -> None:
-    """Let the size attributes of a projection say what its local weight is."""
-    for attribute, dim in _SIZE_ATTRIBUTES.items():
-        if attribute in module.__dict__:
-            setattr(module, attribute, module.weight.shape[dim])

@@ -5,15 +5,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
+from ...families.projections import PROJECTIONS, is_transposed
 from ...ops import WeightLater, enter, enter_overlapped, project
 from ...ops.exchange import Started, start_all_reduce
 from ...ops.overlap import narrowed
 from .sequence import SequenceRegion
-
-# Kinds of projection whose product we know how to take apart -> whether they store the weight transposed.
-_TRANSPOSED: dict[type[nn.Module], bool] = {nn.Linear: False, Conv1D: True}
 
 
 class Overlap:
@@ -23,7 +20,8 @@ class Overlap:
         self, columns: list[nn.Module], group: dist.ProcessGroup, stream: SequenceRegion | None, regather: bool
     ) -> None:
         self.group, self.stream, self.regather = group, stream, regather
-        self.columns: list[Any] = [module for module in columns if type(module) in _TRANSPOSED]
+        # a subclass may compute something else
+        self.columns: list[Any] = [module for module in columns if type(module) in PROJECTIONS]
         self._waiting: dict[nn.Module, WeightLater] = {}
         for module in self.columns:
             self._take_apart(module)
@@ -34,7 +32,7 @@ class Overlap:
         if torch.compiler.is_compiling():  # it puts collectives behind products by itself, and keeps no state for later
             return enter(x, self.group) if stream is None else stream.enter(x)
         columns = [module for module in self.columns if torch.is_grad_enabled() and module.weight.requires_grad]
-        weights = [(module.weight, _TRANSPOSED[type(module)]) for module in columns]
+        weights = [(module.weight, is_transposed(module)) for module in columns]
         gather, reduce = (None, self._start_sum) if stream is None else stream.collectives(x)
         # The gradient is a sum over projections that ran in the autocast's type, and it travels in that.
         if torch.is_autocast_enabled(x.device.type):

@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from ..._host.transformers.classes import class_name
 from ..._host.transformers.computing import packing
 from ...errors import ConfigError
+from ...families.losses import LOSSES
 from ...mesh import Mesh
 from ...ops import AnyRows, HeadRows, LinearRows, VocabularySlice, gather, head_cross_entropy, vocab_cross_entropy
-from ...plan import LOSSES, Plan
+from ...plan import Plan
 from ...runtime import Runtime
 from ...runtime.batches import Microbatch
 from .edges import install_head_edge

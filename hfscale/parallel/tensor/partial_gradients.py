@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 from ..._host.torch import own_parameters
 from ...ops import enter
+from ...plan import Plan
 from ...runtime.gradients import add_back, gradients_aside
-from ...runtime.names import computing
+from ...runtime.names import computing, module_at
 
 
 class PartialSums:
@@ -68,6 +69,27 @@ def _sum_together(grads: list[Tensor], group: dist.ProcessGroup) -> None:
         dist.all_reduce(flat, group=group)
         for grad, total in zip(same, flat.split([grad.numel() for grad in same]), strict=True):
             grad.copy_(total.view_as(grad))
+
+
+def install_partial_sums(
+    model: nn.Module, plan: Plan, sums: PartialSums, holds: Callable[[str], bool], first: bool
+) -> None:
+    """Let modules read the stock parameters whose gradients the plan sums over the tensor axis through ``sums``.
+
+    Args:
+        holds: says which parameters are on this rank.
+        first: whether this is the tensor rank that contributes what enters a block's sum once.
+    """
+    once = {name for block in plan.blocks for name in (*block.once, *(f"{row}.bias" for row in block.row))}
+    adapters = {adapter.name for adapter in plan.adapters}
+    reads: dict[tuple[nn.Module, bool], dict[str, None]] = {}  # one module may have two names
+    for planned in plan.parameters:
+        if "tp" in planned.partial and planned.name not in adapters and holds(planned.name):
+            owner, _, name = planned.name.rpartition(".")
+            contributes = first or planned.name not in once
+            reads.setdefault((module_at(model, owner), contributes), {})[name] = None
+    for (module, contributes), names in reads.items():
+        read_partial(module, sums, names=tuple(names), once=contributes)
 
 
 def read_partial(

@@ -36,7 +36,7 @@ def install_copy_sums(model: nn.Module, plan: Plan, mesh: Mesh, holds: Callable[
     sums: dict[nn.Module, dict[str, list[_Sum]]] = {}
     reader: dict[nn.Module, nn.Module] = {}
     for planned in plan.parameters:
-        if planned.copies > 1 and holds(planned.name):
+        if _replicas(planned) and holds(planned.name):
             owner, name = owner_of(model, planned.name)
             sums.setdefault(owner, {})[name] = _sums_of(planned, mesh)
             # A wrapper may read parameters of what it wraps besides calling it: DoRA takes out its bias.
@@ -45,12 +45,17 @@ def install_copy_sums(model: nn.Module, plan: Plan, mesh: Mesh, holds: Callable[
         read_through(reader[owner], owner, {n: partial(_read, sums=s) for n, s in wanted.items()})
 
 
+def _replicas(planned: ParameterPlan) -> list[int]:
+    """Over how many consecutive tensor ranks the plan sums gradients of heads that they all hold."""
+    return [step.replicas for step in planned.reductions if step.kind == "sum-replicas" and step.axis == "tp"]
+
+
 def _sums_of(planned: ParameterPlan, mesh: Mesh) -> list[_Sum]:
     cut = planned.cut_over("tp")
     assert cut is not None
     length, rank = planned.shape[cut.dim], mesh.ranks["tp"]
     result: list[_Sum] = []
-    for count in sorted({count for count in cut.copies if count > 1}):
+    for count in _replicas(planned):
         spans = cut.local_spans(length, rank, lambda copies, count=count: copies == count)  # type: ignore[misc]
         everything = set(cut.copies) == {count}
         result.append((cut.dim, () if everything else spans, mesh.copies[count]))

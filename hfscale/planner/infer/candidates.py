@@ -116,26 +116,13 @@ def _candidate(
 ) -> Candidate | str:
     """The candidate, or why there is none."""
     what = ", ".join(name.removeprefix(f"{layer}.") for name in rows)
-    used = {name for row in rows for name in calls[row].parameters}
-    used |= {
-        name for column in columns if whole and calls[column].feeds <= set(whole) for name in calls[column].parameters
-    }
-    inner = list(dict.fromkeys(name.rpartition(".")[0] for name in sorted(used)))
+    inner = _inner(calls, columns, rows, whole)
     outside = [name for name in inner if name != layer and not name.startswith(f"{layer}.")]
     if outside or not columns:
         return f"{what}: what it reads passes {', '.join(outside) or 'no projection'}, which is outside of the layer"
-    # What has parameters of its own may be the block itself; a projection is inside of it.
-    places = [name.rpartition(".")[0] for name in (*columns, *rows, *whole)] + inner
-    block = _common(places)
-    if block in inner and not any(name.startswith(f"{block}.") for name in (*columns, *rows)):
-        block = block.rpartition(".")[0]
-    for name in (*columns, *rows):
-        owner = block
-        for part in name.removeprefix(f"{owner}.").split(".")[:-1]:
-            owner = f"{owner}.{part}"
-            if isinstance(subject.model.get_submodule(owner), nn.ModuleList):
-                return f"{what}: it is one of a list of modules"
-    if any(isinstance(module, nn.ModuleList) for module in _ancestors(subject, layer, block)):
+    block = _smallest(inner, [*columns, *rows], whole)
+    around = [*(owner for name in (*columns, *rows) for owner in _between(block, name)), *_between_layer(layer, block)]
+    if any(isinstance(subject.model.get_submodule(name), nn.ModuleList) for name in around):
         return f"{what}: it is one of a list of modules"
 
     def relative(names: Iterable[str]) -> Names:
@@ -152,19 +139,43 @@ def _candidate(
     )
 
 
+def _smallest(inner: list[str], cut: list[str], whole: list[str]) -> str:
+    """The smallest module that holds all parts of a block."""
+    block = _common([name.rpartition(".")[0] for name in (*cut, *whole)] + inner)
+    # What has parameters of its own may be the block itself; a projection is inside of it.
+    if block in inner and not any(name.startswith(f"{block}.") for name in cut):
+        block = block.rpartition(".")[0]
+    return block
+
+
+def _inner(calls: dict[str, Call], columns: list[str], rows: list[str], whole: list[str]) -> list[str]:
+    """Modules with parameters that are used between columns and rows, or between what is used whole and the columns."""
+    fed = [column for column in columns if whole and calls[column].feeds <= set(whole)]
+    used = {parameter for name in (*rows, *fed) for parameter in calls[name].parameters}
+    return list(dict.fromkeys(name.rpartition(".")[0] for name in sorted(used)))
+
+
+def _between(block: str, name: str) -> Iterator[str]:
+    """The modules between a block and what is ``name`` in it."""
+    owner = block
+    for part in name.removeprefix(f"{block}.").split(".")[:-1]:
+        owner = f"{owner}.{part}"
+        yield owner
+
+
+def _between_layer(layer: str, block: str) -> Iterator[str]:
+    """The block and the modules around it, up to the layer."""
+    while block != layer and block.startswith(f"{layer}."):
+        yield block
+        block = block.rpartition(".")[0]
+
+
 def _common(places: list[str]) -> str:
     split = [place.split(".") for place in places]
     length = 0
     while all(len(parts) > length for parts in split) and len({parts[length] for parts in split}) == 1:
         length += 1
     return ".".join(split[0][:length])
-
-
-def _ancestors(subject: Subject, layer: str, block: str) -> Iterator[nn.Module]:
-    name = block
-    while name != layer and name.startswith(f"{layer}."):
-        yield subject.model.get_submodule(name)
-        name = name.rpartition(".")[0]
 
 
 def _mixes_tokens(subject: Subject, row: Call, column: Call) -> bool:

@@ -4,18 +4,17 @@ Every projection's output is tagged in the autograd graph. Walking back from a p
 gives the projections that feed it, and the parameters met on the way.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
+from ...families.projections import PROJECTIONS
 from .subject import Subject, run
-
-PROJECTIONS = (nn.Linear, Conv1D)
 
 
 class _Tag(torch.autograd.Function):
@@ -64,51 +63,9 @@ class Trace:
 
 def trace(subject: Subject) -> Trace:
     """Run the clone once and look."""
-    model, result = subject.model, Trace()
-    repeated: set[str] = set()
-    endings: dict[str, Tensor] = {}
-    handles = []
-
-    def projected(name: str) -> Callable[..., Tensor]:
-        def hook(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-            output = _Tag.apply(output, name)
-            if name in result.calls:
-                repeated.add(name)
-            result.calls[name] = Call(args[0], output)
-            return output
-
-        return hook
-
-    def dropped(name: str) -> Callable[..., None]:
-        def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
-            for projection, call in result.calls.items():
-                if args and call.output is args[0]:
-                    result.dropouts.setdefault(projection, name)
-
-        return hook
-
-    def called(name: str) -> Callable[..., None]:
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            result.arguments[name] = {key: value for key, value in kwargs.items() if isinstance(value, Tensor)}
-
-        return hook
-
-    def ended(name: str) -> Callable[..., None]:
-        def hook(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            endings[name] = output if isinstance(output, Tensor) else output[0]
-
-        return hook
-
-    inside = [f"{layer}." for layer in subject.layer_names]
-    for name, module in model.named_modules():
-        if isinstance(module, PROJECTIONS):
-            handles.append(module.register_forward_hook(projected(name)))
-        elif isinstance(module, nn.Dropout):
-            handles.append(module.register_forward_pre_hook(dropped(name)))
-        elif any(name.startswith(layer) for layer in inside):
-            handles.append(module.register_forward_pre_hook(called(name), with_kwargs=True))
-        if name in subject.layer_names:
-            handles.append(module.register_forward_hook(ended(name)))
+    model, hooks = subject.model, _Hooks()
+    handles = list(hooks.install(model, subject.layer_names))
+    result = hooks.result
     try:
         with _watch(subject, result):
             run(model, subject.inputs)
@@ -118,10 +75,56 @@ def trace(subject: Subject) -> Trace:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for call in result.calls.values():
         call.feeds, call.parameters = walk_back(call.input, names)
-    result.outputs = {layer: walk_back(output, names)[0] for layer, output in endings.items()}
-    for name in repeated:
+    result.outputs = {layer: walk_back(output, names)[0] for layer, output in hooks.endings.items()}
+    for name in hooks.repeated:
         del result.calls[name]
     return result
+
+
+class _Hooks:
+    """What notes the calls of modules.
+
+    Attributes:
+        result: what is known so far.
+        repeated: projections that were called several times.
+        endings: layer -> the stream that it returned.
+    """
+
+    def __init__(self) -> None:
+        self.result = Trace()
+        self.repeated: set[str] = set()
+        self.endings: dict[str, Tensor] = {}
+
+    def install(self, model: Any, layers: list[str]) -> Iterator[Any]:
+        """Hook a model's modules; yields the handles."""
+        inside = tuple(f"{layer}." for layer in layers)
+        for name, module in model.named_modules():
+            if isinstance(module, PROJECTIONS):
+                yield module.register_forward_hook(partial(self._projected, name))
+            elif isinstance(module, nn.Dropout):
+                yield module.register_forward_pre_hook(partial(self._dropped, name))
+            elif name.startswith(inside):
+                yield module.register_forward_pre_hook(partial(self._called, name), with_kwargs=True)
+            if name in layers:
+                yield module.register_forward_hook(partial(self._ended, name))
+
+    def _projected(self, name: str, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        output = _Tag.apply(output, name)
+        if name in self.result.calls:
+            self.repeated.add(name)
+        self.result.calls[name] = Call(args[0], output)
+        return output
+
+    def _dropped(self, name: str, _: nn.Module, args: tuple[Any, ...]) -> None:
+        for projection, call in self.result.calls.items():
+            if args and call.output is args[0]:
+                self.result.dropouts.setdefault(projection, name)
+
+    def _called(self, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.result.arguments[name] = {key: value for key, value in kwargs.items() if isinstance(value, Tensor)}
+
+    def _ended(self, name: str, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self.endings[name] = output if isinstance(output, Tensor) else output[0]
 
 
 def walk_back(tensor: Tensor, names: dict[int, str]) -> tuple[frozenset[str], frozenset[str]]:

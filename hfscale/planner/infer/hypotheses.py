@@ -9,13 +9,12 @@ from itertools import combinations
 from typing import Any
 
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from ..._host.torch import own_parameters
 from ...families.blueprint import Block
-from ...families.clone import HEAD_FIELDS
-from ...families.fields import field
+from ...families.fields import HEAD_FIELDS, field
 from ...families.fused import query_key_value
+from ...families.projections import weight_dims
 from .candidates import Candidate
 from .forward_trace import Trace
 from .subject import Subject
@@ -131,9 +130,7 @@ class Guesses:
 
     def _width(self, name: str, of_input: bool = False) -> int:
         module: Any = self.modules[name]
-        rows, columns = module.weight.shape
-        outputs, inputs = (columns, rows) if isinstance(module, Conv1D) else (rows, columns)
-        return int(inputs if of_input else outputs)
+        return int(module.weight.shape[weight_dims(module)[1 if of_input else 0]])
 
     def _parts(self) -> Iterator[Parts]:
         """How the columns may be fused."""

@@ -20,14 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from ..._host.torch import own_parameters
+from ...families.edges import Edge, hook_block, set_local_sizes
+from ...families.projections import follow_weight
 from ...plan.cut import Cut
 from ...plan.modules import BlockPlan
 from ..draft import Draft
 from .subject import Subject, Unproved, brief, cotangent, run
 
 _PATIENCE = 60.0  # seconds to wait for another rank
-# How a projection's size attributes follow its local weight: attribute -> dim of the weight
-_SIZES = {"out_features": 0, "in_features": 1, "nx": 0, "nf": 1}
 
 
 class Lockstep:
@@ -192,69 +192,27 @@ class _RankModel:
         module = self.model.get_submodule(owner)
         own_parameters(module)[attribute] = share * 0.0 if once and self.rank > 0 else share
         if attribute == "weight":
-            for size, dim in _SIZES.items():
-                if size in module.__dict__ and share.ndim == 2:
-                    setattr(module, size, share.shape[dim])
+            follow_weight(module)
 
     def _install(self, block: BlockPlan) -> None:
-        module: Any = self.model.get_submodule(block.name)
-        for path, divisor in block.local_attributes:
-            owner, _, name = path.rpartition(".")
-            holder = module.get_submodule(owner)
-            setattr(holder, name, getattr(holder, name) // divisor)
-        if block.local_config:
-            module.config = copy.copy(module.config)
-            for field, divisor in block.local_config:
-                setattr(module.config, field, getattr(module.config, field) // divisor)
-        if block.heads or block.sample_heads:
-            module.register_forward_pre_hook(self._own_heads(block), with_kwargs=True)
-        for name in block.enter:
-            self.model.get_submodule(name).register_forward_pre_hook(self._enter, with_kwargs=True)
-        for name in block.leave:
-            self.model.get_submodule(name).register_forward_hook(self._leave)
-        for name, _ in block.across:
-            across = self.model.get_submodule(name)
-            across.register_forward_pre_hook(self._gather)
-            across.register_forward_hook(
-                lambda _, args, output: Cut("tp", -1, self.lockstep.size).take(output, self.rank)
-            )
-
-    # The hooks find the stream where those of a real run do: see hfscale.parallel.tensor.edges.
-
-    def _enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        if args:
-            return (self._entered(args[0]), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": self._entered(kwargs["hidden_states"])}
+        lockstep, rank = self.lockstep, self.rank
+        set_local_sizes(self.model.get_submodule(block.name), block)
+        edge = Edge(
+            rank=rank,
+            size=lockstep.size,
+            enter=self._entered,
+            leave=self._sum,
+            enter_other=self._entered,
+            gather=lambda x, _: _Gather.apply(x, lockstep, rank),
+        )
+        hook_block(self.model, block, edge)
 
     def _entered(self, value: Tensor) -> Tensor:
         entered: Tensor = _Enter.apply(value, self.lockstep, self.rank)
         return entered
-
-    def _leave(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if isinstance(output, tuple):
-            return (self._sum(output[0]), *output[1:])
-        return self._sum(output)
 
     def _sum(self, value: Tensor) -> Tensor:
         if not isinstance(value, Tensor):
             raise Unproved(f"a block returns a {type(value).__name__}")
         total: Tensor = _Leave.apply(value, self.lockstep, self.rank)
         return total
-
-    def _gather(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        # What follows differs between ranks, so the gradient of the whole is the sum over them.
-        return self._entered(_Gather.apply(args[0], self.lockstep, self.rank)), *args[1:]
-
-    def _own_heads(self, block: BlockPlan) -> Callable[..., Any]:
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-            size, shares = self.lockstep.size, {}
-            for name, dim in block.heads:
-                if kwargs.get(name) is not None:
-                    shares[name] = kwargs[name].chunk(size, dim)[self.rank]
-            samples = (args[0] if args else kwargs["hidden_states"]).shape[0]
-            for name in block.sample_heads:
-                if kwargs.get(name) is not None:
-                    shares[name] = kwargs[name].unflatten(0, (samples, -1)).chunk(size, 1)[self.rank].flatten(0, 1)
-            return args, {**kwargs, **shares}
-
-        return hook

@@ -9,7 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.pytorch_utils import Conv1D
 
-from ...families.clone import EXPERT_FIELDS, HIDDEN, VOCABULARY
+from ...families.clone import HIDDEN, VOCABULARY
+from ...families.experts import EXPERT_FIELDS
 from ..families import MIXED, config_of
 from .draw import is_dropout
 

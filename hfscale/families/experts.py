@@ -1,0 +1,47 @@
+"""How stock classes hold experts: three questions, since classes of several ages and kinds answer them differently."""
+
+from inspect import signature
+from typing import Any
+
+from torch import nn
+
+from .fields import first_count, text_config
+
+EXPERT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
+"""Config fields that say how many experts there are."""
+
+_EXPERTS_PER_TOKEN = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "moe_topk",
+    "moe_top_k",
+    "moe_k",
+    "top_k_experts",
+)
+# What modules under the host's use_experts_implementation say of how their parameters are used.
+_MARKS = ("has_gate", "has_bias", "is_transposed", "num_experts")
+
+
+def experts_per_token(config: Any) -> int | None:
+    """How many experts a token is sent to, by the config; ``None`` where it does not say."""
+    return first_count(text_config(config), _EXPERTS_PER_TOKEN)
+
+
+def holds_experts(module: Any) -> bool:
+    """Whether a module holds the experts of a mixture in the host's way, so that they can be spread over ranks."""
+    return isinstance(module, nn.Module) and all(hasattr(module, mark) for mark in _MARKS)
+
+
+def takes_routes(module: nn.Module) -> bool:
+    """Whether a module is called as the host calls all experts: tokens, the experts chosen for them, and weights."""
+    names = list(signature(module.forward).parameters)
+    return type(module).__name__.endswith("Experts") and names[1:2] in (["top_k_index"], ["router_indices"])
+
+
+def has_one_per_expert(module: nn.Module, experts: int) -> bool:
+    """Whether a module has one matrix, or one child, for each of so many experts: in anybody's way."""
+    if isinstance(module, nn.ModuleList):
+        return len(module) == experts
+    own = list(module.parameters(recurse=False))
+    stacked = any(parameter.ndim == 3 and parameter.shape[0] == experts for parameter in own)
+    return stacked or ("Expert" in type(module).__name__ and any(parameter.ndim > 1 for parameter in own))

@@ -1,0 +1,215 @@
+"""Decoders after GPT: queries, keys and values often fused, an MLP of two projections."""
+
+from dataclasses import replace
+from typing import Any
+
+from .blueprint import Block, Blueprint
+
+_GPT_MLP = Block(column=("c_fc",), row=("c_proj",), dropout=())
+# The MLP of GPT-NeoX and of those that follow it, and its attention: every head's query, key and value side by side
+_NEOX_MLP = Block(column=("dense_h_to_4h",), row=("dense_4h_to_h",), dropout=())
+# An MLP whose projections are children of the layer
+_FLAT_MLP = Block(column=("fc1",), row=("fc2",), enter=("fc1",), leave=("fc2",), dropout=("activation_dropout",))
+
+
+def _one_key_value(config: Any) -> tuple[int, ...]:
+    """All heads' queries, then one key and one value, where a config asks for multi-query attention."""
+    if not config.multi_query or getattr(config, "new_decoder_architecture", False):
+        return ()
+    head_dim = config.hidden_size // config.num_attention_heads
+    return config.hidden_size, head_dim, head_dim
+
+
+GPT_DECODERS: dict[str, Blueprint] = {
+    "biogpt": Blueprint(
+        layers="layers",
+        blocks={
+            "self_attn": Block(
+                column=("q_proj", "k_proj", "v_proj"), row=("out_proj",), dropout=("attention_probs_dropout_prob",)
+            ),
+            "": _FLAT_MLP,
+        },
+    ),
+    "bloom": Blueprint(
+        layers="h",
+        blocks={
+            # both add the residual
+            "self_attention": Block(
+                column=("query_key_value",),
+                row=("dense",),
+                leave=("dense",),
+                sample_heads=("alibi",),
+                local_attributes=("num_heads",),
+            ),
+            "mlp": replace(_NEOX_MLP, leave=("dense_4h_to_h",)),
+        },
+        unfit=lambda config: (
+            "slow_but_exact=True reads the weights of its projections itself"
+            if config.slow_but_exact and config.pretraining_tp > 1
+            else None
+        ),
+    ),
+    "codegen": Blueprint(
+        layers="h",
+        blocks={
+            # four groups of heads, and in each the queries, the values and the keys
+            "attn": Block(
+                column=("qkv_proj",),
+                row=("out_proj",),
+                parts={"qkv_proj": 12, "out_proj": 4},
+                head_groups=4,
+                local_attributes=("num_attention_heads",),
+                dropout=("attn_pdrop",),
+            ),
+            "mlp": Block(column=("fc_in",), row=("fc_out",), dropout=()),
+        },
+    ),
+    "ctrl": Blueprint(
+        layers="h",
+        blocks={
+            # handed its input three times: as values, keys and queries
+            "multi_head_attention": Block(
+                column=("Wq", "Wk", "Wv"), row=("dense",), enter=("Wq", "Wk", "Wv"), dropout=()
+            ),
+            "ffn": Block(column=("0",), row=("2",), dropout=()),
+        },
+    ),
+    "falcon": Blueprint(
+        layers="h",
+        blocks={
+            # For every key/value head its queries, its key and its value; or, of multi-query attention, all queries.
+            "self_attention": Block(
+                column=("query_key_value",),
+                row=("dense",),
+                parts={"query_key_value": _one_key_value},
+                key_value={"query_key_value": (1, 2)},
+                local_attributes=("num_heads", "num_kv_heads"),
+            ),
+            "mlp": _NEOX_MLP,
+        },
+        unfit=lambda config: "alibi=True mixes its biases into the attention mask" if config.alibi else None,
+    ),
+    "gpt2": Blueprint(
+        layers="h",
+        blocks={
+            "attn": Block(
+                column=("c_attn",),
+                row=("c_proj",),
+                parts={"c_attn": 3},
+                local_attributes=("split_size",),
+                dropout=("attn_pdrop",),
+            ),
+            "mlp": _GPT_MLP,
+        },
+    ),
+    "gpt_bigcode": Blueprint(
+        layers="h",
+        blocks={
+            # every head's query, key and value side by side, or, of multi-query attention, as matrices of their own
+            "attn": Block(
+                column=("c_attn",),
+                row=("c_proj",),
+                parts={"c_attn": _one_key_value},
+                key_value={"c_attn": (1, 2)},
+                local_attributes=("num_heads", "embed_dim", "kv_dim"),
+                dropout=("attn_pdrop",),
+            ),
+            "mlp": _GPT_MLP,
+        },
+    ),
+    "gpt_neo": Blueprint(
+        layers="h",
+        blocks={
+            "attn.attention": Block(
+                column=("q_proj", "k_proj", "v_proj"), row=("out_proj",), local_attributes=("num_heads",)
+            ),
+            "mlp": _GPT_MLP,
+        },
+    ),
+    "gpt_neox_japanese": Blueprint(
+        layers="layers",
+        blocks={
+            # The bias of the output, `dense_bias`, only passes through: the layer adds it
+            "attention": Block(
+                column=("query_key_value",),
+                row=("dense",),
+                enter=("query_key_value",),
+                local_attributes=("num_attention_heads",),
+            ),
+            "mlp": _NEOX_MLP,
+        },
+    ),
+    "gptj": Blueprint(
+        layers="h",
+        blocks={
+            "attn": Block(
+                column=("q_proj", "k_proj", "v_proj"),
+                row=("out_proj",),
+                local_attributes=("num_attention_heads",),
+                dropout=("attn_pdrop",),
+            ),
+            "mlp": Block(column=("fc_in",), row=("fc_out",), dropout=()),
+        },
+    ),
+    "mpt": Blueprint(
+        layers="blocks",
+        blocks={
+            "attn": Block(
+                column=("Wqkv",),
+                row=("out_proj",),
+                parts={"Wqkv": 3},
+                heads={"position_bias": 0},
+                local_attributes=("n_heads",),
+                dropout=("attn_config.attn_pdrop",),
+            ),
+            # adds the residual
+            "ffn": Block(column=("up_proj",), row=("down_proj",), leave=("down_proj",), dropout=()),
+        },
+    ),
+    "openai-gpt": Blueprint(
+        layers="h",
+        blocks={
+            "attn": Block(
+                column=("c_attn",),
+                row=("c_proj",),
+                leave=("resid_dropout",),  # the attention returns a list
+                parts={"c_attn": 3},
+                local_attributes=("n_head", "split_size"),
+                dropout=("attn_pdrop",),
+            ),
+            "mlp": _GPT_MLP,
+        },
+    ),
+    "opt": Blueprint(
+        layers="decoder.layers",
+        blocks={
+            "self_attn": Block(
+                column=("q_proj", "k_proj", "v_proj"), row=("out_proj",), local_attributes=("num_heads",)
+            ),
+            "": replace(_FLAT_MLP, dropout=()),
+        },
+    ),
+    "persimmon": Blueprint(
+        layers="layers",
+        blocks={
+            "self_attn": Block(
+                column=("query_key_value",),
+                row=("dense",),
+                shared=("q_layernorm", "k_layernorm"),
+                local_attributes=("num_heads",),
+            ),
+            "mlp": _NEOX_MLP,
+        },
+    ),
+    "xglm": Blueprint(
+        layers="layers",
+        blocks={
+            "self_attn": Block(
+                column=("q_proj", "k_proj", "v_proj"),
+                row=("out_proj",),
+                local_attributes=("embed_dim", "num_heads"),
+            ),
+            "": _FLAT_MLP,
+        },
+    ),
+}

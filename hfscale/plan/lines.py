@@ -1,0 +1,121 @@
+"""What each feature of a layout says of itself under the printed table: a function of the plan, one per feature.
+
+A function returns no lines where the plan does not have its feature.
+"""
+
+from collections.abc import Callable, Iterable
+
+from .contents import PlanContents
+from .modules import BlockPlan
+from .parameter import wild_name
+
+
+def describe_tensor(plan: PlanContents) -> list[str]:
+    """Where ranks of the tensor axis talk: at the edges of blocks, and at both ends of the vocabulary."""
+    if not plan.blocks:
+        return []
+    talk = "an all-gather and a reduce-scatter each way" if plan.streams else "one all-reduce forward, one backward"
+    counted: dict[tuple[str, str], int] = {}
+    for block in plan.blocks:
+        like = wild_name(block.name), _roles(block)
+        counted[like] = counted.get(like, 0) + 1
+    entries = [(f"{name} x{count}", roles) for (name, roles), count in counted.items()]
+    if plan.embedding is not None:
+        entries.append((plan.embedding, f"all-reduce forward, {_tokens(plan, plan.embedding)}"))
+    if plan.head is not None:
+        what = f"all-reduce backward, loss {plan.loss} on cut logits, {_tokens(plan, plan.head)}"
+        entries.append((plan.head, what))
+    width = max(len(name) for name, _ in entries)
+    lines = (f"  {name.ljust(width)}  {what}" for name, what in entries)
+    return [f"edges over tp (blocks: {talk} for each input)", *lines]
+
+
+def _roles(block: BlockPlan) -> str:
+    roles = {"column": block.column, "row": block.row, "shared": block.shared}
+    return "; ".join(f"{role} {_inside(block.name, names)}" for role, names in roles.items() if names)
+
+
+def _inside(block: str, names: Iterable[str]) -> str:
+    return ", ".join(name.removeprefix(f"{block}.") for name in names)
+
+
+def _tokens(plan: PlanContents, module: str) -> str:
+    weight = plan.by_name[f"{module}.weight"]
+    cut = weight.cut_over("tp")
+    held = cut.local_length(weight.shape[0], 0) if cut else weight.shape[0]
+    return f"{held:,} of {weight.shape[0]:,} tokens per rank"
+
+
+def describe_sequence(plan: PlanContents) -> list[str]:
+    """Between which modules the sequence is cut, and what is run on all of it."""
+    lines = []
+    for region in plan.streams:
+        gathered = ", ".join(dict.fromkeys(map(wild_name, region.gathered)))
+        on_all = f"; run on all: {gathered}" if gathered else ""
+        lines.append(
+            f"sequence: from {region.layers[0]} to {region.exit or 'the end'}, each rank holds "
+            f"1/{plan.layout.size('tp')} of the tokens between blocks{on_all}"
+        )
+    return lines
+
+
+def describe_experts(plan: PlanContents) -> list[str]:
+    """How many experts a rank holds, and how tokens get to them."""
+    size = plan.layout.size("ep")
+    talk = f"two all-to-alls forward and two backward over ep{size}"
+    if plan.layout.slices_tokens:
+        talk += "; each tensor rank sends its share of a batch"
+        talk += ", or sums over them, whatever is fewer bytes" if plan.layout.expert_batches == 1 else ""
+    names = [wild_name(experts.name) for experts in plan.experts]
+    like = {wild_name(experts.name): experts.count for experts in plan.experts}
+    return [
+        f"experts: {name} x{names.count(name)}, {count // size} of {count} per rank, {talk}"
+        for name, count in like.items()
+    ]
+
+
+def describe_data(plan: PlanContents) -> list[str]:
+    """What the data axes gather and reduce at a time."""
+    if plan.layout.batch_world == 1:
+        return []
+    return [f"data axes: {len(plan.layers)} layers, each gathered and reduced as one, and the rest of the model"]
+
+
+def describe_quantization(plan: PlanContents) -> list[str]:
+    """What a person should know about the arithmetic of a quantized model."""
+    quantized = plan.quantized
+    if quantized is None:
+        return []
+    weights = [plan.by_name[name] for name in quantized.weights]
+    lines = [f"quantized: {len(weights)} weights in {quantized.bits} bits ({quantized.kind})"]
+    cut_through = sum(not quantized.aligned(planned) for planned in weights)
+    if cut_through and quantized.stored:
+        lines.append(f"4-bit blocks of {cut_through} weights do not align with their shards: they cannot be loaded")
+    elif cut_through:
+        unit = "4-bit blocks" if quantized.bits == 4 else "8-bit rows"
+        lines.append(f"{unit} of {cut_through} weights do not align with their shards: close to unsharded, not equal")
+    if quantized.double and any(planned.cuts for planned in weights):
+        lines.append(
+            "double quantization takes blocks and a mean over the scales of a shard: close to unsharded, not equal"
+        )
+    return lines
+
+
+def describe_pipeline(plan: PlanContents) -> list[str]:
+    """What each stage holds and costs: a table of its own."""
+    return str(plan.stages).splitlines() if plan.stages else []
+
+
+_Describe = Callable[[PlanContents], list[str]]
+
+SECTIONS: tuple[tuple[_Describe, ...], ...] = (
+    (describe_tensor, describe_sequence, describe_experts, describe_data, describe_quantization),
+    (describe_pipeline,),
+)
+"""Every feature's description; an empty line follows each section that has any."""
+
+
+def describe_parts(plan: PlanContents) -> list[str]:
+    """The lines of all features that the plan has."""
+    sections = ([line for describe in section for line in describe(plan)] for section in SECTIONS)
+    return [line for lines in sections if lines for line in (*lines, "")]
