@@ -17,6 +17,14 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 
+from ._host.accelerate import (
+    is_prepared,
+    prepared_loaders,
+    prepared_models,
+    prepared_optimizers,
+    prepared_schedulers,
+    registered_objects,
+)
 from ._host.transformers.classes import class_name
 from .checkpoint import load_state, save_pretrained, save_state
 from .config import started_processes, without_launcher_switches
@@ -79,15 +87,15 @@ class Accelerator(accelerate.Accelerator):
     ) -> Any:
         """Remember the model; it is on its device and wrapped already."""
         self._adopt(model)
-        if model not in self._models:
-            self._models.append(model)
+        if model not in prepared_models(self):
+            prepared_models(self).append(model)
         return model
 
     def prepare_data_loader(
         self, data_loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
         """Give each distinct batch rank its share of the samples; ranks that share a batch get the same ones."""
-        if getattr(data_loader, "_is_accelerate_prepared", False):
+        if is_prepared(data_loader):
             return data_loader
         if self.dispatch_batches:
             raise ConfigError(
@@ -109,21 +117,21 @@ class Accelerator(accelerate.Accelerator):
             non_blocking=self.non_blocking,
             use_stateful_dataloader=self.use_stateful_dataloader,
         )
-        self._dataloaders.append(prepared)
+        prepared_loaders(self).append(prepared)
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """A schedule that steps once per optimizer step, whatever the layout."""
-        if getattr(scheduler, "_is_accelerate_prepared", False):
+        if is_prepared(scheduler):
             return scheduler
-        optimizers = [o for o in self._optimizers if o.optimizer is getattr(scheduler, "optimizer", None)]
+        optimizers = [o for o in prepared_optimizers(self) if o.optimizer is getattr(scheduler, "optimizer", None)]
         prepared = AcceleratedScheduler(
             scheduler,
-            optimizers or self._optimizers,
+            optimizers or prepared_optimizers(self),
             step_with_optimizer=self.step_scheduler_with_optimizer,
             split_batches=True,  # Accelerate's word for: do not multiply steps by processes
         )
-        self._schedulers.append(prepared)
+        prepared_schedulers(self).append(prepared)
         return prepared
 
     def gather(self, tensor: Any) -> Any:
@@ -184,7 +192,7 @@ class Accelerator(accelerate.Accelerator):
             ConfigError: they are only some of its trainable parameters.
         """
         given = {id(p) for p in ([parameters] if isinstance(parameters, Tensor) else _listed(parameters))}
-        for model in self._models:
+        for model in prepared_models(self):
             trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
             # Where nothing trains on this rank's stages, it must take part in the norm all the same.
             still = runtime_of(model).plan.stages is not None and (
@@ -215,15 +223,16 @@ class Accelerator(accelerate.Accelerator):
         """What was prepared: one model, its optimizer if any, and whatever else has a state, by name."""
         if directory is None:
             raise ConfigError("say where: save_state(directory), load_state(directory)")
-        if len(self._models) != 1 or len(self._optimizers) > 1:
+        models, optimizers = prepared_models(self), prepared_optimizers(self)
+        if len(models) != 1 or len(optimizers) > 1:
             raise ConfigError(
-                f"a state holds one model and one optimizer, and {len(self._models)} and {len(self._optimizers)} were "
+                f"a state holds one model and one optimizer, and {len(models)} and {len(optimizers)} were "
                 "prepared: write them with hfscale.save_state(model, directory, optimizer=...)"
             )
-        optimizer = self._optimizers[0].optimizer if self._optimizers else None
-        others = {f"scheduler_{index}": scheduler for index, scheduler in enumerate(self._schedulers)}
-        others |= {f"custom_{index}": custom for index, custom in enumerate(self._custom_objects)}
-        return self._models[0], optimizer, others
+        optimizer = optimizers[0].optimizer if optimizers else None
+        others = {f"scheduler_{index}": scheduler for index, scheduler in enumerate(prepared_schedulers(self))}
+        others |= {f"custom_{index}": custom for index, custom in enumerate(registered_objects(self))}
+        return models[0], optimizer, others
 
     def _check_processes(self) -> None:
         """Every rank would print and write if each took itself for the only one."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
+from ._host.transformers.classes import classes_by_config
 from ._host.transformers.loading import loading_arguments
 from .config import ParallelConfig
 from .errors import CheckpointError, ConfigError
@@ -58,7 +59,7 @@ def refuse_unknown(kwargs: Iterable[str], auto_class: Any, config: PreTrainedCon
     Raises:
         ConfigError: naming one, and what was meant.
     """
-    mapping = getattr(auto_class, "_model_mapping", None)
+    mapping = classes_by_config(auto_class)
     if mapping is not None and type(config) not in mapping:
         return  # a class that comes with the checkpoint
     kind = auto_class if mapping is None else mapping[type(config)]

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from ._host.torch import own_buffers, own_parameters
+from ._host.transformers.classes import from_config
 from .arguments import code_arguments, model_arguments
 from .checkpoint import load_pretrained
 from .checkpoint.load import materialize_buffers
@@ -54,9 +55,8 @@ class Outline:
     def model(self) -> Any:
         """The stock model on the meta device."""
         is_auto = hasattr(self.auto_class, "from_config")
-        build = self.auto_class.from_config if is_auto else self.auto_class._from_config
         with torch.device("meta"):
-            return build(self.config, **model_arguments(self.kwargs, is_auto))
+            return from_config(self.auto_class, self.config, **model_arguments(self.kwargs, is_auto))
 
     def plan(self, layout: ParallelConfig) -> Plan:
         """What becomes of it under ``layout``."""

@@ -24,6 +24,22 @@ def test_every_public_name_is_there_and_declared_to_type_checkers() -> None:
         hfscale.from_pretraind  # noqa: B018
 
 
+def test_private_names_of_others_are_asked_for_in_host_alone() -> None:
+    """What ruff's SLF001 does not see: ``getattr(model, "_name")``."""
+    root = Path(hfscale.__file__).parent
+    found = []
+    for path in root.rglob("*.py"):
+        if root / "_host" in path.parents:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) > 1:
+                name = getattr(node.args[1], "value", None)
+                asked = node.func.id in ("getattr", "hasattr", "setattr", "delattr") and isinstance(name, str)
+                if asked and name.startswith("_") and not name.startswith("__") and ast.unparse(node.args[0]) != "self":
+                    found.append(f"{path.relative_to(root)}:{node.lineno} {name}")
+    assert not found
+
+
 def test_functions_named_like_a_submodule_stay_functions() -> None:
     code = (
         "import importlib, hfscale; names = ['plan', 'upcycle']; "

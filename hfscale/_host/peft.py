@@ -12,7 +12,13 @@ from torch import Tensor, nn
 
 from .torch import own_modules
 
-WRAPPED = ("base_layer", "original_module")
+BASE = "base_layer"
+"""Under what name a wrapper that adds to a module holds it."""
+
+ORIGINAL = "original_module"
+"""Under what name a wrapper that computes with a copy of a module holds the module, which nothing calls."""
+
+WRAPPED = (BASE, ORIGINAL)
 """Under what names wrappers hold what they wrap."""
 
 COPY = "modules_to_save"

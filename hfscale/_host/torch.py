@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import _composable_state as composable
+from torch.distributed import _functional_collectives as functional_collectives
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = ["TorchDispatchMode", "tree_leaves", "tree_map"]
+__all__ = ["TorchDispatchMode", "functional_collectives", "tree_leaves", "tree_map"]
 
 HOOKS = (
     "_forward_hooks",

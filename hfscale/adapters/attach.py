@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._host.peft import COPY
+from .._host.peft import COPY, DORA_MAGNITUDES, LORA_EMBEDDING_A
 from .._host.torch import own_parameters
 from ..errors import ConfigError, PlanError
 from ..mesh import Mesh
@@ -201,7 +201,7 @@ def _refuse_own_dropout(config: Any, mesh: Mesh) -> None:
 def _refuse_cut_norms(plan: Plan) -> None:
     for adapter in plan.adapters:
         embeds = adapter.base == f"{plan.embedding}.weight" and plan.by_name[adapter.base].cut_over("tp") is not None
-        if embeds and adapter.kept_in == "lora_magnitude_vector":
+        if embeds and adapter.kept_in == DORA_MAGNITUDES:
             raise ConfigError(
                 f"{plan.embedding}: DoRA on an embedding that is cut along the vocabulary is not known to hfscale: "
                 "leave it out of target_modules, or use tp_size=1"
@@ -237,7 +237,7 @@ def _give_local_shapes(model: nn.Module, plan: Plan, mesh: Mesh, shares: dict[st
             raise PlanError(f"PEFT has not put {adapter.name} around this rank's part of the model")
         planned, old = plan.by_name[adapter.name], here[adapter.name]
         shape = planned.model_shape(mesh.ranks)
-        if tuple(old.shape) != shape and adapter.kept_in != "lora_embedding_A":
+        if tuple(old.shape) != shape and adapter.kept_in != LORA_EMBEDDING_A:
             raise PlanError(f"{adapter.name} has the shape {tuple(old.shape)} on this rank, and should have {shape}")
         owner = adapter.tied_to or adapter.name
         if owner not in made:

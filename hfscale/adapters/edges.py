@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .._host.peft import COPY, LORA_B, WRAPPED, dora_modules, dropouts
+from .._host.peft import BASE, COPY, LORA_B, dora_modules, dropouts
 from ..parallel.tensor import TensorParallel
 from ..parallel.tensor.partial_gradients import computes_with, read_partial
 from ..parallel.tensor.random import drop_alike, drop_own
@@ -56,7 +56,7 @@ def _wrappers(block: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
     return [
         (f"{name}.{path}" if path else name, module)
         for path, module in block.named_modules()
-        if unwrapped(module) is not module and WRAPPED[0] not in path.split(".")
+        if unwrapped(module) is not module and BASE not in path.split(".")
     ]
 
 

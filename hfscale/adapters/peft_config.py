@@ -21,6 +21,19 @@ _LORA_VARIANTS = ("use_dora",)
 _INITS = ("gaussian", "olora", "orthogonal", "loftq")
 
 
+def config_class(method: str) -> tuple[type, dict[str, Any]]:
+    """PEFT's class of configs for ``lora``, ``dora``, ``ia3`` or ``loha``, and the fields that make it that."""
+    import peft
+
+    classes: dict[str, tuple[type, dict[str, Any]]] = {
+        "lora": (peft.LoraConfig, {}),
+        "dora": (peft.LoraConfig, {"use_dora": True}),
+        "ia3": (peft.IA3Config, {}),
+        "loha": (peft.LoHaConfig, {}),
+    }
+    return classes[method]
+
+
 def read_config(source: Any) -> tuple[Any, str | None]:
     """A PEFT config, and the path or Hub id of the saved adapter it was read from, if any.
 

@@ -24,7 +24,7 @@ from ..ops.head_cross_entropy import rows_per_chunk
 from ..parallel.data import reshard
 from ..parallel.pipeline import order, peak_live
 from ..plan import Plan
-from ..quantization.packed import packings_of, scales_name
+from ..quantization.install import beside_quantized
 from ..runtime import find_runtime, local_tensor, runtime_of
 
 
@@ -129,7 +129,7 @@ def held_bytes(model: nn.Module, optimizer: Any = None) -> Held:
     weights = [parameter for adapter, parameter in pairs if not adapter]
     states = [] if optimizer is None else [value for state in optimizer.state.values() for value in state.values()]
     return Held(
-        weights=storage_bytes([*weights, *_beside_quantized(model)]),
+        weights=storage_bytes([*weights, *beside_quantized(model)]),
         adapters=storage_bytes(parameter for adapter, parameter in pairs if adapter),
         gradients=storage_bytes(parameter.grad for _, parameter in pairs),
         optimizer=storage_bytes(states),
@@ -145,23 +145,6 @@ def storage_bytes(values: Iterable[Any]) -> int:
                 storage = local_tensor(value).untyped_storage()
                 found[storage_key(storage)] = storage.nbytes()
     return sum(found.values())
-
-
-def _beside_quantized(model: nn.Module) -> Iterator[Any]:
-    """What is needed to read quantized weights, wherever bitsandbytes or hfscale keeps it."""
-    for module in model.modules():
-        for name in packings_of(module):
-            yield own_parameters(module)[scales_name(name)]
-        if type(module).__name__ == "ShardedLinear8bitLt":
-            yield own_parameters(module)["scales"]
-        parameter = own_parameters(module).get("weight")
-        yield getattr(parameter, "SCB", None)
-        yield from (getattr(getattr(module, "state", None), name, None) for name in ("CB", "SCB"))
-        state = getattr(parameter, "quant_state", None)
-        if isinstance(parameter, nn.Parameter) and state is not None:
-            yield from (state.absmax, state.code, state.offset)
-            if state.nested:
-                yield from (state.state2.absmax, state.state2.code)
 
 
 class _Saved:
@@ -188,7 +171,8 @@ class SavedBytes:
     total: int = 0
     _now: dict[str, int] = field(default_factory=lambda: {"layers": 0, "around": 0, "head": 0})
 
-    def _add(self, kind: str, size: int) -> None:
+    def add(self, kind: str, size: int) -> None:
+        """Note that so many bytes of a kind are saved, or, if negative, given up."""
         self._now[kind] += size
         setattr(self, kind, max(getattr(self, kind), self._now[kind]))
         self.total = max(self.total, sum(self._now.values()))
@@ -255,13 +239,13 @@ class _Counter:
 
     def _count(self, tensor: Tensor, saved: _Saved | None = None) -> int | None:
         storage = local_tensor(tensor.detach()).untyped_storage()
-        key = int(storage_key(storage))
+        key = storage_key(storage)
         if key in self._parameters:
             return None
         if key not in self._kept:
             kind = "layers" if self._depth else "head" if tuple(tensor.shape) == self._head else "around"
             self._kept[key] = [0, storage.nbytes(), kind]
-            self.found._add(kind, storage.nbytes())
+            self.found.add(kind, storage.nbytes())
         self._kept[key][0] += 1
         if saved is None:  # as long as the tensor is alive
             weakref.finalize(tensor, self._free, key)
@@ -272,4 +256,4 @@ class _Counter:
         kept[0] -= 1
         if not kept[0]:
             del self._kept[key]
-            self.found._add(kept[2], -kept[1])
+            self.found.add(kept[2], -kept[1])

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.nn import functional as F
 
+from .._host.torch import functional_collectives as functional
 from ..processes import backend_of
 
 # torch 2.13 has given them new names and warns about the old ones.

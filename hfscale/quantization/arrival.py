@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._host.bitsandbytes import is_quantized_already, keep_layout, scales_of_rows, set_state
 from .._host.torch import own_parameters
 from ..errors import CheckpointError
 from ..mesh import Mesh
@@ -89,8 +90,7 @@ class Quantizing:
                 local = planned.model_shape(self.mesh.ranks)
                 turned = name in self.plan.transposed
                 module.out_features, module.in_features = local[::-1] if turned else local
-                # Whether this processor has a layout of its own for evaluation: it is another one's for training.
-                module.support_avx512bf16_for_cpu = False
+                keep_layout(module)  # that for evaluation is another one than training's
                 empty = torch.empty(share, dtype=original.dtype, device="meta")
                 own_parameters(module)[attribute] = type(original)(empty, requires_grad=False, **original.__dict__)
             if self.plan.bits == 4 and (self.mesh.data_world > 1 or planned.shape[2:]):
@@ -130,7 +130,7 @@ class Quantizing:
         for name in self.weights:
             module, attribute = owner_of(self.model, name)
             parameter: Any = own_parameters(module)[attribute]
-            if parameter.is_meta or not _is_quantized(parameter):
+            if parameter.is_meta or not is_quantized_already(parameter):
                 raise CheckpointError(
                     f"the checkpoint has no {name}, and there is no quantizing what is not there: load it without "
                     "quantization_config, or with the config it was saved with"
@@ -139,7 +139,7 @@ class Quantizing:
                 from .linear_8bit import make_sharded as share_rows  # imports bitsandbytes
 
                 shares.tensors[name] = parameter.data.to(self.mesh.device)
-                rows = parameter.SCB.to(self.mesh.device, torch.float32).view(torch.uint8).view(-1, 4)
+                rows = scales_of_rows(parameter).to(self.mesh.device, torch.float32).view(torch.uint8).view(-1, 4)
                 shares.quantized.append((module, "scales", rows))
                 share_rows(module)
                 continue
@@ -168,8 +168,7 @@ class Quantizing:
         original: Any = self.originals[name]
         packing = self._packing(planned, module)
         parameter = type(original)(weight.view(original.quant_storage).view(-1, 1), **original.__dict__)
-        parameter.quant_state = module.quant_state = unpack_state(weight, scales.view(torch.uint8), packing)[1]
-        parameter.bnb_quantized, parameter.compress_statistics = True, False
+        set_state(module, parameter, unpack_state(weight, scales.view(torch.uint8), packing)[1])
         stock: nn.Parameter = parameter
         return stock
 
@@ -191,7 +190,3 @@ class Quantizing:
             shards=data[0].size if data else 1,
             dim=dim,
         )
-
-
-def _is_quantized(parameter: Tensor) -> bool:
-    return not parameter.is_floating_point() or getattr(parameter, "bnb_quantized", False)

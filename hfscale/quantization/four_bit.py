@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from .._host.bitsandbytes import functional
 from ..plan.quantized import BLOCK, OUTER_BLOCK, packed_scale_bytes
 
 
@@ -91,7 +92,6 @@ def pack(share: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
     Returns:
         one row of the packed bytes and one of the bytes of the scales, ``[1, ...]`` each, ``uint8``.
     """
-    functional = _functional()
     missing = packing.chunk[2] - share.shape[2]
     share = F.pad(share, (0, missing)) if missing else share
     weight = torch.zeros((packing.chunk[0], packing.blocks * BLOCK // 2), dtype=torch.uint8, device=share.device)
@@ -99,7 +99,7 @@ def pack(share: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
     for number, matrix in enumerate(share):
         if not matrix.numel():
             continue
-        packed, state = functional.quantize_4bit(
+        packed, state = functional().quantize_4bit(
             matrix.contiguous(),
             blocksize=BLOCK,
             compress_statistics=packing.double,
@@ -136,7 +136,6 @@ def unpack(weight: Tensor, scales: Tensor, packing: Packing, dtype: torch.dtype 
     Args:
         dtype: the type to dequantize into at once; by default the type it was quantized from.
     """
-    functional = _functional()
     if packing.is_one_stream:
         packed, state = unpack_state(weight, scales, packing)
     else:
@@ -144,7 +143,7 @@ def unpack(weight: Tensor, scales: Tensor, packing: Packing, dtype: torch.dtype 
         packed = as_bytes(weight).view(-1, 1)
         state = _state(read_scales(scales, packing).view(-1), packing, chunk)
     state.dtype = dtype or packing.dtype
-    values: Tensor = functional.dequantize_4bit(packed, state)
+    values: Tensor = functional().dequantize_4bit(packed, state)
     if packing.is_one_stream:
         return values.view(packing.shape)
     matrices, rows, columns = packing.chunk
@@ -164,9 +163,9 @@ def read_scales(scales: Tensor, packing: Packing) -> Tensor:
     outer = rows[:, :mean].contiguous().view(torch.float32)
     means = rows[:, mean : mean + 4].contiguous().view(torch.float32)
     bytes_of_blocks = rows[:, mean + 4 : mean + 4 + packing.blocks].contiguous()
-    functional, code = _functional(), _code(rows.device)
+    code = _code(rows.device)
     found = [
-        functional.dequantize_blockwise(bytes_of_blocks[row], absmax=outer[row], code=code, blocksize=OUTER_BLOCK)
+        functional().dequantize_blockwise(bytes_of_blocks[row], absmax=outer[row], code=code, blocksize=OUTER_BLOCK)
         for row in range(len(rows))
     ]
     return torch.stack(found) + means
@@ -184,8 +183,7 @@ def gathered(tensor: Tensor) -> Tensor:
 
 
 def _state(absmax: Tensor, packing: Packing, shape: tuple[int, int]) -> Any:
-    functional = _functional()
-    return functional.QuantState(
+    return functional().QuantState(
         absmax=absmax,
         shape=torch.Size(shape),
         code=_code_of_4_bits(packing.quant_type, absmax.device),
@@ -198,18 +196,12 @@ def _state(absmax: Tensor, packing: Packing, shape: tuple[int, int]) -> Any:
 @cache  # made of a list, which a device is waited for, and asked for by every product
 def _code_of_4_bits(quant_type: str, device: torch.device) -> Tensor:
     """The values that 4 bits stand for."""
-    code: Tensor = _functional().get_4bit_type(quant_type, device=device)
+    code: Tensor = functional().get_4bit_type(quant_type, device=device)
     return code
 
 
 @cache
 def _code(device: torch.device) -> Tensor:
     """The 8-bit type that bitsandbytes keeps quantized scales in."""
-    code: Tensor = _functional().create_dynamic_map().to(device)
+    code: Tensor = functional().create_dynamic_map().to(device)
     return code
-
-
-def _functional() -> Any:
-    import bitsandbytes.functional
-
-    return bitsandbytes.functional

@@ -14,6 +14,14 @@ import torch
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig
 
+from .._host.bitsandbytes import (
+    dequantized_from_4_bits,
+    dequantized_from_8_bits,
+    functional,
+    is_in_4_bits,
+    is_stock_parameter,
+    tensors_beside_weight,
+)
 from .._host.torch import own_parameters
 from .._host.transformers.classes import class_name
 from .._host.transformers.loading import quantizes
@@ -26,7 +34,6 @@ from ..runtime.local_weights import LocalWeights
 from .four_bit import gathered, unpack
 from .packed import mark, packings_of, register_packed, scales_name
 
-_STOCK = ("Params4bit", "Int8Params")  # bitsandbytes' own classes of parameters
 _ROWS = "ShardedLinear8bitLt"
 
 
@@ -161,14 +168,14 @@ def take_quantized(model: nn.Module, shares: LocalWeights) -> None:
             rows: Any = own_parameters(module)["scales"]
             shares.quantized.append((module, "scales", local_tensor(rows).detach()))
             empty_parameters(module)
-        elif parameter is not None and type(parameter).__name__ in _STOCK:
+        elif parameter is not None and is_stock_parameter(parameter):
             shares.quantized.append((module, "weight", parameter))
 
 
 def is_quantized(module: nn.Module, name: str = "weight") -> bool:
     """Whether a parameter of ``module`` itself is held in 4 or 8 bits."""
-    kind = type(own_parameters(module).get(name)).__name__
-    return name in packings_of(module) or kind in _STOCK or (name == "weight" and type(module).__name__ == _ROWS)
+    stock = is_stock_parameter(own_parameters(module).get(name))
+    return stock or name in packings_of(module) or (name == "weight" and type(module).__name__ == _ROWS)
 
 
 def dequantized(module: nn.Module, name: str = "weight") -> Tensor:
@@ -196,19 +203,25 @@ def dequantized(module: nn.Module, name: str = "weight") -> Tensor:
         return whole if name != "weight" else whole[0]
     if not is_quantized(module, name):
         raise ConfigError(f"{type(module).__name__}.{name} is not quantized: it is {type(parameter).__name__}")
-    from bitsandbytes import functional
-
     with torch.no_grad():
-        if type(parameter).__name__ == "Params4bit":
-            four: Tensor = functional.dequantize_4bit(parameter.data, parameter.quant_state)
-            return four
-        state: Any = module.state
+        if is_in_4_bits(parameter):
+            return dequantized_from_4_bits(parameter)
         if type(module).__name__ == _ROWS:
             from .linear_8bit import float_scales
 
             rows: Any = own_parameters(module)["scales"]
-            plain: Tensor = functional.int8_vectorwise_dequant(gathered(parameter), float_scales(gathered(rows)))
+            plain: Tensor = functional().int8_vectorwise_dequant(gathered(parameter), float_scales(gathered(rows)))
             return plain
-        scale = parameter.SCB if parameter.SCB is not None else state.SCB
-        eight: Tensor = functional.int8_vectorwise_dequant(parameter.data, scale)
-        return eight
+        return dequantized_from_8_bits(module, parameter)
+
+
+def beside_quantized(model: nn.Module) -> Iterator[Any]:
+    """What is needed to read the quantized weights of ``model``, wherever bitsandbytes or hfscale keeps it; ``None``
+    for what is not there.
+    """
+    for module in model.modules():
+        for name in packings_of(module):
+            yield own_parameters(module)[scales_name(name)]
+        if type(module).__name__ == _ROWS:
+            yield own_parameters(module)["scales"]
+        yield from tensors_beside_weight(module)

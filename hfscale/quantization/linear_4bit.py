@@ -9,6 +9,7 @@ import bitsandbytes
 import torch
 from torch import Tensor, nn
 
+from .._host.bitsandbytes import drop_state
 from .four_bit import Packing, unpack_state
 from .frozen_linear import frozen_linear
 from .packed import packings_of, read_packed, register_packed
@@ -51,5 +52,5 @@ class ShardedLinear4bit(bnb.nn.Linear4bit):
 def make_sharded(module: Any, packing: Packing) -> None:
     """Turn a stock ``Linear4bit`` into a :class:`ShardedLinear4bit` with parameters on the meta device."""
     module.__class__ = ShardedLinear4bit
-    module.quant_state = None
+    drop_state(module)
     register_packed(module, "weight", packing)

@@ -9,6 +9,7 @@ import bitsandbytes
 import torch
 from torch import Tensor, nn
 
+from .._host.bitsandbytes import product_in_8_bits
 from .._host.torch import own_parameters
 from .four_bit import as_bytes
 from .frozen_linear import frozen_linear
@@ -29,12 +30,7 @@ class ShardedLinear8bitLt(bnb.nn.Linear8bitLt):
         return frozen_linear(x, bias, self._product, self._read)
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        state = bnb.MatmulLtState()
-        state.threshold, state.has_fp16_weights = self.state.threshold, False
-        state.use_pool, state.is_training = self.state.use_pool, self.training
-        state.CB, state.SCB = _rows(self.weight), float_scales(self.scales)
-        out: Tensor = bnb.matmul(x, state.CB, bias=bias, state=state)
-        return out
+        return product_in_8_bits(self, x, _rows(self.weight), float_scales(self.scales), bias)
 
     def _read(self, dtype: torch.dtype) -> Tensor:
         scales = float_scales(self.scales).unsqueeze(1).mul(1.0 / 127.0)

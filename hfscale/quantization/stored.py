@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._host.bitsandbytes import functional
 from ..errors import CheckpointError
 from ..files.reader import TensorOnDisk
 from ..files.slices import PartOnDisk
@@ -76,11 +77,9 @@ class PackedOnDisk:
         stored = self._beside["absmax"][...]
         if "nested_absmax" not in self._beside:
             return stored.float()
-        from bitsandbytes import functional
-
         outer, code = self._beside["nested_absmax"][...], self._beside["nested_quant_map"][...]
         size = self._state["nested_blocksize"]
-        scales: Tensor = functional.dequantize_blockwise(stored, absmax=outer, code=code, blocksize=size)
+        scales: Tensor = functional().dequantize_blockwise(stored, absmax=outer, code=code, blocksize=size)
         return scales + torch.tensor(float(self._state["nested_offset"]))
 
 

@@ -5,17 +5,10 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import peft
 from transformers import BitsAndBytesConfig
 
+from ..adapters.peft_config import config_class
 from .schema import FinetuneRecipe, RecipeError
-
-_CLASSES: dict[str, tuple[type, dict[str, Any]]] = {
-    "lora": (peft.LoraConfig, {}),
-    "dora": (peft.LoraConfig, {"use_dora": True}),
-    "ia3": (peft.IA3Config, {}),
-    "loha": (peft.LoHaConfig, {}),
-}
 
 
 def adapter_of(recipe: FinetuneRecipe) -> Any:
@@ -27,7 +20,7 @@ def adapter_of(recipe: FinetuneRecipe) -> Any:
     if not recipe.adapter or "path" in recipe.adapter:
         return recipe.adapter.get("path")
     fields = {name: value for name, value in recipe.adapter.items() if name != "method"}
-    kind, fixed = _CLASSES[recipe.adapter["method"]]
+    kind, fixed = config_class(recipe.adapter["method"])
     return _made("adapter", kind, fields, {"task_type": "CAUSAL_LM", **fixed})
 
 

@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .._host.torch import multiply_all, norms_of
 from ..plan import ParameterPlan
 from ..runtime import Runtime, local_tensor, runtime_of
 
@@ -22,7 +23,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     gradients = [local_tensor(p.grad) for _, p in runtime.parameters() if p.grad is not None]
     coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for same in _alike(gradients):
-        torch._foreach_mul_([gradients[i] for i in same], coefficient.to(gradients[same[0]].dtype))
+        multiply_all([gradients[i] for i in same], coefficient.to(gradients[same[0]].dtype))
     return norm
 
 
@@ -80,7 +81,7 @@ def _norms(grads: list[Tensor], norm_type: float, dtype: torch.dtype) -> list[Te
     """The norm of each, in order, by one launch for all that are alike."""
     found: dict[int, Tensor] = {}
     for same in _alike(grads):
-        found.update(zip(same, torch._foreach_norm([grads[i] for i in same], norm_type, dtype=dtype), strict=True))
+        found.update(zip(same, norms_of([grads[i] for i in same], norm_type, dtype), strict=True))
     return [found[i] for i in range(len(grads))]
 
 

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM
 
 import hfscale
 from hfscale import ParallelConfig
+from hfscale._host.torch_fsdp import _parameters as fsdp_parameters
 from hfscale._host.transformers.computing import enable_checkpointing
-from hfscale.parallel.data._fsdp import _parameters as fsdp_parameters
 from hfscale.testing import RankPool, Traffic, count_traffic
 
 from ..models import tiny

@@ -24,6 +24,11 @@ def from_config(kind: Any, config: Any, **kwargs: Any) -> Any:
     return build(config, **kwargs)
 
 
+def classes_by_config(auto_class: Any) -> Any:
+    """Class of config -> the class, or classes, that ``auto_class`` builds of it; ``None`` for a stock class."""
+    return getattr(auto_class, "_model_mapping", None)
+
+
 def layer_classes(model: Any) -> set[str]:
     """Names of the classes that the host keeps on one device; ``model`` or its class."""
     return set(getattr(model, "_no_split_modules", None) or ())

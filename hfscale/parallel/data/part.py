@@ -2,9 +2,9 @@
 
 from contextlib import AbstractContextManager
 
+from ..._host.torch_fsdp import add_up_gradients
 from ...runtime import Part, Runtime
 from ...runtime.local_weights import LocalWeights
-from ._fsdp import add_up_gradients
 from .shard import (
     apply_data_axes,
     install_local_weights,

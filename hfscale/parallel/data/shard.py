@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from ..._host.torch import own_parameters
+from ..._host.torch_fsdp import reduce_now, shard_by_type
 from ...errors import ConfigError
 from ...mesh import Mesh
 from ...options import MIXED_PRECISIONS
@@ -22,7 +23,6 @@ from ...plan import ParameterPlan, Plan
 from ...plan.reductions import data_axes
 from ...runtime import like_sharded
 from ...runtime.names import owner_of, stock_name
-from ._fsdp import reduce_now, shard_by_type
 
 
 def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, mixed_precision: str) -> None:

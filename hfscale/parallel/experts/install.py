@@ -5,6 +5,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from ..._host.peft import ORIGINAL
 from ..._host.torch import own_buffers
 from ..._host.transformers.classes import class_name
 from ..._host.transformers.experts import router_logits
@@ -101,7 +102,7 @@ def _router(runtime: Runtime, planned: ExpertsPlan) -> tuple[str, nn.Module, int
             for name, module in runtime.model.get_submodule(owner).named_modules()
             for kind, place in recorded.items()
             # Of a router that trains beside an adapter, PEFT keeps the first values as well, which nothing calls.
-            if name and isinstance(module, kind) and not name.endswith("original_module")
+            if name and isinstance(module, kind) and not name.endswith(ORIGINAL)
         ]
         if len(found) == 1:
             return found[0]

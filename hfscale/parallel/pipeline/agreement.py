@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ..._host.torch import has_accumulation_hook
 from ...errors import ConfigError
 from ...runtime import Runtime, local_tensor
 
@@ -92,7 +93,7 @@ class StageAgreement:
         for name, parameter in live.items():
             if not parameter.requires_grad:
                 continue
-            if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            if has_accumulation_hook(parameter):
                 raise ConfigError(
                     f"{name} has a hook that runs when its gradient is accumulated; through pipeline stages gradients "
                     "are whole only when train_step returns: step the optimizer then, without such hooks"

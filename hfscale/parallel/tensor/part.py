@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
+from ..._host.torch import has_gradient_hook
 from ...runtime import Part, Runtime, local_tensor
 from ...runtime.batches import Microbatch
 from ...runtime.local_weights import LocalWeights
@@ -50,7 +51,7 @@ class TensorParallel(Part):
             part.release(runtime)  # or gathered weights would be taken for the parameters
         partial = [parameter for planned, parameter in runtime.parameters() if "tp" in planned.partial]
         # A hook (an optimizer that steps in backward) must see whole gradients: they are summed at once then.
-        if any(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in partial):
+        if any(map(has_gradient_hook, partial)):
             return nullcontext()
         return self.sums.at_the_end([p for p in partial if p.requires_grad], local_tensor)
 

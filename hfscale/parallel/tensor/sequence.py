@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..._host.torch import version_of
+from ..._host.torch import counts_forward_hooks, version_of
 from ..._host.transformers.hidden_states import hidden_states_of, other_arguments, with_hidden_states
 from ...errors import ConfigError
 from ...ops import enter, gather, gather_sum, scatter, scatter_sum
@@ -147,7 +147,7 @@ class SequenceRegion:
     def sum_later(self, embedding: nn.Module) -> bool:
         """Asked by the embedding: may it leave the sum over the ranks to the first layer?"""
         # What a hook adds to its output (noise, say) must be added once.
-        hooked = len(embedding._forward_hooks) > 1  # one is the embedding's own, which asks
+        hooked = counts_forward_hooks(embedding) > 1  # one is the embedding's own, which asks
         self._partial = self._open and self._total is None and self.plan.direct and not hooked
         return self._partial
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import hfscale
 
+from ..._host.bitsandbytes import has_layouts, keep_layout
 from ..parity import plain_name
 from .data import Batch, Call, as_given, batches, valid_labels
 from .draw import Draw
@@ -119,8 +120,8 @@ def load(draw: Draw, directory: Path, dtype: torch.dtype) -> Any:
     """The stock model, with stock adapters."""
     model: Any = AUTO.from_pretrained(directory / "start", dtype=dtype, **arguments(draw), **quantization(draw))
     for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):  # a layout of some processors, for evaluation
-            module.support_avx512bf16_for_cpu = False
+        if has_layouts(module):
+            keep_layout(module)
     if draw.quantize is not None:
         round_experts(model, draw)
     text = model.config.get_text_config()

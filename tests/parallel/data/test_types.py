@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM
 
 import hfscale
 from hfscale import ConfigError, ParallelConfig
-from hfscale.parallel.data import _fsdp
+from hfscale._host import torch_fsdp
 from hfscale.runtime import local_tensor, runtime_of
 from hfscale.testing import RankPool
 from tests.models import tiny
@@ -71,11 +71,11 @@ def _model(float32: bool = True) -> MixedLlama:
 
 def trained(sizes: dict[str, Any], expected: tuple[float, dict[str, Tensor]], several: bool = True) -> dict[str, float]:
     """The largest error of each parameter's gradient, relative to its largest entry; of the loss."""
-    has, _fsdp._has_several_groups = _fsdp._has_several_groups, lambda: several and has()
+    has, torch_fsdp._has_several_groups = torch_fsdp._has_several_groups, lambda: several and has()
     try:
         model = hfscale.parallelize(_model(float32=several), ParallelConfig(**sizes))
     finally:
-        _fsdp._has_several_groups = has
+        torch_fsdp._has_several_groups = has
     world = hfscale.batch_world(model)
     rows = IDS[hfscale.batch_rank(model) :: world]
     loss, gradients = expected
@@ -111,12 +111,12 @@ def test_with_one_group_for_each_module(pools: Pools) -> None:
 
 
 def refused_with_one_group() -> str:
-    has, _fsdp._has_several_groups = _fsdp._has_several_groups, lambda: False
+    has, torch_fsdp._has_several_groups = torch_fsdp._has_several_groups, lambda: False
     try:
         with pytest.raises(ConfigError) as caught:
             hfscale.parallelize(_model(), ParallelConfig(dp_shard_size=2))
     finally:
-        _fsdp._has_several_groups = has
+        torch_fsdp._has_several_groups = has
     return str(caught.value)
 
 

@@ -1,4 +1,4 @@
-"""The one file of this room that touches private names of FSDP2.
+"""Private names of FSDP2.
 
 Checked with torch 2.13, where a module has several parameter groups, and written for 2.11 too, where it has one. FSDP2
 reduces gradients in hooks of autograd. They do not serve where several microbatches are under way at once, nor where
@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
-from ...errors import ConfigError
+from ..errors import ConfigError
 
 
 def shard_by_type(module: nn.Module, *, ignored: set[nn.Parameter], **how: Any) -> None:

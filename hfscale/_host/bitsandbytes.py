@@ -1,0 +1,100 @@
+"""Names of bitsandbytes that it does not document: what its modules and parameters keep beside a quantized weight.
+
+Read and run with bitsandbytes 0.50. Nothing here imports it before it is asked for: most runs quantize nothing.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from .torch import own_parameters
+
+_PARAMETERS = ("Params4bit", "Int8Params")
+
+
+def functional() -> Any:
+    """Its functions on tensors."""
+    import bitsandbytes.functional
+
+    return bitsandbytes.functional
+
+
+def is_stock_parameter(parameter: Any) -> bool:
+    """Whether it is of one of bitsandbytes' own classes of parameters, which know their scales."""
+    return type(parameter).__name__ in _PARAMETERS
+
+
+def is_in_4_bits(parameter: Any) -> bool:
+    """Whether it is of bitsandbytes' class for 4 bits."""
+    return type(parameter).__name__ == _PARAMETERS[0]
+
+
+def is_quantized_already(parameter: Tensor) -> bool:
+    """Whether a parameter of those classes holds a quantized weight, and no more the one it is made of."""
+    return not parameter.is_floating_point() or getattr(parameter, "bnb_quantized", False)
+
+
+def keep_layout(module: Any) -> None:
+    """Let a projection keep its weight as it is: some processors have a layout for evaluation, made in its place."""
+    module.support_avx512bf16_for_cpu = False
+
+
+def has_layouts(module: nn.Module) -> bool:
+    """Whether :func:`keep_layout` says something to ``module``."""
+    return hasattr(module, "support_avx512bf16_for_cpu")
+
+
+def set_state(module: Any, parameter: Any, state: Any) -> None:
+    """Let ``parameter``, packed bytes in ``module``, be quantized by ``state``, whose scales are plain."""
+    parameter.quant_state = module.quant_state = state
+    parameter.bnb_quantized, parameter.compress_statistics = True, False
+
+
+def drop_state(module: Any) -> None:
+    """Let a projection in 4 bits forget how its weight is quantized."""
+    module.quant_state = None
+
+
+def scales_of_rows(parameter: Any) -> Tensor:
+    """The scales of an 8-bit parameter that has just been quantized."""
+    scales: Tensor = parameter.SCB
+    return scales
+
+
+def dequantized_from_4_bits(parameter: Any) -> Tensor:
+    """A parameter of bitsandbytes' own class in the type it was quantized from."""
+    found: Tensor = functional().dequantize_4bit(parameter.data, parameter.quant_state)
+    return found
+
+
+def dequantized_from_8_bits(module: Any, parameter: Any) -> Tensor:
+    """The same of one in 8 bits, in ``module``, to which it gives its scales in the first pass."""
+    scales = parameter.SCB if parameter.SCB is not None else module.state.SCB
+    found: Tensor = functional().int8_vectorwise_dequant(parameter.data, scales)
+    return found
+
+
+def product_in_8_bits(module: Any, x: Tensor, rows: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    """``x @ rows.T + bias`` as ``module``, a projection in 8 bits, computes it, with ``rows`` for its weight."""
+    import bitsandbytes
+
+    bnb: Any = bitsandbytes  # whose types say little
+    state = bnb.MatmulLtState()
+    state.threshold, state.has_fp16_weights = module.state.threshold, False
+    state.use_pool, state.is_training = module.state.use_pool, module.training
+    state.CB, state.SCB = rows, scales
+    out: Tensor = bnb.matmul(x, state.CB, bias=bias, state=state)
+    return out
+
+
+def tensors_beside_weight(module: nn.Module) -> Iterator[Any]:
+    """What ``module`` and its weight keep to read the weight by; ``None`` for what is not there."""
+    parameter = own_parameters(module).get("weight")
+    yield getattr(parameter, "SCB", None)
+    yield from (getattr(getattr(module, "state", None), name, None) for name in ("CB", "SCB"))
+    state = getattr(parameter, "quant_state", None)
+    if isinstance(parameter, nn.Parameter) and state is not None:
+        yield from (state.absmax, state.code, state.offset)
+        if state.nested:
+            yield from (state.state2.absmax, state.state2.code)
