@@ -50,7 +50,7 @@ from hfscale.parallel.pipeline import (
     stage_ranks,
     write_trace,
 )
-from hfscale.parallel.pipeline._engine import engine_runtime
+from hfscale.parallel.pipeline.engine import engine_runtime
 from hfscale.parallel.pipeline.timeline import GRADIENT
 from hfscale.parallel.pipeline.worker import Place, StageWorker
 from hfscale.schedules import default_virtual_stages

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ...errors import ConfigError
-from ._engine import transfers_between
+from .engine import transfers_between
 from .simulate import DEFAULT_COSTS, Costs
 from .timeline import Action, Order, Span, Timeline, stage_ranks
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from ...errors import ConfigError
 from ...schedules import ASYNCHRONOUS, SCHEDULES
-from ._engine import engine_order
 from .csv_table import read_csv
+from .engine import engine_order
 from .timeline import Action, Order
 from .weight_versions import asynchronous_order, one_forward_one_backward
 

@@ -28,10 +28,10 @@ from ...plan import Plan, Stage
 from ...runtime import Executor, Runtime
 from ...runtime.batches import Microbatch
 from ...schedules import ASYNCHRONOUS
-from ._engine import check_runs, engine_runtime
 from .activation_types import ActivationTypes
 from .agreement import StageAgreement
 from .csv_table import read_csv
+from .engine import check_runs, engine_runtime
 from .microbatches import Batch, share_out, tokens_of
 from .orders import check, order
 from .split import splits_exactly
