@@ -3,7 +3,9 @@
 Read and run with bitsandbytes 0.50. Nothing here imports it before it is asked for: most runs quantize nothing.
 """
 
+import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,11 +13,25 @@ from torch import Tensor, nn
 from .torch import own_parameters
 
 _PARAMETERS = ("Params4bit", "Int8Params")
+_RECOMMENDS = "bitsandbytes.backends.cpu.ops"
+
+
+@contextmanager
+def quiet_import() -> Iterator[None]:
+    """Within: importing bitsandbytes, or PEFT, which imports it, recommends nothing. Its errors are shown."""
+    log = logging.getLogger(_RECOMMENDS)  # of a package that it can do without, where a processor has AVX-512 for bf16
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def functional() -> Any:
     """Its functions on tensors."""
-    import bitsandbytes.functional
+    with quiet_import():
+        import bitsandbytes.functional
 
     return bitsandbytes.functional
 

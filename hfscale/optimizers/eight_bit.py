@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from .._host.bitsandbytes import quiet_import
 from ..errors import ConfigError
 from ..estimate.optimizer_states import BLOCK, MIN_8BIT_SIZE
 from ..mesh import Mesh
@@ -27,7 +28,8 @@ def stock_class(name: str, stock: str) -> Any:
         ConfigError: bitsandbytes is not installed.
     """
     try:
-        import bitsandbytes
+        with quiet_import():
+            import bitsandbytes
     except ImportError as error:
         raise ConfigError(
             f"{name!r} is bitsandbytes' {stock}, which is not installed: pip install 'hfscale[bitsandbytes]'"

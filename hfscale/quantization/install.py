@@ -5,7 +5,9 @@ weight is read, and put in place here at the end; weights are quantized in :mod:
 arrive.
 """
 
+import importlib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -20,6 +22,7 @@ from .._host.bitsandbytes import (
     functional,
     is_in_4_bits,
     is_stock_parameter,
+    quiet_import,
     tensors_beside_weight,
 )
 from .._host.torch import own_parameters
@@ -58,6 +61,8 @@ def check_quantization(config: Any) -> None:
         )
     if config.llm_int8_enable_fp32_cpu_offload:
         raise ConfigError("llm_int8_enable_fp32_cpu_offload=True splits the model over devices: leave it out")
+    with suppress(ImportError), quiet_import():  # before the host does; without it, the host says what to do
+        importlib.import_module("bitsandbytes")
 
 
 def split_quantization(config: Any) -> tuple[Any, BitsAndBytesConfig | None]:
