@@ -16,7 +16,7 @@ from .errors import ConfigError
 from .mesh import build_mesh
 from .options import Options
 from .plan import Plan
-from .quantization.install import check_quantization, split_quantization
+from .quantization.quantized_modules import check_quantization, split_quantization
 from .routing_config import RoutingConfig
 from .runtime import find_runtime
 from .sources import FromCheckpoint, FromSeed, InMemory, Outline, Source

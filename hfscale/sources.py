@@ -24,7 +24,7 @@ from .parallel.pipeline import check_stages, leave_out, stage_places
 from .parallel.tensor import cut_parameters
 from .plan import Plan
 from .planner.build import build_plan
-from .quantization.install import plan_quantized
+from .quantization.quantized_modules import plan_quantized
 from .runtime.initialize import initialize_local_weights
 from .runtime.local_weights import LocalWeights
 

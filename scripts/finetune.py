@@ -13,6 +13,6 @@ from hfscale.recipes import check_installed
 if __name__ == "__main__":
     check_installed()
     from hfscale.recipes.finetuning import main
-    from hfscale.recipes.processes import run
+    from hfscale.recipes.main_process import run
 
     run(main)

@@ -11,7 +11,7 @@ from hfscale.recipes import check_installed
 
 if __name__ == "__main__":
     check_installed()
+    from hfscale.recipes.main_process import run
     from hfscale.recipes.pretraining import main
-    from hfscale.recipes.processes import run
 
     run(main)

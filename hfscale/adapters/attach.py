@@ -17,12 +17,12 @@ from ..errors import ConfigError, PlanError
 from ..mesh import Mesh
 from ..plan import Plan
 from ..planner.adapters import plan_adapters
-from ..quantization.install import dequantized
 from ..quantization.packed import shown_unpacked
+from ..quantization.quantized_modules import dequantized
 from ..runtime import Part, Runtime
 from ..runtime.local_weights import LocalWeights
 from ..runtime.names import owner_of
-from .edges import install_adapter_edges
+from .adapter_edges import install_adapter_edges
 from .first_values import initialize_adapters
 from .guard import guard_methods
 from .merge import put_back

@@ -13,12 +13,12 @@ from .._host.transformers.loading import forget_quantization
 from ..errors import ConfigError
 from ..families.projections import follow_weight
 from ..plan import AdapterParameter, ParameterPlan, Plan
-from ..quantization.install import dequantized
 from ..quantization.packed import forget_packed
+from ..quantization.quantized_modules import dequantized
 from ..runtime import Runtime
 from ..runtime.names import owner_of, put_parameter, unwrapped
 from ..runtime.unshard import gather_full
-from .edges import sum_norms
+from .adapter_edges import sum_norms
 from .guard import give_back_methods
 
 

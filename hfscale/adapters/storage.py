@@ -14,10 +14,10 @@ from ..errors import CheckpointError
 from ..mesh import Mesh
 from ..plan import Plan
 from ..runtime import Runtime
-from ..runtime.agreement import is_writer
 from ..runtime.atomic_directory import atomic_directory
 from ..runtime.full_tensors import full_parameters
 from ..runtime.names import stock_name
+from ..runtime.writing import is_writer
 
 WEIGHTS = "adapter_model.safetensors"
 

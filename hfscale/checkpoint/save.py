@@ -16,9 +16,9 @@ from .. import guards
 from .._host.transformers.saving import as_stored, stored_layout, write_configs
 from ..files.writer import INDEX, STALE, CheckpointWriter
 from ..runtime import Runtime, runtime_of
-from ..runtime.agreement import everyone_arrives, is_writer
 from ..runtime.atomic_directory import atomic_directory
 from ..runtime.full_tensors import full_tensors, tensors_to_save
+from ..runtime.writing import everyone_arrives, is_writer
 
 _WAIT = timedelta(minutes=2)
 

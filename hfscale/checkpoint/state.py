@@ -27,9 +27,9 @@ from ..mesh import Mesh
 from ..parallel.tensor.random import default_generator
 from ..plan import ParameterPlan
 from ..runtime import Runtime, like_sharded, runtime_of
-from ..runtime.agreement import everyone_arrives, is_writer
 from ..runtime.atomic_directory import atomic_directory
 from ..runtime.runtime import local_tensor
+from ..runtime.writing import everyone_arrives, is_writer
 
 _COUNTED = ("step", "mu_product")  # in the states of torch's optimizers
 _SIZES = ("pp", "dp_replicate", "dp_shard", "tp", "ep", "expert_tp")

@@ -24,7 +24,7 @@ from ..ops.head_cross_entropy import rows_per_chunk
 from ..parallel.data import reshard
 from ..parallel.pipeline import order, peak_live
 from ..plan import Plan
-from ..quantization.install import beside_quantized
+from ..quantization.quantized_modules import beside_quantized
 from ..runtime import find_runtime, local_tensor, runtime_of
 
 

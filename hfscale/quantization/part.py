@@ -5,7 +5,7 @@ from pathlib import Path
 from ..errors import ConfigError
 from ..runtime import Part, Runtime
 from ..runtime.local_weights import LocalWeights
-from .install import install_quantized, take_quantized
+from .quantized_modules import install_quantized, take_quantized
 
 
 class Quantization(Part):

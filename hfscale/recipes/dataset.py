@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 from .chat import encode_chat, encode_completion, set_chat_template
 from .corpus import Document, read
+from .main_process import on_main
 from .packing import Columns, Example, cut, packed_rows, separate_rows
-from .processes import on_main
 from .rows import IGNORED
 from .schema import DataRecipe, RecipeError
 

@@ -10,9 +10,9 @@ from .adapting import adapter_of, quantization_of
 from .borders import check_borders
 from .dataset import prepare
 from .loop import train
+from .main_process import is_main
 from .memory_limit import expect_memory
 from .places import check_places
-from .processes import is_main
 from .read import recipe_and_limit
 from .results import finish
 from .run_log import RunLog

@@ -11,7 +11,7 @@ from transformers import get_scheduler
 
 import hfscale
 
-from .batches import evaluation_steps, per_rank, sequences_of_step, share_of_step
+from .batch_sizes import evaluation_steps, per_rank, sequences_of_step, share_of_step
 from .rows import IGNORED, Rows, divided
 from .run_log import RunLog, peak_memory
 from .schema import Recipe, TrainingRecipe

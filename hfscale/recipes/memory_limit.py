@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 import hfscale
 
-from .batches import per_rank
+from .batch_sizes import per_rank
 from .loop import Outcome
-from .processes import is_main
+from .main_process import is_main
 from .schema import Recipe, RecipeError
 
 GIB = 2**30

@@ -11,11 +11,11 @@ from omegaconf import OmegaConf
 
 import hfscale
 
-from .batches import per_rank
+from .batch_sizes import per_rank
 from .card import Made, describe_layout, make_card
 from .loop import Outcome, evaluate
+from .main_process import barrier, is_main
 from .memory_limit import beside
-from .processes import barrier, is_main
 from .rows import Rows
 from .run_log import RunLog, plot_losses
 from .schema import FinetuneRecipe, Recipe

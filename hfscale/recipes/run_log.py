@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 import hfscale
 
-from .processes import is_main, largest
+from .main_process import is_main, largest
 from .schema import Recipe
 
 

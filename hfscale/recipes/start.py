@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from . import processes
 from .finetuning import finetune
+from .main_process import run
 from .pretraining import pretrain
 from .schema import FinetuneRecipe, PretrainRecipe
 
@@ -30,4 +30,4 @@ def start(recipe: AnyRecipe, limit: float | None = None) -> None:
 
 def start_rank(read: Callable[[], AnyRecipe], limit: float | None = None) -> None:
     """The same as a process of a launcher's: an error that the user can mend ends it, with its message alone."""
-    processes.run(lambda: start(read(), limit))
+    run(lambda: start(read(), limit))

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from ..errors import CheckpointError
 from ..mesh import Mesh
-from .agreement import is_writer, raise_together
+from .writing import is_writer, raise_together
 
 _Result = TypeVar("_Result")
 

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._host.transformers.saving import never_stored
 from ..mesh import Mesh
 from ..plan import ParameterPlan, write_share
-from .agreement import is_writer
 from .runtime import Runtime, local_tensor
+from .writing import is_writer
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from ..families.clone import EXPERTS, LAYERS, tiny_clone
 from ..families.experts import EXPERT_FIELDS
 from ..parallel.pipeline import read_csv
 from ..schedules import ASYNCHRONOUS, SCHEDULES
-from . import batches
+from . import sample_batches
 from .parity import Case, Parity, measure_parity
 from .pool import RankError, RankPool
 
@@ -85,14 +85,14 @@ def verify(
         )  # the clone gets as many layers as there are stages, whatever the model has
     small = scale_down(layout)
     changes = _heads_that_fit(config, layout.size("tp"), small.size("tp")) | _experts_that_fit(config, small.size("ep"))
-    changes |= batches.changes_for(config, auto_class)
+    changes |= sample_batches.changes_for(config, auto_class)
     clone = tiny_clone(config, layers=_layers(small), **changes)
     planned = plan(clone, small, auto_class=auto_class, **hf_kwargs)  # refuse before any process is started
-    case = batches.case_for(clone, auto_class, planned)
+    case = sample_batches.case_for(clone, auto_class, planned)
     case.hf_kwargs = hf_kwargs
     if small.size("pp") > 1:
         case.accumulation = int(small.num_microbatches or 1)
-    batches.check_stock(case)
+    sample_batches.check_stock(case)
     if lora is not None:
         with quiet_import():
             from peft import LoraConfig

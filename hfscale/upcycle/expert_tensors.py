@@ -19,7 +19,7 @@ from ..errors import CheckpointError
 from .config_of import find_family, mixture_layers
 from .dense import WholeModel
 from .perturb import Variation
-from .table import DENSE, INTERMEDIATE_DIM, ExpertWeight
+from .targets import DENSE, INTERMEDIATE_DIM, ExpertWeight
 
 _BAR_AFTER_SECONDS = 2.0
 

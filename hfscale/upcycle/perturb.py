@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..runtime.initialize import seed_of
-from .table import INTERMEDIATE_DIM
+from .targets import INTERMEDIATE_DIM
 
 
 @dataclass(frozen=True)

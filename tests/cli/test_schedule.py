@@ -10,7 +10,7 @@ import pytest
 
 from hfscale.cli import main
 from hfscale.parallel.pipeline import Action, Costs, Timeline, order, read_csv, read_trace, simulate, write_trace
-from hfscale.parallel.pipeline.draw import draw, title
+from hfscale.parallel.pipeline.plot import draw, title
 from hfscale.parallel.pipeline.terminal import render
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")

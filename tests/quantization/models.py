@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GPT2Config, P
 
 import hfscale
 from hfscale import ParallelConfig
-from hfscale.quantization.install import dequantized
+from hfscale.quantization.quantized_modules import dequantized
 from hfscale.runtime import Runtime, runtime_of
 from hfscale.runtime.names import owner_of
 

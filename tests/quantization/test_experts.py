@@ -12,7 +12,7 @@ from transformers import BitsAndBytesConfig, GptOssConfig, MixtralConfig, PreTra
 
 import hfscale
 from hfscale import ParallelConfig
-from hfscale.quantization.install import dequantized, is_quantized
+from hfscale.quantization.quantized_modules import dequantized, is_quantized
 from hfscale.runtime import runtime_of
 from hfscale.runtime.runtime import local_tensor
 from hfscale.testing import RankPool

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import hfscale
 from hfscale import CheckpointError, ConfigError, ParallelConfig
-from hfscale.quantization.install import dequantized
+from hfscale.quantization.quantized_modules import dequantized
 from hfscale.runtime import runtime_of
 from hfscale.runtime.names import owner_of
 from hfscale.testing import RankPool

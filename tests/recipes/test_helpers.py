@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hfscale import ParallelConfig, RoutingConfig
-from hfscale.recipes.batches import evaluation_steps, per_rank, sequences_of_step, share_of_step
+from hfscale.recipes.batch_sizes import evaluation_steps, per_rank, sequences_of_step, share_of_step
 from hfscale.recipes.card import describe_layout
 from hfscale.recipes.corpus import is_for_validation, is_wanted, read
 from hfscale.recipes.dataset import pack, train_tokenizer, unigram_entropy

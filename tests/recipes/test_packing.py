@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 import hfscale
 from hfscale import ParallelConfig
-from hfscale.recipes.batches import evaluation_steps
+from hfscale.recipes.batch_sizes import evaluation_steps
 from hfscale.recipes.borders import check_borders
 from hfscale.recipes.loop import evaluate, train
 from hfscale.recipes.packing import Example, cut, first_fit, packed_rows, separate_rows

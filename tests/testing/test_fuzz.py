@@ -12,13 +12,13 @@ import torch
 
 import hfscale
 from hfscale import ParallelConfig
-from hfscale.quantization.install import dequantized
+from hfscale.quantization.quantized_modules import dequantized
 from hfscale.testing.fuzz import Draw, Verdict, choose, read, shrink
 from hfscale.testing.fuzz.judge import compared
 from hfscale.testing.fuzz.measures import Yardstick
 from hfscale.testing.fuzz.models import quantization
-from hfscale.testing.fuzz.report import page
-from hfscale.testing.fuzz.stock import Record, Step, load, make_start
+from hfscale.testing.fuzz.reference import Record, Step, load, make_start
+from hfscale.testing.fuzz.summary import page
 
 WRONG = Verdict("wrong", "gradient")
 

@@ -41,7 +41,7 @@ from .dense import SMALL, distance, load, save_dense, stored
         ),
         ("olmo", {}, {}, "'olmo' model cannot be upcycled: its layer norms have no weights.*llama -> mixtral"),
         ("mixtral", {}, {}, "it is a mixture of experts already"),
-        ("gemma", {"head_dim": 8}, {}, "knows no mixture of experts with its layers.*hfscale/upcycle/table.py"),
+        ("gemma", {"head_dim": 8}, {}, "knows no mixture of experts with its layers.*hfscale/upcycle/targets.py"),
         ("llama", {"mlp_bias": True}, {"every": 2}, "every=2 leaves.*; mlp_bias=True cannot"),  # all at once
     ],
 )

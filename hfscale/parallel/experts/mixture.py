@@ -25,8 +25,8 @@ from ...runtime.names import unwrapped
 from .capacity_buffers import through_slots
 from .dispatch import combine, dispatch
 from .grouped import compute_type, run_experts
-from .install import routing_of_layers
 from .layer import LayerRouting
+from .layer_routing import routing_of_layers
 from .routes import Routes, plan_routes
 from .routing import Routing
 

@@ -11,8 +11,8 @@ from ...schedules import ASYNCHRONOUS, SCHEDULES, default_virtual_stages
 from .chrome_trace import last_whole_step, read_runs, write_trace
 from .communicators import simulate_communicators
 from .csv_table import read_csv, write_csv
-from .draw import draw
 from .orders import order
+from .plot import draw
 from .simulate import DEFAULT_COSTS, Costs, simulate
 from .terminal import render
 from .timeline import KINDS, Order, Timeline

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from .draw import LABELS, title
+from .plot import LABELS, title
 from .timeline import Kind, Span, Timeline
 
 _LETTERS: dict[Kind, str] = {

@@ -24,12 +24,12 @@ from ...plan import BlockPlan, ParameterPlan, Plan
 from ...plan.parameter import MODEL_AXES
 from ...runtime import Runtime
 from ...runtime.names import owner_of
+from .block_edges import install_block_edges
 from .deferred_weights import Overlap
-from .edges import install_block_edges
 from .embedding import install_vocab_parallel_embedding
 from .partial_gradients import PartialSums, install_partial_sums
 from .replicated_heads import install_copy_sums
-from .sequence import SequenceRegion
+from .sequence_region import SequenceRegion
 
 _PARTIAL_OUTPUTS = {
     "output_attentions": "would return the attention weights of this rank's heads only",

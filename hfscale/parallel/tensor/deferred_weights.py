@@ -10,7 +10,7 @@ from ...families.projections import PROJECTIONS, is_transposed
 from ...ops import WeightLater, enter, enter_overlapped, project
 from ...ops.exchange import Started, start_all_reduce
 from ...ops.overlap import narrowed
-from .sequence import SequenceRegion
+from .sequence_region import SequenceRegion
 
 
 class Overlap:

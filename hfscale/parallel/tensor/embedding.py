@@ -20,7 +20,7 @@ from ...mesh import Mesh
 from ...ops import leave
 from ...plan import ParameterPlan
 from ...runtime.names import computing, unwrapped
-from .sequence import SequenceRegion
+from .sequence_region import SequenceRegion
 
 
 class VocabParallelEmbedding(nn.Embedding):

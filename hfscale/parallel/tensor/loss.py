@@ -28,9 +28,9 @@ from ...ops import AnyRows, HeadRows, LinearRows, VocabularySlice, gather, head_
 from ...plan import Plan
 from ...runtime import Runtime
 from ...runtime.batches import Microbatch
-from .edges import install_head_edge
+from .block_edges import install_head_edge
 from .lazy_logits import LazyLogits, defer_logits
-from .sequence import SequenceRegion
+from .sequence_region import SequenceRegion
 
 
 class VocabParallelLoss:

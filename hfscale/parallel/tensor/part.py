@@ -12,7 +12,7 @@ from .generate import install_generate
 from .loss import install_loss
 from .partial_gradients import PartialSums
 from .random import agree_on_replicated_stream, on_first_training_pass
-from .sequence import SequenceRegion
+from .sequence_region import SequenceRegion
 
 
 class TensorParallel(Part):

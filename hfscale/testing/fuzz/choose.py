@@ -3,8 +3,8 @@
 from random import Random
 from typing import Any
 
+from .choose_family import OWN_LOSS, SLOW, WIDE, choose_config, choose_family, fields_of, has_experts, linear_names
 from .draw import Draw
-from .families import OWN_LOSS, SLOW, WIDE, choose_config, choose_family, fields_of, has_experts, linear_names
 from .layouts import choose_layout, choose_stage_layers, stages_of
 
 _TORCH = ("SGD", "SGD", "SGD", "AdamW", "Adagrad")

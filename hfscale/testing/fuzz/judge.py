@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from .children import Ended, Note, await_all, in_a_child, join_group
 from .draw import Draw
-from .processes import Ended, Note, await_all, in_a_child, join_group
 
 OUTCOMES = ("equal", "refused", "stock", "late", "wrong", "crash", "hang")
 DEFECTS = ("late", "wrong", "crash", "hang")
@@ -75,7 +75,7 @@ def judge_in_a_child(draw: Draw, path: Path, timeout: float = TIMEOUT) -> int:
 
 def _judged(draw: Draw, directory: Path, timeout: float) -> Verdict:
     from .ranks import run
-    from .stock import reference
+    from .reference import reference
 
     try:
         world = draw.parallel().total_size

@@ -26,7 +26,7 @@ def import_everything() -> None:
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    from .families import families
+    from .choose_family import families
 
     torch.set_num_threads(1)
     for name in _MODULES:

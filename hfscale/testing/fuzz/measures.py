@@ -28,7 +28,7 @@ from torch import Tensor
 from ..parity import difference
 from .draw import Draw
 from .models import loses_bits, most_gain
-from .stock import Record, Step
+from .reference import Record, Step
 
 EXACT = 1e-9
 _ROUNDING = {"float64": 2.0**-52 * 64, "float32": 2.0**-23 * 64, "bfloat16": 2.0**-8 * 4}

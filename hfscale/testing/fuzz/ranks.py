@@ -16,8 +16,8 @@ import hfscale
 from ...runtime import Runtime, runtime_of
 from ...runtime.runtime import local_tensor
 from ..parity import difference, stored
-from .data import Call, as_given, batches
 from .draw import Draw
+from .fuzz_batches import Call, as_given, batches
 from .measures import EXACT, Yardstick, plain
 from .models import (
     AUTO,
@@ -33,7 +33,7 @@ from .models import (
     stock_config,
     torch_options,
 )
-from .stock import GREEDY, Record, prompt
+from .reference import GREEDY, Record, prompt
 
 Note = Callable[[str], None]
 

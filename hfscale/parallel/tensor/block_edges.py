@@ -16,7 +16,7 @@ from ...ops import enter, gather, leave
 from ...plan import BlockPlan
 from .deferred_weights import Overlap
 from .random import cut_region
-from .sequence import SequenceRegion
+from .sequence_region import SequenceRegion
 
 
 def install_block_edges(

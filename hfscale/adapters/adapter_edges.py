@@ -18,7 +18,7 @@ from .._host.peft import BASE, COPY, LORA_B, dora_modules, dropouts
 from ..parallel.tensor import TensorParallel
 from ..parallel.tensor.partial_gradients import computes_with, read_partial
 from ..parallel.tensor.random import drop_alike, drop_own
-from ..parallel.tensor.sequence import SequenceRegion
+from ..parallel.tensor.sequence_region import SequenceRegion
 from ..plan import BlockPlan
 from ..runtime import Runtime
 from ..runtime.names import owner_of, unwrapped

@@ -12,8 +12,8 @@ import hfscale
 
 from ..._host.bitsandbytes import has_layouts, keep_layout
 from ..parity import plain_name
-from .data import Batch, Call, as_given, batches, valid_labels
 from .draw import Draw
+from .fuzz_batches import Batch, Call, as_given, batches, valid_labels
 from .models import (
     AUTO,
     adapter,
