@@ -10,6 +10,7 @@ import pytest
 import support_table
 
 from hfscale.cli import _parser
+from hfscale.runtime import Part
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("model_cards/*.md")])
@@ -82,6 +83,15 @@ def _words(path: Path) -> frozenset[str]:
     return frozenset(re.findall(r"\w+", path.read_text())) if path.exists() else frozenset()
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_name_definitions_that_exist(page: Path) -> None:
+    """As in ``build.py::build``, relative to the package; the flows of docs/architecture.md consist of these."""
+    for file, name in re.findall(r"`([\w/]+\.py)::(\w+)`", page.read_text()):
+        assert re.search(rf"(?m)^ *(def|class) {name}\b", (ROOT / "hfscale" / file).read_text()), f"{file}::{name}"
+    for file in re.findall(r"`((?:[a-z_]+/)+\w+\.py)`", page.read_text()):
+        assert (ROOT / file).exists() or (ROOT / "hfscale" / file).exists(), file
+
+
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if "```python" in page.read_text()], ids=lambda page: page.name
 )
@@ -101,6 +111,12 @@ def test_commands_in_pages_are_understood(page: Path) -> None:
 def test_make_targets_in_pages_exist(page: Path) -> None:
     targets = set(re.findall(r"(?m)^([\w-]+):", (ROOT / "Makefile").read_text()))
     assert set(re.findall(r"(?m)(?:^    |`)make ([a-z][\w-]*)", page.read_text())) <= targets
+
+
+def test_every_hook_of_a_part_is_in_the_guide() -> None:
+    guide = (ROOT / "docs" / "add-an-axis.md").read_text()
+    hooks = [name for name in vars(Part) if not name.startswith("_")]
+    assert [name for name in hooks if f"`{name}`" not in guide] == []
 
 
 def test_readme_fits_on_a_few_screens() -> None:
