@@ -53,11 +53,15 @@ demo-qlora: setup
 demo-8bit: setup
 	RECIPE=demo_8bit bash scripts/demo_lora.sh
 
+# Each worker takes whole files, and keeps ranks of its own: as many workers as there are cores to give two ranks each.
+WORKERS ?= 2
+TEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+
 test: setup
-	$(BIN)/python -m pytest
+	$(TEST)
 
 test-all: setup
-	$(BIN)/python -m pytest -m "not gpu and not weights"
+	$(TEST) -m "not gpu and not weights"
 	$(BIN)/python scripts/parity_table.py
 	$(BIN)/python scripts/family_sweep.py --out docs/families.md
 	$(BIN)/python scripts/inference_sweep.py --out docs/inference.md
@@ -77,7 +81,7 @@ test-gpu:
 # The oldest transformers that hfscale supports, found before the installed one.
 test-oldest: setup
 	$(BIN)/python -m pip install --quiet --upgrade --target build/oldest --no-deps transformers==5.17.0 huggingface_hub==1.33.0 httpx httpcore certifi
-	PYTHONPATH=build/oldest $(BIN)/python -m pytest
+	PYTHONPATH=build/oldest $(TEST)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -42,7 +42,7 @@ def main() -> int:
     indices = arguments.only or range(arguments.first, arguments.first + arguments.draws)
     draws = [read(text) for text in arguments.spec or ()] or [choose(arguments.seed, index) for index in indices]
     names = [f"{arguments.seed}/{index}" for index in indices] if not arguments.spec else [""] * len(draws)
-    import_everything()
+    import_everything({draw.family for draw in draws})
     judged: dict[int, tuple[Draw, Verdict]] = {}
     bar = tqdm(total=len(draws), desc="draws", file=sys.stderr)
     for position, draw, verdict in judge_many(draws, arguments.jobs, arguments.timeout):

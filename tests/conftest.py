@@ -1,5 +1,6 @@
 """Pools of rank processes, one per world size, for the whole run."""
 
+import gc
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -10,6 +11,10 @@ from hfscale.testing import RankPool
 
 def pytest_configure() -> None:
     torch.set_num_threads(1)  # tiny products: threads of this process would only wait for those of the ranks
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what is imported stays: a tenth of a second or more for each collection that goes through it
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

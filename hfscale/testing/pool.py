@@ -6,6 +6,7 @@ fails or the time is up, the pool says which rank raised what, and where each of
 """
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
@@ -183,6 +184,7 @@ def _serve(
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=2 * timeout)
         )
+        gc.freeze()  # what is imported stays: tests that collect need not go through it again
         while True:
             try:
                 function, args, kwargs = pipe.recv()

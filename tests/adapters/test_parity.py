@@ -11,6 +11,7 @@ from hfscale import ParallelConfig
 from hfscale.testing import Case, RankPool, assert_layout_equal
 
 from ..models import tiny
+from ..sweeps import cases, pairs
 
 # What PEFT says of its own saving and of ties.
 pytestmark = [
@@ -78,14 +79,9 @@ def test_lora_on_all_linear(pools: Pools, layout: str) -> None:
 
 
 def _rough() -> list[Any]:
-    """Every kind over tensor and data ranks; in the other layouts those most unlike plain LoRA, the rest as slow."""
-    always = {"tp2", "tp2-shard2"}
+    """Every kind over tensor and data ranks at once; in the other layouts those most unlike plain LoRA."""
     often = {"dora-biases", "embedding", "copies", "lora-bias"}
-    return [
-        pytest.param(kind, layout, marks=[] if layout in always or kind in often else pytest.mark.slow)
-        for kind in KINDS
-        for layout in ROUGH
-    ]
+    return pairs(KINDS, ROUGH, daily=[(k, at) for k in KINDS for at in ROUGH if at == "tp2-shard2" or k in often])
 
 
 @pytest.mark.parametrize(("kind", "layout"), _rough())
@@ -94,7 +90,7 @@ def test_kinds_of_lora(pools: Pools, kind: str, layout: str) -> None:
     _check(pools, Case(FAMILIES[family](), peft=_lora(**changes)), layout)
 
 
-@pytest.mark.parametrize("layout", ROUGH)
+@pytest.mark.parametrize("layout", cases(ROUGH, daily=["sp2", "tp2-shard2"]))
 def test_other_methods(pools: Pools, layout: str) -> None:
     targets = {"target_modules": ["k_proj", "v_proj", "o_proj", "down_proj"], "task_type": "CAUSAL_LM"}
     ia3 = IA3Config(**targets, feedforward_modules=["down_proj"])
@@ -102,7 +98,7 @@ def test_other_methods(pools: Pools, layout: str) -> None:
     _check(pools, Case(tiny("llama", attention_bias=True), peft=LoHaConfig(**targets, r=3)), layout)
 
 
-@pytest.mark.parametrize("layout", [*ROUGH, "pp2"])
+@pytest.mark.parametrize("layout", cases([*ROUGH, "pp2"], daily=["one", "sp2", "tp2-shard2", "pp2"]))
 def test_adapters_around_a_model_that_computes_already(pools: Pools, layout: str) -> None:
     case = Case(tiny("llama"), peft=_lora(modules_to_save=["lm_head"]), peft_build="get_peft_model")
     _check(pools, case, layout)

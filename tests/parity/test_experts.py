@@ -17,6 +17,7 @@ from hfscale.runtime.runtime import local_tensor
 from hfscale.testing import Case, RankPool, Traffic, assert_layout_equal, count_traffic, plain
 
 from ..mixtures import EAGER, gpt_oss, qwen2_moe, qwen3_moe
+from ..sweeps import pairs
 
 Pools = Callable[[int], RankPool]
 EP2 = {"ep_size": 2}
@@ -71,11 +72,20 @@ def test_shards_without_experts(pools: Pools) -> None:
     equal(pools, Case(config), **layout)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"])
-@pytest.mark.parametrize("layout", [EP2, SEQUENCE], ids=["data", "sequence"])
-def test_stages(pools: Pools, layout: dict[str, Any], schedule: str) -> None:
+OVER = {"data": EP2, "sequence": SEQUENCE}
+
+
+@pytest.mark.parametrize(
+    ("over", "schedule"),
+    pairs(
+        OVER,
+        ["1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"],
+        daily=[("data", "1f1b"), ("data", "zbv"), ("sequence", "interleaved_zero_bubble"), ("sequence", "dualpipev")],
+    ),
+)
+def test_stages(pools: Pools, over: str, schedule: str) -> None:
     case = Case(qwen3_moe(num_hidden_layers=4), accumulation=3, lengths=(13, 7))
-    equal(pools, case, **layout, pp_size=2, pipeline_schedule=schedule)
+    equal(pools, case, **OVER[over], pp_size=2, pipeline_schedule=schedule)
 
 
 @THREE

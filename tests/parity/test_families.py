@@ -15,6 +15,8 @@ from hfscale.families import FAMILIES as FAMILIES_OF_PLAN
 from hfscale.families.clone import LAYERS, tiny_clone
 from hfscale.testing import Case, RankPool, assert_layout_equal
 
+from ..sweeps import cases
+
 Pools = Callable[[int], RankPool]
 EAGER = {"experts_implementation": "eager"}  # the host's grouped matrix products take no float64
 _LAYER_KINDS = {"layer_types": ["sliding_attention", "full_attention"]}
@@ -75,18 +77,26 @@ def test_gathered_again_where_a_block_computes_before_its_projections(pools: Poo
 
 
 @pytest.mark.parametrize(
-    "family", ["mixtral", "qwen2_moe", "deepseek_v2", "granite_swa", "olmo2", "camembert", "gpt_oss"]
+    "family",
+    cases(
+        ["mixtral", "qwen2_moe", "deepseek_v2", "granite_swa", "olmo2", "camembert", "gpt_oss"],
+        daily=["qwen2_moe", "granite_swa", "olmo2", "gpt_oss"],
+    ),
 )
 def test_tensor_and_data_ranks(pools: Pools, family: str) -> None:
     assert_layout_equal(case(family), ParallelConfig(tp_size=2, dp_shard_size=2), pools(4))
 
 
+# Daily those that no tensor rank runs above, and those whose stages share something besides the stream.
 @pytest.mark.parametrize(
     "family",
-    [
-        *("gpt2", "bloom", "falcon", "phi3", "gemma2", "qwen3_moe", "mixtral", "deepseek_v3", "olmo2", "opt"),
-        *("gpt_neox", "gpt_oss", "camembert"),
-    ],
+    cases(
+        [
+            *("gpt2", "bloom", "falcon", "phi3", "gemma2", "qwen3_moe", "mixtral", "deepseek_v3", "olmo2", "opt"),
+            *("gpt_neox", "gpt_oss", "camembert"),
+        ],
+        daily=["bloom", "falcon", "gemma2", "opt", "gpt_neox", "gpt_oss", "camembert"],
+    ),
 )
 def test_tensor_ranks_in_stages(pools: Pools, family: str) -> None:
     assert_layout_equal(case(family, layers=4), ParallelConfig(tp_size=2, pp_size=2), pools(4))

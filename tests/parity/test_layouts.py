@@ -1,6 +1,7 @@
 """Every layout equals one process: loss, every gradient, norm, weights after two steps, in float64."""
 
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 
@@ -8,6 +9,7 @@ from hfscale import ParallelConfig
 from hfscale.testing import Case, RankPool, assert_layout_equal
 
 from ..models import tiny
+from ..sweeps import pairs
 
 Pools = Callable[[int], RankPool]
 
@@ -35,16 +37,35 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("model", ["llama", "gpt2"])
+# Data axes do not ask what a block is made of: one family for all, and fused projections where a tensor axis is cut.
+_FUSED = ["tp2", "shard2", "tp2-shard2"]
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    pairs(
+        ["llama", "gpt2"], LAYOUTS, daily=[*(("llama", name) for name in LAYOUTS), *(("gpt2", name) for name in _FUSED)]
+    ),
+)
 def test_layout(pools: Pools, model: str, layout: str) -> None:
     family, changes = MODELS[model]
     parallel = ParallelConfig(**LAYOUTS[layout])
     assert_layout_equal(Case(tiny(family, **changes)), parallel, pools(parallel.total_size))
 
 
-@pytest.mark.parametrize("layout", ["tp2", "tp2-shard2"])
-@pytest.mark.parametrize("model", [name for name in MODELS if name not in ("llama", "gpt2")])
+# What is tied, has biases or norms per head meets FSDP2 as well.
+_SHARDED = ["llama-tied", "llama-biases", "qwen3"]
+_OTHERS = [name for name in MODELS if name not in ("llama", "gpt2")]
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    pairs(
+        _OTHERS,
+        ["tp2", "tp2-shard2"],
+        daily=[(name, "tp2-shard2" if name in _SHARDED else "tp2") for name in _OTHERS],
+    ),
+)
 def test_family(pools: Pools, model: str, layout: str) -> None:
     family, changes = MODELS[model]
     parallel = ParallelConfig(**LAYOUTS[layout])
@@ -57,10 +78,25 @@ def test_one_process(model: str) -> None:
     assert_layout_equal(Case(tiny(family, **changes)), ParallelConfig(), None)
 
 
-@pytest.mark.parametrize("layout", ["tp2", "tp2-shard2", "replicate2"])
-@pytest.mark.parametrize("build", ["from_pretrained", "parallelize"])
-@pytest.mark.parametrize("model", ["llama-tied", "gpt2"])
-def test_checkpointing_and_frozen(pools: Pools, model: str, build: str, layout: str) -> None:
+_BUILDS = ["from_pretrained", "parallelize"]
+
+
+@pytest.mark.parametrize(
+    ("model_build", "layout"),
+    pairs(
+        list(product(["llama-tied", "gpt2"], _BUILDS)),
+        ["tp2", "tp2-shard2", "replicate2"],
+        daily=[
+            *((("llama-tied", build), layout) for build in _BUILDS for layout in ("tp2", "replicate2")),
+            *((("gpt2", build), "tp2") for build in _BUILDS),
+            (("llama-tied", "parallelize"), "tp2-shard2"),
+            (("gpt2", "from_pretrained"), "tp2-shard2"),
+        ],
+    ),
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
+def test_checkpointing_and_frozen(pools: Pools, model_build: tuple[str, str], layout: str) -> None:
+    model, build = model_build
     family, changes = MODELS[model]
     parallel = ParallelConfig(**LAYOUTS[layout])
     frozen = ("layers.0.", "k_proj") if family == "llama" else ("h.0.", "c_proj.bias")

@@ -20,6 +20,7 @@ from hfscale.testing import Case, RankPool, assert_layout_equal
 from hfscale.testing.parity import ragged_batch
 
 from ..models import tiny
+from ..sweeps import cases
 
 Pools = Callable[[int], RankPool]
 SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev")
@@ -89,20 +90,31 @@ def test_a_schedule_of_ones_own(pools: Pools, tmp_path: Path) -> None:
     _equal(pools, Case(deep("llama"), accumulation=4), pp_size=2, virtual_stages=2, pipeline_schedule=str(path))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+OTHER_AXES: list[dict[str, Any]] = [
+    {"tp_size": 2},
+    {"tp_size": 2, "sequence_parallel": True},
+    {"tp_size": 2, "sequence_parallel": True, "sequence_regather": True},
+    {"dp_shard_size": 2},
+    {"dp_shard_size": 2, "weights_regather": True},
+    {"dp_shard_size": 2, "reduce_each_microbatch": True},
+    {"dp_replicate_size": 2, "weights_regather": True, "reduce_each_microbatch": True},
+    {"dp_replicate_size": 2},
+]
+# Split backward passes meet each axis once; what is gathered or reduced again is so under any schedule.
+_BESIDE_SPLIT = [{"tp_size": 2, "sequence_parallel": True}, {"dp_shard_size": 2}, OTHER_AXES[6]]
+
+
 @pytest.mark.parametrize(
-    "layout",
+    ("layout", "schedule"),
     [
-        {"tp_size": 2},
-        {"tp_size": 2, "sequence_parallel": True},
-        {"tp_size": 2, "sequence_parallel": True, "sequence_regather": True},
-        {"dp_shard_size": 2},
-        {"dp_shard_size": 2, "weights_regather": True},
-        {"dp_shard_size": 2, "reduce_each_microbatch": True},
-        {"dp_replicate_size": 2, "weights_regather": True, "reduce_each_microbatch": True},
-        {"dp_replicate_size": 2},
+        *(pytest.param(layout, "1f1b", id="-".join([*layout, "1f1b"])) for layout in OTHER_AXES),
+        *(
+            pytest.param(
+                layout, "zbv", id="-".join([*layout, "zbv"]), marks=() if layout in _BESIDE_SPLIT else pytest.mark.slow
+            )
+            for layout in OTHER_AXES
+        ),
     ],
-    ids=lambda layout: "-".join(layout),
 )
 def test_with_other_axes(pools: Pools, layout: dict[str, Any], schedule: str) -> None:
     case = Case(deep("llama", tie_word_embeddings=True), accumulation=3)
@@ -121,17 +133,16 @@ def test_recomputed_with_the_stream_cut(pools: Pools, schedule: str) -> None:
     _equal(pools, case, pp_size=2, tp_size=2, sequence_parallel=True, pipeline_schedule=schedule)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        {"dp_shard_size": 2},
-        {"dp_replicate_size": 2, "sequence_parallel": True},
-        {"dp_shard_size": 2, "sequence_parallel": True, "pipeline_schedule": "zbv"},
-    ],
-    ids=["shard", "replicate-sp", "shard-sp-zbv"],
-)
-def test_eight_ranks(pools: Pools, layout: dict[str, Any]) -> None:
-    _equal(pools, Case(deep("llama", tie_word_embeddings=True)), pp_size=2, tp_size=2, **layout)
+EIGHT: dict[str, dict[str, Any]] = {
+    "shard": {"dp_shard_size": 2},
+    "replicate-sp": {"dp_replicate_size": 2, "sequence_parallel": True},
+    "shard-sp-zbv": {"dp_shard_size": 2, "sequence_parallel": True, "pipeline_schedule": "zbv"},
+}
+
+
+@pytest.mark.parametrize("layout", cases(EIGHT, daily=["shard-sp-zbv"]))
+def test_eight_ranks(pools: Pools, layout: str) -> None:
+    _equal(pools, Case(deep("llama", tie_word_embeddings=True)), pp_size=2, tp_size=2, **EIGHT[layout])
 
 
 def _split(directory: str, layout: ParallelConfig, batch: dict[str, torch.Tensor]) -> list[Any]:

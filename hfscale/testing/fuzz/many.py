@@ -1,5 +1,6 @@
 """Judge many draws, some at a time, each in a process of its own."""
 
+import gc
 import importlib.util
 import json
 import os
@@ -20,13 +21,11 @@ _MODULES = (
 )
 
 
-def import_everything() -> None:
-    """What draws need, once, before any of them is forked; no thread of torch's may run before."""
+def import_everything(families: Iterable[str]) -> None:
+    """What draws of these families need, once, before any is forked; no thread of torch's may run before."""
     import torch
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    from .choose_family import families
 
     torch.set_num_threads(1)
     for name in _MODULES:
@@ -35,11 +34,12 @@ def import_everything() -> None:
     for module in pkgutil.walk_packages(hfscale.__path__, "hfscale."):
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
-    for family in families():
+    for family in sorted(families):
         try:
             MODEL_FOR_CAUSAL_LM_MAPPING[type(AutoConfig.for_model(family).get_text_config())]
         except Exception:  # a family that needs a package; its draws say so
             continue
+    gc.freeze()  # what is imported stays: no child goes through it again, nor copies it
 
 
 def judge_many(draws: Iterable[Draw], jobs: int, timeout: float = TIMEOUT) -> Iterator[tuple[int, Draw, Verdict]]:

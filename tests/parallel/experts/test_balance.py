@@ -88,7 +88,7 @@ def test_real_tokens_of_every_kind_of_mask() -> None:
     assert torch.equal(real_tokens({"input_ids": ids, "attention_mask": cached}), padded.bool())
 
 
-def _skewed(layout: ParallelConfig | None, rate: float, directory: str | None = None) -> Any:
+def _skewed(layout: ParallelConfig | None, rate: float, directory: str | None = None, steps: int = 40) -> Any:
     """A model whose routers all prefer one expert, trained a little by biases alone: loads before and after, biases."""
     config = _config("deepseek_v3")
     config.n_group = config.topk_group = 1
@@ -99,7 +99,7 @@ def _skewed(layout: ParallelConfig | None, rate: float, directory: str | None = 
             buffer[1] += 0.2
     mine = _microbatches()[hfscale.batch_rank(model) :: hfscale.batch_world(model)]
     loads = []
-    for _ in range(40):
+    for _ in range(steps):
         hfscale.train_step(model, mine)
         loads.append([layer.max_over_mean for layer in hfscale.expert_load(model).layers])
     before = {name: buffer.clone() for name, buffer in model.named_buffers() if "correction_bias" in name}
@@ -123,9 +123,9 @@ def test_bias_updates_balance_a_skewed_router_and_are_saved(tmp_path: Path) -> N
 
 
 def test_bias_updates_are_the_same_on_every_rank(pools: Any) -> None:
-    _, expected = _skewed(None, 0.01)
+    _, expected = _skewed(None, 0.01, steps=10)
     for layout in (ParallelConfig(ep_size=2), ParallelConfig(tp_size=2, sequence_parallel=True, ep_size=2)):
-        for _, biases in pools(2).run(_skewed, layout, 0.01):
+        for _, biases in pools(2).run(_skewed, layout, 0.01, steps=10):
             for name, bias in biases.items():
                 torch.testing.assert_close(bias, expected[name])
 
