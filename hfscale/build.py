@@ -30,7 +30,7 @@ def build(
 ) -> Any:
     """The one order: plan, meet the other ranks, take this rank's part, put adapters around it, make it compute."""
     plan = source.plan(layout)
-    mesh = build_mesh(layout, plan.copies, plan.ties, plan.neighbours)
+    mesh = build_mesh(layout, plan.replicas, plan.ties, plan.neighbours)
     model, weights = source.load(plan, mesh)
     adapters = None
     if adapter is not None and weights is not None and not isinstance(source, InMemory):

@@ -32,7 +32,7 @@ class Mesh:
         ranks: this rank's coordinate on each axis.
         device_mesh: torch's mesh over :data:`_MESH_AXES`; ``None`` in a single process without a process group.
         control: a gloo group over all ranks for barriers and small objects; ``None`` likewise.
-        copies: how many consecutive tensor ranks -> the group of those that this rank is one of.
+        replicas: how many consecutive tensor ranks -> the group of those that this rank is one of.
         ties: pipeline ranks that hold one tensor -> the group of them through this rank, where it is one of them.
         tie_reports: the same ranks -> their group over gloo.
         streams: (from, to), pipeline ranks that hold consecutive stages, this one among them -> the group of the two
@@ -50,7 +50,7 @@ class Mesh:
     ranks: dict[str, int]
     device_mesh: DeviceMesh | None = None
     control: dist.ProcessGroup | None = None
-    copies: dict[int, dist.ProcessGroup] = field(default_factory=dict)
+    replicas: dict[int, dist.ProcessGroup] = field(default_factory=dict)
     ties: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
     tie_reports: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
     streams: dict[Pair, dist.ProcessGroup] = field(default_factory=dict)
@@ -119,14 +119,14 @@ class Mesh:
 
 def build_mesh(
     layout: ParallelConfig,
-    copies: Sequence[int] = (),
+    replicas: Sequence[int] = (),
     ties: Sequence[tuple[int, ...]] = (),
     neighbours: Sequence[Pair] = (),
 ) -> Mesh:
     """Match the processes that were started with the layout, starting torch's process group if there is none.
 
     Args:
-        copies: sizes of the groups of consecutive tensor ranks that are needed besides; the same on every rank, in the
+        replicas: sizes of the groups of consecutive tensor ranks that are needed besides; the same everywhere, in the
             same order. Each divides ``tp_size``.
         ties: sets of pipeline ranks that need a group besides, likewise.
         neighbours: pairs of pipeline ranks that hold consecutive stages, likewise.
@@ -153,7 +153,7 @@ def build_mesh(
     ranks = {axis: device_mesh.get_local_rank(axis) for axis in _MESH_AXES}
     control = made.once("control", lambda: host_group([range(world)]))
     groups = {
-        count: made.once((*key, count), partial(_consecutive_ranks, device_mesh, device, count)) for count in copies
+        count: made.once((*key, count), partial(_consecutive_ranks, device_mesh, device, count)) for count in replicas
     }
     mesh = Mesh(layout, device, ranks, device_mesh, control, groups)
     if layout.size("ep") > 1:

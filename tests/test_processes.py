@@ -91,8 +91,8 @@ def test_groups_serve_one_kind_of_device(monkeypatch: pytest.MonkeyPatch, backen
     layout = ParallelConfig(pp_size=2, dp_shard_size=2, tp_size=4, ep_size=4)
     monkeypatch.setattr(mesh, "_warm_up", lambda group, device: warm.append(group))
     with fake_world(backend, 16):
-        made = build_mesh(layout, copies=(2,), ties=((0, 1),), neighbours=((0, 1),))
-        groups = [*made.groups("pp", "dp_shard", "tp", "ep"), *made.copies.values(), *made.ties.values()]
+        made = build_mesh(layout, replicas=(2,), ties=((0, 1),), neighbours=((0, 1),))
+        groups = [*made.groups("pp", "dp_shard", "tp", "ep"), *made.replicas.values(), *made.ties.values()]
         groups += made.streams.values()
         assert {dist.get_backend(group) for group in groups} == {"fake"}
         assert {backend_of(group, device) for group in groups} == {"fake"}

@@ -33,7 +33,7 @@ from .overwrites import find_overwrites, initialize_around
 class _Loader:
     def __init__(self, plan: Plan, mesh: Mesh) -> None:
         self.plan, self.mesh = plan, mesh
-        self.held = plan.held(mesh.ranks["pp"])  # owned parameter -> its name here
+        self.held = plan.local_names(mesh.ranks["pp"])  # owned parameter -> its name here
         self.converted: set[str] = set()
         self.meta: dict[str, nn.Parameter] = {}
         self.stored: set[str] = set()  # parameters and buffers that the checkpoint has

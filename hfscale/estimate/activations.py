@@ -82,7 +82,7 @@ def layer_bytes(
     adapters = {adapter.name for adapter in plan.adapters}
     owned = [p for p in plan.parameters if p.name.startswith(f"{layer}.") and p.name not in adapters]
     hidden = stream_width(plan, layer)
-    sequence = plan.layout.size("tp") if plan.streams else 1
+    sequence = plan.layout.size("tp") if plan.sequence_regions else 1
     stream = types.size * hidden / sequence
     roles = _llama_roles(owned, layer)
     if roles is None or not types.exact:

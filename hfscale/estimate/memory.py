@@ -106,7 +106,7 @@ def estimate_memory(
         ConfigError: the optimizer is unknown.
     """
     here = dict(ranks or {})
-    held = [plan.by_name[name] for name in plan.held(here.get("pp", 0))]
+    held = [plan.by_name[name] for name in plan.local_names(here.get("pp", 0))]
     adapters = {adapter.name for adapter in plan.adapters}
     quantized = frozenset(plan.quantized.weights) if plan.quantized is not None else frozenset[str]()
     chosen = trained if trained is not None else (adapters or {p.name for p in plan.owned()} - quantized)
@@ -224,7 +224,7 @@ def _around(plan: Plan, types: Types, trained: Collection[str]) -> float:
         return 0.0
     width = stream_width(plan, plan.layers[-1])
     norms = [name for name in _outside(plan) if not _is_matrix(plan, name) and name.endswith("weight")]
-    sequence = plan.layout.size("tp") if plan.streams else 1
+    sequence = plan.layout.size("tp") if plan.sequence_regions else 1
     normed = sum(max(4, types.size) + types.size * (name in trained) for name in norms)
     return width * (normed / sequence + types.size)
 

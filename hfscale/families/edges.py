@@ -46,7 +46,7 @@ def hook_block(model: nn.Module, block: BlockPlan, edge: Edge) -> None:
     for name in block.leave:
         model.get_submodule(name).register_forward_hook(_left(edge))
     for name, width in block.across:
-        _compute_across(model.get_submodule(name), width, block.copies if name in block.copied else 1, edge)
+        _compute_across(model.get_submodule(name), width, block.replicas if name in block.replicated else 1, edge)
 
 
 def _entered(block: BlockPlan, edge: Edge) -> Callable[..., Arguments]:
@@ -80,19 +80,20 @@ def _own_heads(block: BlockPlan, edge: Edge) -> Callable[..., Arguments]:
     return hook
 
 
-def _compute_across(module: nn.Module, width: int, copies: int, edge: Edge) -> None:
+def _compute_across(module: nn.Module, width: int, replicas: int, edge: Edge) -> None:
     """Let ``module`` read the whole ``width`` of a cut activation, and keep this rank's share of what it returns.
 
-    Where ``copies`` consecutive ranks hold the same share, the first one's is read.
+    Where ``replicas`` consecutive ranks hold the same share, the first one's is read.
     """
-    cut = Cut("tp", -1, edge.size, copies=(copies,))
+    cut = Cut("tp", -1, edge.size, replicas=(replicas,))
     lengths = [cut.local_length(width, other) for other in range(edge.size)]
 
     def gathered(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         # What follows differs between ranks, so the gradient of the whole is the sum over them.
         every = edge.gather(args[0], lengths)
-        firsts = every.unflatten(-1, (edge.size // copies, copies, -1))[..., 0, :].flatten(-2) if copies > 1 else every
-        return edge.enter_other(firsts), *args[1:]
+        if replicas > 1:
+            every = every.unflatten(-1, (edge.size // replicas, replicas, -1))[..., 0, :].flatten(-2)
+        return edge.enter_other(every), *args[1:]
 
     module.register_forward_pre_hook(gathered)
     module.register_forward_hook(lambda _, args, output: cut.take(output, edge.rank))

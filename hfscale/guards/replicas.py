@@ -133,13 +133,13 @@ def _is_replicated(runtime: Runtime, planned: ParameterPlan) -> bool:
     cut = {cut.axis for cut in planned.cuts}
     free = [axis for axis in ranks if axis != "pp" and axis not in cut]
     sizes = (layout.size("expert_tp" if axis == "tp" and "ep" in cut else axis) for axis in free)
-    return max(sizes, default=1) > 1 or planned.copies > 1 or len(runtime.plan.holders(planned.name)) > 1
+    return max(sizes, default=1) > 1 or planned.replicas > 1 or len(runtime.plan.holders(planned.name)) > 1
 
 
 def _pieces(planned: ParameterPlan, share: Tensor, ranks: dict[str, int]) -> Iterator[tuple[_Place, Tensor]]:
     """A share and where it is in the whole; apart the parts of a fused weight, of which ranks may share some only."""
     spans = share_spans(planned.shape, planned.cuts, ranks)
-    fused = next((cut for cut in planned.cuts if cut.most_copies > 1 and len(cut.parts) > 1), None)
+    fused = next((cut for cut in planned.cuts if cut.most_replicas > 1 and len(cut.parts) > 1), None)
     if fused is None or share.shape != planned.local_shape(ranks):  # packed: rows and columns are no more
         yield tuple(tuple(dim) for dim in spans), share
         return

@@ -22,7 +22,7 @@ class PlanContents:
         parameters: every parameter, in the model's order, tied ones included.
         layers: names of the layers, in order; an encoder's before its decoder's.
         blocks: the tensor-parallel blocks; empty where ``tp_size`` is 1.
-        streams: the streams that are cut along the sequence, under sequence parallelism.
+        sequence_regions: the streams that are cut along the sequence, under sequence parallelism.
         experts: the experts that are spread over ranks; empty where ``ep_size`` is 1.
         mixtures: the experts of every mixture, spread or not.
         embedding: name of the vocabulary-parallel embedding, if cut.
@@ -43,7 +43,7 @@ class PlanContents:
     embedding: str | None
     head: str | None
     loss: str | None
-    streams: tuple[SequencePlan, ...] = ()
+    sequence_regions: tuple[SequencePlan, ...] = ()
     experts: tuple[ExpertsPlan, ...] = ()
     mixtures: tuple[ExpertsPlan, ...] = ()
     source: str = ""
@@ -58,9 +58,9 @@ class PlanContents:
         return {parameter.name: parameter for parameter in self.parameters}
 
     @cached_property
-    def copies(self) -> tuple[int, ...]:
+    def replicas(self) -> tuple[int, ...]:
         """On how many consecutive tensor ranks chunks of some parameters are, in ascending order, 1 left out."""
-        return tuple(sorted({count for p in self.parameters for cut in p.cuts for count in cut.copies if count > 1}))
+        return tuple(sorted({count for p in self.parameters for cut in p.cuts for count in cut.replicas if count > 1}))
 
     @cached_property
     def ties(self) -> tuple[tuple[int, ...], ...]:
@@ -80,25 +80,25 @@ class PlanContents:
         """Whether pipeline rank ``rank`` holds a parameter or module; not asked of what is on every stage."""
         return self.stages is None or any(stage.is_local(name) for stage in self.stages.of_rank(rank))
 
-    def held(self, rank: int) -> dict[str, str]:
+    def local_names(self, rank: int) -> dict[str, str]:
         """What pipeline rank ``rank`` holds: name of an owned parameter -> a name that it has there.
 
         Another one than its own where the rank has but a copy of a tied tensor: a head without the embedding.
         """
-        if rank not in self._held:
+        if rank not in self._local_names:
             found: dict[str, str] = {}
             for parameter in self.parameters:
                 if self.is_local(rank, parameter.name):
                     found.setdefault(parameter.tied_to or parameter.name, parameter.name)
-            self._held[rank] = found
-        return self._held[rank]
+            self._local_names[rank] = found
+        return self._local_names[rank]
 
     @cached_property
-    def _held(self) -> dict[int, dict[str, str]]:
+    def _local_names(self) -> dict[int, dict[str, str]]:
         return {}
 
-    def home(self, name: str) -> int:
-        """The pipeline rank that counts and saves an owned parameter."""
+    def primary_rank(self, name: str) -> int:
+        """The pipeline rank of the primary stage of an owned parameter, which counts and saves it."""
         return 0 if self.stages is None else self.stages.ranks[self._stages_with(name)[0]]
 
     def holders(self, name: str) -> tuple[int, ...]:

@@ -18,10 +18,10 @@ class Cut:
     along ``dim``, and every rank takes its chunk of *each* part; left empty, the dim is one part. Chunks follow
     ``torch.chunk``: all have ``ceil(length / chunks)`` entries but the last ones, which may be shorter or empty.
 
-    ``copies`` says, for each part, how many consecutive ranks hold the same chunk: there are ``size // copies``
-    chunks, and rank ``r`` takes chunk ``r // copies``. It divides ``size``; left empty, every rank has its own::
+    ``replicas`` says, for each part, how many consecutive ranks hold the same chunk: there are ``size // replicas``
+    chunks, and rank ``r`` takes chunk ``r // replicas``. It divides ``size``; left empty, every rank has its own::
 
-        size 4, copies 2:    rank 0: [a]   rank 1: [a]   rank 2: [b]   rank 3: [b]
+        size 4, replicas 2:    rank 0: [a]   rank 1: [a]   rank 2: [b]   rank 3: [b]
 
     That is how fewer key/value heads than ranks are shared out (one head in multi-query attention, Shazeer 2019; some
     in grouped-query attention, Ainslie et al. 2023): a rank holds the head that its queries read.
@@ -31,29 +31,29 @@ class Cut:
     dim: int
     size: int
     parts: tuple[int, ...] = ()
-    copies: tuple[int, ...] = ()
+    replicas: tuple[int, ...] = ()
 
     @property
-    def most_copies(self) -> int:
+    def most_replicas(self) -> int:
         """On how many ranks a chunk is, of the part that has most."""
-        return max(self.copies, default=1)
+        return max(self.replicas, default=1)
 
     def spans(self, length: int, rank: int) -> list[tuple[int, int]]:
         """``(start, stop)`` of each part's chunk on ``rank``, in a dim of ``length`` entries."""
         parts = self.parts or (length,)
         result, offset = [], 0
-        for part, copies in zip(parts, self.copies or (1,) * len(parts), strict=True):
-            step, chunk = -(-part * copies // self.size), rank // copies
+        for part, replicas in zip(parts, self.replicas or (1,) * len(parts), strict=True):
+            step, chunk = -(-part * replicas // self.size), rank // replicas
             result.append((offset + min(chunk * step, part), offset + min((chunk + 1) * step, part)))
             offset += part
         return result
 
-    def local_spans(self, length: int, rank: int, copies: Callable[[int], bool]) -> list[tuple[int, int]]:
-        """``(start, stop)``, in the *share* of ``rank``, of the parts whose number of copies is as asked."""
+    def local_spans(self, length: int, rank: int, replicas: Callable[[int], bool]) -> list[tuple[int, int]]:
+        """``(start, stop)``, in the *share* of ``rank``, of the parts whose number of replicas is as asked."""
         spans = self.spans(length, rank)
         result, offset = [], 0
-        for (start, stop), count in zip(spans, self.copies or (1,) * len(spans), strict=True):
-            if copies(count):
+        for (start, stop), count in zip(spans, self.replicas or (1,) * len(spans), strict=True):
+            if replicas(count):
                 result.append((offset, offset + stop - start))
             offset += stop - start
         return result

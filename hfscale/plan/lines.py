@@ -14,7 +14,9 @@ def describe_tensor(plan: PlanContents) -> list[str]:
     """Where ranks of the tensor axis talk: at the edges of blocks, and at both ends of the vocabulary."""
     if not plan.blocks:
         return []
-    talk = "an all-gather and a reduce-scatter each way" if plan.streams else "one all-reduce forward, one backward"
+    talk = "one all-reduce forward, one backward"
+    if plan.sequence_regions:
+        talk = "an all-gather and a reduce-scatter each way"
     counted: dict[tuple[str, str], int] = {}
     for block in plan.blocks:
         like = wild_name(block.name), _roles(block)
@@ -49,7 +51,7 @@ def _tokens(plan: PlanContents, module: str) -> str:
 def describe_sequence(plan: PlanContents) -> list[str]:
     """Between which modules the sequence is cut, and what is run on all of it."""
     lines = []
-    for region in plan.streams:
+    for region in plan.sequence_regions:
         gathered = ", ".join(dict.fromkeys(map(wild_name, region.gathered)))
         on_all = f"; run on all: {gathered}" if gathered else ""
         lines.append(

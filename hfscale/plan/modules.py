@@ -22,8 +22,8 @@ class BlockPlan:
     sample_heads: tuple[str, ...] = ()
     across: tuple[tuple[str, int], ...] = ()  # with the whole width of the input
     local_config: tuple[tuple[str, int], ...] = ()  # likewise
-    copies: int = 1  # how many consecutive ranks hold each key/value head
-    copied: tuple[str, ...] = ()  # what of the block they hold copies of, where there are several
+    replicas: int = 1  # how many consecutive ranks hold each key/value head
+    replicated: tuple[str, ...] = ()  # what of the block they hold replicas of, where there are several
     cut_from: str | None = None
     once: tuple[str, ...] = ()  # parameters that one rank adds to the sum
 

@@ -53,12 +53,12 @@ class ParameterPlan:
         return tuple(step.axis for step in self.reductions if step.kind == "sum")
 
     @property
-    def copies(self) -> int:
+    def replicas(self) -> int:
         """How many ranks hold the same share of it, or of its most widely held part; each sees a part of its gradient.
 
         They are consecutive ranks of the axis of the cut, and the parts must be summed over them.
         """
-        return max((cut.most_copies for cut in self.cuts), default=1)
+        return max((cut.most_replicas for cut in self.cuts), default=1)
 
     def counted(self, ranks: dict[str, int]) -> tuple[int, list[tuple[int, int]]] | None:
         """What of the share at ``ranks`` counts in a sum over all ranks, in which every entry must count once.
@@ -67,15 +67,15 @@ class ParameterPlan:
             a dim of the share and the ``(start, stop)`` along it of which this rank holds the first copy; ``None``
             where it holds the first, or the only, copy of everything.
         """
-        copied = next((index for index, cut in enumerate(self.cuts) if cut.most_copies > 1), None)
-        if copied is None:
+        replicated = next((index for index, cut in enumerate(self.cuts) if cut.most_replicas > 1), None)
+        if replicated is None:
             return None
-        cut = self.cuts[copied]
+        cut = self.cuts[replicated]
         rank = ranks.get(cut.axis, 0)
-        length = cut_shape(self.shape, self.cuts[:copied], ranks)[cut.dim]
-        spans = cut.local_spans(length, rank, lambda copies: rank % copies == 0)
+        length = cut_shape(self.shape, self.cuts[:replicated], ranks)[cut.dim]
+        spans = cut.local_spans(length, rank, lambda replicas: rank % replicas == 0)
         length = cut.local_length(length, rank)
-        for later in self.cuts[copied + 1 :]:
+        for later in self.cuts[replicated + 1 :]:
             if later.dim == cut.dim:
                 rank = ranks.get(later.axis, 0)
                 spans, length = narrow_spans(spans, later.spans(length, rank)), later.local_length(length, rank)

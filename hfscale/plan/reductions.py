@@ -73,7 +73,7 @@ def reductions_of(
         if stages:
             yield Reduction("sum-stages", "pp", stages=tuple(stages))
         for cut in cuts:
-            for replicas in sorted({count for count in cut.copies if count > 1}):
+            for replicas in sorted({count for count in cut.replicas if count > 1}):
                 yield Reduction("sum-replicas", cut.axis, replicas=replicas)
         over = {cut.axis for cut in cuts}
         replicate, shard = data_axes(spread="ep" in over)

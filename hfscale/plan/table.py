@@ -8,11 +8,14 @@ from typing import Any
 
 from ..config import AXES
 from .contents import PlanContents
+from .cut import Cut
 from .lines import describe_parts
+from .modules import BlockPlan
 from .parameter import ParameterPlan, wild_name
 from .stages import Tie
 
 _COLUMNS = ("parameter", "copies", "stage", "shape", "cut", "shape per rank", "bytes per rank", "gradient")
+_JSON_NAMES = {"replicas": "copies", "replicated": "copied"}
 _NUMBERS = ("copies", "stage", "bytes per rank")  # aligned right
 
 
@@ -26,7 +29,7 @@ def describe_cut(parameter: ParameterPlan) -> str:
     cuts = []
     for cut in parameter.cuts:
         parts = f" in {len(cut.parts)} parts" if len(cut.parts) > 1 else ""
-        held = f", each on {'+'.join(map(str, cut.copies))} ranks" if cut.most_copies > 1 else ""
+        held = f", each on {'+'.join(map(str, cut.replicas))} ranks" if cut.most_replicas > 1 else ""
         cuts.append(f"dim {cut.dim} / {cut.axis}{cut.size}{parts}{held}")
     return ", ".join(cuts) or "-"
 
@@ -67,9 +70,9 @@ def to_json(plan: PlanContents) -> str:
             "ranks": plan.layout.total_size,
             "weight_bytes_per_rank": weights_per_rank(plan)[1],
             "layers": list(plan.layers),
-            "blocks": [asdict(block) for block in plan.blocks],
+            "blocks": [_json_fields(block) for block in plan.blocks],
             "experts": [asdict(experts) for experts in plan.experts],
-            "streams": [asdict(stream) for stream in plan.streams],
+            "streams": [asdict(region) for region in plan.sequence_regions],
             "stages": asdict(plan.stages) if plan.stages else None,
             "embedding": plan.embedding,
             "head": plan.head,
@@ -82,17 +85,22 @@ def to_json(plan: PlanContents) -> str:
     )
 
 
+def _json_fields(data: BlockPlan | Cut) -> dict[str, Any]:
+    """The fields of ``data``, by the names that programs read them by."""
+    return {_JSON_NAMES.get(name, name): value for name, value in asdict(data).items()}
+
+
 def _json_row(parameter: ParameterPlan) -> dict[str, Any]:
     return {
         "name": parameter.name,
         "stage": parameter.stage,
-        "cuts": [asdict(cut) for cut in parameter.cuts],
+        "cuts": [_json_fields(cut) for cut in parameter.cuts],
         "shape": list(parameter.shape),
         "local_shape": list(parameter.local_shape({})),
         "dtype": str(parameter.dtype).removeprefix("torch."),
         "bytes_per_rank": local_bytes(parameter, {}),
         "partial": list(parameter.partial),
-        "copies": parameter.copies,
+        "copies": parameter.replicas,
         "gradient": gradient_rule(parameter),
         "tied_to": parameter.tied_to,
     }

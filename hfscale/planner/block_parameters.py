@@ -27,13 +27,13 @@ class PlacedBlock:
         draft: what is known of the model's plan.
         name: the block's module.
         role: what the blueprint says of its parts.
-        copies: how many consecutive ranks hold each of its key/value heads.
+        replicas: how many consecutive ranks hold each of its key/value heads.
     """
 
     draft: Draft
     name: str
     role: Block
-    copies: int
+    replicas: int
 
     def path(self, child: str) -> str:
         """The full name of a part."""
@@ -50,12 +50,12 @@ class PlacedBlock:
         found: Tensor | None = own_parameters(modules[owner]).get(attribute) if owner in modules else None
         return found
 
-    def parts_copies(self, child: str, parts: tuple[int, ...] = ()) -> tuple[int, ...]:
+    def parts_replicas(self, child: str, parts: tuple[int, ...] = ()) -> tuple[int, ...]:
         """On how many ranks each of the matrices fused in ``child`` is held; empty where each rank has its own."""
-        if self.copies == 1 or child not in self.role.key_value:
+        if self.replicas == 1 or child not in self.role.key_value:
             return ()
         chosen = self.role.key_value[child]
-        return tuple(self.copies if not chosen or index in chosen else 1 for index in range(max(1, len(parts))))
+        return tuple(self.replicas if not chosen or index in chosen else 1 for index in range(max(1, len(parts))))
 
 
 def cut_parameters(block: PlacedBlock, is_layer: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -78,7 +78,7 @@ def cut_parameters(block: PlacedBlock, is_layer: bool) -> tuple[tuple[str, ...],
     draft.rules.update(dict.fromkeys(once, _PARTIAL))
     if role.own_heads:
         for child, parameter in draft.modules[block.name].named_parameters(recurse=False):
-            draft.cut(block.path(child), 0, parameter.shape[0], (), block.parts_copies(child))
+            draft.cut(block.path(child), 0, parameter.shape[0], (), block.parts_replicas(child))
     shared = block.modules((*role.shared, *role.across))
     for path in shared:
         for parameter, _ in draft.modules[path].named_parameters(recurse=False):
@@ -95,7 +95,7 @@ def _cut_projection(block: PlacedBlock, child: str, column: bool) -> None:
     module = draft.modules.get(path)
     if module is None and column and role.own_heads and (parameter := block.parameter(child)) is not None:
         # the host lists sinks beside projections
-        draft.cut(path, 0, parameter.shape[0], (), block.parts_copies(child))
+        draft.cut(path, 0, parameter.shape[0], (), block.parts_replicas(child))
         return
     if module is None and role.optional:
         return
@@ -108,11 +108,11 @@ def _cut_projection(block: PlacedBlock, child: str, column: bool) -> None:
         return
     dim = weight_dims(module)[0 if column else 1]
     parts = _parts(block, child, module.weight.shape[dim])
-    copies = block.parts_copies(child, parts)
-    draft.cut(f"{path}.weight", dim, module.weight.shape[dim], parts, copies)
+    replicas = block.parts_replicas(child, parts)
+    draft.cut(f"{path}.weight", dim, module.weight.shape[dim], parts, replicas)
     if getattr(module, "bias", None) is not None:
         if column:
-            draft.cut(f"{path}.bias", 0, module.bias.shape[0], parts, copies)
+            draft.cut(f"{path}.bias", 0, module.bias.shape[0], parts, replicas)
         else:
             draft.rules[f"{path}.bias"] = _PARTIAL
 

@@ -7,7 +7,7 @@ from ..plan.parameter import join_path, wild_name
 from .block_parameters import PlacedBlock, cut_parameters
 from .draft import Draft
 from .experts import blocks_around_experts
-from .heads import KEY_VALUE_COUNTS, check_block_heads, check_heads, key_value_copies
+from .heads import KEY_VALUE_COUNTS, check_block_heads, check_heads, key_value_replicas
 from .layers import has_every_list
 
 _GROUPS = "num_key_value_groups"
@@ -67,20 +67,20 @@ def _key_value_path(draft: Draft, block: str, role: Block) -> str | None:
     return None
 
 
-def _key_value_copies(draft: Draft, block: str, role: Block) -> int:
+def _key_value_replicas(draft: Draft, block: str, role: Block) -> int:
     """How many consecutive ranks hold each of the block's key/value heads."""
     path = _key_value_path(draft, block, role)
     if path is None:
         return 1
-    copies = key_value_copies(draft, draft.modules[path.rpartition(".")[0]], role.head_groups)
+    replicas = key_value_replicas(draft, draft.modules[path.rpartition(".")[0]], role.head_groups)
     counted = any(path.rpartition(".")[2] in KEY_VALUE_COUNTS for path in (*role.local_attributes, *role.local_config))
-    if copies > 1 and not (counted or _group_attributes(draft, block)):
+    if replicas > 1 and not (counted or _group_attributes(draft, block)):
         draft.problem(
             f"tp_size={draft.tp} is more than the key/value heads, and nothing says how many queries of a rank read "
             f"each in {wild_name(block)}: name its count of key/value heads in the blueprint's local_attributes, or "
-            f"use tp_size 1 to {draft.tp // copies}"
+            f"use tp_size 1 to {draft.tp // replicas}"
         )
-    return copies
+    return replicas
 
 
 def _group_attributes(draft: Draft, block: str) -> list[str]:
@@ -90,8 +90,8 @@ def _group_attributes(draft: Draft, block: str) -> list[str]:
 
 
 def _block(draft: Draft, name: str, role: Block, layers: list[str]) -> BlockPlan:
-    copies = _key_value_copies(draft, name, role)
-    block = PlacedBlock(draft, name, role, copies)
+    replicas = _key_value_replicas(draft, name, role)
+    block = PlacedBlock(draft, name, role, replicas)
     shared, once = cut_parameters(block, is_layer=name in layers)
     return BlockPlan(
         name=name,
@@ -107,8 +107,8 @@ def _block(draft: Draft, name: str, role: Block, layers: list[str]) -> BlockPlan
         sample_heads=role.sample_heads,
         across=tuple((path, draft.modules[path].weight.shape[-1]) for path in block.modules(role.across)),
         local_config=tuple((field, _divisor(block, field)) for field in role.local_config),
-        copies=copies,
-        copied=tuple(block.path(child) for child in role.key_value if copies > 1),
+        replicas=replicas,
+        replicated=tuple(block.path(child) for child in role.key_value if replicas > 1),
         cut_from=None if role.cut_from is None else block.path(role.cut_from),
         once=once,
     )
@@ -118,14 +118,14 @@ def _local_attributes(block: PlacedBlock) -> tuple[tuple[str, int], ...]:
     """Attributes that the block's forward reads as local sizes, with what they are divided by."""
     draft, name, role = block.draft, block.name, block.role
     sizes = ((path, _divisor(block, path)) for path in role.local_attributes if _has_attribute(draft, name, path, role))
-    groups = ((path, block.copies) for path in _group_attributes(draft, name) if block.copies > 1)
+    groups = ((path, block.replicas) for path in _group_attributes(draft, name) if block.replicas > 1)
     return (*sizes, *groups)
 
 
 def _divisor(block: PlacedBlock, attribute: str) -> int:
     """Into how many parts a count is cut: those of key/value heads that several ranks hold, into fewer."""
     tp = block.draft.tp
-    return tp // block.copies if attribute.rpartition(".")[2] in KEY_VALUE_COUNTS else tp
+    return tp // block.replicas if attribute.rpartition(".")[2] in KEY_VALUE_COUNTS else tp
 
 
 def _has_attribute(draft: Draft, block: str, path: str, role: Block) -> bool:

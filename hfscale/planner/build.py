@@ -66,7 +66,7 @@ def _assemble(draft: Draft) -> Plan:
         head=draft.head,
         loss=draft.loss,
         no_step=draft.no_step,
-        streams=draft.regions,
+        sequence_regions=draft.sequence_regions,
         experts=draft.experts,
         mixtures=draft.mixtures,
         source=draft.blueprint.source if draft.blueprint and draft.blocks else "",

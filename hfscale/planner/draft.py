@@ -45,7 +45,7 @@ class Draft:
         self.head: str | None = None
         self.loss: str | None = None
         self.no_step = ""
-        self.regions: tuple[SequencePlan, ...] = ()
+        self.sequence_regions: tuple[SequencePlan, ...] = ()
         self.stages: StagePlan | None = None
 
     def problem(self, problem: str) -> None:
@@ -58,9 +58,11 @@ class Draft:
         listed = "".join(f"\n  - {problem}" for problem in self.problems)
         return f"{self.layout.describe()} does not fit {type(self.model).__name__}:{listed}"
 
-    def cut(self, name: str, dim: int, length: int, parts: tuple[int, ...] = (), copies: tuple[int, ...] = ()) -> None:
+    def cut(
+        self, name: str, dim: int, length: int, parts: tuple[int, ...] = (), replicas: tuple[int, ...] = ()
+    ) -> None:
         """Cut a parameter of ``length`` entries along ``dim`` over the tensor axis."""
-        cut = Cut("tp", dim, self.tp, parts, copies)
+        cut = Cut("tp", dim, self.tp, parts, replicas)
         if parts and sum(parts) != length:
             self.problem(
                 f"tp_size={self.tp}: the blueprint gives the matrices fused in {wild_name(name)} the lengths {parts}, "

@@ -34,7 +34,7 @@ def check_heads(draft: Draft, groups: int) -> None:
         _refuse(draft, heads, key_heads, groups, [size for size in range(1, common + 1) if common % size == 0])
 
 
-def key_value_copies(draft: Draft, attention: Any, groups: int) -> int:
+def key_value_replicas(draft: Draft, attention: Any, groups: int) -> int:
     """How many consecutive ranks hold each key/value head of the module ``attention``; refuses sizes that cut a head.
 
     ``tp_size`` must divide the heads, and divide or be a multiple of the key/value heads.

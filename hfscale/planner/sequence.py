@@ -44,7 +44,7 @@ def plan_sequence(draft: Draft) -> None:
         for owner, members in owners.items()
         if any(name.startswith(f"{owner}.") for name in inside)
     )
-    draft.regions = tuple(region for region in regions if region is not None)
+    draft.sequence_regions = tuple(region for region in regions if region is not None)
 
 
 def _region(draft: Draft, owner: str, layers: list[str], probe: EntryProbe) -> SequencePlan | None:

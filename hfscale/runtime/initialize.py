@@ -31,7 +31,7 @@ def initialize_local_weights(
         wanted: which of the parameters that this rank's stages hold are needed, by their owned name.
     """
     rank = mesh.ranks["pp"]
-    held = plan.held(rank)
+    held = plan.local_names(rank)
     shares: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}
     for name, unit, recurse in _units(template, "", set(plan.layers)):

@@ -236,7 +236,7 @@ class Runtime:
     def parameters(self) -> list[tuple[ParameterPlan, Tensor]]:
         """Every owned parameter that this rank holds with its plan, in the plan's order."""
         live = self.live_parameters()
-        held = self.plan.held(self.mesh.ranks["pp"])
+        held = self.plan.local_names(self.mesh.ranks["pp"])
         return [(planned, live[held[planned.name]]) for planned in self.plan.owned() if planned.name in held]
 
     def live_parameters(self) -> dict[str, nn.Parameter]:
@@ -252,7 +252,7 @@ class Runtime:
 
     def counts(self, planned: ParameterPlan) -> bool:
         """Whether this rank's stage is the one that counts an owned parameter; others may hold a copy."""
-        return self.plan.home(planned.name) == self.mesh.ranks["pp"]
+        return self.plan.primary_rank(planned.name) == self.mesh.ranks["pp"]
 
     def is_local(self, name: str) -> bool:
         """Whether this rank has a parameter or module of the layers, or of what is around them on one stage only."""

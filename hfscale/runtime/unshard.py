@@ -30,7 +30,7 @@ def gather_full(share: Tensor, shape: Sequence[int], cuts: Sequence[Cut], mesh: 
         length = cut_shape(shape, cuts[:done], mesh.ranks)[cut.dim]
         lengths = [cut.local_length(length, rank) for rank in range(cut.size)]
         every = start_all_gather(whole, lengths, cut.dim, group).result()
-        if not cut.parts and cut.most_copies == 1:
+        if not cut.parts and cut.most_replicas == 1:
             whole = every
             continue
         whole = every.new_empty([length if dim == cut.dim else size for dim, size in enumerate(every.shape)])

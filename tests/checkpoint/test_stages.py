@@ -213,7 +213,7 @@ def assert_shares_equal_one_process(pool: RankPool, path: Path, layout: Layout) 
     for found, said in pool.run(loaded, str(path), layout):
         for name, (ranks, share) in found.items():
             assert torch.equal(share, plan.by_name[name].take(whole[name][1], ranks)), name
-        assert found.keys() == plan.held(ranks["pp"]).keys()
+        assert found.keys() == plan.local_names(ranks["pp"]).keys()
         seen |= found.keys()
         messages.append(said)
     assert seen == whole.keys()

@@ -135,7 +135,7 @@ CUTS = [
     ((5, 64), (Cut("dp_shard", 0, 4),), False),
     ((24, 64), (Cut("tp", 0, 2, parts=(8, 8, 8)),), True),
     ((20, 64), (Cut("tp", 0, 2, parts=(8, 6, 6)),), False),
-    ((12, 64), (Cut("tp", 0, 2, parts=(8, 4), copies=(1, 2)),), True),
+    ((12, 64), (Cut("tp", 0, 2, parts=(8, 4), replicas=(1, 2)),), True),
     ((4, 16, 32), (Cut("ep", 0, 2), Cut("tp", 1, 2)), True),
     ((4, 16, 32), (Cut("ep", 0, 2), Cut("tp", 2, 2)), False),
     ((1, 256), (Cut("tp", 0, 2),), True),  # one rank has nothing

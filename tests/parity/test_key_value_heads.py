@@ -70,7 +70,7 @@ def _train(config: PreTrainedConfig, layout: ParallelConfig) -> dict[str, list[t
     """The shares of every parameter with copies: as made, and after two steps of AdamW in float32."""
     model = hfscale.from_config(config, parallel=layout, seed=3)
     runtime = runtime_of(model)
-    held = {planned.name: parameter for planned, parameter in runtime.parameters() if planned.copies > 1}
+    held = {planned.name: parameter for planned, parameter in runtime.parameters() if planned.replicas > 1}
     made = {name: parameter.detach().clone() for name, parameter in held.items()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(1)
@@ -96,7 +96,7 @@ def test_copies_start_and_stay_equal_to_the_last_bit(pools: Pools, case: str) ->
         length = planned.by_name[name].shape[cut.dim]
 
         def copied(rank: int, when: int, name: str = name, cut: Any = cut, length: int = length) -> torch.Tensor:
-            spans = cut.local_spans(length, rank, lambda copies: copies > 1)
+            spans = cut.local_spans(length, rank, lambda replicas: replicas > 1)
             return torch.cat([ranks[rank][name][when].narrow(cut.dim, a, b - a) for a, b in spans])
 
         for when in range(2):

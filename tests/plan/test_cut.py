@@ -19,14 +19,14 @@ def _cut_tensors(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Cut]]:
     for axis in draw(st.sampled_from([(), ("tp",), ("dp_shard",), ("tp", "dp_shard")])):
         dim, size = draw(st.integers(0, len(shape) - 1)), draw(st.integers(1, 6))
         parts: tuple[int, ...] = ()
-        copies: tuple[int, ...] = ()
+        replicas: tuple[int, ...] = ()
         if axis == "tp" and draw(st.booleans()):
             parts = tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=4)))
             shape[dim] = sum(parts)
         if axis == "tp" and draw(st.booleans()):
             divisors = st.sampled_from([count for count in range(1, size + 1) if size % count == 0])
-            copies = tuple(draw(divisors) for _ in parts or (1,))
-        cuts.append(Cut(axis, dim, size, parts, copies))
+            replicas = tuple(draw(divisors) for _ in parts or (1,))
+        cuts.append(Cut(axis, dim, size, parts, replicas))
     return tuple(shape), cuts
 
 
@@ -113,17 +113,17 @@ def test_rank_zero_never_has_less(parts: tuple[int, ...]) -> None:
 
 def test_consecutive_ranks_hold_copies_of_one_chunk() -> None:
     # four heads' queries, then two key heads and two value heads, two entries each, on four ranks
-    cut = Cut("tp", 0, 4, parts=(8, 4, 4), copies=(1, 2, 2))
+    cut = Cut("tp", 0, 4, parts=(8, 4, 4), replicas=(1, 2, 2))
     assert cut.spans(16, 0) == [(0, 2), (8, 10), (12, 14)]
     assert cut.spans(16, 1) == [(2, 4), (8, 10), (12, 14)]
     assert cut.spans(16, 3) == [(6, 8), (10, 12), (14, 16)]
-    assert cut.local_spans(16, 1, lambda copies: copies == 2) == [(2, 4), (4, 6)]
+    assert cut.local_spans(16, 1, lambda replicas: replicas == 2) == [(2, 4), (4, 6)]
     planned = ParameterPlan("p", (16,), torch.int64, cuts=(cut, Cut("dp_shard", 0, 2)))
-    assert (planned.copies, cut.most_copies) == (2, 2)
+    assert (planned.replicas, cut.most_replicas) == (2, 2)
     assert planned.counted({"tp": 2, "dp_shard": 1}) is None  # the first that holds the second heads
     assert planned.counted({"tp": 1, "dp_shard": 0}) == (0, [(0, 2)])  # of its query and its key only the query
     assert planned.counted({"tp": 1, "dp_shard": 1}) == (0, [])
-    alone = ParameterPlan("p", (16,), torch.int64, cuts=(Cut("tp", 0, 4, copies=(4,)),))
+    alone = ParameterPlan("p", (16,), torch.int64, cuts=(Cut("tp", 0, 4, replicas=(4,)),))
     assert alone.counted({"tp": 0}) is None
     assert alone.counted({"tp": 3}) == (0, [])
     assert alone.local_shape({"tp": 3}) == (16,)

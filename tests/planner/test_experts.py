@@ -48,7 +48,7 @@ def test_a_shared_expert_is_a_block_of_its_own_and_the_router_is_whole() -> None
     assert cut.by_name[f"{_MLP}.gate.weight"].partial == ("tp",)
     sequence = _plan(qwen2_moe(), ep_size=2, tp_size=2, sequence_parallel=True)
     assert sequence.by_name[f"{_MLP}.gate.weight"].partial == ("tp",)
-    assert not any("mlp" in name for name in sequence.streams[0].gathered)
+    assert not any("mlp" in name for name in sequence.sequence_regions[0].gathered)
 
 
 def test_biases_of_experts_are_spread_with_them() -> None:

@@ -35,10 +35,10 @@ def test_key_value_heads_are_copied_to_consecutive_ranks() -> None:
     for projection in ("k_proj", "v_proj"):
         for name in ("weight", "bias"):
             planned = plan.by_name[f"model.layers.0.self_attn.{projection}.{name}"]
-            assert planned.cuts == (Cut("tp", 0, 4, copies=(2,)),)
-            assert (planned.copies, planned.partial) == (2, ())
+            assert planned.cuts == (Cut("tp", 0, 4, replicas=(2,)),)
+            assert (planned.replicas, planned.partial) == (2, ())
     assert plan.by_name["model.layers.0.self_attn.q_proj.weight"].cuts == (Cut("tp", 0, 4),)
-    assert plan.copies == (2,)
+    assert plan.replicas == (2,)
     assert plan.blocks[0].local_attributes == (("num_key_value_groups", 2),)
     weight = plan.by_name["model.layers.0.self_attn.k_proj.weight"]
     rows = [weight.take(torch.arange(16), {"tp": rank}).tolist() for rank in range(4)]
@@ -47,9 +47,9 @@ def test_key_value_heads_are_copied_to_consecutive_ranks() -> None:
 
 def test_no_copies_where_there_are_enough_heads() -> None:
     plan = _plan(tiny("llama"), 2)
-    assert plan.copies == ()
+    assert plan.replicas == ()
     assert plan.blocks[0].local_attributes == ()
-    assert all(planned.copies == 1 and planned.counted({"tp": 1}) is None for planned in plan.parameters)
+    assert all(planned.replicas == 1 and planned.counted({"tp": 1}) is None for planned in plan.parameters)
 
 
 def test_of_a_fused_projection_keys_and_values_are_copied() -> None:
@@ -112,7 +112,7 @@ def test_layers_with_counts_of_their_own() -> None:
     attention.num_key_value_groups = 4
     attention.k_proj, attention.v_proj = (torch.nn.Linear(32, 8, bias=False) for _ in range(2))
     plan = build_plan(model, ParallelConfig(tp_size=2))
-    assert [plan.by_name[f"model.layers.{i}.self_attn.k_proj.weight"].copies for i in range(2)] == [1, 2]
+    assert [plan.by_name[f"model.layers.{i}.self_attn.k_proj.weight"].replicas for i in range(2)] == [1, 2]
 
 
 def test_attention_that_does_not_say_how_queries_share_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ CASES = [
     ((7, 5), (Cut("tp", 0, 2), Cut("dp_shard", 0, 2))),
     ((6, 5), (Cut("tp", 1, 2), Cut("dp_shard", 0, 2))),
     ((10, 3), (Cut("tp", 0, 2, parts=(4, 3, 3)), Cut("dp_shard", 0, 2))),
-    ((8, 3), (Cut("tp", 0, 2, parts=(4, 2, 2), copies=(1, 2, 2)),)),
+    ((8, 3), (Cut("tp", 0, 2, parts=(4, 2, 2), replicas=(1, 2, 2)),)),
     ((1, 3), (Cut("tp", 0, 2), Cut("dp_shard", 0, 2))),
     ((4, 2), ()),
 ]

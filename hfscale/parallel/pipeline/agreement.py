@@ -53,7 +53,7 @@ class StageAgreement:
     def __init__(self, runtime: Runtime) -> None:
         assert runtime.plan.stages is not None
         self._runtime, self._stages = runtime, runtime.plan.stages
-        self._held = runtime.plan.held(runtime.mesh.ranks["pp"])  # owned name -> name here
+        self._held = runtime.plan.local_names(runtime.mesh.ranks["pp"])  # owned name -> name here
         owned = [planned.name for planned in runtime.plan.owned()]
         self._tied = [name for name in owned if len(runtime.plan.holders(name)) > 1]
         live = runtime.live_parameters()

@@ -28,7 +28,7 @@ from .block_edges import install_block_edges
 from .deferred_weights import Overlap
 from .embedding import install_vocab_parallel_embedding
 from .partial_gradients import PartialSums, install_partial_sums
-from .replicated_heads import install_copy_sums
+from .replicated_heads import install_replica_sums
 from .sequence_region import SequenceRegion
 
 _PARTIAL_OUTPUTS = {
@@ -59,7 +59,7 @@ def install_edges(
         set_local_sizes(model.get_submodule(block.name), block)
         cut = region_of(block.name)
         install_block_edges(model, block, mesh, cut, _overlap(model, plan, block, sums.group, cut))
-    install_copy_sums(model, plan, mesh, runtime.is_local)
+    install_replica_sums(model, plan, mesh, runtime.is_local)
     if plan.blocks:
         model.register_forward_pre_hook(_refuse_partial_outputs, with_kwargs=True)
     if regions:
@@ -75,7 +75,7 @@ def _overlap(
     if not plan.layout.overlap or len(block.enter) > 1 or block.enter_inputs:
         return None  # several entries: none of them is read by all projections
     # A weight that other ranks hold too has its gradient summed on the way to it.
-    columns = [name for name in block.column if plan.by_name[f"{name}.weight"].copies == 1]
+    columns = [name for name in block.column if plan.by_name[f"{name}.weight"].replicas == 1]
     regather = bool(plan.layout.sequence_regather)
     return Overlap([model.get_submodule(name) for name in columns], group, stream, regather)
 

@@ -33,7 +33,7 @@ class TensorParallel(Part):
         group = runtime.mesh.group("tp")
         if group is not None:
             self.sums = PartialSums(group)
-            self.regions = [SequenceRegion(planned, group) for planned in runtime.plan.streams]
+            self.regions = [SequenceRegion(planned, group) for planned in runtime.plan.sequence_regions]
             install_edges(runtime, self.sums, self.regions, self.region_of)
 
     def region_of(self, name: str) -> SequenceRegion | None:

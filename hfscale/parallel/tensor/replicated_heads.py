@@ -1,12 +1,12 @@
 """Key/value heads that several tensor ranks hold: each rank sees the gradient of its own queries only.
 
-With fewer key/value heads than ranks, consecutive ranks hold the same head (:attr:`hfscale.plan.Cut.copies`)::
+With fewer key/value heads than ranks, consecutive ranks hold the same head (:attr:`hfscale.plan.Cut.replicas`)::
 
     tp4, 2 key/value heads      rank 0: kv0   rank 1: kv0   rank 2: kv1   rank 3: kv1
     backward                    sum over ranks 0 and 1      sum over ranks 2 and 3
 
 The sum happens in the backward pass, on the parameter as it is read: so it is right under gradient accumulation, under
-FSDP and in a plain ``loss.backward()`` loop, and copies, which start equal, stay equal to the last bit. In a fused
+FSDP and in a plain ``loss.backward()`` loop, and replicas, which start equal, stay equal to the last bit. In a fused
 projection only the matrices of keys and values are summed.
 """
 
@@ -28,10 +28,10 @@ from .partial_gradients import computes_with, read_through
 _Sum = tuple[int, Sequence[tuple[int, int]], dist.ProcessGroup]
 
 
-def install_copy_sums(model: nn.Module, plan: Plan, mesh: Mesh, holds: Callable[[str], bool]) -> None:
-    """Let modules read parameters that have copies on other tensor ranks so that their gradients are summed over those.
+def install_replica_sums(model: nn.Module, plan: Plan, mesh: Mesh, holds: Callable[[str], bool]) -> None:
+    """Let modules read parameters that have replicas on other tensor ranks so that gradients are summed over those.
 
-    ``mesh`` has the groups of :attr:`hfscale.plan.Plan.copies`; ``holds`` says which parameters are on this rank.
+    ``mesh`` has the groups of :attr:`hfscale.plan.Plan.replicas`; ``holds`` says which parameters are on this rank.
     """
     sums: dict[nn.Module, dict[str, list[_Sum]]] = {}
     reader: dict[nn.Module, nn.Module] = {}
@@ -56,9 +56,9 @@ def _sums_of(planned: ParameterPlan, mesh: Mesh) -> list[_Sum]:
     length, rank = planned.shape[cut.dim], mesh.ranks["tp"]
     result: list[_Sum] = []
     for count in _replicas(planned):
-        spans = cut.local_spans(length, rank, lambda copies, count=count: copies == count)  # type: ignore[misc]
-        everything = set(cut.copies) == {count}
-        result.append((cut.dim, () if everything else spans, mesh.copies[count]))
+        spans = cut.local_spans(length, rank, lambda replicas, count=count: replicas == count)  # type: ignore[misc]
+        everything = set(cut.replicas) == {count}
+        result.append((cut.dim, () if everything else spans, mesh.replicas[count]))
     return result
 
 
@@ -67,7 +67,7 @@ def _read(leaf: Tensor, sums: list[_Sum]) -> Tensor:
 
 
 class _Copied(torch.autograd.Function):
-    """Identity forward; backward sums (spans of) the gradient over the ranks that hold copies."""
+    """Identity forward; backward sums (spans of) the gradient over the ranks that hold replicas."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, sums: list[_Sum]) -> Tensor:
