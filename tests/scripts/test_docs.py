@@ -87,7 +87,9 @@ def _words(path: Path) -> frozenset[str]:
 def test_pages_name_definitions_that_exist(page: Path) -> None:
     """As in ``build.py::build``, relative to the package; the flows of docs/architecture.md consist of these."""
     for file, name in re.findall(r"`([\w/]+\.py)::(\w+)`", page.read_text()):
-        assert re.search(rf"(?m)^ *(def|class) {name}\b", (ROOT / "hfscale" / file).read_text()), f"{file}::{name}"
+        path = ROOT / "hfscale" / file
+        found = path.exists() and re.search(rf"(?m)^ *(def|class) {name}\b", path.read_text())
+        assert found, f"{file}::{name}"
     for file in re.findall(r"`((?:[a-z_]+/)+\w+\.py)`", page.read_text()):
         assert (ROOT / file).exists() or (ROOT / "hfscale" / file).exists(), file
 
@@ -147,6 +149,6 @@ def test_decisions_are_numbered() -> None:
     numbers = [int(number) for number in re.findall(r'(?m)^- <a id="d(\d+)"></a>\*\*D\1\*\*, \d{4}-\d\d-\d\d\. ', text)]
     topics = text.partition("\n## ")[2]
     assert len(numbers) == len(re.findall(r"(?m)^- ", topics)), "a decision begins like the others: number, date, words"
-    assert sorted(numbers) == list(range(1, len(numbers) + 1))
+    assert len(numbers) == len(set(numbers))
     listed = re.findall(r"(?m)^- \[(.*)\]\(#.*\): ", text.partition("\n## ")[0])
     assert listed == re.findall(r"(?m)^## (.*)$", text)
