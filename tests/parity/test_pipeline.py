@@ -235,7 +235,7 @@ def _tied_copies(directory: str) -> list[str]:
         found.append(str(caught.value))
 
     model = hfscale.from_pretrained(directory, parallel=layout).train()
-    named = dict(model.named_parameters())
+    named = dict(model.named_parameters(remove_duplicate=False))  # each stage has a name of its own
     chosen = [named.pop(name) for name in list(named) if "wte" in name]
     groups = [{"params": list(named.values())}, *([{"params": chosen, "weight_decay": 0.0}] if chosen else [])]
     optimizer = torch.optim.AdamW(groups, weight_decay=0.5)
@@ -261,7 +261,7 @@ def test_tied_copies_stay_equal_or_are_refused(pools: Pools, tmp_path: Path) -> 
         assert "leave it out" in kept
 
 
-def _frozen_by_a_name(directory: str, word: str) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
+def _frozen_by_a_name(directory: str, word: str, every_name: bool) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
     """Losses and gradients of two steps with all tensors named like ``word`` frozen, and of two after they thawed."""
     layout = ParallelConfig(pp_size=2) if dist.is_initialized() else None
     model = hfscale.from_pretrained(directory, parallel=layout, dtype=torch.float64).train()
@@ -269,7 +269,7 @@ def _frozen_by_a_name(directory: str, word: str) -> list[tuple[list[float], dict
     batch = ragged_batch(torch.Generator().manual_seed(2), 67, 4, 9, masked=False)
     found = []
     for trains in (False, True):
-        for name, parameter in model.named_parameters(remove_duplicate=False):
+        for name, parameter in model.named_parameters(remove_duplicate=not every_name):
             if word in name:
                 parameter.requires_grad_(trains)
         losses = []
@@ -282,14 +282,15 @@ def _frozen_by_a_name(directory: str, word: str) -> list[tuple[list[float], dict
     return found
 
 
-@pytest.mark.parametrize("word", ["wte", "lm_head"])
-def test_a_tied_tensor_frozen_by_one_name(pools: Pools, tmp_path: Path, word: str) -> None:
-    """Each stage has its own name for it; in one process there is one tensor."""
+@pytest.mark.parametrize(("word", "every_name"), [("wte", False), ("lm_head", False), ("lm_head", True)])
+def test_a_tied_tensor_frozen_by_one_name(pools: Pools, tmp_path: Path, word: str, every_name: bool) -> None:
+    """Each stage has its own name for it; in one process there is one tensor, listed once, under its first name."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(deep("gpt2"), dtype=torch.float64).save_pretrained(tmp_path)
-    expected, ranks = _frozen_by_a_name(str(tmp_path), word), pools(2).run(_frozen_by_a_name, str(tmp_path), word)
-    assert "transformer.wte.weight" not in expected[0][1]
+    asked = str(tmp_path), word, every_name
+    expected, ranks = _frozen_by_a_name(*asked), pools(2).run(_frozen_by_a_name, *asked)
+    assert ("transformer.wte.weight" in expected[0][1]) == (word == "lm_head" and not every_name)
     assert "transformer.wte.weight" in expected[1][1]
     for part, (losses, gradients) in enumerate(expected):
         both = {**ranks[0][part][1], **ranks[1][part][1]}

@@ -8,6 +8,7 @@ from ...runtime.local_weights import LocalWeights
 from ...schedules import ASYNCHRONOUS
 from .asynchronous import AsynchronousPipeline
 from .run import Pipeline
+from .ties import list_under_first_names
 
 
 class PipelineStages(Part):
@@ -18,6 +19,7 @@ class PipelineStages(Part):
         if runtime.plan.stages is not None:
             asynchronous = runtime.mesh.layout.pipeline_schedule in ASYNCHRONOUS
             runtime.executor = (AsynchronousPipeline if asynchronous else Pipeline)(runtime)
+            list_under_first_names(runtime)
 
     def check_step(self, runtime: Runtime, batches: Sequence[Batch]) -> None:
         """No loss of what the layers of several stages compute."""

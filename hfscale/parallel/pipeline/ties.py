@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...errors import ConfigError
 from ...runtime import Runtime, local_tensor
@@ -82,3 +82,25 @@ class TiedGradients:
             dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self._runtime.mesh.tie_reports[holders])
             self._known[key] = [bool(each) for each in used.tolist()]
         return self._known[key]
+
+
+def list_under_first_names(runtime: Runtime) -> None:
+    """Let ``model.named_parameters()`` list a tied tensor under the name that the stock model lists it under, also on a
+    stage that has it under another one: code that chooses parameters by their names (to freeze some, to decay others)
+    then chooses the same ones on every stage, as in one process.
+    """
+    held = runtime.plan.held(runtime.mesh.ranks["pp"])
+    first = {here: owned for owned, here in held.items() if here != owned}
+    if not first:
+        return
+    listed = runtime.model.named_parameters
+
+    def named_parameters(
+        prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        start = f"{prefix}." if prefix else ""
+        for name, parameter in listed(prefix, recurse, remove_duplicate):
+            own = name.removeprefix(start)
+            yield (start + first[own] if remove_duplicate and own in first else name), parameter
+
+    runtime.model.named_parameters = named_parameters
