@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from .experts import EXPERT_FIELDS
+from .expert_modules import EXPERT_FIELDS
 from .fields import HEAD_FIELDS
 
 HEADS, HEAD_DIM, LAYERS, VOCABULARY, EXPERTS = 4, 8, 2, 67, 4

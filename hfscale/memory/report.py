@@ -19,7 +19,7 @@ from .._host.torch import own_buffers, own_parameters, storage_key
 from .._host.transformers.hidden_states import hidden_states_of
 from ..errors import ConfigError
 from ..estimate.memory import MemoryEstimate, estimate_memory
-from ..families.experts import experts_per_token
+from ..families.expert_modules import experts_per_token
 from ..ops.head_cross_entropy import rows_per_chunk
 from ..parallel.data import reshard
 from ..parallel.pipeline import order, peak_live

@@ -13,7 +13,7 @@ from .draft import Draft, Ranks
 from .experts import plan_experts
 from .layers import find_layers
 from .parameters import assemble_parameters
-from .part import PlanPart
+from .plan_part import PlanPart
 from .resolve import find_blueprint
 from .sequence import plan_sequence
 from .vocabulary import plan_vocabulary

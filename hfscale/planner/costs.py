@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ..families.experts import EXPERT_FIELDS, experts_per_token, has_one_per_expert
+from ..families.expert_modules import EXPERT_FIELDS, experts_per_token, has_one_per_expert
 from ..families.fields import HEAD_FIELDS, first_count, text_config
 from ..plan.stages import balance
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from ..config import ParallelConfig
 from ..families.blueprint import Block
-from ..families.experts import holds_experts
+from ..families.expert_modules import holds_experts
 from ..plan.cut import Cut, cut_shape
 from ..plan.modules import ExpertsPlan
 from ..plan.parameter import wild_name

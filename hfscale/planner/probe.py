@@ -16,7 +16,7 @@ from .._host.torch import TorchDispatchMode, tree_leaves
 from .._host.transformers.classes import from_config
 from .._host.transformers.hidden_states import hidden_states_of
 from ..families.clone import tiny_clone
-from ..families.experts import takes_routes
+from ..families.expert_modules import takes_routes
 from ..plan.parameter import join_path
 from .draft import Draft
 

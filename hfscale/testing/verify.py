@@ -15,7 +15,7 @@ from .._host.bitsandbytes import quiet_import
 from ..config import AXES, ParallelConfig
 from ..errors import ConfigError
 from ..families.clone import EXPERTS, LAYERS, tiny_clone
-from ..families.experts import EXPERT_FIELDS
+from ..families.expert_modules import EXPERT_FIELDS
 from ..parallel.pipeline import read_csv
 from ..schedules import ASYNCHRONOUS, SCHEDULES
 from . import sample_batches

@@ -11,7 +11,7 @@ from hfscale import ParallelConfig
 from hfscale.estimate.activations import stream_width
 from hfscale.estimate.memory import estimate_memory
 from hfscale.estimate.state_bytes import NAMES
-from hfscale.families.experts import experts_per_token
+from hfscale.families.expert_modules import experts_per_token
 from hfscale.optimizers.catalog import CHOICES
 
 from ..models import tiny

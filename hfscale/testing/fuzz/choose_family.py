@@ -10,7 +10,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.pytorch_utils import Conv1D
 
 from ...families.clone import HIDDEN, VOCABULARY
-from ...families.experts import EXPERT_FIELDS
+from ...families.expert_modules import EXPERT_FIELDS
 from ..families import MIXED, config_of
 from .draw import is_dropout
 
