@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from hfscale.testing.fuzz import Draw, Verdict, choose, judge, read, report, shrink
+from hfscale.testing.fuzz import Draw, Verdict, choose, judge, read, report_page, shrink
 from hfscale.testing.fuzz.judge import TIMEOUT
 from hfscale.testing.fuzz.many import import_everything, judge_many
 
@@ -48,16 +48,16 @@ def main() -> int:
     for position, draw, verdict in judge_many(draws, arguments.jobs, arguments.timeout):
         judged[position] = (draw, verdict)
         bar.update()
-        bar.set_postfix_str(report.summary(list(judged.values())))
+        bar.set_postfix_str(report_page.summary(list(judged.values())))
         if verdict.defect or arguments.verbose or arguments.spec or arguments.only:
             tell(names[position], draw, verdict, arguments.verbose or len(draws) < 5)
     bar.close()
     everything = [judged[position] for position in sorted(judged)]
-    print(report.summary(everything))
+    print(report_page.summary(everything))
     if arguments.shrink:
         make_small([(draw, verdict) for draw, verdict in everything if verdict.defect], arguments.timeout)
     if arguments.out:
-        arguments.out.write_text(report.page(everything, arguments.seed))
+        arguments.out.write_text(report_page.page(everything, arguments.seed))
     return int(any(verdict.defect for _, verdict in everything))
 
 

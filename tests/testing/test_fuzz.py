@@ -18,7 +18,7 @@ from hfscale.testing.fuzz.judge import compared
 from hfscale.testing.fuzz.measures import Yardstick
 from hfscale.testing.fuzz.models import quantization
 from hfscale.testing.fuzz.reference import Record, Step, load, make_start
-from hfscale.testing.fuzz.summary import page
+from hfscale.testing.fuzz.report_page import page
 
 from ..sweeps import cases
 

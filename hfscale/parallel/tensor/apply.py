@@ -29,6 +29,7 @@ from .deferred_weights import Overlap
 from .embedding import install_vocab_parallel_embedding
 from .partial_gradients import PartialSums, install_partial_sums
 from .replicated_heads import install_replica_sums
+from .sequence_hooks import install_sequence_hooks
 from .sequence_region import SequenceRegion
 
 _PARTIAL_OUTPUTS = {
@@ -53,7 +54,7 @@ def install_edges(
     """
     model, plan, mesh = runtime.model, runtime.plan, runtime.mesh
     for stream in regions:
-        stream.install(model, runtime.is_local)
+        install_sequence_hooks(stream, model, runtime.is_local)
     install_partial_sums(model, plan, sums, runtime.is_local, first=mesh.ranks["tp"] == 0)
     for block in (block for block in plan.blocks if runtime.is_local(block.name)):
         set_local_sizes(model.get_submodule(block.name), block)

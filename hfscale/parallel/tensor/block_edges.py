@@ -16,6 +16,7 @@ from ...ops import enter, gather, leave
 from ...plan import BlockPlan
 from .deferred_weights import Overlap
 from .random import cut_region
+from .sequence_hooks import draw_sums_alike
 from .sequence_region import SequenceRegion
 
 
@@ -41,7 +42,7 @@ def install_block_edges(
     hook_block(model, block, edge)
     rows = [model.get_submodule(name) for name in block.row]
     if stream is not None and stream.plan.dropout:
-        stream.draw_sums_alike(block.name, rows, [model.get_submodule(name) for name in block.leave])
+        draw_sums_alike(stream, block.name, rows, [model.get_submodule(name) for name in block.leave])
     if block.dropout > 0:
         whole = (lambda: not stream.cut) if stream is not None else (lambda: True)
         start = block.enter[0] if block.cut_from is None else block.cut_from

@@ -15,8 +15,7 @@ Lengths differ by at most one token. A pass without gradients (evaluation, gener
 nothing saved that cutting it would spare.
 """
 
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -25,56 +24,64 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..._host.torch import counts_forward_hooks, version_of
-from ..._host.transformers.hidden_states import hidden_states_of, other_arguments, with_hidden_states
 from ...errors import ConfigError
-from ...ops import enter, gather, gather_sum, scatter, scatter_sum
+from ...ops import gather, gather_sum, scatter, scatter_sum
 from ...ops.exchange import Started, start_all_gather, start_reduce_scatter
 from ...plan import SequencePlan
 from ...planner.sequence import share_evenly
 from ...runtime import recomputing
 from .random import LayerRandom
-
-_DIM = 1
-
-
-class _Pass:
-    """One forward pass: ``samples`` of ``total`` tokens, and whether its backward pass is over."""
-
-    def __init__(self, total: int, samples: int) -> None:
-        self.total, self.samples, self.done = total, samples, False
-
-    def end_with(self, share: Tensor) -> None:
-        """The backward pass is over when the gradient of this rank's first share is there."""
-        if share.requires_grad:
-            share.register_hook(lambda grad: self._end())
-        _keep(share, self)
-
-    def _end(self) -> None:
-        self.done = True
+from .sequence_passes import TOKENS, ForwardPasses, keep_with_graph
 
 
 class SequenceRegion:
-    """The stream of one layer stack: whether it is cut now, and into which lengths."""
+    """The stream of one layer stack: whether it is cut now, and into which lengths.
+
+    Its states, which hooks on the stack's modules (:mod:`.sequence_hooks`) take it through:
+
+    ============== =================== ============== ===================================================
+    where          ``_open``           ``_total``     what flows
+    ============== =================== ============== ===================================================
+    outside        no                  the last one   everything whole
+    ``begin``      with gradients on   ``None``       whole; an embedding may leave its sum to the first
+                                                      layer (``_partial``)
+    ``cut_before`` yes                 tokens         this rank's tokens, whole inside of blocks
+    ``finish``     no                  tokens         whole again, remembered for the head (``_left``)
+    recomputation  no                  the last one   what flowed in the pass that waits for its backward
+                                                      pass (:class:`.sequence_passes.ForwardPasses`)
+    ============== =================== ============== ===================================================
+
+    In a pipeline stage the stream may arrive cut (``_arrives``), and stay so at the end (``_leaves``); it is then open
+    until the owner of the layers returns.
+
+    Attributes:
+        random: what layers draw, where each rank has tokens of its own.
+        feeds_head: whether a head whose outputs are cut asks for what this stack gave out.
+    """
 
     def __init__(self, plan: SequencePlan, group: dist.ProcessGroup) -> None:
         self.plan, self.group = plan, group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.random = LayerRandom(self.rank)
+        self.feeds_head = False
+        self._passes = ForwardPasses(self.rank, self.size)
         self._open = False  # inside a forward pass of the owner that saves activations
         self._total: int | None = None  # tokens per sample in that pass, once the stream is cut
         self._first: nn.Module | None = None  # the layer that cut it
-        self._current: _Pass | None = None  # the latest pass
-        self._pending: list[weakref.ref[_Pass]] = []
         self._arrives: int | None = None  # tokens of a stream that is cut where it arrives, from another stage
         self._leaves = False  # it stays cut where the pass ends, for the next stage
         self._partial = False  # the embedding left its sum over ranks to the first layer
-        self.random = LayerRandom(self.rank)
-        self.feeds_head = False  # a head whose outputs are cut asks for what this stack gave out
-        self._left: tuple[Tensor, Tensor] | None = None  # that: this rank's share, and the whole
+        self._left: tuple[Tensor, Tensor] | None = None  # what it gave out: this rank's share, and the whole
 
     @property
     def cut(self) -> bool:
         """Whether what flows between blocks is this rank's share."""
-        return bool(self._passes()) if self._again else self._open and self._total is not None
+        return bool(self._passes.waiting()) if self._again else self._open and self._total is not None
+
+    @property
+    def active(self) -> bool:
+        """Whether layers run in a pass that saves activations, or are recomputed for one."""
+        return self._open or self._again
 
     @property
     def _again(self) -> bool:
@@ -87,7 +94,7 @@ class SequenceRegion:
         Args:
             whole: ``x`` has all tokens, and not this rank's only.
         """
-        current = self._recomputed(x, whole) if self._again else self._current
+        current = self._passes.of_recomputed(x, whole) if self._again else self._passes.latest
         assert current is not None
         lengths = share_evenly(current.total, self.size)
         if x.ndim == 2:
@@ -99,30 +106,9 @@ class SequenceRegion:
             )
         return lengths
 
-    def _passes(self) -> list["_Pass"]:
-        """Forward passes whose graphs are alive and that no backward pass has gone through."""
-        self._pending = [reference for reference in self._pending if reference() is not None]
-        alive = [found for reference in self._pending if (found := reference()) is not None and not found.done]
-        return alive or ([self._current] if self._current is not None else [])
-
-    def _recomputed(self, x: Tensor, whole: bool) -> "_Pass":
-        """The pass that ``x`` is recomputed for; every rank comes to the same conclusion, or raises."""
-        kinds = {(found.total, found.samples if x.ndim == 2 else 0): found for found in self._passes()}
-        shares = [share_evenly(total, self.size) for total, _ in kinds]
-        mixed = any(
-            a == b for i, one in enumerate(shares) for other in shares[:i] for a, b in zip(one, other, strict=True)
-        )
-        if len(kinds) > 1 and (mixed or x.ndim == 2):
-            raise ConfigError(
-                f"sequence_parallel=True: forward passes over {', '.join(str(total) for total, _ in kinds)} tokens "
-                "wait for their backward passes, and their recomputed layers cannot be told apart: run backward after "
-                "each forward pass, pad them to one length, or do without activation checkpointing"
-            )
-        for found in kinds.values():
-            length = found.total if whole else share_evenly(found.total, self.size)[self.rank]
-            if len(kinds) == 1 or x.shape[_DIM] == length:
-                return found
-        raise ConfigError(f"sequence_parallel=True: no forward pass had {x.shape[_DIM]} tokens here: run it again")
+    def own_length(self, total: int) -> int:
+        """Of ``total`` tokens per sample, this rank's."""
+        return share_evenly(total, self.size)[self.rank]
 
     def enter(self, x: Tensor) -> Tensor:
         """This rank's tokens ``[b, s/t, h]`` or ``[b s/t, h]`` -> all tokens, for a computation that ranks share."""
@@ -161,48 +147,21 @@ class SequenceRegion:
         # A view of it, and not a detached or changed one.
         same = x.data_ptr() == whole.data_ptr() and x.shape == whole.shape and x.stride() == whole.stride()
         same = same and x.requires_grad == whole.requires_grad and version_of(x) == version_of(whole)
-        return gather_sum(own, self._lengths_of(whole), self.group, _DIM, known=whole) if same else None
+        if not same:
+            return None
+        return gather_sum(own, share_evenly(whole.shape[TOKENS], self.size), self.group, TOKENS, known=whole)
 
     def passes(self, arrives: int | None, leaves: bool) -> None:
         """What comes is a pipeline stage's pass: its stream may arrive cut, of so many tokens, and leave cut."""
         self._arrives, self._leaves = arrives, leaves
 
-    def install(self, model: nn.Module, holds: Callable[[str], bool]) -> None:
-        """Hook the owner of the layers, the layers, and the modules that need the whole sequence; of what other
-        pipeline stages have, which ``holds`` says, nothing.
-        """
-        owner = model.get_submodule(self.plan.owner)
-        owner.register_forward_pre_hook(lambda *_: self._begin())
-        if self.plan.exit == self.plan.owner or holds(self.plan.exit):
-            model.get_submodule(self.plan.exit).register_forward_hook(lambda _, args, output: self._end(output))
-        owner.register_forward_hook(lambda *_: self._check_ended())
-        for name in filter(holds, self.plan.layers):
-            layer = model.get_submodule(name)
-            layer.register_forward_pre_hook(self._before_layer, with_kwargs=True)
-            if self.plan.dropout:
-                layer.register_forward_hook(lambda module, args, output: self.random.leave_layer(module))
-        for name in filter(holds, self.plan.gathered):
-            module = model.get_submodule(name)
-            module.register_forward_pre_hook(self._before_whole, with_kwargs=True)
-            module.register_forward_hook(lambda _, args, output: self._after_whole(output))
-
-    def draw_sums_alike(self, name: str, rows: Sequence[nn.Module], exits: Sequence[nn.Module]) -> None:
-        """Between the row projections of block ``name`` and its exits, drop the same entries on every rank."""
-        for row in rows:
-            row.register_forward_pre_hook(lambda module, _: self.random.enter_sums(module, name) if self.cut else None)
-        for module in exits:
-            module.register_forward_hook(lambda *_: self.random.leave_sums())
-
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """The owner of the layers is called."""
         self._open, self._total, self._partial, self._left = torch.is_grad_enabled(), None, False, None
         self.random.reset()
 
-    def _before_layer(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        if not (self._open or self._again):
-            return None
-        if self.plan.dropout:
-            self.random.enter_layer(layer)
-        x: Tensor = hidden_states_of(args, kwargs)
+    def cut_before(self, layer: nn.Module, x: Tensor) -> Tensor | None:
+        """This rank's tokens of ``x``, where ``layer`` is the first and ``x`` is whole; else ``None``."""
         # Recomputation may start in front of this hook or behind it, depending on the host's version.
         first = self._first is layer if self._again else self._total is None
         if not first:
@@ -210,46 +169,38 @@ class SequenceRegion:
         if self._arrives is not None and not self._again:
             self._begin_pass(self._arrives, x)
             return None
-        total = x.shape[_DIM]
-        share = (scatter_sum if self._partial else scatter)(x, share_evenly(total, self.size), self.group, _DIM)
+        total = x.shape[TOKENS]
+        share = (scatter_sum if self._partial else scatter)(x, share_evenly(total, self.size), self.group, TOKENS)
         if not self._again:
             self._first = layer
             self._begin_pass(total, share)
-        return with_hidden_states(args, kwargs, share)
+        return share
 
     def _begin_pass(self, total: int, share: Tensor) -> None:
         self._total = total
-        self._current = _Pass(total, share.shape[0])
-        self._pending.append(weakref.ref(self._current))
-        self._current.end_with(share)
+        self._passes.begin(total, share)
 
-    def _before_whole(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        if not self.cut:
-            return None
-        args, kwargs = with_hidden_states(args, kwargs, self.enter(hidden_states_of(args, kwargs)))
-        # Other inputs (an encoder's output) are whole already; each rank sees a part of their gradient.
-        others = {name: enter(x, self.group) for name, x in other_arguments(kwargs).items() if _trains(x)}
-        return (*args[:1], *(enter(x, self.group) if _trains(x) else x for x in args[1:])), {**kwargs, **others}
-
-    def _after_whole(self, output: Any) -> Any:
-        if not self.cut:
-            return output
-        return (self.keep_own(output[0]), *output[1:]) if isinstance(output, tuple) else self.keep_own(output)
-
-    def _end(self, output: Any) -> Any:
+    def finish(self) -> bool:
+        """The layers are over: whether what comes out of them has to become whole, by :meth:`gather`."""
         if self._leaves:
-            return output
+            return False
         cut, self._open = self.cut, False
-        if not cut:
-            return output
-        if isinstance(output, Tensor):
-            return self._gathered(output)
-        if isinstance(output, tuple):
-            return (self._gathered(output[0]), *output[1:])
-        output.last_hidden_state = self._gathered(output.last_hidden_state)
-        return output
+        return cut
 
-    def _check_ended(self) -> None:
+    def gather(self, x: Tensor) -> Tensor:
+        """This rank's tokens -> all tokens, for everything behind the layers."""
+        whole = gather(x, self.lengths(x), self.group, TOKENS)
+        keep_with_graph(whole, self._passes.latest)  # which waits for its backward pass as long as the graph is alive
+        if self.feeds_head:
+            self._left = x, whole
+        return whole
+
+    def check_finished(self) -> None:
+        """The owner of the layers returns.
+
+        Raises:
+            ConfigError: it did so without the module behind which the stream is whole.
+        """
         if self._leaves:
             self._open = False
         if self.cut and not self._again:
@@ -258,33 +209,6 @@ class SequenceRegion:
                 "its stream becomes whole again, so its family does not fit: use sequence_parallel=False"
             )
 
-    def _gathered(self, x: Tensor) -> Tensor:
-        whole = gather(x, self.lengths(x), self.group, _DIM)
-        _keep(whole, self._current)  # the pass waits for its backward pass as long as its graph is alive
-        if self.feeds_head:
-            self._left = x, whole
-        return whole
-
-    def own_length(self, total: int) -> int:
-        """Of ``total`` tokens per sample, this rank's."""
-        return share_evenly(total, self.size)[self.rank]
-
-    def _lengths_of(self, whole: Tensor) -> list[int]:
-        return share_evenly(whole.shape[_DIM], self.size)
-
-
-def _keep(x: Tensor, thing: Any) -> None:
-    """Keep ``thing`` alive as long as the graph of ``x`` is."""
-    node: Any = x.grad_fn
-    if node is not None:
-        node.metadata["hfscale pass"] = thing
-    else:  # what arrived from another stage, which keeps it for its backward pass
-        x._hfscale_pass = thing  # type: ignore[attr-defined]
-
-
-def _trains(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.requires_grad
-
 
 def _dim(x: Tensor) -> int:
-    return _DIM if x.ndim > 2 else 0
+    return TOKENS if x.ndim > 2 else 0

@@ -1,0 +1,86 @@
+"""Hooks that take a :class:`.sequence_region.SequenceRegion` through a forward pass of its layers."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..._host.transformers.hidden_states import hidden_states_of, other_arguments, with_hidden_states
+from ...ops import enter
+from .sequence_region import SequenceRegion
+
+
+def install_sequence_hooks(region: SequenceRegion, model: nn.Module, holds: Callable[[str], bool]) -> None:
+    """Hook the owner of the layers, the layers, and the modules that need the whole sequence; of what other pipeline
+    stages have, which ``holds`` says, nothing.
+    """
+    plan, hooks = region.plan, _Hooks(region)
+    owner = model.get_submodule(plan.owner)
+    owner.register_forward_pre_hook(lambda *_: region.begin())
+    if plan.exit == plan.owner or holds(plan.exit):
+        model.get_submodule(plan.exit).register_forward_hook(hooks.make_whole)
+    owner.register_forward_hook(lambda *_: region.check_finished())
+    for name in filter(holds, plan.layers):
+        layer = model.get_submodule(name)
+        layer.register_forward_pre_hook(hooks.before_layer, with_kwargs=True)
+        if plan.dropout:
+            layer.register_forward_hook(lambda module, args, output: region.random.leave_layer(module))
+    for name in filter(holds, plan.gathered):
+        module = model.get_submodule(name)
+        module.register_forward_pre_hook(hooks.before_whole, with_kwargs=True)
+        module.register_forward_hook(hooks.after_whole)
+
+
+def draw_sums_alike(region: SequenceRegion, block: str, rows: Sequence[nn.Module], exits: Sequence[nn.Module]) -> None:
+    """Between the row projections of ``block`` and its exits, drop the same entries on every rank."""
+    for row in rows:
+        row.register_forward_pre_hook(lambda module, _: region.random.enter_sums(module, block) if region.cut else None)
+    for module in exits:
+        module.register_forward_hook(lambda *_: region.random.leave_sums())
+
+
+class _Hooks:
+    def __init__(self, region: SequenceRegion) -> None:
+        self.region = region
+
+    def before_layer(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        """The first layer gets this rank's tokens."""
+        if not self.region.active:
+            return None
+        if self.region.plan.dropout:
+            self.region.random.enter_layer(layer)
+        share = self.region.cut_before(layer, hidden_states_of(args, kwargs))
+        return None if share is None else with_hidden_states(args, kwargs, share)
+
+    def make_whole(self, _: nn.Module, args: Any, output: Any) -> Any:
+        """What leaves the layers has all tokens."""
+        if not self.region.finish():
+            return output
+        if isinstance(output, Tensor):
+            return self.region.gather(output)
+        if isinstance(output, tuple):
+            return (self.region.gather(output[0]), *output[1:])
+        output.last_hidden_state = self.region.gather(output.last_hidden_state)
+        return output
+
+    def before_whole(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        """A module that does not treat every token by itself gets all of them."""
+        region = self.region
+        if not region.cut:
+            return None
+        args, kwargs = with_hidden_states(args, kwargs, region.enter(hidden_states_of(args, kwargs)))
+        # Other inputs (an encoder's output) are whole already; each rank sees a part of their gradient.
+        others = {name: enter(x, region.group) for name, x in other_arguments(kwargs).items() if _trains(x)}
+        rest = (enter(x, region.group) if _trains(x) else x for x in args[1:])
+        return (*args[:1], *rest), {**kwargs, **others}
+
+    def after_whole(self, _: nn.Module, args: Any, output: Any) -> Any:
+        """This rank keeps its tokens of the result."""
+        if not self.region.cut:
+            return output
+        own = self.region.keep_own
+        return (own(output[0]), *output[1:]) if isinstance(output, tuple) else own(output)
+
+
+def _trains(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad
