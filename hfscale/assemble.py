@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ._host.torch import own_parameters
 from .adapters import Adapters
 from .guards.part import SharedBatch, StockCode
 from .mesh import Mesh
@@ -20,7 +19,7 @@ from .quantization.part import Quantization
 from .runtime import Part, Runtime, local_tensor
 from .runtime.local_loop import LocalLoop
 from .runtime.local_weights import LocalWeights
-from .runtime.names import owner_of
+from .runtime.names import put_parameter
 from .runtime.snapshot import watch
 
 
@@ -97,6 +96,5 @@ def take_apart(runtime: Runtime) -> LocalWeights:
             shape = planned.model_shape(runtime.mesh.ranks)
             empty = torch.empty(shape, dtype=shares.tensors[owner].dtype, device="meta")
             made[owner] = nn.Parameter(empty, requires_grad=trains[owner])
-        module, attribute = owner_of(runtime.model, planned.name)
-        own_parameters(module)[attribute] = made[owner]
+        put_parameter(runtime.model, planned.name, made[owner])
     return shares

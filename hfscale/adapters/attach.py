@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from .._host.peft import COPY, DORA_MAGNITUDES, LORA_EMBEDDING_A
-from .._host.torch import own_parameters
 from ..errors import ConfigError, PlanError
 from ..mesh import Mesh
 from ..plan import Plan
@@ -21,7 +20,7 @@ from ..quantization.packed import shown_unpacked
 from ..quantization.quantized_modules import dequantized
 from ..runtime import Part, Runtime
 from ..runtime.local_weights import LocalWeights
-from ..runtime.names import owner_of
+from ..runtime.names import owner_of, parameter_at
 from .adapter_edges import install_adapter_edges
 from .first_values import initialize_adapters
 from .guard import guard_methods
@@ -110,8 +109,7 @@ def attach_adapters(
     for parameter, share in made.items():
         kept: Any = shares.get(parameter)  # a saved weight of the model's; its module may be on another stage
         if kept is None:
-            holder, attribute = owner_of(model, parameter)
-            kept = own_parameters(holder)[attribute]
+            kept = parameter_at(model, parameter)
         shares[parameter] = share.to(kept.dtype)
     return Adapters(local, whole, name, plan), planned
 

@@ -16,7 +16,7 @@ from ..plan import AdapterParameter, ParameterPlan, Plan
 from ..quantization.packed import forget_packed
 from ..quantization.quantized_modules import dequantized
 from ..runtime import Runtime
-from ..runtime.names import owner_of, put_parameter, unwrapped
+from ..runtime.names import owner_of, parameter_at, put_parameter, unwrapped
 from ..runtime.unshard import gather_full
 from .adapter_edges import sum_norms
 from .guard import give_back_methods
@@ -86,8 +86,7 @@ def _merge_at(path: str, own: list[AdapterParameter], runtime: Runtime, shares: 
     _merge(wrapper)
     for name in names:
         planned = plan.by_name[name]
-        holder, attribute = owner_of(model, name)
-        value: Any = own_parameters(holder)[attribute]
+        value = parameter_at(model, name)
         if name in merged:
             shares[planned.tied_to or name] = _cut_over_data(planned, value.detach(), mesh.ranks)
         put_parameter(model, name, nn.Parameter(value.to("meta"), requires_grad=value.requires_grad))

@@ -19,7 +19,7 @@ from ..mesh import Mesh
 from ..plan import ParameterPlan, Plan
 from ..plan.parameter import wild_name
 from ..runtime.local_weights import LocalWeights
-from ..runtime.names import owner_of
+from ..runtime.names import owner_of, put_parameter
 from .four_bit import Packing, pack, unpack_state
 from .packed import register_packed, scales_name
 from .stored import PackedOnDisk, check_row, fill_row
@@ -48,9 +48,8 @@ class Quantizing:
         self.stock = host.get_quantize_ops()
         for name in self.plan.transposed & self.weights.keys():
             # The plan speaks of the weight as it is stored; the host has turned it already.
-            module, attribute = owner_of(model, name)
             turned = torch.empty(self.weights[name].shape, dtype=self.originals[name].dtype, device="meta")
-            own_parameters(module)[attribute] = nn.Parameter(turned, requires_grad=False)
+            put_parameter(model, name, nn.Parameter(turned, requires_grad=False))
 
     def read_packed(self, name: str, packed: PackedOnDisk, converted: bool) -> None:
         """Read a weight from what is stored in 4 bits already.

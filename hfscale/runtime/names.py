@@ -4,6 +4,8 @@ PEFT puts a wrapper in the place of a module, which becomes the wrapper's child.
 that the stock model has: they are found through wrappers here.
 """
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from .._host.peft import WRAPPED, trained_copies, wrapped
@@ -48,6 +50,12 @@ def owner_of(model: nn.Module, parameter: str) -> tuple[nn.Module, str]:
     while attribute not in own_parameters(module) and (inner := wrapped(module)) is not None:
         module = inner
     return module, attribute
+
+
+def parameter_at(model: nn.Module, name: str) -> Any:
+    """The parameter of that name, or what holds its place; names as for :func:`module_at`."""
+    module, attribute = owner_of(model, name)
+    return own_parameters(module)[attribute]
 
 
 def put_parameter(model: nn.Module, name: str, parameter: Tensor) -> None:

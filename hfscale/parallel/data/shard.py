@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from ..._host.torch import own_parameters
 from ..._host.torch_fsdp import reduce_now, shard_by_type
 from ...errors import ConfigError
 from ...mesh import Mesh
@@ -22,7 +21,7 @@ from ...options import MIXED_PRECISIONS
 from ...plan import ParameterPlan, Plan
 from ...plan.reductions import data_axes
 from ...runtime import like_sharded
-from ...runtime.names import owner_of, stock_name
+from ...runtime.names import owner_of, parameter_at, put_parameter, stock_name
 
 
 def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, mixed_precision: str) -> None:
@@ -98,10 +97,9 @@ def install_local_weights(model: nn.Module, shares: dict[str, Tensor], plan: Pla
         if not plan.is_local(mesh.ranks["pp"], planned.name):
             continue
         owner = planned.tied_to or planned.name
-        module, attribute = owner_of(model, planned.name)
         if owner not in made:
-            made[owner] = _filled(own_parameters(module)[attribute], shares[owner])
-        own_parameters(module)[attribute] = made[owner]
+            made[owner] = _filled(parameter_at(model, planned.name), shares[owner])
+        put_parameter(model, planned.name, made[owner])
 
 
 def _filled(empty: Tensor | None, share: Tensor) -> nn.Parameter:
