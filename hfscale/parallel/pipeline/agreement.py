@@ -112,9 +112,9 @@ class StageAgreement:
     def hear(self, told: list[list[int]]) -> None:
         """All ranks' reports, for the step that follows."""
         self._reports = [_Report.read(numbers, len(self._stages.stages), len(self._tied)) for numbers in told]
-        self._settle_ties()
+        self._agree_on_ties()
 
-    def _settle_ties(self) -> None:
+    def _agree_on_ties(self) -> None:
         """A tied tensor is one, and each stage has its own name for it: frozen or thawed by one, it is by all of them.
 
         Of ranks that do not agree, those are right where it has changed since the last step; else, it is frozen.

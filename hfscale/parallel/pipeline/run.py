@@ -114,7 +114,7 @@ class Pipeline(Executor):
         place = Place(stage.index, self._stages.ranks, self._group, self._mesh.streams, self._mesh.device)
         compute, shape = partial(self._compute, stage), partial(self._shape, stage.index)
         worker = StageWorker(place, compute, shape, self._runtime.model.parameters)
-        worker.settle, worker.reduce = self._accumulate_late_gradients, self._after_microbatch
+        worker.accumulate, worker.reduce = self._accumulate_late_gradients, self._after_microbatch
         return worker
 
     def _accumulate_late_gradients(self) -> None:

@@ -90,7 +90,7 @@ class StageWorker:
         trains: whether anything up to this stage's end does.
         recomputes: whether layers are recomputed in the backward pass.
         splits: whether the halves of a split backward pass run apart; else the first half does all.
-        settle: called after every second half, whose gradients autograd's hooks do not see.
+        accumulate: called after every second half, whose gradients autograd's hooks do not see.
         reduce: called when a microbatch's backward pass is over.
         recorder: notes what runs when, where there is one.
     """
@@ -100,7 +100,7 @@ class StageWorker:
         self.trains_before = self.trains = self.splits = True
         self.recomputes = False
         self.recorder: Recorder | None = None
-        self.settle: Callable[[], None] = lambda: None
+        self.accumulate: Callable[[], None] = lambda: None
         self.reduce: Callable[[], None] = lambda: None
         self._kept: dict[int, _Kept] = {}
         self._arriving: dict[int, _Transfer | Tensor] = {}
@@ -162,7 +162,7 @@ class StageWorker:
         with self._recorded("backward_weight", microbatch):
             if kept.split is not None:
                 backward_of_weights(kept.split, self._parameters())
-                self.settle()
+                self.accumulate()
             elif self.trains and self.splits and (kept.arrived is None or not self.trains_before):
                 _backward(kept.output, kept.gradient)
         self.reduce()

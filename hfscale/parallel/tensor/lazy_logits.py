@@ -93,7 +93,7 @@ class LazyLogits(Tensor):
         super().__init__()
 
     def finish(self, logits: Tensor) -> Tensor:
-        """Do to the head's output what was done to the promise."""
+        """Do to the head's output what was done to them."""
         for step in self.steps:
             logits = step(logits)
         return logits
@@ -117,9 +117,9 @@ class LazyLogits(Tensor):
             return as_plain_tensors(func, *args, **kwargs)
         if func == _REQUIRES_GRAD:
             return args[0].graph
-        promise = _record(func, args, kwargs)
-        if promise is not None:
-            return promise
+        lazy = _record(func, args, kwargs)
+        if lazy is not None:
+            return lazy
         return func(*tree_map(_real, args), **tree_map(_real, kwargs))
 
     @classmethod
@@ -150,28 +150,28 @@ def _real(value: Any) -> Any:
 
 
 def _record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyLogits | None:
-    """The promise after ``func``, where it is one of the known operations on a promise and plain numbers."""
+    """The logits after ``func``, where it is one of the known operations on lazy logits and plain numbers."""
     if func not in _REPLAYED or any(isinstance(value, Tensor) for value in kwargs.values()):
         return None
     positions = [index for index, value in enumerate(args) if not _plain(value)]
-    if len(positions) != 1 or not isinstance(promise := args[positions[0]], LazyLogits) or promise.value is not None:
+    if len(positions) != 1 or not isinstance(lazy := args[positions[0]], LazyLogits) or lazy.value is not None:
         return None
     name, replayed = _REPLAYED[func]
     # A number in a tensor may change before it is read.
-    kept = tuple(value.clone() if type(value) is Tensor else None if value is promise else value for value in args)
+    kept = tuple(value.clone() if type(value) is Tensor else None if value is lazy else value for value in args)
     step = _Step(name, replayed, kept, positions[0], kwargs)
-    sample = step(promise.sample)
-    if sample is promise.sample:  # already of that type, say
-        return promise
-    if sample.shape != promise.sample.shape or sample.device != promise.sample.device:
+    sample = step(lazy.sample)
+    if sample is lazy.sample:  # already of that type, say
+        return lazy
+    if sample.shape != lazy.sample.shape or sample.device != lazy.sample.device:
         return None
-    steps = (*promise.steps, step)
+    steps = (*lazy.steps, step)
     if replayed is func:
-        return LazyLogits(promise.hidden, promise.head, steps, sample, promise.graph)
-    if sample.dtype != promise.dtype:  # in place, the type stays
+        return LazyLogits(lazy.hidden, lazy.head, steps, sample, lazy.graph)
+    if sample.dtype != lazy.dtype:  # in place, the type stays
         return None
-    promise.steps, promise.sample = steps, sample
-    return promise
+    lazy.steps, lazy.sample = steps, sample
+    return lazy
 
 
 def _plain(value: Any) -> bool:

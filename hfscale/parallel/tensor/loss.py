@@ -2,7 +2,7 @@
 
 Data flow of a training step with labels::
 
-    hidden [b, s, h] --enter--> head: a promise of logits --the model's scaling, softcap--> promise
+    hidden [b, s, h] --enter--> head: lazy logits --the model's scaling, softcap--> lazy logits
                                    --loss_function--> chunks of rows: head, loss terms, gradients --> scalar
 
 :class:`VocabParallelLoss` shifts the *labels* (never the logits), drops the rows without one and has the head run on a
@@ -118,7 +118,7 @@ class VocabParallelLoss:
         label_smoothing: float | None = None,
         **_: Any,
     ) -> Tensor:
-        """The signature of the host's losses; ``logits`` are ``[b, s, V/t]`` here, promised or real.
+        """The signature of the host's losses; ``logits`` are ``[b, s, V/t]`` here, lazy or real.
 
         Raises:
             ConfigError: ``label_smoothing`` is not in ``[0, 1]``.
@@ -153,7 +153,7 @@ class VocabParallelLoss:
 
     def _chunked(
         self,
-        promise: LazyLogits,
+        lazy: LazyLogits,
         targets: Tensor,
         vocabulary: VocabularySlice,
         count: Tensor | int | None,
@@ -163,13 +163,13 @@ class VocabParallelLoss:
         """The loss from the hidden states as they are behind the head's edge, ``[b, s, h]``."""
         assert self.head is not None
         return head_cross_entropy(
-            promise.hidden.reshape(-1, promise.hidden.shape[-1]),
+            lazy.hidden.reshape(-1, lazy.hidden.shape[-1]),
             targets,
-            _rows_of(self.head, promise),
+            _rows_of(self.head, lazy),
             vocabulary=vocabulary,
             divisor=count,
             ignore_index=ignore_index,
-            dtype=promise.dtype,
+            dtype=lazy.dtype,
             valid=valid,
         )
 
@@ -181,7 +181,7 @@ class VocabParallelLoss:
         self._shows_logits = not (self._with_labels and unseen)
 
     def run_head(self, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """The head's ``forward``, which only promises logits that nobody will see."""
+        """The head's ``forward``, which leaves logits to be made that nobody will see."""
         if self._shows_logits or len(args) != 1 or kwargs:
             return forward(*args, **kwargs)
         assert self.head is not None
@@ -223,20 +223,20 @@ class VocabParallelLoss:
         return output
 
 
-def _rows_of(head: nn.Module, promise: LazyLogits) -> HeadRows:
+def _rows_of(head: nn.Module, lazy: LazyLogits) -> HeadRows:
     """How the loss runs a head on some rows: by hand where it is the stock linear layer, else through autograd."""
-    finish = promise.finish if promise.steps else None
-    needed = promise.hidden.requires_grad
+    finish = lazy.finish if lazy.steps else None
+    needed = lazy.hidden.requires_grad
     # Read now: between steps the data axes put other tensors in their place.
     parameters = list(head.parameters())
     by_hand = (
-        getattr(promise.head, "__func__", None) is nn.Linear.forward
-        and all(type(p) in (nn.Parameter, Tensor) and p.dtype == promise.hidden.dtype for p in parameters)
-        and not torch.is_autocast_enabled(promise.hidden.device.type)
+        getattr(lazy.head, "__func__", None) is nn.Linear.forward
+        and all(type(p) in (nn.Parameter, Tensor) and p.dtype == lazy.hidden.dtype for p in parameters)
+        and not torch.is_autocast_enabled(lazy.hidden.device.type)
     )
     if by_hand:
-        return LinearRows(head.weight, head.bias, finish, promise.reusable, needed)  # type: ignore[arg-type]
-    return AnyRows(promise.head, [p for p in parameters if p.requires_grad], finish, needed)
+        return LinearRows(head.weight, head.bias, finish, lazy.reusable, needed)  # type: ignore[arg-type]
+    return AnyRows(lazy.head, [p for p in parameters if p.requires_grad], finish, needed)
 
 
 def install_loss(runtime: Runtime, regions: Sequence[SequenceRegion]) -> VocabParallelLoss | None:

@@ -67,36 +67,36 @@ def test_like_the_real_ones(name: str) -> None:
 def test_looking_keeps_the_graph_and_computes_once() -> None:
     head, hidden = _made()
     calls: list[int] = []
-    promise = defer_logits(lambda x: calls.append(len(x)) or head(x), hidden, True)  # type: ignore[func-returns-value]
+    lazy = defer_logits(lambda x: calls.append(len(x)) or head(x), hidden, True)  # type: ignore[func-returns-value]
     with torch.no_grad():
-        assert promise.argmax(-1).shape == (2, 3)
-    assert promise.sum().requires_grad
-    promise.mul_(2)  # now in the real ones
-    torch.testing.assert_close(promise.sum(), 2 * head(hidden).sum())
+        assert lazy.argmax(-1).shape == (2, 3)
+    assert lazy.sum().requires_grad
+    lazy.mul_(2)  # now in the real ones
+    torch.testing.assert_close(lazy.sum(), 2 * head(hidden).sum())
     assert calls == [0, 2]  # no row, to see the type; then all
 
 
 def test_low_precision_follows_torch() -> None:
     head, hidden = _made(torch.bfloat16)
-    promise = defer_logits(head, hidden, True)
-    assert (promise / CAP).dtype == torch.bfloat16
-    assert promise.float().mul(2).dtype == torch.float32
+    lazy = defer_logits(head, hidden, True)
+    assert (lazy / CAP).dtype == torch.bfloat16
+    assert lazy.float().mul(2).dtype == torch.float32
 
 
 def test_without_gradients() -> None:
     head, hidden = _made()
     with torch.no_grad():
-        promise = defer_logits(head, hidden, True)
-    assert not promise.requires_grad
-    assert not promise.sum().requires_grad
+        lazy = defer_logits(head, hidden, True)
+    assert not lazy.requires_grad
+    assert not lazy.sum().requires_grad
 
 
 def test_a_scalar_that_changes_later_and_one_that_trains() -> None:
     head, hidden = _made()
     scale = torch.tensor(2.0, dtype=torch.float64)
-    promise = defer_logits(head, hidden, True) * scale
+    lazy = defer_logits(head, hidden, True) * scale
     scale.fill_(100.0)
-    torch.testing.assert_close(promise[...], 2 * head(hidden))
+    torch.testing.assert_close(lazy[...], 2 * head(hidden))
     assert not isinstance(defer_logits(head, hidden, True) * nn.Parameter(scale), LazyLogits)
 
 
