@@ -1,0 +1,121 @@
+"""The shape of the package: its imports, and how long its files and functions are. Read from the source alone.
+
+The import contracts in pyproject.toml say which room may import which; here no two modules import each other, also
+across a few steps, counting what is imported for type checkers and within functions.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+ROOT = Path(__file__).parents[1] / "hfscale"
+LONGEST_FILE, MEDIAN_FILE = 350, 120
+LONGEST_FUNCTION, MOST_BRANCHES = 60, 15
+TOO_LONG = {
+    "hfscale/parallel/tensor/loss.py:__call__",
+    "hfscale/runtime/full_tensors.py:_gather",
+}
+"""Functions over the limits, to be taken apart; one that has been leaves this list."""
+
+
+def _name(path: Path) -> str:
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {_name(path): path for path in sorted(ROOT.rglob("*.py"))}
+TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
+
+
+def _imported(module: str) -> Iterator[str]:
+    """Every module named in an import of ``module``, wherever in the file it stands."""
+    package = module.split(".") if FILES[module].name == "__init__.py" else module.split(".")[:-1]
+    for node in ast.walk(TREES[module]):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            source = ".".join([*above, *([node.module] if node.module else [])])
+            for alias in node.names:
+                yield f"{source}.{alias.name}" if f"{source}.{alias.name}" in FILES else source
+
+
+GRAPH = {module: {name for name in _imported(module) if name in FILES and name != module} for module in FILES}
+
+
+def _circles() -> list[set[str]]:
+    """Groups of modules each of which reaches all others (Tarjan's strongly connected components)."""
+    order: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    open_: list[str] = []
+    found = []
+
+    def visit(module: str) -> None:
+        order[module] = lowest[module] = len(order)
+        open_.append(module)
+        for other in GRAPH[module]:
+            if other not in order:
+                visit(other)
+            if other in open_:
+                lowest[module] = min(lowest[module], lowest[other])
+        if lowest[module] == order[module]:
+            place = open_.index(module)
+            if len(open_) - place > 1:
+                found.append(set(open_[place:]))
+            del open_[place:]
+
+    for module in FILES:
+        if module not in order:
+            visit(module)
+    return found
+
+
+def test_no_modules_import_each_other() -> None:
+    assert sum(map(len, GRAPH.values())) > 2 * len(FILES), "the imports were not read"
+    assert _circles() == []
+
+
+def test_files_are_short() -> None:
+    lengths = {name: len(path.read_text().splitlines()) for name, path in FILES.items()}
+    assert {name: length for name, length in lengths.items() if length > LONGEST_FILE} == {}
+    assert median(lengths.values()) <= MEDIAN_FILE
+
+
+def _branches(function: ast.AST) -> int:
+    kinds = (ast.If, ast.For, ast.While, ast.IfExp, ast.ExceptHandler, ast.comprehension)
+    nodes = list(ast.walk(function))
+    return sum(isinstance(n, kinds) for n in nodes) + sum(len(n.values) - 1 for n in nodes if isinstance(n, ast.BoolOp))
+
+
+def test_functions_are_short_and_branch_little() -> None:
+    over = {}
+    for module, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines, branches = (node.end_lineno or node.lineno) - node.lineno + 1, _branches(node)
+                if lines > LONGEST_FUNCTION or branches > MOST_BRANCHES:
+                    over[f"{FILES[module].relative_to(ROOT.parent)}:{node.name}"] = (lines, branches)
+    assert {name: size for name, size in over.items() if name not in TOO_LONG} == {}
+    assert over.keys() >= TOO_LONG, "leaves the list: it is short by now"
+
+
+@pytest.mark.parametrize("library", ["torch.nn", "transformers"])
+def test_plans_are_data(library: str) -> None:
+    users = {
+        module
+        for module in FILES
+        if module.startswith("hfscale.plan.") or module == "hfscale.plan"
+        for name in [*_imported(module), *_named_of_torch(module)]
+        if name == library or name.startswith(f"{library}.")
+    }
+    assert users == set()
+
+
+def _named_of_torch(module: str) -> Iterator[str]:
+    """``from torch import nn``."""
+    for node in ast.walk(TREES[module]):
+        if isinstance(node, ast.ImportFrom) and node.module == "torch":
+            yield from (f"torch.{alias.name}" for alias in node.names)
