@@ -89,7 +89,7 @@ def _gather(entry: SavedTensor, share: Tensor | None, mesh: Mesh) -> Tensor:
     if share is not None and (mesh.device_mesh is None or is_here):
         return share
     axes = [cut.axis for cut in cuts]
-    device_mesh, own = mesh.view(cuts)
+    _, own = mesh.view(cuts)
     replica = {axis: rank for axis, rank in own.items() if axis not in (*axes, "pp")}
     sends = own["pp"] == entry.home and not any(replica.values())
     share = share.cpu().contiguous() if share is not None and sends else torch.empty(0, dtype=entry.dtype)
@@ -97,19 +97,26 @@ def _gather(entry: SavedTensor, share: Tensor | None, mesh: Mesh) -> Tensor:
         if sends and share.numel():
             dist.send(share.view(-1).view(torch.uint8), dst=0, group=mesh.control)
         return share.new_empty(0)
-    whole = share.new_empty(entry.shape)
+    return _put_together(entry, share if sends else None, mesh)
+
+
+def _put_together(entry: SavedTensor, own: Tensor | None, mesh: Mesh) -> Tensor:
+    """The whole tensor, of all ranks' shares; ``own`` is the writer's, where it has one that counts."""
+    cuts = entry.planned.cuts if entry.planned else ()
+    whole = torch.empty(entry.shape, dtype=entry.dtype)
     for coordinates in product(*(range(cut.size) for cut in cuts)):
-        ranks = {**dict(zip(axes, coordinates, strict=True)), "pp": entry.home}
-        mine = sends and not any(coordinates)
-        write_share(whole, share if mine else _receive(entry, ranks, device_mesh, mesh), cuts, ranks)
+        ranks = {**{cut.axis: rank for cut, rank in zip(cuts, coordinates, strict=True)}, "pp": entry.home}
+        share = _receive(entry, ranks, mesh) if own is None or any(coordinates) else own
+        write_share(whole, share, cuts, ranks)
     return whole
 
 
-def _receive(entry: SavedTensor, ranks: dict[str, int], device_mesh: DeviceMesh | None, mesh: Mesh) -> Tensor:
+def _receive(entry: SavedTensor, ranks: dict[str, int], mesh: Mesh) -> Tensor:
     """The share of the rank with these coordinates, which sends it."""
     shape = entry.planned.local_shape(ranks) if entry.planned else entry.shape
     share = torch.empty(shape, dtype=entry.dtype)
     if share.numel():
+        device_mesh, _ = mesh.view(entry.planned.cuts if entry.planned else ())
         dist.recv(share.view(-1).view(torch.uint8), src=_global_rank(device_mesh, ranks), group=mesh.control)
     return share
 

@@ -128,17 +128,7 @@ class VocabParallelLoss:
         if not 0.0 <= smoothing <= 1.0:
             raise ConfigError(f"label_smoothing={smoothing!r} is not a share: use 0 to 1")
         vocabulary = VocabularySlice(self.start, sum(self.lengths), max(self.lengths), self.group, smoothing)
-        given = labels if shift_labels is None else shift_labels
-        if given is None:
-            raise ConfigError("the loss got neither labels nor shift_labels: pass one of them")
-        targets = (self.targets(given) if shift_labels is None else given).reshape(-1)
-        if targets.device != logits.device:
-            targets = targets.to(logits.device)
-        if targets.numel() != logits.shape[:-1].numel():
-            raise ConfigError(
-                f"the loss got {targets.numel()} labels for logits of {logits.shape[:-1].numel()} positions: leave out "
-                "logits_to_keep in a forward pass with labels"
-            )
+        given, targets = self._flat_targets(logits, labels, shift_labels)
         count = self.count if self.count is not None else num_items_in_batch
         if isinstance(logits, LazyLogits) and logits.value is None:
             known = self._known is not None and self._known[0] is given and ignore_index == -100
@@ -150,6 +140,23 @@ class VocabParallelLoss:
             logits.reshape(-1, logits.shape[-1]), targets, ignore_index=ignore_index, vocabulary=vocabulary
         )
         return total / ((targets != ignore_index).sum() if count is None else count)
+
+    def _flat_targets(
+        self, logits: Tensor, labels: Tensor | None, shift_labels: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The labels that were given, and what every position of ``logits`` predicts, ``[b s]``."""
+        given = labels if shift_labels is None else shift_labels
+        if given is None:
+            raise ConfigError("the loss got neither labels nor shift_labels: pass one of them")
+        targets = (self.targets(given) if shift_labels is None else given).reshape(-1)
+        if targets.device != logits.device:
+            targets = targets.to(logits.device)
+        if targets.numel() != logits.shape[:-1].numel():
+            raise ConfigError(
+                f"the loss got {targets.numel()} labels for logits of {logits.shape[:-1].numel()} positions: leave out "
+                "logits_to_keep in a forward pass with labels"
+            )
+        return given, targets
 
     def _chunked(
         self,
