@@ -23,8 +23,8 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, lengths: Sequence[int], dim: int, group: dist.ProcessGroup) -> Tensor:
         ctx.arguments, rank = (lengths, dim, group), dist.get_rank(group)
-        # A copy, so that the whole can be given up.
-        return x.narrow(dim, sum(lengths[:rank]), lengths[rank]).contiguous()
+        # A copy, also of what lies together (one sample), so that the whole can be given up.
+        return x.narrow(dim, sum(lengths[:rank]), lengths[rank]).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     @once_differentiable

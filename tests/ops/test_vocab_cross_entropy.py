@@ -1,12 +1,18 @@
-"""Cross entropy in one process: torch's own, without the second buffer."""
+"""Cross entropy, in one process and over two: torch's own, without the second buffer."""
+
+from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from hfscale.ops import VocabularySlice, vocab_cross_entropy
+from hfscale.testing import RankPool
+
+from .pieces import piece
 
 
 def _case(rows: int, vocabulary: int, ignored: float = 0.3, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,3 +110,27 @@ def test_a_slice_of_the_vocabulary_counts_only_its_own_targets() -> None:
     loss = vocab_cross_entropy(logits[:, 4:].contiguous(), targets, vocabulary=VocabularySlice(4, 8, 4))
     own = torch.where(targets >= 4, logits.gather(1, targets[:, None]).squeeze(1), 0)
     torch.testing.assert_close(loss, (logits[:, 4:].logsumexp(-1) - own).sum())
+
+
+LENGTHS = (8, 5)
+
+
+def over_two(smoothing: float) -> tuple[torch.Tensor, torch.Tensor]:
+    rank = dist.get_rank()
+    logits, targets = _case(9, sum(LENGTHS))
+    own = piece(logits, LENGTHS, 1, rank).clone().requires_grad_()
+    vocabulary = VocabularySlice(sum(LENGTHS[:rank]), sum(LENGTHS), max(LENGTHS), dist.group.WORLD, smoothing)
+    loss = vocab_cross_entropy(own, targets, vocabulary=vocabulary)
+    (-3 * loss).backward()
+    return loss.detach(), own.grad
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_two_ranks_equal_torch(pools: Callable[[int], RankPool], smoothing: float) -> None:
+    logits, targets = _case(9, sum(LENGTHS))
+    logits.requires_grad_()
+    expected = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=smoothing)
+    (-3 * expected).backward()
+    for rank, (loss, grad) in enumerate(pools(2).run(over_two, smoothing)):
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(grad, piece(logits.grad, LENGTHS, 1, rank), rtol=1e-12, atol=1e-14)

@@ -1,0 +1,27 @@
+"""The same random tensors on every rank, and how a dim is cut over two; ranks import this, so it names no fixtures."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+CUTS: list[tuple[tuple[int, ...], int, tuple[int, int]]] = [
+    ((2, 7, 3), 1, (4, 3)),
+    ((2, 7, 3), -2, (6, 1)),
+    ((5, 3), 0, (5, 0)),
+    ((2, 3, 8), -1, (4, 4)),
+]
+"""Shape of the whole, dim, entries of each rank: even, uneven, none."""
+
+
+def values(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def piece(whole: Tensor, lengths: Sequence[int], dim: int, rank: int) -> Tensor:
+    return whole.narrow(dim, sum(lengths[:rank]), lengths[rank])
+
+
+def loss(x: Tensor, weights: Tensor) -> Tensor:
+    """Not linear, so that what comes back depends on what went in."""
+    return (x.sin() * weights).sum()
