@@ -20,8 +20,6 @@ from hfscale.testing.fuzz.models import quantization
 from hfscale.testing.fuzz.reference import Record, Step, load, make_start
 from hfscale.testing.fuzz.report_page import page
 
-from ..sweeps import cases
-
 WRONG = Verdict("wrong", "gradient")
 
 
@@ -125,11 +123,10 @@ def test_experts_in_few_bits_are_those_of_one_process(tmp_path: Path) -> None:
         assert not experts.requires_grad
 
 
-@pytest.mark.parametrize("first", cases([0, 10, 20, 30], daily=[0]))
-def test_draws_are_equal_or_refused(first: int) -> None:
-    """In a process of their own, which forks while no thread runs; ten at a time (1,000 in make test-all)."""
+def test_forty_draws_are_equal_or_refused() -> None:
+    """In a process of their own, which forks while no thread runs; as many as fit a minute (1,000 in make test-all)."""
     script = Path(__file__).parents[2] / "scripts" / "layout_fuzz.py"
-    command = [sys.executable, str(script), "--seed", "13", "--first", str(first), "--draws", "10", "--jobs", "2"]
+    command = [sys.executable, str(script), "--seed", "13", "--draws", "40", "--jobs", "2"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout or done.stderr
     print(done.stdout)
