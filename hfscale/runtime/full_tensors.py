@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._host.transformers.saving import never_stored
 from ..mesh import Mesh
-from ..plan import ParameterPlan, write_share
+from ..plan import ParameterPlan, Plan, write_share
 from .runtime import Runtime, local_tensor
 from .writing import is_writer
 
@@ -26,6 +26,17 @@ class SavedTensor:
     dtype: torch.dtype
     home: int
     planned: ParameterPlan | None  # None: a buffer, whole on every rank of its stage
+
+    def told(self) -> tuple[Any, ...]:
+        """What other ranks, which have the same plan, need to hear of it: little, for there are as many as tensors."""
+        planned = None if self.planned is None else self.planned.name
+        return (self.name, tuple(self.shape), self.dtype, self.home, planned)
+
+    @classmethod
+    def hear(cls, told: tuple[Any, ...], plan: Plan) -> "SavedTensor":
+        """The same on another rank."""
+        name, shape, dtype, home, planned = told
+        return cls(name, torch.Size(shape), dtype, home, None if planned is None else plan.by_name[planned])
 
 
 def full_parameters(runtime: Runtime, wanted: Callable[[ParameterPlan], bool]) -> Iterator[tuple[str, Tensor]]:
@@ -52,8 +63,8 @@ def tensors_to_save(runtime: Runtime) -> list[SavedTensor]:
     ]
     if plan.stages is not None:
         # One rank of each stage speaks for all of it.
-        own = found if mesh.speaks_for_stage else []
-        found = [entry for entries in mesh.all_gather_object(own) for entry in entries]
+        told = [entry.told() for entry in found] if mesh.speaks_for_stage else []
+        found = [SavedTensor.hear(each, plan) for entries in mesh.all_gather_object(told) for each in entries]
     places = {planned.name: place for place, planned in enumerate(plan.owned())}
     found.sort(key=lambda entry: places[entry.planned.name] if entry.planned else len(places))
     first = {entry.name: entry for entry in reversed(found)}  # a buffer that every stage has is the first one's

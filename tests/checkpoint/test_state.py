@@ -49,7 +49,8 @@ def update(run: tuple[Any, torch.optim.Optimizer, Any]) -> None:
 
 
 def weights(model: Any) -> dict[str, Tensor]:
-    return {name: local_tensor(parameter.detach()).clone() for name, parameter in model.named_parameters()}
+    here = model.named_parameters(remove_duplicate=False)  # a tied tensor under the name that the stage has for it
+    return {name: local_tensor(parameter.detach()).clone() for name, parameter in here}
 
 
 def stop_and_go(layout: dict[str, Any], directory: str) -> None:

@@ -61,10 +61,10 @@ def _names_logits(family: str) -> bool:
         return bool(router_logits(AutoModelForCausalLM.from_config(_config(family))))
 
 
-def _microbatches() -> list[dict[str, Tensor]]:
-    """Four of two sequences, of different lengths, some padded; one of one token, without any label."""
+def _microbatches(third: int = 1) -> list[dict[str, Tensor]]:
+    """Four of two sequences, of different lengths, some padded; the third, of one token, without any label."""
     generator = torch.Generator().manual_seed(7)
-    return [ragged_batch(generator, 67, 2, length, masked=i == 2) for i, length in enumerate((13, 8, 1, 13))]
+    return [ragged_batch(generator, 67, 2, length, masked=i == 2) for i, length in enumerate((13, 8, third, 13))]
 
 
 def _together(microbatches: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -221,7 +221,7 @@ def _formula(model: Any, batch: dict[str, Tensor], balance: float, z: float, sco
 def test_losses_are_the_papers(family: str, scores: str, tmp_path: Path) -> None:
     if not _names_logits(family):
         pytest.skip("this version of transformers does not record the logits of its router")
-    start, batch = _stored(_config(family), tmp_path), _together(_microbatches())
+    start, batch = _stored(_config(family), tmp_path), _together(_microbatches(third=11))
     stock = _double(AutoModelForCausalLM.from_pretrained(start, dtype=torch.float64))
     model = _loaded(start, None, _LOSSES)
     with keep_float64():
@@ -241,7 +241,7 @@ def test_losses_are_the_papers(family: str, scores: str, tmp_path: Path) -> None
 
 
 def test_a_plain_loop_adds_them_too_and_scales_their_gradient(tmp_path: Path) -> None:
-    start, batch = _stored(_config("olmoe"), tmp_path), _together(_microbatches())
+    start, batch = _stored(_config("olmoe"), tmp_path), _together(_microbatches(third=11))
     model, other = _loaded(start, None, _LOSSES), _loaded(start, None, _LOSSES)
     with keep_float64():
         load, tokens = _LOSSES, hfscale.train_step(other, batch)
@@ -261,7 +261,7 @@ def test_a_plain_loop_adds_them_too_and_scales_their_gradient(tmp_path: Path) ->
 
 @pytest.mark.parametrize("kind", ["bool", "additive"])
 def test_padding_in_a_mask_of_four_dims_is_left_out(kind: str, tmp_path: Path) -> None:
-    start, batch = _stored(_config("olmoe"), tmp_path), _together(_microbatches())
+    start, batch = _stored(_config("olmoe"), tmp_path), _together(_microbatches(third=11))
     model = _loaded(start, None, _LOSSES)
     length = batch["input_ids"].shape[1]
     allowed = torch.ones(length, length, dtype=torch.bool).tril() & batch["attention_mask"].bool()[:, None, None, :]
@@ -275,7 +275,7 @@ def test_padding_in_a_mask_of_four_dims_is_left_out(kind: str, tmp_path: Path) -
 
 
 def test_the_gradient_reaches_a_router_that_nothing_else_trains(tmp_path: Path) -> None:
-    start, batch = _stored(_config("olmoe"), tmp_path), _together(_microbatches())
+    start, batch = _stored(_config("olmoe"), tmp_path), _together(_microbatches(third=11))
     for routing in (_LOSSES, None):
         model = _loaded(start, None, routing)
         for name, parameter in model.named_parameters():

@@ -1,5 +1,6 @@
 """Experts that start different, and how much of a model is in memory while they are made."""
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,8 @@ def test_every_tensor_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(TensorOnDisk, "read", count)
     opened = open_whole(source)
-    monkeypatch.setattr("hfscale.upcycle.upcycle.open_whole", lambda _: opened)
+    call = importlib.import_module("hfscale.upcycle.upcycle")  # hfscale.upcycle is the function
+    monkeypatch.setattr(call, "open_whole", lambda _: opened)
     hfscale.upcycle(source, tmp_path / "mixture", noise=0.1)
     assert len(read) == len(set(read)) == len(opened.tensors)
 
