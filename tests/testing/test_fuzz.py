@@ -123,6 +123,7 @@ def test_experts_in_few_bits_are_those_of_one_process(tmp_path: Path) -> None:
         assert not experts.requires_grad
 
 
+@pytest.mark.timeout(900)  # a minute alone, several beside another worker's ranks
 def test_forty_draws_are_equal_or_refused() -> None:
     """In a process of their own, which forks while no thread runs; as many as fit a minute (1,000 in make test-all)."""
     script = Path(__file__).parents[2] / "scripts" / "layout_fuzz.py"
