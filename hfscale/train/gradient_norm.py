@@ -9,6 +9,7 @@ from ..plan import ParameterPlan
 from ..runtime import Runtime, local_tensor, runtime_of
 
 _Axes = tuple[str, ...]
+_Gradient = tuple[ParameterPlan, Tensor]
 
 
 @torch.no_grad()
@@ -18,21 +19,23 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     Every parameter counts once, wherever its pieces are; the result is the same scalar on every rank. Same formula as
     ``torch.nn.utils.clip_grad_norm_``.
     """
-    runtime, norm_type = runtime_of(model), float(norm_type)
-    norm = _global_norm(runtime, norm_type)
-    gradients = [local_tensor(p.grad) for _, p in runtime.parameters() if p.grad is not None]
+    runtime = runtime_of(model)
+    here = [(planned, local_tensor(p.grad)) for planned, p in runtime.parameters() if p.grad is not None]
+    norm, gradients = _global_norm(runtime, here, float(norm_type)), [gradient for _, gradient in here]
     coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for same in _alike(gradients):
         multiply_all([gradients[i] for i in same], coefficient.to(gradients[same[0]].dtype))
     return norm
 
 
-def _global_norm(runtime: Runtime, norm_type: float) -> Tensor:
+def _global_norm(runtime: Runtime, here: list[_Gradient], norm_type: float) -> Tensor:
     """Norms of what ranks hold apart are joined over just those ranks, and all of it over the stages."""
     mesh, infinite = runtime.mesh, norm_type == float("inf")
     operation = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
     total: Tensor | None = None
-    for axes, gradients in sorted(_counted_by_axes(runtime).items()):  # in one order, also where a rank holds none
+    for axes, gradients in sorted(
+        _counted_by_axes(runtime, here).items()
+    ):  # in one order, also where a rank holds none
         part = _joined(gradients, norm_type, mesh.device)
         for group in mesh.groups(*axes):
             dist.all_reduce(part, op=operation, group=group)
@@ -45,12 +48,12 @@ def _global_norm(runtime: Runtime, norm_type: float) -> Tensor:
     return total if infinite else total.pow(1.0 / norm_type)
 
 
-def _counted_by_axes(runtime: Runtime) -> dict[_Axes, list[Tensor]]:
+def _counted_by_axes(runtime: Runtime, here: list[_Gradient]) -> dict[_Axes, list[Tensor]]:
     """The pieces of gradients that this rank counts, by the axes over which their parameter is cut."""
     by_axes: dict[_Axes, list[Tensor]] = {_axes(planned): [] for planned in runtime.plan.owned()}
-    for planned, parameter in runtime.parameters():
-        if parameter.grad is not None and runtime.counts(planned):
-            by_axes[_axes(planned)] += _counted(planned, local_tensor(parameter.grad), runtime.mesh.ranks)
+    for planned, gradient in here:
+        if runtime.counts(planned):
+            by_axes[_axes(planned)] += _counted(planned, gradient, runtime.mesh.ranks)
     return by_axes
 
 

@@ -14,15 +14,16 @@ from torch import Tensor, nn
 
 from ...errors import ConfigError
 from ...runtime import Runtime, local_tensor
+from ...runtime.gradients import add_back, gradients_aside
 
 
 @dataclass
 class _Copy:
-    """This rank's copy of one tensor: the parameter, the gradient before the step, and the ranks that hold it."""
+    """This rank's copy of one tensor: the parameter, the ranks that hold it, and the gradient before the step."""
 
     parameter: Tensor
-    before: Tensor | None
     holders: tuple[int, ...]
+    before: Tensor | None
 
 
 class TiedGradients:
@@ -35,24 +36,20 @@ class TiedGradients:
     @contextmanager
     def summed(self) -> Iterator[None]:
         """Within: a step leaves gradients; on leaving, those of copies are summed, and added to what there was."""
-        copies = self._copies()
-        for copy in copies:
-            copy.parameter.grad = None
-        try:
+        tied = self._tied()
+        with gradients_aside([parameter for parameter, _ in tied]) as before:
             yield
-        except BaseException:  # a step that failed leaves the gradients that were there before it
-            for copy in copies:
-                copy.parameter.grad = copy.before
-            raise
+        copies = [_Copy(*each, gradient) for each, gradient in zip(tied, before, strict=True)]
         for holders in dict.fromkeys(copy.holders for copy in copies):  # the plan's order, on all alike
             self._sum([copy for copy in copies if copy.holders == holders], holders)
 
-    def _copies(self) -> list[_Copy]:
+    def _tied(self) -> list[tuple[Tensor, tuple[int, ...]]]:
+        """What this rank has of them that trains, and who holds it."""
         plan = self._runtime.plan
         if not plan.ties:
             return []
-        here = [(plan.holders(planned.name), parameter) for planned, parameter in self._runtime.parameters()]
-        return [_Copy(p, p.grad, holders) for holders, p in here if len(holders) > 1 and p.requires_grad]
+        here = [(parameter, plan.holders(planned.name)) for planned, parameter in self._runtime.parameters()]
+        return [(parameter, holders) for parameter, holders in here if len(holders) > 1 and parameter.requires_grad]
 
     def _sum(self, copies: list[_Copy], holders: tuple[int, ...]) -> None:
         group = self._runtime.mesh.ties[holders]
@@ -63,14 +60,11 @@ class TiedGradients:
                     "a tensor that several stages hold had no gradient in the first step and has one now: build the "
                     "model again for batches of another kind"
                 )
-            if not used:
-                parameter.grad = copy.before
-                continue
-            if parameter.grad is None:  # the other stage has one
-                parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(local_tensor(parameter.grad), group=group)
-            if copy.before is not None:
-                parameter.grad = copy.before.add_(parameter.grad)
+            if used:
+                if parameter.grad is None:  # the other stage has one
+                    parameter.grad = torch.zeros_like(parameter)
+                dist.all_reduce(local_tensor(parameter.grad), group=group)
+            add_back(parameter, copy.before)
 
     def _used_anywhere(self, copies: list[_Copy], holders: tuple[int, ...]) -> list[bool]:
         """Which tensors any stage has a gradient of; what none has one of (a table that is read without) stays without,
