@@ -33,7 +33,9 @@ def build(
     mesh = build_mesh(layout, plan.replicas, plan.ties, plan.neighbours)
     model, weights = source.load(plan, mesh)
     adapters = None
-    if adapter is not None and weights is not None and not isinstance(source, InMemory):
+    if adapter is not None:
+        assert weights is not None  # a model in memory
+        assert not isinstance(source, InMemory)  # gets its adapters later, by get_peft_model
         config, saved = adapter
         adapters, plan = attach_adapters(
             model, source.template(model), config, plan, mesh, weights.tensors, source=saved, seed=seed
