@@ -174,11 +174,14 @@ def _serve(
         from tqdm import tqdm
         from transformers.utils import logging
 
+        from .._host.torch import share_gloo_thread
+
         # Or each bar would own a lock of the machine's, which a rank that is stopped leaves behind.
         tqdm.set_lock(threading.RLock())
         logging.disable_progress_bar()
         torch.set_num_threads(threads)
         warnings.simplefilter("ignore")
+        share_gloo_thread()
         store = torch.distributed.FileStore(str(Path(directory) / "store"), world)  # type: ignore[attr-defined]
         # Longer than the pool's own patience, so that a hang is reported by the pool, with stacks.
         dist.init_process_group(
