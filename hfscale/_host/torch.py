@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import _composable_state as composable
 from torch.distributed import _functional_collectives as functional_collectives
-from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -157,30 +156,3 @@ def set_patience(group: dist.ProcessGroup, patience: timedelta) -> None:
 def patience_of(backend: Any) -> timedelta | None:
     """How long the operations of a backend wait, where it says so."""
     return getattr(getattr(backend, "options", None), "_timeout", None)
-
-
-class _OfOneDevice(dist.ProcessGroupGloo):
-    """A gloo backend whose sockets are served by the thread that serves those of every other group of the process."""
-
-    _device: Any = None
-
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-        options: Any = dist.ProcessGroupGloo._Options()
-        options._timeout = timeout
-        options._threads = 1
-        options._devices = [self._only_device()]
-        super().__init__(store, rank, size, options)
-
-    @classmethod
-    def _only_device(cls) -> Any:
-        cls._device = cls._device or dist.ProcessGroupGloo.create_default_device()
-        return cls._device
-
-
-def share_gloo_thread() -> None:
-    """Let the gloo groups that are made from here on share one thread.
-
-    Each of torch's own starts a thread that wakes up a hundred times a second: of a process that makes hundreds of
-    groups in its life, that is most of the work.
-    """
-    distributed_c10d.ProcessGroupGloo = _OfOneDevice  # type: ignore[misc]

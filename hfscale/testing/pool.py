@@ -174,7 +174,7 @@ def _serve(
         from tqdm import tqdm
         from transformers.utils import logging
 
-        from .._host.torch import share_gloo_thread
+        from .._host.torch_gloo import share_gloo_thread
 
         # Or each bar would own a lock of the machine's, which a rank that is stopped leaves behind.
         tqdm.set_lock(threading.RLock())
