@@ -8,8 +8,9 @@ thousandth (in bfloat16; a millionth in float32) of the largest gradient is meas
 
 What is zero in truth has no scale of its own: the gradients of queries and keys where a token attends to itself alone,
 or of a bias that softmax does not see. All that is left of one is rounding in sums that cancel, and another order of
-sums changes all of it. A tensor is taken for zero where it is, in float64, within 64 roundings of the largest gradient,
-or of what the optimizer makes of as much in a weight that began as zero (AdamW divides by little more than its eps):
+sums changes all of it. A tensor is taken for zero where it is, in float64, within 64 roundings of the largest gradient
+or of the loss (keys alone may train, and rows have one token), or of what the optimizer makes of as much in a weight
+that began as zero (AdamW divides by little more than its eps):
 
 - in float64 it may differ by that much;
 - in narrower types it may be as far from zero as stock code's worst tensor is from the truth, since its own sum may
@@ -71,7 +72,8 @@ class Yardstick:
 
     def scalar(self, kind: str, step: int, found: float, wanted: float, narrow: float | None) -> None:
         """A loss or a norm."""
-        scale = max(abs(wanted), 1e-30)
+        zero = self._zero("gradient", step) if kind == "norm" and self.exact else 0.0
+        scale = max(abs(wanted), 1e-30 if abs(wanted) > zero else zero / EXACT)
         error = abs(found - wanted) / scale
         if step > 0 and not self.follows():
             self.worst.note("finite", float(found != found), 0.5, f"step {step}: {found!r}")
@@ -102,7 +104,8 @@ class Yardstick:
     def _zero(self, kind: str, step: int) -> float:
         """How much rounding can make, in float64, of what is zero in truth."""
         if kind == "gradient":
-            return _ROUNDING["float64"] * self.largest[kind][step]
+            losses = (abs(loss) for row in self.record.steps[step].losses for loss in row)
+            return _ROUNDING["float64"] * max(self.largest[kind][step], *losses, 0.0)
         norm = self.record.steps[step].norm
         clipped = min(1.0, self.draw.max_norm / max(norm, 1e-30)) if self.draw.max_norm else 1.0
         before = self._zero(kind, step - 1) if step else 0.0
