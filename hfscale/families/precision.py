@@ -1,4 +1,4 @@
-"""Keep float64 models in float64, so that parity can be judged at 1e-12.
+"""Which families change types of numbers inside; and how to keep float64 models in float64, to be judged at 1e-12.
 
 Stock models cast to float32 inside norms, softmax and losses. Two computations of the same thing then differ by float32
 rounding, which hides errors up to 1e-7.
@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+WIDENS_INSIDE = ("inkling2", "inkling2_text")
+"""Families whose layers widen activations to 32 bits and multiply them by weights as they are."""
 
 
 class _KeepFloat64(TorchFunctionMode):

@@ -144,7 +144,7 @@ def _single_list(draft: Draft, layers: list[str], count: int) -> str | None:
     elif getattr(draft.config, "output_router_logits", False):
         what = "output_router_logits=True makes a loss of what the layers of all stages compute"
         stage_problem(draft, what, "config.output_router_logits = False, or pp_size=1")
-    elif dropped := [name for name, value in draft.config.to_dict().items() if "layerdrop" in name and value]:
+    elif dropped := draft.layer_drops():
         what = (
             f"{dropped[0]}={getattr(draft.config, dropped[0])} leaves out layers at random, at a border of stages too"
         )

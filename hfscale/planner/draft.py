@@ -79,6 +79,10 @@ class Draft:
         """Every parameter under every name it has."""
         yield from self.model.named_parameters(remove_duplicate=False)
 
+    def layer_drops(self) -> list[str]:
+        """Fields of the config by which layers are left out at random in training (Fan et al. 2019)."""
+        return [name for name, value in self.config.to_dict().items() if "layerdrop" in name and value]
+
     def is_tied(self, parameter: Tensor) -> bool:
         """Whether a tensor is in the model under more than one name."""
         return sum(p is parameter for _, p in self.named()) > 1

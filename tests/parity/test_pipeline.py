@@ -329,6 +329,8 @@ def test_layers_that_return_a_view(pools: Pools) -> None:
     config.layerdrop = 0.2
     with pytest.raises(PlanError, match=r"layerdrop=0\.2 leaves out layers at random.*use config\.layerdrop = 0"):
         hfscale.plan(config, ParallelConfig(pp_size=2))
+    with pytest.raises(PlanError, match=r"layerdrop=0\.2 leaves out layers at random, others on every rank"):
+        hfscale.plan(config, ParallelConfig(dp_shard_size=2))
 
 
 def test_schedules_that_cannot_run_are_refused(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def run(draw: Draw, directory: Path, rank: int, note: Note) -> None:
     record: Record = torch.load(directory / "reference.pt", weights_only=False)
     quantized = planned.quantized
     aligned = quantized is None or all(quantized.aligned(planned.by_name[name]) for name in quantized.weights)
-    yardstick = Yardstick(draw, record, aligned, bool(planned.experts))
+    yardstick = Yardstick(draw, record, aligned, bool(planned.mixtures))
     losses = built.train(record, yardstick)
     found = {
         "worst": plain(yardstick.worst),

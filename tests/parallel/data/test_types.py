@@ -13,6 +13,7 @@ from hfscale import ConfigError, ParallelConfig
 from hfscale._host import torch_fsdp
 from hfscale.runtime import local_tensor, runtime_of
 from hfscale.testing import RankPool
+from hfscale.testing.families import config_of
 from tests.models import tiny
 
 Pools = Callable[[int], RankPool]
@@ -124,3 +125,18 @@ def test_two_types_in_one_module_with_one_group(pools: Pools) -> None:
     for message in pools(2).run(refused_with_one_group):
         assert "post_attention_layernorm.bias" in message
         assert "mixed_precision='bf16'" in message
+
+
+def _mixed_step(name: str) -> tuple[float, str]:
+    model = hfscale.from_config(config_of(name), parallel=ParallelConfig(dp_shard_size=2), mixed_precision="bf16")
+    loss = hfscale.train_step(model, {"input_ids": IDS, "labels": IDS})
+    return float(loss), str(next(p.grad.dtype for p in model.parameters() if p.grad is not None))
+
+
+def test_layers_that_widen_inside_train_in_mixed_precision(pools: Pools) -> None:
+    """The wrapper casts what a layer is given; these go on in 32 bits, and multiply by weights in 16."""
+    alone = hfscale.from_config(config_of("inkling2_text"))
+    wanted = float(hfscale.train_step(alone, {"input_ids": IDS, "labels": IDS}))
+    for loss, dtype in pools(2).run(_mixed_step, "inkling2_text"):
+        assert loss == pytest.approx(wanted, rel=0.02)
+        assert dtype == "torch.float32"
