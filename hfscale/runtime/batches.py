@@ -131,22 +131,32 @@ def agree(
     return rows, [rank[_SAME:] for rank in ranks]
 
 
-def total_of(valid: int, refused: ConfigError | None, group: dist.ProcessGroup | None, counts: bool) -> int:
+def total_of(
+    valid: int, refused: ConfigError | None, group: dist.ProcessGroup | None, counts: bool, passes: int
+) -> int:
     """Valid labels of all distinct batches, by way of the hosts, so that no device is waited for.
 
     Args:
         refused: why this rank refuses its batch, if it does.
         group: all ranks; ``None`` where there is one batch.
         counts: whether this rank counts its labels: one of those that share a batch.
+        passes: through how many passes this rank goes together with all others, which must have as many.
 
     Raises:
-        ConfigError: on every rank, where one refuses its batch: its own error, or one that speaks of others'.
+        ConfigError: on every rank, where one refuses its batch: its own error, or one that speaks of others'; or where
+            their numbers of passes differ, and some would wait for others forever.
     """
     refusing = int(refused is not None)
     if group is not None:
-        sums = torch.tensor([valid if counts else 0, refusing])
+        sums = torch.tensor([valid if counts else 0, refusing, passes, passes**2])
         dist.all_reduce(sums, group=group)
-        valid, refusing = sums.tolist()
+        valid, refusing, every, squares = sums.tolist()
+        if not refusing and squares * dist.get_world_size(group) != every**2:  # all alike, or the squares are more
+            raise ConfigError(
+                f"this rank has {passes} microbatches in this step and another has more or fewer, and data ranks "
+                "gather weights, or exchange tokens, in each: pass as many on every rank; of a batch that is cut into "
+                "them, say how many with ParallelConfig(num_microbatches=...)"
+            )
     if refused is not None:
         raise refused
     if refusing:

@@ -130,6 +130,10 @@ class Executor:
         """Rows of the smallest batch that can be shared out."""
         return 1
 
+    def passes_together(self, microbatches: int) -> int:
+        """In how many passes of a step data ranks wait for each other: they must have the same number."""
+        return microbatches
+
     def agrees(self, train: bool) -> bool:
         """Whether a step begins with an exchange between the ranks that share its batch."""
         return True

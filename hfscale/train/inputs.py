@@ -30,9 +30,9 @@ def prepare(runtime: Runtime, batch: Batch | Sequence[Batch], train: bool) -> tu
     except ConfigError as error:  # ranks with other batches must not wait for this one
         refused = error
     valid = sum(valid for valid, _, _ in rows)
-    total = total_of(
-        valid, refused, mesh.control if mesh.data_world > 1 else None, mesh.ranks["tp"] == mesh.ranks["pp"] == 0
-    )
+    control = mesh.control if mesh.data_world > 1 else None
+    passes = runtime.executor.passes_together(len(given))
+    total = total_of(valid, refused, control, mesh.ranks["tp"] == mesh.ranks["pp"] == 0, passes)
     if uses_flash_attention(runtime.model):
         given = [with_borders(b, runtime.model) if row[2] else b for b, row in zip(given, rows, strict=True)]
     microbatches = to_device(given, rows, mesh.device)

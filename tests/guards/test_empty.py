@@ -74,3 +74,33 @@ def test_its_share_is_zero(pools: Pools, kind: str, tmp_path: Path, monkeypatch:
         torch.testing.assert_close(own_loss, loss, rtol=1e-6, atol=0.0)
         torch.testing.assert_close(own_norm, norm, rtol=1e-5, atol=0.0)
         assert max(apart.values()) < 1e-5
+
+
+def _uneven(layout: dict[str, Any], counts: dict[int, int]) -> str:
+    model = hfscale.from_config(tiny("llama", num_hidden_layers=4), parallel=ParallelConfig(**layout))
+    count = counts[hfscale.batch_rank(model)]
+    ids = torch.arange(count * 7).view(count, 7) % 60
+    one_by_one = [{"input_ids": row[None], "labels": row[None]} for row in ids]
+    try:
+        hfscale.train_step(model, {"input_ids": ids, "labels": ids} if "pp_size" in layout else one_by_one)
+    except hfscale.ConfigError as error:
+        return str(error)
+    return ""
+
+
+STAGES = {"pp_size": 2, "dp_shard_size": 2, "pipeline_schedule": "gpipe"}
+
+
+@pytest.mark.parametrize(
+    ("layout", "refused"),
+    [
+        ({"dp_shard_size": 2}, True),
+        ({**STAGES, "weights_regather": True}, True),
+        ({**STAGES, "weights_regather": True, "num_microbatches": 2}, False),
+        (STAGES, False),  # weights are gathered once a step
+    ],
+)
+def test_data_ranks_with_other_numbers_of_microbatches(pools: Pools, layout: dict[str, Any], refused: bool) -> None:
+    """They would wait for each other forever."""
+    found = pools(ParallelConfig(**layout).total_size).run(_uneven, layout, {0: 4, 1: 6})
+    assert all(("has more or fewer" in error) == refused for error in found), found

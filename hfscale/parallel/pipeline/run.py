@@ -133,6 +133,12 @@ class Pipeline(Executor):
         """As many as there are microbatches."""
         return int(self._layout.num_microbatches or 2 * self._layout.size("pp"))  # which every schedule can run
 
+    def passes_together(self, microbatches: int) -> int:
+        """All, where each gathers weights, reduces gradients or exchanges tokens; else those come once a step."""
+        layout = self._layout
+        each = layout.weights_regather or layout.reduce_each_microbatch or layout.expert_batches > 1
+        return microbatches if each else 0
+
     def check_plain_call(self, call: str) -> None:
         """Backward passes run between the stages."""
         raise ConfigError(
