@@ -9,6 +9,7 @@ from .adapters import Adapters
 from .guards.part import SharedBatch, StockCode
 from .mesh import Mesh
 from .options import Options
+from .parallel.context import ContextParallel
 from .parallel.data import DataParallel
 from .parallel.experts import ExpertParallel, ExpertRouting
 from .parallel.pipeline import PipelineStages
@@ -34,6 +35,7 @@ def parts_of(adapters: Adapters | None) -> tuple[Part, ...]:
         TensorParallel(),
         *([adapters] if adapters is not None else []),
         VocabularyLoss(),
+        ContextParallel(),
         RandomStreams(),
         SharedBatch(),
         ExpertRouting(),

@@ -29,6 +29,7 @@ def build(
     source: Source, layout: ParallelConfig, options: Options, adapter: Adapter | None = None, seed: int = 0
 ) -> Any:
     """The one order: plan, meet the other ranks, take this rank's part, put adapters around it, make it compute."""
+    options.check_fits(layout)
     plan = source.plan(layout)
     mesh = build_mesh(layout, plan.replicas, plan.ties, plan.neighbours)
     model, weights = source.load(plan, mesh)

@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from math import lcm
 from typing import Any
 
 from accelerate import ParallelismConfig
@@ -14,6 +15,9 @@ from .schedules import SCHEDULES, default_virtual_stages
 
 AXES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
 """Mesh axes, outermost first: neighbouring ranks share the axis that talks most (tensor)."""
+
+CP_METHODS = ("auto", "gather", "heads", "ring")
+"""How context ranks attend to each other's tokens."""
 
 _ENVIRONMENT = "PARALLELISM_CONFIG_"
 
@@ -29,7 +33,9 @@ class ParallelConfig(ParallelismConfig):
         dp_replicate_size: data-parallel replicas of the whole (sharded) model.
         dp_shard_size: ranks over which parameters, gradients and optimizer state are sharded (ZeRO-3, FSDP2).
         tp_size: ranks over which each layer's matrices are cut (Shoeybi et al. 2019, Megatron-LM).
-        cp_size: ranks over which the sequence is cut for attention.
+        cp_size: ranks over which each sequence is cut, everywhere but in attention (Liu et al. 2023, ring attention).
+            They are data ranks whose batch is a part of one sequence: weights are sharded over them as over
+            ``dp_shard``.
         pp_size: pipeline stages.
         ep_size: ranks over which the experts of a mixture are spread, whole ones (Lepikhin et al. 2020, GShard). They
             are ranks of the tensor and data axes, so this multiplies nothing: with ``expert_tp_size=1`` the ranks of
@@ -37,6 +43,10 @@ class ParallelConfig(ParallelismConfig):
             ranks that it needs are added where ``dp_shard_size`` is left out.
         expert_tp_size: ranks over which each expert's matrices are cut besides: 1, or ``tp_size``; the expert ranks are
             ranks of the data axes then.
+        cp_method: how attention reads the other context ranks' tokens: one of :data:`CP_METHODS`. ``gather`` collects
+            all keys and values (Llama Team 2024); ``ring`` passes them around, one rank's at a time (Liu et al. 2023);
+            ``heads`` exchanges tokens for heads, so that each rank has some heads of the whole sequence (Jacobs et al.
+            2023, Ulysses); ``auto`` chooses by what is sent.
         sequence_parallel: cut norms and residuals along the sequence between tensor-parallel blocks (Korthikanti et al.
             2022).
         sequence_regather: with it, gather a block's input once more in the backward pass instead of keeping it: all
@@ -61,6 +71,7 @@ class ParallelConfig(ParallelismConfig):
     pp_size: int | None = None
     ep_size: int | None = None
     expert_tp_size: int | None = None
+    cp_method: str | None = None
     sequence_parallel: bool | None = None
     sequence_regather: bool | None = None
     overlap: bool | None = None
@@ -90,6 +101,9 @@ class ParallelConfig(ParallelismConfig):
             setattr(self, name, _positive(name, _default(name, getattr(self, name), 1)))
         self.expert_tp_size = _positive("expert_tp_size", _default("expert_tp_size", self.expert_tp_size, 1))
         self._place_experts(may_add_data)
+        self.cp_method = _default("cp_method", self.cp_method, "auto")
+        if self.cp_method not in CP_METHODS:
+            raise ConfigError(f"cp_method={self.cp_method!r} is unknown: use one of {', '.join(CP_METHODS)}")
         self.pipeline_schedule = _default("pipeline_schedule", self.pipeline_schedule, "1f1b")
         virtual = default_virtual_stages(str(self.pipeline_schedule)) if self.size("pp") > 1 else 1
         self.virtual_stages = _positive("virtual_stages", _default("virtual_stages", self.virtual_stages, virtual))
@@ -126,7 +140,7 @@ class ParallelConfig(ParallelismConfig):
         if inherited.cp_backend not in (None, "torch"):
             raise ConfigError(f"cp_backend={inherited.cp_backend!r} is unknown: use 'torch'")
         inherited.cp_backend, inherited.sp_backend = "torch", inherited.sp_backend or "deepspeed"
-        self._sizes = {axis: self.size(axis) for axis in (*AXES, "sp")}
+        self._sizes = {axis: self.asked(axis) for axis in (*AXES, "sp")}
         self._fixed = True
 
     def _place_experts(self, may_add_data: bool) -> None:
@@ -147,7 +161,7 @@ class ParallelConfig(ParallelismConfig):
             )
         batches, replicas = self.expert_batches, self.size("dp_replicate")
         if may_add_data and replicas % batches:
-            self.dp_shard_size = batches
+            self.dp_shard_size = lcm(batches, self.size("cp")) // self.size("cp")
         shards = self.size("dp_shard")
         if shards % batches and (batches % shards or shards * replicas % batches):
             every = range(1, shards * replicas + 1)
@@ -168,14 +182,23 @@ class ParallelConfig(ParallelismConfig):
         return hash(repr(self))
 
     def size(self, axis: str) -> int:
-        """Number of ranks on ``axis``: one of :data:`AXES`, or of those of experts, which divide the same ranks anew.
+        """Number of ranks on ``axis`` of the mesh: one of :data:`AXES`, or of those of experts, which divide the same
+        ranks anew.
 
-        Ranks of the tensor and data axes are, for experts, ``edp_replicate x edp_shard x ep x expert_tp``.
+        Weights are sharded over the context ranks too, so these are on the axis ``dp_shard``, the ranks of one sequence
+        side by side. Ranks of the tensor and data axes are, for experts, ``edp_replicate x edp_shard x ep x
+        expert_tp``.
         """
+        if axis == "dp_shard":
+            return self.asked(axis) * self.asked("cp")
         if axis == "edp_shard":
             return max(1, self.size("dp_shard") // self.expert_batches)
         if axis == "edp_replicate":
             return self.size("dp_replicate") // max(1, self.expert_batches // self.size("dp_shard"))
+        return self.asked(axis)
+
+    def asked(self, axis: str) -> int:
+        """The field ``{axis}_size``; their product, without ``ep``, is the number of processes."""
         return int(getattr(self, f"{axis}_size"))
 
     @property
@@ -193,22 +216,22 @@ class ParallelConfig(ParallelismConfig):
         """Number of processes this layout needs."""
         total = 1
         for axis in AXES:
-            total *= self.size(axis) if axis != "ep" else 1  # expert ranks are ranks of the other axes
+            total *= self.asked(axis) if axis != "ep" else 1  # expert ranks are ranks of the other axes
         return total
 
     @property
     def batch_world(self) -> int:
         """Number of distinct batches in one step."""
-        return self.size("dp_replicate") * self.size("dp_shard")
+        return self.asked("dp_replicate") * self.asked("dp_shard")
 
     @property
     def data_world(self) -> int:
         """Number of ranks over which parameters are wrapped as data-parallel: those that compute different tokens."""
-        return self.batch_world
+        return self.batch_world * self.asked("cp")
 
     def describe(self) -> str:
         """The axes larger than one, as ``tp2 x dp_shard4``; ``one process`` where there is none."""
-        named = [f"{axis}{self.size(axis)}" for axis in reversed(AXES) if self.size(axis) > 1 and axis != "ep"]
+        named = [f"{axis}{self.asked(axis)}" for axis in reversed(AXES) if self.asked(axis) > 1 and axis != "ep"]
         cut = ", sequence parallel" if self.sequence_parallel and self.size("tp") > 1 else ""
         if self.size("ep") > 1:
             cut += f", ep{self.size('ep')}"
@@ -216,9 +239,10 @@ class ParallelConfig(ParallelismConfig):
         return (" x ".join(named) or "one process") + cut
 
     def __repr__(self) -> str:
-        values = ", ".join(f"{axis}_size={self.size(axis)}" for axis in AXES)
+        values = ", ".join(f"{axis}_size={self.asked(axis)}" for axis in AXES)
         rest = (
             "expert_tp_size",
+            "cp_method",
             "sequence_parallel",
             "sequence_regather",
             "overlap",

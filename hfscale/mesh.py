@@ -43,6 +43,9 @@ class Mesh:
         expert_reports: the same over the expert ranks.
         sharing: the same over the ranks that are given the same batch.
         expert_mesh: torch's mesh over :data:`_EXPERT_AXES`; ``None`` where experts are not spread.
+        context: the group of the ranks that have parts of the same sequences; ``None`` where they are not cut.
+        whole_sequences: a group of ranks of the shard axis of which each has other sequences; ``None`` where one has
+            them all, or where no sequence is cut and the axis itself is such a group.
     """
 
     layout: ParallelConfig
@@ -58,11 +61,15 @@ class Mesh:
     expert_reports: dist.ProcessGroup | None = None
     sharing: dist.ProcessGroup | None = None
     expert_mesh: DeviceMesh | None = None
+    context: dist.ProcessGroup | None = None
+    whole_sequences: dist.ProcessGroup | None = None
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """The process group of ``axis`` through this rank; ``None`` where the axis has one rank."""
         if self.layout.size(axis) == 1 or self.device_mesh is None:
             return None
+        if axis == "cp":
+            return self.context
         if axis in _MESH_AXES:
             return self.device_mesh.get_group(axis)
         return None if self.expert_mesh is None else self.expert_mesh.get_group(axis)
@@ -89,12 +96,14 @@ class Mesh:
     @property
     def batch_groups(self) -> list[dist.ProcessGroup]:
         """Groups to reduce over, one after the other, to sum over all distinct batches."""
-        return self.groups("dp_shard", "dp_replicate")
+        if self.context is None:
+            return self.loss_groups
+        return [*([] if self.whole_sequences is None else [self.whole_sequences]), *self.groups("dp_replicate")]
 
     @property
     def loss_groups(self) -> list[dist.ProcessGroup]:
         """The same to sum over all ranks that compute different tokens: losses, and numbers of labels and tokens."""
-        return self.batch_groups
+        return self.groups("dp_shard", "dp_replicate")
 
     @property
     def speaks_for_stage(self) -> bool:
@@ -102,9 +111,24 @@ class Mesh:
         return not any(rank for axis, rank in self.ranks.items() if axis != "pp")
 
     @property
+    def speaks_for_batch(self) -> bool:
+        """Whether this is the first of the ranks that are given the same batch."""
+        return self.ranks["pp"] == self.ranks["tp"] == self.ranks["cp"] == 0
+
+    @property
+    def rank_in_stage(self) -> int:
+        """Which one this rank is of those of its stage that are given the same batch; they hold different shares."""
+        return self.ranks["cp"] * self.layout.size("tp") + self.ranks["tp"]
+
+    @property
+    def data_rank(self) -> int:
+        """Which of the :attr:`data_world` parts of a step's tokens this rank computes."""
+        return self.ranks["dp_replicate"] * self.layout.size("dp_shard") + self.ranks["dp_shard"]
+
+    @property
     def batch_rank(self) -> int:
         """Which distinct batch this rank gets."""
-        return self.ranks["dp_replicate"] * self.layout.size("dp_shard") + self.ranks["dp_shard"]
+        return self.data_rank // self.layout.size("cp")
 
     @property
     def batch_world(self) -> int:
@@ -143,7 +167,7 @@ def build_mesh(
         )
     device = own_device()
     if world == 1:
-        return Mesh(layout, device, dict.fromkeys(_MESH_AXES, 0))
+        return Mesh(layout, device, dict.fromkeys((*_MESH_AXES, "cp"), 0))
     if not dist.is_initialized():
         start(device)
     made = _made_out_of(dist.group.WORLD)
@@ -151,11 +175,14 @@ def build_mesh(
     key = (device.type, shape)
     device_mesh = made.once(key, partial(_divided, device, shape, _MESH_AXES))
     ranks = {axis: device_mesh.get_local_rank(axis) for axis in _MESH_AXES}
+    ranks["cp"] = ranks["dp_shard"] % layout.size("cp")
     control = made.once("control", lambda: host_group([range(world)]))
     groups = {
         count: made.once((*key, count), partial(_consecutive_ranks, device_mesh, device, count)) for count in replicas
     }
     mesh = Mesh(layout, device, ranks, device_mesh, control, groups)
+    if layout.size("cp") > 1:
+        mesh = _with_context(mesh, made)
     if layout.size("ep") > 1:
         mesh = _with_experts(mesh, made)
     if layout.size("pp") > 1:
@@ -175,6 +202,20 @@ def _divided(device: torch.device, shape: tuple[int, ...], axes: tuple[str, ...]
         if size > 1:
             keep_patience(device_mesh.get_group(axis), device)
     return device_mesh
+
+
+def _with_context(mesh: Mesh, made: "_Groups") -> Mesh:
+    """Groups of ranks along the shard axis: neighbours have parts of one sequence."""
+    assert mesh.device_mesh is not None
+    size = mesh.layout.size("cp")
+    key = (mesh.device.type, tuple(mesh.device_mesh.shape), "cp", size)
+    lines = mesh.device_mesh.mesh.movedim(_MESH_AXES.index("dp_shard"), -1).unflatten(-1, (-1, size))
+    context = made.once(key, lambda: device_group(lines.flatten(0, -2).tolist(), mesh.device))
+    others = None
+    if mesh.layout.asked("dp_shard") > 1:
+        across = lines.movedim(-1, -2).flatten(0, -2).tolist()
+        others = made.once((*key, "across"), lambda: device_group(across, mesh.device))
+    return replace(mesh, context=context, whole_sequences=others)
 
 
 def _with_experts(mesh: Mesh, made: "_Groups") -> Mesh:
@@ -278,15 +319,16 @@ def _columns(device_mesh: DeviceMesh, members: Sequence[int]) -> list[list[int]]
 
 
 def _ranks_of_one_batch(mesh: Mesh, made: "_Groups") -> dist.ProcessGroup | None:
-    """A group, over gloo, of the pipeline and tensor ranks that are given the same batch as this rank."""
-    layout, device_mesh = mesh.layout, mesh.device_mesh
-    if layout.size("tp") == 1 or device_mesh is None:
+    """A group, over gloo, of the pipeline, context and tensor ranks that are given the same batch as this rank."""
+    layout, device_mesh, cp = mesh.layout, mesh.device_mesh, mesh.layout.size("cp")
+    if layout.size("tp") == cp == 1 or device_mesh is None:
         return mesh.reports
-    if layout.size("pp") == 1 and mesh.device.type == "cpu":
+    if layout.size("pp") == cp == 1 and mesh.device.type == "cpu":
         return mesh.group("tp")
-    lines = device_mesh.mesh.movedim(0, 2).flatten(2).flatten(0, 1).tolist()
+    # pp, replicate, shard x cp, tp -> replicate, shard; pp, cp, tp
+    lines = device_mesh.mesh.unflatten(2, (-1, cp)).movedim(0, 2).flatten(2).flatten(0, 1).tolist()
     shape = tuple(layout.size(axis) for axis in _MESH_AXES)
-    group: dist.ProcessGroup | None = made.once((mesh.device.type, shape, "sharing"), lambda: host_group(lines))
+    group: dist.ProcessGroup | None = made.once((mesh.device.type, shape, cp, "sharing"), lambda: host_group(lines))
     return group
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .config import ParallelConfig
 from .errors import ConfigError
 from .routing_config import RoutingConfig
 
@@ -33,3 +34,12 @@ class Options:
             )
         if self.mixed_precision not in MIXED_PRECISIONS:
             raise ConfigError(f"mixed_precision={self.mixed_precision!r} is unknown: use {', '.join(MIXED_PRECISIONS)}")
+
+    def check_fits(self, layout: ParallelConfig) -> None:
+        """Refuse, by :class:`ConfigError`, what a layout cannot do."""
+        routing, size = self.routing, layout.size("cp")
+        if size > 1 and routing is not None and (routing.capacity is not None or routing.draws):
+            raise ConfigError(
+                f"routing={routing} takes tokens in the order of the whole sequence, or draws for all of it, and each "
+                f"of cp_size={size} ranks routes a part: use router='model' without capacity_factor, or cp_size=1"
+            )

@@ -17,6 +17,7 @@ from .models import tiny
 
 Pools = Callable[[int], RankPool]
 LAYOUTS = [{"tp_size": 2}, {"tp_size": 2, "dp_shard_size": 2}, {"tp_size": 2, "dp_replicate_size": 2}]
+LAYOUTS += [{"cp_size": 2}, {"cp_size": 2, "dp_shard_size": 2}]
 STAGES = [{"pp_size": 2}, {"pp_size": 2, "tp_size": 2}, {"pp_size": 2, "dp_shard_size": 2}]
 
 
@@ -167,7 +168,7 @@ def test_a_loop_over_stages_equals_one_process(pools: Pools, layout: dict[str, i
 
 
 @pytest.mark.parametrize("kind", ["ordered", "shuffled", "stream"])
-@pytest.mark.parametrize("layout", [*LAYOUTS[:2], STAGES[2]])
+@pytest.mark.parametrize("layout", [*LAYOUTS[:2], LAYOUTS[4], STAGES[2]])
 def test_each_sample_once(pools: Pools, layout: dict[str, int], kind: str, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(tiny("llama")).save_pretrained(tmp_path)
     parallel = ParallelConfig(**layout)

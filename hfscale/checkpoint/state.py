@@ -32,7 +32,7 @@ from ..runtime.runtime import local_tensor
 from ..runtime.writing import everyone_arrives, is_writer
 
 _COUNTED = ("step", "mu_product")  # in the states of torch's optimizers
-_SIZES = ("pp", "dp_replicate", "dp_shard", "tp", "ep", "expert_tp")
+_SIZES = ("pp", "dp_replicate", "dp_shard", "tp", "ep", "expert_tp", "cp")
 
 
 def save_state(
@@ -127,7 +127,8 @@ def _layout(runtime: Runtime) -> dict[str, Any]:
 
 def _check_layout(runtime: Runtime, written: dict[str, Any], source: Path) -> None:
     here, otherwise = _layout(runtime), "or load weights written by hfscale.save_pretrained, which fit every layout"
-    sizes = written.get("sizes", written)
+    sizes = dict(written.get("sizes", written))
+    sizes.setdefault("cp", 1)  # states of versions that had no such axis
     if sizes != here["sizes"]:
         raise CheckpointError(
             f"{source} was written in the layout {sizes} and this run has {here['sizes']}: resume in the same layout, "

@@ -16,7 +16,7 @@ _SIZES = {
     "--pp": "pipeline stages",
     "--ep": "expert ranks, which are ranks of tp and of the data axes: whole experts on each",
     "--expert-tp": "1 (whole experts) or tp: ranks over which each expert is cut besides, with --ep",
-    "--cp": "context ranks: the sequence is cut",
+    "--cp": "context ranks: every sequence is cut, and attention reads all of it",
 }
 # Flag -> field of the layout, what to call the value, help.
 _PIPELINE = {
@@ -36,6 +36,7 @@ def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
     layout.add_argument(
         "--sequence-parallel", action="store_true", default=None, help="cut norms and residuals over tp"
     )
+    layout.add_argument("--cp-method", metavar="NAME", help="with --cp: auto, gather, heads or ring (default: auto)")
     for flag, (_, metavar, text) in _PIPELINE.items():
         layout.add_argument(flag, metavar=metavar, help=text)
 
@@ -55,7 +56,8 @@ def layout_of(arguments: argparse.Namespace) -> "ParallelConfig":
 
     sizes: dict[str, Any] = {f"{flag[2:].replace('-', '_')}_size": of(flag) for flag in _SIZES}
     pipeline: dict[str, Any] = {name: of(flag) for flag, (name, _, _) in _PIPELINE.items()}
-    layout = ParallelConfig(**sizes, **pipeline, sequence_parallel=arguments.sequence_parallel)
+    others = {name: getattr(arguments, name) for name in ("cp_method", "sequence_parallel")}
+    layout = ParallelConfig(**sizes, **pipeline, **others)
     pp_size, schedule = layout.size("pp"), str(layout.pipeline_schedule)
     given = [flag for flag in _PIPELINE if of(flag) is not None]
     if pp_size == 1 and given:

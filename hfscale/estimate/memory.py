@@ -93,7 +93,7 @@ def estimate_memory(
         ranks: its coordinates, axis -> rank; those left out are 0.
         optimizer: a name that :func:`hfscale.create_optimizer` knows.
         options: its options, where they change its state: ``momentum``, ``amsgrad``, ``min_8bit_size``.
-        tokens: tokens of one microbatch of one batch rank, over all of its sequences.
+        tokens: tokens of one microbatch of one batch rank, over all of its sequences; context ranks share them.
         alive: for each pipeline stage, how many microbatches it holds at once; 1 by default.
         checkpointing: whether layers are recomputed in the backward pass.
         mixed_precision: ``"no"`` or ``"bf16"``.
@@ -112,6 +112,7 @@ def estimate_memory(
     chosen = trained if trained is not None else (adapters or {p.name for p in plan.owned()} - quantized)
     training = [planned for planned in held if planned.name in chosen]
     mixed = mixed_precision != "no"
+    tokens = ceil(tokens / plan.layout.size("cp"))
     kept, notes = _activations(plan, here, tokens, alive, checkpointing, mixed, chosen, routes)
     return MemoryEstimate(
         weights=sum(weight_bytes(plan, p, here) for p in held if p.name not in adapters),
@@ -232,7 +233,7 @@ def _around(plan: Plan, types: Types, trained: Collection[str]) -> float:
 def _gathered(plan: Plan, ranks: dict[str, int], held: Sequence[ParameterPlan], mixed: bool) -> int:
     """Whole weights of the largest layer and of all that is around the layers; all layers where none is given up."""
     layout = plan.layout
-    if layout.batch_world == 1:
+    if layout.data_world == 1:
         # Autocast keeps a copy of every matrix until the backward pass has used it.
         return sum(2 * prod(p.local_shape(ranks)) for p in held if mixed and len(p.shape) > 1)
     by_layer: dict[str, int] = {}

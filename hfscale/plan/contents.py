@@ -6,7 +6,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from ..config import ParallelConfig
-from .modules import AdapterParameter, BlockPlan, ExpertsPlan, SequencePlan
+from .modules import AdapterParameter, BlockPlan, ContextPlan, ExpertsPlan, SequencePlan
 from .parameter import ParameterPlan
 from .quantized import QuantizedPlan
 from .stages import StagePlan
@@ -23,6 +23,7 @@ class PlanContents:
         layers: names of the layers, in order; an encoder's before its decoder's.
         blocks: the tensor-parallel blocks; empty where ``tp_size`` is 1.
         sequence_regions: the streams that are cut along the sequence, under sequence parallelism.
+        context: how sequences are cut over ranks; ``None`` where ``cp_size`` is 1.
         experts: the experts that are spread over ranks; empty where ``ep_size`` is 1.
         mixtures: the experts of every mixture, spread or not.
         embedding: name of the vocabulary-parallel embedding, if cut.
@@ -44,6 +45,7 @@ class PlanContents:
     head: str | None
     loss: str | None
     sequence_regions: tuple[SequencePlan, ...] = ()
+    context: ContextPlan | None = None
     experts: tuple[ExpertsPlan, ...] = ()
     mixtures: tuple[ExpertsPlan, ...] = ()
     source: str = ""

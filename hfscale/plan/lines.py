@@ -61,6 +61,19 @@ def describe_sequence(plan: PlanContents) -> list[str]:
     return lines
 
 
+def describe_context(plan: PlanContents) -> list[str]:
+    """How attention reads the tokens of other ranks."""
+    if plan.context is None:
+        return []
+    whole = ", ".join(dict.fromkeys(map(wild_name, plan.context.whole)))
+    mixers = f"; run on whole sequences by each: {whole}" if whole else ""
+    padding = "" if plan.context.pads else "; rows without padding only"
+    return [
+        f"sequences: each of {plan.layout.size('cp')} ranks has an early and a late piece of every sequence, and "
+        f"attention reads the others' ({plan.context.method}){mixers}{padding}"
+    ]
+
+
 def describe_experts(plan: PlanContents) -> list[str]:
     """How many experts a rank holds, and how tokens get to them."""
     size = plan.layout.size("ep")
@@ -78,7 +91,7 @@ def describe_experts(plan: PlanContents) -> list[str]:
 
 def describe_data(plan: PlanContents) -> list[str]:
     """What the data axes gather and reduce at a time."""
-    if plan.layout.batch_world == 1:
+    if plan.layout.data_world == 1:
         return []
     return [f"data axes: {len(plan.layers)} layers, each gathered and reduced as one, and the rest of the model"]
 
@@ -111,7 +124,7 @@ def describe_pipeline(plan: PlanContents) -> list[str]:
 _Describe = Callable[[PlanContents], list[str]]
 
 SECTIONS: tuple[tuple[_Describe, ...], ...] = (
-    (describe_tensor, describe_sequence, describe_experts, describe_data, describe_quantization),
+    (describe_tensor, describe_sequence, describe_context, describe_experts, describe_data, describe_quantization),
     (describe_pipeline,),
 )
 """Every feature's description; an empty line follows each section that has any."""

@@ -66,7 +66,7 @@ def to_json(plan: PlanContents) -> str:
     return json.dumps(
         {
             "family": plan.family,
-            "layout": {axis: plan.layout.size(axis) for axis in AXES},
+            "layout": {axis: plan.layout.asked(axis) for axis in AXES},
             "ranks": plan.layout.total_size,
             "weight_bytes_per_rank": weights_per_rank(plan)[1],
             "layers": list(plan.layers),

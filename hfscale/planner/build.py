@@ -8,6 +8,7 @@ from ..families.blueprint import Blueprint
 from ..plan.plan import Plan
 from .assign import plan_pipeline
 from .blocks import plan_tensor
+from .context import plan_context
 from .data import plan_data
 from .draft import Draft, Ranks
 from .experts import plan_experts
@@ -23,15 +24,11 @@ PLAN_PARTS: tuple[PlanPart, ...] = (
     plan_tensor,
     plan_vocabulary,
     plan_sequence,
+    plan_context,
     plan_pipeline,
     plan_data,
 )
 """In order: each finds in the draft what those before it have decided."""
-
-# What this version cannot run. An axis is switched on by taking it out of here.
-_LATER = {
-    "cp": "context parallelism",
-}
 
 
 def build_plan(model: nn.Module, layout: ParallelConfig, ranks: Ranks | None = None) -> Plan:
@@ -67,6 +64,7 @@ def _assemble(draft: Draft) -> Plan:
         loss=draft.loss,
         no_step=draft.no_step,
         sequence_regions=draft.sequence_regions,
+        context=draft.context,
         experts=draft.experts,
         mixtures=draft.mixtures,
         source=draft.blueprint.source if draft.blueprint and draft.blocks else "",
@@ -75,11 +73,6 @@ def _assemble(draft: Draft) -> Plan:
 
 
 def _refuse_unavailable(draft: Draft) -> None:
-    for axis, what in _LATER.items():
-        if draft.layout.size(axis) > 1:
-            draft.problem(
-                f"{axis}_size={draft.layout.size(axis)}: {what} cannot be run by this version: use {axis}_size=1"
-            )
     quantization = getattr(draft.config, "quantization_config", None)
     if quantization is not None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method

@@ -37,17 +37,32 @@ class Microbatch(dict[str, Any]):
 
     Attributes:
         valid: how many of its labels count; ``None``: not known.
-        packed: whether positions restart within its rows; ``None``: it takes a look.
+        restarts: whether positions restart within its rows.
+        shifted: whether its labels are what the tokens beside them predict.
     """
 
     valid: int | None = None
-    packed: bool | None = None
+    restarts: bool = False
+    shifted: bool = False
+
+    @property
+    def packed(self) -> bool | None:
+        """Whether the model's positions restart within rows; ``None``: it takes a look."""
+        # Other inputs than of text may make positions of their own.
+        return self.restarts if self.keys() <= _PLAIN or self.shifted else None
 
     def like(self, values: Mapping[str, Any]) -> "Microbatch":
         """Other arguments of which the same is known."""
         other = Microbatch(values)
-        other.valid, other.packed = self.valid, self.packed
+        other.valid, other.restarts, other.shifted = self.valid, self.restarts, self.shifted
         return other
+
+
+def known(batch: Mapping[str, Any], row: Sequence[int]) -> Microbatch:
+    """A microbatch, and what :func:`agree` says of it."""
+    microbatch = Microbatch(batch)
+    microbatch.valid, microbatch.restarts = row[0], bool(row[2])
+    return microbatch
 
 
 def look_at(batches: Sequence[Mapping[str, Any]], look: Look, hashed: bool) -> Tensor:
@@ -229,14 +244,9 @@ def with_borders(batch: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     return {**batch, **dict(zip(_BORDERS, (starts, starts, longest, longest), strict=True))}
 
 
-def to_device(batches: Sequence[Mapping[str, Any]], rows: list[list[int]], device: torch.device) -> list[Microbatch]:
-    """The microbatches on ``device``, in one copy that nobody waits for, and what ``rows`` say of them."""
-    moved = []
-    for batch, (valid, _, packed) in zip(batches, rows, strict=True):
-        each = Microbatch(batch)
-        # Other inputs than of text may make positions of their own.
-        each.valid, each.packed = valid, bool(packed) if batch.keys() <= _PLAIN else None
-        moved.append(each)
+def to_device(batches: Sequence[Microbatch], device: torch.device) -> list[Microbatch]:
+    """The microbatches on ``device``, in one copy that nobody waits for."""
+    moved = [batch.like(batch) for batch in batches]
     if device.type == "cpu":
         for each in moved:
             each.update({name: value.to(device) for name, value in _away(each, device)})

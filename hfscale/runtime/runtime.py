@@ -54,6 +54,10 @@ class Part:
     def check_step(self, runtime: "Runtime", batches: Sequence[Batch]) -> None:
         """Refuse, by :class:`ConfigError`, the microbatches of a step for what this part cannot do with them."""
 
+    def own_tokens(self, runtime: "Runtime", batch: Microbatch) -> Microbatch:
+        """What this rank computes of a microbatch that other ranks are given too."""
+        return batch
+
     def around_step(
         self, runtime: "Runtime", microbatches: Sequence[Microbatch], train: bool
     ) -> AbstractContextManager[None]:
@@ -168,7 +172,13 @@ class Executor:
 
 
 class StepLoss(Protocol):
-    """A loss that can be normalized for a whole step."""
+    """A loss that can be normalized for a whole step.
+
+    Attributes:
+        shift: how far behind a token its label is.
+    """
+
+    shift: int
 
     def look(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """How many positions of one microbatch contribute to it, and how many of its ids are outside of the vocabulary;

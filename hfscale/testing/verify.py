@@ -39,7 +39,7 @@ def scale_down(layout: ParallelConfig) -> ParallelConfig:
     sizes: dict[str, Any] = {}
     from_file = str(layout.pipeline_schedule).endswith(".csv")
     if layout.total_size > MAX_RANKS:
-        sizes = {f"{axis}_size": min(2, layout.size(axis)) for axis in AXES if not (axis == "pp" and from_file)}
+        sizes = {f"{axis}_size": min(2, layout.asked(axis)) for axis in AXES if not (axis == "pp" and from_file)}
         sizes["expert_tp_size"] = min(2, layout.size("expert_tp"))
     if layout.size("pp") == 1:
         return replace(layout, **sizes)

@@ -12,7 +12,7 @@ from .._host.transformers.computing import uses_flash_attention
 from ..errors import ConfigError
 from ..guards import without_gaps
 from ..runtime import Batch, Runtime, StepLoss
-from ..runtime.batches import Microbatch, agree, look_at, to_device, total_of, with_borders
+from ..runtime.batches import Microbatch, agree, known, look_at, to_device, total_of, with_borders
 
 
 def prepare(runtime: Runtime, batch: Batch | Sequence[Batch], train: bool) -> tuple[list[Microbatch], Tensor]:
@@ -23,19 +23,23 @@ def prepare(runtime: Runtime, batch: Batch | Sequence[Batch], train: bool) -> tu
     """
     loss = _loss_of(runtime)
     mesh, rows, refused = runtime.mesh, list[list[int]](), None
-    given = list[dict[str, Any]]()
+    microbatches = list[Microbatch]()
     try:
         given, rows = _agreed(runtime, loss, batch, train)
         loss.refuse_outside(sum(outside for _, outside, _ in rows))
+        microbatches = [known(each, row) for each, row in zip(given, rows, strict=True)]
+        for part in runtime.parts:
+            microbatches = [part.own_tokens(runtime, each) for each in microbatches]
     except ConfigError as error:  # ranks with other batches must not wait for this one
         refused = error
     valid = sum(valid for valid, _, _ in rows)
     control = mesh.control if mesh.data_world > 1 else None
-    passes = runtime.executor.passes_together(len(given))
-    total = total_of(valid, refused, control, mesh.ranks["tp"] == mesh.ranks["pp"] == 0, passes)
+    passes = runtime.executor.passes_together(len(microbatches))
+    total = total_of(valid, refused, control, mesh.speaks_for_batch, passes)
     if uses_flash_attention(runtime.model):
-        given = [with_borders(b, runtime.model) if row[2] else b for b, row in zip(given, rows, strict=True)]
-    microbatches = to_device(given, rows, mesh.device)
+        model = runtime.model
+        microbatches = [each.like(with_borders(each, model)) if each.restarts else each for each in microbatches]
+    microbatches = to_device(microbatches, mesh.device)
     if _takes_use_cache(runtime.model):
         for microbatch in microbatches:
             microbatch.setdefault("use_cache", False)  # a cache of keys and values is for generation

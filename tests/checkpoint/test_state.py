@@ -73,6 +73,7 @@ LAYOUTS = {
     "shard2": {"dp_shard_size": 2},
     "tp2-shard2": {"tp_size": 2, "dp_shard_size": 2},
     "tp2-replicate2": {"tp_size": 2, "dp_replicate_size": 2},
+    "cp2-shard2": {"cp_size": 2, "dp_shard_size": 2},
     "pp2": {"pp_size": 2, "stage_layers": (1, 3)},
     "interleaved": {"pp_size": 2, "pipeline_schedule": "interleaved1f1b"},
     "zbv": {"pp_size": 2, "pipeline_schedule": "zbv"},

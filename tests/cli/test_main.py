@@ -59,11 +59,11 @@ def test_another_auto_class(llama: str, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_all_problems_of_a_layout_on_stderr(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
-    axes = ["--tp", "3", "--ep", "6", "--cp", "2", "--sequence-parallel"]
+    axes = ["--tp", "3", "--ep", "6", "--cp", "2", "--cp-method", "heads", "--sequence-parallel"]
     message = _refused(capsys, "plan", llama, *axes)
-    layout = "tp3 x cp2 x dp_shard2, sequence parallel, ep6"
+    layout = "tp3 x cp2, sequence parallel, ep6"
     assert message.startswith(f"hfscale plan: {layout} does not fit LlamaForCausalLM:\n")
-    for problem in ("tp_size=3", "ep_size=6", "cp_size=2"):
+    for problem in ("tp_size=3", "ep_size=6", "cp_method='heads'"):
         assert f"  - {problem}" in message
 
 

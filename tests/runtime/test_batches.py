@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import hfscale
 from hfscale import ConfigError, ParallelConfig
-from hfscale.runtime.batches import agree, look_at, to_device
+from hfscale.runtime.batches import agree, known, look_at, to_device
 from hfscale.testing import RankPool
 
 from ..models import tiny
@@ -90,7 +90,7 @@ def test_a_look_at_several_microbatches() -> None:
     rows, told = agree(batches, seen, True, None)
     assert [row[0] for row in rows] == [int(IDS.sum())] * 4
     assert not told[0]
-    moved = to_device(batches, rows, torch.device("cpu"))
+    moved = to_device(list(map(known, batches, rows)), torch.device("cpu"))
     assert [each.packed for each in moved] == [False, True, False, None]
 
 
@@ -108,7 +108,7 @@ def test_one_copy_takes_all_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "to", to)
     mask = torch.rand(2, 1, 12, 12) > 0.5
     batches = [{**SAME, "mask": mask}, {"input_ids": IDS[:, ::2], "labels": IDS[:1], "number": torch.tensor(3.5)}]
-    moved = to_device(batches, [[1, 0, 0], [2, 0, 0]], torch.device("meta"))
+    moved = to_device([known(batch, [1, 0, 0]) for batch in batches], torch.device("meta"))
     assert len(copies) == 1
     for batch, there in zip(batches, moved, strict=True):
         assert batch.keys() == there.keys()

@@ -126,7 +126,7 @@ def test_schedules_that_are_not_one_process_are_refused(tmp_path: Path, capsys: 
     assert message.count("pipedream") == 1
 
 
-@pytest.mark.parametrize("layout", [["--tp", "2"], []])
+@pytest.mark.parametrize("layout", [["--tp", "2"], ["--cp", "2"], []])
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], layout: list[str]) -> None:
     BIG.save_pretrained(tmp_path)
     assert main(["verify", str(tmp_path), *layout]) == 0
@@ -164,8 +164,8 @@ def test_a_difference_fails(
 
 def test_a_layout_that_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     BIG.save_pretrained(tmp_path)
-    assert main(["verify", str(tmp_path), "--cp", "2"]) == 2
-    assert "cp_size=2" in capsys.readouterr().err
+    assert main(["verify", str(tmp_path), "--cp", "3", "--cp-method", "heads"]) == 2
+    assert "cp_size=3" in capsys.readouterr().err
     # The clone would have a layer for each stage; the model has not.
     assert main(["verify", str(tmp_path), "--pp", "81"]) == 2
     assert "pp_size=81 exceeds the 80 layers" in capsys.readouterr().err

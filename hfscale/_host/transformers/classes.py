@@ -1,6 +1,7 @@
 """Stock classes and whole models of them."""
 
 import copy
+from inspect import signature
 from typing import Any
 
 import torch
@@ -49,3 +50,8 @@ def is_distributed_by_host(model: nn.Module) -> str | None:
     if getattr(model, "hf_device_map", None):
         return "it was loaded with a device_map"
     return None
+
+
+def takes_argument(model: nn.Module, name: str) -> bool:
+    """Whether the forward pass of a model has a parameter of that name."""
+    return name in signature(stock_class(model).forward).parameters

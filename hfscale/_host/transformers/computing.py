@@ -44,6 +44,11 @@ def packing(restarts: bool | None, given: bool) -> Iterator[None]:
         masking_utils.find_packed_sequence_indices = original
 
 
+def recomputes(model: Any) -> bool:
+    """Whether activations of some layers are recomputed in the backward pass."""
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
 def enable_checkpointing(model: Any, **kwargs: Any) -> None:
     """Recompute activations in the backward pass, layer by layer, without re-entering autograd."""
     # The host renamed it in 5.2x and warns about the old name.

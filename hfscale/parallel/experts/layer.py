@@ -211,12 +211,15 @@ class LayerRouting:
         """This layer's share of the step's loss."""
         if self.is_cut():
             sums = leave(sums, self.mesh.group("tp"))
+        if self.mesh.context is not None:  # each has a part of every sequence
+            sums = leave(sums, self.mesh.context)
         balance, z = balance_loss(sums), z_loss(sums)
         loss = (self.options.balance_loss * balance + self.options.z_loss * z) / now.tokens
         if not recomputing():
             now.add(loss)
             if self._first:
-                self.counter.add_numbers(1, balance, z, now.real.sum())
+                once = self.mesh.ranks["cp"] == 0
+                self.counter.add_numbers(1, balance * once, z * once, now.real.sum())
         return loss
 
     def _within(self, factor: float, index: Tensor, now: Pass, own: "_OwnTokens") -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 Every rank reports, in the one exchange that a step begins with, a list of whole numbers::
 
-    [tensor rank | per stage: does it train here? | per tied tensor: its state | per tied tensor: bits of its sum]
+    [rank in stage | per stage: does it train here? | per tied tensor: its state | per tied tensor: bits of its sum]
 
 The last part is on the device, where the sums are made; the exchange puts it behind the others.
 """
@@ -24,14 +24,14 @@ class _Report:
     """What one rank said.
 
     Attributes:
-        tensor_rank: ranks of one tensor rank hold the same shares.
+        rank_in_stage: of all stages, ranks with the same one hold the same shares of what is tied.
         trains: per stage, whether something of the rank's own in it trains.
         ties: per tied tensor, :data:`_ABSENT`, :data:`_FROZEN` or :data:`_TRAINS`, plus :data:`_CHANGED` where that is
             another one than in the last step.
         sums: per tied tensor, the bits of its sum.
     """
 
-    tensor_rank: int
+    rank_in_stage: int
     trains: tuple[bool, ...]
     ties: tuple[int, ...]
     sums: tuple[int, ...]
@@ -84,7 +84,7 @@ class StageAgreement:
                     states[index] = _TRAINS if tied.requires_grad else _FROZEN
                     states[index] += _CHANGED * (tied.requires_grad != self._tie_trains[name])
                     sums[index] = _bits_of_sum(tied)
-        return [self._runtime.mesh.ranks["tp"], *trains, *states], sums
+        return [self._runtime.mesh.rank_in_stage, *trains, *states], sums
 
     def _training_stages(self, live: dict[str, nn.Parameter]) -> set[int]:
         """Stages in which something of this rank's own trains; tied tensors are not, and are told apart."""
@@ -139,9 +139,10 @@ class StageAgreement:
         Raises:
             ConfigError: on all stages, if copies of a tied tensor differ.
         """
-        mine = self._runtime.mesh.ranks["tp"]  # other tensor ranks have other shares
+        mine = self._runtime.mesh.rank_in_stage
         for index, name in enumerate(self._tied):
-            here = [report for report in self._reports if report.tensor_rank == mine and report.ties[index] != _ABSENT]
+            same = (report for report in self._reports if report.rank_in_stage == mine)
+            here = [report for report in same if report.ties[index] != _ABSENT]
             if len({report.sums[index] for report in here}) > 1:
                 raise ConfigError(self._differ(name))
         return [

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..._host.torch_pipelining import run_engine
 from ..._host.transformers.classes import class_name
-from ..._host.transformers.computing import packing
+from ..._host.transformers.computing import packing, recomputes
 from ...config import ParallelConfig
 from ...errors import ConfigError, PlanError
 from ...plan import Plan, Stage
@@ -228,14 +228,13 @@ class Pipeline(Executor):
             worker.trains_before = worker.stage_index > 0 and trains[worker.stage_index - 1]
 
     def _tell_workers(self, backward: bool) -> None:
-        model = self._runtime.model
-        recomputes = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+        recomputed = recomputes(self._runtime.model)
         # The second half of a backward pass would recompute a layer once per weight; and weights that were given up
         # between the halves are other tensors when they come back.
         regathers = self._layout.weights_regather and self._mesh.data_world > 1
-        splits = backward and not recomputes and not regathers and splits_exactly()
+        splits = backward and not recomputed and not regathers and splits_exactly()
         for worker in self.workers:
-            worker.has_backward, worker.recomputes, worker.splits = backward, recomputes, splits
+            worker.has_backward, worker.recomputes, worker.splits = backward, recomputed, splits
 
     def _compute(self, stage: Stage, arrived: Tensor | None, microbatch: int) -> Tensor:
         batch, last = self._batches[microbatch], stage.index == len(self._stages.stages) - 1

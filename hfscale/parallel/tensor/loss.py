@@ -49,12 +49,12 @@ class VocabParallelLoss:
         self.label_smoothing = 0.0
         self.head: nn.Module | None = None
         self._with_labels, self._shows_logits = False, True
-        self._called = False
+        self._called, self._shifted = False, False
         self._known: tuple[Any, int] | None = None  # labels that are counted already
 
     def targets(self, labels: Tensor) -> Tensor:
         """``[b, s]`` labels -> ``[b, s]``: what each position predicts; the last ones predict nothing."""
-        if not self.shift:
+        if not self.shift or self._shifted:
             return labels
         return nn.functional.pad(labels, (0, self.shift), value=-100)[..., self.shift :]
 
@@ -99,11 +99,12 @@ class VocabParallelLoss:
         """The loss of one microbatch, as a share of a step with ``count`` valid labels."""
         given = batch.get("labels") if batch.get("shift_labels") is None else batch["shift_labels"]
         self._known = None if batch.valid is None else (given, batch.valid)
+        self._shifted = batch.shifted
         try:
             with self.normalized_by(count, label_smoothing), packing(batch.packed, "position_ids" in batch):
                 output = model(**batch)
         finally:
-            self._known = None
+            self._known, self._shifted = None, False
         loss: Tensor = output[0] if isinstance(output, tuple) else output.loss
         return loss
 

@@ -147,7 +147,7 @@ def _generator_of(module: nn.Module) -> torch.Generator:
 
 
 def agree_on_replicated_stream(mesh: Mesh) -> None:
-    """Give all ranks of a tensor group the state of its first rank, and every distinct batch a stream of its own.
+    """Give all ranks of a tensor group the state of its first rank, and every part of a step's tokens its own stream.
 
     Pipeline ranks draw streams of their own as well, or all stages would drop the same entries. The first one of batch
     0 keeps the stream it has, so that one process and a tensor-parallel run draw the same masks.
@@ -162,8 +162,8 @@ def agree_on_replicated_stream(mesh: Mesh) -> None:
             dist.broadcast(carried, group=group, group_src=0)
             state = carried.cpu()
             generator.set_state(state)
-        if mesh.batch_rank > 0 or mesh.ranks["pp"] > 0:
-            place = mesh.batch_rank if mesh.ranks["pp"] == 0 else f"{mesh.batch_rank}, stage {mesh.ranks['pp']}"
+        if mesh.data_rank > 0 or mesh.ranks["pp"] > 0:
+            place = mesh.data_rank if mesh.ranks["pp"] == 0 else f"{mesh.data_rank}, stage {mesh.ranks['pp']}"
             generator.manual_seed(_derive(state, place))
 
 

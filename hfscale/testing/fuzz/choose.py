@@ -69,6 +69,8 @@ def _batches(random: Random, draw: Draw) -> dict[str, Any]:
         rows, microbatches = (rows * count, 0) if as_dict else (rows, count)
     else:
         microbatches = random.choice((0, 1, 2, 3))
+    if draw.layout.get("cp_size", 1) > 1 and random.random() < 0.95:
+        lengths = tuple(max(length, draw.layout["cp_size"] + 1) for length in lengths)
     return {
         "rows": rows,
         "microbatches": microbatches,

@@ -6,7 +6,7 @@ from typing import Any
 _ONE_STAGE = ("gpipe", "1f1b")
 _SEVERAL = ("interleaved1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev")
 _DELAYED = ("pipedream", "pipedream_2bw")
-_AXES = ("tp", "pp", "dp_shard", "dp_replicate")
+_AXES = ("tp", "pp", "dp_shard", "dp_replicate", "cp")
 
 
 def choose_layout(random: Random, experts: bool) -> dict[str, Any]:
@@ -14,7 +14,7 @@ def choose_layout(random: Random, experts: bool) -> dict[str, Any]:
     world = random.choices((1, 2, 4, 8), (5, 55, 37, 3))[0]
     sizes = dict.fromkeys(_AXES, 1)
     for _ in range(world.bit_length() - 1):
-        sizes[random.choices(_AXES, (4, 3, 2.5, 1.5))[0]] *= 2
+        sizes[random.choices(_AXES, (4, 3, 2.5, 1.5, 2))[0]] *= 2
     layout: dict[str, Any] = {f"{axis}_size": size for axis, size in sizes.items() if size > 1}
     if sizes["tp"] > 1:
         if random.random() < 0.45:
@@ -23,11 +23,13 @@ def choose_layout(random: Random, experts: bool) -> dict[str, Any]:
                 layout["sequence_regather"] = True
         if random.random() < 0.25:
             layout["overlap"] = False
+    if sizes["cp"] > 1:
+        layout["cp_method"] = random.choice(("auto", "gather", "ring", "heads"))
     if experts and random.random() < 0.65:
         layout.update(_experts(random, sizes))
     if sizes["pp"] > 1:
         layout.update(_pipeline(random, sizes["pp"]))
-    if sizes["dp_shard"] * sizes["dp_replicate"] > 1:
+    if sizes["dp_shard"] * sizes["dp_replicate"] * sizes["cp"] > 1:
         if random.random() < 0.2:
             layout["reduce_each_microbatch"] = True
         if sizes["pp"] > 1 and random.random() < 0.3:
@@ -36,7 +38,7 @@ def choose_layout(random: Random, experts: bool) -> dict[str, Any]:
 
 
 def _experts(random: Random, sizes: dict[str, int]) -> dict[str, Any]:
-    ranks = sizes["tp"] * sizes["dp_shard"] * sizes["dp_replicate"]
+    ranks = sizes["tp"] * sizes["dp_shard"] * sizes["dp_replicate"] * sizes["cp"]
     if sizes["tp"] > 1 and random.random() < 0.3:  # each expert cut, and spread over data ranks
         batches = ranks // sizes["tp"]
         fits = [n for n in (1, 2, 4) if batches % n == 0]

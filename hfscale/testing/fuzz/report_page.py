@@ -11,7 +11,9 @@ Judged = Sequence[tuple[Draw, Verdict]]
 
 def kind_of_layout(draw: Draw) -> str:
     """``tp x pp``, without sizes."""
-    axes = [axis for axis in ("tp", "pp", "dp_shard", "dp_replicate", "ep") if draw.layout.get(f"{axis}_size", 1) > 1]
+    axes = [
+        axis for axis in ("tp", "pp", "dp_shard", "dp_replicate", "cp", "ep") if draw.layout.get(f"{axis}_size", 1) > 1
+    ]
     return " x ".join(axes) or "one process"
 
 

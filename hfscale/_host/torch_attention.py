@@ -1,0 +1,56 @@
+"""Torch's attention kernels that give the logarithm of the sum of exponentials; read and run with torch 2.11 to 2.13.
+
+Shapes: queries ``[b, h, rows, d]``, keys and values ``[b, h, columns, d]``; ``lse`` ``[b, h, rows]``.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_aten: Any = torch.ops.aten
+
+
+def flash_on_cpu(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Output and lse; keys and values may have fewer heads."""
+    found: tuple[Tensor, Tensor] = _aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, causal, attn_mask=bias, scale=scale
+    )
+    return found
+
+
+def flash_on_cpu_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    bias: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v."""
+    found: tuple[Tensor, Tensor, Tensor] = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale
+    )
+    return found
+
+
+def flash_on_cuda(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Output and lse, in 16 bits."""
+    out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+    return out, lse
+
+
+def flash_on_cuda_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v."""
+    off = torch.zeros((), dtype=torch.int64, device=q.device)  # the state of a dropout that drops nothing
+    found: tuple[Tensor, Tensor, Tensor] = _aten._scaled_dot_product_flash_attention_backward(
+        grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, off, off, scale=scale
+    )
+    return found

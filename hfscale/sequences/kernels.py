@@ -1,0 +1,174 @@
+"""Attention over one block of keys: the output and the logarithm of the sum of exponentials that normalizes it.
+
+Torch's flash kernels (Dao et al. 2022) never hold scores; they take no softcap and no dropout, and on CUDA no mask of
+ours. :class:`ScoreKernel` holds the scores of one block and takes everything.
+
+Shapes: queries ``[b, h, rows, d]``, keys and values ``[b, h / g, columns, d]``, outputs like queries, logarithms
+``[b, h, rows]``. A row that reads nothing has the logarithm minus infinity.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .._host.torch_attention import flash_on_cpu, flash_on_cpu_backward, flash_on_cuda, flash_on_cuda_backward
+
+
+@dataclass(frozen=True)
+class Block:
+    """How the queries of one block read its keys.
+
+    Attributes:
+        causal: each row reads the columns up to its own number.
+        bias: ``[b, 1, rows, columns]``, 0 or minus infinity, added to scores; ``None``: nothing else is hidden.
+        seed: of what dropout hides.
+        idle: ``[b, 1, rows]``: queries for which all keys score alike; ``None``: there are none.
+    """
+
+    causal: bool = False
+    bias: Tensor | None = None
+    seed: int = 0
+    idle: Tensor | None = None
+
+
+class Kernel(Protocol):
+    """Attention over a block, forward and backward."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        """Output and logarithms."""
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k and v through this block, where ``out`` and ``lse`` are those over all blocks."""
+
+
+def kernel_for(
+    q: Tensor, scale: float, softcap: float | None, dropout: float, masked: bool, idle: bool = False
+) -> Kernel:
+    """The fastest that can do it."""
+    if softcap is not None or dropout or idle:
+        return ScoreKernel(scale, softcap, dropout)
+    if q.device.type == "cpu":
+        return FlashOnCpu(scale)
+    if q.device.type == "cuda" and not masked and q.dtype in (torch.float16, torch.bfloat16):
+        return FlashOnCuda(scale)
+    return ScoreKernel(scale)
+
+
+@dataclass(frozen=True)
+class FlashOnCpu:
+    """Torch's flash kernel for CPUs: any type of numbers, groups of heads, masks."""
+
+    scale: float
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        """See :class:`Kernel`."""
+        out, lse = flash_on_cpu(q, k, v, block.causal, block.bias, self.scale)
+        if block.bias is not None:
+            nothing = torch.isneginf(block.bias).all(-1)
+            lse, out = lse.masked_fill(nothing, float("-inf")), out.masked_fill(nothing[..., None], 0.0)
+        return out, lse
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See :class:`Kernel`."""
+        return flash_on_cpu_backward(grad, q, k, v, out, lse, block.causal, block.bias, self.scale)
+
+
+@dataclass(frozen=True)
+class FlashOnCuda:
+    """Torch's flash kernel for GPUs: 16 bits, no mask but the causal one."""
+
+    scale: float
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        """See :class:`Kernel`."""
+        groups = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        out, lse = flash_on_cuda(q, k, v, block.causal, self.scale)
+        return out, lse[..., : q.shape[2]]
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See :class:`Kernel`."""
+        groups = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        dq, dk, dv = flash_on_cuda_backward(grad, q, k, v, out, lse.contiguous(), block.causal, self.scale)
+        return dq, dk.unflatten(1, (-1, groups)).sum(2), dv.unflatten(1, (-1, groups)).sum(2)
+
+
+@dataclass(frozen=True)
+class ScoreKernel:
+    """Scores of one block in memory, in 32 bits at least; softcap (Gemma Team 2024) and dropout on probabilities."""
+
+    scale: float
+    softcap: float | None = None
+    dropout: float = 0.0
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        """See :class:`Kernel`."""
+        scores, _ = self._scores(q, k, block)
+        lse = scores.logsumexp(-1)
+        p = torch.exp(scores - finite(lse)[..., None])
+        if self.dropout:
+            p = p * self._kept(p, block)
+        out = torch.einsum("bkgqs,bksd->bkgqd", p, v.to(p.dtype))
+        return out.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See :class:`Kernel`."""
+        scores, slope = self._scores(q, k, block)
+        wide = scores.dtype
+        grad_, k_, v_ = _grouped(grad, k).to(wide), k.to(wide), v.to(wide)
+        delta = (grad.to(wide) * out.to(wide)).sum(-1).view(scores.shape[:-1])
+        p = torch.exp(scores - finite(lse).view(scores.shape[:-1])[..., None])
+        dp = torch.einsum("bkgqd,bksd->bkgqs", grad_, v_)
+        kept = p
+        if self.dropout:
+            mask = self._kept(p, block)
+            dp, kept = dp * mask, p * mask
+        dv = torch.einsum("bkgqs,bkgqd->bksd", kept, grad_)
+        ds = p * (dp - delta[..., None])
+        ds = (ds if slope is None else ds * slope) * self.scale
+        dq = torch.einsum("bkgqs,bksd->bkgqd", ds, k_).flatten(1, 2)
+        dk = torch.einsum("bkgqs,bkgqd->bksd", ds, _grouped(q, k).to(wide))
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+    def _scores(self, q: Tensor, k: Tensor, block: Block) -> tuple[Tensor, Tensor | None]:
+        """``[b, h / g, g, rows, columns]``, and what a softcap multiplies their gradient by."""
+        wide = torch.promote_types(q.dtype, torch.float32)
+        scores = torch.einsum("bkgqd,bksd->bkgqs", _grouped(q, k).to(wide), k.to(wide)) * self.scale
+        slope = None
+        if self.softcap is not None:
+            squashed = torch.tanh(scores / self.softcap)
+            scores, slope = squashed * self.softcap, 1 - squashed**2
+        if block.bias is not None:
+            scores = scores + block.bias[:, :, None].to(wide)
+        if block.causal:
+            above = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+            scores = scores.masked_fill(above, float("-inf"))
+        if block.idle is not None:
+            scores = scores.masked_fill(block.idle[:, :, None, :, None], 0.0)
+        return scores, slope
+
+    def _kept(self, p: Tensor, block: Block) -> Tensor:
+        generator = torch.Generator(p.device).manual_seed(block.seed)
+        drawn = torch.rand(p.shape, generator=generator, device=p.device)
+        return (drawn >= self.dropout).to(p.dtype) / (1 - self.dropout)
+
+
+def finite(lse: Tensor) -> Tensor:
+    """Logarithms, 0 for rows that read nothing, so that exponentials of differences are 0 and not undefined."""
+    return lse.masked_fill(torch.isneginf(lse), 0.0)
+
+
+def _grouped(q: Tensor, k: Tensor) -> Tensor:
+    """``[b, h, s, d]`` -> ``[b, h / g, g, s, d]``: the queries of one key head side by side."""
+    return q.unflatten(1, (k.shape[1], -1))

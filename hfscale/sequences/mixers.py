@@ -1,0 +1,96 @@
+"""Modules besides attention that mix tokens (convolutions, recurrences): run on whole sequences by every rank.
+
+Each rank gives a mixer all tokens, and keeps its own of what it returns. The result is right, and the work is done as
+many times as there are ranks. Gradients of its weights are partial like all others: only own outputs have one.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from .._host.torch import tree_map
+from .attention import read
+from .cut import CutBatch
+from .engine import OwnBlocks
+from .masks import MaskBlocks
+from .seam import AttentionCall, current_batch
+
+Gather = Callable[[Tensor, CutBatch], Tensor]
+"""``[b, own tokens, ...]`` -> ``[b, tokens, ...]`` in the order of the sequence; collective, differentiable."""
+
+
+class WholeSequences:
+    """What makes a mixer run on whole sequences.
+
+    Args:
+        of_length: the sequences that a pass with so many own tokens is part of: what a recomputed layer belongs to,
+            which is not within a pass of the model.
+    """
+
+    def __init__(self, gather: Gather, of_length: Callable[[int], CutBatch | None]) -> None:
+        self._gather, self._of_length = gather, of_length
+
+    def install(self, module: nn.Module) -> None:
+        """Hook a mixer."""
+        running: list[CutBatch | None] = []
+
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            batch = current_batch() or self._of_length(_tokens(args, kwargs))
+            running.append(batch)
+            if batch is None:
+                return None
+            whole = tuple(self._whole("", value, batch) for value in args)
+            return whole, {name: self._whole(name, value, batch) for name, value in kwargs.items()}
+
+        def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            batch = running.pop()
+            return output if batch is None else own_tokens(output, batch)
+
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        module.register_forward_hook(after)
+
+    def _whole(self, name: str, value: Any, batch: CutBatch) -> Any:
+        own = batch.split.length(batch.rank)
+        if isinstance(value, MaskBlocks):
+            return value.of_one_rank(_read_alone)
+        if "mask" in name and (value is None or (isinstance(value, Tensor) and value.ndim == 2)):
+            return _padding(value, batch)
+        if "position_ids" in name and isinstance(value, Tensor):
+            return batch.whole_positions(value.device)
+
+        def gathered(x: Any) -> Any:
+            if isinstance(x, Tensor) and x.ndim > 1 and x.shape[1] == own:
+                return self._gather(x, batch)
+            return x
+
+        return tree_map(gathered, value) if isinstance(value, (Tensor, tuple, list)) else value
+
+
+def own_tokens(output: Any, batch: CutBatch) -> Any:
+    """This rank's of what a module returns for whole sequences: tensors ``[b, tokens, ...]``, others as they are."""
+    places = batch.places
+
+    def cut(x: Any) -> Any:
+        if isinstance(x, Tensor) and x.ndim > 1 and x.shape[1] == batch.split.total:
+            return x.index_select(1, places.to(x.device))
+        return x
+
+    return tree_map(cut, output) if isinstance(output, (Tensor, tuple, list)) else output
+
+
+def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Tokens of the hidden states."""
+    given = (*args, kwargs.get("hidden_states"), *kwargs.values())
+    return next((x.shape[1] for x in given if isinstance(x, Tensor) and x.ndim > 2), 0)
+
+
+def _padding(value: Tensor | None, batch: CutBatch) -> Tensor | None:
+    """The mask of all tokens; the host leaves out one that hides nothing, which a rank's own part may not."""
+    if batch.padding is None:
+        return None if value is None else value.new_ones(len(value), batch.split.total)
+    return batch.padding.to(batch.padding.dtype if value is None else value.dtype)
+
+
+def _read_alone(_: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: MaskBlocks, call: AttentionCall) -> Tensor:
+    return read(q, k, v, call.sinks, mask, call, OwnBlocks())

@@ -1,0 +1,191 @@
+"""Prove, on a tiny clone, that attention is all that mixes the tokens of a family.
+
+A few passes in float64, in one process. First the clone as it is, and with attention answered here: the same output
+means that its attention is the one that is built here. Then attention is taken for a function of one token (its own
+query, key and value); over parts of the sequence the output must be what it is over the whole one. Where it is not,
+something else reads other tokens, or counts its own: a convolution, a recurrence, positions made of local shapes.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._host.transformers.classes import takes_argument
+from ..errors import ConfigError
+from ..families.precision import keep_float64
+from .attention import read
+from .cut import CutBatch, cut_batch
+from .engine import OwnBlocks
+from .masks import MaskBlocks
+from .mixers import own_tokens
+from .rotary import ask_for_all_positions
+from .seam import Attend, AttentionCall, Seam, attention_configs
+from .split import Split
+
+_TOLERANCE = 1e-9
+_TOKENS, _PARTS = 13, 2
+_PADDED = 3  # tokens at the left of the first row, and at the right of the second
+
+
+def find_mixing(model: Any, padded: bool, candidates: Sequence[nn.Module] = ()) -> tuple[str, set[type]]:
+    """What reads other tokens in ``model``, tiny and in float64.
+
+    Args:
+        padded: whether rows have padding.
+        candidates: modules that may mix tokens, and can be given whole sequences.
+
+    Returns:
+        why its sequences cannot be cut, in words, empty where they can; and the classes of those that mix.
+    """
+    try:
+        with keep_float64(), torch.no_grad(), _as_in_training(model), _Mixers(candidates) as mixers:
+            return _compare(model, _batch(model, padded), mixers), mixers.mix
+    except ConfigError as error:
+        return str(error), set()
+    except Exception as error:  # whatever stock code says of a part of a sequence
+        said = (str(error).splitlines() or [""])[0][:100]
+        if MaskBlocks.__name__ in said:
+            return "it attends by code of its own, which reads the mask, and not through transformers' interface", set()
+        return f"it cannot run on a part of a sequence ({type(error).__name__}: {said})", set()
+
+
+class _Mixers:
+    """Within: modules that compute something else of a part of a sequence than of the whole are found, and return what
+    they do for the whole.
+    """
+
+    def __init__(self, candidates: Sequence[nn.Module]) -> None:
+        self._candidates, self._handles = candidates, list[Any]()
+        self._outputs: dict[int, list[Any]] = {}
+        self._calls: dict[int, int] = {}
+        self._part: CutBatch | None = None
+        self._records = False
+        self.mix: set[type] = set()
+
+    def __enter__(self) -> "_Mixers":
+        self._handles = [module.register_forward_hook(self._after) for module in self._candidates]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def record(self) -> None:
+        """A pass over whole sequences begins."""
+        self._records, self._part = True, None
+
+    def compare(self, part: CutBatch) -> None:
+        """A pass over a part begins."""
+        self._records, self._part, self._calls = False, part, {}
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if self._records:
+            self._outputs.setdefault(id(module), []).append(output)
+            return output
+        if self._part is None:
+            return output
+        call = self._calls[id(module)] = self._calls.get(id(module), -1) + 1
+        whole = self._outputs[id(module)][call]
+        wanted = own_tokens(whole, self._part)
+        first, expected, every = (x[0] if isinstance(x, tuple) else x for x in (output, wanted, whole))
+        if not isinstance(every, Tensor) or every.ndim < 3 or every.shape[1] != _TOKENS:
+            return output  # of tokens that are laid out in another way, the model's output tells
+        if apart(first, expected, {}) <= _TOLERANCE:
+            return output
+        self.mix.add(type(module))
+        return wanted
+
+
+def _compare(model: Any, batch: dict[str, Tensor], mixers: _Mixers) -> str:
+    stock = _run(model, batch)
+    seam = Seam(attention_configs(model))
+    try:
+        ask_for_all_positions(model)
+        whole, rest = cut_batch(batch, 1, 0, 0, takes_argument(model, "position_ids"))
+        if apart(_passed(model, seam, whole, rest, _whole_attention), stock, batch) > _TOLERANCE:
+            return "its attention is not the usual one"
+        alone = _OneToken()
+        mixers.record()
+        local = _passed(model, seam, whole, rest, alone)
+        for rank in range(_PARTS):
+            part, own = cut_batch(batch, _PARTS, rank, 0, takes_argument(model, "position_ids"))
+            places = Split(_TOKENS, _PARTS).places(rank)
+            mask = {"attention_mask": batch["attention_mask"][:, places]} if "attention_mask" in batch else {}
+            here = _OneToken()
+            mixers.compare(part)
+            if apart(_passed(model, seam, part, own, here), local[:, places], mask) > _TOLERANCE:
+                return "something besides attention reads other tokens of a sequence, or counts them"
+            if not here.sees_as(alone):
+                return "its mask is made of more than places and padding"
+    finally:
+        seam.remove()
+    return ""
+
+
+def apart(found: Tensor, wanted: Tensor, batch: dict[str, Tensor]) -> float:
+    """The largest difference, relative to the largest entry, where tokens are no padding."""
+    if "attention_mask" in batch:
+        real = batch["attention_mask"].bool()
+        found, wanted = found[real], wanted[real]
+    if found.shape != wanted.shape:
+        return float("inf")
+    largest = float((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30))
+    return largest if largest == largest else float("inf")
+
+
+def _run(model: Any, batch: dict[str, Any]) -> Tensor:
+    cache = {"use_cache": False} if takes_argument(model, "use_cache") else {}
+    output = model(**batch, **cache)
+    found = getattr(output, "logits", None)
+    result: Tensor = found if found is not None else output[0]
+    return result
+
+
+def _passed(model: Any, seam: Seam, whole: CutBatch, batch: dict[str, Any], attend: Attend) -> Tensor:
+    with seam.passing(whole, attend):
+        return _run(model, batch)
+
+
+def _whole_attention(_: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: MaskBlocks, call: AttentionCall) -> Tensor:
+    return read(q, k, v, call.sinks, mask, call, OwnBlocks())
+
+
+class _OneToken:
+    """In the place of attention, a function of each token's own query, key and value; the masks are looked at."""
+
+    def __init__(self) -> None:
+        self.masks: list[Tensor] = []
+
+    def __call__(self, _: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: MaskBlocks, call: AttentionCall) -> Tensor:
+        self.masks.append(mask.block((0, mask.batch.split.total), (0, mask.batch.split.total)))
+        groups = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        return v * torch.tanh((q * k).sum(-1, keepdim=True) * call.scale)
+
+    def sees_as(self, other: "_OneToken") -> bool:
+        """Whether all calls hid the same of the whole sequence."""
+        return len(self.masks) == len(other.masks) and all(map(torch.equal, self.masks, other.masks))
+
+
+def _batch(model: Any, padded: bool) -> dict[str, Tensor]:
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    ids = torch.randint(3, vocabulary, (2, _TOKENS), generator=torch.Generator().manual_seed(5))
+    if not padded:
+        return {"input_ids": ids}
+    mask = torch.ones_like(ids)
+    mask[0, :_PADDED], mask[1, -_PADDED:] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@contextmanager
+def _as_in_training(model: nn.Module) -> Iterator[None]:
+    """Within: in evaluation mode, so that nothing is drawn, and random weights that show differences."""
+    model.eval()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+        yield

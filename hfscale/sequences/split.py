@@ -1,0 +1,58 @@
+"""Which tokens of a sequence each rank has: pure arithmetic."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+Interval = tuple[int, int]
+"""Tokens from the first to before the second."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """``total`` tokens over ``size`` ranks, in a zigzag: rank ``r`` has pieces ``r`` and ``2n-1-r`` of ``2n``.
+
+    ::
+
+        rank 0: [0  1] . . . . . . [14 15]     a later query reads more keys: with an early and a late piece each, all
+        rank 1: . . [2  3] . . [12 13] . .     ranks have the same work under a causal mask (Llama Team 2024; Brandon
+        ...                                    et al. 2023, striped attention, for the same end)
+
+    Nothing is padded: lengths differ by two tokens at most, and a piece may be empty.
+    """
+
+    total: int
+    size: int
+
+    @cached_property
+    def _ends(self) -> tuple[int, ...]:
+        count = 2 * self.size
+        return tuple(accumulate((self.total // count + (i < self.total % count) for i in range(count)), initial=0))
+
+    def pieces(self, rank: int) -> tuple[Interval, ...]:
+        """The intervals of ``rank``, in order."""
+        if self.size == 1:
+            return ((0, self.total),)
+        ends = self._ends
+        return tuple((ends[index], ends[index + 1]) for index in (rank, 2 * self.size - 1 - rank))
+
+    def length(self, rank: int) -> int:
+        """How many tokens ``rank`` has."""
+        return sum(stop - start for start, stop in self.pieces(rank))
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """The same of every rank."""
+        return [self.length(rank) for rank in range(self.size)]
+
+    def places(self, rank: int) -> Tensor:
+        """Where the tokens of ``rank`` are in the sequence: ``[length(rank)]``, ascending."""
+        return torch.cat([torch.arange(start, stop) for start, stop in self.pieces(rank)])
+
+    @cached_property
+    def order(self) -> Tensor:
+        """Where each token of the sequence is when all ranks' lie side by side, in rank order: ``[total]``."""
+        return torch.cat([self.places(rank) for rank in range(self.size)]).argsort()

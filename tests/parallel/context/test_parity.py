@@ -1,0 +1,232 @@
+"""Sequences that are cut equal one process: loss, every gradient, norm, weights after two steps, in float64."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import hfscale
+from hfscale import ParallelConfig
+from hfscale._host.transformers.computing import enable_checkpointing
+from hfscale.families.precision import keep_float64
+from hfscale.testing import Case, RankPool, assert_layout_equal
+from hfscale.testing.families import config_of
+from hfscale.testing.parity import ragged_batch
+
+from ...mixtures import EAGER, gpt_oss, qwen2_moe, qwen3_moe
+from ...models import tiny
+
+Pools = Callable[[int], RankPool]
+METHODS = ("gather", "ring", "heads")
+ODD = (17, 8, 13)
+
+
+def equal(pools: Pools, case: Case, **sizes: Any) -> None:
+    layout = ParallelConfig(**sizes)
+    assert_layout_equal(case, layout, pools(layout.total_size))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_methods(pools: Pools, family: str, method: str) -> None:
+    """Two key/value heads for four of queries; a window; padding at the end of a row; uneven lengths."""
+    changes = {"sliding_window": 5} if family == "mistral" else {}
+    equal(pools, Case(tiny(family, **changes), lengths=ODD), cp_size=2, cp_method=method)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_four_ranks(pools: Pools, method: str) -> None:
+    """More ranks than key/value heads, and pieces of a single token."""
+    equal(pools, Case(tiny("llama"), lengths=(17, 7)), cp_size=4, cp_method=method)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_sinks_and_windows_in_a_mixture(pools: Pools, method: str) -> None:
+    equal(pools, Case(gpt_oss(), hf_kwargs=EAGER, lengths=ODD), cp_size=2, cp_method=method)
+
+
+AXES: dict[str, dict[str, Any]] = {
+    "tp": {"tp_size": 2},
+    "sequence": {"tp_size": 2, "sequence_parallel": True},
+    "shard": {"dp_shard_size": 2},
+    "replicate": {"dp_replicate_size": 2},
+    "pp": {"pp_size": 2, "num_microbatches": 2},
+    "pp-zbv": {"pp_size": 2, "num_microbatches": 4, "pipeline_schedule": "zbv"},
+    "pp-tp": {"pp_size": 2, "tp_size": 2, "num_microbatches": 2},
+}
+
+
+@pytest.mark.parametrize("axes", AXES)
+def test_with_other_axes(pools: Pools, axes: str) -> None:
+    layers = {"num_hidden_layers": 4} if "zbv" in axes else {}
+    accumulation = AXES[axes].get("num_microbatches", 2)
+    case = Case(tiny("llama", tie_word_embeddings=True, **layers), lengths=(17, 17, 8, 8), accumulation=accumulation)
+    equal(pools, case, cp_size=2, **AXES[axes])
+
+
+@pytest.mark.parametrize("sizes", [{"ep_size": 2}, {"ep_size": 2, "tp_size": 2}, {"ep_size": 4}], ids=str)
+def test_experts_over_context_ranks(pools: Pools, sizes: dict[str, int]) -> None:
+    equal(pools, Case(qwen2_moe(), hf_kwargs=EAGER, lengths=ODD), cp_size=2, **sizes)
+
+
+class Packed(Case):
+    """Two examples in every row."""
+
+    def batches(self, batch_world: int) -> Any:
+        found = super().batches(batch_world)
+        for microbatch in (m for step in found for rank in step for m in rank):
+            del microbatch["attention_mask"]
+            rows, length = microbatch["input_ids"].shape
+            positions = torch.cat((torch.arange(5), torch.arange(length - 5)))
+            microbatch["position_ids"] = positions.expand(rows, -1)
+            microbatch["labels"][:, 5] = -100  # predicted across the border
+        return found
+
+    def reference_step(self, model: Any, step: Any) -> list[Tensor]:
+        return super().reference_step(model, [[{**m, "use_cache": False} for m in rank] for rank in step])
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_packed_rows(pools: Pools, family: str, method: str) -> None:
+    """Windows count from where an example begins."""
+    changes = {"sliding_window": 3} if family == "mistral" else {}
+    equal(pools, Packed(tiny(family, **changes), lengths=(17, 9)), cp_size=2, cp_method=method)
+
+
+def _plainly(directory: str, layout: dict[str, Any]) -> list[Tensor]:
+    model = hfscale.from_pretrained(directory, parallel=ParallelConfig(**layout), dtype=torch.float64).eval()
+    ids = torch.arange(2, 28).view(2, 13)
+    logits = model(input_ids=ids).logits
+    model(input_ids=ids, labels=ids).loss.backward()
+    norm = hfscale.clip_grad_norm_(model, 1e9)
+    with torch.no_grad():
+        made = model.generate(ids[:1], max_new_tokens=3, do_sample=False)
+    return [logits.detach(), norm, made, hfscale.eval_step(model, {"input_ids": ids, "labels": ids})]
+
+
+@pytest.mark.parametrize("axes", [{}, {"tp_size": 2}], ids=str)
+def test_whole_sequences_go_through_each_rank_outside_of_steps(
+    pools: Pools, tmp_path: Path, axes: dict[str, int]
+) -> None:
+    """Plain loops, generation and logits are right, and nothing is cut."""
+    AutoModelForCausalLM.from_config(tiny("llama"), dtype=torch.float64).save_pretrained(tmp_path)
+    wanted = _plainly(str(tmp_path), {})
+    for found in pools(ParallelConfig(cp_size=2, **axes).total_size).run(
+        _plainly, str(tmp_path), {"cp_size": 2, **axes}
+    ):
+        for here, one in zip(found, wanted, strict=True):
+            torch.testing.assert_close(here, one, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("family", "axes", "checkpointing"),
+    [
+        ("lfm2", {}, True),
+        ("bamba", {}, False),
+        ("falcon_h1", {"tp_size": 2}, False),
+        ("recurrent_gemma", {"dp_shard_size": 2}, True),
+        ("jamba", {"pp_size": 2, "num_microbatches": 2}, False),
+    ],
+)
+def test_mixers_run_on_whole_sequences(pools: Pools, family: str, axes: dict[str, int], checkpointing: bool) -> None:
+    """Convolutions and recurrences; half of the rows are padded, which one rank alone sees."""
+    case = Case(config_of(family), lengths=(17, 9), checkpointing=checkpointing, hf_kwargs=EAGER)
+    equal(pools, case, cp_size=2, **axes)
+
+
+def _recomputed(family: str, lengths: tuple[int, int]) -> str:
+    model = hfscale.from_config(config_of(family), parallel=ParallelConfig(cp_size=2)).train()
+    enable_checkpointing(model)
+    ids = torch.arange(3, 37).view(2, 17)
+    try:
+        hfscale.train_step(model, [{"input_ids": ids[:, :n], "labels": ids[:, :n]} for n in lengths])
+    except hfscale.ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_recomputed_mixers_tell_microbatches_apart_by_their_length(pools: Pools) -> None:
+    assert pools(2).run(_recomputed, "lfm2", (16, 12)) == ["", ""]
+    assert all("pad them to one length" in found for found in pools(2).run(_recomputed, "lfm2", (13, 12)))
+
+
+ROUTING = hfscale.RoutingConfig(balance_loss=0.3, z_loss=0.05)
+
+
+def _balanced(directory: str, layout: dict[str, Any]) -> list[Any]:
+    model = hfscale.from_pretrained(
+        directory, parallel=ParallelConfig(**layout), dtype=torch.float64, routing=ROUTING, **EAGER
+    ).train()
+    generator = torch.Generator().manual_seed(4)
+    batch = [ragged_batch(generator, 67, 2, length, masked=False) for length in (13, 8)]
+    with keep_float64():
+        loss = hfscale.train_step(model, batch)
+        norm = hfscale.clip_grad_norm_(model, 1e9)
+    load = hfscale.expert_load(model)
+    layers = [[*each.tokens, each.balance_loss, each.z_loss] for each in load.layers]
+    return [loss.item(), norm.item(), *(value for layer in layers for value in layer)]
+
+
+@pytest.mark.parametrize("axes", [{}, {"ep_size": 2}, {"ep_size": 2, "tp_size": 2}], ids=str)
+def test_experts_are_balanced_over_whole_sequences(pools: Pools, tmp_path: Path, axes: dict[str, int]) -> None:
+    AutoModelForCausalLM.from_config(qwen3_moe(), dtype=torch.float64).save_pretrained(tmp_path)
+    wanted = _balanced(str(tmp_path), {})
+    layout = {"cp_size": 2, **axes}
+    for found in pools(ParallelConfig(**layout).total_size).run(_balanced, str(tmp_path), layout):
+        assert found == pytest.approx(wanted, rel=1e-10)
+
+
+@pytest.mark.parametrize("routing", [{"router": "switch"}, {"router": "noisy_topk"}, {"capacity_factor": 1.0}])
+def test_routers_that_look_at_whole_sequences_are_refused(routing: dict[str, Any]) -> None:
+    with pytest.raises(hfscale.ConfigError, match="each of cp_size=2 ranks routes a part"):
+        hfscale.from_config(qwen3_moe(), parallel=ParallelConfig(cp_size=2), routing=hfscale.RoutingConfig(**routing))
+
+
+def _left_padded(directory: str) -> str:
+    model = hfscale.from_pretrained(directory, parallel=ParallelConfig(cp_size=2)).train()
+    ids = torch.arange(2, 28).view(2, 13)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    try:
+        hfscale.train_step(model, {"input_ids": ids, "attention_mask": mask, "labels": ids})
+    except hfscale.ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_padding_that_counts_is_refused(pools: Pools, tmp_path: Path) -> None:
+    """OPT counts positions from where padding ends."""
+    AutoModelForCausalLM.from_config(config_of("opt")).save_pretrained(tmp_path)
+    assert all("counts from where padding ends" in found for found in pools(2).run(_left_padded, str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [
+        ("bloom", "attends by code of its own"),
+        ("deepseek_v4", "queries and"),
+        ("inkling_text", "position_bias"),
+        ("roberta", "its attention is not the usual one"),
+        ("bart", "this loss is another"),
+    ],
+)
+def test_families_that_read_other_tokens_are_refused_by_the_plan(family: str, words: str) -> None:
+    with pytest.raises(hfscale.PlanError, match=f"cp_size=2 does not fit '{family}'.*{words}.*use cp_size=1"):
+        hfscale.plan(config_of(family), ParallelConfig(cp_size=2))
+
+
+def test_recomputed_and_frozen(pools: Pools) -> None:
+    case = Case(tiny("llama"), checkpointing=True, frozen=("layers.0", "embed"), lengths=ODD)
+    equal(pools, case, cp_size=2)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_adapters(pools: Pools, method: str) -> None:
+    peft = LoraConfig(r=3, target_modules="all-linear", lora_alpha=4)
+    equal(pools, Case(tiny("llama"), peft=peft, lengths=ODD), cp_size=2, cp_method=method)
