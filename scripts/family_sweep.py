@@ -1,8 +1,8 @@
-"""Train a tiny model of every causal-LM family transformers has under tp2 and under pp2 against one process, of every
-mixture of experts under ep2, and of other classes (classification, masked tokens, sequence to sequence, speech,
-images); write docs/families.md.
+"""Train a tiny model of every causal-LM family transformers has under tp2, under pp2 and with its sequences cut under cp2
+against one process, of every mixture of experts under ep2, and of other classes (classification, masked tokens,
+sequence to sequence, speech, images); write docs/families.md.
 
-    python scripts/family_sweep.py [--only gemma opt] [--part families experts classes] [--out docs/families.md]
+    python scripts/family_sweep.py [--only gemma opt] [--part families experts context classes] [--out docs/families.md]
 
 With ``--part``, other tables of the file stay as they are.
 
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import transformers
 from family_clones import OTHERS
-from family_tables import EXPERTS, STAGE_LAYERS, Section, Verdict, count, section_of, written
+from family_tables import CONTEXT, EXPERTS, STAGE_LAYERS, Section, Verdict, count, section_of, written
 from family_variants import CONFIGS, OPTIONS, PICKS, applies, in_stages, layout_of, pairs
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -137,7 +137,7 @@ def measure(case: Case, layout: hfscale.ParallelConfig | None, pool: RankPool) -
         planned = hfscale.plan(case.config, layout, auto_class=case.auto_class)
     except hfscale.HFScaleError as error:
         why = str(error).split("\n  - ")[1]
-        why = re.split(": use (?:tp_size|pp_size|ep_size|sequence_parallel)", why)[0]
+        why = re.split(": use (?:tp_size|pp_size|ep_size|cp_size|sequence_parallel)", why)[0]
         return "refused", re.sub("pp_size=2 does not fit .*?:", "stages:", why)[:160]
     except Exception as error:  # planning must say what is missing, and nothing else
         return "FAILS", f"plan: {type(error).__name__}: {error}"[:160]
@@ -203,6 +203,31 @@ def sweep_mixtures(chosen: list[str], pool: RankPool) -> Section:
     return Section(f"{len(rows)} families; {summary}", rows, [kind for kinds in columns for kind in kinds])
 
 
+def sweep_context(chosen: list[str], pool: RankPool) -> Section:
+    """Every causal-LM family with its sequences cut, under those of :data:`CONTEXT`."""
+    rows, columns = [], list[list[str]]()
+    for family in tqdm(chosen or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), desc="sequences"):
+        config, _ = trainable(family)
+        if config is None:
+            continue
+        judged = [measure(Case(config, lengths=(13, 8)), layout, pool) for layout in CONTEXT.values()]
+        whole = whole_modules(config) if judged[0][0] == "equal" else ""
+        columns.append([kind for kind, _ in judged])
+        details = dict.fromkeys(detail for kind, detail in judged if not kind.startswith("equal"))
+        rows.append(f"| {family} | {' | '.join(columns[-1])} | {'; '.join(filter(None, [whole, *details]))} |")
+        if chosen:
+            tqdm.write(rows[-1])
+    summary = "; ".join(f"{name}: {count([kinds[index] for kinds in columns])}" for index, name in enumerate(CONTEXT))
+    return Section(f"{len(rows)} families; {summary}", rows, [kind for kinds in columns for kind in kinds])
+
+
+def whole_modules(config: Any) -> str:
+    """What each rank runs on whole sequences, in words."""
+    planned = hfscale.plan(config, next(iter(CONTEXT.values()))).context
+    names = dict.fromkeys(name.rpartition(".")[2] for name in planned.whole) if planned is not None else {}
+    return f"{', '.join(names)} on whole sequences" if names else ""
+
+
 def sweep_variants(chosen: list[str], pool: RankPool) -> Section:
     """Every causal-LM family with options of the layout and fields of its config away from their defaults."""
     rows, kinds, met = [], list[str](), set[tuple[str, str]]()
@@ -235,6 +260,7 @@ def sweep_classes(chosen: list[str], pool: RankPool) -> Section:
 PARTS = {
     "families": sweep_families,
     "experts": sweep_mixtures,
+    "context": sweep_context,
     "variants": sweep_variants,
     "classes": sweep_classes,
 }

@@ -16,6 +16,8 @@ EXPERTS = {
     "tensor ranks": hfscale.ParallelConfig(ep_size=2, tp_size=2),
     "with the sequence cut": hfscale.ParallelConfig(ep_size=2, tp_size=2, sequence_parallel=True),
 }
+# How two context ranks read each other's tokens.
+CONTEXT = {method: hfscale.ParallelConfig(cp_size=2, cp_method=method) for method in ("gather", "ring", "heads")}
 
 
 @dataclass
@@ -90,6 +92,17 @@ TEXTS = {
         "",
         f"| family | {' | '.join(EXPERTS)} | |",
         "|---" * (len(EXPERTS) + 2) + "|",
+    ],
+    "context": [
+        "## Sequences cut over context ranks",
+        "",
+        "The same comparison for every causal-LM family with each sequence cut over two ranks, by each way in which",
+        "attention reads the other rank's tokens. What is named was run on whole sequences by both ranks.",
+        "",
+        "SUMMARY",
+        "",
+        f"| family | {' | '.join(CONTEXT)} | |",
+        "|---" * (len(CONTEXT) + 2) + "|",
     ],
     "variants": [
         "## Options and configs away from the default",

@@ -22,7 +22,7 @@ TABLE = """
 | pipeline stages | {stages} families; {schedules} schedules (zero bubble, DualPipeV, PipeDream, ...) and CSV files |
 | experts | of {mixtures} families with mixtures {expert_data} over data ranks, {expert_tensor} over tensor ranks |
 | data | FSDP2 and HSDP, any causal LM, with every other axis; accumulation, clipping, recomputation, dropout |
-| context parallel | not yet: refused by name |
+| context parallel | {context} families, {context_mixers} of them with mixers run whole; all-gather, ring, heads |
 | families nobody described | blueprint inferred and used only if proved: [docs/inference.md](docs/inference.md) |
 | adapters (PEFT) | LoRA and variants, IA3, LoHa; LoRA on all linear layers of {lora} of {lora_all} families |
 | 4-bit and 8-bit weights | bitsandbytes, in every layout, experts too, from `from_pretrained` |
@@ -39,7 +39,8 @@ def counts() -> dict[str, str]:
     """What the generated pages say."""
     families = (ROOT / "docs" / "families.md").read_text()
     before, _, rest = families.partition("\n## Mixtures of experts\n")
-    experts, _, others = rest.partition("\n## Other classes\n")
+    experts, _, others = rest.partition("\n## Sequences cut over context ranks\n")
+    others = rest.partition("\n## Other classes\n")[2]
     adapters = (ROOT / "docs" / "adapters.md").read_text()
     pins = dict(re.findall(r"(?m)^(torch|transformers|accelerate)==(\S+)", (ROOT / "constraints.txt").read_text()))
     found = {
@@ -56,6 +57,9 @@ def counts() -> dict[str, str]:
         "schedules": str(len(SCHEDULES)),
         "versions": ", ".join(f"{name} {pin}" for name, pin in pins.items()),
     }
+    sequences = families.partition("\n## Sequences cut over context ranks\n")[2].partition("\n## ")[0]
+    found["context"] = _first(r"^gather: (\d+) equal", sequences)
+    found["context_mixers"] = str(len(re.findall(r"(?m)^\| \S+ \| equal .*on whole sequences", sequences)))
     refused = _first(r"^data ranks: \d+ equal, (\d+) refused", experts)
     return {**found, "mixtures": str(int(found["expert_data"]) + int(refused))}
 

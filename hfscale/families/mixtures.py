@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from .blueprint import Block, Blueprint
+from .unwritable import UNWRITABLE
 
 _ATTENTION = Block(column=("q_proj", "k_proj", "v_proj"), row=("o_proj",))
 _MLP = Block(column=("gate_proj", "up_proj"), row=("down_proj",), dropout=())
@@ -70,7 +71,7 @@ MIXTURES: dict[str, Blueprint] = {
     "hrm_text": Blueprint(
         layers=("L_module.layers", "H_module.layers"),
         blocks={"self_attn": replace(_ATTENTION, column=("q_proj", "k_proj", "v_proj", "gate_proj")), "mlp": _MLP},
-        unfit=lambda config: "checkpoints that hold several projections as one, which this version cannot write",
+        unfit=lambda config: UNWRITABLE["hrm_text"],
     ),
     "llama4_text": Blueprint(
         layers="layers",
