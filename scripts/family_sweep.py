@@ -1,6 +1,6 @@
-"""Train a tiny model of every causal-LM family transformers has under tp2, under pp2 and with its sequences cut under cp2
-against one process, of every mixture of experts under ep2, and of other classes (classification, masked tokens,
-sequence to sequence, speech, images); write docs/families.md.
+"""Train a tiny model of every causal-LM family transformers has under tp2, under pp2 and under cp2 against one process,
+of every mixture of experts under ep2, and of other classes (classification, masked tokens, sequence to sequence,
+speech, images); write docs/families.md.
 
     python scripts/family_sweep.py [--only gemma opt] [--part families experts context classes] [--out docs/families.md]
 
