@@ -1,5 +1,7 @@
 """Plan context parallelism: whether sequences can be cut, and how attention reads the other ranks' tokens."""
 
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,9 +15,12 @@ from ..plan.modules import ContextPlan
 from ..plan.parameter import wild_name
 from ..sequences.probe import find_mixing
 from .draft import Draft
+from .sequence import TOKENWISE
 
+_NO_CLONE = "no tiny clone of it can be built, on which to prove what reads which tokens"
 _WINDOWS = ("sliding_window", "attention_chunk_size")
 _WINDOW = 5
+_MANY = 8  # layers
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "kv_heads")
 
 
@@ -31,26 +36,84 @@ def plan_context(draft: Draft) -> None:
             f"language model, and this loss is another{f' ({draft.no_step})' if draft.no_step else ''}: use cp_size=1"
         )
         return
-    clone = _clone(draft)
-    if clone is None:
-        draft.problem(
-            f"cp_size={size} does not fit {family!r}: no tiny clone of it can be built, on which to prove what reads "
-            "which tokens: use cp_size=1"
-        )
+    layers = _in_layers(draft.model)
+    found, unseen = _Reading(_NO_CLONE), list[str]()
+    for count in (_kinds_of_layers(draft.config), _MANY):  # some kinds come every few layers only
+        found = _reading(type(draft.model), _clone_config(draft.config, count))
+        unseen = [name for name, m in layers.items() if type(m) not in found.seen and not _is_tokenwise(draft, name, m)]
+        if found.mixing or not unseen:
+            break
+    for kind in dict.fromkeys(type(layers[name]).__name__ for name in unseen if not found.mixing):
+        found = _Reading(f"nothing is known of what {kind} reads, which a tiny clone of {_MANY} layers has not")
+    if found.mixing:
+        draft.problem(f"cp_size={size} does not fit {family!r}: {found.mixing}: use cp_size=1")
         return
-    mixing, kinds = find_mixing(clone, False, list(_in_layers(clone).values()))
-    if mixing:
-        draft.problem(f"cp_size={size} does not fit {family!r}: {mixing}: use cp_size=1")
-        return
-    pads = not find_mixing(clone, True, list(_in_layers(clone).values()))[0]
-    whole = tuple(name for name, module in _in_layers(draft.model).items() if type(module) in kinds)
+    whole = tuple(name for name, module in layers.items() if type(module) in found.kinds)
     if whole and draft.layout.sequence_parallel and draft.tp > 1:
         draft.problem(
             f"cp_size={size} runs {wild_name(whole[0])} on whole sequences, and sequence_parallel=True cuts what it is "
             "given: use sequence_parallel=False"
         )
     _check_heads(draft, size)
-    draft.context = ContextPlan(str(draft.layout.cp_method), pads, whole)
+    draft.context = ContextPlan(str(draft.layout.cp_method), found.pads, whole)
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """What reads other tokens in the models of one class and config.
+
+    Attributes:
+        mixing: why sequences cannot be cut; empty where they can.
+        pads: whether rows may have padding.
+        kinds: classes of modules that mix tokens, and can be given whole sequences.
+        seen: classes of modules in layers that were looked at.
+    """
+
+    mixing: str
+    pads: bool = False
+    kinds: frozenset[type] = frozenset()
+    seen: frozenset[type] = frozenset()
+
+
+class _Key:
+    """A config, known by what it says."""
+
+    def __init__(self, config: Any) -> None:
+        self.config, self._said = config, config.to_json_string(use_diff=False)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and other._said == self._said
+
+    def __hash__(self) -> int:
+        return hash(self._said)
+
+
+def _reading(kind: type, config: Any | None) -> _Reading:
+    return _Reading(_NO_CLONE) if config is None else _proved(kind, _Key(config))
+
+
+@lru_cache(maxsize=16)
+def _proved(kind: type, key: _Key) -> _Reading:
+    """Proved on a tiny model in float64; some take half a minute."""
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        try:
+            # What a family keeps in 32 bits by itself, too: nothing but the arithmetic is compared.
+            clone = from_config(kind, key.config, dtype=torch.float64).double()
+        except Exception:  # whatever stock code says of a clone it cannot build
+            return _Reading(_NO_CLONE)
+    use_eager_experts(clone)  # the host's grouped products take no float64
+    candidates = list(_in_layers(clone).values())
+    mixing, kinds = find_mixing(clone, False, candidates)
+    if mixing:
+        return _Reading(mixing)
+    with_padding, more = find_mixing(clone, True, candidates)
+    return _Reading("", not with_padding and more <= kinds, frozenset(kinds), frozenset(map(type, candidates)))
+
+
+def _is_tokenwise(draft: Draft, name: str, module: nn.Module) -> bool:
+    """Whether a module that the clone has not is known to treat each token by itself."""
+    mixture = any(f"{each.name}.".startswith(f"{name}.") for each in draft.mixtures)
+    return mixture or isinstance(module, TOKENWISE) or any(word in type(module).__name__ for word in ("Norm", "MLP"))
 
 
 def _in_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -64,18 +127,12 @@ def _in_layers(model: nn.Module) -> dict[str, nn.Module]:
     return {f"{name}.{child}": module for name, member in listed for child, module in member.named_children()}
 
 
-def _clone(draft: Draft) -> Any | None:
-    """A tiny one in float64, with layers of every kind that the model has, as far as its config lists them."""
-    model = draft.model
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        try:
-            # What a family keeps in 32 bits by itself, too: nothing but the arithmetic is compared.
-            config = tiny_clone(model.config, layers=_kinds_of_layers(model.config), **_short(model.config))
-            clone = from_config(type(model), config, dtype=torch.float64).double()
-        except Exception:  # whatever stock code says of a clone it cannot build
-            return None
-        use_eager_experts(clone)  # the host's grouped products take no float64
-        return clone
+def _clone_config(config: Any, layers: int) -> Any | None:
+    """Of a tiny clone, with windows and chunks that are shorter than what is tried."""
+    try:
+        return tiny_clone(config, layers=layers, **_short(config))
+    except Exception:  # whatever stock code says of fields that it does not like
+        return None
 
 
 def _short(config: Any) -> dict[str, int]:
@@ -84,6 +141,7 @@ def _short(config: Any) -> dict[str, int]:
 
 
 def _kinds_of_layers(config: Any) -> int:
+    """Layers of a clone that has every kind of them that the model has, as far as its config lists them."""
     listed = (field(text_config(config), name) for name in ("layer_types", "layers_block_type"))
     return max(LAYERS, *(len(set(kinds)) for kinds in listed if isinstance(kinds, (list, tuple))), 0)
 

@@ -13,7 +13,7 @@ from ..plan.parameter import wild_name
 from .draft import Draft
 from .probe import PROBED, EntryProbe, direct_children, probe_entry
 
-_TOKENWISE = (*PROJECTIONS, nn.Dropout, nn.Identity, nn.Embedding)
+TOKENWISE = (*PROJECTIONS, nn.Dropout, nn.Identity, nn.Embedding)
 
 
 def share_evenly(total: int, size: int) -> list[int]:
@@ -103,7 +103,7 @@ def _gathered(draft: Draft, path: str, edges: set[str], mixtures: set[str]) -> I
     """Modules under ``path`` that are outside of all edges and may compute across tokens."""
     for name in direct_children(draft.modules, path):
         module = draft.modules[name]
-        if name in edges or name in mixtures or isinstance(module, _TOKENWISE) or "Norm" in type(module).__name__:
+        if name in edges or name in mixtures or isinstance(module, TOKENWISE) or "Norm" in type(module).__name__:
             continue
         if any(edge.startswith(f"{name}.") for edge in edges):
             yield from _gathered(draft, name, edges, mixtures)
