@@ -37,14 +37,7 @@ def plan_context(draft: Draft) -> None:
         )
         return
     layers = _in_layers(draft.model)
-    found, unseen = _Reading(_NO_CLONE), list[str]()
-    for count in (_kinds_of_layers(draft.config), _MANY):  # some kinds come every few layers only
-        found = _reading(type(draft.model), _clone_config(draft.config, count))
-        unseen = [name for name, m in layers.items() if type(m) not in found.seen and not _is_tokenwise(draft, name, m)]
-        if found.mixing or not unseen:
-            break
-    for kind in dict.fromkeys(type(layers[name]).__name__ for name in unseen if not found.mixing):
-        found = _Reading(f"nothing is known of what {kind} reads, which a tiny clone of {_MANY} layers has not")
+    found = _find(draft, layers)
     if found.mixing:
         draft.problem(f"cp_size={size} does not fit {family!r}: {found.mixing}: use cp_size=1")
         return
@@ -73,6 +66,20 @@ class _Reading:
     pads: bool = False
     kinds: frozenset[type] = frozenset()
     seen: frozenset[type] = frozenset()
+
+
+def _find(draft: Draft, layers: dict[str, nn.Module]) -> _Reading:
+    """What reads other tokens, found on a clone that has every kind of module that is in the model's ``layers``."""
+    unseen = list[str]()
+    for count in (_kinds_of_layers(draft.config), _MANY):  # some kinds come every few layers only
+        found = _reading(type(draft.model), _clone_config(draft.config, count))
+        if found.mixing:
+            return found
+        unseen = [name for name, m in layers.items() if type(m) not in found.seen and not _is_tokenwise(draft, name, m)]
+        if not unseen:
+            return found
+    kind = type(layers[unseen[0]]).__name__
+    return _Reading(f"nothing is known of what {kind} reads, which a tiny clone of {_MANY} layers has not")
 
 
 class _Key:

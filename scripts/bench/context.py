@@ -4,8 +4,8 @@
 
 Two rank processes with one thread each hold a Llama (hidden 256, 4 layers, 8 heads, 2 of keys and values): forward and
 backward passes of one sequence, and clipping. In a round each candidate runs one step in turn: ``one process`` on rank
-0, while the other waits, and each method on both. Ratios are medians of the per-round ratios to one process; half is the
-least that two ranks can take. Losses are compared before.
+0, while the other waits, and each method on both. Ratios are medians of the per-round ratios to one process; half is
+the least that two ranks can take. Losses are compared before.
 """
 
 import argparse
