@@ -99,6 +99,7 @@ bench: setup
 	$(BIN)/python scripts/bench/tensor_parallel.py --out scripts/bench/results/tensor_parallel.json
 	$(BIN)/python scripts/bench/loading.py --out scripts/bench/results/loading.json
 	$(BIN)/python scripts/bench/stages.py --out scripts/bench/results/stages.json
+	$(BIN)/python scripts/bench/context.py --out scripts/bench/results/context.json
 	$(BIN)/python scripts/bench/pipeline.py --out scripts/bench/results/pipeline.json
 	$(BIN)/python scripts/bench/finetune.py --bytes --out scripts/bench/results/finetune_bytes.json
 	$(BIN)/python scripts/bench/finetune.py --time --out scripts/bench/results/finetune.json

@@ -114,6 +114,8 @@ def estimate_memory(
     mixed = mixed_precision != "no"
     tokens = ceil(tokens / plan.layout.size("cp"))
     kept, notes = _activations(plan, here, tokens, alive, checkpointing, mixed, chosen, routes)
+    if plan.layout.size("cp") > 1:
+        notes.append("what attention reads of other context ranks is not counted: a layer's keys and values at a time")
     return MemoryEstimate(
         weights=sum(weight_bytes(plan, p, here) for p in held if p.name not in adapters),
         adapters=sum(weight_bytes(plan, p, here) for p in held if p.name in adapters),

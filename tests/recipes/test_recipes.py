@@ -44,13 +44,14 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
         "tp2": {"tp_size": 2},
         "pp2": {"pp_size": 2, "num_microbatches": 2},
         "shard2": {"dp_shard_size": 2},
+        "cp2": {"cp_size": 2},
     },
     "qwen3_moe": {"single": {}, "ep2": {"ep_size": 2}, "ep2-tp2": {"ep_size": 2, "tp_size": 2}},
 }
 # Blocks of 64 values are cut by no layout here; 8-bit states turn rounding into steps of their own size.
 TOLERANCE = {"full": 1e-5, "lora": 1e-5, "qlora": 2e-5, "adamw_8bit": 1e-4}
 STEPS = 3
-_FAST = {("qlora", "llama"): ["single", "tp2"], ("lora", "qwen3_moe"): ["single", "ep2"]}
+_FAST = {("qlora", "llama"): ["single", "tp2", "cp2"], ("lora", "qwen3_moe"): ["single", "ep2"]}
 _CASES = [pytest.param(*case, layouts, id=f"{'-'.join(case)}-fast") for case, layouts in _FAST.items()] + [
     pytest.param(method, family, list(layouts), id=f"{method}-{family}", marks=pytest.mark.slow)
     for family, layouts in LAYOUTS.items()
