@@ -16,7 +16,7 @@ from .schedules import SCHEDULES, default_virtual_stages
 AXES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
 """Mesh axes, outermost first: neighbouring ranks share the axis that talks most (tensor)."""
 
-CP_METHODS = ("auto", "gather", "heads", "ring")
+CP_METHODS = ("auto", "gather", "heads", "ring", "heads_ring")
 """How context ranks attend to each other's tokens."""
 
 _ENVIRONMENT = "PARALLELISM_CONFIG_"
@@ -46,7 +46,8 @@ class ParallelConfig(ParallelismConfig):
         cp_method: how attention reads the other context ranks' tokens: one of :data:`CP_METHODS`. ``gather`` collects
             all keys and values (Llama Team 2024); ``ring`` passes them around, one rank's at a time (Liu et al. 2023);
             ``heads`` exchanges tokens for heads, so that each rank has some heads of the whole sequence (Jacobs et al.
-            2023, Ulysses); ``auto`` chooses by what is sent.
+            2023, Ulysses); ``heads_ring`` does that in groups of ranks, as large as the heads allow, and passes keys
+            and values around between the groups (Fang and Zhao 2024); ``auto`` chooses by what is sent.
         sequence_parallel: cut norms and residuals along the sequence between tensor-parallel blocks (Korthikanti et al.
             2022).
         sequence_regather: with it, gather a block's input once more in the backward pass instead of keeping it: all

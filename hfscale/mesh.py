@@ -206,16 +206,25 @@ def _divided(device: torch.device, shape: tuple[int, ...], axes: tuple[str, ...]
 
 def _with_context(mesh: Mesh, made: "_Groups") -> Mesh:
     """Groups of ranks along the shard axis: neighbours have parts of one sequence."""
+    context, others = _near_and_far(mesh, made, mesh.layout.size("dp_shard"), mesh.layout.size("cp"))
+    return replace(mesh, context=context, whole_sequences=others if mesh.layout.asked("dp_shard") > 1 else None)
+
+
+def context_groups(mesh: Mesh, size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """The group of ``size`` consecutive context ranks that this rank is one of, and that of the ranks with its place in
+    other such groups. Every rank of the run calls it, with the same size.
+    """
+    return _near_and_far(mesh, _made_out_of(dist.group.WORLD), mesh.layout.size("cp"), size)
+
+
+def _near_and_far(mesh: Mesh, made: "_Groups", every: int, size: int) -> tuple[Any, Any]:
+    """Of every so many consecutive ranks of the shard axis: groups of ``size`` neighbours, and across those."""
     assert mesh.device_mesh is not None
-    size = mesh.layout.size("cp")
-    key = (mesh.device.type, tuple(mesh.device_mesh.shape), "cp", size)
-    lines = mesh.device_mesh.mesh.movedim(_MESH_AXES.index("dp_shard"), -1).unflatten(-1, (-1, size))
-    context = made.once(key, lambda: device_group(lines.flatten(0, -2).tolist(), mesh.device))
-    others = None
-    if mesh.layout.asked("dp_shard") > 1:
-        across = lines.movedim(-1, -2).flatten(0, -2).tolist()
-        others = made.once((*key, "across"), lambda: device_group(across, mesh.device))
-    return replace(mesh, context=context, whole_sequences=others)
+    key = (mesh.device.type, tuple(mesh.device_mesh.shape), "context", every, size)
+    lines = mesh.device_mesh.mesh.movedim(_MESH_AXES.index("dp_shard"), -1).unflatten(-1, (-1, every // size, size))
+    near = made.once((*key, "near"), lambda: device_group(lines.flatten(0, -2).tolist(), mesh.device))
+    far = made.once((*key, "far"), lambda: device_group(lines.movedim(-1, -2).flatten(0, -2).tolist(), mesh.device))
+    return near, far
 
 
 def _with_experts(mesh: Mesh, made: "_Groups") -> Mesh:

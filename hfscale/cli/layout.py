@@ -36,7 +36,9 @@ def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
     layout.add_argument(
         "--sequence-parallel", action="store_true", default=None, help="cut norms and residuals over tp"
     )
-    layout.add_argument("--cp-method", metavar="NAME", help="with --cp: auto, gather, heads or ring (default: auto)")
+    layout.add_argument(
+        "--cp-method", metavar="NAME", help="with --cp: auto, gather, heads, ring or heads_ring (default: auto)"
+    )
     for flag, (_, metavar, text) in _PIPELINE.items():
         layout.add_argument(flag, metavar=metavar, help=text)
 

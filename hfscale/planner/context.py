@@ -47,8 +47,8 @@ def plan_context(draft: Draft) -> None:
             f"cp_size={size} runs {wild_name(whole[0])} on whole sequences, and sequence_parallel=True cuts what it is "
             "given: use sequence_parallel=False"
         )
-    _check_heads(draft, size)
-    draft.context = ContextPlan(str(draft.layout.cp_method), found.pads, whole)
+    together = _share_out_heads(draft, size)
+    draft.context = ContextPlan(str(draft.layout.cp_method), found.pads, whole, together)
 
 
 @dataclass(frozen=True)
@@ -153,14 +153,20 @@ def _kinds_of_layers(config: Any) -> int:
     return max(LAYERS, *(len(set(kinds)) for kinds in listed if isinstance(kinds, (list, tuple))), 0)
 
 
-def _check_heads(draft: Draft, size: int) -> None:
-    if draft.layout.cp_method != "heads":
-        return
+def _share_out_heads(draft: Draft, size: int) -> int:
+    """Of how many ranks heads are shared out between, where the method says so; notes where they cannot be."""
+    method = draft.layout.cp_method
+    if method not in ("heads", "heads_ring"):
+        return 1
     config = text_config(draft.config)
     heads = (first_count(config, HEAD_FIELDS) or 0) // draft.tp
     keys = max(1, (first_count(config, _KEY_HEADS) or heads * draft.tp) // draft.tp)
-    if heads and (heads % size or (keys % size and size % keys)):
+    fitting = [n for n in range(2, size + 1) if size % n == heads % n == 0 and (keys % n == 0 or n % keys == 0)]
+    if method == "heads_ring" and fitting:
+        return max(fitting)
+    if heads and size not in fitting:
         draft.problem(
-            f"cp_method='heads' shares {heads} heads, and {keys} of keys and values, out to cp_size={size} ranks, and "
-            "they do not divide: use cp_method='gather' or 'ring'"
+            f"cp_method={method!r} shares {heads} heads, and {keys} of keys and values, out to cp_size={size} ranks, "
+            "and they do not divide: use cp_method='gather' or 'ring'"
         )
+    return 1

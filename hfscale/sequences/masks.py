@@ -39,7 +39,7 @@ class MaskBlocks:
     attend: Callable[..., Any]
     idle: Tensor | None = None
     _kinds: dict[tuple[Interval, Interval], str] = field(default_factory=dict)
-    _uncut: "MaskBlocks | None" = None
+    _others: dict[int, "MaskBlocks"] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -66,17 +66,29 @@ class MaskBlocks:
         total = self.batch.split.total
         chunks = [(start, min(start + _ROWS, total)) for start in range(0, total, _ROWS)]
         idle = torch.cat([~self.block(rows, (0, total)).any(-1).squeeze(1) for rows in chunks], -1)
-        return replace(self, idle=idle) if bool(idle.any()) else self
+        return replace(self, idle=idle, _kinds={}, _others={}) if bool(idle.any()) else self
 
     def without_idle(self) -> "MaskBlocks":
         """The same where they read nothing."""
-        return self if self.idle is None else replace(self, idle=None, _kinds={}, _uncut=None)
+        return self if self.idle is None else replace(self, idle=None, _kinds={}, _others={})
 
     def of_one_rank(self, attend: Callable[..., Any] | None = None) -> "MaskBlocks":
         """The same for a rank that has all tokens, of some heads or (``attend`` answers) of all."""
-        if self._uncut is None:
-            self._uncut = replace(self, batch=replace(self.batch, split=Split(self.batch.split.total, 1), rank=0))
-        return self._uncut if attend is None else replace(self._uncut, attend=attend)
+        if 1 not in self._others:
+            self._others[1] = replace(
+                self, batch=replace(self.batch, split=Split(self.batch.split.total, 1), rank=0), _others={}
+            )
+        return self._others[1] if attend is None else replace(self._others[1], attend=attend)
+
+    def of_groups(self, size: int) -> "MaskBlocks":
+        """The same for groups of ``size`` ranks each, which have tokens together."""
+        batch = self.batch
+        if batch.split.size == size:
+            return self.of_one_rank()
+        if -size not in self._others:
+            split = Split(batch.split.total, batch.split.size // size, size)
+            self._others[-size] = replace(self, batch=replace(batch, split=split, rank=batch.rank // size), _others={})
+        return self._others[-size]
 
     def is_plain(self) -> bool:
         """Whether it is the causal mask and nothing else."""

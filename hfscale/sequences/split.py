@@ -22,22 +22,28 @@ class Split:
         ...                                    et al. 2023, striped attention, for the same end)
 
     Nothing is padded: lengths differ by two tokens at most, and a piece may be empty.
+
+    Attributes:
+        together: how many consecutive ones of those ranks count as one here, which has the tokens of all of them.
     """
 
     total: int
     size: int
+    together: int = 1
 
     @cached_property
     def _ends(self) -> tuple[int, ...]:
-        count = 2 * self.size
+        count = 2 * self.size * self.together
         return tuple(accumulate((self.total // count + (i < self.total % count) for i in range(count)), initial=0))
 
     def pieces(self, rank: int) -> tuple[Interval, ...]:
         """The intervals of ``rank``, in order."""
         if self.size == 1:
             return ((0, self.total),)
-        ends = self._ends
-        return tuple((ends[index], ends[index + 1]) for index in (rank, 2 * self.size - 1 - rank))
+        ends, last = self._ends, 2 * self.size * self.together - 1
+        members = range(rank * self.together, (rank + 1) * self.together)
+        found = ((ends[i], ends[i + 1]) for member in members for i in (member, last - member))
+        return tuple(sorted(found))
 
     def length(self, rank: int) -> int:
         """How many tokens ``rank`` has."""
@@ -56,3 +62,9 @@ class Split:
     def order(self) -> Tensor:
         """Where each token of the sequence is when all ranks' lie side by side, in rank order: ``[total]``."""
         return torch.cat([self.places(rank) for rank in range(self.size)]).argsort()
+
+    def members(self, rank: int) -> list[Tensor]:
+        """Of the tokens of ``rank``, in order, which are whose of the ranks that count together as it."""
+        alone, own = Split(self.total, self.size * self.together), self.places(rank)
+        first = rank * self.together
+        return [torch.searchsorted(own, alone.places(member)) for member in range(first, first + self.together)]

@@ -3,15 +3,17 @@
 ::
 
     [b, h, s/n, d] --all-to-all--> [b, h/n, s, d]      backward: the same exchange the other way
+
+Where ranks are more than heads can be shared out to, groups of them do that with the tokens they have together, and
+keys travel around a ring of such groups (Fang and Zhao 2024).
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from ...sequences.split import Split
 
 
 def fits(heads: int, key_heads: int, size: int) -> bool:
@@ -24,55 +26,68 @@ def replicated(x: Tensor, size: int) -> Tensor:
     return x if x.shape[1] >= size else x.repeat_interleave(size // x.shape[1], 1)
 
 
-def heads_of_tokens(x: Tensor, split: Split, group: dist.ProcessGroup) -> Tensor:
-    """``[b, h, s of this rank, d]`` -> ``[b, h / n, s, d]``, in the order of the sequence; differentiable."""
-    found: Tensor = _ToHeads.apply(x, split, group)
-    return found
+class HeadExchange:
+    """Tokens for heads and back, between ranks that have parts of the same sequences; differentiable.
 
+    Args:
+        members: of each of these ranks, which tokens it has of those that they have together.
+        group: the ranks.
+    """
 
-def tokens_of_heads(x: Tensor, split: Split, group: dist.ProcessGroup) -> Tensor:
-    """``[b, h / n, s, d]`` -> ``[b, h, s of this rank, d]``; differentiable."""
-    found: Tensor = _ToTokens.apply(x, split, group)
-    return found
+    def __init__(self, members: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+        self.members, self.group = list(members), group
+        self.order = torch.cat(self.members).argsort()
+        self.own = dist.get_rank(group)
+
+    def to_heads(self, x: Tensor) -> Tensor:
+        """``[b, h, s of this rank, d]`` -> ``[b, h / n, s of all, d]``, in the order of the sequence."""
+        found: Tensor = _ToHeads.apply(x, self)
+        return found
+
+    def to_tokens(self, x: Tensor) -> Tensor:
+        """``[b, h / n, s of all, d]`` -> ``[b, h, s of this rank, d]``."""
+        found: Tensor = _ToTokens.apply(x, self)
+        return found
 
 
 class _ToHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, split: Split, group: dist.ProcessGroup) -> Tensor:
-        ctx.arguments = split, group
-        return _to_heads(x, split, group)
+    def forward(ctx: Any, x: Tensor, exchange: HeadExchange) -> Tensor:
+        ctx.exchange = exchange
+        return _to_heads(x, exchange)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _to_tokens(grads[0], *ctx.arguments), None, None
+        return _to_tokens(grads[0], ctx.exchange), None
 
 
 class _ToTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, split: Split, group: dist.ProcessGroup) -> Tensor:
-        ctx.arguments = split, group
-        return _to_tokens(x, split, group)
+    def forward(ctx: Any, x: Tensor, exchange: HeadExchange) -> Tensor:
+        ctx.exchange = exchange
+        return _to_tokens(x, exchange)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _to_heads(grads[0], *ctx.arguments), None, None
+        return _to_heads(grads[0], ctx.exchange), None
 
 
-def _to_heads(x: Tensor, split: Split, group: dist.ProcessGroup) -> Tensor:
+def _to_heads(x: Tensor, exchange: HeadExchange) -> Tensor:
     b, h, _, d = x.shape
-    parts = list(x.chunk(split.size, 1))
-    received = _exchanged(parts, [(b, h // split.size, length, d) for length in split.lengths], group)
-    return torch.cat(received, 2).index_select(2, split.order.to(x.device))
+    size = len(exchange.members)
+    shapes = [(b, h // size, len(member), d) for member in exchange.members]
+    received = _exchanged(list(x.chunk(size, 1)), shapes, exchange.group)
+    return torch.cat(received, 2).index_select(2, exchange.order.to(x.device))
 
 
-def _to_tokens(x: Tensor, split: Split, group: dist.ProcessGroup) -> Tensor:
+def _to_tokens(x: Tensor, exchange: HeadExchange) -> Tensor:
     b, h, _, d = x.shape
-    parts = [x.index_select(2, split.places(rank).to(x.device)) for rank in range(split.size)]
-    own = split.length(dist.get_rank(group))
-    return torch.cat(_exchanged(parts, [(b, h, own, d)] * split.size, group), 1)
+    parts = [x.index_select(2, member.to(x.device)) for member in exchange.members]
+    own = len(exchange.members[exchange.own])
+    return torch.cat(_exchanged(parts, [(b, h, own, d)] * len(parts), exchange.group), 1)
 
 
-def _exchanged(parts: list[Tensor], shapes: list[tuple[int, ...]], group: dist.ProcessGroup) -> list[Tensor]:
+def _exchanged(parts: list[Tensor], shapes: Sequence[tuple[int, ...]], group: dist.ProcessGroup) -> list[Tensor]:
     """Send ``parts[r]`` to rank ``r``; what comes from rank ``r`` has the shape ``shapes[r]``."""
     sizes = [torch.Size(shape).numel() for shape in shapes]
     received = parts[0].new_empty(sum(sizes))

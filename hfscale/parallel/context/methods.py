@@ -1,16 +1,15 @@
 """One call of attention over context ranks, by the method that the plan or its shapes choose."""
 
-from typing import Any
-
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...mesh import Mesh, context_groups
+from ...sequences import Split
 from ...sequences.attention import read
-from ...sequences.engine import OwnBlocks
+from ...sequences.engine import OwnBlocks, Source
 from ...sequences.masks import MaskBlocks
 from ...sequences.seam import AttentionCall
 from .gathered import GatheredBlocks
-from .heads import fits, heads_of_tokens, replicated, tokens_of_heads
+from .heads import HeadExchange, fits, replicated
 from .ring import RingBlocks
 
 
@@ -19,27 +18,41 @@ class ContextAttention:
 
     Args:
         method: one of :data:`hfscale.config.CP_METHODS`.
+        together: of ``heads_ring``, how many ranks share out heads.
     """
 
-    def __init__(self, method: str, group: dist.ProcessGroup) -> None:
-        self._method, self._group = method, group
+    def __init__(self, method: str, mesh: Mesh, together: int) -> None:
+        group = mesh.group("cp")
+        assert group is not None
+        self._method, self._group, self._together = method, group, together
+        if method == "heads_ring":
+            self._near, self._far = context_groups(mesh, together)
 
     def __call__(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: MaskBlocks, call: AttentionCall
     ) -> Tensor:
         """See :data:`hfscale.sequences.seam.Attend`."""
-        split, group = mask.batch.split, self._group
+        split = mask.batch.split
         method = choose(self._method, q.shape[1], k.shape[1], split.size)
         if method == "heads":
-            k, v = replicated(k, split.size), replicated(v, split.size)
-            q, k, v = (heads_of_tokens(x, split, group) for x in (q, k, v))
-            sinks = None if call.sinks is None else call.sinks.chunk(split.size)[dist.get_rank(group)]
-            return tokens_of_heads(read(q, k, v, sinks, mask.of_one_rank(), call, OwnBlocks()), split, group)
-        ring = method == "ring"
-        source: Any = (
-            RingBlocks(split.lengths, mask.batch.rank, group) if ring else GatheredBlocks(split.lengths, group)
-        )
+            return self._by_heads(q, k, v, mask, call, split.size)
+        if method == "heads_ring" and fits(q.shape[1], k.shape[1], self._together):
+            return self._by_heads(q, k, v, mask, call, self._together)
+        source: Source = GatheredBlocks(split.lengths, self._group)
+        if method != "gather":
+            source = RingBlocks(split.lengths, mask.batch.rank, self._group)
         return read(q, k, v, call.sinks, mask, call, source)
+
+    def _by_heads(self, q: Tensor, k: Tensor, v: Tensor, mask: MaskBlocks, call: AttentionCall, size: int) -> Tensor:
+        """Some heads of the tokens that ``size`` ranks have together, and of other such groups' around a ring."""
+        every, together = mask.batch.split.size, mask.of_groups(size)
+        split, rank = Split(together.batch.split.total, every // size, size), mask.batch.rank // size
+        exchange = HeadExchange(split.members(rank), self._group if size == every else self._near)
+        k, v = replicated(k, size), replicated(v, size)
+        q, k, v = (exchange.to_heads(x) for x in (q, k, v))
+        sinks = None if call.sinks is None else call.sinks.chunk(size)[exchange.own]
+        source: Source = OwnBlocks() if size == every else RingBlocks(split.lengths, rank, self._far)
+        return exchange.to_tokens(read(q, k, v, sinks, together, call, source))
 
 
 def choose(method: str, heads: int, key_heads: int, size: int) -> str:

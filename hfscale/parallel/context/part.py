@@ -38,11 +38,12 @@ class ContextParallel(Part):
         if group is None:
             return
         self._seam = Seam(attention_configs(model))
-        self._attend = ContextAttention(str(runtime.mesh.layout.cp_method), group)
+        planned = runtime.plan.context
+        assert planned is not None
+        self._attend = ContextAttention(planned.method, runtime.mesh, planned.together)
         ask_for_all_positions(model)
         mixers = WholeSequences(TokenGather(group), self._of_length.get)
-        assert runtime.plan.context is not None
-        for name in filter(runtime.is_local, runtime.plan.context.whole):
+        for name in filter(runtime.is_local, planned.whole):
             mixers.install(model.get_submodule(name))
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
         model.register_forward_hook(self._end, always_call=True)

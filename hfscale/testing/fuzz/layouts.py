@@ -24,7 +24,7 @@ def choose_layout(random: Random, experts: bool) -> dict[str, Any]:
         if random.random() < 0.25:
             layout["overlap"] = False
     if sizes["cp"] > 1:
-        layout["cp_method"] = random.choice(("auto", "gather", "ring", "heads"))
+        layout["cp_method"] = random.choice(("auto", "gather", "ring", "heads", "heads_ring"))
     if experts and random.random() < 0.65:
         layout.update(_experts(random, sizes))
     if sizes["pp"] > 1:

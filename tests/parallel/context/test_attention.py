@@ -167,3 +167,14 @@ def test_all_ranks_have_the_same_work(size: int) -> None:
 def test_what_auto_means(heads: int, keys: int, size: int, method: str) -> None:
     assert choose("auto", heads, keys, size) == method
     assert choose("ring", heads, keys, size) == "ring"
+
+
+@pytest.mark.parametrize("total", [9, 16, 33])
+@pytest.mark.parametrize("together", [1, 2, 4])
+def test_ranks_that_count_together_have_the_tokens_of_all_of_them(total: int, together: int) -> None:
+    alone, grouped = Split(total, 4), Split(total, 4 // together, together)
+    for rank in range(4 // together):
+        own = grouped.places(rank)
+        assert torch.equal(own, own.sort().values)
+        for member, which in zip(range(rank * together, (rank + 1) * together), grouped.members(rank), strict=True):
+            assert torch.equal(own[which], alone.places(member))

@@ -45,6 +45,22 @@ def test_four_ranks(pools: Pools, method: str) -> None:
     equal(pools, Case(tiny("llama"), lengths=(17, 7)), cp_size=4, cp_method=method)
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt_oss"])
+def test_heads_in_groups_around_a_ring(pools: Pools, family: str) -> None:
+    """Six heads are shared out to groups of two of four ranks."""
+    heads = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2}
+    if family == "gpt_oss":
+        case = Case(gpt_oss(**heads), hf_kwargs=EAGER, lengths=(17, 9))
+    else:
+        case = Case(tiny(family, **heads, **({"sliding_window": 5} if family == "mistral" else {})), lengths=(17, 9))
+    equal(pools, case, cp_size=4, cp_method="heads_ring")
+
+
+def test_heads_in_groups_with_other_axes(pools: Pools) -> None:
+    heads = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2}
+    equal(pools, Packed(tiny("llama", **heads), lengths=(17, 9)), cp_size=4, cp_method="heads_ring", dp_shard_size=2)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_sinks_and_windows_in_a_mixture(pools: Pools, method: str) -> None:
     equal(pools, Case(gpt_oss(), hf_kwargs=EAGER, lengths=ODD), cp_size=2, cp_method=method)
