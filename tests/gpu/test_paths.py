@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import hfscale
+from hfscale.sequences.kernels import Block, FlashOnCuda, ScoreKernel
 
 from ..mixtures import qwen3_moe
 from ..models import tiny
@@ -104,3 +105,22 @@ def test_a_dense_step_waits_for_nothing() -> None:
         hfscale.clip_grad_norm_(model, 1.0)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_flash_kernel_of_cut_sequences(causal: bool) -> None:
+    """Output, log-sum-exp and gradients over two blocks of keys, against the kernel that holds scores."""
+    generator = torch.Generator("cuda").manual_seed(3)
+
+    def draw(heads: int) -> torch.Tensor:
+        return torch.randn(2, heads, 256, 64, generator=generator, device="cuda", dtype=torch.bfloat16)
+
+    q, k, v, grad = draw(8), draw(2), draw(2), draw(8)
+    fast, slow, block = FlashOnCuda(0.125), ScoreKernel(0.125), Block(causal=causal)
+    found, wanted = fast.forward(q, k, v, block), slow.forward(q, k, v, block)
+    torch.testing.assert_close(found[0], wanted[0], rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(found[1].float(), wanted[1].float(), rtol=1e-3, atol=1e-2)
+    for one, other in zip(
+        fast.backward(grad, q, k, v, *found, block), slow.backward(grad, q, k, v, *wanted, block), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=5e-2, atol=5e-2)
