@@ -210,22 +210,33 @@ def sweep_context(chosen: list[str], pool: RankPool) -> Section:
         config, _ = trainable(family)
         if config is None:
             continue
-        judged = [measure(Case(config, lengths=(13, 8)), layout, pool) for layout in CONTEXT.values()]
-        whole = whole_modules(config) if judged[0][0] == "equal" else ""
+        case, remarks = cut_case(config)
+        judged = [measure(case, layout, pool) for layout in CONTEXT.values()]
         columns.append([kind for kind, _ in judged])
         details = dict.fromkeys(detail for kind, detail in judged if not kind.startswith("equal"))
-        rows.append(f"| {family} | {' | '.join(columns[-1])} | {'; '.join(filter(None, [whole, *details]))} |")
+        rows.append(f"| {family} | {' | '.join(columns[-1])} | {'; '.join([*remarks, *details])} |")
         if chosen:
             tqdm.write(rows[-1])
     summary = "; ".join(f"{name}: {count([kinds[index] for kinds in columns])}" for index, name in enumerate(CONTEXT))
     return Section(f"{len(rows)} families; {summary}", rows, [kind for kinds in columns for kind in kinds])
 
 
-def whole_modules(config: Any) -> str:
-    """What each rank runs on whole sequences, in words."""
-    planned = hfscale.plan(config, next(iter(CONTEXT.values()))).context
-    names = dict.fromkeys(name.rpartition(".")[2] for name in planned.whole) if planned is not None else {}
-    return f"{', '.join(names)} on whole sequences" if names else ""
+def cut_case(config: Any) -> tuple[Case, list[str]]:
+    """A case with what the family takes, and what is to be said of it."""
+    case = Case(config, lengths=(13, 8))
+    try:
+        planned = hfscale.plan(config, next(iter(CONTEXT.values())), dtype=torch.float64)
+    except Exception:  # measured, and named, again
+        return case, []
+    assert planned.context is not None
+    names = dict.fromkeys(name.rpartition(".")[2] for name in planned.context.whole)
+    remarks = [f"{', '.join(names)} on whole sequences"] if names else []
+    if not planned.context.pads:
+        case.rows = 1  # the second would be padded
+        remarks.append("rows without padding only")
+    if any(planned_parameter.dtype != torch.float64 for planned_parameter in planned.owned()):
+        case.build = "parallelize"  # data ranks hold parameters that cannot be given another type afterwards
+    return case, remarks
 
 
 def sweep_variants(chosen: list[str], pool: RankPool) -> Section:

@@ -31,8 +31,8 @@ class WholeSequences:
     def __init__(self, gather: Gather, of_length: Callable[[int], CutBatch | None]) -> None:
         self._gather, self._of_length = gather, of_length
 
-    def install(self, module: nn.Module) -> None:
-        """Hook a mixer."""
+    def install(self, module: nn.Module) -> list[Any]:
+        """Hook a mixer; returns the handles of the hooks."""
         running: list[CutBatch | None] = []
 
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -47,8 +47,7 @@ class WholeSequences:
             batch = running.pop()
             return output if batch is None else own_tokens(output, batch)
 
-        module.register_forward_pre_hook(before, with_kwargs=True)
-        module.register_forward_hook(after)
+        return [module.register_forward_pre_hook(before, with_kwargs=True), module.register_forward_hook(after)]
 
     def _whole(self, name: str, value: Any, batch: CutBatch) -> Any:
         own = batch.split.length(batch.rank)

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from .._host.transformers.classes import takes_argument
+from .._host.transformers.hidden_states import hidden_states_of
 from ..errors import ConfigError
 from ..families.precision import keep_float64
 from .attention import read
 from .cut import CutBatch, cut_batch
 from .engine import OwnBlocks
 from .masks import MaskBlocks
-from .mixers import own_tokens
+from .mixers import WholeSequences, own_tokens
 from .rotary import ask_for_all_positions
 from .seam import Attend, AttentionCall, Seam, attention_configs
 from .split import Split
@@ -59,19 +60,27 @@ class _Mixers:
 
     def __init__(self, candidates: Sequence[nn.Module]) -> None:
         self._candidates, self._handles = candidates, list[Any]()
-        self._outputs: dict[int, list[Any]] = {}
+        self._calls_of: dict[int, list[tuple[Any, Any]]] = {}
         self._calls: dict[int, int] = {}
         self._part: CutBatch | None = None
         self._records = False
         self.mix: set[type] = set()
 
     def __enter__(self) -> "_Mixers":
-        self._handles = [module.register_forward_hook(self._after) for module in self._candidates]
+        self._handles = [m.register_forward_hook(self._after, with_kwargs=True) for m in self._candidates]
         return self
 
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
+
+    def found(self) -> list[nn.Module]:
+        """The modules that mix."""
+        return [module for module in self._candidates if type(module) in self.mix]
+
+    def rest(self) -> None:
+        """Nothing is compared from here on."""
+        self._records, self._part = False, None
 
     def record(self) -> None:
         """A pass over whole sequences begins."""
@@ -81,22 +90,28 @@ class _Mixers:
         """A pass over a part begins."""
         self._records, self._part, self._calls = False, part, {}
 
-    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        given = hidden_states_of(args, kwargs)
         if self._records:
-            self._outputs.setdefault(id(module), []).append(output)
+            self._calls_of.setdefault(id(module), []).append((given, output))
             return output
         if self._part is None:
             return output
         call = self._calls[id(module)] = self._calls.get(id(module), -1) + 1
-        whole = self._outputs[id(module)][call]
-        wanted = own_tokens(whole, self._part)
-        first, expected, every = (x[0] if isinstance(x, tuple) else x for x in (output, wanted, whole))
-        if not isinstance(every, Tensor) or every.ndim < 3 or every.shape[1] != _TOKENS:
+        whole_given, whole = self._calls_of[id(module)][call]
+        first, every = (x[0] if isinstance(x, (tuple, list)) else x for x in (output, whole))
+        if not _of_tokens(whole_given) or not _of_tokens(every):
             return output  # of tokens that are laid out in another way, the model's output tells
-        if apart(first, expected, {}) <= _TOLERANCE:
+        if apart(given, own_tokens(whole_given, self._part), {}) > _TOLERANCE:
+            return output  # something before it mixes
+        if apart(first, own_tokens(every, self._part), {}) <= _TOLERANCE:
             return output
         self.mix.add(type(module))
-        return wanted
+        return own_tokens(whole, self._part)
+
+
+def _of_tokens(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.ndim > 2 and x.shape[1] == _TOKENS
 
 
 def _compare(model: Any, batch: dict[str, Tensor], mixers: _Mixers) -> str:
@@ -120,8 +135,43 @@ def _compare(model: Any, batch: dict[str, Tensor], mixers: _Mixers) -> str:
                 return "something besides attention reads other tokens of a sequence, or counts them"
             if not here.sees_as(alone):
                 return "its mask is made of more than places and padding"
+        return _compare_gathered(model, batch, seam, mixers)
     finally:
         seam.remove()
+
+
+def _compare_gathered(model: Any, batch: dict[str, Tensor], seam: Seam, mixers: _Mixers) -> str:
+    """Once more, with mixers that are given whole sequences, as a run does it: what they are given must be tokens."""
+    mixers.rest()
+    tape, tape_place = list[Tensor](), [0]
+
+    def record_or_play(x: Tensor, part: CutBatch) -> Tensor:
+        if part.split.size == 1:
+            tape.append(x)
+            return x
+        whole, tape_place[0] = tape[tape_place[0]], tape_place[0] + 1
+        return whole
+
+    gathered = WholeSequences(record_or_play, lambda _: None)
+    handles = [handle for module in mixers.found() for handle in gathered.install(module)]
+    try:
+        takes_positions = takes_argument(model, "position_ids")
+        wanted = _passed(model, seam, *cut_batch(batch, 1, 0, 0, takes_positions), _whole_attention)
+        if apart(wanted, _run(model, batch), batch) > _TOLERANCE:
+            return "a mixer in it cannot be given whole sequences"
+        if not handles:
+            return ""
+        tape.clear()
+        alone = _passed(model, seam, *cut_batch(batch, 1, 0, 0, takes_positions), _OneToken())
+        for rank in range(_PARTS):
+            tape_place[0] = 0
+            part, own = cut_batch(batch, _PARTS, rank, 0, takes_positions)
+            mask = {"attention_mask": batch["attention_mask"][:, part.places]} if "attention_mask" in batch else {}
+            if apart(_passed(model, seam, part, own, _OneToken()), alone[:, part.places], mask) > _TOLERANCE:
+                return "a mixer in it is given more than tokens and their padding"
+    finally:
+        for handle in handles:
+            handle.remove()
     return ""
 
 
