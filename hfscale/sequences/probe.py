@@ -116,9 +116,8 @@ def _of_tokens(x: Any) -> bool:
 
 def _compare(model: Any, batch: dict[str, Tensor], mixers: _Mixers) -> str:
     stock = _run(model, batch)
-    seam = Seam(attention_configs(model))
+    seam, handles = Seam(attention_configs(model)), ask_for_all_positions(model)
     try:
-        ask_for_all_positions(model)
         whole, rest = cut_batch(batch, 1, 0, 0, takes_argument(model, "position_ids"))
         if apart(_passed(model, seam, whole, rest, _whole_attention), stock, batch) > _TOLERANCE:
             return "its attention is not the usual one"
@@ -138,6 +137,8 @@ def _compare(model: Any, batch: dict[str, Tensor], mixers: _Mixers) -> str:
         return _compare_gathered(model, batch, seam, mixers)
     finally:
         seam.remove()
+        for handle in handles:
+            handle.remove()
 
 
 def _compare_gathered(model: Any, batch: dict[str, Tensor], seam: Seam, mixers: _Mixers) -> str:

@@ -10,13 +10,19 @@ _BY_LENGTH = ("dynamic", "longrope")
 """The host's kinds of rotary embeddings that look at the largest position (Peng et al. 2023; Ding et al. 2024)."""
 
 
-def ask_for_all_positions(model: nn.Module) -> None:
-    """Have those embeddings in ``model`` compute all positions of a cut sequence, and return this rank's."""
+def ask_for_all_positions(model: nn.Module) -> list[Any]:
+    """Have those embeddings in ``model`` compute all positions of a cut sequence, and return this rank's.
+
+    Returns:
+        the handles of the hooks that do it.
+    """
+    handles = list[Any]()
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         if any(kind in _BY_LENGTH for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])):
-            module.register_forward_pre_hook(_all_positions, with_kwargs=True)
-            module.register_forward_hook(_own_positions)
+            handles.append(module.register_forward_pre_hook(_all_positions, with_kwargs=True))
+            handles.append(module.register_forward_hook(_own_positions))
+    return handles
 
 
 def _all_positions(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -237,6 +237,15 @@ def test_families_that_read_other_tokens_are_refused_by_the_plan(family: str, wo
         hfscale.plan(config_of(family), ParallelConfig(cp_size=2))
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_rotary_embeddings_that_look_at_the_length(pools: Pools, method: str) -> None:
+    """Longer than what the family was trained on, as a whole; a part of it is not."""
+    factors = {"long_factor": [4.0] * 4, "short_factor": [1.0] * 4, "original_max_position_embeddings": 12}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
+    config = tiny("llama", rope_parameters=rope, max_position_embeddings=64)
+    equal(pools, Case(config, lengths=(17, 9)), cp_size=2, cp_method=method)
+
+
 def test_recomputed_and_frozen(pools: Pools) -> None:
     case = Case(tiny("llama"), checkpointing=True, frozen=("layers.0", "embed"), lengths=ODD)
     equal(pools, case, cp_size=2)
