@@ -11,6 +11,7 @@ from .._host.transformers.classes import from_config
 from .._host.transformers.experts import use_eager_experts
 from ..families.clone import LAYERS, tiny_clone
 from ..families.fields import HEAD_FIELDS, field, first_count, text_config
+from ..families.unwritable import UNWRITABLE
 from ..plan.modules import ContextPlan
 from ..plan.parameter import wild_name
 from ..sequences.probe import find_mixing
@@ -35,6 +36,9 @@ def plan_context(draft: Draft) -> None:
             f"cp_size={size} does not fit {family!r}: sequences are cut where train_step shifts the labels of a causal "
             f"language model, and this loss is another{f' ({draft.no_step})' if draft.no_step else ''}: use cp_size=1"
         )
+        return
+    if family in UNWRITABLE:
+        draft.problem(f"{draft.layout.describe()} does not fit {family!r} with {UNWRITABLE[family]}: use one process")
         return
     layers = _in_layers(draft.model)
     found = _find(draft, layers)

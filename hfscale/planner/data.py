@@ -1,7 +1,6 @@
 """Plan the data axes: shards of parameters, and what FSDP2 cannot hold."""
 
 from ..config import ParallelConfig
-from ..families.unwritable import UNWRITABLE
 from ..plan.cut import Cut
 from ..plan.parameter import wild_name
 from ..plan.reductions import data_axes
@@ -17,11 +16,8 @@ def plan_data(draft: Draft) -> None:
                 "dp_shard_size=1 and dp_replicate_size=1"
             )
 
-    family = draft.config.model_type
     if draft.layout.data_world > 1:
         _refuse_layers_left_out(draft)
-    if draft.layout.data_world > 1 and family in UNWRITABLE:
-        draft.problem(f"{draft.layout.describe()} does not fit {family!r} with {UNWRITABLE[family]}: use one process")
 
 
 def _refuse_layers_left_out(draft: Draft) -> None:

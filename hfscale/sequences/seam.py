@@ -13,7 +13,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._host.transformers.attention import answer, implementation_of, set_implementation, without_looking_for_documents
+from .._host.transformers.attention import (
+    answer,
+    asks_for_attention,
+    implementation_of,
+    set_implementation,
+    without_looking_for_documents,
+)
 from .._host.transformers.classes import class_name
 from ..errors import ConfigError
 from .cut import CutBatch
@@ -99,7 +105,7 @@ def attention_configs(model: Any) -> list[Any]:
     found = {id(text): text}
     for module in model.modules():
         config = getattr(module, "config", None)
-        if config is not None and type(config) is type(text) and hasattr(config, "_attn_implementation"):
+        if config is not None and type(config) is type(text) and asks_for_attention(config):
             found.setdefault(id(config), config)
     return list(found.values())
 

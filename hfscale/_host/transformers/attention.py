@@ -74,6 +74,11 @@ def _function_of(host: str, module: nn.Module) -> Callable[..., Any]:
     return found
 
 
+def asks_for_attention(config: Any) -> bool:
+    """Whether a config says by which implementation its modules attend."""
+    return hasattr(config, "_attn_implementation")
+
+
 def implementation_of(config: Any) -> str:
     """The name of a config's attention implementation."""
     return str(config._attn_implementation)
