@@ -7,16 +7,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._host.transformers.classes import from_config
 from .._host.transformers.experts import use_eager_experts
-from ..families.clone import LAYERS, tiny_clone
+from ..families.clone import LAYERS
 from ..families.fields import HEAD_FIELDS, field, first_count, text_config
 from ..families.unwritable import UNWRITABLE
 from ..plan.modules import ContextPlan
 from ..plan.parameter import wild_name
+from ..sequences import heads_fit
 from ..sequences.probe import find_mixing
 from .draft import Draft
-from .sequence import TOKENWISE
+from .probe import tiny_model_of
+from .sequence import is_tokenwise
 
 _NO_CLONE = "no tiny clone of it can be built, on which to prove what reads which tokens"
 _WINDOWS = ("sliding_window", "attention_chunk_size")
@@ -74,9 +75,10 @@ class _Reading:
 
 def _find(draft: Draft, layers: dict[str, nn.Module]) -> _Reading:
     """What reads other tokens, found on a clone that has every kind of module that is in the model's ``layers``."""
+    own_class: Any = type(draft.model)
     unseen = list[str]()
     for count in (_kinds_of_layers(draft.config), _MANY):  # some kinds come every few layers only
-        found = _reading(type(draft.model), _clone_config(draft.config, count))
+        found = _proved(own_class, _Key(draft.config), count)
         if found.mixing:
             return found
         unseen = [name for name, m in layers.items() if type(m) not in found.seen and not _is_tokenwise(draft, name, m)]
@@ -99,19 +101,13 @@ class _Key:
         return hash(self._said)
 
 
-def _reading(kind: type, config: Any | None) -> _Reading:
-    return _Reading(_NO_CLONE) if config is None else _proved(kind, _Key(config))
-
-
 @lru_cache(maxsize=16)
-def _proved(kind: type, key: _Key) -> _Reading:
+def _proved(kind: Any, key: _Key, layers: int) -> _Reading:
     """Proved on a tiny model in float64; some take half a minute."""
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        try:
-            # What a family keeps in 32 bits by itself, too: nothing but the arithmetic is compared.
-            clone = from_config(kind, key.config, dtype=torch.float64).double()
-        except Exception:  # whatever stock code says of a clone it cannot build
-            return _Reading(_NO_CLONE)
+    clone = tiny_model_of(kind, key.config, torch.float64, layers=layers, **_short(key.config))
+    if clone is None:
+        return _Reading(_NO_CLONE)
+    clone = clone.double()  # what a family keeps in 32 bits by itself, too: nothing but the arithmetic is compared
     use_eager_experts(clone)  # the host's grouped products take no float64
     candidates = list(_in_layers(clone).values())
     mixing, kinds = find_mixing(clone, False, candidates)
@@ -124,7 +120,7 @@ def _proved(kind: type, key: _Key) -> _Reading:
 def _is_tokenwise(draft: Draft, name: str, module: nn.Module) -> bool:
     """Whether a module that the clone has not is known to treat each token by itself."""
     mixture = any(f"{each.name}.".startswith(f"{name}.") for each in draft.mixtures)
-    return mixture or isinstance(module, TOKENWISE) or any(word in type(module).__name__ for word in ("Norm", "MLP"))
+    return mixture or is_tokenwise(module) or "MLP" in type(module).__name__
 
 
 def _in_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -136,14 +132,6 @@ def _in_layers(model: nn.Module) -> dict[str, nn.Module]:
         for index, member in enumerate(module)
     ]
     return {f"{name}.{child}": module for name, member in listed for child, module in member.named_children()}
-
-
-def _clone_config(config: Any, layers: int) -> Any | None:
-    """Of a tiny clone, with windows and chunks that are shorter than what is tried."""
-    try:
-        return tiny_clone(config, layers=layers, **_short(config))
-    except Exception:  # whatever stock code says of fields that it does not like
-        return None
 
 
 def _short(config: Any) -> dict[str, int]:
@@ -165,7 +153,7 @@ def _share_out_heads(draft: Draft, size: int) -> int:
     config = text_config(draft.config)
     heads = (first_count(config, HEAD_FIELDS) or 0) // draft.tp
     keys = max(1, (first_count(config, _KEY_HEADS) or heads * draft.tp) // draft.tp)
-    fitting = [n for n in range(2, size + 1) if size % n == heads % n == 0 and (keys % n == 0 or n % keys == 0)]
+    fitting = [n for n in range(2, size + 1) if size % n == 0 and heads_fit(heads, keys, n)]
     if method == "heads_ring" and fitting:
         return max(fitting)
     if heads and size not in fitting:

@@ -9,15 +9,15 @@ from .draft import Draft
 
 def plan_data(draft: Draft) -> None:
     """Note what cannot be shared out to data ranks."""
-    for name, parameter in draft.named() if draft.layout.data_world > 1 else ():
+    if draft.layout.data_world == 1:
+        return
+    for name, parameter in draft.named():
         if parameter.ndim == 0:
             draft.problem(
                 f"{draft.layout.describe()}: {wild_name(name)} is a scalar, which FSDP2 cannot hold: use "
                 "dp_shard_size=1 and dp_replicate_size=1"
             )
-
-    if draft.layout.data_world > 1:
-        _refuse_layers_left_out(draft)
+    _refuse_layers_left_out(draft)
 
 
 def _refuse_layers_left_out(draft: Draft) -> None:

@@ -5,7 +5,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from inspect import signature
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .._host.torch import TorchDispatchMode, tree_leaves
-from .._host.transformers.classes import from_config
+from .._host.transformers.classes import from_config, takes_argument
 from .._host.transformers.hidden_states import hidden_states_of
 from ..families.clone import tiny_clone
 from ..families.expert_modules import takes_routes
@@ -35,9 +34,18 @@ def direct_children(modules: dict[str, Any], owner: str) -> list[str]:
 
 def tiny_model(model: Any) -> Any | None:
     """A tiny clone with real weights, where one can be built; in 32 bits, which every kernel of the host has."""
+    return tiny_model_of(type(model), model.config, torch.float32)
+
+
+def tiny_model_of(kind: Any, config: Any, dtype: torch.dtype, **changes: Any) -> Any | None:
+    """The same of a class and a config.
+
+    Args:
+        changes: as for :func:`hfscale.families.clone.tiny_clone`.
+    """
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         try:
-            return from_config(type(model), tiny_clone(model.config), dtype=torch.float32)
+            return from_config(kind, tiny_clone(config, **changes), dtype=dtype)
         except Exception:  # whatever stock code says of a clone it cannot build
             return None
 
@@ -169,7 +177,7 @@ class PassageProbe(_Probe):
             self._after(layer, self._leave)
         # Without values, the host's masks want a cache; with them, classes without attention want none.
         has_values = not next(model.parameters()).is_meta
-        may_choose = "use_cache" in signature(type(model).forward).parameters
+        may_choose = takes_argument(model, "use_cache")
         with _skipped_experts(modules.values()):
             self._run(model, **({"use_cache": False} if has_values and may_choose else {}))
         if not self.failure and (self._left, self._entered) != (self._count, self._count):

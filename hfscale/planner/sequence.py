@@ -13,7 +13,12 @@ from ..plan.parameter import wild_name
 from .draft import Draft
 from .probe import PROBED, EntryProbe, direct_children, probe_entry
 
-TOKENWISE = (*PROJECTIONS, nn.Dropout, nn.Identity, nn.Embedding)
+_TOKENWISE = (*PROJECTIONS, nn.Dropout, nn.Identity, nn.Embedding)
+
+
+def is_tokenwise(module: nn.Module) -> bool:
+    """Whether a module is known to treat each token by itself."""
+    return isinstance(module, _TOKENWISE) or "Norm" in type(module).__name__
 
 
 def share_evenly(total: int, size: int) -> list[int]:
@@ -103,7 +108,7 @@ def _gathered(draft: Draft, path: str, edges: set[str], mixtures: set[str]) -> I
     """Modules under ``path`` that are outside of all edges and may compute across tokens."""
     for name in direct_children(draft.modules, path):
         module = draft.modules[name]
-        if name in edges or name in mixtures or isinstance(module, TOKENWISE) or "Norm" in type(module).__name__:
+        if name in edges or name in mixtures or is_tokenwise(module):
             continue
         if any(edge.startswith(f"{name}.") for edge in edges):
             yield from _gathered(draft, name, edges, mixtures)

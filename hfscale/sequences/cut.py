@@ -4,13 +4,14 @@ Labels are shifted before anything is cut: what the last token of a piece predic
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .._host.transformers.computing import number_examples
 from ..errors import ConfigError
 from .split import Split
 
@@ -57,7 +58,7 @@ class CutBatch:
             for name in ("padding", "position_ids", "documents")
             if (value := getattr(self, name)) is not None
         }
-        return CutBatch(self.split, self.rank, **moved) if moved else self
+        return replace(self, **moved) if moved else self
 
     def whole_positions(self, device: torch.device) -> Tensor:
         """Positions of all tokens, ``[1 or b, s]``, as the host counts them where none are given."""
@@ -127,8 +128,8 @@ def _padding(mask: Any) -> Tensor | None:
 
 
 def _documents(positions: Tensor) -> Tensor | None:
-    """``[b, s]`` positions that restart where another example begins -> the number of the example of each token."""
-    documents = (torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+    """Which example of its row each token is in; ``None`` where every row is one."""
+    documents = number_examples(positions)
     return documents if bool(documents[:, -1].any()) else None
 
 

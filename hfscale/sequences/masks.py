@@ -17,6 +17,7 @@ from .cut import CutBatch
 from .split import Interval, Split
 
 SKIPPED, FULL, CAUSAL, MASKED = "skipped", "full", "causal", "masked"
+_NO_IDLE = 0  # among other views of a mask, which are known by how many ranks they take together
 _ROWS = 1024  # of a block, looked at at once
 
 
@@ -70,25 +71,23 @@ class MaskBlocks:
 
     def without_idle(self) -> "MaskBlocks":
         """The same where they read nothing."""
-        return self if self.idle is None else replace(self, idle=None, _kinds={}, _others={})
+        if self.idle is None:
+            return self
+        if _NO_IDLE not in self._others:  # every layer asks
+            self._others[_NO_IDLE] = replace(self, idle=None, _kinds={}, _others={})
+        return self._others[_NO_IDLE]
 
-    def of_one_rank(self, attend: Callable[..., Any] | None = None) -> "MaskBlocks":
-        """The same for a rank that has all tokens, of some heads or (``attend`` answers) of all."""
-        if 1 not in self._others:
-            self._others[1] = replace(
-                self, batch=replace(self.batch, split=Split(self.batch.split.total, 1), rank=0), _others={}
-            )
-        return self._others[1] if attend is None else replace(self._others[1], attend=attend)
+    def of_one_rank(self, attend: Callable[..., Any]) -> "MaskBlocks":
+        """The same for a rank that has all tokens, and whose attention ``attend`` answers."""
+        return replace(self.of_groups(self.batch.split.size), attend=attend)
 
     def of_groups(self, size: int) -> "MaskBlocks":
         """The same for groups of ``size`` ranks each, which have tokens together."""
-        batch = self.batch
-        if batch.split.size == size:
-            return self.of_one_rank()
-        if -size not in self._others:
-            split = Split(batch.split.total, batch.split.size // size, size)
-            self._others[-size] = replace(self, batch=replace(batch, split=split, rank=batch.rank // size), _others={})
-        return self._others[-size]
+        if size not in self._others:
+            split = Split(self.batch.split.total, self.batch.split.size // size, size)
+            batch = replace(self.batch, split=split, rank=self.batch.rank // size)
+            self._others[size] = replace(self, batch=batch, _others={})
+        return self._others[size]
 
     def is_plain(self) -> bool:
         """Whether it is the causal mask and nothing else."""

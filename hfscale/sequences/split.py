@@ -68,3 +68,8 @@ class Split:
         alone, own = Split(self.total, self.size * self.together), self.places(rank)
         first = rank * self.together
         return [torch.searchsorted(own, alone.places(member)) for member in range(first, first + self.together)]
+
+
+def heads_fit(heads: int, key_heads: int, size: int) -> bool:
+    """Whether ``size`` ranks can share out the heads: evenly, and each key head to whole ranks or the reverse."""
+    return heads % size == 0 and (key_heads % size == 0 or size % key_heads == 0)

@@ -1,13 +1,12 @@
 """What a step runs: its microbatches, compared between the ranks that share them, and the labels that count."""
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from .._host.transformers.classes import class_name
+from .._host.transformers.classes import class_name, takes_argument
 from .._host.transformers.computing import uses_flash_attention
 from ..errors import ConfigError
 from ..guards import without_gaps
@@ -40,7 +39,7 @@ def prepare(runtime: Runtime, batch: Batch | Sequence[Batch], train: bool) -> tu
         model = runtime.model
         microbatches = [each.like(with_borders(each, model)) if each.restarts else each for each in microbatches]
     microbatches = to_device(microbatches, mesh.device)
-    if _takes_use_cache(runtime.model):
+    if takes_argument(runtime.model, "use_cache"):
         for microbatch in microbatches:
             microbatch.setdefault("use_cache", False)  # a cache of keys and values is for generation
     return microbatches, torch.full((), max(total, 1), dtype=torch.int64, device=mesh.device)
@@ -101,7 +100,3 @@ def _microbatches(runtime: Runtime, batch: Batch | Sequence[Batch]) -> list[dict
     for part in runtime.parts:
         part.check_step(runtime, given)
     return given
-
-
-def _takes_use_cache(model: nn.Module) -> bool:
-    return "use_cache" in inspect.signature(model.forward).parameters

@@ -15,6 +15,11 @@ def uses_flash_attention(model: Any) -> bool:
     return "flash" in str(getattr(config, "_attn_implementation", None))
 
 
+def number_examples(position_ids: Tensor) -> Tensor:
+    """``[b, s]`` positions that begin anew with each example of a row -> which example of its row each token is in."""
+    return (torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+
+
 @contextmanager
 def packing(restarts: bool | None, given: bool) -> Iterator[None]:
     """Within: the host is told whether positions restart within rows, instead of asking the device in every pass.
@@ -34,8 +39,7 @@ def packing(restarts: bool | None, given: bool) -> Iterator[None]:
             return original(position_ids)
         if not restarts:
             return None
-        first = position_ids[:, :1] - 1
-        return (torch.diff(position_ids, prepend=first, dim=-1) != 1).cumsum(-1)
+        return number_examples(position_ids)
 
     masking_utils.find_packed_sequence_indices = known
     try:

@@ -9,16 +9,14 @@ keys travel around a ring of such groups (Fang and Zhao 2024).
 """
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-
-def fits(heads: int, key_heads: int, size: int) -> bool:
-    """Whether ``size`` ranks can share out the heads: evenly, and each key head to whole ranks or the reverse."""
-    return heads % size == 0 and (key_heads % size == 0 or size % key_heads == 0)
+from ...ops.all_to_all import all_to_all
 
 
 def replicated(x: Tensor, size: int) -> Tensor:
@@ -41,35 +39,26 @@ class HeadExchange:
 
     def to_heads(self, x: Tensor) -> Tensor:
         """``[b, h, s of this rank, d]`` -> ``[b, h / n, s of all, d]``, in the order of the sequence."""
-        found: Tensor = _ToHeads.apply(x, self)
+        found: Tensor = _Exchange.apply(x, self, True)
         return found
 
     def to_tokens(self, x: Tensor) -> Tensor:
         """``[b, h / n, s of all, d]`` -> ``[b, h, s of this rank, d]``."""
-        found: Tensor = _ToTokens.apply(x, self)
+        found: Tensor = _Exchange.apply(x, self, False)
         return found
 
 
-class _ToHeads(torch.autograd.Function):
+class _Exchange(torch.autograd.Function):
+    """One way forward, and the other backward."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: HeadExchange) -> Tensor:
-        ctx.exchange = exchange
-        return _to_heads(x, exchange)
+    def forward(ctx: Any, x: Tensor, exchange: HeadExchange, to_heads: bool) -> Tensor:
+        ctx.exchange, ctx.back = exchange, _to_tokens if to_heads else _to_heads
+        return (_to_heads if to_heads else _to_tokens)(x, exchange)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _to_tokens(grads[0], ctx.exchange), None
-
-
-class _ToTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: HeadExchange) -> Tensor:
-        ctx.exchange = exchange
-        return _to_tokens(x, exchange)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _to_heads(grads[0], ctx.exchange), None
+        return ctx.back(grads[0], ctx.exchange), None, None
 
 
 def _to_heads(x: Tensor, exchange: HeadExchange) -> Tensor:
@@ -89,8 +78,7 @@ def _to_tokens(x: Tensor, exchange: HeadExchange) -> Tensor:
 
 def _exchanged(parts: list[Tensor], shapes: Sequence[tuple[int, ...]], group: dist.ProcessGroup) -> list[Tensor]:
     """Send ``parts[r]`` to rank ``r``; what comes from rank ``r`` has the shape ``shapes[r]``."""
-    sizes = [torch.Size(shape).numel() for shape in shapes]
-    received = parts[0].new_empty(sum(sizes))
+    sizes = [prod(shape) for shape in shapes]
     flat = torch.cat([part.reshape(-1) for part in parts])
-    dist.all_to_all_single(received, flat, sizes, [part.numel() for part in parts], group=group)
+    received = all_to_all(flat, [part.numel() for part in parts], sizes, group)
     return [part.view(shape) for part, shape in zip(received.split(sizes), shapes, strict=True)]

@@ -3,13 +3,13 @@
 from torch import Tensor, nn
 
 from ...mesh import Mesh, context_groups
-from ...sequences import Split
+from ...sequences import heads_fit
 from ...sequences.attention import read
 from ...sequences.engine import OwnBlocks, Source
 from ...sequences.masks import MaskBlocks
 from ...sequences.seam import AttentionCall
 from .gathered import GatheredBlocks
-from .heads import HeadExchange, fits, replicated
+from .heads import HeadExchange, replicated
 from .ring import RingBlocks
 
 
@@ -36,7 +36,7 @@ class ContextAttention:
         method = choose(self._method, q.shape[1], k.shape[1], split.size)
         if method == "heads":
             return self._by_heads(q, k, v, mask, call, split.size)
-        if method == "heads_ring" and fits(q.shape[1], k.shape[1], self._together):
+        if method == "heads_ring" and heads_fit(q.shape[1], k.shape[1], self._together):
             return self._by_heads(q, k, v, mask, call, self._together)
         source: Source = GatheredBlocks(split.lengths, self._group)
         if method != "gather":
@@ -45,13 +45,14 @@ class ContextAttention:
 
     def _by_heads(self, q: Tensor, k: Tensor, v: Tensor, mask: MaskBlocks, call: AttentionCall, size: int) -> Tensor:
         """Some heads of the tokens that ``size`` ranks have together, and of other such groups' around a ring."""
-        every, together = mask.batch.split.size, mask.of_groups(size)
-        split, rank = Split(together.batch.split.total, every // size, size), mask.batch.rank // size
-        exchange = HeadExchange(split.members(rank), self._group if size == every else self._near)
+        together = mask.of_groups(size)
+        split, rank = together.batch.split, together.batch.rank
+        alone = split.size == 1
+        exchange = HeadExchange(split.members(rank), self._group if alone else self._near)
         k, v = replicated(k, size), replicated(v, size)
         q, k, v = (exchange.to_heads(x) for x in (q, k, v))
         sinks = None if call.sinks is None else call.sinks.chunk(size)[exchange.own]
-        source: Source = OwnBlocks() if size == every else RingBlocks(split.lengths, rank, self._far)
+        source: Source = OwnBlocks() if alone else RingBlocks(split.lengths, rank, self._far)
         return exchange.to_tokens(read(q, k, v, sinks, together, call, source))
 
 
@@ -64,4 +65,4 @@ def choose(method: str, heads: int, key_heads: int, size: int) -> str:
     if method != "auto":
         return method
     fewer = size > 2 / 3 * (heads / key_heads + 1)
-    return "heads" if fewer and fits(heads, key_heads, size) else "gather"
+    return "heads" if fewer and heads_fit(heads, key_heads, size) else "gather"

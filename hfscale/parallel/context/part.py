@@ -31,6 +31,7 @@ class ContextParallel(Part):
         self._attend: ContextAttention | None = None
         self._stack: list[ExitStack] = []
         self._of_length: dict[int, CutBatch] = {}
+        self._takes_positions = False
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Answer the model's attention; its other modules need not know."""
@@ -41,6 +42,7 @@ class ContextParallel(Part):
         planned = runtime.plan.context
         assert planned is not None
         self._attend = ContextAttention(planned.method, runtime.mesh, planned.together)
+        self._takes_positions = takes_argument(model, "position_ids")
         ask_for_all_positions(model)
         mixers = WholeSequences(TokenGather(group), self._of_length.get)
         for name in filter(runtime.is_local, planned.whole):
@@ -73,19 +75,18 @@ class ContextParallel(Part):
         size = runtime.mesh.layout.size("cp")
         if size == 1:
             return batch
-        assert runtime.loss is not None
-        takes_positions = takes_argument(runtime.model, "position_ids")
         planned = runtime.plan.context
-        mask = batch.get("attention_mask")
-        if mask is not None and planned is not None and not planned.pads and not bool(mask.all()):
+        assert runtime.loss is not None
+        assert planned is not None
+        whole, part = cut_batch(batch, size, runtime.mesh.ranks["cp"], runtime.loss.shift, self._takes_positions)
+        if whole.padding is not None and not planned.pads:
             raise ConfigError(
                 f"{runtime.plan.family!r} counts from where padding ends, which a rank with a part of a sequence does "
                 "not see: pack the examples into rows without padding, or use cp_size=1"
             )
-        whole, part = cut_batch(batch, size, runtime.mesh.ranks["cp"], runtime.loss.shift, takes_positions)
         self._of_length[whole.split.length(whole.rank)] = whole
         own = Microbatch({**part, _BATCH: whole})
-        own.shifted, own.restarts = True, False  # the host is not to look for examples in positions that jump
+        own.shifted = True  # and it restarts nowhere: the host is not to look for examples in positions that jump
         return own
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
