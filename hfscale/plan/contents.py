@@ -4,12 +4,29 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import TypeVar
 
 from ..config import ParallelConfig
-from .modules import AdapterParameter, BlockPlan, ContextPlan, ExpertsPlan, SequencePlan
+from .modules import AdapterParameter, BlockPlan, ExpertsPlan, SequencePlan
 from .parameter import ParameterPlan
 from .quantized import QuantizedPlan
 from .stages import StagePlan
+
+
+@dataclass(frozen=True)
+class Feature:
+    """What one feature of a layout has decided, beyond cuts and reductions of parameters.
+
+    A subclass holds the decisions as its fields, numbers and names alone. The part that runs the feature asks the plan
+    for it by its class; tables and programs read all of them.
+    """
+
+    def describe(self, plan: "PlanContents") -> list[str]:
+        """Lines for people, below the plan's table."""
+        raise NotImplementedError
+
+
+FeatureT = TypeVar("FeatureT", bound=Feature)
 
 
 @dataclass(frozen=True)
@@ -23,7 +40,7 @@ class PlanContents:
         layers: names of the layers, in order; an encoder's before its decoder's.
         blocks: the tensor-parallel blocks; empty where ``tp_size`` is 1.
         sequence_regions: the streams that are cut along the sequence, under sequence parallelism.
-        context: how sequences are cut over ranks; ``None`` where ``cp_size`` is 1.
+        features: what other features of the layout have decided, one entry each (:meth:`feature`).
         experts: the experts that are spread over ranks; empty where ``ep_size`` is 1.
         mixtures: the experts of every mixture, spread or not.
         embedding: name of the vocabulary-parallel embedding, if cut.
@@ -45,7 +62,7 @@ class PlanContents:
     head: str | None
     loss: str | None
     sequence_regions: tuple[SequencePlan, ...] = ()
-    context: ContextPlan | None = None
+    features: tuple[Feature, ...] = ()
     experts: tuple[ExpertsPlan, ...] = ()
     mixtures: tuple[ExpertsPlan, ...] = ()
     source: str = ""
@@ -77,6 +94,10 @@ class PlanContents:
         """Pairs of pipeline ranks that hold consecutive stages, each pair once, in order."""
         ranks = () if self.stages is None else self.stages.ranks
         return tuple(sorted({(min(a, b), max(a, b)) for a, b in pairwise(ranks) if a != b}))
+
+    def feature(self, kind: type[FeatureT]) -> FeatureT | None:
+        """What the feature of this class has decided; ``None`` where the layout does not ask for it."""
+        return next((feature for feature in self.features if isinstance(feature, kind)), None)
 
     def is_local(self, rank: int, name: str) -> bool:
         """Whether pipeline rank ``rank`` holds a parameter or module; not asked of what is on every stage."""

@@ -61,17 +61,9 @@ def describe_sequence(plan: PlanContents) -> list[str]:
     return lines
 
 
-def describe_context(plan: PlanContents) -> list[str]:
-    """How attention reads the tokens of other ranks."""
-    if plan.context is None:
-        return []
-    whole = ", ".join(dict.fromkeys(map(wild_name, plan.context.whole)))
-    mixers = f"; run on whole sequences by each: {whole}" if whole else ""
-    padding = "" if plan.context.pads else "; rows without padding only"
-    return [
-        f"sequences: each of {plan.layout.size('cp')} ranks has an early and a late piece of every sequence, and "
-        f"attention reads the others' ({plan.context.method}){mixers}{padding}"
-    ]
+def describe_features(plan: PlanContents) -> list[str]:
+    """What is a feature of its own in the plan."""
+    return [line for feature in plan.features for line in feature.describe(plan)]
 
 
 def describe_experts(plan: PlanContents) -> list[str]:
@@ -124,7 +116,7 @@ def describe_pipeline(plan: PlanContents) -> list[str]:
 _Describe = Callable[[PlanContents], list[str]]
 
 SECTIONS: tuple[tuple[_Describe, ...], ...] = (
-    (describe_tensor, describe_sequence, describe_context, describe_experts, describe_data, describe_quantization),
+    (describe_tensor, describe_sequence, describe_features, describe_experts, describe_data, describe_quantization),
     (describe_pipeline,),
 )
 """Every feature's description; an empty line follows each section that has any."""

@@ -73,6 +73,7 @@ def to_json(plan: PlanContents) -> str:
             "blocks": [_json_fields(block) for block in plan.blocks],
             "experts": [asdict(experts) for experts in plan.experts],
             "streams": [asdict(region) for region in plan.sequence_regions],
+            "features": {type(feature).__name__: asdict(feature) for feature in plan.features},
             "stages": asdict(plan.stages) if plan.stages else None,
             "embedding": plan.embedding,
             "head": plan.head,

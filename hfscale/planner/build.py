@@ -64,7 +64,7 @@ def _assemble(draft: Draft) -> Plan:
         loss=draft.loss,
         no_step=draft.no_step,
         sequence_regions=draft.sequence_regions,
-        context=draft.context,
+        features=tuple(draft.features),
         experts=draft.experts,
         mixtures=draft.mixtures,
         source=draft.blueprint.source if draft.blueprint and draft.blocks else "",

@@ -11,7 +11,7 @@ from .._host.transformers.experts import use_eager_experts
 from ..families.clone import LAYERS
 from ..families.fields import HEAD_FIELDS, field, first_count, text_config
 from ..families.unwritable import UNWRITABLE
-from ..plan.modules import ContextPlan
+from ..plan.context import ContextPlan
 from ..plan.parameter import wild_name
 from ..sequences import heads_fit
 from ..sequences.probe import find_mixing
@@ -53,7 +53,7 @@ def plan_context(draft: Draft) -> None:
             "given: use sequence_parallel=False"
         )
     together = _share_out_heads(draft, size)
-    draft.context = ContextPlan(str(draft.layout.cp_method), found.pads, whole, together)
+    draft.features.append(ContextPlan(str(draft.layout.cp_method), found.pads, whole, together))
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ from torch import Tensor, nn
 
 from ..config import ParallelConfig
 from ..families.blueprint import Blueprint
+from ..plan.contents import Feature
 from ..plan.cut import Cut
-from ..plan.modules import BlockPlan, ContextPlan, ExpertsPlan, SequencePlan
+from ..plan.modules import BlockPlan, ExpertsPlan, SequencePlan
 from ..plan.parameter import wild_name
 from ..plan.stages import StagePlan
 
@@ -46,7 +47,7 @@ class Draft:
         self.loss: str | None = None
         self.no_step = ""
         self.sequence_regions: tuple[SequencePlan, ...] = ()
-        self.context: ContextPlan | None = None
+        self.features: list[Feature] = []
         self.stages: StagePlan | None = None
 
     def problem(self, problem: str) -> None:

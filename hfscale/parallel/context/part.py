@@ -9,6 +9,7 @@ from torch import nn
 from ..._host.transformers.classes import takes_argument
 from ..._host.transformers.computing import recomputes
 from ...errors import ConfigError
+from ...plan.context import ContextPlan
 from ...runtime import Batch, Part, Runtime
 from ...runtime.batches import Microbatch
 from ...runtime.local_weights import LocalWeights
@@ -39,7 +40,7 @@ class ContextParallel(Part):
         if group is None:
             return
         self._seam = Seam(attention_configs(model))
-        planned = runtime.plan.context
+        planned = runtime.plan.feature(ContextPlan)
         assert planned is not None
         self._attend = ContextAttention(planned.method, runtime.mesh, planned.together)
         self._takes_positions = takes_argument(model, "position_ids")
@@ -57,7 +58,7 @@ class ContextParallel(Part):
 
     def check_step(self, runtime: Runtime, batches: Sequence[Batch]) -> None:
         """A recomputed mixer knows its sequences by how many tokens it is given."""
-        planned, size = runtime.plan.context, runtime.mesh.layout.size("cp")
+        planned, size = runtime.plan.feature(ContextPlan), runtime.mesh.layout.size("cp")
         self._of_length.clear()
         if planned is None or not planned.whole or not recomputes(runtime.model):
             return
@@ -75,7 +76,7 @@ class ContextParallel(Part):
         size = runtime.mesh.layout.size("cp")
         if size == 1:
             return batch
-        planned = runtime.plan.context
+        planned = runtime.plan.feature(ContextPlan)
         assert runtime.loss is not None
         assert planned is not None
         whole, part = cut_batch(batch, size, runtime.mesh.ranks["cp"], runtime.loss.shift, self._takes_positions)
