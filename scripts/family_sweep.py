@@ -30,6 +30,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import hfscale
 from hfscale.families.clone import tiny_clone
+from hfscale.plan.context import ContextPlan
 from hfscale.testing import Case, RankPool, measure_parity, plain
 from hfscale.testing.families import MIXED, config_of
 
@@ -228,10 +229,11 @@ def cut_case(config: Any) -> tuple[Case, list[str]]:
         planned = hfscale.plan(config, next(iter(CONTEXT.values())), dtype=torch.float64)
     except Exception:  # measured, and named, again
         return case, []
-    assert planned.context is not None
-    names = dict.fromkeys(name.rpartition(".")[2] for name in planned.context.whole)
+    found = planned.feature(ContextPlan)
+    assert found is not None
+    names = dict.fromkeys(name.rpartition(".")[2] for name in found.whole)
     remarks = [f"{', '.join(names)} on whole sequences"] if names else []
-    if not planned.context.pads:
+    if not found.pads:
         case.rows = 1  # the second would be padded
         remarks.append("rows without padding only")
     if any(planned_parameter.dtype != torch.float64 for planned_parameter in planned.owned()):

@@ -25,7 +25,7 @@ CASES: dict[str, tuple[str, dict[str, Any], bool, int]] = {
     "tensor_parallel: tp2, sequence": ("dense", {"tp_size": 2, "sequence_parallel": True}, False, 4),
     "tensor_parallel: one process": ("dense", {}, False, 4),
     "stages: 1f1b": ("dense", {"pp_size": 2, "num_microbatches": 8}, False, 8),
-    "stages: zbv": ("dense", {"pp_size": 2, "num_microbatches": 8, "schedule": "ZBVZeroBubble"}, False, 8),
+    "stages: zbv": ("dense", {"pp_size": 2, "num_microbatches": 8, "pipeline_schedule": "zbv"}, False, 8),
     "experts: ep2 over data ranks": ("mixture", {"dp_shard_size": 2, "ep_size": 2}, False, 4),
     "experts: ep2 over tensor ranks": ("mixture", {"tp_size": 2, "ep_size": 2}, False, 4),
     "finetune: LoRA, tp2": ("dense", {"tp_size": 2}, True, 4),
