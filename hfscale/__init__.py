@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .checkpoint import load_state, save_pretrained, save_state, verify_experts
     from .config import ParallelConfig
     from .memory.report import memory_estimate
+    from .memory_config import MemoryConfig
     from .optimizers import create_optimizer
     from .parallel.experts import ExpertLoad, ExpertLoadHistory, expert_load
     from .parallel.pipeline.record import record_schedule
@@ -29,6 +30,7 @@ __all__ = [
     "ExpertLoad",
     "ExpertLoadHistory",
     "HFScaleError",
+    "MemoryConfig",
     "MeshError",
     "ParallelConfig",
     "PlanError",
@@ -68,6 +70,7 @@ _MODULES = {
     ".parallel.experts": ["ExpertLoad", "ExpertLoadHistory", "expert_load"],
     ".routing_config": ["RoutingConfig"],
     ".memory.report": ["memory_estimate"],
+    ".memory_config": ["MemoryConfig"],
     ".optimizers": ["create_optimizer"],
     ".build": ["from_config", "from_pretrained", "parallelize", "plan"],
     ".parallel.pipeline.record": ["record_schedule"],

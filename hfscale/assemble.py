@@ -7,6 +7,7 @@ from torch import nn
 
 from .adapters import Adapters
 from .guards.part import SharedBatch, StockCode
+from .memory.recompute import Recomputation
 from .mesh import Mesh
 from .options import Options
 from .parallel.context import ContextParallel
@@ -36,6 +37,7 @@ def parts_of(adapters: Adapters | None) -> tuple[Part, ...]:
         *([adapters] if adapters is not None else []),
         VocabularyLoss(),
         ContextParallel(),
+        Recomputation(),
         RandomStreams(),
         SharedBatch(),
         ExpertRouting(),

@@ -13,6 +13,7 @@ from .arguments import check_layout, code_arguments, known_dtype, load_config, r
 from .assemble import assemble
 from .config import ParallelConfig
 from .errors import ConfigError
+from .memory_config import MemoryConfig
 from .mesh import build_mesh
 from .options import Options
 from .plan import Plan
@@ -30,7 +31,7 @@ def build(
 ) -> Any:
     """The one order: plan, meet the other ranks, take this rank's part, put adapters around it, make it compute."""
     options.check_fits(layout)
-    plan = source.plan(layout)
+    plan = source.plan(layout, options.memory)
     mesh = build_mesh(layout, plan.replicas, plan.ties, plan.neighbours)
     model, weights = source.load(plan, mesh)
     adapters = None
@@ -52,6 +53,7 @@ def from_pretrained(
     auto_class: Any = AutoModelForCausalLM,
     mixed_precision: str = "no",
     routing: RoutingConfig | None = None,
+    memory: MemoryConfig | None = None,
     peft_config: Any = None,
     seed: int = 0,
     **hf_kwargs: Any,
@@ -66,6 +68,7 @@ def from_pretrained(
         auto_class: the Auto class (or model class) to load with.
         mixed_precision: ``"no"``, or ``"bf16"``: compute in bfloat16 over weights kept in their own type.
         routing: how tokens find their experts, and what keeps those evenly busy; the model's own router by default.
+        memory: what the backward pass computes again instead of keeping it; nothing by default.
         peft_config: a PEFT config, whose adapters are put around the model's modules, or the path or Hub id of a saved
             adapter to go on training; :func:`hfscale.save_pretrained` then writes the adapter.
         seed: for parameters that the checkpoint does not have, and for new adapters.
@@ -77,7 +80,7 @@ def from_pretrained(
     Raises:
         ConfigError, PlanError, MeshError, CheckpointError: before any weight is read, except for damaged files.
     """
-    layout, options = check_layout(parallel, hf_kwargs), Options(mixed_precision, routing)
+    layout, options = check_layout(parallel, hf_kwargs), Options(mixed_precision, routing, memory)
     quantization = hf_kwargs.get("quantization_config")
     check_quantization(quantization)
     adapter = None if peft_config is None else read_config(peft_config)
@@ -98,6 +101,7 @@ def from_config(
     auto_class: Any = AutoModelForCausalLM,
     mixed_precision: str = "no",
     routing: RoutingConfig | None = None,
+    memory: MemoryConfig | None = None,
     peft_config: Any = None,
     seed: int = 0,
     **hf_kwargs: Any,
@@ -108,7 +112,7 @@ def from_config(
     ever holds more than its share and one whole layer. Arguments, result and errors are those of
     :func:`from_pretrained`; the model is in training mode, like the host's.
     """
-    layout, options = check_layout(parallel, hf_kwargs), Options(mixed_precision, routing)
+    layout, options = check_layout(parallel, hf_kwargs), Options(mixed_precision, routing, memory)
     if hf_kwargs.get("quantization_config") is not None:
         raise ConfigError(
             "from_config(quantization_config=...) would quantize random weights: quantize those of a checkpoint, with "
@@ -125,6 +129,7 @@ def parallelize(
     *,
     mixed_precision: str = "no",
     routing: RoutingConfig | None = None,
+    memory: MemoryConfig | None = None,
 ) -> Any:
     """Shard, in place, a whole stock model that is in memory and the same on every rank; returns it.
 
@@ -132,7 +137,7 @@ def parallelize(
         ConfigError: the model is distributed already, or has adapters.
         PlanError, MeshError: the layout does not fit it, or the processes that were started.
     """
-    layout, options = check_layout(parallel, {}), Options(mixed_precision, routing)
+    layout, options = check_layout(parallel, {}), Options(mixed_precision, routing, memory)
     reason = "hfscale already parallelized it" if find_runtime(model) else is_distributed_by_host(model)
     if reason:
         raise ConfigError(
@@ -152,6 +157,7 @@ def plan(
     parallel: ParallelConfig | None = None,
     *,
     auto_class: Any = AutoModelForCausalLM,
+    memory: MemoryConfig | None = None,
     **hf_kwargs: Any,
 ) -> Plan:
     """What would become of a model under a layout: no weights, no process group, no GPU. ``print`` it for a table.
@@ -165,7 +171,7 @@ def plan(
         config, rest = source, hf_kwargs
     else:
         config, rest = load_config(str(source), hf_kwargs)
-    return _outline(config, auto_class, rest, quantization).plan(parallel or ParallelConfig())
+    return _outline(config, auto_class, rest, quantization).plan(parallel or ParallelConfig(), memory)
 
 
 def _outline(config: PreTrainedConfig, auto_class: Any, kwargs: dict[str, Any], quantization: Any) -> Outline:

@@ -6,6 +6,7 @@ import torch
 
 from .config import ParallelConfig
 from .errors import ConfigError
+from .memory_config import MemoryConfig
 from .routing_config import RoutingConfig
 
 MIXED_PRECISIONS = {"no": None, "bf16": torch.bfloat16}
@@ -19,6 +20,7 @@ class Options:
     Attributes:
         mixed_precision: a key of :data:`MIXED_PRECISIONS`.
         routing: how tokens find their experts; ``None`` for the model's own way.
+        memory: what is computed again instead of kept.
 
     Raises:
         ConfigError: one of them is unknown.
@@ -26,12 +28,15 @@ class Options:
 
     mixed_precision: str = "no"
     routing: RoutingConfig | None = None
+    memory: MemoryConfig | None = None
 
     def __post_init__(self) -> None:
         if self.routing is not None and not isinstance(self.routing, RoutingConfig):
             raise ConfigError(
                 f"routing={self.routing!r} is no such choice: pass hfscale.RoutingConfig(balance_loss=...)"
             )
+        if self.memory is not None and not isinstance(self.memory, MemoryConfig):
+            raise ConfigError(f"memory={self.memory!r} is no such choice: pass hfscale.MemoryConfig(recompute='full')")
         if self.mixed_precision not in MIXED_PRECISIONS:
             raise ConfigError(f"mixed_precision={self.mixed_precision!r} is unknown: use {', '.join(MIXED_PRECISIONS)}")
 

@@ -19,6 +19,7 @@ from .arguments import code_arguments, model_arguments
 from .checkpoint import load_pretrained
 from .checkpoint.load import materialize_buffers
 from .config import ParallelConfig
+from .memory_config import MemoryConfig
 from .mesh import Mesh
 from .parallel.pipeline import check_stages, leave_out, stage_places
 from .parallel.tensor import cut_parameters
@@ -58,14 +59,14 @@ class Outline:
         with torch.device("meta"):
             return from_config(self.auto_class, self.config, **model_arguments(self.kwargs, is_auto))
 
-    def plan(self, layout: ParallelConfig) -> Plan:
-        """What becomes of it under ``layout``."""
-        return plan_quantized(plan_model(self.model, layout), self.model, self.quantization, self.stored)
+    def plan(self, layout: ParallelConfig, memory: MemoryConfig | None = None) -> Plan:
+        """What becomes of it under ``layout``, and what of it is computed again instead of kept."""
+        return plan_quantized(plan_model(self.model, layout, memory), self.model, self.quantization, self.stored)
 
 
-def plan_model(model: nn.Module, layout: ParallelConfig) -> Plan:
+def plan_model(model: nn.Module, layout: ParallelConfig, memory: MemoryConfig | None = None) -> Plan:
     """The plan of a stock model, whole and on any device; where a schedule is a file, stages are where that says."""
-    planned = build_plan(model, layout, stage_places(layout))
+    planned = build_plan(model, layout, stage_places(layout), memory)
     check_stages(planned)
     return planned
 
@@ -83,9 +84,9 @@ class FromCheckpoint:
     def __init__(self, path: str, outline: Outline, kwargs: dict[str, Any], seed: int) -> None:
         self._path, self._outline, self._kwargs, self._seed = path, outline, kwargs, seed
 
-    def plan(self, layout: ParallelConfig) -> Plan:
+    def plan(self, layout: ParallelConfig, memory: MemoryConfig | None = None) -> Plan:
         """What becomes of the model under ``layout``."""
-        return self._outline.plan(layout)
+        return self._outline.plan(layout, memory)
 
     def load(self, plan: Plan, mesh: Mesh) -> tuple[Any, LocalWeights]:
         """The model on the meta device with this rank's sizes, and this rank's final shares of its weights."""
@@ -117,9 +118,9 @@ class FromSeed:
     def __init__(self, outline: Outline, seed: int) -> None:
         self._outline, self._seed = outline, seed
 
-    def plan(self, layout: ParallelConfig) -> Plan:
+    def plan(self, layout: ParallelConfig, memory: MemoryConfig | None = None) -> Plan:
         """What becomes of the model under ``layout``."""
-        return self._outline.plan(layout)
+        return self._outline.plan(layout, memory)
 
     def load(self, plan: Plan, mesh: Mesh) -> tuple[Any, LocalWeights]:
         """The model on the meta device with this rank's sizes, and this rank's shares of its weights."""
@@ -141,9 +142,9 @@ class InMemory:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
 
-    def plan(self, layout: ParallelConfig) -> Plan:
+    def plan(self, layout: ParallelConfig, memory: MemoryConfig | None = None) -> Plan:
         """What becomes of the model under ``layout``."""
-        return plan_model(self._model, layout)
+        return plan_model(self._model, layout, memory)
 
     def load(self, plan: Plan, mesh: Mesh) -> tuple[Any, None]:
         """The model with this rank's sizes and weights."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import _composable_state as composable
 from torch.distributed import _functional_collectives as functional_collectives
 from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -101,6 +102,25 @@ def backward_pass() -> int:
 def backward_keeps_graph() -> bool:
     """Whether the backward pass under way keeps what the graph has saved (``retain_graph``)."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())  # type: ignore[attr-defined]
+
+
+def function_modes() -> list[Any]:
+    """The modes that see calls of torch's functions now, the outermost first."""
+    return list(_get_current_function_mode_stack())
+
+
+def operators_named(name: str) -> list[Any] | None:
+    """Torch's operator ``aten.mm.default``, or all overloads of ``aten.mm``, without those that write to what they are
+    given; ``None`` where there is no such operator.
+    """
+    found: Any = torch.ops
+    for part in name.removeprefix("torch.ops.").replace("::", ".").split("."):
+        found = getattr(found, part, None)
+    several = isinstance(found, torch._ops.OpOverloadPacket)
+    if not several and not isinstance(found, torch._ops.OpOverload):
+        return None
+    every = [getattr(found, each) for each in found.overloads()] if several else [found]
+    return [each for each in every if not each._schema.is_mutable]
 
 
 def next_node_number() -> int:

@@ -34,8 +34,10 @@ def run(arguments: argparse.Namespace) -> int:
     layout, auto_class = layout_of(arguments), auto_class_of(arguments.auto_class)
     config = load_config(arguments.model, arguments.trust_remote_code)
     with building(arguments, config):
-        chosen = {} if arguments.quantize is None else {"quantization_config": _quantization(arguments.quantize)}
-        code = remote_code(arguments)
+        chosen: dict[str, Any] = (
+            {} if arguments.quantize is None else {"quantization_config": _quantization(arguments.quantize)}
+        )
+        code: dict[str, Any] = remote_code(arguments)
         planned = make_plan(config, layout, auto_class=auto_class, dtype=arguments.dtype, **chosen, **code)
     print(to_json(planned) if arguments.json else render(planned))
     return 0

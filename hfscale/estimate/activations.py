@@ -26,6 +26,7 @@ from math import prod
 from .._host.peft import LORA_A
 from ..plan.parameter import ParameterPlan
 from ..plan.plan import Plan
+from ..plan.recompute import recomputed
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
@@ -134,15 +135,17 @@ class _Llama:
         """What the blocks keep, their inputs included."""
         size = self.types.size
         queries, keys = self._out("q_proj"), self._out("k_proj")
-        total = size * (queries + 2 * keys) + 4 * queries / _HEAD_SIZE
+        total = size * (queries + 2 * keys) + (4 * queries / _HEAD_SIZE) * (not recomputed(self.plan).attention)
         for name in ("q_norm", "k_norm"):
             if name in self.roles:
                 width, trains = self._out(f"{name[0]}_proj"), self.roles[name].name in self.trained
                 total += (max(4, size) + size * trains) * width
         inner = self._out("gate_proj")
         total += 3 * size * inner
-        # SDPA keeps its result anyway, and an adapter's copy of it comes on top.
-        total += size * queries + self._read(queries, ("o_proj",), kept=True)
+        if recomputed(self.plan).attention:  # recomputed: nothing but what the output projection keeps
+            total += self._read(queries, ("o_proj",))
+        else:  # SDPA keeps its result anyway, and an adapter's copy of it comes on top
+            total += size * queries + self._read(queries, ("o_proj",), kept=True)
         total += self._read(inner, ("down_proj",))
         again = self.sequence if self.plan.layout.sequence_regather else 1
         for readers in (_ATTENTION[:3], _MLP[:2]):

@@ -16,14 +16,23 @@ from dataclasses import dataclass, fields
 from math import ceil, prod
 from typing import Any
 
-import torch
-
 from ..plan.cut import Cut, cut_shape
 from ..plan.parameter import ParameterPlan
 from ..plan.plan import Plan
 from ..plan.quantized import BLOCK, OUTER_BLOCK, packed_scale_bytes
+from ..plan.recompute import recomputed
 from ..plan.table import human
-from .activations import LayerBytes, Types, layer_bytes, stream_width
+from .activations import Types, stream_width
+from .recompute import (
+    Situation,
+    around_layers,
+    is_matrix,
+    layers_held,
+    layers_recomputed,
+    size_of,
+    stages_held,
+    types_of,
+)
 from .state_bytes import optimizer_bytes
 
 _DATA = ("dp_shard", "edp_shard")
@@ -82,6 +91,7 @@ def estimate_memory(
     tokens: int = 2048,
     alive: Sequence[int] = (),
     checkpointing: bool = False,
+    recomputed_layers: frozenset[str] | None = None,
     mixed_precision: str = "no",
     trained: Collection[str] | None = None,
     routes: int | None = None,
@@ -95,7 +105,8 @@ def estimate_memory(
         options: its options, where they change its state: ``momentum``, ``amsgrad``, ``min_8bit_size``.
         tokens: tokens of one microbatch of one batch rank, over all of its sequences; context ranks share them.
         alive: for each pipeline stage, how many microbatches it holds at once; 1 by default.
-        checkpointing: whether layers are recomputed in the backward pass.
+        checkpointing: whether all layers are recomputed in the backward pass, whatever the plan says.
+        recomputed_layers: which are, where a budget was given and that is known; else what the plan says.
         mixed_precision: ``"no"`` or ``"bf16"``.
         trained: names of the parameters that train; by default the adapters, or where there are none everything that
             is not quantized.
@@ -112,8 +123,16 @@ def estimate_memory(
     chosen = trained if trained is not None else (adapters or {p.name for p in plan.owned()} - quantized)
     training = [planned for planned in held if planned.name in chosen]
     mixed = mixed_precision != "no"
-    tokens = ceil(tokens / plan.layout.size("cp"))
-    kept, notes = _activations(plan, here, tokens, alive, checkpointing, mixed, chosen, routes)
+    situation = Situation(
+        tokens=ceil(tokens / plan.layout.size("cp")),
+        alive=tuple(alive),
+        mixed=mixed,
+        trained=frozenset(chosen),
+        routes=routes,
+        all_recomputed=checkpointing,
+        chosen=recomputed_layers,
+    )
+    kept, notes = _activations(plan, here, situation, mixed)
     if plan.layout.size("cp") > 1:
         notes.append("what attention reads of other context ranks is not counted: a layer's keys and values at a time")
     return MemoryEstimate(
@@ -123,7 +142,7 @@ def estimate_memory(
         optimizer=optimizer_bytes(training, here, optimizer, options, plan.layers),
         activations=kept,
         gathered=_gathered(plan, here, held, mixed),
-        loss=_loss(plan, here, chosen, chunk_rows or ceil(tokens / 4)),
+        loss=_loss(plan, here, chosen, chunk_rows or ceil(situation.tokens / 4)),
         notes=tuple(notes),
     )
 
@@ -161,64 +180,30 @@ def _quantized_bytes(plan: Plan, planned: ParameterPlan, ranks: dict[str, int]) 
     return ceil(values / 2) + (outer if double else 4 * blocks) + _CODE
 
 
-def _activations(
-    plan: Plan,
-    ranks: dict[str, int],
-    tokens: int,
-    alive: Sequence[int],
-    checkpointing: bool,
-    mixed: bool,
-    trained: Collection[str],
-    routes: int | None,
-) -> tuple[int, list[str]]:
-    types = _types(plan, mixed)
-    places = [(0, plan.layers)]
-    if plan.stages is not None:
-        places = [(stage.index, stage.layers) for stage in plan.stages.of_rank(ranks.get("pp", 0))]
-    total, most, counted = 0.0, 0.0, True
-    for index, layers in places:
-        microbatches = alive[index] if index < len(alive) else 1
-        each = [_layer(plan, layer, ranks, types, trained, routes) for layer in layers]
-        counted &= all(layer.counted for layer in each)
-        most = max((most, *(layer.kept for layer in each)))
-        stage = sum(layer.stream if checkpointing else layer.kept for layer in each)
+def _activations(plan: Plan, here: dict[str, int], situation: Situation, mixed: bool) -> tuple[int, list[str]]:
+    held, types = layers_held(plan, here, situation), types_of(plan, mixed)
+    chosen = layers_recomputed(plan, here, situation)
+    tokens, total, again = situation.tokens, 0.0, recomputed(plan)
+    for each in held:
+        total += each.alive * tokens * (each.bytes.stream if each.name in chosen else each.bytes.kept)
+    for index, alive, layers in stages_held(plan, here, situation):
         if plan.stages is None or index == len(plan.stages.stages) - 1:
-            stage += _around(plan, types, trained)
-        elif each:
-            stage += each[-1].stream  # what was sent stays until its gradient is back
-        total += microbatches * tokens * stage
-    total += tokens * most * checkpointing
+            total += alive * tokens * _around(plan, types, situation.trained)
+        elif layers:  # what was sent stays until its gradient is back
+            total += alive * tokens * next(each.bytes.stream for each in held if each.name == layers[-1])
+    total += tokens * max((each.bytes.kept for each in held if each.name in chosen), default=0.0)
+    counted = all(each.bytes.counted for each in held)
     how = "counted for this kind of layer" if counted else "an upper estimate from the shapes of the layers"
-    return ceil(total), [f"activations: {how}, of {tokens:,} tokens a microbatch; scores of attention are not kept"]
-
-
-def _types(plan: Plan, mixed: bool) -> Types:
-    """In what the plan's model computes, and its adapters."""
-    widest = max((p.dtype for p in plan.owned() if p.dtype.is_floating_point), key=_size, default=torch.float32)
-    model = next((p.dtype for p in plan.owned() if p.name.startswith(plan.layers[:1])), widest)
-    if mixed and plan.layout.data_world > 1:
-        return Types(2, 2, exact=True)
-    size = _size(model)
-    own = max((_size(plan.by_name[a.name].dtype) for a in plan.adapters), default=size)
-    return Types(size, own, exact=not mixed)
-
-
-def _layer(
-    plan: Plan, layer: str, ranks: dict[str, int], types: Types, trained: Collection[str], routes: int | None
-) -> LayerBytes:
-    looked_up = [name for name in _outside(plan) if _is_matrix(plan, name) and name != f"{plan.head}.weight"]
-    first = layer == plan.layers[0] and not any(name in trained for name in looked_up)
-    return layer_bytes(plan, layer, ranks, types, trained, routes=routes, first=first)
-
-
-def _outside(plan: Plan) -> list[str]:
-    """Names of the parameters around the layers."""
-    inside = tuple(f"{layer}." for layer in plan.layers)
-    return [planned.name for planned in plan.owned() if not planned.name.startswith(inside)]
-
-
-def _is_matrix(plan: Plan, name: str) -> bool:
-    return len(plan.by_name[name].shape) > 1
+    notes = [f"activations: {how}, of {tokens:,} tokens a microbatch; scores of attention are not kept"]
+    if again.keep:
+        notes.append("results of operators that recomputed layers keep are not counted")
+    if again.modules:
+        notes.append("what modules that are recomputed by themselves do not keep is not deducted")
+    if chosen:
+        notes.append(
+            f"recomputed: {len(chosen)} of {len(held)} layers, of which the input is kept, and one of them whole"
+        )
+    return ceil(total), notes
 
 
 def _around(plan: Plan, types: Types, trained: Collection[str]) -> float:
@@ -226,7 +211,7 @@ def _around(plan: Plan, types: Types, trained: Collection[str]) -> float:
     if not plan.layers:
         return 0.0
     width = stream_width(plan, plan.layers[-1])
-    norms = [name for name in _outside(plan) if not _is_matrix(plan, name) and name.endswith("weight")]
+    norms = [name for name in around_layers(plan) if not is_matrix(plan, name) and name.endswith("weight")]
     sequence = plan.layout.size("tp") if plan.sequence_regions else 1
     normed = sum(max(4, types.size) + types.size * (name in trained) for name in norms)
     return width * (normed / sequence + types.size)
@@ -258,10 +243,6 @@ def _loss(plan: Plan, ranks: dict[str, int], trained: Collection[str], chunk_row
     weight = plan.by_name[f"{plan.head}.weight"]
     owner = weight.tied_to or weight.name
     whole = weight.model_shape(ranks)
-    wide = max(4, _size(weight.dtype))
+    wide = max(4, size_of(weight.dtype))
     gradient = wide * prod(whole) if owner in trained else 0
     return 2 * wide * chunk_rows * whole[0] + gradient
-
-
-def _size(dtype: torch.dtype) -> int:
-    return dtype.itemsize

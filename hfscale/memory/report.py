@@ -16,16 +16,18 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .._host.torch import own_buffers, own_parameters, storage_key
+from .._host.transformers.computing import recomputes
 from .._host.transformers.hidden_states import hidden_states_of
 from ..errors import ConfigError
 from ..estimate.memory import MemoryEstimate, estimate_memory
 from ..families.expert_modules import experts_per_token
 from ..ops.head_cross_entropy import rows_per_chunk
 from ..parallel.data import reshard
-from ..parallel.pipeline import order, peak_live
 from ..plan import Plan
 from ..quantization.quantized_modules import beside_quantized
 from ..runtime import find_runtime, local_tensor, runtime_of
+from .alive import microbatches_alive
+from .recompute import Recomputation
 
 
 def memory_estimate(
@@ -50,7 +52,8 @@ def memory_estimate(
         tokens: tokens of one microbatch of one batch rank, over all of its sequences.
         num_microbatches: that go through pipeline stages in a step; by default the layout's, or as many as it has
             stages.
-        gradient_checkpointing: whether layers are recomputed in the backward pass; by default as the model is set.
+        gradient_checkpointing: whether all layers are recomputed in the backward pass; by default as the model is set,
+            by transformers' switch or by ``memory=``.
         mixed_precision: ``"no"`` or ``"bf16"``; by default the model's.
         optim_args: the optimizer's options, where they change its state: ``momentum``, ``amsgrad``, ``min_8bit_size``.
 
@@ -61,7 +64,7 @@ def memory_estimate(
     if isinstance(model_or_plan, Plan):
         plan = model_or_plan
         given |= {"checkpointing": bool(gradient_checkpointing), "mixed_precision": mixed_precision or "no"}
-        given |= {"alive": _alive(plan, num_microbatches), "chunk_rows": _chunk_rows(plan, tokens, "cpu")}
+        given |= {"alive": microbatches_alive(plan, num_microbatches), "chunk_rows": _chunk_rows(plan, tokens, "cpu")}
         ranks = [{"pp": rank} for rank in range(plan.layout.size("pp"))]
         return max((estimate_memory(plan, rank, **given) for rank in ranks), key=lambda found: found.total)
     if not isinstance(model_or_plan, nn.Module):
@@ -69,26 +72,18 @@ def memory_estimate(
     runtime = runtime_of(model_or_plan)
     plan, model = runtime.plan, runtime.model
     if gradient_checkpointing is None:
-        gradient_checkpointing = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+        gradient_checkpointing = recomputes(model)
+    part = runtime.part(Recomputation)
     given |= {
         "checkpointing": gradient_checkpointing,
+        "recomputed_layers": None if part is None else part.chosen,
         "mixed_precision": mixed_precision or runtime.options.mixed_precision,
     }
     given |= {"trained": {planned.name for planned, p in runtime.parameters() if p.requires_grad}}
-    given |= {"alive": _alive(plan, num_microbatches), "routes": experts_per_token(model.config)}
+    given |= {"alive": microbatches_alive(plan, num_microbatches), "routes": experts_per_token(model.config)}
     return estimate_memory(
         plan, runtime.mesh.ranks, chunk_rows=_chunk_rows(plan, tokens, runtime.mesh.device.type), **given
     )
-
-
-def _alive(plan: Plan, num_microbatches: int | None) -> tuple[int, ...]:
-    """Per stage, the most microbatches that it holds at once."""
-    layout = plan.layout
-    if plan.stages is None:
-        return ()
-    count = num_microbatches or layout.num_microbatches or layout.size("pp")
-    virtual = layout.virtual_stages or 1
-    return peak_live(order(str(layout.pipeline_schedule), layout.size("pp"), count, virtual))
 
 
 def _chunk_rows(plan: Plan, tokens: int, device: str) -> int:

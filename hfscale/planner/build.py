@@ -5,6 +5,7 @@ from torch import nn
 from ..config import ParallelConfig
 from ..errors import PlanError
 from ..families.blueprint import Blueprint
+from ..memory_config import MemoryConfig
 from ..plan.plan import Plan
 from .assign import plan_pipeline
 from .blocks import plan_tensor
@@ -13,6 +14,7 @@ from .data import plan_data
 from .draft import Draft, Ranks
 from .experts import plan_experts
 from .layers import find_layers
+from .memory import plan_memory
 from .parameters import assemble_parameters
 from .plan_part import PlanPart
 from .resolve import find_blueprint
@@ -27,20 +29,24 @@ PLAN_PARTS: tuple[PlanPart, ...] = (
     plan_context,
     plan_pipeline,
     plan_data,
+    plan_memory,
 )
 """In order: each finds in the draft what those before it have decided."""
 
 
-def build_plan(model: nn.Module, layout: ParallelConfig, ranks: Ranks | None = None) -> Plan:
+def build_plan(
+    model: nn.Module, layout: ParallelConfig, ranks: Ranks | None = None, memory: MemoryConfig | None = None
+) -> Plan:
     """Plan a stock Hugging Face model, whole and unpatched, on any device (the meta device is enough).
 
     Args:
         ranks: the pipeline rank of each stage, where the schedule is a file, which says so.
+        memory: what is to be computed again instead of kept; nothing by default.
 
     Raises:
         PlanError: the layout does not fit the model; the message lists every problem with the valid values.
     """
-    draft = Draft(model, layout, ranks)
+    draft = Draft(model, layout, ranks, memory)
     _refuse_unavailable(draft)
     draft.blueprint = _blueprint(draft)
     draft.layers = find_layers(draft, draft.blueprint)

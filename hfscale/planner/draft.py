@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ..config import ParallelConfig
 from ..families.blueprint import Blueprint
+from ..memory_config import MemoryConfig
 from ..plan.contents import Feature
 from ..plan.cut import Cut
 from ..plan.modules import BlockPlan, ExpertsPlan, SequencePlan
@@ -22,6 +23,7 @@ class Draft:
 
     Attributes:
         ranks: the pipeline rank of each stage, where the schedule says so.
+        asked: what the user asked of memory.
         modules: every module of the model by name.
         problems: why the layout does not fit, in words; each once.
         rules: parameter name -> (its cut over the tensor axis, the axes over which its gradient is partial).
@@ -30,9 +32,11 @@ class Draft:
     The other attributes are those of :class:`hfscale.plan.Plan`, and empty until a part fills them in.
     """
 
-    def __init__(self, model: Any, layout: ParallelConfig, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self, model: Any, layout: ParallelConfig, ranks: Ranks | None = None, asked: MemoryConfig | None = None
+    ) -> None:
         self.model, self.layout, self.tp = model, layout, layout.size("tp")
-        self.config, self.ranks = model.config, ranks
+        self.config, self.ranks, self.asked = model.config, ranks, asked or MemoryConfig()
         self.problems: list[str] = []
         self.modules: dict[str, Any] = dict(model.named_modules())
         self.rules: dict[str, tuple[Cut | None, tuple[str, ...]]] = {}

@@ -47,6 +47,7 @@ def finetune(recipe: FinetuneRecipe, limit: float | None = None) -> None:
 def load(recipe: FinetuneRecipe, layout: hfscale.ParallelConfig) -> tuple[Any, Any]:
     """The sharded model, in the recipe's type whatever the checkpoint has, and its tokenizer."""
     quantization = quantization_of(recipe)
+    quantized: dict[str, Any] = {} if quantization is None else {"quantization_config": quantization}
     try:
         model = hfscale.from_pretrained(
             recipe.base,
@@ -54,9 +55,10 @@ def load(recipe: FinetuneRecipe, layout: hfscale.ParallelConfig) -> tuple[Any, A
             seed=recipe.seed,
             mixed_precision=recipe.training.mixed_precision,
             routing=hfscale.RoutingConfig(**recipe.routing) if recipe.routing else None,
+            memory=hfscale.MemoryConfig(**recipe.memory),
             peft_config=adapter_of(recipe),
             dtype=recipe.training.dtype,
-            **({} if quantization is None else {"quantization_config": quantization}),
+            **quantized,
         )
         return model, AutoTokenizer.from_pretrained(recipe.base)
     except OSError as error:

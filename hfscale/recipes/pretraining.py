@@ -33,6 +33,7 @@ def pretrain(recipe: PretrainRecipe, limit: float | None = None) -> None:
         seed=recipe.seed,
         mixed_precision=recipe.training.mixed_precision,
         routing=hfscale.RoutingConfig(**recipe.routing) if recipe.routing else None,
+        memory=hfscale.MemoryConfig(**recipe.memory),
     )
     expected = expect_memory(model, recipe, limit)
     tokenizer, train_data, validation_data, entropy = prepare(

@@ -150,6 +150,7 @@ class Recipe:
         parallel: the layout, the fields of ``hfscale.ParallelConfig``; with ``pp_size``, ``num_microbatches`` cuts what
             a rank runs at once (``training.microbatch_size``, or all of its step).
         routing: what a mixture's router is to do besides, the fields of ``hfscale.RoutingConfig``.
+        memory: what is computed again instead of kept, the fields of ``hfscale.MemoryConfig``.
     """
 
     name: str = MISSING
@@ -157,6 +158,7 @@ class Recipe:
     seed: int = 0
     parallel: dict[str, Any] = field(default_factory=dict)
     routing: dict[str, Any] = field(default_factory=dict)
+    memory: dict[str, Any] = field(default_factory=dict)
     data: DataRecipe = field(default_factory=DataRecipe)
     training: TrainingRecipe = field(default_factory=TrainingRecipe)
 

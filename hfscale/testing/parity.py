@@ -28,6 +28,7 @@ from .._host.transformers.computing import enable_checkpointing
 from .._host.transformers.experts import use_eager_experts
 from ..config import ParallelConfig
 from ..families.precision import keep_float64
+from ..memory_config import MemoryConfig
 from ..runtime import runtime_of
 from ..runtime.names import stock_name
 from ..runtime.runtime import local_tensor
@@ -54,6 +55,7 @@ class Case:
         auto_class: the Auto class, or the stock class, of the model.
         peft: a PEFT config; the reference is then stock PEFT around the stock model, with random factors.
         peft_build: how the layout gets its adapters: ``from_pretrained``, or ``get_peft_model`` afterwards.
+        memory: what the layout computes again instead of keeping it.
     """
 
     config: PreTrainedConfig
@@ -70,6 +72,7 @@ class Case:
     auto_class: Any = AutoModelForCausalLM
     peft: Any = None
     peft_build: str = "from_pretrained"
+    memory: MemoryConfig | None = None
 
     def batches(self, batch_world: int) -> list[list[list[Batch]]]:
         """``[step][distinct batch][microbatch]``, with uneven labels: see :func:`ragged_batch`."""
@@ -122,7 +125,7 @@ def ragged_batch(generator: torch.Generator, vocabulary: int, rows: int, length:
 
 @dataclass
 class Parity:
-    """Largest differences found, relative to the largest entry of each reference tensor."""
+    """Largest differences, relative to the largest entry of each reference tensor."""
 
     loss: float
     gradient: float
@@ -288,13 +291,13 @@ def run_rank(case: Case, layout: ParallelConfig, directory: str) -> Parity:
     if case.build == "parallelize":
         whole = case.auto_class.from_pretrained(start, dtype=torch.float64, **case.hf_kwargs)
         # FSDP2 holds parameters whose type cannot be changed like that.
-        model = hfscale.parallelize(_in_float64(whole), layout)
+        model = hfscale.parallelize(_in_float64(whole), layout, memory=case.memory)
     else:
         adapter = str(Path(directory) / "adapter") if case.peft is not None else None
         later = case.peft_build == "get_peft_model"
         model = hfscale.from_pretrained(
             str(start), parallel=layout, auto_class=case.auto_class, dtype=torch.float64,
-            peft_config=None if later else adapter, **case.hf_kwargs
+            peft_config=None if later else adapter, memory=case.memory, **case.hf_kwargs
         )  # fmt: skip
         if later:
             model = hfscale.get_peft_model(model, adapter)

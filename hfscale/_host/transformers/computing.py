@@ -53,6 +53,15 @@ def recomputes(model: Any) -> bool:
     return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
+def without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a layer without the cache of keys and values, which a recomputation would fill once more."""
+    emptied = {
+        name: None for name in ("past_key_values", "past_key_value", "layer_past") if kwargs.get(name) is not None
+    }
+    off = {"use_cache": False} if kwargs.get("use_cache") else {}
+    return {**kwargs, **emptied, **off} if emptied or off else kwargs
+
+
 def enable_checkpointing(model: Any, **kwargs: Any) -> None:
     """Recompute activations in the backward pass, layer by layer, without re-entering autograd."""
     # The host renamed it in 5.2x and warns about the old name.

@@ -10,6 +10,7 @@ from ..._host.transformers.classes import takes_argument
 from ..._host.transformers.computing import recomputes
 from ...errors import ConfigError
 from ...plan.context import ContextPlan
+from ...plan.recompute import recomputed
 from ...runtime import Batch, Part, Runtime
 from ...runtime.batches import Microbatch
 from ...runtime.local_weights import LocalWeights
@@ -60,7 +61,8 @@ class ContextParallel(Part):
         """A recomputed mixer knows its sequences by how many tokens it is given."""
         planned, size = runtime.plan.feature(ContextPlan), runtime.mesh.layout.size("cp")
         self._of_length.clear()
-        if planned is None or not planned.whole or not recomputes(runtime.model):
+        again = recomputed(runtime.plan).recomputes_weights or recomputes(runtime.model)
+        if planned is None or not planned.whole or not again:
             return
         totals = {shape_of(batch)[1] for batch in batches}
         for rank in range(size):

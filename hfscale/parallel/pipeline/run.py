@@ -25,6 +25,7 @@ from ..._host.transformers.computing import packing, recomputes
 from ...config import ParallelConfig
 from ...errors import ConfigError, PlanError
 from ...plan import Plan, Stage
+from ...plan.recompute import recomputed
 from ...runtime import Executor, Runtime
 from ...runtime.batches import Microbatch
 from ...schedules import ASYNCHRONOUS
@@ -228,13 +229,14 @@ class Pipeline(Executor):
             worker.trains_before = worker.stage_index > 0 and trains[worker.stage_index - 1]
 
     def _tell_workers(self, backward: bool) -> None:
-        recomputed = recomputes(self._runtime.model)
+        reenters = recomputes(self._runtime.model)
+        again = reenters or recomputed(self._runtime.plan).recomputes_weights
         # The second half of a backward pass would recompute a layer once per weight; and weights that were given up
         # between the halves are other tensors when they come back.
         regathers = self._layout.weights_regather and self._mesh.data_world > 1
-        splits = backward and not recomputed and not regathers and splits_exactly()
+        splits = backward and not again and not regathers and splits_exactly()
         for worker in self.workers:
-            worker.has_backward, worker.recomputes, worker.splits = backward, recomputed, splits
+            worker.has_backward, worker.recomputes, worker.splits = backward, reenters, splits
 
     def _compute(self, stage: Stage, arrived: Tensor | None, microbatch: int) -> Tensor:
         batch, last = self._batches[microbatch], stage.index == len(self._stages.stages) - 1

@@ -22,6 +22,7 @@ from ...families.projections import follow_weight
 from ...mesh import Mesh
 from ...plan import BlockPlan, ParameterPlan, Plan
 from ...plan.parameter import MODEL_AXES
+from ...plan.recompute import recomputed
 from ...runtime import Runtime
 from ...runtime.names import owner_of
 from .block_edges import install_block_edges
@@ -75,6 +76,8 @@ def _overlap(
 ) -> Overlap | None:
     if not plan.layout.overlap or len(block.enter) > 1 or block.enter_inputs:
         return None  # several entries: none of them is read by all projections
+    if any(recomputed(plan).is_alone(name) for name in block.column):
+        return None  # computed again without the entry, which the gradients of their weights would ask for
     # A weight that other ranks hold too has its gradient summed on the way to it.
     columns = [name for name in block.column if plan.by_name[f"{name}.weight"].replicas == 1]
     regather = bool(plan.layout.sequence_regather)

@@ -1,0 +1,171 @@
+"""Recomputation as a part: forward passes of which the backward pass computes a part again.
+
+Torch's ``checkpoint`` is put in the place of ``forward`` of the modules that the plan names, inside of their hooks:
+what ranks exchange at a block's edges is sent again where whole layers are recomputed, and is not where blocks are. A
+recomputation sees the random state, autocast and function modes of the pass that it repeats.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
+from math import ceil
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from .._host.torch import function_modes, operators_named
+from .._host.transformers.attention import answer, implementation_of, set_implementation
+from .._host.transformers.computing import without_cache
+from ..estimate.recompute import Situation, layers_to_recompute
+from ..families.expert_modules import experts_per_token
+from ..plan.recompute import recomputed
+from ..runtime import Batch, Part, Runtime
+from ..runtime.batches import Microbatch
+from ..runtime.local_weights import LocalWeights
+from ..sequences import shape_of
+from ..sequences.seam import attention_configs
+from .alive import microbatches_alive
+
+_PREFIX = "hfscale_recomputed_"
+
+
+class Recomputation(Part):
+    """Nothing where nothing is recomputed.
+
+    Attributes:
+        chosen: the layers that are recomputed; under a budget, once it is known.
+    """
+
+    def __init__(self) -> None:
+        self.chosen: frozenset[str] | None = None
+        self._attention: list[tuple[Any, str]] = []
+
+    def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
+        """Put torch's ``checkpoint`` into place."""
+        planned, model = recomputed(runtime.plan), runtime.model
+        if planned.budget is None:
+            self.chosen = frozenset(planned.layers)
+        elif planned.tokens is not None:
+            self._choose(runtime, ceil(planned.tokens / runtime.mesh.layout.size("cp")), None)
+        for name in filter(runtime.is_local, planned.layers):
+            recompute(model.get_submodule(name), lambda name=name: name in (self.chosen or ()), planned.keep)  # type: ignore[misc]
+        for name in filter(runtime.is_local, planned.modules):
+            recompute(model.get_submodule(name), lambda: True)
+        if self.chosen is None and runtime.plan.stages is None:  # in loops of one's own
+            model.register_forward_pre_hook(partial(self._before, runtime), with_kwargs=True)
+        if planned.attention:
+            for config in attention_configs(model):
+                host = implementation_of(config)
+                self._attention.append((config, host))
+                set_implementation(config, answer(_PREFIX, host, _attend, _mask))
+
+    def take_out(self, runtime: Runtime, weights: LocalWeights) -> None:
+        """Let the host's attention answer again."""
+        for config, host in self._attention:
+            set_implementation(config, host)
+
+    def around_step(
+        self, runtime: Runtime, microbatches: Sequence[Microbatch], train: bool
+    ) -> AbstractContextManager[None]:
+        """Under a budget, the first training step chooses, on every rank."""
+        if train and self.chosen is None:
+            self._choose_for(runtime, microbatches)
+        return nullcontext()
+
+    def _before(self, runtime: Runtime, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.chosen is None and model.training and torch.is_grad_enabled():
+            named = dict(zip(inspect.signature(model.forward).parameters, args, strict=False))
+            self._choose_for(runtime, [{**named, **kwargs}])
+
+    def _choose_for(self, runtime: Runtime, batches: Sequence[Batch]) -> None:
+        most = torch.tensor(max(rows * length for rows, length in map(shape_of, batches)))
+        if runtime.mesh.control is not None:  # ranks that exchange tokens in a layer recompute it together
+            dist.all_reduce(most, dist.ReduceOp.MAX, runtime.mesh.control)
+        self._choose(runtime, int(most), len(batches))
+
+    def _choose(self, runtime: Runtime, tokens: int, microbatches: int | None) -> None:
+        trained = frozenset(p.name for p in runtime.plan.owned())
+        if microbatches is not None:
+            trained = frozenset(planned.name for planned, p in runtime.parameters() if p.requires_grad)
+        situation = Situation(
+            tokens=tokens,
+            alive=microbatches_alive(runtime.plan, microbatches),
+            mixed=runtime.options.mixed_precision != "no",
+            trained=trained,
+            routes=experts_per_token(runtime.model.config),
+        )
+        self.chosen = layers_to_recompute(runtime.plan, runtime.mesh.ranks["pp"], situation)
+
+
+def recompute(module: nn.Module, wanted: Callable[[], bool], keep: Sequence[str] = ()) -> None:
+    """Have ``module`` computed again in the backward pass, where it is ``wanted``.
+
+    Args:
+        keep: names of operators whose results are kept.
+    """
+    forward = module.forward
+    operators = frozenset(operator for name in keep for operator in operators_named(name) or ())
+
+    def forward_recomputed(*args: Any, **kwargs: Any) -> Any:
+        if not (module.training and torch.is_grad_enabled() and wanted()):
+            return forward(*args, **kwargs)
+        return _checkpointed(forward, *args, operators=operators, **without_cache(kwargs))
+
+    forward_recomputed.__wrapped__ = forward  # type: ignore[attr-defined]  # the host inspects forward's signature
+    module.forward = forward_recomputed  # type: ignore[method-assign]
+
+
+def _checkpointed(
+    function: Callable[..., Any], *args: Any, operators: frozenset[Any] = frozenset(), **kwargs: Any
+) -> Any:
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        modes = function_modes()
+        if not operators:
+            return nullcontext(), _Again(modes)
+        first, again = create_selective_checkpoint_contexts(
+            lambda _, operator, *__, **___: (
+                CheckpointPolicy.MUST_SAVE if operator in operators else CheckpointPolicy.PREFER_RECOMPUTE
+            )
+        )
+        return first, _Again(modes, again)
+
+    return checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+class _Again:
+    """Within: a recomputation, which sees what the first computation saw."""
+
+    def __init__(self, modes: Sequence[Any], *contexts: AbstractContextManager[Any]) -> None:
+        self._modes, self._contexts, self._stacks = modes, contexts, list[ExitStack]()
+
+    def __enter__(self) -> None:
+        stack, seen = ExitStack(), function_modes()
+        for mode in (mode for mode in self._modes if not any(mode is one for one in seen)):
+            stack.enter_context(mode)
+        for context in self._contexts:
+            stack.enter_context(context)
+        self._stacks.append(stack)
+
+    def __exit__(self, *raised: Any) -> None:
+        self._stacks.pop().__exit__(*raised)
+
+
+def _attend(
+    host: Callable[..., Any], module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+) -> Any:
+    """Queries, keys and values are kept, and nothing between them and the output."""
+    if not (module.training and torch.is_grad_enabled()):
+        return host(module, query, key, value, mask, **kwargs)
+
+    def core(query: Tensor, key: Tensor, value: Tensor) -> Any:
+        return host(module, query, key, value, mask, **kwargs)
+
+    return _checkpointed(core, query, key, value)
+
+
+def _mask(host: Callable[..., Any], fills: bool, *args: Any, **kwargs: Any) -> Any:
+    return host(*args, **kwargs)

@@ -1,0 +1,108 @@
+"""What the user asks of memory: :class:`MemoryConfig`."""
+
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from .errors import ConfigError
+
+RECOMPUTE = ("none", "full", "selective")
+"""Ways to recompute that have a name."""
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """What a run computes again instead of keeping it.
+
+    Every default leaves the model as it is.
+
+    Attributes:
+        recompute: what the backward pass computes again instead of keeping it (Chen et al. 2016).
+
+            - ``"none"``: nothing.
+            - ``"full"``: every layer, of which only the input is kept.
+            - ``"selective"``: scores, softmax, dropout and weighted sum of attention, of which queries, keys and values
+              are kept (Korthikanti et al. 2022). It saves much where scores are kept (``"eager"``), and next to nothing
+              under flash attention and SDPA, which keep none.
+            - a number ``n``: every ``n``-th layer, beginning with the first.
+            - names: modules within the layers, by the ends of their names, as ``["mlp", "input_layernorm"]``.
+            - a budget, as ``"8GiB"``: as few layers as bring what the layers of this rank keep below it, the cheapest
+              to compute for what they save first. It is for :attr:`tokens`, or else for the largest microbatch of the
+              first step.
+        recompute_keep: operators whose results are kept all the same where whole layers are recomputed, as
+            ``["aten.mm", "aten.addmm"]``: by torch's names, with or without the overload.
+        tokens: tokens of one microbatch of one batch rank, over all of its sequences, for which a budget is meant.
+
+    Raises:
+        ConfigError: a value is unknown or impossible.
+    """
+
+    recompute: str | int | Sequence[str] = "none"
+    recompute_keep: Sequence[str] = ()
+    tokens: int | None = None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "MemoryConfig":
+        """Refuse misspelt fields by name, before the generated ``__init__`` would."""
+        names = [f.name for f in fields(cls)]
+        for name in kwargs:
+            if name not in names:
+                close = difflib.get_close_matches(name, names, 1)
+                hint = f": did you mean {close[0]!r}?" if close else ":"
+                raise ConfigError(f"MemoryConfig has no field {name!r}{hint} Its fields are {', '.join(names)}")
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        given = self.recompute
+        if given is None or isinstance(given, bool) or not isinstance(given, str | int | Sequence):
+            raise ConfigError(f"recompute={given!r} is unknown: {_HOW}")
+        if isinstance(given, int):
+            if given < 1:
+                raise ConfigError(f"recompute={given} is impossible: every n-th layer is a number of at least 1")
+        elif isinstance(given, str):
+            if given not in RECOMPUTE and self.budget is None:
+                close = difflib.get_close_matches(given, RECOMPUTE, 1)
+                hint = f"did you mean {close[0]!r}? " if close else ""
+                raise ConfigError(f"recompute={given!r} is unknown: {hint}{_HOW}")
+        else:
+            object.__setattr__(self, "recompute", _names("recompute", given, '["mlp", "input_layernorm"]'))
+        object.__setattr__(self, "recompute_keep", _names("recompute_keep", self.recompute_keep, '["aten.mm"]', True))
+        if self.recompute_keep and not (isinstance(given, int) or given == "full" or self.budget is not None):
+            raise ConfigError(
+                f"recompute_keep={list(self.recompute_keep)} is of layers that are recomputed whole, and recompute="
+                f"{given!r} recomputes none: use recompute='full', a number or a budget with it"
+            )
+        if self.tokens is not None and (isinstance(self.tokens, bool) or self.tokens < 1):
+            raise ConfigError(f"tokens={self.tokens!r} is impossible: use a whole number of at least 1")
+        if self.tokens is not None and self.budget is None:
+            raise ConfigError(f"tokens={self.tokens} is for a budget, and recompute={given!r} is none: leave it out")
+
+    @property
+    def budget(self) -> int | None:
+        """Bytes that layers may keep; ``None`` where :attr:`recompute` is no budget."""
+        return byte_count(self.recompute) if isinstance(self.recompute, str) else None
+
+
+_HOW = (
+    f"use one of {', '.join(RECOMPUTE)}, a number n for every n-th layer, names of modules like ['mlp'], or a budget "
+    "like '8GiB'"
+)
+
+
+def byte_count(text: str) -> int | None:
+    """Bytes that ``text`` means, like ``8GiB``, ``500 MB`` or ``1.5g``; ``None`` where it is none."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text.lower())
+    if found is None or found[2] not in _UNITS:
+        return None
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+def _names(field: str, given: Any, like: str, may_be_empty: bool = False) -> tuple[str, ...]:
+    if isinstance(given, str) or not all(isinstance(name, str) and name for name in given):
+        raise ConfigError(f"{field}={given!r} is impossible: pass a list of names, as {like}")
+    if not given and not may_be_empty:
+        raise ConfigError(f"{field}=[] names nothing: pass names, as {like}, or 'none'")
+    return tuple(given)

@@ -1,0 +1,96 @@
+"""Plan what the backward pass computes again: names for what the user asked."""
+
+import difflib
+import sys
+
+from .._host.torch import operators_named
+from ..plan.parameter import wild_name
+from ..plan.recompute import RecomputePlan
+from .draft import Draft
+
+_ATTENTION = "ALL_ATTENTION_FUNCTIONS"  # where the host's files look attention up
+
+
+def plan_memory(draft: Draft) -> None:
+    """Find the layers and modules; what is found is the same on every rank."""
+    asked = draft.asked
+    given = asked.recompute
+    if given == "none":
+        return
+    if not draft.layers:
+        draft.problem(f"recompute={given!r} is of layers, and none were found: use recompute='none'")
+        return
+    _refuse_unknown_operators(draft)
+    if given == "selective":
+        _refuse_other_attention(draft)
+        draft.features.append(RecomputePlan(attention=True))
+    elif isinstance(given, tuple):
+        draft.features.append(RecomputePlan(modules=_modules(draft, given)))
+    else:
+        every = given if isinstance(given, int) else 1
+        layers = tuple(draft.layers[::every])
+        keep, budget = tuple(asked.recompute_keep), asked.budget
+        draft.features.append(RecomputePlan(layers, keep=keep, budget=budget, tokens=asked.tokens))
+
+
+def _modules(draft: Draft, given: tuple[str, ...]) -> tuple[str, ...]:
+    inside = {
+        name: layer
+        for layer in draft.layers
+        for name in draft.modules
+        if name.startswith(f"{layer}.") and draft.modules[name] is not None
+    }
+    found = dict[str, None]()
+    for end in given:
+        named = [name for name, layer in inside.items() if f".{name.removeprefix(layer + '.')}".endswith(f".{end}")]
+        if not named:
+            known = sorted({wild_name(name.removeprefix(f"{layer}.")) for name, layer in inside.items()})
+            close = difflib.get_close_matches(end, known, 1)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            draft.problem(f"recompute: no layer has a module {end!r}: {hint}use one of {', '.join(known)}")
+        found |= dict.fromkeys(named)
+    for block in draft.blocks:
+        if block.name in found and block.dropout > 0:
+            draft.problem(
+                f"recompute={list(given)}: {wild_name(block.name)} drops activations out, cut over tp_size={draft.tp} "
+                "ranks from where it begins, and recomputing it alone would drop others: use recompute='full', or "
+                "set its dropout to 0"
+            )
+        alone = [name for name in block.column if any(f"{name}.".startswith(f"{module}.") for module in found)]
+        if alone and draft.layout.sequence_regather:
+            draft.problem(
+                f"recompute={list(given)}: {wild_name(alone[0])} is recomputed from its gathered input, which "
+                "sequence_regather=True does not keep: use recompute='full', or sequence_regather=False"
+            )
+    return tuple(found)
+
+
+def _refuse_other_attention(draft: Draft) -> None:
+    """Attention is found where the host looks it up."""
+    size = draft.layout.size("cp")
+    if size > 1:
+        draft.problem(
+            f"recompute='selective' with cp_size={size}: attention over cut sequences keeps no scores that could be "
+            "computed again: use recompute='none', 'full', or names of modules such as ['mlp']"
+        )
+    inside = tuple(f"{layer}." for layer in draft.layers)
+    kinds = {type(module) for name, module in draft.modules.items() if name.startswith(inside)}
+    if not any(_looks_attention_up(kind) for kind in kinds):
+        draft.problem(
+            f"recompute='selective' recomputes attention, which {draft.config.model_type!r} does not look up in "
+            "transformers' table: use recompute='full', or the names of its modules, as recompute=['self_attn']"
+        )
+
+
+def _looks_attention_up(kind: type) -> bool:
+    named = any("Attention" in each.__name__ for each in kind.__mro__)
+    return named and any(hasattr(sys.modules.get(each.__module__), _ATTENTION) for each in kind.__mro__)
+
+
+def _refuse_unknown_operators(draft: Draft) -> None:
+    for name in draft.asked.recompute_keep:
+        found = operators_named(name)
+        if found is None:
+            draft.problem(f"recompute_keep: torch has no operator {name!r}: name one as 'aten.mm' or 'aten.mm.default'")
+        elif not found:
+            draft.problem(f"recompute_keep: {name} changes a tensor in place, and returns nothing new to keep")

@@ -1,0 +1,238 @@
+"""What is computed again in the backward pass changes no gradient, in any layout; and what is kept is a formula."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch import Tensor
+
+import hfscale
+from hfscale import ConfigError, MemoryConfig, ParallelConfig, PlanError
+from hfscale.memory.recompute import Recomputation
+from hfscale.memory.report import count_saved
+from hfscale.runtime import runtime_of
+from hfscale.testing import Case, RankPool, assert_layout_equal
+
+from ..mixtures import EAGER, qwen3_moe
+from ..models import tiny
+from ..quantization.models import four_bits, save, wide
+from ..sweeps import pairs
+
+Pools = Callable[[int], RankPool]
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "tp2": {"tp_size": 2},
+    "sequence": {"tp_size": 2, "sequence_parallel": True},
+    "regather": {"tp_size": 2, "sequence_parallel": True, "sequence_regather": True},
+    "1f1b": {"pp_size": 2},
+    "zbv": {"pp_size": 2, "pipeline_schedule": "zbv"},
+    "shard2": {"dp_shard_size": 2},
+    "replicate2": {"dp_replicate_size": 2},
+    "ep2": {"ep_size": 2},
+    "ep2, tp2": {"ep_size": 2, "tp_size": 2},
+    "cp2": {"cp_size": 2},
+    "lora, tp2": {"tp_size": 2},
+    "lora, sequence": {"tp_size": 2, "sequence_parallel": True},
+    "lora, shard2": {"dp_shard_size": 2},
+    "pp2, tp2": {"pp_size": 2, "tp_size": 2, "sequence_parallel": True},
+}
+WAYS: dict[str, MemoryConfig] = {
+    "full": MemoryConfig(recompute="full"),
+    "selective": MemoryConfig(recompute="selective"),
+    "second": MemoryConfig(recompute=2),
+    "modules": MemoryConfig(recompute=["mlp", "self_attn", "input_layernorm"]),
+    "within": MemoryConfig(recompute=["act_fn", "q_proj", "post_attention_layernorm"]),
+    "kept": MemoryConfig(recompute="full", recompute_keep=["aten.mm", "aten.addmm.default", "aten.bmm"]),
+    "budget": MemoryConfig(recompute="150KB"),
+}
+REFUSED = {("modules", "regather"), ("selective", "cp2")}
+
+
+def case_of(layout: str, way: str) -> Case:
+    mixture = layout.startswith("ep2")
+    config = qwen3_moe(num_hidden_layers=3) if mixture else tiny("llama", num_hidden_layers=4)
+    kwargs = dict(EAGER) if mixture else {}
+    if way == "selective":
+        kwargs["attn_implementation"] = "eager"
+    memory = WAYS[way]
+    if mixture and way == "within":
+        memory = MemoryConfig(recompute=["q_proj", "post_attention_layernorm"])
+    lora = LoraConfig(r=3, target_modules="all-linear", task_type="CAUSAL_LM") if layout.startswith("lora") else None
+    return Case(config, accumulation=3, hf_kwargs=kwargs, memory=memory, peft=lora)
+
+
+@pytest.mark.parametrize(
+    ("layout", "way"),
+    [
+        case
+        for case in pairs(
+            LAYOUTS,
+            WAYS,
+            daily=[
+                *((layout, "full") for layout in ("sequence", "zbv", "ep2", "cp2", "lora, sequence")),
+                *((layout, "selective") for layout in ("tp2", "zbv", "shard2")),
+                *((layout, "modules") for layout in ("sequence", "zbv", "ep2, tp2", "lora, shard2", "cp2")),
+                *((layout, "within") for layout in ("sequence", "1f1b")),
+                *((layout, "kept") for layout in ("tp2", "ep2")),
+                *((layout, "budget") for layout in ("pp2, tp2", "shard2", "one")),
+            ],
+        )
+        if case.values[::-1] not in REFUSED
+    ],
+)
+def test_equal_to_one_process(pools: Pools, layout: str, way: str) -> None:
+    parallel = ParallelConfig(**LAYOUTS[layout])
+    pool = pools(parallel.total_size) if parallel.total_size > 1 else None
+    assert_layout_equal(case_of(layout, way), parallel, pool)
+
+
+def kept(
+    memory: MemoryConfig | None, layout: dict[str, Any], attention: str, layers: int = 4
+) -> tuple[int, int, frozenset[str]]:
+    """Bytes that layers kept in a step, what an estimate says of all activations, and the layers recomputed."""
+    config = tiny("llama", num_hidden_layers=layers)
+    model = hfscale.from_config(
+        config, parallel=ParallelConfig(**layout), memory=memory, attn_implementation=attention, dtype=torch.float32
+    )
+    model.train()
+    runtime = runtime_of(model)
+    ids = torch.randint(3, 60, (4, 32), generator=torch.Generator().manual_seed(0))
+    with count_saved(runtime.model, runtime.plan.layers, runtime.plan.head) as saved:
+        hfscale.train_step(model, {"input_ids": ids, "labels": ids})
+    part = runtime.part(Recomputation)
+    assert part is not None
+    return saved.layers, hfscale.memory_estimate(model, tokens=4 * 32).activations, part.chosen or frozenset()
+
+
+TOKENS, HIDDEN, HEADS, FLOAT = 4 * 32, 32, 4, 4
+ROTARY = 2 * 32 * HIDDEN // HEADS * FLOAT  # sines and cosines of a sequence, which all layers have in common
+
+
+@pytest.mark.parametrize("layout", ["one", "tp2", "sequence"])
+def test_kept_bytes_are_the_formula(pools: Pools, layout: str) -> None:
+    """Recomputed layers keep their input; recomputed attention neither its scores nor what sums them up."""
+    sizes = LAYOUTS[layout]
+    tp = sizes.get("tp_size", 1)
+    run = pools(2).run if tp > 1 else lambda function, *given: [function(*given)]
+    stream = TOKENS * HIDDEN * FLOAT // (tp if "sequence" in layout else 1)
+    whole, full, second = (run(kept, memory, sizes, "sdpa") for memory in (None, WAYS["full"], WAYS["second"]))
+    flash, scores = (
+        [found[0] for found in run(kept, WAYS["selective"], sizes, attention)] for attention in ("sdpa", "eager")
+    )
+    for rank in range(tp):
+        assert full[rank][0] == 4 * stream
+        layer = (whole[rank][0] - ROTARY) // 4
+        assert second[rank][0] == 2 * layer + 2 * stream + ROTARY
+        assert flash[rank] == whole[rank][0] - 4 * TOKENS * HEADS * FLOAT // tp  # a logarithm for each row of scores
+        assert scores[rank] == flash[rank]
+        assert full[rank][1] < second[rank][1] < whole[rank][1]
+
+
+def test_a_budget_takes_as_few_layers_as_it_needs() -> None:
+    whole, _, none = kept(MemoryConfig(recompute="100MB"), {}, "sdpa")
+    assert not none
+    found = {}
+    for budget in (800_000, 600_000):
+        found[budget], estimate, chosen = kept(MemoryConfig(recompute=f"{budget}B"), {}, "sdpa")
+        assert found[budget] < budget
+        assert 0 < len(chosen) < 4
+        assert estimate < budget + 60_000  # what is around the layers comes on top
+    assert found[600_000] < found[800_000] < whole
+    with pytest.raises(ConfigError, match=r"recomputing all 4 layers of this rank still keeps .*: use smaller micro"):
+        kept(MemoryConfig(recompute="100KB"), {}, "sdpa")
+    with pytest.raises(ConfigError, match="still keeps"):  # before anything runs, where the tokens are known
+        hfscale.from_config(tiny("llama"), memory=MemoryConfig(recompute="1KB", tokens=4096))
+
+
+def gradients(path: str, layout: dict[str, Any], memory: MemoryConfig | None) -> list[Tensor]:
+    model = hfscale.from_pretrained(
+        path,
+        parallel=ParallelConfig(**layout),
+        quantization_config=four_bits(),
+        peft_config=LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1),
+        memory=memory,
+        dtype=torch.float32,
+    )
+    model.train()
+    torch.manual_seed(3)
+    ids = torch.randint(3, 60, (4, 16), generator=torch.Generator().manual_seed(0))
+    hfscale.train_step(model, [{"input_ids": half, "labels": half} for half in ids.chunk(2)])
+    return [p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad for p in model.parameters() if p.requires_grad]
+
+
+@pytest.mark.parametrize("layout", ["tp2", "sequence", "shard2", "1f1b"])
+def test_over_four_bits_with_dropout(pools: Pools, tmp_path: Path, layout: str) -> None:
+    """The same bits, with the masks of the forward pass."""
+    path = save(wide("llama"), tmp_path)
+    ways = (None, WAYS["full"], WAYS["selective"], MemoryConfig(recompute=["gate_proj", "input_layernorm"]))
+    found = [pools(2).run(gradients, path, LAYOUTS[layout], way) for way in ways]
+    for other in found[1:]:
+        for rank, expected in zip(other, found[0], strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(rank, expected, strict=True))
+
+
+def test_a_plain_loop_with_a_cache() -> None:
+    """Layers are given a cache unless somebody says no, and must not fill it twice."""
+    config = tiny("llama", use_cache=True, num_hidden_layers=4)
+    ids = torch.arange(24).view(2, 12) % 60
+    found = []
+    for memory in (None, *WAYS.values()):
+        model = hfscale.from_config(config, memory=memory, attn_implementation="sdpa")
+        model(input_ids=ids, labels=ids).loss.backward()
+        found.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for each in found[1:] for a, b in zip(each, found[0], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("memory", "layout", "family", "message"),
+    [
+        ({"recompute": ["mpl"]}, {}, "llama", "no layer has a module 'mpl': did you mean 'mlp'"),
+        ({"recompute": "full", "recompute_keep": ["aten.mmm"]}, {}, "llama", "torch has no operator 'aten.mmm'"),
+        ({"recompute": "full", "recompute_keep": ["aten.add_"]}, {}, "llama", "changes a tensor in place"),
+        ({"recompute": "selective"}, {"cp_size": 2}, "llama", "keeps no scores .*: use recompute='none', 'full'"),
+        ({"recompute": ["mlp"]}, LAYOUTS["regather"], "llama", "use recompute='full', or sequence_regather=False"),
+        ({"recompute": ["attn"]}, {"tp_size": 2}, "gpt2", "drops activations out, cut over tp_size=2"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_plan(
+    memory: dict[str, Any], layout: dict[str, Any], family: str, message: str
+) -> None:
+    config = tiny(family, resid_pdrop=0.1, attn_pdrop=0.1) if family == "gpt2" else tiny(family)
+    with pytest.raises(PlanError, match=message):
+        hfscale.plan(config, ParallelConfig(**layout), memory=MemoryConfig(**memory))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"recompute": "fulll"}, "did you mean 'full'"),
+        ({"recompute": "8 bits"}, "use one of none, full, selective, a number n"),
+        ({"recompute": 0}, "every n-th layer"),
+        ({"recompute": True}, "is unknown"),
+        ({"recompute": []}, "names nothing"),
+        ({"recompute": ["mlp", 3]}, "pass a list of names"),
+        ({"recompute_keep": ["aten.mm"]}, "recompute='none' recomputes none"),
+        ({"tokens": 12}, "is for a budget"),
+        ({"recompute": "1GB", "tokens": 0}, "at least 1"),
+        ({"recomputes": "full"}, "did you mean 'recompute'"),
+    ],
+)
+def test_values_that_mean_nothing(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        MemoryConfig(**given)
+
+
+def test_a_plan_says_what_is_computed_again() -> None:
+    def lines(**memory: Any) -> str:
+        return str(hfscale.plan(tiny("llama"), memory=MemoryConfig(**memory)))
+
+    assert "computed again in the backward pass: 1 of 2 layers\n" in lines(recompute=2)
+    assert "again in the backward pass: model.layers.*.mlp x2\n" in lines(recompute=["mlp"])
+    assert "2 of 2 layers; results of aten.mm are kept" in lines(recompute="full", recompute_keep=["aten.mm"])
+    assert "keep below 1,500,000,000 bytes on a rank" in lines(recompute="1.5 GB")
+    assert "attention between its projections" in lines(recompute="selective")
+    assert MemoryConfig(recompute="8GiB").budget == 8 << 30
+    assert "computed again" not in str(hfscale.plan(tiny("llama")))
