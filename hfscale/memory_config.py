@@ -56,29 +56,33 @@ class MemoryConfig:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        given = self.recompute
-        if given is None or isinstance(given, bool) or not isinstance(given, str | int | Sequence):
-            raise ConfigError(f"recompute={given!r} is unknown: {_HOW}")
-        if isinstance(given, int):
-            if given < 1:
-                raise ConfigError(f"recompute={given} is impossible: every n-th layer is a number of at least 1")
-        elif isinstance(given, str):
-            if given not in RECOMPUTE and self.budget is None:
-                close = difflib.get_close_matches(given, RECOMPUTE, 1)
-                hint = f"did you mean {close[0]!r}? " if close else ""
-                raise ConfigError(f"recompute={given!r} is unknown: {hint}{_HOW}")
-        else:
-            object.__setattr__(self, "recompute", _names("recompute", given, '["mlp", "input_layernorm"]'))
-        object.__setattr__(self, "recompute_keep", _names("recompute_keep", self.recompute_keep, '["aten.mm"]', True))
-        if self.recompute_keep and not (isinstance(given, int) or given == "full" or self.budget is not None):
+        self._check_recompute()
+        given, kept = self.recompute, _names("recompute_keep", self.recompute_keep, '["aten.mm"]', True)
+        object.__setattr__(self, "recompute_keep", kept)
+        if kept and not (isinstance(given, int) or given == "full" or self.budget is not None):
             raise ConfigError(
-                f"recompute_keep={list(self.recompute_keep)} is of layers that are recomputed whole, and recompute="
-                f"{given!r} recomputes none: use recompute='full', a number or a budget with it"
+                f"recompute_keep={list(kept)} is of layers that are recomputed whole, and recompute={given!r} "
+                "recomputes none: use recompute='full', a number or a budget with it"
             )
         if self.tokens is not None and (isinstance(self.tokens, bool) or self.tokens < 1):
             raise ConfigError(f"tokens={self.tokens!r} is impossible: use a whole number of at least 1")
         if self.tokens is not None and self.budget is None:
             raise ConfigError(f"tokens={self.tokens} is for a budget, and recompute={given!r} is none: leave it out")
+
+    def _check_recompute(self) -> None:
+        given = self.recompute
+        if isinstance(given, str):
+            if given not in RECOMPUTE and self.budget is None:
+                close = difflib.get_close_matches(given, RECOMPUTE, 1)
+                hint = f"did you mean {close[0]!r}? " if close else ""
+                raise ConfigError(f"recompute={given!r} is unknown: {hint}{_HOW}")
+        elif isinstance(given, int) and not isinstance(given, bool):
+            if given < 1:
+                raise ConfigError(f"recompute={given} is impossible: every n-th layer is a number of at least 1")
+        elif isinstance(given, Sequence):
+            object.__setattr__(self, "recompute", _names("recompute", given, '["mlp", "input_layernorm"]'))
+        else:
+            raise ConfigError(f"recompute={given!r} is unknown: {_HOW}")
 
     @property
     def budget(self) -> int | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "docs" / "api.md"
 GROUPS = {
-    "Layout and plan": ["ParallelConfig", "plan", "memory_estimate"],
+    "Layout and plan": ["ParallelConfig", "MemoryConfig", "plan", "memory_estimate"],
     "Make a model": ["from_pretrained", "from_config", "parallelize"],
     "Train": ["train_step", "eval_step", "clip_grad_norm_", "drain", "create_optimizer", "batch_rank", "batch_world"],
     "Save and resume": ["save_pretrained", "save_state", "load_state"],
@@ -25,7 +25,7 @@ GROUPS = {
     "Accelerate": ["Accelerator"],
     "Errors": ["HFScaleError", "ConfigError", "PlanError", "MeshError", "CheckpointError"],
 }
-FIELDS = ["ParallelConfig", "RoutingConfig"]
+FIELDS = ["ParallelConfig", "MemoryConfig", "RoutingConfig"]
 HEAD = """# Public names
 
 Written by `scripts/api_table.py` from the docstrings, which say more: arguments, results, errors. Names not listed here

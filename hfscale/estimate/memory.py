@@ -123,15 +123,9 @@ def estimate_memory(
     chosen = trained if trained is not None else (adapters or {p.name for p in plan.owned()} - quantized)
     training = [planned for planned in held if planned.name in chosen]
     mixed = mixed_precision != "no"
-    situation = Situation(
-        tokens=ceil(tokens / plan.layout.size("cp")),
-        alive=tuple(alive),
-        mixed=mixed,
-        trained=frozenset(chosen),
-        routes=routes,
-        all_recomputed=checkpointing,
-        chosen=recomputed_layers,
-    )
+    own_tokens = ceil(tokens / plan.layout.size("cp"))
+    again: dict[str, Any] = {"all_recomputed": checkpointing, "chosen": recomputed_layers}
+    situation = Situation(own_tokens, tuple(alive), mixed, frozenset(chosen), routes, **again)
     kept, notes = _activations(plan, here, situation, mixed)
     if plan.layout.size("cp") > 1:
         notes.append("what attention reads of other context ranks is not counted: a layer's keys and values at a time")

@@ -32,6 +32,7 @@ from ..memory_config import MemoryConfig
 from ..runtime import runtime_of
 from ..runtime.names import stock_name
 from ..runtime.runtime import local_tensor
+from .differences import difference
 from .pool import RankPool
 
 Batch = dict[str, Tensor]
@@ -339,13 +340,3 @@ def run_rank(case: Case, layout: ParallelConfig, directory: str) -> Parity:
     if case.peft is None:
         hfscale.verify_experts(model, Path(directory) / "saved")
     return parity
-
-
-def difference(found: Tensor, expected: Tensor, scale: Tensor | None = None, floor: float = 1e-30) -> float:
-    """Largest difference, relative to the largest entry of ``scale``, or to ``floor`` where that is larger."""
-    assert found.shape == expected.shape, f"{tuple(found.shape)} instead of {tuple(expected.shape)}"
-    if found.numel() == 0:
-        return 0.0
-    reference = expected if scale is None else scale
-    largest = (found.cpu() - expected.cpu()).abs().max() / reference.abs().max().clamp(min=floor)
-    return float("inf") if not torch.isfinite(largest) else float(largest)

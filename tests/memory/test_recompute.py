@@ -48,7 +48,7 @@ WAYS: dict[str, MemoryConfig] = {
     "kept": MemoryConfig(recompute="full", recompute_keep=["aten.mm", "aten.addmm.default", "aten.bmm"]),
     "budget": MemoryConfig(recompute="150KB"),
 }
-REFUSED = {("modules", "regather"), ("selective", "cp2")}
+REFUSED = {("modules", "regather"), ("within", "regather"), ("selective", "cp2")}
 
 
 def case_of(layout: str, way: str) -> Case:
@@ -60,6 +60,8 @@ def case_of(layout: str, way: str) -> Case:
     memory = WAYS[way]
     if mixture and way == "within":
         memory = MemoryConfig(recompute=["q_proj", "post_attention_layernorm"])
+    if mixture and way == "budget":
+        memory = MemoryConfig(recompute="400KB")
     lora = LoraConfig(r=3, target_modules="all-linear", task_type="CAUSAL_LM") if layout.startswith("lora") else None
     return Case(config, accumulation=3, hf_kwargs=kwargs, memory=memory, peft=lora)
 

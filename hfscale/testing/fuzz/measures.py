@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..parity import difference
+from ..differences import difference
 from .draw import Draw
 from .models import loses_bits, most_gain
 from .reference import Record, Step

@@ -15,7 +15,8 @@ import hfscale
 
 from ...runtime import Runtime, runtime_of
 from ...runtime.runtime import local_tensor
-from ..parity import difference, stored
+from ..differences import difference
+from ..parity import stored
 from .draw import Draw
 from .fuzz_batches import Call, as_given, batches
 from .measures import EXACT, Yardstick, plain
