@@ -3,6 +3,7 @@
 from .runtime import (
     Batch,
     Executor,
+    Objective,
     Part,
     Runtime,
     StepLoss,
@@ -16,6 +17,7 @@ from .runtime import (
 __all__ = [
     "Batch",
     "Executor",
+    "Objective",
     "Part",
     "Runtime",
     "StepLoss",

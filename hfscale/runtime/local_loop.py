@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from .batches import Microbatch
-from .runtime import Batch, Executor, Runtime
+from .runtime import Batch, Executor, Objective, Runtime
 
 
 class LocalLoop(Executor):
@@ -20,34 +20,28 @@ class LocalLoop(Executor):
         """As they were given."""
         return [dict(batch) for batch in given]
 
-    def run(
-        self, model: nn.Module, batches: Sequence[Microbatch], count: Tensor, label_smoothing: float, backward: bool
-    ) -> Tensor:
+    def run(self, model: nn.Module, batches: Sequence[Microbatch], objective: Objective, backward: bool) -> Tensor:
         """See :meth:`.runtime.Executor.run`."""
         run = self._train if backward else self._evaluate
-        return self._runtime.sum_of_shares(run(model, batches, count, label_smoothing))
+        return self._runtime.sum_of_shares(run(model, batches, objective))
 
-    def _train(self, model: nn.Module, batches: Sequence[Microbatch], count: Tensor, label_smoothing: float) -> Tensor:
+    def _train(self, model: nn.Module, batches: Sequence[Microbatch], objective: Objective) -> Tensor:
         runtime = self._runtime
         total: Tensor | None = None
-        assert runtime.loss is not None  # checked before
         with runtime.around(lambda part: part.around_gradients(runtime)):
             for index, batch in enumerate(batches):
                 for part in runtime.parts:
                     part.before_backward(runtime, last=index == len(batches) - 1)
-                loss = runtime.loss.of(model, batch, count, label_smoothing)
+                loss = objective(model, batch, index)
                 # The data axes average gradients over their ranks; the loss is a share of a sum.
                 (loss * runtime.mesh.data_world).backward()
                 total = loss.detach() if total is None else total + loss.detach()
         assert total is not None  # a step has a microbatch
         return total
 
-    def _evaluate(
-        self, model: nn.Module, batches: Sequence[Microbatch], count: Tensor, label_smoothing: float
-    ) -> Tensor:
+    def _evaluate(self, model: nn.Module, batches: Sequence[Microbatch], objective: Objective) -> Tensor:
         runtime = self._runtime
-        assert runtime.loss is not None
-        total = sum(runtime.loss.of(model, batch, count, label_smoothing) for batch in batches)
+        total = sum(objective(model, batch, index) for index, batch in enumerate(batches))
         for part in runtime.parts:
             part.release(runtime)
         return torch.as_tensor(total, device=runtime.mesh.device)

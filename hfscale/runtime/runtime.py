@@ -30,6 +30,8 @@ from .names import stock_name
 _ATTRIBUTE = "_hfscale"
 
 Batch = Mapping[str, Any]
+Objective = Callable[[Any, Microbatch, int], Tensor]
+"""The loss of one microbatch, by its number, as a share of a step's; asked where the head is, with what to call."""
 
 
 class Part:
@@ -101,6 +103,10 @@ class Part:
         """Of ``tokens`` per sample in the hidden states between blocks, how many this rank has while training."""
         return tokens
 
+    def all_tokens(self, runtime: "Runtime", batch: Microbatch, own: Tensor) -> Tensor:
+        """Of what this rank has made of each of its tokens, ``[b, s, ...]``, that of all tokens: after `own_tokens`."""
+        return own
+
     def cuts_tokens(self, module: str) -> bool:
         """Whether the hidden states that a module of the layers reads now are this rank's tokens only."""
         return False
@@ -149,14 +155,12 @@ class Executor:
     def hear(self, told: list[list[int]]) -> None:
         """What each rank told, by rank."""
 
-    def run(
-        self, model: nn.Module, batches: Sequence[Microbatch], count: Tensor, label_smoothing: float, backward: bool
-    ) -> Tensor:
+    def run(self, model: nn.Module, batches: Sequence[Microbatch], objective: Objective, backward: bool) -> Tensor:
         """Forward passes over the microbatches; with ``backward``, gradients are in ``.grad`` afterwards.
 
         Args:
             model: what the caller calls: the runtime's, or what has been put around it (PEFT, ``torch.compile``).
-            count: valid labels of the whole step, which the loss is divided by.
+            objective: makes the loss of each; the step's is their sum, over all distinct batches.
 
         Returns:
             the loss of the whole step, on every rank.
@@ -190,6 +194,9 @@ class StepLoss(Protocol):
 
     def of(self, model: nn.Module, batch: Microbatch, count: Tensor, label_smoothing: float) -> Tensor:
         """The loss of one microbatch, as a share of a step with ``count`` valid labels."""
+
+    def keeping_logits(self) -> AbstractContextManager[list[Tensor]]:
+        """Within: whole logits of every microbatch, ``[b, s, V]``, are added to the list."""
 
 
 _P = TypeVar("_P", bound=Part)

@@ -1,6 +1,7 @@
 """One training step, and the gradient norm, whatever the layout."""
 
 from .gradient_norm import clip_grad_norm_
+from .predict import predict_step
 from .step import batch_rank, batch_world, drain, eval_step, train_step
 
-__all__ = ["batch_rank", "batch_world", "clip_grad_norm_", "drain", "eval_step", "train_step"]
+__all__ = ["batch_rank", "batch_world", "clip_grad_norm_", "drain", "eval_step", "predict_step", "train_step"]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..guards import before_step
-from ..runtime import Batch, runtime_of
+from ..runtime import Batch, Objective, Runtime, runtime_of
 from .inputs import prepare
 
 
@@ -37,7 +37,7 @@ def train_step(model: nn.Module, batch: Batch | Sequence[Batch], *, label_smooth
     before_step(runtime)
     microbatches, count = prepare(runtime, batch, train=True)
     with runtime.around(lambda part: part.around_step(runtime, microbatches, train=True)):
-        return runtime.executor.run(model, microbatches, count, label_smoothing, backward=True)
+        return runtime.executor.run(model, microbatches, token_mean(runtime, count, label_smoothing), backward=True)
 
 
 def drain(model: nn.Module) -> Iterator[Tensor]:
@@ -64,7 +64,14 @@ def eval_step(model: nn.Module, batch: Batch | Sequence[Batch], *, label_smoothi
     runtime = runtime_of(model)
     microbatches, count = prepare(runtime, batch, train=False)
     with runtime.around(lambda part: part.around_step(runtime, microbatches, train=False)):
-        return runtime.executor.run(model, microbatches, count, label_smoothing, backward=False)
+        return runtime.executor.run(model, microbatches, token_mean(runtime, count, label_smoothing), backward=False)
+
+
+def token_mean(runtime: Runtime, count: Tensor, label_smoothing: float) -> Objective:
+    """The model's own loss, of which the step's is a mean over ``count`` valid labels."""
+    loss = runtime.loss
+    assert loss is not None  # checked as the step was prepared
+    return lambda model, batch, _: loss.of(model, batch, count, label_smoothing)
 
 
 def batch_rank(model: nn.Module) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..._host.transformers.classes import takes_argument
 from ..._host.transformers.computing import recomputes
@@ -91,6 +91,11 @@ class ContextParallel(Part):
         own = Microbatch({**part, _BATCH: whole})
         own.shifted = True  # and it restarts nowhere: the host is not to look for examples in positions that jump
         return own
+
+    def all_tokens(self, runtime: Runtime, batch: Microbatch, own: Tensor) -> Tensor:
+        """Gathered over the context ranks, in the order of the sequences."""
+        group = runtime.mesh.group("cp")
+        return own if group is None else TokenGather(group)(own, batch[_BATCH])
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Forward pre-hook of the model."""

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from ..._host.torch import own_parameters
 from ...errors import ConfigError
-from ...runtime import Runtime
+from ...runtime import Objective, Runtime
 from ...runtime.batches import Microbatch
 from .microbatches import Batch, share_out
 from .orders import order
@@ -134,9 +134,7 @@ class AsynchronousPipeline(Pipeline):
         """Only as long as nothing is under way: stages wait for each other no more than they must."""
         return not train or not self._calls
 
-    def run(
-        self, model: nn.Module, batches: Sequence[Microbatch], count: Tensor, label_smoothing: float, backward: bool
-    ) -> Tensor:
+    def run(self, model: nn.Module, batches: Sequence[Microbatch], objective: Objective, backward: bool) -> Tensor:
         """One call: see the head of this file.
 
         Returns:
@@ -144,8 +142,8 @@ class AsynchronousPipeline(Pipeline):
             calls ago (PipeDream), of the last call (2BW); nan while the pipeline fills.
         """
         if not backward:
-            return self._evaluate(model, batches, count, label_smoothing)
-        loss = self._call(batches, count, label_smoothing)
+            return self._evaluate(model, batches, objective)
+        loss = self._call(batches, objective)
         self._hand_out()
         return loss
 
@@ -155,7 +153,7 @@ class AsynchronousPipeline(Pipeline):
             with self._ties.summed():
                 self._finished.popleft().expose()
 
-    def _call(self, batches: Sequence[Microbatch], count: Tensor, label_smoothing: float) -> Tensor:
+    def _call(self, batches: Sequence[Microbatch], objective: Objective) -> Tensor:
         self._refuse_broken()
         if not self._calls:
             self._learn()
@@ -169,7 +167,7 @@ class AsynchronousPipeline(Pipeline):
         self._tell_workers(backward=True)
         version = _Version(self._runtime.model, self._calls, len(batches))
         try:
-            self._batches, self._count = self._held, (count, label_smoothing)
+            self._batches, self._objective = self._held, objective
             for batch in batches:
                 index = self._forward
                 self._held[index], self._versions[index] = batch, version
@@ -186,7 +184,7 @@ class AsynchronousPipeline(Pipeline):
             self._broken = True  # messages of this call may still arrive
             raise
         finally:
-            self._count = None
+            self._objective = None
         if version.left:
             version.stash()
         self._calls += 1
@@ -196,13 +194,11 @@ class AsynchronousPipeline(Pipeline):
         """Of an evaluation, which needs the forward passes only."""
         return order("1f1b", self._layout.size("pp"), num_microbatches)
 
-    def _evaluate(
-        self, model: nn.Module, batches: Sequence[Microbatch], count: Tensor, label_smoothing: float
-    ) -> Tensor:
+    def _evaluate(self, model: nn.Module, batches: Sequence[Microbatch], objective: Objective) -> Tensor:
         """With workers of its own: what is under way stays as it is."""
         workers, self.workers = self.workers, self._evaluators
         try:
-            return super().run(model, batches, count, label_smoothing, backward=False)
+            return super().run(model, batches, objective, backward=False)
         finally:
             self.workers = workers
 

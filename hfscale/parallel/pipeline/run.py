@@ -26,7 +26,7 @@ from ...config import ParallelConfig
 from ...errors import ConfigError, PlanError
 from ...plan import Plan, Stage
 from ...plan.recompute import recomputed
-from ...runtime import Executor, Runtime
+from ...runtime import Executor, Objective, Runtime
 from ...runtime.batches import Microbatch
 from ...schedules import ASYNCHRONOUS
 from .activation_types import ActivationTypes
@@ -106,7 +106,7 @@ class Pipeline(Executor):
         self._accepted: dict[int, bool] = {}
         self._engines: dict[tuple[int, bool], Any] = {}
         self._batches: Sequence[Microbatch] | dict[int, Microbatch] = ()
-        self._count: tuple[Tensor, float] | None = None
+        self._objective: Objective | None = None
         self._trains = True
         self._losses: list[Tensor] = []
         runtime.model.register_forward_pre_hook(self._refuse_others)
@@ -147,20 +147,16 @@ class Pipeline(Executor):
             "= hfscale.train_step(model, batch), which leaves the gradients in .grad"
         )
 
-    def run(
-        self, model: nn.Module, batches: Sequence[Microbatch], count: Tensor, label_smoothing: float, backward: bool
-    ) -> Tensor:
+    def run(self, model: nn.Module, batches: Sequence[Microbatch], objective: Objective, backward: bool) -> Tensor:
         """See :meth:`hfscale.runtime.Executor.run`; a stage runs the stock model, whatever is around it."""
         runtime = self._runtime
         if not backward:
-            return runtime.sum_of_shares(self._all_passes(batches, count, label_smoothing, backward=False))
+            return runtime.sum_of_shares(self._all_passes(batches, objective, backward=False))
         with self._ties.summed(), runtime.around(lambda part: part.around_gradients(runtime)):
-            share = self._all_passes(batches, count, label_smoothing, backward=True)
+            share = self._all_passes(batches, objective, backward=True)
         return runtime.sum_of_shares(share)
 
-    def _all_passes(
-        self, batches: Sequence[Microbatch], count: Tensor, label_smoothing: float, backward: bool
-    ) -> Tensor:
+    def _all_passes(self, batches: Sequence[Microbatch], objective: Objective, backward: bool) -> Tensor:
         """Forward passes over the microbatches, and backward passes, in the order of the schedule.
 
         Returns:
@@ -168,13 +164,11 @@ class Pipeline(Executor):
         """
         runtime = self._runtime
         with runtime.around(lambda part: part.around_interleaved(runtime, backward)):
-            return self._scheduled(batches, count, label_smoothing, backward)
+            return self._scheduled(batches, objective, backward)
 
-    def _scheduled(
-        self, batches: Sequence[Microbatch], count: Tensor, label_smoothing: float, backward: bool
-    ) -> Tensor:
+    def _scheduled(self, batches: Sequence[Microbatch], objective: Objective, backward: bool) -> Tensor:
         self._learn()
-        self._batches, self._count = batches, (count, label_smoothing)
+        self._batches, self._objective = batches, objective
         self._trains, self._losses = backward, []
         self._tell_workers(backward)
         try:
@@ -183,7 +177,7 @@ class Pipeline(Executor):
                 worker.finish()
             self._types.finish()
         finally:
-            self._batches, self._count = (), None
+            self._batches, self._objective = (), None
             for worker in self.workers:
                 worker.reset()
         total = torch.zeros((), dtype=self._agreement.loss_type, device=self._mesh.device)
@@ -247,7 +241,7 @@ class Pipeline(Executor):
         with self._running(stage) as passage:
             passage.arriving, passage.shape = arrived, (samples, tokens)
             if last:
-                loss = self._loss(inputs)
+                loss = self._loss(inputs, microbatch)
             else:
                 with packing(inputs.packed, "position_ids" in inputs):
                     self._runtime.model(**inputs)
@@ -268,10 +262,9 @@ class Pipeline(Executor):
             self._types.announce(stage.index + 1, leaving, leading, peer, self._trains)
         return leaving
 
-    def _loss(self, inputs: Microbatch) -> Tensor:
-        assert self._runtime.loss is not None
-        assert self._count is not None
-        loss = self._runtime.loss.of(self._runtime.model, inputs, *self._count)
+    def _loss(self, inputs: Microbatch, microbatch: int) -> Tensor:
+        assert self._objective is not None
+        loss = self._objective(self._runtime.model, inputs, microbatch)
         self._losses.append(loss.detach())
         # The data axes average gradients over their ranks; the loss is a share of a sum.
         return loss * self._mesh.data_world
@@ -292,7 +285,7 @@ class Pipeline(Executor):
         return dist.get_global_rank(self._group, self._stages.ranks[stage])
 
     def _refuse_others(self, *_: Any) -> None:
-        if self._count is None:
+        if self._objective is None:
             raise ConfigError(
                 f"{self._layout.describe()}: a rank holds {len(self.workers)} of {len(self._stages.stages)} stages, so "
                 "its model cannot be called by itself: use hfscale.train_step and hfscale.eval_step"

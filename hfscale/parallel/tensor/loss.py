@@ -51,6 +51,7 @@ class VocabParallelLoss:
         self._with_labels, self._shows_logits = False, True
         self._called, self._shifted = False, False
         self._known: tuple[Any, int] | None = None  # labels that are counted already
+        self._kept: list[Tensor] | None = None
 
     def targets(self, labels: Tensor) -> Tensor:
         """``[b, s]`` labels -> ``[b, s]``: what each position predicts; the last ones predict nothing."""
@@ -105,8 +106,19 @@ class VocabParallelLoss:
                 output = model(**batch)
         finally:
             self._known, self._shifted = None, False
+        if self._kept is not None:
+            self._kept.append(output[1] if isinstance(output, tuple) else output.logits)
         loss: Tensor = output[0] if isinstance(output, tuple) else output.loss
         return loss
+
+    @contextmanager
+    def keeping_logits(self) -> Iterator[list[Tensor]]:
+        """Within: whole logits of every microbatch, ``[b, s, V]``, are added to the list."""
+        self._kept = []
+        try:
+            yield self._kept
+        finally:
+            self._kept = None
 
     def __call__(
         self,
@@ -185,7 +197,7 @@ class VocabParallelLoss:
         """Forward pre-hook of the model: will its loss be computed, and will anyone see its logits?"""
         named = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) if args else {}
         self._with_labels, self._called = {**named, **kwargs}.get("labels") is not None, False
-        unseen = self.count is not None or (model.training and torch.is_grad_enabled())
+        unseen = self._kept is None and (self.count is not None or (model.training and torch.is_grad_enabled()))
         self._shows_logits = not (self._with_labels and unseen)
 
     def run_head(self, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
