@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .parallel.pipeline.record import record_schedule
     from .routing_config import RoutingConfig
     from .train import batch_rank, batch_world, clip_grad_norm_, drain, eval_step, train_step
+    from .trainer import Trainer, TrainerMixin
     from .upcycle.upcycle import upcycle
 
 __all__ = [
@@ -35,6 +36,8 @@ __all__ = [
     "ParallelConfig",
     "PlanError",
     "RoutingConfig",
+    "Trainer",
+    "TrainerMixin",
     "__version__",
     "batch_rank",
     "batch_world",
@@ -74,6 +77,7 @@ _MODULES = {
     ".optimizers": ["create_optimizer"],
     ".build": ["from_config", "from_pretrained", "parallelize", "plan"],
     ".parallel.pipeline.record": ["record_schedule"],
+    ".trainer": ["Trainer", "TrainerMixin"],
     ".train": ["batch_rank", "batch_world", "clip_grad_norm_", "drain", "eval_step", "train_step"],
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

@@ -22,7 +22,7 @@ GROUPS = {
         *["RoutingConfig", "expert_load", "ExpertLoad", "ExpertLoadHistory", "verify_experts", "upcycle"],
     ],
     "Pipelines": ["record_schedule"],
-    "Accelerate": ["Accelerator"],
+    "Accelerate and Trainer": ["Accelerator", "Trainer", "TrainerMixin"],
     "Errors": ["HFScaleError", "ConfigError", "PlanError", "MeshError", "CheckpointError"],
 }
 FIELDS = ["ParallelConfig", "MemoryConfig", "RoutingConfig"]

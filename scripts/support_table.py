@@ -30,7 +30,7 @@ TABLE = """
 | precision | float32, bfloat16, `mixed_precision="bf16"`; float16 is refused in training |
 | checkpoints | safetensors, original names, any layout to any layout; a run resumes bit by bit in its own layout |
 | Accelerate | `hfscale.Accelerator`: prepare, accumulate, clip, gather for metrics, save and load state |
-| `transformers.Trainer`, TRL | over one process; over several refused before the first step |
+| `transformers.Trainer` | `hfscale.Trainer`, in every layout: [docs/trainer.md](docs/trainer.md) |
 | tested with | {versions}, Python 3.11, CPUs over gloo |
 """
 

@@ -88,8 +88,8 @@ def _refuse(model: nn.Module) -> None:
         f"{class_name(runtime.model)} is spread over {runtime.mesh.layout.describe()} by hfscale, and "
         "accelerate.Accelerator - the one inside transformers.Trainer and its subclasses too - takes every process "
         "for a data-parallel one: it would wrap the model again, deal ranks that share a batch different ones and "
-        "clip a part of the norm on each. In place of accelerate.Accelerator use hfscale.Accelerator; in place of a "
-        "Trainer, a loop: loss = hfscale.train_step(model, batch); hfscale.clip_grad_norm_(model, 1.0); "
-        "optimizer.step(), over hfscale.Accelerator().prepare(model, optimizer, loader, scheduler). One process may "
-        "use Trainer as it is"
+        "clip a part of the norm on each. In place of accelerate.Accelerator use hfscale.Accelerator; in place of "
+        "transformers.Trainer use hfscale.Trainer, or class MyTrainer(hfscale.TrainerMixin, ...) for a subclass; or "
+        "write a loop: loss = hfscale.train_step(model, batch); hfscale.clip_grad_norm_(model, 1.0); "
+        "optimizer.step(). One process may use Trainer as it is"
     )

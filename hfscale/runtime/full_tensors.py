@@ -84,14 +84,28 @@ def _buffers(runtime: Runtime) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in runtime.model.named_buffers() if name in saved}
 
 
-def full_tensors(runtime: Runtime, entries: list[SavedTensor]) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor to save, one at a time: whole on rank 0, empty elsewhere. Same order on every rank."""
+def full_tensors(
+    runtime: Runtime, entries: list[SavedTensor], share_of: Callable[[SavedTensor], Tensor | None] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor to save, one at a time: whole on rank 0, empty elsewhere. Same order on every rank.
+
+    Args:
+        share_of: what this rank holds of each, where it is something else than the model's own, cut likewise.
+    """
+    held = share_of or _shares(runtime)
+    for entry in entries:
+        yield entry.name, _gather(entry, held(entry), runtime.mesh)
+
+
+def _shares(runtime: Runtime) -> Callable[[SavedTensor], Tensor | None]:
     here = {planned.name: parameter for planned, parameter in runtime.parameters()}
     buffers = _buffers(runtime)
-    for entry in entries:
+
+    def share_of(entry: SavedTensor) -> Tensor | None:
         held = here.get(entry.planned.name) if entry.planned else buffers.get(entry.name)
-        share = None if held is None else local_tensor(held.detach())
-        yield entry.name, _gather(entry, share, runtime.mesh)
+        return None if held is None else local_tensor(held.detach())
+
+    return share_of
 
 
 def _gather(entry: SavedTensor, share: Tensor | None, mesh: Mesh) -> Tensor:

@@ -1,0 +1,115 @@
+"""The hooks of ``transformers.Trainer`` that it does not promise to keep, under names of ours.
+
+Read and run with transformers 5.17 and 5.23; ``tests/trainer/test_host.py`` compares signatures.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import transformers
+from torch import nn
+from transformers import trainer as _module
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+_trainer: Any = _module
+_DEVICES = "_setup_devices"  # a cached property of TrainingArguments: the processes, as they are counted first
+
+
+class TrainerHooks:
+    """What a Trainer calls for saving, resuming and clipping: put in front of one."""
+
+    def write_state(self, directory: Path) -> None:
+        """Write optimizer, schedule and random streams into a checkpoint; on every rank."""
+
+    def read_state(self, checkpoint: Path) -> None:
+        """Read them; on every rank."""
+
+    def read_weights(self, checkpoint: Path) -> None:
+        """Put the weights of a checkpoint that is resumed from into the model; on every rank."""
+
+    def read_best_weights(self, checkpoint: Path) -> None:
+        """The same, at the end of a run, of its best checkpoint."""
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        self.write_state(Path(output_dir))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            self.read_state(Path(checkpoint))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        self.read_weights(Path(resume_from_checkpoint))
+
+    def _load_best_model(self) -> None:
+        state: Any = self.state  # type: ignore[attr-defined]
+        self.read_best_weights(Path(state.best_model_checkpoint))
+
+    def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
+        return False  # the accelerator knows the axes; the host takes a plain tensor for a whole one
+
+    def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
+        pass  # it is where hfscale has put it
+
+
+@contextmanager
+def accelerator_made_by(kind: Any) -> Iterator[None]:
+    """Within: Trainer makes its accelerator of this class."""
+    stock = _trainer.Accelerator
+    _trainer.Accelerator = kind
+    try:
+        yield
+    finally:
+        _trainer.Accelerator = stock
+
+
+@contextmanager
+def taken_for_adapted(model: Any) -> Iterator[None]:
+    """Within: a quantized model that has adapters inside, and is no ``PeftModel``, is not refused for having none."""
+    had = vars(model).get("_hf_peft_config_loaded")
+    model._hf_peft_config_loaded = True
+    try:
+        yield
+    finally:
+        if had is None:
+            del model._hf_peft_config_loaded
+        else:
+            model._hf_peft_config_loaded = had
+
+
+def count_processes_on_cpu(arguments: Any) -> None:
+    """Make ``TrainingArguments`` that were made without ``use_cpu`` on a machine without GPUs see all processes."""
+    arguments.use_cpu = True
+    vars(arguments).pop(_DEVICES, None)
+    _ = arguments.device
+
+
+def use_one_gpu(arguments: Any) -> None:
+    """One process that sees several GPUs has its model on one."""
+    if arguments.n_gpu > 1:
+        arguments._n_gpu = 1
+
+
+def seed_workers_by(loader: Any, rank: int) -> None:
+    """Seed a Trainer's loader workers by the distinct batch instead of the process."""
+    seed = getattr(loader, "worker_init_fn", None)
+    if isinstance(seed, partial) and seed.func is _trainer.seed_worker:
+        seed.keywords["rank"] = rank
+
+
+def has_stock_loss(trainer: Any) -> bool:
+    """Whether the loss is the model's own, computed as ``transformers.Trainer`` does."""
+    return type(trainer).compute_loss is transformers.Trainer.compute_loss and trainer.compute_loss_func is None
+
+
+def prepared(trainer: Any, inputs: Any) -> Any:
+    """A batch as a subclass prepares it; where none does it stays as the loader gave it, on the CPU."""
+    own = type(trainer)._prepare_inputs is not transformers.Trainer._prepare_inputs
+    return trainer._prepare_inputs(inputs) if own else inputs
+
+
+def is_causal_lm(class_name: str) -> bool:
+    """Whether Trainer's label smoothing shifts the labels of a class, which it knows by its name."""
+    return class_name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()

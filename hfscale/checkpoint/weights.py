@@ -1,0 +1,48 @@
+"""Other weights for a model that computes already: those of a plain checkpoint, in whatever layout it is."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from .._host.transformers.classes import stock_class
+from ..adapters import Adapters
+from ..adapters.storage import load_adapter
+from ..errors import CheckpointError
+from ..runtime import Runtime, runtime_of
+from ..runtime.runtime import local_tensor
+from .load import load_pretrained
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, directory: str | Path) -> None:
+    """Replace, in place, the weights of a model of any layout by those of a plain checkpoint; call it on every rank.
+
+    Of a model with adapters the adapter is read, and nothing else. Each rank reads its shares, which lie in its memory
+    beside the present ones for as long.
+
+    Raises:
+        CheckpointError: the checkpoint is of another model, or lacks some of its weights.
+    """
+    runtime = runtime_of(model)
+    shares = _adapter(runtime, str(directory)) if runtime.plan.adapters else _shares(runtime, str(directory))
+    for planned, parameter in runtime.parameters():
+        if planned.name in shares:
+            local_tensor(parameter).copy_(shares[planned.name])
+
+
+def _adapter(runtime: Runtime, directory: str) -> dict[str, torch.Tensor]:
+    adapters = runtime.part(Adapters)
+    assert adapters is not None
+    return load_adapter(directory, adapters.whole, adapters.name, runtime.plan, runtime.mesh)
+
+
+def _shares(runtime: Runtime, directory: str) -> dict[str, torch.Tensor]:
+    kind, dtype = stock_class(runtime.model), runtime.model.dtype
+    _, weights, missing = load_pretrained(kind, directory, runtime.plan, runtime.mesh, {"dtype": dtype})
+    if missing:
+        raise CheckpointError(
+            f"{directory} lacks {len(missing)} of the model's weights, {sorted(missing)[0]} for one: it is of another "
+            "model"
+        )
+    return weights.tensors

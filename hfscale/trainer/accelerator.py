@@ -1,0 +1,91 @@
+"""The accelerator inside a Trainer: its processes are the distinct batches."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.data_loader import BatchSamplerShard, get_sampler
+from torch import nn
+from torch.utils.data import RandomSampler, Sampler
+
+from .._host.transformers.trainer import seed_workers_by
+from ..accelerator import Accelerator
+from ..mesh import Mesh
+from ..runtime import Runtime
+
+
+class TrainerAccelerator(Accelerator):
+    """:class:`hfscale.Accelerator` that a Trainer asks for processes and means distinct batches."""
+
+    _runtime: Runtime | None = None
+
+    @property
+    def num_processes(self) -> int:
+        """How many distinct batches a step has; of processes, before a model is known."""
+        return int(super().num_processes) if self._runtime is None else self.mesh.batch_world
+
+    @property
+    def process_index(self) -> int:
+        """Which of them this rank is given."""
+        return int(super().process_index) if self._runtime is None else self.mesh.batch_rank
+
+    def adopt(self, model: nn.Module) -> None:
+        """Count the distinct batches of this model from now on, in place of any other's."""
+        self._runtime = None
+        self._adopt(model)
+
+    def prepare_data_loader(
+        self, data_loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None
+    ) -> Any:
+        """As :class:`hfscale.Accelerator`'s; ranks that share a batch augment its samples alike."""
+        seed_workers_by(data_loader, self.mesh.batch_rank)
+        # Batches stay on the CPU, where a step looks at them without waiting for a device, and moves them in one copy.
+        prepared = super().prepare_data_loader(data_loader, False, slice_fn_for_dispatch)
+        if self.mesh.sharing is not None and prepared.num_workers:
+            seed = self._agreed(torch.random.initial_seed())
+            prepared.generator = torch.Generator().manual_seed(seed)
+        return prepared
+
+    def rows_of_data_set(self, rows: int) -> int:
+        """Of the ``rows`` of the batch that the loader has just given, those that repeat none.
+
+        Data ranks are dealt batches of one size; the last ones are filled up with rows from the beginning.
+        """
+        state, total = self.gradient_state, rows * self.num_processes
+        if total == rows or not self.even_batches or not state.end_of_dataloader:
+            return rows
+        # Not Accelerate's remainder, which is lost where a run goes on in the middle of an epoch.
+        dealt: Any = state.active_dataloader.batch_sampler
+        while dealt is not None and not isinstance(dealt, BatchSamplerShard):
+            dealt = getattr(dealt, "batch_sampler", None)
+        if dealt is None or dealt.drop_last:
+            return rows
+        left = len(dealt.batch_sampler.sampler) % total
+        return rows if left == 0 else min(rows, max(0, left - self.process_index * rows))
+
+    def _agree_on_order(self, data_loader: Any) -> None:
+        sampler = get_sampler(data_loader)
+        drawn = hasattr(sampler, "generator") and sampler.generator is None and not isinstance(sampler, RandomSampler)
+        if drawn and self.mesh.control is not None:  # groups by length, say, in an order of its own
+            data_loader.batch_sampler.sampler = OneOrder(sampler, self.mesh)
+        else:
+            super()._agree_on_order(data_loader)
+
+
+class OneOrder(Sampler[int]):
+    """The order that the first rank has drawn, on every rank.
+
+    Every rank draws, so that its random numbers go on as in one process.
+    """
+
+    def __init__(self, sampler: Any, mesh: Mesh) -> None:
+        self.sampler, self._mesh = sampler, mesh
+
+    def __iter__(self) -> Iterator[int]:
+        drawn = [torch.tensor(list(self.sampler))]
+        dist.broadcast_object_list(drawn, src=0, group=self._mesh.control)
+        return iter(drawn[0].tolist())
+
+    def __len__(self) -> int:
+        return len(self.sampler)

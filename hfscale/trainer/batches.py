@@ -1,0 +1,59 @@
+"""Batches with fewer rows than a schedule can run."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..parallel.pipeline.microbatches import rows_of
+
+__all__ = ["filled_up", "first_rows", "rows_of", "with_rows", "without_labels"]
+
+_LABELS = ("labels", "shift_labels")
+_IGNORED = -100
+
+
+def filled_up(batches: Sequence[Mapping[str, Any]], count: int, rows: int) -> list[Mapping[str, Any]]:
+    """``count`` batches of ``rows`` rows: at the end of an epoch there may be fewer of both.
+
+    A schedule cannot run any number of microbatches, nor cut any number of rows into them. Rows that are added repeat
+    the last one and have no labels: they count nothing, and so change neither loss nor gradients.
+    """
+    full = [with_rows(batch, rows) for batch in batches]
+    return full + [without_labels(full[-1])] * (count - len(full))
+
+
+def first_rows(batch: Mapping[str, Any], has: int, rows: int) -> Mapping[str, Any]:
+    """``batch`` without the others of its ``has`` rows; there may be none left."""
+    if rows == has:
+        return batch
+    return {
+        name: value[:rows] if isinstance(value, Tensor) and value.ndim and len(value) == has else value
+        for name, value in batch.items()
+    }
+
+
+def with_rows(batch: Mapping[str, Any], rows: int) -> Mapping[str, Any]:
+    """``batch`` with at least so many rows."""
+    has = rows_of(batch)
+    if not 0 < has < rows:
+        return batch
+    return {name: _repeated(name, value, has, rows) for name, value in batch.items()}
+
+
+def without_labels(batch: Mapping[str, Any], since: int = 0) -> Mapping[str, Any]:
+    """``batch`` whose rows from ``since`` on count nothing."""
+    masked = dict(batch)
+    for name in _LABELS:
+        if isinstance(batch.get(name), Tensor):
+            masked[name] = batch[name].clone()
+            masked[name][since:] = _IGNORED
+    return masked
+
+
+def _repeated(name: str, value: Any, has: int, rows: int) -> Any:
+    if not isinstance(value, Tensor) or value.ndim == 0 or value.shape[0] != has:
+        return value
+    more = value[-1:].expand(rows - has, *value.shape[1:])
+    return torch.cat((value, torch.full_like(more, _IGNORED) if name in _LABELS else more))

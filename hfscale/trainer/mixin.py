@@ -1,0 +1,256 @@
+"""``hfscale.Trainer``, and what makes one of any subclass of transformers'.
+
+Data flow of a step where the loss is the model's own (any layout)::
+
+    loader: this distinct batch's rows --> microbatches wait for the last of their step --> hfscale.train_step
+    --> accelerator.clip_grad_norm_ (norm of the whole model) --> optimizer --> schedule --> logs, equal on all ranks
+
+Where a subclass or a function makes the loss, Trainer's own step runs, over every axis but stages.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import TrainingArguments
+
+from .. import build
+from .._host.transformers.classes import class_name
+from .._host.transformers.trainer import (
+    TrainerHooks,
+    accelerator_made_by,
+    count_processes_on_cpu,
+    has_stock_loss,
+    is_causal_lm,
+    prepared,
+    taken_for_adapted,
+    use_one_gpu,
+)
+from ..config import ParallelConfig, started_processes
+from ..errors import ConfigError
+from ..optimizers import create_optimizer
+from ..runtime import Runtime, find_runtime, runtime_of
+from ..train import train_step
+from . import evaluation, files
+from .accelerator import TrainerAccelerator
+from .batches import filled_up, first_rows, rows_of
+from .refusals import check_arguments, check_layout_of, check_model, check_optimizer
+from .work import operations
+
+
+class TrainerMixin(TrainerHooks):
+    """Makes a Trainer that knows hfscale's models: ``class MyTrainer(hfscale.TrainerMixin, transformers.Trainer)``.
+
+    Args:
+        model: one that hfscale parallelized, or a stock one, the same on every rank, which is then cut in place.
+        args: of the Trainer, and so are ``kwargs``.
+        parallel: the layout of a stock model; by default that of the ``PARALLELISM_CONFIG_*`` variables.
+
+    Raises:
+        ConfigError: the arguments ask for what cannot work in the layout; nothing has been built yet.
+    """
+
+    def __init__(self, model: Any = None, *args: Any, parallel: ParallelConfig | None = None, **kwargs: Any) -> None:
+        arguments = next((each for each in (*args, *kwargs.values()) if isinstance(each, TrainingArguments)), None)
+        if arguments is not None:
+            _check(arguments)
+        self._parallel, self._waiting = parallel, list[Any]()
+        if isinstance(model, nn.Module):
+            model = self._parallelized(model, arguments)
+            with taken_for_adapted(runtime_of(model).model):
+                super().__init__(model, *args, **kwargs)  # type: ignore[call-arg]
+        else:
+            super().__init__(model, *args, **kwargs)  # type: ignore[call-arg]
+        self.check_loss()
+
+    def check_loss(self) -> None:
+        """Refuse a loss that needs what no rank has."""
+        runtime, own = self.runtime, not has_stock_loss(self)
+        if runtime.plan.stages is not None and (own or runtime.loss is None):
+            whose = f"{type(self).__name__}.compute_loss, or compute_loss_func," if own else class_name(runtime.model)
+            raise ConfigError(
+                f"{runtime.mesh.layout.describe()}: {whose} needs the model's whole output, which one stage has: use "
+                "pp_size=1, or leave the loss as transformers has it"
+            )
+
+    def _parallelized(self, model: Any, arguments: TrainingArguments | None) -> Any:
+        """The model with a layout: the one that it has, or the one that is asked for."""
+        runtime, asked = find_runtime(model), self._parallel
+        if runtime is not None:
+            if asked is not None and asked != runtime.mesh.layout:
+                raise ConfigError(
+                    f"parallel={asked.describe()} and a model that was built with "
+                    f"{runtime.mesh.layout.describe()}: leave parallel out"
+                )
+            return model
+        layout = asked or ParallelConfig()
+        check_layout_of(model, layout, started_processes())
+        training = model.training
+        precision = "no" if arguments is None else str(arguments.mixed_precision)
+        return build.parallelize(model, layout, mixed_precision=precision).train(training)
+
+    # --- hooks of Trainer ---------------------------------------------------------------------------------------------
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Trainer's; with an accelerator that counts distinct batches."""
+        trainer: Any = self
+        _check(trainer.args)
+        with accelerator_made_by(TrainerAccelerator):
+            super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        if trainer.model is not None:
+            self._adopt(trainer.model)
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        """Trainer's; a stock model is cut."""
+        trainer: Any = self
+        model = self._parallelized(super().call_model_init(trial), trainer.args)  # type: ignore[misc]
+        self._adopt(model)
+        return model
+
+    def _adopt(self, model: Any) -> None:
+        trainer: Any = self
+        runtime = runtime_of(model)
+        smooths = bool(trainer.args.label_smoothing_factor) and runtime.loss is None
+        check_model(runtime, trainer.args, smooths and is_causal_lm(class_name(runtime.model)))
+        trainer.accelerator.adopt(model)
+
+    @property
+    def runtime(self) -> Runtime:
+        """Plan, ranks and parts of the model."""
+        trainer: Any = self
+        return runtime_of(trainer.model)
+
+    @property
+    def uses_train_step(self) -> bool:
+        """Whether steps are :func:`hfscale.train_step`'s: the loss is the model's own mean over labels.
+
+        Of a model that does not take a step's number of labels, Trainer's is a mean of means, which its own step makes
+        wherever it can: not through stages, nor where labels are smoothed.
+        """
+        trainer: Any = self
+        runtime = self.runtime
+        if not has_stock_loss(self) or runtime.loss is None:
+            return False
+        needed = runtime.plan.stages is not None or trainer.args.label_smoothing_factor
+        return bool(trainer.model_accepts_loss_kwargs or needed)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's."""
+        self._waiting = []  # an earlier run may have ended within a step
+        return super().train(*args, **kwargs)  # type: ignore[misc]
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
+        """Trainer's; rows that even out the data ranks at the end of an epoch are left out again."""
+        trainer: Any = self
+        batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]
+        if batches and self.uses_train_step:
+            rows = rows_of(batches[-1])
+            batches[-1] = first_rows(batches[-1], rows, trainer.accelerator.rows_of_data_set(rows))
+        return batches, count
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Trainer's; microbatches wait for the one that ends their step, and all go through it together."""
+        trainer: Any = self
+        if not self.uses_train_step:
+            return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc,no-any-return]
+        model.train()
+        if callable(getattr(trainer.optimizer, "train", None)):  # those without a schedule
+            trainer.optimizer.train()
+        self._waiting.append(prepared(self, inputs))
+        if not trainer.accelerator.sync_gradients:
+            return torch.zeros((), device=trainer.args.device)
+        batches, self._waiting = self._waiting, []
+        if self.runtime.plan.stages is not None:
+            args = trainer.args
+            batches = filled_up(batches, args.gradient_accumulation_steps, args.per_device_train_batch_size)
+        loss = train_step(model, batches, label_smoothing=trainer.args.label_smoothing_factor)
+        return loss.to(torch.float32)
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor | None, Any, Any]:
+        """Trainer's; rows that even out the last batch of data ranks do not count."""
+        stock = super().prediction_step  # type: ignore[misc]
+        if not self.uses_train_step:
+            return stock(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[no-any-return]
+        return evaluation.prediction_step(self, model, inputs, prediction_loss_only, ignore_keys, stock)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Any:
+        """Trainer's; by name, over shards."""
+        trainer: Any = self
+        args = trainer.args
+        if trainer.optimizer is None and trainer.optimizer_cls_and_kwargs is None:
+            trainer.optimizer = create_optimizer(
+                trainer.model if model is None else model,
+                args.optim,
+                lr=args.learning_rate,
+                weight_decay=args.weight_decay,
+                betas=(args.adam_beta1, args.adam_beta2),
+                eps=args.adam_epsilon,
+                optim_args=args.optim_args,
+            )
+        return super().create_optimizer(model)  # type: ignore[misc]
+
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        """Rows of a step, over the distinct batches."""
+        trainer: Any = self
+        rows = int(trainer.accelerator.num_processes * args.gradient_accumulation_steps)
+        return rows * int(args.train_batch_size)
+
+    def floating_point_ops(self, inputs: Any) -> Any:
+        """This rank's share of a batch's operations: ranks that share the batch do them between them."""
+        return operations(self.runtime, inputs)
+
+    # --- files --------------------------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write a plain Hugging Face directory, or an adapter in PEFT's format; call it on every rank."""
+        trainer: Any = self
+        directory = output_dir or trainer.args.output_dir
+        with files.weights_written(trainer.model, Path(directory)):
+            super().save_model(directory, _internal_call)  # type: ignore[misc]
+
+    def write_state(self, directory: Path) -> None:
+        """Optimizer, schedule and random streams, in hfscale's own format."""
+        trainer: Any = self
+        files.write_state(trainer.model, directory, trainer.optimizer, trainer.lr_scheduler)
+
+    def read_state(self, checkpoint: Path) -> None:
+        """The same back, from a checkpoint of hfscale's."""
+        trainer: Any = self
+        files.read_state(trainer.model, checkpoint, trainer.optimizer, trainer.lr_scheduler)
+
+    def read_weights(self, checkpoint: Path) -> None:
+        """From a checkpoint that has no state, which would hold them too."""
+        trainer: Any = self
+        if not files.has_state(checkpoint):
+            files.load_weights(trainer.model, checkpoint)
+
+    def read_best_weights(self, checkpoint: Path) -> None:
+        """From the plain directory that every checkpoint is."""
+        trainer: Any = self
+        files.load_weights(trainer.model, checkpoint)
+
+
+class Trainer(TrainerMixin, transformers.Trainer):
+    """``transformers.Trainer`` in any layout: its arguments, loop, callbacks and files.
+
+    See :class:`TrainerMixin` for ``parallel``. Start the script with ``accelerate launch``, one process per rank.
+    """
+
+
+def _check(arguments: TrainingArguments) -> None:
+    """Refuse what cannot work; make the arguments see the processes that run."""
+    check_arguments(arguments)
+    check_optimizer(arguments)
+    processes = started_processes()
+    if arguments.world_size != processes and not torch.cuda.is_available():
+        count_processes_on_cpu(arguments)
+    if arguments.world_size != processes:
+        raise ConfigError(
+            f"TrainingArguments sees {arguments.world_size} process(es) and {processes} were started: make it once the "
+            "processes are there, and of accelerate's state nothing before"
+        )
+    use_one_gpu(arguments)

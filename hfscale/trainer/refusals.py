@@ -1,0 +1,117 @@
+"""What a Trainer is asked for and hfscale's cannot do, refused before anything is built."""
+
+from typing import Any
+
+from torch import nn
+
+from ..config import ParallelConfig
+from ..errors import ConfigError
+from ..optimizers.catalog import find_choice, parse_arguments
+from ..runtime import Runtime
+from ..schedules import ASYNCHRONOUS
+
+_REFUSED = {
+    "fp16": "scales losses, which a Trainer of hfscale's does not: use bf16=True, and mixed_precision='bf16' where the "
+    "model is built",
+    "torch_compile": "would compile forward passes in which ranks talk to each other: leave it out",
+    "use_liger_kernel": "replaces layers and the loss, which are cut over ranks: leave it out; head and loss are one "
+    "operator already, and logits are never whole",
+    "fsdp": "would shard the model a second time: use hfscale.ParallelConfig(dp_shard_size=...)",
+    "deepspeed": "would shard the model a second time: use hfscale.ParallelConfig(dp_shard_size=...)",
+    "parallelism_config": "would shard the model a second time: give the layout to hfscale.from_pretrained(parallel=)",
+    "auto_find_batch_size": "begins anew on the rank that ran out of memory, and not on the others: set "
+    "per_device_train_batch_size",
+    "neftune_noise_alpha": "draws noise that ranks with one batch would not share: leave it out",
+    "fp16_full_eval": "casts weights that are sharded: leave it out",
+    "bf16_full_eval": "casts weights that are sharded: leave it out",
+    "eval_use_gather_object": "gathers over all processes, also those that share a batch: leave it out",
+    "save_on_each_node": "writes files on every node, and the first rank writes the only ones: save to a directory "
+    "that all nodes see",
+}
+
+
+def check_arguments(arguments: Any) -> None:
+    """Look through ``TrainingArguments``.
+
+    Raises:
+        ConfigError: one of them cannot work; it names the argument and what to use.
+    """
+    for name, why in _REFUSED.items():
+        if getattr(arguments, name, None):
+            raise ConfigError(f"TrainingArguments({name}={getattr(arguments, name)!r}) {why}")
+    if getattr(arguments, "train_sampling_strategy", None) == "batch_rebalance":
+        raise ConfigError(
+            "TrainingArguments(train_sampling_strategy='batch_rebalance') shares rows out by process: use "
+            "'group_by_length'"
+        )
+    if not arguments.average_tokens_across_devices and arguments.world_size > 1:
+        raise ConfigError(
+            "TrainingArguments(average_tokens_across_devices=False) asks for a mean of means, and the loss here is the "
+            "mean over all tokens of a step: leave it out"
+        )
+    if arguments.accelerator_config.dispatch_batches:
+        raise ConfigError(
+            "TrainingArguments(accelerator_config={'dispatch_batches': True}) slices batches over all processes, also "
+            "those that share one: leave it out"
+        )
+    kwargs = getattr(arguments, "activation_checkpointing_kwargs", None) or arguments.gradient_checkpointing_kwargs
+    if (kwargs or {}).get("use_reentrant"):
+        raise ConfigError(
+            "gradient_checkpointing_kwargs={'use_reentrant': True} hides layers from autograd, which then does not sum "
+            "gradients over ranks: leave it out, or pass False"
+        )
+
+
+def check_optimizer(arguments: Any) -> None:
+    """Look at the optimizer that the arguments name.
+
+    Raises:
+        ConfigError: hfscale does not know it, or it does not take ``optim_args``.
+    """
+    name = str(getattr(arguments.optim, "value", arguments.optim))
+    adam = {"betas": (arguments.adam_beta1, arguments.adam_beta2), "eps": arguments.adam_epsilon}
+    find_choice(name).options(name, adam, parse_arguments(arguments.optim_args))
+
+
+def check_model(runtime: Runtime, arguments: Any, smoothed_by_host: bool) -> None:
+    """Look at the model and its layout.
+
+    Args:
+        smoothed_by_host: whether labels would be smoothed by the host's code.
+
+    Raises:
+        ConfigError: its precision is not that of the arguments, or its schedule has no end of a step.
+    """
+    built, asked = runtime.options.mixed_precision, str(arguments.mixed_precision)
+    if built != asked:
+        value = asked == "bf16"
+        raise ConfigError(
+            f"TrainingArguments(bf16={value}) and a model that was built with mixed_precision={built!r}: give both the "
+            f"same, hfscale.from_pretrained(..., mixed_precision={asked!r}), or TrainingArguments(bf16={not value})"
+        )
+    schedule = runtime.mesh.layout.pipeline_schedule
+    if schedule in ASYNCHRONOUS and runtime.plan.stages is not None:
+        raise ConfigError(
+            f"{schedule} hands out the gradients of earlier batches, and a Trainer steps after each: use a schedule "
+            "with a flush, such as '1f1b' or 'zbv', or a loop of your own with hfscale.train_step and hfscale.drain"
+        )
+    if smoothed_by_host and runtime.mesh.data_world > 1:
+        raise ConfigError(
+            "TrainingArguments(label_smoothing_factor=...): transformers smooths the labels of this model by the name "
+            "of its class, which FSDP2 changes: use dp_shard_size=1 and dp_replicate_size=1, or leave it out"
+        )
+
+
+def check_layout_of(model: nn.Module, layout: ParallelConfig, processes: int) -> None:
+    """Look at a model that hfscale has not parallelized yet.
+
+    Raises:
+        ConfigError: the layout is not for the processes that run.
+    """
+    if layout.total_size != processes:
+        raise ConfigError(
+            f"{type(model).__name__} is a model of one process, {processes} run, and the layout is "
+            f"{layout.describe()}: build the model with hfscale.from_pretrained(path, parallel=layout), or pass "
+            "hfscale.Trainer(..., parallel=layout), where layout = hfscale.ParallelConfig(tp_size=...) has as many "
+            "processes as run"
+        )
