@@ -209,7 +209,7 @@ class Accelerator(accelerate.Accelerator):
         save_pretrained(model, save_directory, max_shard_size=max_shard_size)
 
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **_: Any) -> str:
-        """Write what the run needs to go on in the same layout (:func:`hfscale.save_state`); call it on every rank."""
+        """Write what the run needs to go on, in any layout (:func:`hfscale.save_state`); call it on every rank."""
         model, optimizer, others = self._one_run(output_dir)
         save_state(model, output_dir, optimizer=optimizer, **others)
         return str(output_dir)
@@ -231,6 +231,8 @@ class Accelerator(accelerate.Accelerator):
             )
         optimizer = optimizers[0].optimizer if optimizers else None
         others = {f"scheduler_{index}": scheduler for index, scheduler in enumerate(prepared_schedulers(self))}
+        loaders = (loader for loader in prepared_loaders(self) if self.use_stateful_dataloader)
+        others |= {f"dataloader_{index}": loader for index, loader in enumerate(loaders)}
         others |= {f"custom_{index}": custom for index, custom in enumerate(registered_objects(self))}
         return models[0], optimizer, others
 

@@ -341,6 +341,13 @@ def _ranks_of_one_batch(mesh: Mesh, made: "_Groups") -> dist.ProcessGroup | None
     return group
 
 
+def axes_of(layout: ParallelConfig, experts: bool = False) -> list[tuple[str, int]]:
+    """How ranks are divided, outermost axis first: axis and size; with ``experts``, as these see it."""
+    if experts and layout.size("ep") > 1:
+        return [(axis, layout.size("expert_tp" if axis == "tp" else axis)) for axis in _EXPERT_AXES]
+    return [(axis, layout.size(axis)) for axis in _MESH_AXES]
+
+
 def launch_line(processes: int) -> str:
     """The command that starts ``processes`` ranks, with or without GPUs."""
     multi = "--multi_gpu " if processes > 1 else ""

@@ -28,7 +28,7 @@ TABLE = """
 | 4-bit and 8-bit weights | bitsandbytes, in every layout, experts too, from `from_pretrained` |
 | optimizers | HF Trainer's names, 8-bit, Adafactor, Muon; equal to one process in every layout |
 | precision | float32, bfloat16, `mixed_precision="bf16"`; float16 is refused in training |
-| checkpoints | safetensors, original names, any layout to any layout; a run resumes bit by bit in its own layout |
+| checkpoints | safetensors, original names, any layout to any layout; runs resume in any layout |
 | Accelerate | `hfscale.Accelerator`: prepare, accumulate, clip, gather for metrics, save and load state |
 | `transformers.Trainer` | `hfscale.Trainer`, in every layout: [docs/trainer.md](docs/trainer.md) |
 | tested with | {versions}, Python 3.11, CPUs over gloo |

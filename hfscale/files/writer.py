@@ -6,6 +6,9 @@ JSON header that gives each tensor's type, shape and place, then the bytes.
 
 import json
 import os
+import zlib
+from collections.abc import Mapping
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from huggingface_hub import StateDictSplit, split_state_dict_into_shards_factory
 from torch import Tensor
 
 from ..errors import CheckpointError
+from .complete import FileSum
 from .reader import NAMES
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -93,27 +97,51 @@ def _describe(tensor: Tensor) -> str:
 
 class _File:
     def __init__(self, path: Path, contents: dict[str, Tensor]) -> None:
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        offset = 0
-        for name, tensor in contents.items():
-            size = prod(tensor.shape) * tensor.dtype.itemsize
-            if tensor.dtype not in NAMES:
-                raise CheckpointError(f"{name} has the type {tensor.dtype}, which safetensors files cannot hold")
-            entry = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, offset + size]}
-            header[name], offset = entry, offset + size
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        self._places = {name: 8 + len(text) + header[name]["data_offsets"][0] for name in contents}
+        header, self._places, size = safetensors_header(contents)
         self._file = path.open("wb")
-        self._file.write(len(text).to_bytes(8, "little") + text)
-        self._file.truncate(8 + len(text) + offset)
+        self._file.write(header)
+        self._file.truncate(size)
 
     def write(self, name: str, tensor: Tensor) -> None:
-        data: Any = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
         self._file.seek(self._places[name])
-        self._file.write(memoryview(data))
+        self._file.write(bytes_of(tensor))
 
     def close(self) -> None:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
+
+
+def safetensors_header(contents: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int], int]:
+    """How a safetensors file begins, where each tensor lies in it, and its size."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, tensor in contents.items():
+        size = prod(tensor.shape) * tensor.dtype.itemsize
+        if tensor.dtype not in NAMES:
+            raise CheckpointError(f"{name} has the type {tensor.dtype}, which safetensors files cannot hold")
+        entry = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, offset + size]}
+        header[name], offset = entry, offset + size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    places = {name: 8 + len(text) + header[name]["data_offsets"][0] for name in contents}
+    return len(text).to_bytes(8, "little") + text, places, 8 + len(text) + offset
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor, on the host."""
+    data: Any = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return memoryview(data)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileSum:
+    """Write a safetensors file from front to back, tensors one at a time, and bring it to the disk."""
+    header, _, size = safetensors_header(tensors)
+    crc = 0
+    with path.open("wb") as file:
+        for content in chain([memoryview(header)], map(bytes_of, tensors.values())):
+            file.write(content)
+            crc = zlib.crc32(content, crc)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileSum(size, crc)

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 
 from ..mesh import Mesh
+from ..plan import ParameterPlan
+from ..plan.state_tensor import StateTensor, like, whole, without_dim
 from .sharded import Groups, Member, State
 from .sums import Piece, gradients_present, sum_over_ranks
 
@@ -37,6 +39,8 @@ DEFAULTS: dict[str, Any] = {
 """The stock class's; HF Trainer sets ``scale_parameter`` and ``relative_step`` to ``False``."""
 
 _NARROW = (torch.float16, torch.bfloat16)
+_FACTORS = {"exp_avg_sq_row": -1, "exp_avg_sq_col": -2}
+"""Means of squares -> the dim that they are means over."""
 
 
 class AdafactorStepper:
@@ -47,6 +51,16 @@ class AdafactorStepper:
 
     def publish(self, state: State) -> None:
         """See :class:`Stepper`; there is none before the first step."""
+
+    def members(self) -> Sequence[Member]:
+        """See :class:`Stepper`."""
+        return self._members
+
+    def lies(self, planned: ParameterPlan, key: str, shape: tuple[int, ...]) -> StateTensor:
+        """See :class:`Stepper`; what is summed over ranks is the same, bit by bit, on all of them."""
+        if key in _FACTORS:
+            return without_dim(planned, _FACTORS[key])
+        return like(planned) if shape else whole()
 
     def step(self, groups: Groups, state: State) -> None:
         """See :class:`Stepper`; communicates over the axes of the parameters' cuts."""

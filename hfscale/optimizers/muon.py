@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..mesh import Mesh
 from ..plan import ParameterPlan
+from ..plan.state_tensor import StateTensor, like
 from ..runtime.unshard import gather_full
 from .sharded import Groups, Member, State
 from .sums import gradients_present
@@ -50,6 +51,14 @@ class MuonStepper:
 
     def publish(self, state: State) -> None:
         """See :class:`Stepper`; there is none before the first step."""
+
+    def members(self) -> Sequence[Member]:
+        """See :class:`Stepper`."""
+        return self._members
+
+    def lies(self, planned: ParameterPlan, key: str, shape: tuple[int, ...]) -> StateTensor:
+        """See :class:`Stepper`."""
+        return like(planned)
 
     def step(self, groups: Groups, state: State) -> None:
         """See :class:`Stepper`; communicates over the axes of the parameters' cuts."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError
 from ..plan import ParameterPlan
+from ..plan.state_tensor import StateTensor
 from ..runtime.runtime import local_tensor
 
 Groups = Sequence[dict[str, Any]]
@@ -65,6 +66,16 @@ class Stepper(Protocol):
     def step(self, groups: Groups, state: State) -> None:
         """One update by the gradients there are; the same calls on every rank of a pipeline stage."""
 
+    def members(self) -> Sequence[Member]:
+        """What it steps."""
+
+    def lies(self, planned: ParameterPlan, key: str, shape: tuple[int, ...]) -> StateTensor:
+        """How a tensor of a parameter's state lies in that of one process.
+
+        Args:
+            shape: of what this rank has of it, or of the whole; both have the same dims in front of the weight's.
+        """
+
 
 class ShardedOptimizer(torch.optim.Optimizer):
     """A ``torch.optim.Optimizer`` whose update is that of one process; made by :func:`hfscale.create_optimizer`.
@@ -86,6 +97,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._complete = False
         super().__init__(list(groups), defaults)
         self._steppers = tuple(steppers)
+        self._stepper_of = {member.planned.name: stepper for stepper in steppers for member in stepper.members()}
         self._complete = True
         for stepper in self._steppers:
             stepper.publish(self.state)
@@ -130,6 +142,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if number in state_dict["state"]:
                 values = state_dict["state"][number]
                 self.state[parameter] = {key: _placed(value, group, parameter) for key, value in values.items()}
+
+    def lies(self, planned: ParameterPlan, key: str, shape: tuple[int, ...]) -> StateTensor:
+        """How a tensor of a parameter's state lies in that of one process; see :meth:`Stepper.lies`."""
+        return self._stepper_of[planned.name].lies(planned, key, shape)
 
     def state_bytes(self) -> int:
         """Bytes of the state on this rank; most optimizers have none before the first step."""

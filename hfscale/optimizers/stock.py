@@ -6,10 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..estimate.optimizer_states import BLOCK
 from ..mesh import Mesh
+from ..plan import ParameterPlan
+from ..plan.state_tensor import StateTensor, like, scales, whole
 from ..runtime.unshard import gather_full
 from .sharded import Groups, Member, State
 from .sums import gradients_present
+
+_SCALES, _TABLES = "absmax", "qmap"  # of bitsandbytes' 8-bit states
 
 Stock = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 """Makes the stock optimizer over parameter groups."""
@@ -68,6 +73,18 @@ class LocalStepper:
         """See :class:`Stepper`."""
         self._inner.publish(state)
 
+    def members(self) -> Sequence[Member]:
+        """See :class:`Stepper`."""
+        return [member for member, _ in self._inner.pairs]
+
+    def lies(self, planned: ParameterPlan, key: str, shape: tuple[int, ...]) -> StateTensor:
+        """See :class:`Stepper`."""
+        if not shape or key.startswith(_TABLES):
+            return whole(*shape)
+        if key.startswith(_SCALES):
+            return scales(planned, BLOCK, *shape[:-1])
+        return like(planned, *shape[: len(shape) - len(planned.shape)])
+
     def step(self, groups: Groups, state: State) -> None:
         """See :class:`Stepper`; no communication."""
         self._inner.step(groups, state, _here)
@@ -95,6 +112,18 @@ class WholeStepper:
         """See :class:`Stepper`."""
         for inner in self._inners:
             inner.publish(state)
+
+    def members(self) -> Sequence[Member]:
+        """See :class:`Stepper`."""
+        return self._members
+
+    def lies(self, planned: ParameterPlan, key: str, shape: tuple[int, ...]) -> StateTensor:
+        """See :class:`Stepper`; every rank has all of it."""
+        if not shape or key.startswith(_TABLES):
+            return whole(*shape)
+        if key.startswith(_SCALES):
+            return scales(planned, BLOCK, *shape[:-1], whole=True)
+        return whole(*shape[: len(shape) - len(planned.shape)], *planned.shape)
 
     def step(self, groups: Groups, state: State) -> None:
         """See :class:`Stepper`; communicates over the axes of each parameter's cuts."""

@@ -122,6 +122,13 @@ class Part:
     def before_state(self, runtime: "Runtime", resumed: bool) -> None:
         """The state of a run is about to be written, or has been read back."""
 
+    def state(self, runtime: "Runtime") -> dict[str, Any]:
+        """What a saved state holds of this part besides: plain data, which means the same in every layout."""
+        return {}
+
+    def put_state(self, runtime: "Runtime", state: dict[str, Any]) -> None:
+        """Go on from what :meth:`state` said; not asked where it said nothing."""
+
 
 class Executor:
     """What runs the microbatches of a step.

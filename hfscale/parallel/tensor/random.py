@@ -103,7 +103,7 @@ class LayerRandom:
         if row.training and (self._cut is None or self._cut[0] != block):
             self._generator = generator = _generator_of(row)
             self._cut = block, generator.get_state()
-            generator.manual_seed(_derive(str(generator.initial_seed() // _RANKS), block))
+            generator.manual_seed(derive_seed(str(generator.initial_seed() // _RANKS), block))
 
     def leave_sums(self) -> None:
         """What follows is this rank's tokens."""
@@ -126,7 +126,7 @@ def drop_alike(dropout: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor,
     """Drop entries of a whole activation, where a cut stream is in use."""
     generator = default_generator(x.device)
     after = generator.get_state()
-    generator.manual_seed(_derive(str(generator.initial_seed() // _RANKS), key))
+    generator.manual_seed(derive_seed(str(generator.initial_seed() // _RANKS), key))
     try:
         return dropout(x)
     finally:
@@ -138,7 +138,7 @@ def _switch(generator: torch.Generator, rank: int) -> torch.Tensor:
     # One number is drawn so that the next region, which may draw nothing else between, starts elsewhere.
     torch.empty(1, device=generator.device).uniform_(generator=generator)
     state = generator.get_state()
-    generator.manual_seed(_derive(state, "cut") // _RANKS * _RANKS + rank)
+    generator.manual_seed(derive_seed(state, "cut") // _RANKS * _RANKS + rank)
     return state
 
 
@@ -164,7 +164,7 @@ def agree_on_replicated_stream(mesh: Mesh) -> None:
             generator.set_state(state)
         if mesh.data_rank > 0 or mesh.ranks["pp"] > 0:
             place = mesh.data_rank if mesh.ranks["pp"] == 0 else f"{mesh.data_rank}, stage {mesh.ranks['pp']}"
-            generator.manual_seed(_derive(state, place))
+            generator.manual_seed(derive_seed(state, place))
 
 
 def on_first_training_pass(model: nn.Module, agree: Callable[[], None]) -> None:
@@ -185,7 +185,7 @@ def default_generator(device: torch.device) -> torch.Generator:
     return torch.default_generator
 
 
-def _derive(source: torch.Tensor | str, key: int | str) -> int:
+def derive_seed(source: torch.Tensor | str, key: int | str) -> int:
     """A seed made of a generator's state, or of words, and a key."""
     content = source.encode() if isinstance(source, str) else source.cpu().numpy().tobytes()
     digest = hashlib.blake2b(content, key=hashlib.blake2b(str(key).encode(), digest_size=32).digest(), digest_size=8)

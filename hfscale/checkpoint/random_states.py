@@ -1,0 +1,68 @@
+"""Random streams of a rank, written down and put back.
+
+In another layout a rank goes on with the stream of a rank that had the same part of a step's batches, or, where there
+was none, with one that is derived from the first rank's: masks of dropout differ from those of the run that did not
+stop, and no two ranks draw the same.
+"""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..mesh import Mesh
+from ..parallel.tensor.random import default_generator, derive_seed
+from .state_index import StateIndex
+
+
+def random_states(mesh: Mesh) -> dict[str, Any]:
+    """This rank's, as plain data."""
+    version, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # type: ignore[misc]
+    states = {
+        "torch": torch.random.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": (str(version), torch.as_tensor(np.asarray(keys, dtype=np.int64)), position, has_gauss, gauss),
+    }
+    if mesh.device.type != "cpu":
+        states["device"] = default_generator(mesh.device).get_state()
+    return states
+
+
+def restore_random_states(mesh: Mesh, states: dict[str, Any], place: str = "") -> None:
+    """Put them back; ``place`` is what tells this rank from the one whose streams they were, if it is another."""
+    torch.random.set_rng_state(states["torch"])
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, *rest = states["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    device = None if mesh.device.type == "cpu" else default_generator(mesh.device)
+    if device is not None and "device" in states:
+        device.set_state(states["device"])
+    elif device is not None:
+        device.manual_seed(derive_seed(states["torch"], "device"))
+    if place:
+        seed = derive_seed(states["torch"], place)
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % (1 << 32))
+        if device is not None:
+            device.manual_seed(derive_seed(states.get("device", states["torch"]), place))
+
+
+def source_rank(mesh: Mesh, written: StateIndex, alike: bool) -> tuple[int, str]:
+    """Of which rank of a saved state this one takes what is no tensor, and what tells the two apart.
+
+    Args:
+        alike: whether ranks are divided as they were then.
+    """
+    if alike:
+        return written.rank_of((), mesh.ranks), ""
+    sizes = dict(written.axes[0])
+    world = sizes["dp_replicate"] * sizes["dp_shard"]
+    data, stage = mesh.data_rank, mesh.ranks["pp"]
+    there = data if data < world else 0
+    at = stage if stage < sizes["pp"] else 0
+    replicate, shard = divmod(there, sizes["dp_shard"])
+    rank = written.rank_of((), {"pp": at, "dp_replicate": replicate, "dp_shard": shard})
+    return rank, "" if (there, at) == (data, stage) else f"{data}, stage {stage}"

@@ -1,0 +1,126 @@
+"""What a run's state consists of on this rank: tensors, how each lies in the whole, and an optimizer's numbers."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError
+from ..mesh import Mesh
+from ..plan import ParameterPlan
+from ..plan.state_tensor import StateTensor, like, own, whole
+from ..runtime import Runtime
+from ..runtime.runtime import local_tensor
+from .state_index import writers
+
+
+@dataclass
+class StateContents:
+    """What this rank has of a state.
+
+    Attributes:
+        tensors: key -> what it is, of everything of this rank's stage.
+        held: key -> what this rank writes of it.
+        numbers: name of a parameter -> what its optimizer keeps of it besides.
+        groups: names of the parameters of each of the optimizer's groups.
+        options: the options of these groups.
+    """
+
+    tensors: dict[str, StateTensor] = field(default_factory=dict)
+    held: dict[str, Tensor] = field(default_factory=dict)
+    numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    groups: list[list[str]] | None = None
+    options: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, key: str, tensor: StateTensor, share: Tensor, mesh: Mesh) -> None:
+        """A tensor of which this rank has ``share``; it writes it, if it is the first that has."""
+        self.tensors[key] = tensor
+        _, ranks = mesh.view(tensor.cuts)
+        cut = {cut.axis: holders for cut, holders in zip(tensor.cuts, writers(tensor), strict=True)}
+        if ranks["pp"] == tensor.home and all(
+            rank in cut[axis] if axis in cut else rank == 0 for axis, rank in ranks.items() if axis != "pp"
+        ):
+            self.held[key] = share
+
+
+def contents_of(runtime: Runtime, optimizer: torch.optim.Optimizer | None) -> StateContents:
+    """All that is written of a model and its optimizer; no copies."""
+    found, mesh = StateContents(), runtime.mesh
+    for planned, parameter in written_parameters(runtime):
+        home = runtime.plan.primary_rank(planned.name)
+        found.add(f"weights/{planned.name}", replace(like(planned), home=home), local_tensor(parameter.detach()), mesh)
+    for name, buffer in runtime.model.named_buffers():
+        found.add(f"buffers/{name}", replace(whole(*buffer.shape), home=mesh.ranks["pp"]), buffer, mesh)
+    if optimizer is not None:
+        _add_optimizer(found, runtime, optimizer)
+    return found
+
+
+def written_parameters(runtime: Runtime) -> list[tuple[ParameterPlan, Tensor]]:
+    """Not weights in 4 or 8 bits, which are frozen: they are those of the checkpoint that the model is loaded from."""
+    frozen = runtime.plan.quantized.weights if runtime.plan.quantized is not None else ()
+    return [(planned, parameter) for planned, parameter in runtime.parameters() if planned.name not in frozen]
+
+
+def _add_optimizer(found: StateContents, runtime: Runtime, optimizer: torch.optim.Optimizer) -> None:
+    plans = {id(parameter): planned for planned, parameter in runtime.parameters()}
+    given = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if given - plans.keys():
+        raise CheckpointError(
+            f"the optimizer has {len(given - plans.keys())} parameters that are not the model's: keep them in an "
+            "optimizer of their own, and pass it to save_state under a name"
+        )
+    for parameter, values in optimizer.state.items():
+        planned = plans[id(parameter)]
+        home = runtime.plan.primary_rank(planned.name)
+        share = tuple(local_tensor(parameter).shape)
+        for key, value in values.items():
+            if isinstance(value, Tensor):
+                held = local_tensor(value).detach()
+                lies = state_lies(optimizer, planned, key, tuple(held.shape), share)
+                found.add(f"optimizer/{key}/{planned.name}", replace(lies, home=home), held, runtime.mesh)
+            elif value is None or isinstance(value, bool | int | float | str):
+                found.numbers.setdefault(planned.name, {})[key] = value
+            else:
+                raise CheckpointError(
+                    f"the optimizer keeps a {type(value).__name__} as {key!r} of {planned.name}, which is neither a "
+                    "tensor nor a number: save its state yourself, and pass it to save_state under a name"
+                )
+    found.groups = [[plans[id(p)].name for p in group["params"]] for group in optimizer.param_groups]
+    found.options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+
+def state_lies(
+    optimizer: torch.optim.Optimizer,
+    planned: ParameterPlan,
+    key: str,
+    shape: tuple[int, ...],
+    weight: tuple[int, ...],
+) -> StateTensor:
+    """How a tensor of an optimizer's state lies in that of one process.
+
+    Args:
+        shape: the tensor's: this rank's share, with that of the weight; or the whole, with the whole weight's.
+        weight: the shape of the share of the weight, or of the whole of it.
+    """
+    if getattr(optimizer, "lies", None) is not None:
+        told: Any = optimizer
+        found: StateTensor = told.lies(planned, key, shape)
+        return found
+    if not shape or not planned.cuts:
+        return whole(*shape)
+    # Of bitsandbytes' own optimizers, over shares, what has 8 bits depends on the share's size.
+    if shape == weight and not type(optimizer).__module__.startswith("bitsandbytes"):
+        return like(planned)
+    return own(planned)
+
+
+def parameters_of_state(tensors: dict[str, StateTensor]) -> Iterator[tuple[str, str, str]]:
+    """Of those that are an optimizer's: the key in the index, the name of the parameter, and the optimizer's key."""
+    for key in tensors:
+        kind, _, rest = key.partition("/")
+        if kind == "optimizer":
+            state, _, name = rest.partition("/")
+            yield key, name, state

@@ -1,0 +1,152 @@
+"""What a saved state holds and where: ``state.json``, the same for whoever reads it, in whatever layout.
+
+Tensors are named as the stock model names them and described as wholes: shape, and the cuts that they were written
+with. Which ranks wrote the pieces of one, and so in which files they are, follows from its cuts and from how the ranks
+were divided.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..config import ParallelConfig
+from ..errors import CheckpointError
+from ..mesh import axes_of
+from ..plan import Cut, Plan
+from ..plan.state_tensor import StateTensor
+
+INDEX = "state.json"
+_VERSION = 2
+_SIZES = ("pp", "dp_replicate", "dp_shard", "tp", "ep", "expert_tp", "cp")
+
+
+@dataclass
+class StateIndex:
+    """The contents of ``state.json``.
+
+    Attributes:
+        sizes: axis -> ranks, of the layout that it was written in.
+        layers: per pipeline rank, its layers, in words; empty without stages.
+        axes: how the ranks were divided, outermost axis first; and how as experts see them.
+        step: what the caller counted.
+        batch_world: distinct batches in a step.
+        tensors: ``weights/NAME``, ``buffers/NAME`` and ``optimizer/KEY/NAME`` -> what it is.
+        numbers: name of a parameter -> what its optimizer keeps of it besides tensors.
+        groups: names of the parameters of each of the optimizer's groups; ``None`` without an optimizer.
+        others: what else was given -> whether its state was the same on every rank.
+        stored: names in a Hugging Face checkpoint, for who makes one of this.
+        versions: of the packages that wrote it.
+    """
+
+    sizes: dict[str, int]
+    layers: list[str]
+    axes: list[list[tuple[str, int]]]
+    step: int | None = None
+    batch_world: int = 1
+    tensors: dict[str, StateTensor] = field(default_factory=dict)
+    numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    groups: list[list[str]] | None = None
+    others: dict[str, bool] = field(default_factory=dict)
+    stored: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, layout: ParallelConfig, plan: Plan) -> "StateIndex":
+        """One without contents, of a layout."""
+        return cls(
+            {axis: layout.size(axis) for axis in _SIZES},
+            layers_by_rank(layout, plan),
+            [axes_of(layout, experts) for experts in (False, True)],
+            batch_world=layout.batch_world,
+        )
+
+    @property
+    def world(self) -> int:
+        """How many ranks wrote it."""
+        total = 1
+        for _, size in self.axes[0]:
+            total *= size
+        return total
+
+    def rank_of(self, cuts: Sequence[Cut], ranks: dict[str, int]) -> int:
+        """The number of the rank that was at coordinates ``ranks`` in the division that these ``cuts`` follow."""
+        number = 0
+        for axis, size in self.axes[any(cut.axis == "ep" for cut in cuts)]:
+            number = number * size + ranks.get(axis, 0) % size
+        return number
+
+    def placed_alike(self, other: "StateIndex") -> bool:
+        """Whether the ranks of another layout are divided likewise, and hold the same layers."""
+        return (self.sizes, self.layers) == (other.sizes, other.layers)
+
+    def write(self) -> bytes:
+        """As the bytes of a file."""
+        told = {**vars(self), "version": _VERSION, "tensors": {k: t.told() for k, t in self.tensors.items()}}
+        return json.dumps(told).encode()
+
+    @classmethod
+    def read(cls, directory: Path) -> "StateIndex":
+        """Of a saved state.
+
+        Raises:
+            CheckpointError: there is none, or it cannot be read.
+        """
+        try:
+            told: dict[str, Any] = json.loads((directory / INDEX).read_bytes())
+            if (version := told.pop("version")) != _VERSION:
+                raise CheckpointError(
+                    f"{directory} has format {version} and this hfscale reads format {_VERSION}: read it with the "
+                    f"hfscale that wrote it ({told.get('versions', {}).get('hfscale', 'unknown')})"
+                )
+            told["tensors"] = {key: StateTensor.hear(each) for key, each in told["tensors"].items()}
+            told["axes"] = [[(str(axis), int(size)) for axis, size in each] for each in told["axes"]]
+            return cls(**told)
+        except FileNotFoundError as error:
+            earlier = (directory / "layout.json").exists()
+            what = "was written by an earlier hfscale, in a format of its own" if earlier else "is not a state"
+            raise CheckpointError(
+                f"{directory} {what}: give what hfscale.save_state wrote, or the directory that its states are in"
+            ) from error
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{directory} has a damaged {INDEX} ({error}): use another state") from error
+
+
+def layers_by_rank(layout: ParallelConfig, plan: Plan) -> list[str]:
+    """Which layers each pipeline rank holds, in words."""
+    if plan.stages is None:
+        return []
+    numbers = {name: number for number, name in enumerate(plan.layers)}
+    return [
+        ", ".join(f"{numbers[s.layers[0]]}-{numbers[s.layers[-1]]}" for s in plan.stages.of_rank(rank))
+        for rank in range(layout.size("pp"))
+    ]
+
+
+def writers(tensor: StateTensor) -> Iterator[range]:
+    """Per cut of a tensor, the coordinates of the ranks that write a piece: not those that have what one before has."""
+    for cut in tensor.cuts:
+        yield range(0, cut.size, 1 if tensor.own else _copies(cut))
+
+
+def writer_of(tensor: StateTensor, ranks: dict[str, int]) -> dict[str, int]:
+    """Coordinates of the rank that writes what the one at ``ranks`` has."""
+    return {
+        cut.axis: (rank := ranks.get(cut.axis, 0)) - (0 if tensor.own else rank % _copies(cut)) for cut in tensor.cuts
+    }
+
+
+def _copies(cut: Cut) -> int:
+    """How many consecutive ranks hold the same share, where all parts of it are on as many."""
+    return cut.replicas[0] if len(set(cut.replicas)) == 1 else 1
+
+
+def weights_name(rank: int) -> str:
+    """The file of a rank's tensors."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def rest_name(rank: int) -> str:
+    """The file of what else a rank has."""
+    return f"rank-{rank:05d}.pt"

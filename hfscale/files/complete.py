@@ -1,0 +1,132 @@
+"""Whether a directory of files is whole: it is marked so once all its bytes are on the disk, with sizes and checksums.
+
+A mark comes last, by a rename, so that a process that is killed at any moment leaves a directory with a right mark, or
+with none. Checksums are CRC-32: one flipped bit, or a run of up to 32, is always seen.
+"""
+
+import json
+import os
+import time
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError
+
+MARK = "complete.json"
+_BLOCK = 8 << 20
+
+
+@dataclass(frozen=True)
+class FileSum:
+    """Size and checksum of one file."""
+
+    size: int
+    crc: int
+
+    @classmethod
+    def of(cls, path: Path) -> "FileSum":
+        """Of a file as it is."""
+        size, crc = 0, 0
+        with path.open("rb") as file:
+            while block := file.read(_BLOCK):
+                size, crc = size + len(block), zlib.crc32(block, crc)
+        return cls(size, crc)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What a directory was when it was whole.
+
+    Attributes:
+        written: when, in seconds since 1970.
+        files: by name.
+        step: of the run.
+    """
+
+    written: float
+    files: dict[str, FileSum]
+    step: int | None = None
+
+
+def sync_directory(path: Path) -> None:
+    """Bring what was renamed, made or removed in a directory to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_synced(path: Path, content: bytes) -> FileSum:
+    """Write a small file, and bring it to the disk."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileSum(len(content), zlib.crc32(content))
+
+
+def mark_complete(directory: Path, files: dict[str, FileSum], step: int | None = None) -> None:
+    """From now on ``directory``, whose ``files`` are on the disk, is whole."""
+    sums = {name: [file.size, file.crc] for name, file in sorted(files.items())}
+    told = {"written": time.time(), "step": step, "files": sums}
+    fresh = directory / f".{MARK}"
+    write_synced(fresh, json.dumps(told, indent=1).encode())
+    fresh.rename(directory / MARK)
+    sync_directory(directory)
+
+
+def unmark(directory: Path) -> None:
+    """From now on ``directory`` is not whole; before it is removed, which takes its time."""
+    (directory / MARK).unlink(missing_ok=True)
+    sync_directory(directory)
+
+
+def read_mark(directory: Path) -> Mark:
+    """The mark of a directory.
+
+    Raises:
+        CheckpointError: it has none that can be read, in words that follow the directory's name.
+    """
+    try:
+        told: Any = json.loads((directory / MARK).read_bytes())
+        files = {str(name): FileSum(int(size), int(crc)) for name, (size, crc) in told["files"].items()}
+        return Mark(float(told["written"]), files, told["step"])
+    except FileNotFoundError as error:
+        raise CheckpointError("was never completed: the save was stopped before its end") from error
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"has a damaged {MARK} ({error})") from error
+
+
+def size_problems(directory: Path, mark: Mark) -> list[str]:
+    """What is wrong with the sizes of its files, in words; reads no file."""
+    found = []
+    for name, file in mark.files.items():
+        if Path(name).name != name:
+            found.append(f"{MARK} names {name}, which is not in it")
+            continue
+        try:
+            size = (directory / name).stat().st_size
+        except OSError:
+            found.append(f"{name} is missing")
+            continue
+        if size != file.size:
+            found.append(f"{name} has {size:,} of {file.size:,} bytes")
+    return found
+
+
+def content_problems(directory: Path, mark: Mark, names: Iterable[str]) -> list[str]:
+    """What is wrong with the bytes of some of its files, in words; reads them all."""
+    found = []
+    for name in names:
+        try:
+            same = FileSum.of(directory / name) == mark.files[name]
+        except OSError as error:
+            found.append(f"{name} cannot be read ({error})")
+            continue
+        if not same:
+            found.append(f"{name} was changed after it was written: its checksum differs")
+    return found
