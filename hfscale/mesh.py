@@ -17,8 +17,8 @@ from .plan import Cut
 from .processes import Pair, backend_of, device_group, host_group, keep_patience, own_device, rounds, start
 from .schedules import ASYNCHRONOUS
 
-_MESH_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
-_EXPERT_AXES = ("pp", "edp_replicate", "edp_shard", "ep", "tp")
+MESH_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+EXPERT_AXES = ("pp", "edp_replicate", "edp_shard", "ep", "tp")
 """The same ranks in the same order, divided as experts see them; ``tp`` has one rank where experts are whole."""
 
 
@@ -30,7 +30,7 @@ class Mesh:
         layout: the sizes.
         device: this rank's device.
         ranks: this rank's coordinate on each axis.
-        device_mesh: torch's mesh over :data:`_MESH_AXES`; ``None`` in a single process without a process group.
+        device_mesh: torch's mesh over :data:`MESH_AXES`; ``None`` in a single process without a process group.
         control: a gloo group over all ranks for barriers and small objects; ``None`` likewise.
         replicas: how many consecutive tensor ranks -> the group of those that this rank is one of.
         ties: pipeline ranks that hold one tensor -> the group of them through this rank, where it is one of them.
@@ -42,7 +42,7 @@ class Mesh:
             one rank.
         expert_reports: the same over the expert ranks.
         sharing: the same over the ranks that are given the same batch.
-        expert_mesh: torch's mesh over :data:`_EXPERT_AXES`; ``None`` where experts are not spread.
+        expert_mesh: torch's mesh over :data:`EXPERT_AXES`; ``None`` where experts are not spread.
         context: the group of the ranks that have parts of the same sequences; ``None`` where they are not cut.
         whole_sequences: a group of ranks of the shard axis of which each has other sequences; ``None`` where one has
             them all, or where no sequence is cut and the axis itself is such a group.
@@ -70,7 +70,7 @@ class Mesh:
             return None
         if axis == "cp":
             return self.context
-        if axis in _MESH_AXES:
+        if axis in MESH_AXES:
             return self.device_mesh.get_group(axis)
         return None if self.expert_mesh is None else self.expert_mesh.get_group(axis)
 
@@ -81,8 +81,8 @@ class Mesh:
     def view(self, cuts: Sequence[Cut]) -> tuple[DeviceMesh | None, dict[str, int]]:
         """The division of the ranks that a parameter with these ``cuts`` follows, and this rank's coordinates in it."""
         if not any(cut.axis == "ep" for cut in cuts):
-            return self.device_mesh, {axis: self.ranks[axis] for axis in _MESH_AXES}
-        ranks = {axis: self.ranks[axis] for axis in _EXPERT_AXES}
+            return self.device_mesh, {axis: self.ranks[axis] for axis in MESH_AXES}
+        ranks = {axis: self.ranks[axis] for axis in EXPERT_AXES}
         return self.expert_mesh, ranks if self.layout.size("expert_tp") > 1 else {**ranks, "tp": 0}
 
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -167,14 +167,14 @@ def build_mesh(
         )
     device = own_device()
     if world == 1:
-        return Mesh(layout, device, dict.fromkeys((*_MESH_AXES, "cp"), 0))
+        return Mesh(layout, device, dict.fromkeys((*MESH_AXES, "cp"), 0))
     if not dist.is_initialized():
         start(device)
     made = _made_out_of(dist.group.WORLD)
-    shape = tuple(layout.size(axis) for axis in _MESH_AXES)
+    shape = tuple(layout.size(axis) for axis in MESH_AXES)
     key = (device.type, shape)
-    device_mesh = made.once(key, partial(_divided, device, shape, _MESH_AXES))
-    ranks = {axis: device_mesh.get_local_rank(axis) for axis in _MESH_AXES}
+    device_mesh = made.once(key, partial(_divided, device, shape, MESH_AXES))
+    ranks = {axis: device_mesh.get_local_rank(axis) for axis in MESH_AXES}
     ranks["cp"] = ranks["dp_shard"] % layout.size("cp")
     control = made.once("control", lambda: host_group([range(world)]))
     groups = {
@@ -221,7 +221,7 @@ def _near_and_far(mesh: Mesh, made: "_Groups", every: int, size: int) -> tuple[A
     """Of every so many consecutive ranks of the shard axis: groups of ``size`` neighbours, and across those."""
     assert mesh.device_mesh is not None
     key = (mesh.device.type, tuple(mesh.device_mesh.shape), "context", every, size)
-    lines = mesh.device_mesh.mesh.movedim(_MESH_AXES.index("dp_shard"), -1).unflatten(-1, (-1, every // size, size))
+    lines = mesh.device_mesh.mesh.movedim(MESH_AXES.index("dp_shard"), -1).unflatten(-1, (-1, every // size, size))
     near = made.once((*key, "near"), lambda: device_group(lines.flatten(0, -2).tolist(), mesh.device))
     far = made.once((*key, "far"), lambda: device_group(lines.movedim(-1, -2).flatten(0, -2).tolist(), mesh.device))
     return near, far
@@ -230,16 +230,16 @@ def _near_and_far(mesh: Mesh, made: "_Groups", every: int, size: int) -> tuple[A
 def _with_experts(mesh: Mesh, made: "_Groups") -> Mesh:
     """The same ranks, divided as experts see them."""
     layout, device = mesh.layout, mesh.device
-    shape = tuple(layout.size("expert_tp" if axis == "tp" else axis) for axis in _EXPERT_AXES)
+    shape = tuple(layout.size("expert_tp" if axis == "tp" else axis) for axis in EXPERT_AXES)
     key = (device.type, "experts", shape)
-    expert_mesh: DeviceMesh = made.once(key, partial(_divided, device, shape, _EXPERT_AXES))
+    expert_mesh: DeviceMesh = made.once(key, partial(_divided, device, shape, EXPERT_AXES))
     group = expert_mesh.get_group("ep")
     if device.type == "cpu":
         reports = group
     else:
-        lines = expert_mesh.mesh.movedim(_EXPERT_AXES.index("ep"), -1).reshape(-1, layout.size("ep")).tolist()
+        lines = expert_mesh.mesh.movedim(EXPERT_AXES.index("ep"), -1).reshape(-1, layout.size("ep")).tolist()
         reports = made.once((*key, "reports"), lambda: host_group(lines))
-    ranks = {**{axis: expert_mesh.get_local_rank(axis) for axis in _EXPERT_AXES}, **mesh.ranks}
+    ranks = {**{axis: expert_mesh.get_local_rank(axis) for axis in EXPERT_AXES}, **mesh.ranks}
     return replace(mesh, ranks=ranks, expert_mesh=expert_mesh, expert_reports=reports)
 
 
@@ -261,7 +261,7 @@ def _with_stages(mesh: Mesh, made: "_Groups", neighbours: Sequence[Pair]) -> Mes
     """What pipeline ranks talk through."""
     assert mesh.device_mesh is not None
     device_mesh, layout = mesh.device_mesh, mesh.layout
-    key = (mesh.device.type, tuple(layout.size(axis) for axis in _MESH_AXES))
+    key = (mesh.device.type, tuple(layout.size(axis) for axis in MESH_AXES))
     every = tuple(range(layout.size("pp")))
     reports = made.once((*key, "reports"), lambda: host_group(_columns(device_mesh, every)))
     ways = [way for a, b in neighbours for way in ((a, b), (b, a))]
@@ -315,7 +315,7 @@ def _made_out_of(world: dist.ProcessGroup | None) -> _Groups:
 
 def _consecutive_ranks(device_mesh: DeviceMesh, device: torch.device, count: int) -> dist.ProcessGroup:
     """The group of ``count`` consecutive tensor ranks that this rank is one of; tp4 in twos: ``{0, 1}``, ``{2, 3}``."""
-    if count == device_mesh.size(len(_MESH_AXES) - 1):
+    if count == device_mesh.size(len(MESH_AXES) - 1):
         return device_mesh.get_group("tp")
     group = device_group(device_mesh.mesh.view(-1, count).tolist(), device)
     assert group is not None
@@ -336,16 +336,9 @@ def _ranks_of_one_batch(mesh: Mesh, made: "_Groups") -> dist.ProcessGroup | None
         return mesh.group("tp")
     # pp, replicate, shard x cp, tp -> replicate, shard; pp, cp, tp
     lines = device_mesh.mesh.unflatten(2, (-1, cp)).movedim(0, 2).flatten(2).flatten(0, 1).tolist()
-    shape = tuple(layout.size(axis) for axis in _MESH_AXES)
+    shape = tuple(layout.size(axis) for axis in MESH_AXES)
     group: dist.ProcessGroup | None = made.once((mesh.device.type, shape, cp, "sharing"), lambda: host_group(lines))
     return group
-
-
-def axes_of(layout: ParallelConfig, experts: bool = False) -> list[tuple[str, int]]:
-    """How ranks are divided, outermost axis first: axis and size; with ``experts``, as these see it."""
-    if experts and layout.size("ep") > 1:
-        return [(axis, layout.size("expert_tp" if axis == "tp" else axis)) for axis in _EXPERT_AXES]
-    return [(axis, layout.size(axis)) for axis in _MESH_AXES]
 
 
 def launch_line(processes: int) -> str:

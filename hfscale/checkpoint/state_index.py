@@ -13,7 +13,7 @@ from typing import Any
 
 from ..config import ParallelConfig
 from ..errors import CheckpointError
-from ..mesh import axes_of
+from ..mesh import EXPERT_AXES, MESH_AXES
 from ..plan import Cut, Plan
 from ..plan.state_tensor import StateTensor
 
@@ -58,7 +58,7 @@ class StateIndex:
         return cls(
             {axis: layout.size(axis) for axis in _SIZES},
             layers_by_rank(layout, plan),
-            [axes_of(layout, experts) for experts in (False, True)],
+            [_axes(layout, experts) for experts in (False, True)],
             batch_world=layout.batch_world,
         )
 
@@ -111,6 +111,13 @@ class StateIndex:
             ) from error
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{directory} has a damaged {INDEX} ({error}): use another state") from error
+
+
+def _axes(layout: ParallelConfig, experts: bool) -> list[tuple[str, int]]:
+    """How ranks are divided, outermost axis first; or how as experts see them."""
+    if experts and layout.size("ep") > 1:
+        return [(axis, layout.size("expert_tp" if axis == "tp" else axis)) for axis in EXPERT_AXES]
+    return [(axis, layout.size(axis)) for axis in MESH_AXES]
 
 
 def layers_by_rank(layout: ParallelConfig, plan: Plan) -> list[str]:
