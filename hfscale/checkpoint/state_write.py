@@ -144,20 +144,24 @@ def _agreed_index(
     index.versions = {"hfscale": __version__, "torch": str(torch.__version__)}
     index.others = {name: all(each.others.get(name) == digest for each in every) for name, digest in digests.items()}
     for each in every:
-        for key, tensor in each.tensors.items():
-            index.tensors.setdefault(key, StateTensor.hear(tensor))
-        for name, numbers in each.numbers.items():
-            index.numbers.setdefault(name, numbers)
-        if each.groups is not None:
-            merged = index.groups if index.groups is not None else [[] for _ in each.groups]
-            pairs = zip(merged, each.groups, strict=True)
-            index.groups = [[*old, *(name for name in new if name not in set(old))] for old, new in pairs]
+        _merge(index, each)
     # A rank may keep a state of what the first of its stage has none of.
     unheard = {key: contents.tensors[key].told() for key in contents.held if key not in index.tensors}
     for tensors in mesh.all_gather_object(unheard):
-        for key, tensor in tensors.items():
-            index.tensors.setdefault(key, StateTensor.hear(tensor))
+        _merge(index, _Told("", tensors))
     return index
+
+
+def _merge(index: StateIndex, told: _Told) -> None:
+    """What is known already stays: of what several stages have, the first one's counts."""
+    for key, tensor in told.tensors.items():
+        index.tensors.setdefault(key, StateTensor.hear(tensor))
+    for name, numbers in told.numbers.items():
+        index.numbers.setdefault(name, numbers)
+    if told.groups is not None:
+        merged = index.groups if index.groups is not None else [[] for _ in told.groups]
+        pairs = zip(merged, told.groups, strict=True)
+        index.groups = [[*old, *(name for name in new if name not in set(old))] for old, new in pairs]
 
 
 def _plain_bytes(content: dict[str, Any]) -> bytes:
