@@ -1,0 +1,314 @@
+"""States survive what happens to machines: processes killed, full disks, files that are cut or changed."""
+
+import json
+import os
+import pickle
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hfscale
+from hfscale import CheckpointError
+from hfscale.checkpoint.state_directory import NewState, old_of
+from hfscale.files.complete import MARK, FileSum, mark_complete, read_mark
+from hfscale.testing import RankPool
+
+from ..models import tiny
+
+Pools = Callable[[int], RankPool]
+
+
+@pytest.fixture(scope="module")
+def run() -> tuple[Any, torch.optim.Optimizer]:
+    model = hfscale.from_config(tiny("llama", num_hidden_layers=1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    return model, optimizer
+
+
+def save(run: tuple[Any, torch.optim.Optimizer], directory: Path, step: int, **options: Any) -> None:
+    """A state of which every weight is its step."""
+    with torch.no_grad():
+        for parameter in run[0].parameters():
+            parameter.fill_(step)
+    hfscale.save_state(run[0], directory, optimizer=run[1], step=step, **options)
+
+
+def load(run: tuple[Any, torch.optim.Optimizer], source: Path) -> int:
+    with torch.no_grad():
+        for parameter in run[0].parameters():
+            parameter.fill_(-1)
+    step = hfscale.load_state(run[0], source, optimizer=run[1]).step
+    assert step is not None
+    assert all(bool((parameter == step).all()) for parameter in run[0].parameters())
+    return step
+
+
+def in_a_child(work: Callable[[int], None]) -> tuple[int, int]:
+    """Run ``work`` in a copy of this process, which may be killed; its number, and where it is told what ``work`` says
+    on the descriptor that it is given.
+    """
+    read, write = os.pipe()
+    sys.stdout.flush()
+    child = os.fork()
+    if child:
+        os.close(write)
+        return child, read
+    code = 1
+    try:
+        os.close(read)
+        work(write)
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def kill_while_saving(run: tuple[Any, torch.optim.Optimizer], root: Path, times: int, seed: int) -> None:
+    """Under names of their own, and under one name; each time the last acknowledged state, or a newer one, is there."""
+    draws = random.Random(seed)
+    first = 1
+    for number in range(times):
+        name = "state" if number % 2 else "step-{}"
+
+        def work(told: int, name: str = name, first: int = first) -> None:
+            for step in range(first, first + 10000):
+                save(run, root / name.format(step), step, **({} if name == "state" else {"keep_last": 3}))
+                os.write(told, f"{step}\n".encode())
+
+        child, read = in_a_child(work)
+        begun = os.read(read, 100)
+        time.sleep(draws.uniform(0, 0.08))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        rest = b""
+        while piece := os.read(read, 1 << 16):
+            rest += piece
+        os.close(read)
+        done = int((begun + rest).split()[-1])
+        source = root / "state" if name == "state" else root
+        found = load(run, source)
+        assert found in (done, done + 1), (number, name)
+        first = found + 1
+
+
+def test_killed_while_saving(run: tuple[Any, torch.optim.Optimizer], tmp_path: Path) -> None:
+    kill_while_saving(run, tmp_path, 10, seed=7)
+
+
+@pytest.mark.slow
+def test_killed_while_saving_often(run: tuple[Any, torch.optim.Optimizer], tmp_path: Path) -> None:
+    kill_while_saving(run, tmp_path, 100, seed=8)
+
+
+def edit(path: Path, change: Callable[[bytearray], Any]) -> None:
+    content = bytearray(path.read_bytes())
+    kept = change(content)
+    path.write_bytes(content if kept is None else kept)
+
+
+def flip(content: bytearray) -> None:
+    content[len(content) // 2] ^= 16
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "truncated": (lambda d: edit(d / "rank-00000.safetensors", lambda c: c[:-100]), r"has [\d,]+ of [\d,]+ bytes"),
+    "flipped bit": (lambda d: edit(d / "rank-00000.safetensors", flip), "rank-00000.safetensors was changed after"),
+    "missing": (lambda d: (d / "rank-00000.pt").unlink(), "rank-00000.pt is missing"),
+    "index": (lambda d: edit(d / "state.json", flip), "state.json was changed after"),
+    "unfinished": (lambda d: (d / MARK).unlink(), "was never completed: the save was stopped"),
+    "mark": (lambda d: edit(d / MARK, lambda c: c[:20]), f"has a damaged {MARK}"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged(run: tuple[Any, torch.optim.Optimizer], tmp_path: Path, damage: str, caplog: Any) -> None:
+    """It is told in words, never used, and the one before it is."""
+    change, words = DAMAGE[damage]
+    save(run, tmp_path / "step-1", 1)
+    save(run, tmp_path / "step-2", 2)
+    change(tmp_path / "step-2")
+    with pytest.raises(CheckpointError, match=rf"step-2 cannot be used.*{words}.*no whole state"):
+        load(run, tmp_path / "step-2")
+    assert load(run, tmp_path) == 1
+    assert load(run, tmp_path / "latest") == 1
+    if damage not in ("unfinished", "mark"):  # which are as old as the beginning of time
+        assert "step-2 cannot be used" in caplog.text
+    save(run, tmp_path / "step-2", 3)
+    assert load(run, tmp_path) == 3
+
+
+def test_nothing_whole(run: tuple[Any, torch.optim.Optimizer], tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="has none in it"):
+        load(run, tmp_path)
+    save(run, tmp_path / "step-1", 1)
+    (tmp_path / "step-1" / MARK).unlink()
+    with pytest.raises(CheckpointError, match="there is no whole state in"):
+        load(run, tmp_path)
+
+
+def test_between_two_renames(run: tuple[Any, torch.optim.Optimizer], tmp_path: Path) -> None:
+    target = tmp_path / "state"
+    save(run, target, 1)
+    target.rename(old_of(target))
+    assert load(run, target) == 1
+    shutil.copytree(old_of(target), target)
+    (target / MARK).unlink()  # moved, and not marked yet
+    assert load(run, target) == 1
+    save(run, target, 2)
+    assert load(run, target) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
+
+
+def test_retention(run: tuple[Any, torch.optim.Optimizer], tmp_path: Path) -> None:
+    for step in range(1, 8):
+        save(run, tmp_path / f"step-{step}", step, keep_last=2, keep_every=3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-3", "step-6", "step-7"]
+    (tmp_path / "step-7" / MARK).unlink()
+    save(run, tmp_path / "step-8", 8, keep_last=2)
+    assert load(run, tmp_path) == 8
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-6", "step-7", "step-8"]
+
+
+def test_two_jobs(run: tuple[Any, torch.optim.Optimizer], tmp_path: Path) -> None:
+    save(run, tmp_path / "state", 1)
+    other = NewState(tmp_path / "state")
+    with pytest.raises(CheckpointError, match="another job is writing"):
+        save(run, tmp_path / "state", 2)
+    other.give_up()
+    assert load(run, tmp_path / "state") == 1
+    save(run, tmp_path / "state", 3)
+    assert load(run, tmp_path) == 3
+
+
+def test_other_things_are_not_replaced(run: tuple[Any, torch.optim.Optimizer], tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years")
+    with pytest.raises(CheckpointError, match=r"holds other things \(thesis.tex\), which a state would replace"):
+        save(run, tmp_path, 1)
+    assert (tmp_path / "thesis.tex").read_text() == "years"
+
+
+def test_code_is_not_run(run: tuple[Any, torch.optim.Optimizer], tmp_path: Path) -> None:
+    """Not even if sizes and checksums are right."""
+
+    class Crafted:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    state = tmp_path / "state"
+    save(run, state, 1)
+    for name, content in (
+        ("rank-00000.pt", pickle.dumps(Crafted(), 2)),
+        ("rank-00000.pt", zipped(Crafted(), tmp_path)),
+    ):
+        (state / name).write_bytes(content)
+        mark_complete(state, {name: FileSum.of(state / name) for name in read_mark(state).files})
+        with pytest.raises(CheckpointError, match="holds more than plain data, which is not read"):
+            load(run, state)
+        assert not (tmp_path / "ran").exists()
+
+
+def zipped(content: Any, directory: Path) -> bytes:
+    torch.save(content, directory / "crafted")
+    return (directory / "crafted").read_bytes()
+
+
+def test_names_outside_of_the_directory(run: tuple[Any, torch.optim.Optimizer], tmp_path: Path) -> None:
+    save(run, tmp_path / "state", 1)
+    mark = json.loads((tmp_path / "state" / MARK).read_text())
+    mark["files"]["../../etc/passwd"] = [1, 1]
+    (tmp_path / "state" / MARK).write_text(json.dumps(mark))
+    with pytest.raises(CheckpointError, match="names ../../etc/passwd, which is not in it"):
+        load(run, tmp_path / "state")
+
+
+def failing(run: tuple[Any, torch.optim.Optimizer], target: Path, before: Callable[[], Any]) -> str:
+    """What a save says in a child that is limited by ``before``."""
+
+    def work(told: int) -> None:
+        before()
+        try:
+            save(run, target, 2)
+        except CheckpointError as error:
+            os.write(told, str(error).encode())
+
+    child, read = in_a_child(work)
+    os.waitpid(child, 0)
+    text = os.read(read, 1 << 16).decode()
+    os.close(read)
+    return text
+
+
+def test_a_full_disk(run: tuple[Any, torch.optim.Optimizer], tmp_path: Path) -> None:
+    """A limit of the size of files stands for it: a write fails in the middle."""
+    save(run, tmp_path / "state", 1)
+    size = (tmp_path / "state" / "rank-00000.safetensors").stat().st_size
+    for limit in (0, 1000, size // 2, size - 1):
+        text = failing(
+            run, tmp_path / "state", lambda limit=limit: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        )
+        assert "could not be written: " in text
+        assert "File too large" in text
+        assert load(run, tmp_path / "state") == 1
+        assert [path.name for path in tmp_path.iterdir()] == ["state"]
+
+
+def test_a_full_file_system(run: tuple[Any, torch.optim.Optimizer], tmp_path: Path) -> None:
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=700k", "tmpfs", str(tmp_path)], capture_output=True)
+    if done.returncode:
+        pytest.skip("no file systems can be mounted here")
+    try:
+        save(run, tmp_path / "step-1", 1)
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            for step in range(2, 20):
+                save(run, tmp_path / f"step-{step}", step)
+        assert load(run, tmp_path) == step - 1
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_a_directory_that_cannot_be_written(run: tuple[Any, torch.optim.Optimizer], tmp_path: Path) -> None:
+    save(run, tmp_path / "state", 1)
+    for parent in list(tmp_path.parents)[:2]:
+        parent.chmod(0o755)
+    tmp_path.chmod(0o555)
+
+    def nobody() -> None:
+        if os.geteuid() == 0:  # who may write everywhere
+            os.seteuid(65534)
+
+    assert "Permission denied" in failing(run, tmp_path / "state", nobody)
+    tmp_path.chmod(0o755)
+    assert load(run, tmp_path / "state") == 1
+
+
+def two_ranks(directory: str) -> None:
+    model = hfscale.from_config(tiny("llama"), parallel=hfscale.ParallelConfig(tp_size=2))
+    hfscale.save_state(model, directory)
+
+
+def lacking(directory: str) -> str:
+    model = hfscale.from_config(tiny("llama"), parallel=hfscale.ParallelConfig(tp_size=2))
+    with pytest.raises(CheckpointError) as caught:
+        hfscale.load_state(model, directory)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["rank-00001.safetensors", "rank-00001.pt"])
+def test_a_file_of_another_rank_is_missing(pools: Pools, tmp_path: Path, name: str) -> None:
+    pool, directory = pools(2), tmp_path / "state"
+    pool.run(two_ranks, str(directory))
+    (directory / name).unlink()
+    for message in pool.run(lacking, str(directory)):  # on every rank
+        assert f"{name} is missing" in message
