@@ -16,11 +16,12 @@ if TYPE_CHECKING:
     from .config import ParallelConfig
     from .memory.report import memory_estimate
     from .memory_config import MemoryConfig
+    from .ops.token_scores import TokenScores
     from .optimizers import create_optimizer
     from .parallel.experts import ExpertLoad, ExpertLoadHistory, expert_load
     from .parallel.pipeline.record import record_schedule
     from .routing_config import RoutingConfig
-    from .train import batch_rank, batch_world, clip_grad_norm_, drain, eval_step, train_step
+    from .train import batch_rank, batch_world, clip_grad_norm_, drain, eval_step, token_scores, train_step
     from .trainer import Trainer, TrainerMixin
     from .upcycle.upcycle import upcycle
 
@@ -36,6 +37,7 @@ __all__ = [
     "ParallelConfig",
     "PlanError",
     "RoutingConfig",
+    "TokenScores",
     "Trainer",
     "TrainerMixin",
     "__version__",
@@ -58,6 +60,7 @@ __all__ = [
     "record_schedule",
     "save_pretrained",
     "save_state",
+    "token_scores",
     "train_step",
     "upcycle",
     "verify_experts",
@@ -74,11 +77,12 @@ _MODULES = {
     ".routing_config": ["RoutingConfig"],
     ".memory.report": ["memory_estimate"],
     ".memory_config": ["MemoryConfig"],
+    ".ops.token_scores": ["TokenScores"],
     ".optimizers": ["create_optimizer"],
     ".build": ["from_config", "from_pretrained", "parallelize", "plan"],
     ".parallel.pipeline.record": ["record_schedule"],
     ".trainer": ["Trainer", "TrainerMixin"],
-    ".train": ["batch_rank", "batch_world", "clip_grad_norm_", "drain", "eval_step", "train_step"],
+    ".train": ["batch_rank", "batch_world", "clip_grad_norm_", "drain", "eval_step", "token_scores", "train_step"],
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -15,7 +15,17 @@ OUT = ROOT / "docs" / "api.md"
 GROUPS = {
     "Layout and plan": ["ParallelConfig", "MemoryConfig", "plan", "memory_estimate"],
     "Make a model": ["from_pretrained", "from_config", "parallelize"],
-    "Train": ["train_step", "eval_step", "clip_grad_norm_", "drain", "create_optimizer", "batch_rank", "batch_world"],
+    "Train": [
+        "train_step",
+        "eval_step",
+        "token_scores",
+        "TokenScores",
+        "clip_grad_norm_",
+        "drain",
+        "create_optimizer",
+        "batch_rank",
+        "batch_world",
+    ],
     "Save and resume": ["save_pretrained", "save_state", "load_state"],
     "Adapters": ["get_peft_model", "merge_and_unload", "coverage_report"],
     "Mixtures of experts": [

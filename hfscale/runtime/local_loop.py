@@ -32,7 +32,7 @@ class LocalLoop(Executor):
             for index, batch in enumerate(batches):
                 for part in runtime.parts:
                     part.before_backward(runtime, last=index == len(batches) - 1)
-                loss = objective(model, batch, index)
+                loss = objective.loss(model, batch, index)
                 # The data axes average gradients over their ranks; the loss is a share of a sum.
                 (loss * runtime.mesh.data_world).backward()
                 total = loss.detach() if total is None else total + loss.detach()
@@ -41,7 +41,7 @@ class LocalLoop(Executor):
 
     def _evaluate(self, model: nn.Module, batches: Sequence[Microbatch], objective: Objective) -> Tensor:
         runtime = self._runtime
-        total = sum(objective(model, batch, index) for index, batch in enumerate(batches))
+        total = sum(objective.loss(model, batch, index) for index, batch in enumerate(batches))
         for part in runtime.parts:
             part.release(runtime)
         return torch.as_tensor(total, device=runtime.mesh.device)

@@ -30,8 +30,6 @@ from .names import stock_name
 _ATTRIBUTE = "_hfscale"
 
 Batch = Mapping[str, Any]
-Objective = Callable[[Any, Microbatch, int], Tensor]
-"""The loss of one microbatch, by its number, as a share of a step's; asked where the head is, with what to call."""
 
 
 class Part:
@@ -162,7 +160,7 @@ class Executor:
     def hear(self, told: list[list[int]]) -> None:
         """What each rank told, by rank."""
 
-    def run(self, model: nn.Module, batches: Sequence[Microbatch], objective: Objective, backward: bool) -> Tensor:
+    def run(self, model: nn.Module, batches: Sequence[Microbatch], objective: "Objective", backward: bool) -> Tensor:
         """Forward passes over the microbatches; with ``backward``, gradients are in ``.grad`` afterwards.
 
         Args:
@@ -202,8 +200,24 @@ class StepLoss(Protocol):
     def of(self, model: nn.Module, batch: Microbatch, count: Tensor, label_smoothing: float) -> Tensor:
         """The loss of one microbatch, as a share of a step with ``count`` valid labels."""
 
+    def scoring(self, temperature: float) -> AbstractContextManager[Any]:
+        """Within: a pass scores its tokens, and its loss is not what counts."""
+
     def keeping_logits(self) -> AbstractContextManager[list[Tensor]]:
         """Within: whole logits of every microbatch, ``[b, s, V]``, are added to the list."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a step makes of its microbatches, where the head is.
+
+    Attributes:
+        loss: of one microbatch, by its number, as a share of the step's; is given what to call.
+        recomputes: whether its backward pass computes again, so that weights' gradients are not to be taken apart.
+    """
+
+    loss: Callable[[Any, Microbatch, int], Tensor]
+    recomputes: bool = False
 
 
 _P = TypeVar("_P", bound=Part)

@@ -2,6 +2,16 @@
 
 from .gradient_norm import clip_grad_norm_
 from .predict import predict_step
+from .scores import token_scores
 from .step import batch_rank, batch_world, drain, eval_step, train_step
 
-__all__ = ["batch_rank", "batch_world", "clip_grad_norm_", "drain", "eval_step", "predict_step", "train_step"]
+__all__ = [
+    "batch_rank",
+    "batch_world",
+    "clip_grad_norm_",
+    "drain",
+    "eval_step",
+    "predict_step",
+    "token_scores",
+    "train_step",
+]

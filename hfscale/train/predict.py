@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..runtime import runtime_of
+from ..runtime import Objective, runtime_of
 from ..runtime.batches import Microbatch
 from .inputs import prepare
 from .last_stage import from_last_stage
@@ -31,14 +31,14 @@ def predict_step(model: nn.Module, batch: Mapping[str, Any], *, label_smoothing:
     def keep_logits(called: Any, microbatch: Microbatch, index: int) -> Tensor:
         assert runtime.loss is not None
         with runtime.loss.keeping_logits() as logits:
-            share = mean(called, microbatch, index)
+            share = mean.loss(called, microbatch, index)
         kept[index] = logits[0]
         for part in runtime.parts:
             kept[index] = part.all_tokens(runtime, microbatch, kept[index])
         return share
 
     with runtime.around(lambda part: part.around_step(runtime, microbatches, train=False)):
-        loss = runtime.executor.run(model, microbatches, keep_logits, backward=False)
+        loss = runtime.executor.run(model, microbatches, Objective(keep_logits), backward=False)
     own = [torch.cat([kept[index] for index in sorted(kept)])] if kept else []
     (logits,) = from_last_stage(runtime, own)
     return loss, logits

@@ -1,6 +1,6 @@
 """One step: the same few lines for every layout."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -8,9 +8,17 @@ from torch import Tensor, nn
 from ..guards import before_step
 from ..runtime import Batch, Objective, Runtime, runtime_of
 from .inputs import prepare
+from .scores import LossOfScores, loss_of_scores
 
 
-def train_step(model: nn.Module, batch: Batch | Sequence[Batch], *, label_smoothing: float = 0.0) -> Tensor:
+def train_step(
+    model: nn.Module,
+    batch: Batch | Sequence[Batch],
+    *,
+    label_smoothing: float = 0.0,
+    loss_fn: LossOfScores | None = None,
+    temperature: float = 1.0,
+) -> Tensor:
     """Forward and backward over this rank's batch; leaves synchronized gradients in ``.grad``.
 
     Gradients and loss are those of the mean over *all* valid labels of the step - every microbatch on every distinct
@@ -28,6 +36,10 @@ def train_step(model: nn.Module, batch: Batch | Sequence[Batch], *, label_smooth
             keep the examples of a packed row apart.
         label_smoothing: share, 0 to 1, of every target's probability that is spread evenly over the whole vocabulary,
             as in ``torch.nn.functional.cross_entropy``.
+        loss_fn: a loss of your own: from the scores of a microbatch (:class:`hfscale.TokenScores`) and its place in the
+            list, a scalar. The step's is their sum, and the mean of that over the distinct batches. It is called where
+            the model's head is: through stages, on the last one.
+        temperature: what logits are divided by for ``loss_fn``.
 
     Returns:
         the loss, a scalar without a graph, equal on every rank; 0 where the step has no valid label. Under the
@@ -36,8 +48,12 @@ def train_step(model: nn.Module, batch: Batch | Sequence[Batch], *, label_smooth
     runtime = runtime_of(model)
     before_step(runtime)
     microbatches, count = prepare(runtime, batch, train=True)
+    objective = token_mean(runtime, count, label_smoothing)
+    if loss_fn is not None:
+        given = 1 if isinstance(batch, Mapping) else len(batch)
+        objective = loss_of_scores(runtime, count, loss_fn, temperature, given, len(microbatches))
     with runtime.around(lambda part: part.around_step(runtime, microbatches, train=True)):
-        return runtime.executor.run(model, microbatches, token_mean(runtime, count, label_smoothing), backward=True)
+        return runtime.executor.run(model, microbatches, objective, backward=True)
 
 
 def drain(model: nn.Module) -> Iterator[Tensor]:
@@ -71,7 +87,7 @@ def token_mean(runtime: Runtime, count: Tensor, label_smoothing: float) -> Objec
     """The model's own loss, of which the step's is a mean over ``count`` valid labels."""
     loss = runtime.loss
     assert loss is not None  # checked as the step was prepared
-    return lambda model, batch, _: loss.of(model, batch, count, label_smoothing)
+    return Objective(lambda model, batch, _: loss.of(model, batch, count, label_smoothing))
 
 
 def batch_rank(model: nn.Module) -> int:

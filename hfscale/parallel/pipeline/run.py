@@ -225,6 +225,7 @@ class Pipeline(Executor):
     def _tell_workers(self, backward: bool) -> None:
         reenters = recomputes(self._runtime.model)
         again = reenters or recomputed(self._runtime.plan).recomputes_weights
+        again = again or (self._objective is not None and self._objective.recomputes)
         # The second half of a backward pass would recompute a layer once per weight; and weights that were given up
         # between the halves are other tensors when they come back.
         regathers = self._layout.weights_regather and self._mesh.data_world > 1
@@ -264,7 +265,7 @@ class Pipeline(Executor):
 
     def _loss(self, inputs: Microbatch, microbatch: int) -> Tensor:
         assert self._objective is not None
-        loss = self._objective(self._runtime.model, inputs, microbatch)
+        loss = self._objective.loss(self._runtime.model, inputs, microbatch)
         self._losses.append(loss.detach())
         # The data axes average gradients over their ranks; the loss is a share of a sum.
         return loss * self._mesh.data_world

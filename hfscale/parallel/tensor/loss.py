@@ -30,6 +30,7 @@ from ...runtime import Runtime
 from ...runtime.batches import Microbatch
 from .block_edges import install_head_edge
 from .lazy_logits import LazyLogits, defer_logits
+from .scores import Scoring
 from .sequence_region import SequenceRegion
 
 
@@ -52,6 +53,7 @@ class VocabParallelLoss:
         self._called, self._shifted = False, False
         self._known: tuple[Any, int] | None = None  # labels that are counted already
         self._kept: list[Tensor] | None = None
+        self._scoring: Scoring | None = None
 
     def targets(self, labels: Tensor) -> Tensor:
         """``[b, s]`` labels -> ``[b, s]``: what each position predicts; the last ones predict nothing."""
@@ -120,6 +122,15 @@ class VocabParallelLoss:
         finally:
             self._kept = None
 
+    @contextmanager
+    def scoring(self, temperature: float = 1.0) -> Iterator[Scoring]:
+        """Within: a forward pass with labels scores every token, see :class:`.scores.Scoring`."""
+        self._scoring = Scoring(temperature)
+        try:
+            yield self._scoring
+        finally:
+            self._scoring = None
+
     def __call__(
         self,
         logits: Tensor,
@@ -143,6 +154,9 @@ class VocabParallelLoss:
         vocabulary = VocabularySlice(self.start, sum(self.lengths), max(self.lengths), self.group, smoothing)
         given, targets = self._flat_targets(logits, labels, shift_labels)
         count = self.count if self.count is not None else num_items_in_batch
+        if self._scoring is not None:
+            total = self._scoring.take(logits, targets, vocabulary)
+            return total / ((targets != ignore_index).sum().clamp(min=1) if count is None else count)
         if isinstance(logits, LazyLogits) and logits.value is None:
             known = self._known is not None and self._known[0] is given and ignore_index == -100
             valid = self._known[1] if known and self._known is not None else None
@@ -197,7 +211,8 @@ class VocabParallelLoss:
         """Forward pre-hook of the model: will its loss be computed, and will anyone see its logits?"""
         named = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) if args else {}
         self._with_labels, self._called = {**named, **kwargs}.get("labels") is not None, False
-        unseen = self._kept is None and (self.count is not None or (model.training and torch.is_grad_enabled()))
+        unseen = self.count is not None or self._scoring is not None or (model.training and torch.is_grad_enabled())
+        unseen = unseen and self._kept is None
         self._shows_logits = not (self._with_labels and unseen)
 
     def run_head(self, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:

@@ -1,0 +1,110 @@
+"""What preference and reinforcement losses need of each token's logits, over a vocabulary that is cut over ranks.
+
+Each rank reduces its logits ``[N, V/t]`` to a few numbers per row, and one all-gather of those makes them whole::
+
+    log p(target)  = z_target - lse              lse  = logsumexp over ranks of their slices' lse_r
+    entropy        = lse - E[z]                  E[z] = sum over ranks of exp(lse_r - lse) E_r[z]
+    log sum of p^2 = logsumexp(2 z) - 2 lse
+    mean of z; whether the target is the first of the largest
+
+The backward pass needs no communication: ``d log p = onehot - p``, ``d entropy = -p (log p + entropy)``.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .vocab_cross_entropy import Targets, VocabularySlice, compute_dtype
+
+
+@dataclass
+class TokenScores:
+    """Of every position, ``[b, s]``: what its logits say of the token that it predicts; 0 where it predicts none.
+
+    Position ``i`` predicts the label at ``i + 1``, as in the model's own loss, so the last one predicts none.
+
+    Attributes:
+        log_probs: log-probability of that token; has gradients.
+        entropy: of the distribution, in nats; has gradients.
+        log_sum_sq_probs: log of the sum of squared probabilities.
+        mean_logits: mean logit over the vocabulary.
+        is_top1: whether the token is the most probable, the first of several.
+    """
+
+    log_probs: Tensor
+    entropy: Tensor
+    log_sum_sq_probs: Tensor
+    mean_logits: Tensor
+    is_top1: Tensor
+
+    def each(self) -> tuple[Tensor, ...]:
+        """All five, in order."""
+        return self.log_probs, self.entropy, self.log_sum_sq_probs, self.mean_logits, self.is_top1
+
+
+class _Scores(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, vocabulary: VocabularySlice) -> tuple[Tensor, ...]:
+        z = logits.to(compute_dtype(logits.dtype))
+        at = Targets.of(targets, vocabulary, z.shape[1])
+        lse = z.logsumexp(-1, keepdim=True)
+        hit = at.kept(z.gather(1, at.places))
+        expected = ((z - lse).exp() * z).sum(-1, keepdim=True)
+        places = torch.arange(vocabulary.start, vocabulary.start + z.shape[1], device=z.device)
+        earlier = z.masked_fill(places >= targets.unsqueeze(1), float("-inf")).amax(-1, keepdim=True)
+        own = (
+            lse,
+            (2 * z).logsumexp(-1, keepdim=True),
+            hit,
+            expected,
+            z.sum(-1, keepdim=True),
+            z.amax(-1, keepdim=True),
+        )
+        every = _gathered(torch.cat((*own, earlier), 1), vocabulary.group)  # [t, N, 7]
+        lses, squares, hits, means, sums, largest, before = every.unbind(-1)
+        lse, target = lses.logsumexp(0), hits.sum(0)
+        entropy = lse - ((lses - lse).exp() * means).sum(0)
+        top = (target >= largest.amax(0)) & (before.amax(0) < target)
+        ctx.at = at
+        ctx.save_for_backward(logits, lse, entropy)
+        ctx.set_materialize_grads(False)
+        others = squares.logsumexp(0) - 2 * lse, sums.sum(0) / vocabulary.size, top
+        ctx.mark_non_differentiable(*others)
+        return target - lse, entropy, *others
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None]:
+        logits, lse, entropy = ctx.saved_tensors
+        by_log_prob, by_entropy = grads[:2]
+        log_p = logits.to(lse.dtype) - lse.unsqueeze(1)
+        p = log_p.exp()
+        grad = torch.zeros_like(p)
+        if by_entropy is not None:
+            grad -= by_entropy.unsqueeze(1) * p * (log_p + entropy.unsqueeze(1))
+        if by_log_prob is not None:
+            column = by_log_prob.unsqueeze(1)
+            grad -= column * p
+            grad.scatter_add_(1, ctx.at.places, ctx.at.kept(column))
+        return grad.to(logits.dtype), None, None
+
+
+def _gathered(terms: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """``[N, k]`` of this rank -> ``[t, N, k]``."""
+    if group is None:
+        return terms.unsqueeze(0)
+    pieces = [torch.empty_like(terms) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(pieces, terms, group=group)
+    return torch.stack(pieces)
+
+
+def token_scores(logits: Tensor, targets: Tensor, vocabulary: VocabularySlice) -> TokenScores:
+    """Scores of ``logits [N, V/t]``, this rank's slice, for ``targets [N]``: all ``[N]``, equal on all ranks.
+
+    Each rank's gradient of ``logits`` is what the loss makes of its own slice.
+    """
+    return TokenScores(*_Scores.apply(logits, targets, vocabulary))

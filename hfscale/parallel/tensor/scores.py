@@ -1,0 +1,72 @@
+"""Scores of every token in the place of the loss: chunks of labelled rows go through the head, and again backward.
+
+::
+
+    hidden [b, s, h] --> rows with a target --> chunk --> head, /temperature --> token_scores --> [n] each
+                                                  ^------ made again in the backward pass ------|
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ...ops import VocabularySlice
+from ...ops.head_cross_entropy import rows_per_chunk
+from ...ops.token_scores import TokenScores, token_scores
+from ...ops.vocab_cross_entropy import compute_dtype
+from .lazy_logits import LazyLogits
+
+_IGNORED = -100
+
+
+class Scoring:
+    """What a forward pass with labels is asked for in the place of a mean.
+
+    Args:
+        temperature: what logits are divided by.
+
+    Attributes:
+        scores: of the last pass, ``[b, s]``.
+    """
+
+    def __init__(self, temperature: float = 1.0) -> None:
+        self.temperature = temperature
+        self.scores: TokenScores | None = None
+
+    def take(self, logits: Tensor, targets: Tensor, vocabulary: VocabularySlice) -> Tensor:
+        """Keep the scores of ``logits [b, s, V/t]``, lazy or real.
+
+        Returns:
+            the sum of the cross entropies, a scalar: part of every rank's graph, also where nothing has a target.
+        """
+        rows, project = self._projection(logits)
+        valid = (targets != _IGNORED).nonzero().squeeze(1)
+        compute, shape = compute_dtype(logits.dtype), logits.shape[:-1]
+
+        def chunk(given: Tensor, wanted: Tensor) -> tuple[Tensor, ...]:
+            return token_scores(project(given).to(compute) / self.temperature, wanted, vocabulary).each()
+
+        made = []
+        for chosen in valid.split(rows_per_chunk(len(valid), vocabulary.widest, rows.device)) if len(valid) else ():
+            given = rows.index_select(0, chosen), targets.index_select(0, chosen)
+            kept = checkpoint(chunk, *given, use_reentrant=False) if torch.is_grad_enabled() else chunk(*given)
+            made.append(kept)
+        # Nothing to score; but gradients, of zeros, are to come to every rank.
+        empty = (rows[:1].sum() * 0).to(compute).expand(len(targets))
+        whole = [empty, empty, *(empty.detach(),) * 2, empty.detach().bool()]
+        if made:
+            found = [torch.cat(parts) for parts in zip(*made, strict=True)]
+            whole = [each.new_zeros(len(targets)).index_copy(0, valid, each) for each in found]
+        self.scores = TokenScores(*(each.view(shape) for each in whole))
+        return -whole[0].sum()
+
+    @staticmethod
+    def _projection(logits: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """Rows, and what makes logits ``[n, V/t]`` of some of them."""
+        if isinstance(logits, LazyLogits) and logits.value is None:
+            lazy = logits
+            return lazy.hidden.reshape(-1, lazy.hidden.shape[-1]), lambda hidden: lazy.finish(lazy.head(hidden))
+        real = logits.materialize() if isinstance(logits, LazyLogits) else logits
+        return real.reshape(-1, real.shape[-1]), lambda rows: rows

@@ -1,0 +1,107 @@
+"""Log-probabilities, entropies and the like of every token: what losses of users, and of TRL, stand on."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ConfigError
+from ..ops.token_scores import TokenScores
+from ..runtime import Objective, Runtime, runtime_of
+from ..runtime.batches import Microbatch
+from ..schedules import ASYNCHRONOUS
+from .inputs import prepare
+from .last_stage import from_last_stage
+
+LossOfScores = Callable[[TokenScores, int], Tensor]
+"""Scores of a microbatch, and its place in the step -> its loss, a scalar."""
+
+
+def token_scores(model: nn.Module, batch: Mapping[str, Any], *, temperature: float = 1.0) -> TokenScores:
+    """Score every token of a batch, in any layout, without whole logits: over a cut vocabulary, a chunk at a time.
+
+    Where a rank holds all layers, ``log_probs`` and ``entropy`` have gradients: a loss of them may run backward, like
+    ``model(**batch).loss``. Through pipeline stages every rank gets the scores and none has gradients: train by
+    ``hfscale.train_step(model, batch, loss_fn=...)``, which has the same scores on the last stage.
+
+    Args:
+        batch: the keyword arguments of one forward pass; ``labels`` (or ``shift_labels``) say which tokens are scored,
+            by default all that are attended to. Ranks that share a batch pass the same one.
+        temperature: what logits are divided by first.
+
+    Returns:
+        scores of this rank's batch, ``[b, s]`` each. Position ``i`` is about the token at ``i + 1``; with
+        ``shift_labels``, about the one that they name at ``i``.
+
+    Raises:
+        ConfigError: as :func:`hfscale.train_step`.
+    """
+    runtime = runtime_of(model)
+    microbatches, count = prepare(runtime, _with_labels(batch), train=False)
+    kept: dict[int, TokenScores] = {}
+
+    def keep(called: Any, microbatch: Microbatch, index: int) -> Tensor:
+        kept[index] = _scores(runtime, called, microbatch, count, temperature)
+        return kept[index].log_probs.sum() * 0
+
+    if torch.is_grad_enabled() and runtime.plan.stages is None:
+        return _scores(runtime, model, microbatches[0], count, temperature)
+    with torch.no_grad(), runtime.around(lambda part: part.around_step(runtime, microbatches, train=False)):
+        runtime.executor.run(model, microbatches, Objective(keep), backward=False)
+    parts = [kept[index].each() for index in sorted(kept)]
+    return TokenScores(*from_last_stage(runtime, [torch.cat(each) for each in zip(*parts, strict=True)]))
+
+
+def loss_of_scores(
+    runtime: Runtime, count: Tensor, loss_fn: LossOfScores, temperature: float, given: int, passes: int
+) -> Objective:
+    """A user's loss of the scores of each microbatch, as a share of the mean over distinct batches.
+
+    Args:
+        given: how many microbatches the user has passed.
+        passes: how many go through the model.
+
+    Raises:
+        ConfigError: these are not the same, or the schedule has no end of a step.
+    """
+    schedule = runtime.mesh.layout.pipeline_schedule
+    if runtime.plan.stages is not None and schedule in ASYNCHRONOUS:
+        raise ConfigError(f"{schedule} takes no loss_fn, whose microbatches end in later steps: use '1f1b' or 'zbv'")
+    if given != passes:
+        raise ConfigError(
+            f"loss_fn is about the {given} batch(es) that were given, and the schedule would cut them into {passes} "
+            "microbatches: pass a list of microbatches whose length the schedule takes, and leave num_microbatches out"
+        )
+
+    def loss(called: Any, microbatch: Microbatch, index: int) -> Tensor:
+        found = loss_fn(_scores(runtime, called, microbatch, count, temperature), index)
+        return found / runtime.mesh.data_world
+
+    return Objective(loss, recomputes=True)
+
+
+def _scores(runtime: Runtime, called: Any, batch: Microbatch, count: Tensor, temperature: float) -> TokenScores:
+    """Of one forward pass, over all tokens of its sequences."""
+    assert runtime.loss is not None  # checked as the step was prepared
+    with runtime.loss.scoring(temperature) as scoring:
+        runtime.loss.of(called, batch, count, 0.0)
+    return TokenScores(*(_of_all_tokens(runtime, batch, each) for each in scoring.scores.each()))
+
+
+def _of_all_tokens(runtime: Runtime, batch: Microbatch, own: Tensor) -> Tensor:
+    flags = own.dtype == torch.bool  # which not every backend sends
+    whole = own.to(torch.uint8) if flags else own
+    for part in runtime.parts:
+        whole = part.all_tokens(runtime, batch, whole)
+    return whole.bool() if flags else whole
+
+
+def _with_labels(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    if batch.get("labels") is not None or "input_ids" not in batch:
+        return batch
+    labels, mask = batch.get("shift_labels"), batch.get("attention_mask")
+    if labels is None:
+        labels = batch["input_ids"]
+        labels = labels if mask is None or mask.ndim != 2 else labels.masked_fill(mask == 0, -100)
+    return {**batch, "labels": labels}
