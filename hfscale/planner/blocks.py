@@ -2,6 +2,7 @@
 
 from ..families.blueprint import Block, Blueprint
 from ..families.fields import field
+from ..families.partial_outputs import partial_output
 from ..plan.modules import BlockPlan
 from ..plan.parameter import join_path, wild_name
 from .block_parameters import PlacedBlock, cut_parameters
@@ -15,6 +16,8 @@ _GROUPS = "num_key_value_groups"
 
 def plan_tensor(draft: Draft) -> None:
     """The blocks that tensor ranks share out among each other, by the draft's blueprint."""
+    if draft.tp > 1 and (asked := partial_output(draft.config)):
+        draft.problem(f"tp_size={draft.tp}: the config's {asked}: set it to False, or use tp_size=1")
     if draft.tp > 1 and draft.blueprint:
         draft.blocks = plan_blocks(draft, draft.blueprint, draft.layers)
 

@@ -68,7 +68,7 @@ MIXED: dict[str, dict[str, Any]] = {
 
 
 def config_of(family: str, layers: int = LAYERS, **further: Any) -> Any:
-    """A tiny config of ``family``, without a padding token (the host re-zeroes its embedding on every reload)."""
+    """A tiny config of ``family``, without a padding token, which some look for among tokens drawn at random."""
     changes = {"pad_token_id": None, **CHANGES.get(family, {}), **further}
     for name, value in changes.items():
         if name.startswith("layer") and isinstance(value, list) and len(value) < layers:

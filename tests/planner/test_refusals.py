@@ -32,8 +32,14 @@ BART = {"decoder_start_token_id": 2, "pad_token_id": 1, "eos_token_id": 3}
             {"auto_class": AutoModelForSeq2SeqLM},
             "train_step does not run its loss .* BartForConditionalGeneration has another loss",
         ),
+        (
+            lambda: tiny_clone(AutoConfig.for_model("mixtral"), output_router_logits=True),
+            {"tp_size": 2},
+            {},
+            "config's output_router_logits=True adds a loss on the router .* set it to False, or use tp_size=1",
+        ),
     ],
-    ids=["several streams", "own loss in stages"],
+    ids=["several streams", "own loss in stages", "router loss"],
 )
 def test_refused_before_any_weight_is_read(
     tmp_path: Path, config: Any, layout: dict[str, Any], auto_class: dict[str, Any], words: str

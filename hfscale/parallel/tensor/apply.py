@@ -18,6 +18,7 @@ from torch import nn
 from ..._host.torch import own_parameters
 from ...errors import ConfigError
 from ...families.edges import set_local_sizes
+from ...families.partial_outputs import partial_output
 from ...families.projections import follow_weight
 from ...mesh import Mesh
 from ...plan import BlockPlan, ParameterPlan, Plan
@@ -32,12 +33,6 @@ from .partial_gradients import PartialSums, install_partial_sums
 from .replicated_heads import install_replica_sums
 from .sequence_hooks import install_sequence_hooks
 from .sequence_region import SequenceRegion
-
-_PARTIAL_OUTPUTS = {
-    "output_attentions": "would return the attention weights of this rank's heads only",
-    "output_router_logits": "adds a loss on the router that every tensor rank would count once (load the model with "
-    "routing=hfscale.RoutingConfig(balance_loss=...) for one that counts once in all)",
-}
 
 
 def install_edges(
@@ -85,10 +80,8 @@ def _overlap(
 
 
 def _refuse_partial_outputs(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for name, why in _PARTIAL_OUTPUTS.items():
-        wanted = kwargs.get(name)
-        if getattr(model.config, name, False) if wanted is None else wanted:
-            raise ConfigError(f"{name}=True {why}: leave it out, or load the model with tp_size=1")
+    if asked := partial_output(model.config, kwargs):
+        raise ConfigError(f"{asked}: leave it out, or load the model with tp_size=1")
 
 
 def _refuse_cut_outputs(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

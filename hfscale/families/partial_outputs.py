@@ -1,0 +1,26 @@
+"""Fields of a config that ask for what a tensor rank has only a part of."""
+
+from typing import Any
+
+from .fields import field, text_config
+
+_WHY = {
+    "output_attentions": "would return the attention weights of this rank's heads only",
+    "output_router_logits": "adds a loss on the router that every tensor rank would count once (load the model with "
+    "routing=hfscale.RoutingConfig(balance_loss=...) for one that counts once in all)",
+}
+
+
+def partial_output(config: Any, arguments: dict[str, Any] | None = None) -> str | None:
+    """What is asked for that a tensor rank cannot give, and why not, in words; ``None`` where nothing is.
+
+    Args:
+        config: of the model.
+        arguments: of a call of it, which outdo the config.
+    """
+    given = arguments or {}
+    for name, why in _WHY.items():
+        asked = given.get(name)
+        if field(text_config(config), name, False) if asked is None else asked:
+            return f"{name}=True {why}"
+    return None
