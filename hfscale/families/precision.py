@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-WIDENS_INSIDE = ("inkling2", "inkling2_text")
-"""Families whose layers widen activations to 32 bits and multiply them by weights as they are."""
+WIDENS_INSIDE = ("ctrl", "inkling2", "inkling2_text", "minimax", "openai-gpt")
+"""Families whose layers widen activations to 32 bits, or have buffers that do or that take the type of what they are
+given, and go on with weights as they are: mixed precision is autocast alone there, over data ranks too."""
 
 
 class _KeepFloat64(TorchFunctionMode):

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ..._host.torch_fsdp import reduce_now, shard_by_type
 from ...errors import ConfigError
+from ...families.precision import WIDENS_INSIDE
 from ...mesh import Mesh
 from ...options import MIXED_PRECISIONS
 from ...plan import ParameterPlan, Plan
@@ -29,12 +30,13 @@ def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, mixed_precision: s
 
     Args:
         mixed_precision: ``"bf16"`` computes in bfloat16 over the parameters' own type, which stays the type of the
-            master weights, of gradients after reduction and of the optimizer state; ``"no"`` leaves types alone.
+            master weights, of gradients after reduction and of the optimizer state; ``"no"`` leaves types alone, as
+            they are for families that autocast computes.
     """
     if mesh.data_world == 1 or mesh.device_mesh is None:
         return
     data_mesh = _data_mesh(mesh.device_mesh, mesh, spread=False)
-    dtype = MIXED_PRECISIONS[mixed_precision]
+    dtype = MIXED_PRECISIONS["no" if plan.family in WIDENS_INSIDE else mixed_precision]
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else MixedPrecisionPolicy()
     # Whole copies need not be given up after the forward pass where no memory is won by it.
     reshard = mesh.layout.size("dp_shard") > 1
