@@ -87,6 +87,7 @@ class Blueprint:
         layers: path of the layer list; several where there are several (an encoder and a decoder, two towers). A class
             need not have all of them: ``BartForCausalLM`` has the decoder's only.
         blocks: path of each block inside a layer -> its roles. A layer need not have all of them.
+        config_of: the part of a model's config that functions of the blueprint are given, and whose fields it names.
         unfit: what in a config (of some members of the family) the blocks do not describe, in words, or ``None``.
         source: where the blueprint comes from, in words.
     """
@@ -94,6 +95,7 @@ class Blueprint:
     layers: str | tuple[str, ...]
     blocks: dict[str, Block]
     unfit: Callable[[Any], str | None] = lambda config: None
+    config_of: Callable[[Any], Any] = lambda config: config
     source: str = OWN_TABLE
 
     @property

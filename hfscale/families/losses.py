@@ -1,4 +1,7 @@
 """The losses that hfscale knows, by the host's names (``model.loss_type``)."""
 
-LOSSES = {"ForCausalLM": 1}
+SHIFTED = "ForCausalLM"
+"""That of causal language models: position ``i`` predicts the label of ``i + 1``."""
+
+LOSSES = {SHIFTED: 1}
 """Losses over the vocabulary that can run on cut logits -> how many positions the labels are shifted by."""

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 WIDENS_INSIDE = ("ctrl", "inkling2", "inkling2_text", "minimax", "openai-gpt")
@@ -26,8 +26,14 @@ class _KeepFloat64(TorchFunctionMode):
             args = (args[0], *(torch.float64 if arg is torch.float32 else arg for arg in args[1:]))
             if kwargs.get("dtype") is torch.float32:
                 kwargs["dtype"] = torch.float64
-        if func is torch.full and "dtype" not in kwargs and abs(args[1]) > torch.finfo(torch.float32).max:
-            kwargs["dtype"] = torch.float64  # a float64 model's own constant, in the default type
+            if func is nn.functional.grid_sample:
+                args = (args[0], args[1].double(), *args[2:])
+        if func in (torch.matmul, Tensor.matmul, Tensor.__matmul__) and args[0].dtype != args[1].dtype:
+            args = (args[0].double(), args[1].double())  # one of them was made of integers
+        if func is torch.full and "dtype" not in kwargs:
+            value = args[1] if len(args) > 1 else kwargs["fill_value"]
+            if abs(value) > torch.finfo(torch.float32).max:
+                kwargs["dtype"] = torch.float64  # a float64 model's own constant, in the default type
         return func(*args, **kwargs)
 
 

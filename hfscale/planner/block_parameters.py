@@ -121,7 +121,7 @@ def _parts(block: PlacedBlock, child: str, length: int) -> tuple[int, ...]:
     """Lengths of the matrices fused in a projection along its cut dim of ``length``; empty for one."""
     draft, fused = block.draft, block.role.parts.get(child, 1)
     if not isinstance(fused, int):
-        return fused(draft.config)
+        return fused(draft.block_config)
     if length % fused:
         draft.problem(
             f"tp_size={draft.tp}: the blueprint fuses {fused} equal matrices in {wild_name(block.path(child))}.weight, "

@@ -26,7 +26,7 @@ def plan_blocks(draft: Draft, blueprint: Blueprint, layers: list[str]) -> list[B
     """The blocks of every layer; the rules of their parameters go into ``draft``."""
     blocks: list[BlockPlan] = []
     matched: set[str] = set()  # paths in the blueprint that some layer has
-    unfit = blueprint.unfit(draft.config)
+    unfit = blueprint.unfit(draft.block_config)
     if unfit:
         draft.problem(f"tp_size={draft.tp}: {draft.config.model_type!r} with {unfit}: use tp_size=1")
         return []
@@ -64,7 +64,7 @@ def _key_value_path(draft: Draft, block: str, role: Block) -> str | None:
     """The first projection of a block that is known to make keys or values."""
     for child, chosen in role.key_value.items():
         parts = role.parts.get(child, 1)
-        count = parts if isinstance(parts, int) else len(parts(draft.config))
+        count = parts if isinstance(parts, int) else len(parts(draft.block_config))
         if child in role.column and max(chosen, default=0) < max(1, count) and f"{block}.{child}" in draft.modules:
             return f"{block}.{child}"
     return None
@@ -138,7 +138,7 @@ def _has_attribute(draft: Draft, block: str, path: str, role: Block) -> bool:
 
 def _probability(draft: Draft, path: str) -> float:
     """A config field (``attn_config.attn_pdrop``: of a config in it) that may be missing or ``None``."""
-    value = draft.config
+    value = draft.block_config
     for name in path.split("."):
         value = field(value, name)
     return float(value or 0.0)

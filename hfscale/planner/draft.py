@@ -59,6 +59,11 @@ class Draft:
         if problem not in self.problems:
             self.problems.append(problem)
 
+    @property
+    def block_config(self) -> Any:
+        """The part of the config that the blueprint speaks of."""
+        return self.config if self.blueprint is None else self.blueprint.config_of(self.config)
+
     def report(self) -> str:
         """Every reason, as one message."""
         listed = "".join(f"\n  - {problem}" for problem in self.problems)

@@ -50,9 +50,9 @@ def has_every_list(draft: Draft, blueprint: Blueprint) -> bool:
 
 def _resolve(draft: Draft, path: str) -> str | None:
     """The full name of a layer list given relative to the base model, if this class has it."""
-    name = _base_prefix(draft) + path
-    if name in draft.modules:
-        return name
+    for name in (_base_prefix(draft) + path, path):
+        if name in draft.modules:
+            return name
     # Some classes keep their base model under another name than `base_model_prefix`.
     ends = [name for name, module in draft.modules.items() if name.endswith(f".{path}") and any(module.children())]
     return ends[0] if len(ends) == 1 else None

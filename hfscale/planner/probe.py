@@ -57,7 +57,7 @@ def probe_entry(draft: Draft, firsts: dict[str, str], embedding: str | None) -> 
     return probe if clone is None else EntryProbe(clone, dict(clone.named_modules()), firsts, embedding)
 
 
-class _Probe(TorchDispatchMode):
+class Probe(TorchDispatchMode):
     """A run of a model with hooks on its modules.
 
     Attributes:
@@ -94,8 +94,11 @@ class _Probe(TorchDispatchMode):
             for handle in self._handles:
                 handle.remove()
 
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
 
-class EntryProbe(_Probe):
+
+class EntryProbe(Probe):
     """Run a model up to its first layers, and note what was called before them.
 
     Attributes:
@@ -143,7 +146,7 @@ class EntryProbe(_Probe):
         return func(*args, **(kwargs or {}))
 
 
-class PassageProbe(_Probe):
+class PassageProbe(Probe):
     """Run a model to its end, and note what happens before, between and after the layers of one list.
 
     Attributes:

@@ -7,6 +7,7 @@ from ..families import FAMILIES
 from ..families.blueprint import Blueprint
 from ..families.translate import translate_host_plan
 from .infer import infer_blueprint
+from .text_model import blueprint_of_text, find_text_model
 
 
 def find_blueprint(model: Any, may_infer: bool = True) -> Blueprint:
@@ -21,6 +22,9 @@ def find_blueprint(model: Any, may_infer: bool = True) -> Blueprint:
     config = model.config
     if config.model_type in FAMILIES:
         return FAMILIES[config.model_type]
+    text = find_text_model(model)
+    if text is not None:
+        return blueprint_of_text(model, text, find_blueprint, may_infer)
     host_plan = getattr(config, "base_model_tp_plan", None) or getattr(
         getattr(model, "base_model", model).config, "base_model_tp_plan", None
     )

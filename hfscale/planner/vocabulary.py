@@ -4,9 +4,12 @@ from typing import Any
 
 from torch import nn
 
+from .._host.transformers.classes import has_causal_loss
 from ..families.code import has_own_loss, looks_up_like_stock
-from ..families.losses import LOSSES
+from ..families.losses import LOSSES, SHIFTED
 from .draft import Draft
+from .loss_proof import passes_on_labels
+from .text_model import find_text_model
 
 
 def plan_vocabulary(draft: Draft) -> None:
@@ -20,12 +23,16 @@ def _find_head(draft: Draft) -> tuple[str | None, str | None, str]:
     kind = type(draft.model).__name__
     loss = getattr(draft.model, "loss_type", None) or "ForCausalLM"  # the host's own default
     head = draft.model.get_output_embeddings() if hasattr(draft.model, "get_output_embeddings") else None
-    if loss not in LOSSES:
+    proved = find_text_model(draft.model) is not None and has_causal_loss(draft.model)
+    if loss not in LOSSES and not proved:
         return None, None, f"{kind} has another loss than a causal language model's (loss_type {loss!r})"
     if not isinstance(head, nn.Linear):
         return None, None, f"the head of {kind} is {'not there' if head is None else f'a {type(head).__name__}'}"
     if has_own_loss(draft.model):
         return None, None, f"{kind} takes a cross entropy of its own, in its forward pass"
+    if proved and (other := passes_on_labels(draft.model)) is not None:
+        return None, None, f"{kind} has another loss than a causal language model's: {other}"
+    loss = SHIFTED if proved else loss
     return next(name for name, module in draft.modules.items() if module is head), loss, ""
 
 

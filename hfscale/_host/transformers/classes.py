@@ -1,12 +1,16 @@
 """Stock classes and whole models of them."""
 
 import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import LOSS_MAPPING
 
 
 def stock_class(model: nn.Module) -> Any:
@@ -50,6 +54,30 @@ def is_distributed_by_host(model: nn.Module) -> str | None:
     if getattr(model, "hf_device_map", None):
         return "it was loaded with a device_map"
     return None
+
+
+def is_host_model(module: nn.Module) -> bool:
+    """Whether a module is a model of the host's, with a config of its own."""
+    return isinstance(module, PreTrainedModel)
+
+
+def has_causal_loss(model: Any) -> bool:
+    """Whether the loss function of a model's class is that of causal language models, whatever its name."""
+    return LOSS_MAPPING.get(getattr(model, "loss_type", None) or "ForCausalLM") is LOSS_MAPPING["ForCausalLM"]
+
+
+@contextmanager
+def loss_replaced(model: Any, loss: Callable[..., Any]) -> Iterator[None]:
+    """Within: the model calls ``loss`` for its loss."""
+    before = vars(model).get("_loss_function")
+    model.loss_function = loss
+    try:
+        yield
+    finally:
+        if before is None:
+            del model._loss_function
+        else:
+            model.loss_function = before
 
 
 def takes_argument(model: nn.Module, name: str) -> bool:
