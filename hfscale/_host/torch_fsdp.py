@@ -10,7 +10,8 @@ routers, decays or sinks in 32, and adapters train in 32 bits beside a base in 1
 of a module gets a group of its own there: gathered and given up with the others, reduced by itself.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -104,6 +105,33 @@ def reduce_now(model: nn.Module) -> None:
             group.post_backward()
     root: Any = fully_shard.state(model)  # type: ignore[attr-defined]
     root._root_post_backward_final_callback()
+
+
+def agree_on_gradients(model: nn.Module, modules: set[nn.Module], agree: Callable[[list[bool]], list[bool]]) -> None:
+    """Let ranks reduce the same gradients of ``modules``, also where some ranks' batches did not go through them.
+
+    Gradients that some rank has and this one has not are taken for zeros here; those that no rank has stay none.
+
+    Args:
+        modules: they and what is in them belong to the root's groups.
+        agree: given which gradients there are here, says which there are on any rank; called before each reduction.
+    """
+    root: Any = fully_shard.state(model)  # type: ignore[attr-defined]
+    for group in _groups(root):
+        held = [p for p in group.fsdp_params if p._module_info.module in modules and p.sharded_param.requires_grad]
+        if held:
+            group.post_backward = partial(_reduce_alike, group, group.post_backward, held, agree)
+
+
+def _reduce_alike(
+    group: Any, reduce: Callable[[], None], held: list[Any], agree: Callable[[list[bool]], list[bool]], *_: Any
+) -> None:
+    if group.reduce_grads and group.is_unsharded:
+        here = [p.unsharded_accumulated_grad is not None or p.unsharded_param.grad is not None for p in held]
+        for parameter, found, anywhere in zip(held, here, agree(here), strict=True):
+            if anywhere and not found:
+                parameter.unsharded_param.grad = torch.zeros_like(parameter.unsharded_param)
+    reduce()
 
 
 def add_up_gradients(model: nn.Module) -> None:

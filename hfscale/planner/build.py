@@ -19,12 +19,14 @@ from .parameters import assemble_parameters
 from .plan_part import PlanPart
 from .resolve import find_blueprint
 from .sequence import plan_sequence
+from .towers import plan_towers
 from .vocabulary import plan_vocabulary
 
 PLAN_PARTS: tuple[PlanPart, ...] = (
     plan_experts,
     plan_tensor,
     plan_vocabulary,
+    plan_towers,
     plan_sequence,
     plan_context,
     plan_pipeline,

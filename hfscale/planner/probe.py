@@ -20,6 +20,7 @@ from ..plan.parameter import join_path
 from .draft import Draft
 
 PROBED = (1, 2)  # samples, and tokens of each
+_LARGEST = 30_000_000  # parameters of a clone: a second or two of first values
 _ALONE = ", and only the stream travels between stages"
 
 
@@ -38,14 +39,20 @@ def tiny_model(model: Any) -> Any | None:
 
 
 def tiny_model_of(kind: Any, config: Any, dtype: torch.dtype, **changes: Any) -> Any | None:
-    """The same of a class and a config.
+    """The same of a class and a config; ``None`` also where sizes have names that made nothing small of them.
 
     Args:
         changes: as for :func:`hfscale.families.clone.tiny_clone`.
     """
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+    with torch.random.fork_rng(devices=[]):
         try:
-            return from_config(kind, tiny_clone(config, **changes), dtype=dtype)
+            small = tiny_clone(config, **changes)
+            with torch.device("meta"):
+                size = sum(parameter.numel() for parameter in from_config(kind, small, dtype=dtype).parameters())
+            if size > _LARGEST:
+                return None
+            with torch.device("cpu"):
+                return from_config(kind, small, dtype=dtype)
         except Exception:  # whatever stock code says of a clone it cannot build
             return None
 

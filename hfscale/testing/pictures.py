@@ -1,7 +1,7 @@
 """Tiny vision-language models, and batches of texts with pictures for them.
 
-Families differ in how they are given pictures; what a tower makes of them goes where the text has placeholders. How many
-placeholders a picture needs is not computed here: the model is asked what features it makes, and they are counted.
+Families differ in how they are given pictures; what a tower makes of them goes where the text has placeholders. How
+many placeholders a picture needs is not computed here: the model is asked what features it makes, and they are counted.
 """
 
 import inspect
@@ -174,7 +174,7 @@ class PictureCase(Case):
     def _picture(self, generator: torch.Generator) -> dict[str, Tensor]:
         """One picture, as the family is given it."""
         given, vision = self._arguments, self.config.vision_config
-        channels = getattr(vision, "num_channels", None) or getattr(vision, "in_channels", 3)
+        channels = int(getattr(vision, "num_channels", 0) or getattr(vision, "in_channels", 3))
 
         def noise(*shape: int) -> Tensor:
             return torch.randn(shape, dtype=torch.float64, generator=generator)
@@ -192,8 +192,8 @@ class PictureCase(Case):
         if "pixel_attention_mask" in given:  # [samples, pictures, ...]
             return {"pixel_values": noise(1, 1, channels, SIDE, SIDE)}
         if hasattr(self.config, "image_grid_pinpoints"):  # the whole picture, and two tiles of it
-            sizes = torch.tensor([[2 * SIDE, SIDE]])
-            return {"pixel_values": noise(1, 3, channels, SIDE, SIDE), "image_sizes": sizes}
+            size = torch.tensor([[2 * SIDE, SIDE]])
+            return {"pixel_values": noise(1, 3, channels, SIDE, SIDE), "image_sizes": size}
         sizes = {"image_sizes": torch.tensor([[SIDE, SIDE]])} if vision.model_type == "pixtral" else {}
         return {"pixel_values": noise(1, channels, SIDE, SIDE), **sizes}
 

@@ -7,22 +7,25 @@ One mechanism serves both axes: replicas are the outer dim of a two-dim mesh (HS
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from ..._host.torch_fsdp import reduce_now, shard_by_type
+from ..._host.torch_fsdp import agree_on_gradients, reduce_now, shard_by_type
 from ...errors import ConfigError
 from ...families.precision import WIDENS_INSIDE
 from ...mesh import Mesh
 from ...options import MIXED_PRECISIONS
 from ...plan import ParameterPlan, Plan
 from ...plan.reductions import data_axes
+from ...plan.towers import TowersPlan
 from ...runtime import like_sharded
-from ...runtime.names import owner_of, parameter_at, put_parameter, stock_name
+from ...runtime.names import module_at, owner_of, parameter_at, put_parameter, stock_name
 
 
 def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, mixed_precision: str) -> None:
@@ -41,10 +44,32 @@ def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, mixed_precision: s
     # Whole copies need not be given up after the forward pass where no memory is won by it.
     reshard = mesh.layout.size("dp_shard") > 1
     alone = _shard_experts(model, plan, mesh, policy)
-    for name in (layer for layer in plan.layers if plan.is_local(mesh.ranks["pp"], layer)):
+    towers = plan.feature(TowersPlan)
+    layers = (layer for layer in plan.layers if plan.is_local(mesh.ranks["pp"], layer))
+    for name in (layer for layer in layers if towers is None or not towers.holds(layer)):
         layer = model.get_submodule(name)
         shard_by_type(layer, ignored=alone, mesh=data_mesh, mp_policy=policy, reshard_after_forward=reshard)
     shard_by_type(model, ignored=alone, mesh=data_mesh, mp_policy=policy, reshard_after_forward=False)
+    if towers is not None:  # a rank's texts may have no pictures
+        inside = {module for name, module in model.named_modules() if towers.holds(stock_name(name))}
+        owners = {owner_of(model, item)[0] for item in towers.items if not _is_module(model, item)}
+        agree_on_gradients(model, inside | owners, partial(_found_by_any, mesh))
+
+
+def _is_module(model: nn.Module, name: str) -> bool:
+    try:
+        module_at(model, name)
+    except AttributeError:
+        return False
+    return True
+
+
+def _found_by_any(mesh: Mesh, here: list[bool]) -> list[bool]:
+    """Which of some things any rank of the data axes has."""
+    found = torch.tensor(here, dtype=torch.uint8, device=mesh.device)
+    for group in mesh.loss_groups:
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+    return [bool(each) for each in found.tolist()]
 
 
 def _shard_experts(model: nn.Module, plan: Plan, mesh: Mesh, policy: MixedPrecisionPolicy) -> set[nn.Parameter]:

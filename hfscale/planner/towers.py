@@ -1,0 +1,60 @@
+"""Plan what lies around the model of text."""
+
+from torch import nn
+
+from .._host.torch import own_modules
+from ..plan.parameter import join_path
+from ..plan.towers import TowersPlan
+from .draft import Draft
+from .probe import Probe
+from .text_model import find_text_model
+
+
+def plan_towers(draft: Draft) -> None:
+    """Name the modules and parameters that a text without pictures does not reach."""
+    text = find_text_model(draft.model)
+    if text is None:
+        return
+    layers = _unreached(draft) if draft.layout.data_world > 1 else []
+    items = tuple(item for item in (*_around(draft.model, text), *layers) if item != draft.head)
+    sizes = {id(p): p.numel() for name, p in draft.named() if _in_any(name, items)}
+    if sizes:
+        draft.features.append(TowersPlan(text, items, sum(sizes.values())))
+
+
+def _around(model: nn.Module, path: str) -> list[str]:
+    """Parameters, and modules that have any, of the modules around the one at ``path``."""
+    found, owner = list[str](), ""
+    for inner in path.split("."):
+        module = model.get_submodule(owner)
+        children = [name for name, child in own_modules(module).items() if child is not None and name != inner]
+        names = [name for name, _ in module.named_parameters(recurse=False)]
+        names += [name for name in children if any(True for _ in module.get_submodule(name).parameters())]
+        found += [join_path(owner, name) if owner else name for name in names]
+        owner = join_path(owner, inner) if owner else inner
+    return found
+
+
+def _unreached(draft: Draft) -> list[str]:
+    """Layers that a pass over tokens alone leaves out: they read what a tower made, and nothing else."""
+    probe = _ReachProbe(draft)
+    return [] if probe.failure else [layer for layer in draft.layers if layer not in probe.reached]
+
+
+class _ReachProbe(Probe):
+    """A run on tokens.
+
+    Attributes:
+        reached: the layers that were called.
+    """
+
+    def __init__(self, draft: Draft) -> None:
+        super().__init__()
+        self.reached: set[str] = set()
+        for layer in draft.layers:
+            self._before(draft.modules[layer], lambda *_, name=layer: self.reached.add(name))
+        self._run(draft.model)
+
+
+def _in_any(name: str, items: tuple[str, ...]) -> bool:
+    return any(name == item or name.startswith(f"{item}.") for item in items)

@@ -1,0 +1,79 @@
+"""Vision-language models: the text cut like any, towers whole, and pictures in some of the batches only."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+import hfscale
+from hfscale import ParallelConfig
+from hfscale.families.clone import tiny_clone
+from hfscale.plan.towers import TowersPlan
+from hfscale.planner.loss_proof import passes_on_labels
+from hfscale.testing import RankPool, assert_layout_equal
+from hfscale.testing.pictures import PictureCase, with_pictures
+
+Pools = Callable[[int], RankPool]
+# (step, distinct batch, microbatch): a rank without any picture, and ranks that have theirs in other microbatches
+APART = frozenset([(0, 1, 0), (0, 1, 1), (1, 0, 0), (1, 1, 1)])
+NOWHERE = frozenset((step, rank, index) for step in (0, 1) for rank in (0, 1) for index in (0, 1))
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen3_vl", "mllama", "gemma4"])
+def test_tensor_ranks(pools: Pools, family: str) -> None:
+    assert_layout_equal(PictureCase(with_pictures(family)), ParallelConfig(tp_size=2), pools(2))
+
+
+def test_the_sequence_cut(pools: Pools) -> None:
+    layout = ParallelConfig(tp_size=2, sequence_parallel=True)
+    assert_layout_equal(PictureCase(with_pictures("qwen2_vl")), layout, pools(2))
+
+
+@pytest.mark.parametrize("family", ["llava_next", "mllama"])
+@pytest.mark.parametrize("axis", ["dp_shard_size", "dp_replicate_size"])
+def test_ranks_with_and_without_pictures(pools: Pools, family: str, axis: str) -> None:
+    """llava_next has a parameter beside its modules, and mllama layers that text alone leaves out."""
+    case = PictureCase(with_pictures(family), text_alone=APART)
+    assert_layout_equal(case, ParallelConfig(**{axis: 2}), pools(2))
+
+
+def test_no_pictures_anywhere(pools: Pools) -> None:
+    """What nobody's batch went through has no gradient, rather than zeros, which optimizers would decay weights by."""
+    case = PictureCase(with_pictures("llava"), text_alone=NOWHERE)
+    assert_layout_equal(case, ParallelConfig(dp_shard_size=2), pools(2))
+
+
+def test_the_usual_recipe(pools: Pools) -> None:
+    """A frozen tower, and all else trained, on mixed batches over tensor and data ranks."""
+    case = PictureCase(with_pictures("llava"), text_alone=APART, frozen=("vision_tower",))
+    assert_layout_equal(case, ParallelConfig(tp_size=2, dp_shard_size=2), pools(4))
+
+
+def test_the_plan_names_what_stays_whole() -> None:
+    plan = hfscale.plan(with_pictures("llava"), ParallelConfig(tp_size=2), auto_class=AutoModelForImageTextToText)
+    towers = plan.feature(TowersPlan)
+    assert towers is not None
+    assert towers.items == ("model.vision_tower", "model.multi_modal_projector")
+    assert "beside the text of model.language_model: model.vision_tower, model.multi_modal_projector" in str(plan)
+    held = [parameter for parameter in plan.owned() if towers.holds(parameter.name)]
+    assert sum(torch.Size(parameter.shape).numel() for parameter in held) == towers.parameters
+    assert not any(parameter.cuts or parameter.partial for parameter in held)
+
+
+def test_data_ranks_leave_layers_that_text_does_not_reach_to_the_root() -> None:
+    plan = hfscale.plan(
+        with_pictures("mllama"), ParallelConfig(dp_shard_size=2), auto_class=AutoModelForImageTextToText
+    )
+    towers = plan.feature(TowersPlan)
+    assert towers is not None
+    assert [layer for layer in plan.layers if towers.holds(layer)] == [plan.layers[-1]]
+
+
+@pytest.mark.parametrize("family", ["llava", "kosmos-2"])
+def test_the_loss_is_known_by_what_it_is_given(family: str) -> None:
+    """Both names are the same; kosmos-2 shifts labels itself."""
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(tiny_clone(AutoConfig.for_model(family)))
+    assert model.loss_type == "ForConditionalGeneration"
+    assert (passes_on_labels(model) is None) == (family == "llava")
