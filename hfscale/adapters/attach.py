@@ -26,7 +26,7 @@ from .first_values import initialize_adapters
 from .guard import guard_methods
 from .merge import put_back
 from .peft_config import check_config, check_over_quantized
-from .storage import load_adapter, save_adapter
+from .storage import load_adapter, save_adapter, stored_names, write_adapter_config
 from .structure import adapter_parameters, check_matches, narrowed, quietly, target_names, targets_of, wrap
 
 
@@ -54,6 +54,14 @@ class Adapters(Part):
         """Write the adapter in PEFT's format; collective."""
         save_adapter(runtime, self.whole, self.name, directory)
         return True
+
+    def stored_names(self, runtime: Runtime) -> dict[str, str]:
+        """The keys of PEFT's file."""
+        return {key: name for name, key in stored_names(self.whole, self.name, runtime.plan, "auto").items()}
+
+    def write_configs(self, runtime: Runtime, directory: Path) -> None:
+        """PEFT's config."""
+        write_adapter_config(self.whole, self.name, directory)
 
 
 def attach_adapters(

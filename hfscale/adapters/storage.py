@@ -102,9 +102,14 @@ def save_adapter(runtime: Runtime, whole: Any, name: str, target: Path) -> None:
     with atomic_directory(target, runtime.mesh) as staging:
         if is_writer(runtime.mesh):
             save_file(tensors, staging.path / WEIGHTS, metadata={"format": "pt"})
-            config = whole.peft_config[name]
-            training, config.inference_mode = config.inference_mode, True
-            try:
-                config.save_pretrained(str(staging.path))
-            finally:
-                config.inference_mode = training
+            write_adapter_config(whole, name, staging.path)
+
+
+def write_adapter_config(whole: Any, name: str, directory: Path) -> None:
+    """Write ``adapter_config.json``."""
+    config = whole.peft_config[name]
+    training, config.inference_mode = config.inference_mode, True
+    try:
+        config.save_pretrained(str(directory))
+    finally:
+        config.inference_mode = training

@@ -36,7 +36,8 @@ class StateIndex:
         numbers: name of a parameter -> what its optimizer keeps of it besides tensors.
         groups: names of the parameters of each of the optimizer's groups; ``None`` without an optimizer.
         others: what else was given -> whether its state was the same on every rank.
-        stored: names in a Hugging Face checkpoint, for who makes one of this.
+        stored: name of a tensor of the model that is to be saved, or of the adapter -> its key here.
+        adapter: whether these are an adapter's, in PEFT's names.
         versions: of the packages that wrote it.
     """
 
@@ -49,7 +50,8 @@ class StateIndex:
     numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
     groups: list[list[str]] | None = None
     others: dict[str, bool] = field(default_factory=dict)
-    stored: dict[str, Any] = field(default_factory=dict)
+    stored: dict[str, str] = field(default_factory=dict)
+    adapter: bool = False
     versions: dict[str, str] = field(default_factory=dict)
 
     @classmethod

@@ -14,9 +14,9 @@ from .._host.transformers.saving import write_configs
 from ..errors import CheckpointError
 from ..files.complete import FileSum, write_synced
 from ..files.writer import write_tensors
-from ..mesh import Mesh
 from ..plan.state_tensor import StateTensor
 from ..runtime import Runtime
+from ..runtime.full_tensors import tensors_to_save
 from ..runtime.writing import is_writer, raise_together
 from ..version import __version__
 from .random_states import random_states
@@ -30,28 +30,28 @@ class TakenState:
     """A state, taken from a run, and not written yet.
 
     Attributes:
-        model: the stock model, for its config.
-        mesh: the ranks that write it.
+        runtime: of the model, for its config.
         index: the same on every rank.
         tensors: what this rank writes.
         rest: what else this rank writes: a file's bytes.
     """
 
-    model: Any
-    mesh: Mesh
+    runtime: Runtime
     index: StateIndex
     tensors: dict[str, Tensor]
     rest: bytes
 
     def write(self, directory: Path) -> dict[str, FileSum]:
         """Write this rank's files; they are on the disk afterwards."""
-        rank = self.index.rank_of((), self.mesh.ranks)
+        rank = self.index.rank_of((), self.runtime.mesh.ranks)
         files = {rest_name(rank): write_synced(directory / rest_name(rank), self.rest)}
         if self.tensors:
             files[weights_name(rank)] = write_tensors(directory / weights_name(rank), self.tensors)
-        if is_writer(self.mesh):
+        if is_writer(self.runtime.mesh):
             files[INDEX] = write_synced(directory / INDEX, self.index.write())
-            write_configs(self.model, directory)
+            write_configs(self.runtime.model, directory)
+            for part in self.runtime.parts:
+                part.write_configs(self.runtime, directory)
             for path in sorted(directory.iterdir()):
                 if path.suffix in (".json", ".py", ".jinja") and path.name not in files:
                     files[path.name] = write_synced(path, path.read_bytes())
@@ -90,7 +90,8 @@ def take_state(
         failure = error
     index = _agreed_index(runtime, contents, digests, failure)
     index.step = step
-    return TakenState(runtime.model, runtime.mesh, index, contents.held, rest)
+    _add_stored_names(index, runtime)
+    return TakenState(runtime, index, contents.held, rest)
 
 
 def write_state(taken: TakenState, target: Path, keep_last: int | None, keep_every: int | None) -> None:
@@ -99,7 +100,7 @@ def write_state(taken: TakenState, target: Path, keep_last: int | None, keep_eve
     Raises:
         CheckpointError: on every rank, if one could not; what ``target`` held is then still there.
     """
-    mesh, new = taken.mesh, None
+    mesh, new = taken.runtime.mesh, None
     failure: Exception | None = None
     try:
         if is_writer(mesh):
@@ -150,6 +151,19 @@ def _agreed_index(
     for tensors in mesh.all_gather_object(unheard):
         _merge(index, _Told("", tensors))
     return index
+
+
+def _add_stored_names(index: StateIndex, runtime: Runtime) -> None:
+    """What a converter needs to know."""
+    entries = tensors_to_save(runtime)  # collective
+    names = (
+        {} if not is_writer(runtime.mesh) else {k: v for p in runtime.parts for k, v in p.stored_names(runtime).items()}
+    )
+    if names:
+        owned = {planned.name: planned.tied_to or planned.name for planned in runtime.plan.parameters}
+        index.adapter, index.stored = True, {key: f"weights/{owned[name]}" for key, name in names.items()}
+    else:
+        index.stored = {e.name: f"weights/{e.planned.name}" if e.planned else f"buffers/{e.name}" for e in entries}
 
 
 def _merge(index: StateIndex, told: _Told) -> None:

@@ -7,7 +7,7 @@ from types import ModuleType
 
 from ..errors import HFScaleError
 from ..version import __version__
-from . import blueprint, plan, schedule, train, verify
+from . import blueprint, convert, plan, schedule, train, verify
 
 _COMMANDS: dict[str, ModuleType] = {
     "train": train,
@@ -15,6 +15,7 @@ _COMMANDS: dict[str, ModuleType] = {
     "verify": verify,
     "blueprint": blueprint,
     "schedule": schedule,
+    "convert": convert,
 }
 """Each module has ``HELP``, ``DESCRIPTION``, ``EXAMPLE``, ``add_arguments(parser)`` and ``run(arguments)``."""
 

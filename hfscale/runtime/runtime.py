@@ -117,6 +117,15 @@ class Part:
         """
         return False
 
+    def stored_names(self, runtime: "Runtime") -> dict[str, str]:
+        """Of what :meth:`save` writes in place of the model: names in its files -> names of parameters. Asked of the
+        first rank.
+        """
+        return {}
+
+    def write_configs(self, runtime: "Runtime", directory: Path) -> None:
+        """Write what lies beside the weights that :meth:`save` writes."""
+
     def before_state(self, runtime: "Runtime", resumed: bool) -> None:
         """The state of a run is about to be written, or has been read back."""
 

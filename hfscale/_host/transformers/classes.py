@@ -4,12 +4,14 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING
 
 
@@ -43,6 +45,24 @@ def empty_copy(model: Any) -> Any:
     """A whole model like the one that ``model`` is a part of, on the meta device."""
     with torch.device("meta"):
         return from_config(stock_class(model), copy.deepcopy(model.config), dtype=model.dtype)
+
+
+def empty_model(directory: Path, trusted: bool) -> Any:
+    """A whole model on the meta device, of the class that the config in ``directory`` names.
+
+    Raises:
+        LookupError: transformers has no such class, and no code came with the config.
+    """
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=trusted)
+    name = (config.architectures or [""])[0]
+    kind, extra = getattr(transformers, name, None), dict[str, Any]()
+    if kind is None:
+        auto = [auto for auto, path in (getattr(config, "auto_map", None) or {}).items() if path.endswith(f".{name}")]
+        if not auto:
+            raise LookupError(f"transformers has no class {name!r}")
+        kind, extra = getattr(transformers, auto[0]), {"trust_remote_code": trusted}
+    with torch.device("meta"):
+        return from_config(kind, config, **extra)
 
 
 def is_distributed_by_host(model: nn.Module) -> str | None:

@@ -1,0 +1,84 @@
+"""Make an ordinary Hugging Face directory of a saved state: one process, one tensor at a time, no ranks, no GPU."""
+
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from .._host.transformers.classes import empty_model
+from .._host.transformers.saving import as_stored, stored_layout
+from ..config import ParallelConfig
+from ..errors import CheckpointError
+from ..files.complete import MARK
+from ..files.writer import INDEX as WEIGHTS_INDEX
+from ..files.writer import STALE, CheckpointWriter
+from ..mesh import MESH_AXES, Mesh
+from ..runtime.atomic_directory import atomic_directory
+from .state_index import INDEX, StateIndex
+from .state_load import find_whole
+from .state_reader import StateReader
+
+_ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
+_CONFIGS = (".json", ".py", ".jinja")
+
+
+def convert_state(
+    source: Path, target: Path, *, max_shard_size: str | int = "5GB", trust_remote_code: bool = False
+) -> StateIndex:
+    """Write the weights of a state as a Hugging Face directory, or, of a model with adapters, as PEFT's.
+
+    The bytes are those that :func:`hfscale.save_pretrained` would have written then. In memory is one tensor at a time,
+    and what the host makes of it where a checkpoint stores it otherwise.
+
+    Args:
+        source: of the state, or the directory that states are in.
+
+    Returns:
+        what the state holds.
+
+    Raises:
+        CheckpointError: there is no whole state, or it does not have all weights (those in 4 or 8 bits are in the
+            checkpoint that the model was loaded from).
+    """
+    alone = Mesh(ParallelConfig(), torch.device("cpu"), dict.fromkeys((*MESH_AXES, "cp"), 0))
+    directory = find_whole(source, alone, verify=True)
+    index = StateIndex.read(directory)
+    reader = StateReader(directory, index)
+    missing = [name for name, key in index.stored.items() if key not in index.tensors]
+    if missing:
+        raise CheckpointError(
+            f"{directory} lacks {len(missing)} weights, {missing[0]} for one, which were held in 4 or 8 bits: they are "
+            "in the checkpoint that the model was loaded from"
+        )
+    with atomic_directory(target, stale=STALE, last=WEIGHTS_INDEX) as staging:
+        if index.adapter:
+            save_file(
+                {name: reader.whole(key) for name, key in index.stored.items()},
+                staging.path / _ADAPTER[1],
+                metadata={"format": "pt"},
+            )
+            shutil.copyfile(directory / _ADAPTER[0], staging.path / _ADAPTER[0])
+        else:
+            _write_model(directory, reader, staging.path, max_shard_size, trust_remote_code)
+    return index
+
+
+def _write_model(directory: Path, reader: StateReader, target: Path, size: str | int, trusted: bool) -> None:
+    tensors, stored = reader.index.tensors, reader.index.stored
+    try:
+        model = empty_model(directory, trusted)
+    except (LookupError, ValueError, OSError) as error:
+        raise CheckpointError(f"{directory}: the model cannot be made of its config: {error}") from error
+    contents: dict[str, Tensor] = {
+        name: torch.empty(tensors[key].shape, dtype=reader.dtype(key), device="meta") for name, key in stored.items()
+    }
+    writer = CheckpointWriter(target, stored_layout(model, contents), size)
+    for name, key in stored.items():
+        for stored_name, part in as_stored(model, name, reader.whole(key)).items():
+            writer.add(stored_name, part)
+    writer.finish()
+    for path in directory.iterdir():
+        if path.suffix in _CONFIGS and path.name not in (INDEX, MARK):
+            shutil.copyfile(path, target / path.name)
