@@ -8,11 +8,11 @@ from .runtime import (
     Runtime,
     StepLoss,
     find_runtime,
-    like_sharded,
     local_tensor,
     recomputing,
     runtime_of,
 )
+from .shards import like_sharded
 
 __all__ = [
     "Batch",

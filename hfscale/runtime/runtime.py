@@ -342,11 +342,3 @@ def recomputing() -> bool:
 def local_tensor(tensor: Tensor) -> Tensor:
     """The plain tensor this rank holds of a parameter or gradient."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def like_sharded(share: Tensor, other: Tensor) -> Tensor:
-    """This rank's ``share`` as a tensor sharded as ``other`` is; the share itself where that is not sharded."""
-    if not isinstance(other, DTensor):
-        return share
-    mesh, placements = other.device_mesh, other.placements
-    return DTensor.from_local(share, mesh, placements, run_check=False, shape=other.shape, stride=other.stride())

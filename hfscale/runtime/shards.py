@@ -1,0 +1,12 @@
+"""Plain tensors of this rank as shards of the data axes."""
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def like_sharded(share: Tensor, other: Tensor) -> Tensor:
+    """This rank's ``share`` as a tensor sharded as ``other`` is; the share itself where that is not sharded."""
+    if not isinstance(other, DTensor):
+        return share
+    mesh, placements = other.device_mesh, other.placements
+    return DTensor.from_local(share, mesh, placements, run_check=False, shape=other.shape, stride=other.stride())
