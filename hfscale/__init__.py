@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .parallel.experts import ExpertLoad, ExpertLoadHistory, expert_load
     from .parallel.pipeline.record import record_schedule
     from .routing_config import RoutingConfig
-    from .train import batch_rank, batch_world, clip_grad_norm_, drain, eval_step, token_scores, train_step
+    from .train import batch_rank, batch_world, clip_grad_norm_, drain, eval_step, metrics, token_scores, train_step
     from .trainer import Trainer, TrainerMixin
     from .upcycle.upcycle import upcycle
 
@@ -55,6 +55,7 @@ __all__ = [
     "load_state",
     "memory_estimate",
     "merge_and_unload",
+    "metrics",
     "parallelize",
     "plan",
     "record_schedule",
@@ -82,7 +83,9 @@ _MODULES = {
     ".build": ["from_config", "from_pretrained", "parallelize", "plan"],
     ".parallel.pipeline.record": ["record_schedule"],
     ".trainer": ["Trainer", "TrainerMixin"],
-    ".train": ["batch_rank", "batch_world", "clip_grad_norm_", "drain", "eval_step", "token_scores", "train_step"],
+    ".train": [
+        *["batch_rank", "batch_world", "clip_grad_norm_", "drain", "eval_step", "metrics", "token_scores", "train_step"]
+    ],
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

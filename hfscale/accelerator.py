@@ -258,7 +258,9 @@ class Accelerator(accelerate.Accelerator):
                 f"the accelerator is on {self.device} and the model on {runtime.mesh.device}: to stay on the CPU where "
                 "there are GPUs, set ACCELERATE_USE_CPU=1 (cpu=True reaches the accelerator alone)"
             )
-        if runtime.options.mixed_precision != self.mixed_precision:
+        # The loss of float16 is scaled in train_step, and not a second time here.
+        expected = "no" if runtime.options.mixed_precision == "fp16" else runtime.options.mixed_precision
+        if expected != self.mixed_precision:
             raise ConfigError(
                 f"the accelerator has mixed_precision={self.mixed_precision!r} and the model was built with "
                 f"{runtime.options.mixed_precision!r}: give both the same, hfscale.from_pretrained(..., "

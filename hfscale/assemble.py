@@ -16,6 +16,7 @@ from .parallel.experts import ExpertParallel, ExpertRouting
 from .parallel.pipeline import PipelineStages
 from .parallel.tensor import RandomStreams, TensorParallel, VocabularyLoss
 from .plan import Plan
+from .precision.loss_scale import LossScaling
 from .precision.part import Autocast
 from .quantization.part import Quantization
 from .runtime import Part, Runtime, local_tensor
@@ -32,6 +33,7 @@ def parts_of(adapters: Adapters | None) -> tuple[Part, ...]:
     its weights; then what runs it, and last what guards it.
     """
     return (
+        LossScaling(),
         ExpertParallel(),
         TensorParallel(),
         *([adapters] if adapters is not None else []),

@@ -4,6 +4,7 @@ import inspect
 import os
 from typing import Any
 
+from accelerate import GradScalerKwargs
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
@@ -54,6 +55,7 @@ def from_pretrained(
     mixed_precision: str = "no",
     routing: RoutingConfig | None = None,
     memory: MemoryConfig | None = None,
+    loss_scaling: GradScalerKwargs | None = None,
     peft_config: Any = None,
     seed: int = 0,
     **hf_kwargs: Any,
@@ -66,9 +68,12 @@ def from_pretrained(
         path: a directory or a Hub id, as for ``AutoModel.from_pretrained``.
         parallel: the layout; one process by default.
         auto_class: the Auto class (or model class) to load with.
-        mixed_precision: ``"no"``, or ``"bf16"``: compute in bfloat16 over weights kept in their own type.
+        mixed_precision: ``"no"``, or compute in bfloat16 (``"bf16"``) or float16 (``"fp16"``) over weights kept in
+            their own type. In float16 :func:`hfscale.train_step` scales the loss, one scale for all ranks; after a step
+            in which a gradient overflowed there are no gradients, so that optimizers do nothing, and the scale shrinks.
         routing: how tokens find their experts, and what keeps those evenly busy; the model's own router by default.
         memory: what the backward pass computes again instead of keeping it; nothing by default.
+        loss_scaling: how the loss is scaled under ``"fp16"``; torch's defaults by default.
         peft_config: a PEFT config, whose adapters are put around the model's modules, or the path or Hub id of a saved
             adapter to go on training; :func:`hfscale.save_pretrained` then writes the adapter.
         seed: for parameters that the checkpoint does not have, and for new adapters.
@@ -80,7 +85,7 @@ def from_pretrained(
     Raises:
         ConfigError, PlanError, MeshError, CheckpointError: before any weight is read, except for damaged files.
     """
-    layout, options = check_layout(parallel, hf_kwargs), Options(mixed_precision, routing, memory)
+    layout, options = check_layout(parallel, hf_kwargs), Options(mixed_precision, routing, memory, loss_scaling)
     quantization = hf_kwargs.get("quantization_config")
     check_quantization(quantization)
     adapter = None if peft_config is None else read_config(peft_config)
@@ -102,6 +107,7 @@ def from_config(
     mixed_precision: str = "no",
     routing: RoutingConfig | None = None,
     memory: MemoryConfig | None = None,
+    loss_scaling: GradScalerKwargs | None = None,
     peft_config: Any = None,
     seed: int = 0,
     **hf_kwargs: Any,
@@ -112,7 +118,7 @@ def from_config(
     ever holds more than its share and one whole layer. Arguments, result and errors are those of
     :func:`from_pretrained`; the model is in training mode, like the host's.
     """
-    layout, options = check_layout(parallel, hf_kwargs), Options(mixed_precision, routing, memory)
+    layout, options = check_layout(parallel, hf_kwargs), Options(mixed_precision, routing, memory, loss_scaling)
     if hf_kwargs.get("quantization_config") is not None:
         raise ConfigError(
             "from_config(quantization_config=...) would quantize random weights: quantize those of a checkpoint, with "
@@ -130,6 +136,7 @@ def parallelize(
     mixed_precision: str = "no",
     routing: RoutingConfig | None = None,
     memory: MemoryConfig | None = None,
+    loss_scaling: GradScalerKwargs | None = None,
 ) -> Any:
     """Shard, in place, a whole stock model that is in memory and the same on every rank; returns it.
 
@@ -137,7 +144,7 @@ def parallelize(
         ConfigError: the model is distributed already, or has adapters.
         PlanError, MeshError: the layout does not fit it, or the processes that were started.
     """
-    layout, options = check_layout(parallel, {}), Options(mixed_precision, routing, memory)
+    layout, options = check_layout(parallel, {}), Options(mixed_precision, routing, memory, loss_scaling)
     reason = "hfscale already parallelized it" if find_runtime(model) else is_distributed_by_host(model)
     if reason:
         raise ConfigError(

@@ -3,13 +3,15 @@
 from dataclasses import dataclass
 
 import torch
+from accelerate import GradScalerKwargs
 
 from .config import ParallelConfig
 from .errors import ConfigError
 from .memory_config import MemoryConfig
 from .routing_config import RoutingConfig
+from .schedules import ASYNCHRONOUS
 
-MIXED_PRECISIONS = {"no": None, "bf16": torch.bfloat16}
+MIXED_PRECISIONS = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """What forward passes compute in: a name -> a type, over weights of whatever type they have."""
 
 
@@ -21,6 +23,7 @@ class Options:
         mixed_precision: a key of :data:`MIXED_PRECISIONS`.
         routing: how tokens find their experts; ``None`` for the model's own way.
         memory: what is computed again instead of kept.
+        loss_scaling: of float16.
 
     Raises:
         ConfigError: one of them is unknown.
@@ -29,6 +32,7 @@ class Options:
     mixed_precision: str = "no"
     routing: RoutingConfig | None = None
     memory: MemoryConfig | None = None
+    loss_scaling: GradScalerKwargs | None = None
 
     def __post_init__(self) -> None:
         if self.routing is not None and not isinstance(self.routing, RoutingConfig):
@@ -39,9 +43,37 @@ class Options:
             raise ConfigError(f"memory={self.memory!r} is no such choice: pass hfscale.MemoryConfig(recompute='full')")
         if self.mixed_precision not in MIXED_PRECISIONS:
             raise ConfigError(f"mixed_precision={self.mixed_precision!r} is unknown: use {', '.join(MIXED_PRECISIONS)}")
+        self._check_loss_scaling()
+
+    @property
+    def scaling(self) -> GradScalerKwargs:
+        """How the loss of float16 is scaled; torch's defaults where nothing is said."""
+        return self.loss_scaling or GradScalerKwargs()
+
+    def _check_loss_scaling(self) -> None:
+        given = self.loss_scaling
+        if given is None:
+            return
+        if not isinstance(given, GradScalerKwargs):
+            raise ConfigError(f"loss_scaling={given!r} is impossible: pass accelerate.GradScalerKwargs(init_scale=...)")
+        if self.mixed_precision != "fp16":
+            raise ConfigError(
+                f"loss_scaling= is for mixed_precision='fp16', and this is {self.mixed_precision!r}: leave it out"
+            )
+        fits = given.init_scale > 0 and given.growth_factor > 1 > given.backoff_factor > 0 < given.growth_interval
+        if not (fits and given.enabled):
+            raise ConfigError(
+                f"loss_scaling={given} is impossible: init_scale and growth_interval are above 0, growth_factor is "
+                "above 1, backoff_factor between 0 and 1, and float16 does not train with enabled=False"
+            )
 
     def check_fits(self, layout: ParallelConfig) -> None:
         """Refuse, by :class:`ConfigError`, what a layout cannot do."""
+        if self.mixed_precision == "fp16" and layout.size("pp") > 1 and layout.pipeline_schedule in ASYNCHRONOUS:
+            raise ConfigError(
+                f"mixed_precision='fp16' skips a step whose gradients overflow, and {layout.pipeline_schedule} has "
+                "later ones under way by then: use mixed_precision='bf16', or a schedule with a flush such as '1f1b'"
+            )
         routing, size = self.routing, layout.size("cp")
         if size > 1 and routing is not None and (routing.capacity is not None or routing.draws):
             raise ConfigError(

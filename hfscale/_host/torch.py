@@ -154,6 +154,17 @@ def norms_of(tensors: list[Tensor], norm_type: float, dtype: torch.dtype) -> lis
     return list(torch._foreach_norm(tensors, norm_type, dtype=dtype))
 
 
+def unscale_and_check(gradients: list[Tensor], factor: float) -> bool:
+    """Multiply ``gradients`` in place; whether any of them has an entry that is not finite. Waits for the device."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in gradients:
+        groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    found = {device: torch.zeros(1, device=device) for device, _ in groups}
+    for (device, _), same in groups.items():
+        torch._amp_foreach_non_finite_check_and_unscale_(same, found[device], torch.tensor(factor, device=device))
+    return any(bool(each) for each in found.values())
+
+
 def multiply_all(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiply ``tensors``, which are alike, in place by one launch."""
     torch._foreach_mul_(tensors, factor)

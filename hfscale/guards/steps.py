@@ -33,13 +33,13 @@ def before_step(runtime: Runtime) -> None:
 
 
 def _refuse_float16(runtime: Runtime) -> None:
-    """Without a loss that is scaled, small gradients are zero in float16; by the plan, which every rank has whole."""
+    """Gradients of such weights could not be unscaled in their own type; by the plan, which every rank has whole."""
     found = next((planned.name for planned in runtime.plan.parameters if planned.dtype == torch.float16), None)
     if found is not None:
         raise ConfigError(
-            f"train_step scales no loss, and {found} is in float16, where gradients below 6e-8 are zero: load it "
-            'with dtype=torch.bfloat16, or with dtype=torch.float32 and mixed_precision="bf16". eval_step and generate '
-            "take float16"
+            f"{found} is in float16, where gradients below 6e-8 and most updates are zero: load it with "
+            'dtype=torch.float32 and mixed_precision="fp16", which scales the loss and computes in float16, or '
+            'mixed_precision="bf16". eval_step and generate take float16'
         )
 
 

@@ -37,14 +37,18 @@ class _WithGradients(torch.autograd.Function):
     """A loss whose gradients are known already."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, gradients: tuple[Tensor | None, ...], *inputs: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, loss: Tensor, gradients: tuple[Tensor | None, ...], expected: float, *inputs: Tensor
+    ) -> Tensor:
+        ctx.expected = expected
         ctx.save_for_backward(*gradients)
         return loss.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *(_times(saved, grads[0]) for saved in ctx.saved_tensors)
+        factor = grads[0] if ctx.expected == 1 else grads[0] / ctx.expected
+        return None, None, None, *(_times(saved, factor) for saved in ctx.saved_tensors)
 
 
 @torch.no_grad()
@@ -57,8 +61,9 @@ def _loss_and_gradients(
     head: HeadRows,
     known: int | None,
     gradients: bool,
+    expected: float,
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:
-    """The loss, its gradient by ``hidden``, and its gradients by the head's parameters."""
+    """The loss, its gradient by ``hidden``, and its gradients by the head's parameters, both times ``expected``."""
     # The same on all tensor ranks, and so are the chunks.
     valid = targets != ignore_index
     chosen = (valid.nonzero() if known is None else valid.nonzero_static(size=known)).squeeze(1)
@@ -75,7 +80,7 @@ def _loss_and_gradients(
         losses.append(terms.losses())
         if gradients:
             gradient = logits if head.reusable else torch.empty_like(logits)
-            terms.gradient(logits, scale, out=gradient)
+            terms.gradient(logits, scale * expected, out=gradient)
             by_rows = head.backward(gradient)
             if by_hidden is not None and by_rows is not None:
                 by_hidden.index_copy_(0, rows, by_rows)
@@ -127,6 +132,7 @@ def head_cross_entropy(
     ignore_index: int = -100,
     dtype: torch.dtype | None = None,
     valid: int | None = None,
+    expected: float = 1.0,
 ) -> Tensor:
     """Sum of the cross entropies of the rows whose target is not ``ignore_index``, divided by ``divisor``.
 
@@ -137,6 +143,8 @@ def head_cross_entropy(
         divisor: a scalar; by default the number of such rows, which makes it their mean.
         dtype: of the logits, where it is not that of ``hidden``.
         valid: how many rows have a target, where the host knows; otherwise it asks the device.
+        expected: the gradient of the loss with which the backward pass will begin. Gradients in 16 bits are taken of so
+            many times the loss.
 
     Returns:
         a scalar, float32 (float64 for float64 logits), equal on all ranks.
@@ -147,12 +155,12 @@ def head_cross_entropy(
     scale = scale.reciprocal() if scale.device == hidden.device else scale.to(hidden.device).reciprocal()
     trains = torch.is_grad_enabled() and (hidden.requires_grad or any(p.requires_grad for p in head.parameters))
     loss, by_hidden, by_head = _loss_and_gradients(
-        hidden, targets, scale, ignore_index, vocabulary, head, valid, gradients=trains
+        hidden, targets, scale, ignore_index, vocabulary, head, valid, gradients=trains, expected=expected
     )
     if not trains:
         return loss
     # Apart, so that a backward pass for one of them leaves the other's alone (a stage's, in two halves).
-    result = _WithGradients.apply(loss, (by_hidden,), hidden)
+    result = _WithGradients.apply(loss, (by_hidden,), expected, hidden)
     if head.parameters:
-        result = result + _WithGradients.apply(torch.zeros_like(loss), by_head, *head.parameters)
+        result = result + _WithGradients.apply(torch.zeros_like(loss), by_head, expected, *head.parameters)
     return result  # type: ignore[no-any-return]

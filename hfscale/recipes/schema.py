@@ -90,7 +90,7 @@ class TrainingRecipe:
         warmup_ratio: share of the steps over which the rate rises to its peak.
         weight_decay: of what HF Trainer lets decay: all but biases and norms.
         max_grad_norm: gradients are scaled down to at most this global norm.
-        mixed_precision: ``no``, or ``bf16`` to compute in bfloat16 over 32-bit weights.
+        mixed_precision: ``no``, or ``bf16`` or ``fp16`` to compute in 16 bits over 32-bit weights.
         dtype: of the weights: ``float32``, or ``bfloat16`` for a base that adapters leave as it is. Factors of adapters
             are in 32 bits either way.
         optimizer: a name of HF Trainer's ``optim``, as ``adamw_8bit``, ``adafactor`` or ``lion_8bit``, or ``muon``.

@@ -1,12 +1,11 @@
 """What a parallelized model carries with it: its plan, its ranks, its parts, what runs it, and its names."""
 
+from .objective import Objective, StepLoss
 from .runtime import (
     Batch,
     Executor,
-    Objective,
     Part,
     Runtime,
-    StepLoss,
     find_runtime,
     local_tensor,
     recomputing,

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from .batches import Microbatch
-from .runtime import Batch, Executor, Objective, Runtime
+from .objective import Objective
+from .runtime import Batch, Executor, Runtime
 
 
 class LocalLoop(Executor):
@@ -33,8 +34,7 @@ class LocalLoop(Executor):
                 for part in runtime.parts:
                     part.before_backward(runtime, last=index == len(batches) - 1)
                 loss = objective.loss(model, batch, index)
-                # The data axes average gradients over their ranks; the loss is a share of a sum.
-                (loss * runtime.mesh.data_world).backward()
+                (loss * runtime.loss_factor()).backward()
                 total = loss.detach() if total is None else total + loss.detach()
         assert total is not None  # a step has a microbatch
         return total

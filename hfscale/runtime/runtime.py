@@ -7,11 +7,12 @@ carries: its plan, its ranks, its executor, its parts; it names no axis. Whoever
 over :attr:`Runtime.parts`.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from ..plan import ParameterPlan, Plan
 from .batches import Microbatch
 from .local_weights import LocalWeights
 from .names import stock_name
+from .objective import Objective, StepLoss
 
 _ATTRIBUTE = "_hfscale"
 
@@ -63,6 +65,10 @@ class Part:
     ) -> AbstractContextManager[None]:
         """Within: all passes of one step over this rank's ``microbatches``."""
         return nullcontext()
+
+    def loss_factor(self, runtime: "Runtime") -> float:
+        """By what a loss is multiplied before its backward pass, on behalf of this part."""
+        return 1.0
 
     def around_gradients(self, runtime: "Runtime") -> AbstractContextManager[None]:
         """Within: backward passes leave gradients; on leaving, those that are sums over ranks are whole."""
@@ -126,6 +132,10 @@ class Part:
     def write_configs(self, runtime: "Runtime", directory: Path) -> None:
         """Write what lies beside the weights that :meth:`save` writes."""
 
+    def metrics(self, runtime: "Runtime") -> Mapping[str, float]:
+        """Numbers about the training so far, alike on every rank."""
+        return {}
+
     def before_state(self, runtime: "Runtime", resumed: bool) -> None:
         """The state of a run is about to be written, or has been read back."""
 
@@ -169,7 +179,7 @@ class Executor:
     def hear(self, told: list[list[int]]) -> None:
         """What each rank told, by rank."""
 
-    def run(self, model: nn.Module, batches: Sequence[Microbatch], objective: "Objective", backward: bool) -> Tensor:
+    def run(self, model: nn.Module, batches: Sequence[Microbatch], objective: Objective, backward: bool) -> Tensor:
         """Forward passes over the microbatches; with ``backward``, gradients are in ``.grad`` afterwards.
 
         Args:
@@ -187,46 +197,6 @@ class Executor:
 
     def check_plain_call(self, call: str) -> None:
         """Refuse, by :class:`ConfigError`, what a loop of the user's own does with the model as a whole."""
-
-
-class StepLoss(Protocol):
-    """A loss that can be normalized for a whole step.
-
-    Attributes:
-        shift: how far behind a token its label is.
-    """
-
-    shift: int
-
-    def look(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """How many positions of one microbatch contribute to it, and how many of its ids are outside of the vocabulary;
-        where the batch is, and without waiting for it.
-        """
-
-    def refuse_outside(self, wrong: int) -> None:
-        """Raise :class:`ConfigError` where ``wrong`` ids are outside."""
-
-    def of(self, model: nn.Module, batch: Microbatch, count: Tensor, label_smoothing: float) -> Tensor:
-        """The loss of one microbatch, as a share of a step with ``count`` valid labels."""
-
-    def scoring(self, temperature: float) -> AbstractContextManager[Any]:
-        """Within: a pass scores its tokens, and its loss is not what counts."""
-
-    def keeping_logits(self) -> AbstractContextManager[list[Tensor]]:
-        """Within: whole logits of every microbatch, ``[b, s, V]``, are added to the list."""
-
-
-@dataclass(frozen=True)
-class Objective:
-    """What a step makes of its microbatches, where the head is.
-
-    Attributes:
-        loss: of one microbatch, by its number, as a share of the step's; is given what to call.
-        recomputes: whether its backward pass computes again, so that weights' gradients are not to be taken apart.
-    """
-
-    loss: Callable[[Any, Microbatch, int], Tensor]
-    recomputes: bool = False
 
 
 _P = TypeVar("_P", bound=Part)
@@ -277,6 +247,10 @@ class Runtime:
     def cuts_tokens(self, module: str) -> bool:
         """Whether the hidden states that a module of the layers reads now are this rank's tokens only."""
         return any(part.cuts_tokens(module) for part in self.parts)
+
+    def loss_factor(self) -> float:
+        """By what a loss is multiplied before its backward pass."""
+        return math.prod(part.loss_factor(self) for part in self.parts)
 
     def sum_of_shares(self, total: Tensor) -> Tensor:
         """The loss of a step, of ranks' shares of it; of several stages, one has a share. In place."""

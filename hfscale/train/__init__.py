@@ -1,6 +1,7 @@
 """One training step, and the gradient norm, whatever the layout."""
 
 from .gradient_norm import clip_grad_norm_
+from .metrics import metrics
 from .predict import predict_step
 from .scores import token_scores
 from .step import batch_rank, batch_world, drain, eval_step, train_step
@@ -11,6 +12,7 @@ __all__ = [
     "clip_grad_norm_",
     "drain",
     "eval_step",
+    "metrics",
     "predict_step",
     "token_scores",
     "train_step",

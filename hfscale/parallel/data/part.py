@@ -30,6 +30,10 @@ class DataParallel(Part):
         regather = bool(runtime.mesh.layout.weights_regather)
         return one_reduction(runtime.model, backward=backward, regather=regather)
 
+    def loss_factor(self, runtime: Runtime) -> float:
+        """FSDP2 averages gradients over its ranks; a loss is a share of a sum."""
+        return float(runtime.mesh.data_world)
+
     def before_backward(self, runtime: Runtime, last: bool) -> None:
         """Reduce with the last one."""
         set_gradient_sync(runtime.model, last or bool(runtime.mesh.layout.reduce_each_microbatch))

@@ -24,7 +24,7 @@ def compute_type(experts: Any) -> torch.dtype:
     """The type in which ``experts``, a host's module, computes now."""
     experts = unwrapped(experts)
     weight: Tensor = experts.down_proj
-    if torch.is_autocast_enabled(weight.device.type):
+    if torch.is_autocast_enabled(weight.device.type) and weight.dtype != torch.float64:  # which it leaves alone
         return torch.get_autocast_dtype(weight.device.type)
     packing = packings_of(experts).get("down_proj")
     return weight.dtype if packing is None else packing.compute_dtype

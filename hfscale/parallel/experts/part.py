@@ -64,4 +64,4 @@ class ExpertRouting(Part):
     def end_stage_pass(self, runtime: Runtime) -> None:
         """The losses of this stage's layers begin their backward passes with the same scale as the model's loss."""
         if self.routing is not None:
-            self.routing.note_scale(runtime.mesh.data_world)
+            self.routing.note_scale(runtime.loss_factor())

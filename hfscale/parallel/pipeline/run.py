@@ -152,7 +152,7 @@ class Pipeline(Executor):
         runtime = self._runtime
         if not backward:
             return runtime.sum_of_shares(self._all_passes(batches, objective, backward=False))
-        with self._ties.summed(), runtime.around(lambda part: part.around_gradients(runtime)):
+        with runtime.around(lambda part: part.around_gradients(runtime)), self._ties.summed():
             share = self._all_passes(batches, objective, backward=True)
         return runtime.sum_of_shares(share)
 
@@ -267,8 +267,7 @@ class Pipeline(Executor):
         assert self._objective is not None
         loss = self._objective.loss(self._runtime.model, inputs, microbatch)
         self._losses.append(loss.detach())
-        # The data axes average gradients over their ranks; the loss is a share of a sum.
-        return loss * self._mesh.data_world
+        return loss * self._runtime.loss_factor()
 
     def _shape(self, stage: int, microbatch: int) -> tuple[torch.Size, torch.dtype]:
         leading = self._leading(*tokens_of(self._batches[microbatch]))

@@ -47,7 +47,7 @@ class VocabParallelLoss:
         self.start = sum(self.lengths[: mesh.ranks["tp"]])
         self.tokens = plan.by_name[f"{plan.embedding}.weight"].shape[0] if plan.embedding else None
         self.count: Tensor | None = None
-        self.label_smoothing = 0.0
+        self.label_smoothing, self.expected_gradient = 0.0, 1.0
         self.head: nn.Module | None = None
         self._with_labels, self._shows_logits = False, True
         self._called, self._shifted = False, False
@@ -205,6 +205,7 @@ class VocabParallelLoss:
             ignore_index=ignore_index,
             dtype=lazy.dtype,
             valid=valid,
+            expected=self.expected_gradient,
         )
 
     def before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,0 +1,125 @@
+"""One loss scale for all ranks, and one decision whether a step is skipped (Micikevicius et al. 2018).
+
+In float16 gradients of activations below 6e-8 are zero, so the loss is multiplied before its backward pass, and
+gradients, which are in 32 bits, are divided after it. Data flow of a training step::
+
+    loss x scale -> backward passes, sums over ranks -> gradients / scale -> any infinite, on any rank?
+        no    .grad is true; after `growth_interval` such steps the scale grows
+        yes   .grad is None everywhere, so any optimizer leaves everything as it is; the scale shrinks
+
+The arithmetic is ``torch.amp.GradScaler``'s, which decides for the gradients of one process. The data axes average what
+they sum; the scale leaves their factor out, so that activations see the gradients that one process would show them.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .._host.torch import unscale_and_check
+from ..errors import ConfigError
+from ..runtime import Part, Runtime, local_tensor
+from ..runtime.gradients import add_back, gradients_aside
+from ..runtime.local_weights import LocalWeights
+
+
+class LossScaling(Part):
+    """Nothing in other types than float16.
+
+    Attributes:
+        scale: what the loss is multiplied by.
+        growth: steps without an overflow since it changed.
+        skipped: how many steps were skipped so far.
+        overflowed: whether the last one was.
+    """
+
+    def __init__(self) -> None:
+        self.scale, self.growth, self.skipped, self.overflowed = 1.0, 0, 0, False
+        self._active = self._within = False
+
+    def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
+        """Refuse training passes that nobody scales."""
+        self._active = runtime.options.mixed_precision == "fp16"
+        if self._active:
+            self.scale = runtime.options.scaling.init_scale
+            runtime.model.register_forward_pre_hook(self._refuse_unscaled)
+
+    def loss_factor(self, runtime: Runtime) -> float:
+        """The scale, without the factor of the data axes."""
+        return self.scale / runtime.mesh.data_world if self._active else 1.0
+
+    def around_gradients(self, runtime: Runtime) -> AbstractContextManager[None]:
+        """On leaving, gradients are true, or none."""
+        return self._scaled(runtime) if self._active else nullcontext()
+
+    @contextmanager
+    def _scaled(self, runtime: Runtime) -> Iterator[None]:
+        for part in runtime.parts:
+            part.release(runtime)  # or gathered weights would be taken for the parameters
+        parameters = [parameter for _, parameter in runtime.parameters() if parameter.requires_grad]
+        assert runtime.loss is not None  # checked before
+        with gradients_aside(parameters) as before:
+            self._within, runtime.loss.expected_gradient = True, self.scale
+            try:
+                yield
+            finally:
+                self._within, runtime.loss.expected_gradient = False, 1.0
+        gradients = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        self.overflowed = self._anywhere(runtime, unscale_and_check(gradients, runtime.mesh.data_world / self.scale))
+        for parameter, gradient in zip(parameters, before, strict=True):
+            if self.overflowed:
+                parameter.grad = None
+            else:
+                add_back(parameter, gradient)
+        self._update(runtime)
+
+    def _anywhere(self, runtime: Runtime, here: bool) -> bool:
+        found = torch.tensor(float(here))
+        if runtime.mesh.control is not None:
+            dist.all_reduce(found, dist.ReduceOp.MAX, runtime.mesh.control)
+        return bool(found)
+
+    def _update(self, runtime: Runtime) -> None:
+        how = runtime.options.scaling
+        if self.overflowed:
+            self.scale, self.growth, self.skipped = self.scale * how.backoff_factor, 0, self.skipped + 1
+            return
+        self.growth += 1
+        if self.growth == how.growth_interval:
+            grown = self.scale * how.growth_factor
+            self.scale, self.growth = grown if math.isfinite(grown) else self.scale, 0
+
+    def metrics(self, runtime: Runtime) -> Mapping[str, float]:
+        """The scale, and what became of steps."""
+        if not self._active:
+            return {}
+        return {
+            "loss_scale": self.scale,
+            "steps_since_loss_scale_changed": self.growth,
+            "skipped_steps": self.skipped,
+            "step_was_skipped": float(self.overflowed),
+        }
+
+    def state(self, runtime: Runtime) -> dict[str, Any]:
+        """For a resumed run."""
+        if not self._active:
+            return {}
+        return {"scale": self.scale, "growth": self.growth, "skipped": self.skipped, "overflowed": self.overflowed}
+
+    def put_state(self, runtime: Runtime, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        if self._active:
+            self.scale, self.growth = float(state["scale"]), int(state["growth"])
+            self.skipped, self.overflowed = int(state["skipped"]), bool(state["overflowed"])
+
+    def _refuse_unscaled(self, model: nn.Module, _: Any) -> None:
+        if model.training and torch.is_grad_enabled() and not self._within:
+            raise ConfigError(
+                "mixed_precision='fp16' scales the loss in hfscale.train_step, and small gradients of a loss that "
+                "nobody scales are zero: use loss = hfscale.train_step(model, batch), or mixed_precision='bf16' for "
+                "loss.backward()"
+            )

@@ -1,0 +1,52 @@
+"""What a step makes of its microbatches: the loss of the model, or one of its scores."""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from .batches import Microbatch
+
+
+class StepLoss(Protocol):
+    """A loss that can be normalized for a whole step.
+
+    Attributes:
+        shift: how far behind a token its label is.
+        expected_gradient: with which its backward passes will begin, for what takes 16-bit gradients before.
+    """
+
+    shift: int
+    expected_gradient: float
+
+    def look(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """How many positions of one microbatch contribute to it, and how many of its ids are outside of the vocabulary;
+        where the batch is, and without waiting for it.
+        """
+
+    def refuse_outside(self, wrong: int) -> None:
+        """Raise :class:`ConfigError` where ``wrong`` ids are outside."""
+
+    def of(self, model: nn.Module, batch: Microbatch, count: Tensor, label_smoothing: float) -> Tensor:
+        """The loss of one microbatch, as a share of a step with ``count`` valid labels."""
+
+    def scoring(self, temperature: float) -> AbstractContextManager[Any]:
+        """Within: a pass scores its tokens, and its loss is not what counts."""
+
+    def keeping_logits(self) -> AbstractContextManager[list[Tensor]]:
+        """Within: whole logits of every microbatch, ``[b, s, V]``, are added to the list."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a step makes of its microbatches, where the head is.
+
+    Attributes:
+        loss: of one microbatch, by its number, as a share of the step's; is given what to call.
+        recomputes: whether its backward pass computes again, so that weights' gradients are not to be taken apart.
+    """
+
+    loss: Callable[[Any, Microbatch, int], Tensor]
+    recomputes: bool = False
