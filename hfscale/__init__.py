@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .accelerator import Accelerator
     from .adapt import coverage_report, get_peft_model, merge_and_unload
     from .build import from_config, from_pretrained, parallelize, plan
-    from .checkpoint import load_state, save_pretrained, save_state, verify_experts
+    from .checkpoint import load_state, save_pretrained, save_state, stream_weights, verify_experts
     from .config import ParallelConfig
     from .memory.report import memory_estimate
     from .memory_config import MemoryConfig
@@ -61,6 +61,7 @@ __all__ = [
     "record_schedule",
     "save_pretrained",
     "save_state",
+    "stream_weights",
     "token_scores",
     "train_step",
     "upcycle",
@@ -71,7 +72,7 @@ __all__ = [
 _MODULES = {
     ".accelerator": ["Accelerator"],
     ".adapt": ["coverage_report", "get_peft_model", "merge_and_unload"],
-    ".checkpoint": ["load_state", "save_pretrained", "save_state", "verify_experts"],
+    ".checkpoint": ["load_state", "save_pretrained", "save_state", "stream_weights", "verify_experts"],
     ".upcycle.upcycle": ["upcycle"],
     ".config": ["ParallelConfig"],
     ".parallel.experts": ["ExpertLoad", "ExpertLoadHistory", "expert_load"],

@@ -83,7 +83,7 @@ def _merge_at(path: str, own: list[AdapterParameter], runtime: Runtime, shares: 
     wrapper: Any = model.get_submodule(path)
     if group is not None and any(path in block.row for block in plan.blocks):
         sum_norms(wrapper, group)
-    _merge(wrapper)
+    merge_wrapper(wrapper)
     for name in names:
         planned = plan.by_name[name]
         value = parameter_at(model, name)
@@ -151,11 +151,11 @@ def _cut_over_data(planned: ParameterPlan, local: Tensor, ranks: dict[str, int])
     return local.clone(memory_format=torch.contiguous_format)
 
 
-def _merge(wrapper: Any) -> None:
+def merge_wrapper(wrapper: Any) -> None:
     """PEFT's own merge, of every wrapper around one module, the inner ones first."""
     inner = wrapped(wrapper)
     if inner is not None and wrapped(inner) is not None:
-        _merge(inner)
+        merge_wrapper(inner)
     wrapper.merge(safe_merge=True)
 
 

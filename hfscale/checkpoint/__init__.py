@@ -4,11 +4,13 @@ from .checksums import verify_experts
 from .load import load_pretrained
 from .save import save_pretrained
 from .state import load_state, save_state
+from .stream import stream_weights
 
 __all__ = [
     "load_pretrained",
     "load_state",
     "save_pretrained",
     "save_state",
+    "stream_weights",
     "verify_experts",
 ]

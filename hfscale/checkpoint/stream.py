@@ -1,0 +1,130 @@
+"""Whole weights one after the other, by the names of a Hugging Face checkpoint: for whatever takes them while a run goes
+on, such as an inference engine that generates with the latest ones.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .._host.transformers.saving import as_stored
+from ..adapters import Adapters
+from ..adapters.merge_whole import WholeMerge
+from ..errors import ConfigError
+from ..mesh import Mesh
+from ..runtime import Runtime, runtime_of
+from ..runtime.full_tensors import SavedTensor, full_tensors, tensors_to_save
+from ..runtime.writing import is_writer
+
+_NONE = torch.empty(0)  # on ranks that get nothing
+
+
+def stream_weights(
+    model: nn.Module, *, ranks: Sequence[int] | Literal["all"] = (0,), merge_adapters: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield ``(name, whole tensor)``, on the CPU, in the order and under the names of a Hugging Face checkpoint.
+
+    Call it on every rank and go through it to its end: every rank sends its shares. Ranks that are not chosen get
+    nothing. No rank holds more than one whole tensor, and what the host makes of it where a checkpoint stores it
+    otherwise (one tensor per expert, say). A tensor is valid until the next one is asked for, and not to be changed.
+
+    Args:
+        ranks: who gets them: numbers of processes, or ``"all"``.
+        merge_adapters: yield weights with their adapters added, as stock PEFT would merge them; the model stays as it
+            is. Otherwise adapters follow the weights, under the keys of PEFT's files.
+
+    Raises:
+        ConfigError: a rank is none of this run's, the weights are held in 4 or 8 bits, or adapters cannot be merged.
+    """
+    runtime = runtime_of(model)
+    world = runtime.mesh.layout.total_size
+    chosen = tuple(range(world)) if ranks == "all" else tuple(int(rank) for rank in ranks)
+    if not chosen or any(not 0 <= rank < world for rank in chosen):
+        raise ConfigError(f"ranks={ranks!r}: give some of the ranks 0 to {world - 1}, or 'all'")
+    if runtime.plan.quantized is not None:
+        raise ConfigError(
+            "stream_weights yields whole weights, and these are held in 4 or 8 bits: merge the adapters "
+            "(hfscale.merge_and_unload), or stream a model that is not quantized"
+        )
+    adapters = runtime.part(Adapters)
+    entries = tensors_to_save(runtime)
+    if adapters is None:
+        return _stored(runtime, _whole(runtime, entries, chosen), chosen)
+    merge = WholeMerge(adapters, runtime.plan)
+    if merge_adapters:
+        merge.refuse_tied()
+        return _stored(runtime, _merged(runtime, merge, entries, chosen), chosen)
+    return _with_adapters(runtime, merge, entries, chosen)
+
+
+def _stored(
+    runtime: Runtime, whole: Iterator[tuple[SavedTensor, Tensor]], chosen: Sequence[int]
+) -> Iterator[tuple[str, Tensor]]:
+    """As a checkpoint holds them, on the chosen ranks."""
+    for entry, tensor in whole:
+        if _rank(runtime.mesh) in chosen:
+            yield from as_stored(runtime.model, entry.name, tensor).items()
+
+
+def _merged(
+    runtime: Runtime, merge: WholeMerge, entries: list[SavedTensor], chosen: Sequence[int]
+) -> Iterator[tuple[SavedTensor, Tensor]]:
+    by_name = {_owned(entry): entry for entry in entries}
+    ready: dict[str, Tensor] = {}
+    for name, entry in by_name.items():
+        if name in merge.factors:
+            continue
+        if name not in ready:
+            parts = merge.parts(name)
+            found = {_owned(e): tensor for e, tensor in _whole(runtime, [by_name[part] for part in parts], chosen)}
+            ready |= (
+                merge.merged(name, found) if _rank(runtime.mesh) in chosen else dict.fromkeys([name, *parts], _NONE)
+            )
+        yield entry, ready.pop(name)
+
+
+def _with_adapters(
+    runtime: Runtime, merge: WholeMerge, entries: list[SavedTensor], chosen: Sequence[int]
+) -> Iterator[tuple[str, Tensor]]:
+    own = [entry for entry in entries if _owned(entry) in merge.factors]
+    yield from _stored(runtime, _whole(runtime, [entry for entry in entries if entry not in own], chosen), chosen)
+    keys = merge.keys()
+    for entry, tensor in _whole(runtime, own, chosen):
+        if _rank(runtime.mesh) in chosen:
+            yield keys[_owned(entry)], tensor
+
+
+def _owned(entry: SavedTensor) -> str:
+    return entry.planned.name if entry.planned is not None else entry.name
+
+
+def _rank(mesh: Mesh) -> int:
+    return dist.get_rank() if mesh.control is not None else 0
+
+
+def _whole(runtime: Runtime, entries: list[SavedTensor], chosen: Sequence[int]) -> Iterator[tuple[SavedTensor, Tensor]]:
+    """Each tensor on the chosen ranks; every rank goes through all, and has nothing where it is not chosen."""
+    mesh = runtime.mesh
+    for entry, (_, tensor) in zip(entries, full_tensors(runtime, entries), strict=True):
+        yield entry, _handed_on(entry, tensor, mesh, chosen, _rank(mesh))
+
+
+def _handed_on(entry: SavedTensor, tensor: Tensor, mesh: Mesh, chosen: Sequence[int], rank: int) -> Tensor:
+    """What the first rank has, on the chosen ones."""
+    if is_writer(mesh) and (tensor.device.type != "cpu" or not tensor.is_contiguous()):
+        tensor = tensor.cpu().contiguous()
+    if mesh.control is None or tuple(chosen) == (0,) or 0 in entry.shape:
+        return tensor
+    if rank != 0:
+        tensor = tensor.new_empty(entry.shape, device="cpu") if rank in chosen else tensor
+    flat = tensor.view(-1).view(torch.uint8)
+    if len(set(chosen) | {0}) == mesh.layout.total_size:
+        dist.broadcast(flat, src=0, group=mesh.control)
+    elif rank == 0:
+        for other in sorted(set(chosen) - {0}):
+            dist.send(flat, dst=other, group=mesh.control)
+    elif rank in chosen:
+        dist.recv(flat, src=0, group=mesh.control)
+    return tensor

@@ -1,0 +1,108 @@
+"""Weights streamed out of a run are those that it saves, and the model stays as it is."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import hfscale
+from hfscale import ConfigError, ParallelConfig
+from hfscale.testing import RankPool
+
+from ..models import tiny
+from .state_runs import LAYOUTS, build
+
+Pools = Callable[[int], RankPool]
+
+
+def streamed(model: Any, **options: Any) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for name, tensor in hfscale.stream_weights(model, **options):
+        assert name not in found
+        found[name] = tensor.clone()
+    return found
+
+
+def plain(kind: str, layout: str, directory: str, ranks: Any) -> dict[str, Tensor]:
+    model = build(kind, layout, 0, torch.float32)
+    hfscale.save_pretrained(model, directory)
+    return streamed(model, ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "ranks"),
+    [
+        ("tied", "pp2", "all"),
+        ("ragged", "tp2-shard2", (0,)),
+        ("ragged", "pp2-tp2", (1, 3)),
+        ("mixture", "ep2", (1,)),
+        ("tied", "one", (0,)),
+    ],
+)
+def test_as_saved(pools: Pools, tmp_path: Path, kind: str, layout: str, ranks: Any) -> None:
+    world = ParallelConfig(**LAYOUTS[layout]).total_size
+    arguments = (kind, layout, str(tmp_path), ranks)
+    found = pools(world).run(plain, *arguments) if world > 1 else [plain(*arguments)]
+    saved = load_file(tmp_path / "model.safetensors")
+    for rank, tensors in enumerate(found):
+        if ranks != "all" and rank not in ranks:
+            assert not tensors
+            continue
+        assert tensors.keys() == saved.keys()
+        assert all(torch.equal(tensors[name], saved[name]) for name in saved)
+
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "lora": {"target_modules": "all-linear", "lora_alpha": 16},
+    "dora": {"target_modules": ["q_proj", "o_proj", "down_proj"], "use_dora": True},
+    "copy": {"target_modules": ["v_proj"], "modules_to_save": ["lm_head"]},
+}
+
+
+def adapted(path: str, kind: str, layout: str, directory: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    config = LoraConfig(r=4, init_lora_weights=False, **ADAPTERS[kind])
+    model = hfscale.from_pretrained(path, parallel=ParallelConfig(**LAYOUTS[layout]), peft_config=config)
+    hfscale.save_pretrained(model, directory)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    merged = streamed(model, ranks="all", merge_adapters=True)
+    again = streamed(model, ranks="all", merge_adapters=True)
+    assert all(torch.equal(merged[name], again[name]) for name in merged)
+    assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
+    return merged, streamed(model)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"), [("lora", "tp2"), ("dora", "pp2"), ("copy", "shard2"), ("lora", "tp2-shard2")]
+)
+def test_adapters(pools: Pools, tmp_path: Path, kind: str, layout: str) -> None:
+    """Merged as stock PEFT merges them, bit by bit; or beside the weights, as PEFT saves them."""
+    torch.manual_seed(0)
+    stock = AutoModelForCausalLM.from_config(tiny("llama", tie_word_embeddings=False))
+    stock.save_pretrained(tmp_path / "base")
+    pool = pools(ParallelConfig(**LAYOUTS[layout]).total_size)
+    found = pool.run(adapted, str(tmp_path / "base"), kind, layout, str(tmp_path / "adapter"))
+    expected: Any = PeftModel.from_pretrained(stock, tmp_path / "adapter").merge_and_unload()
+    weights = dict(expected.named_parameters())
+    base, adapter = (
+        load_file(tmp_path / "base/model.safetensors"),
+        load_file(tmp_path / "adapter/adapter_model.safetensors"),
+    )
+    assert found[0][1].keys() == base.keys() | adapter.keys()
+    for name, tensor in found[0][1].items():
+        assert torch.equal(tensor, (base | adapter)[name]), name
+    for merged, _ in found:
+        assert merged.keys() == weights.keys()
+        for name, weight in weights.items():
+            assert torch.equal(merged[name], weight), name
+
+
+def test_refusals() -> None:
+    model = hfscale.from_config(tiny("llama"))
+    with pytest.raises(ConfigError, match="give some of the ranks 0 to 0"):
+        hfscale.stream_weights(model, ranks=(0, 1))
