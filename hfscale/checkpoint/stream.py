@@ -1,5 +1,5 @@
-"""Whole weights one after the other, by the names of a Hugging Face checkpoint: for whatever takes them while a run goes
-on, such as an inference engine that generates with the latest ones.
+"""Whole weights one after the other, by the names of a Hugging Face checkpoint: for what takes them while a run goes on,
+such as an inference engine that generates with the latest ones.
 """
 
 from collections.abc import Iterator, Sequence
