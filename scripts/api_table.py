@@ -19,7 +19,7 @@ GROUPS = {
         *["train_step", "eval_step", "token_scores", "TokenScores", "clip_grad_norm_", "drain", "metrics"],
         *["create_optimizer", "batch_rank", "batch_world"],
     ],
-    "Save and resume": ["save_pretrained", "save_state", "stream_weights", "load_state"],
+    "Save and resume": ["save_pretrained", "save_state", "load_state", "stream_weights"],
     "Adapters": ["get_peft_model", "merge_and_unload", "coverage_report"],
     "Mixtures of experts": [
         *["RoutingConfig", "expert_load", "ExpertLoad", "ExpertLoadHistory", "verify_experts", "upcycle"],

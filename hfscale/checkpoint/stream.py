@@ -1,4 +1,4 @@
-"""Whole weights one after the other, by the names of a Hugging Face checkpoint: for what takes them while a run goes on,
+"""Whole weights one after the other, by a Hugging Face checkpoint's names: for what takes them while a run goes on,
 such as an inference engine that generates with the latest ones.
 """
 
