@@ -15,11 +15,13 @@ class TowersPlan(Feature):
         text: name of the model of text.
         items: modules and parameters around it, its head left out, and layers.
         parameters: how many numbers they hold.
+        read_inside: inputs of the model of text by which its layers read them, besides the embeddings that go in.
     """
 
     text: str
     items: tuple[str, ...]
     parameters: int
+    read_inside: tuple[str, ...] = ()
 
     def describe(self, plan: PlanContents) -> list[str]:
         """What stays whole, and on which ranks."""

@@ -11,10 +11,11 @@ from ..config import ParallelConfig
 from ..errors import PlanError
 from ..plan.parameter import join_path
 from ..plan.stages import Stage, StagePlan, Tie, place_stages
+from ..plan.towers import TowersPlan
 from .costs import BATCH_TOKENS, SEQUENCE, Costs, layer_costs
 from .draft import Draft, Ranks
 from .layers import find_layers
-from .probe import PassageProbe, tiny_model
+from .probe import ALONE, PassageProbe, tiny_model
 from .resolve import find_blueprint
 
 
@@ -141,6 +142,9 @@ def _single_list(draft: Draft, layers: list[str], count: int) -> str | None:
         stage_problem(draft, "no list of layers was found", "pp_size=1, or a blueprint that names it")
     elif len(draft.modules[lists[0]]) != len(layers):
         stage_problem(draft, f"layers in {lists[0]} share parameters with the rest of the model")
+    elif (towers := draft.feature(TowersPlan)) is not None and towers.read_inside:
+        what = f"what its towers make of pictures is read inside of its layers ({', '.join(towers.read_inside)}){ALONE}"
+        stage_problem(draft, what)
     elif getattr(draft.config, "output_router_logits", False):
         what = "output_router_logits=True makes a loss of what the layers of all stages compute"
         stage_problem(draft, what, "config.output_router_logits = False, or pp_size=1")
@@ -214,10 +218,12 @@ def _trace(draft: Draft, layer_list: str) -> _Passage | None:
 
 def _phases(draft: Draft, probe: PassageProbe, item: str, tensors: dict[str, set[int]]) -> set[str]:
     """When ``item`` is used; refuses what cannot be on one stage, or on all."""
-    phases, held = probe.phases.get(item, set()), tensors[item]
+    phases, held, towers = probe.phases.get(item, set()), tensors[item], draft.feature(TowersPlan)
     reached = {tensor for used in probe.phases for tensor in tensors.get(used, ())}
     if "between" in phases:
         stage_problem(draft, f"{item} is used between layers, so every stage would need it")
+    elif not phases and towers is not None and towers.holds(item):
+        return {"before"}
     elif not phases and not held <= reached:
         stage_problem(draft, f"{item} has no part in a pass over tokens, so it belongs to no stage")
     elif probe.item_returns.get(item) == 0:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ..config import ParallelConfig
 from ..families.blueprint import Blueprint
 from ..memory_config import MemoryConfig
-from ..plan.contents import Feature
+from ..plan.contents import Feature, FeatureT
 from ..plan.cut import Cut
 from ..plan.modules import BlockPlan, ExpertsPlan, SequencePlan
 from ..plan.parameter import wild_name
@@ -53,6 +53,10 @@ class Draft:
         self.sequence_regions: tuple[SequencePlan, ...] = ()
         self.features: list[Feature] = []
         self.stages: StagePlan | None = None
+
+    def feature(self, kind: type[FeatureT]) -> FeatureT | None:
+        """What the part of a feature of its own has decided, if it has."""
+        return next((feature for feature in self.features if isinstance(feature, kind)), None)
 
     def problem(self, problem: str) -> None:
         """Note a reason why the layout does not fit, once."""

@@ -21,7 +21,7 @@ from .draft import Draft
 
 PROBED = (1, 2)  # samples, and tokens of each
 _LARGEST = 30_000_000  # parameters of a clone: a second or two of first values
-_ALONE = ", and only the stream travels between stages"
+ALONE = ", and only the stream travels between stages"
 
 
 class _Reached(Exception):
@@ -233,11 +233,11 @@ class PassageProbe(Probe):
             elif not isinstance(x, Tensor):
                 self._obstacle("its layers do not get the stream as first argument")
             elif self._stream is not None and x is not self._stream:
-                self._obstacle(f"it computes between its layers{_ALONE}")
+                self._obstacle(f"it computes between its layers{ALONE}")
             for leaf in _tensors_in((args, kwargs)):
                 if leaf is not x and leaf in self._sources:
                     if "" in self._sources[leaf]:
-                        self._obstacle(f"its layers are given what another layer computed, besides the stream{_ALONE}")
+                        self._obstacle(f"its layers are given what another layer computed, besides the stream{ALONE}")
                     self.shared |= self._sources[leaf]
             self._entered, self._inside = self._entered + 1, True
 

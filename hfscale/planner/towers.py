@@ -1,5 +1,7 @@
 """Plan what lies around the model of text."""
 
+import inspect
+
 from torch import nn
 
 from .._host.torch import own_modules
@@ -8,6 +10,13 @@ from ..plan.towers import TowersPlan
 from .draft import Draft
 from .probe import Probe
 from .text_model import find_text_model
+
+_PLAIN = {
+    *("args", "kwargs", "input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache_position", "head_mask"),
+    *("token_type_ids", "mm_token_type_ids", "labels", "logits_to_keep", "past_key_values", "use_cache"),
+    *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
+}
+"""Inputs of models of text, none of which is made of pictures but the embeddings."""
 
 
 def plan_towers(draft: Draft) -> None:
@@ -19,7 +28,12 @@ def plan_towers(draft: Draft) -> None:
     items = tuple(item for item in (*_around(draft.model, text), *layers) if item != draft.head)
     sizes = {id(p): p.numel() for name, p in draft.named() if _in_any(name, items)}
     if sizes:
-        draft.features.append(TowersPlan(text, items, sum(sizes.values())))
+        draft.features.append(TowersPlan(text, items, sum(sizes.values()), other_inputs(draft.modules[text])))
+
+
+def other_inputs(text: nn.Module) -> tuple[str, ...]:
+    """Inputs of a model of text that models of text alone do not have."""
+    return tuple(name for name in inspect.signature(text.forward).parameters if name not in _PLAIN)
 
 
 def _around(model: nn.Module, path: str) -> list[str]:

@@ -1,13 +1,14 @@
 """Vision-language models: the text cut like any, towers whole, and pictures in some of the batches only."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 import hfscale
-from hfscale import ParallelConfig
+from hfscale import ConfigError, ParallelConfig, PlanError
 from hfscale.families.clone import tiny_clone
 from hfscale.plan.towers import TowersPlan
 from hfscale.planner.loss_proof import passes_on_labels
@@ -36,6 +37,39 @@ def test_ranks_with_and_without_pictures(pools: Pools, family: str, axis: str) -
     """llava_next has a parameter beside its modules, and mllama layers that text alone leaves out."""
     case = PictureCase(with_pictures(family), text_alone=APART)
     assert_layout_equal(case, ParallelConfig(**{axis: 2}), pools(2))
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+def test_stages(pools: Pools, family: str) -> None:
+    layout = ParallelConfig(pp_size=2, num_microbatches=2)
+    assert_layout_equal(PictureCase(with_pictures(family), text_alone=APART), layout, pools(2))
+
+
+def test_stages_and_data_ranks(pools: Pools) -> None:
+    layout = ParallelConfig(pp_size=2, num_microbatches=2, dp_shard_size=2)
+    assert_layout_equal(PictureCase(with_pictures("llava"), text_alone=APART), layout, pools(4))
+
+
+@pytest.mark.parametrize(
+    ("family", "inside"), [("qwen3_vl", "deepstack_visual_embeds"), ("mllama", "cross_attention_states")]
+)
+def test_layers_that_read_pictures_are_on_one_stage(family: str, inside: str) -> None:
+    with pytest.raises(PlanError, match=f"inside of its layers .*{inside}.*: use pp_size=1"):
+        hfscale.plan(with_pictures(family), ParallelConfig(pp_size=2), auto_class=AutoModelForImageTextToText)
+
+
+def _cut(config: Any, batch: Any) -> str:
+    layout = ParallelConfig(pp_size=2, num_microbatches=2)
+    model = hfscale.from_config(config, parallel=layout, auto_class=AutoModelForImageTextToText, dtype=torch.float64)
+    with pytest.raises(ConfigError) as refused:
+        hfscale.train_step(model, batch)
+    return str(refused.value)
+
+
+def test_pictures_are_not_cut_by_rows(pools: Pools) -> None:
+    case = PictureCase(with_pictures("llava"))
+    for said in pools(2).run(_cut, case.config, case.batches(1)[0][0][0]):
+        assert "nothing says which pictures belong to which rows: give train_step a list" in said
 
 
 def test_no_pictures_anywhere(pools: Pools) -> None:

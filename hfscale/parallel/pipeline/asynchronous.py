@@ -127,8 +127,8 @@ class AsynchronousPipeline(Pipeline):
                     "num_microbatches out, or use pipedream_2bw, which adds gradients up"
                 )
             return [dict(batch) for batch in given]
-        pp_size = self._layout.size("pp")
-        return share_out(given, self._layout.num_microbatches, pp_size, lambda number: number >= pp_size)
+        pp_size, towers = self._layout.size("pp"), self._towers is not None
+        return share_out(given, self._layout.num_microbatches, pp_size, lambda number: number >= pp_size, towers)
 
     def agrees(self, train: bool) -> bool:
         """Only as long as nothing is under way: stages wait for each other no more than they must."""

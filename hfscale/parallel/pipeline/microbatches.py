@@ -14,7 +14,7 @@ _PER_STAGE = 4
 
 
 def share_out(
-    given: Sequence[Batch], wanted: int | None, pp_size: int, accepts: Callable[[int], bool]
+    given: Sequence[Batch], wanted: int | None, pp_size: int, accepts: Callable[[int], bool], towers: bool = False
 ) -> list[dict[str, Any]]:
     """The microbatches of one step.
 
@@ -27,9 +27,11 @@ def share_out(
             everyone's.
         wanted: ``ParallelConfig.num_microbatches``.
         accepts: whether the schedule can run a number of microbatches.
+        towers: whether the model has towers, which read pictures.
 
     Raises:
-        ConfigError: the rows cannot be cut evenly so; the message names the numbers that can be.
+        ConfigError: the rows cannot be cut evenly so, and the message names the numbers that can be; or there are
+            pictures, of which nothing says to which rows they belong.
     """
     count = len(given)
     if wanted == count or (wanted is None and count > 1 and accepts(count)):
@@ -41,7 +43,20 @@ def share_out(
     parts = _default_parts(fitting, count, pp_size) if wanted is None else wanted
     if parts not in fitting:
         raise ConfigError(_unfit(count, wanted, rows, fitting, accepts))
+    if towers and parts > 1 and any(is_of_towers(value) for batch in given for value in batch.values()):
+        raise ConfigError(
+            f"a step of {count} batches goes through stages as {parts * count} microbatches, and nothing says which "
+            "pictures belong to which rows: give train_step a list of that many microbatches, each with the pictures "
+            "of its texts"
+        )
     return [part for batch, size in zip(given, rows, strict=True) for part in _cut(batch, size, parts)]
+
+
+def is_of_towers(value: Any) -> bool:
+    """Whether an input of a model with towers is read by them alone: pictures are not of whole numbers, tokens, masks,
+    positions and sizes are.
+    """
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _default_parts(fitting: Sequence[int], count: int, pp_size: int) -> int:

@@ -26,6 +26,7 @@ from ...config import ParallelConfig
 from ...errors import ConfigError, PlanError
 from ...plan import Plan, Stage
 from ...plan.recompute import recomputed
+from ...plan.towers import TowersPlan
 from ...runtime import Executor, Objective, Runtime
 from ...runtime.batches import Microbatch
 from ...schedules import ASYNCHRONOUS
@@ -33,7 +34,7 @@ from .activation_types import ActivationTypes
 from .agreement import StageAgreement
 from .csv_table import read_csv
 from .engine import check_runs, engine_runtime
-from .microbatches import Batch, share_out, tokens_of
+from .microbatches import Batch, is_of_towers, share_out, tokens_of
 from .orders import check, order
 from .split import splits_exactly
 from .stand_in import run_stages_apart
@@ -107,6 +108,7 @@ class Pipeline(Executor):
         self._engines: dict[tuple[int, bool], Any] = {}
         self._batches: Sequence[Microbatch] | dict[int, Microbatch] = ()
         self._objective: Objective | None = None
+        self._towers = runtime.plan.feature(TowersPlan)
         self._trains = True
         self._losses: list[Tensor] = []
         runtime.model.register_forward_pre_hook(self._refuse_others)
@@ -128,7 +130,8 @@ class Pipeline(Executor):
 
     def share_out(self, given: Sequence[Batch]) -> list[dict[str, Any]]:
         """The microbatches of one step: see :func:`hfscale.parallel.pipeline.microbatches.share_out`."""
-        return share_out(given, self._layout.num_microbatches, self._layout.size("pp"), self._accepts)
+        accepts, towers = self._accepts, self._towers is not None
+        return share_out(given, self._layout.num_microbatches, self._layout.size("pp"), accepts, towers)
 
     def fewest_rows(self) -> int:
         """As many as there are microbatches."""
@@ -236,7 +239,7 @@ class Pipeline(Executor):
     def _compute(self, stage: Stage, arrived: Tensor | None, microbatch: int) -> Tensor:
         batch, last = self._batches[microbatch], stage.index == len(self._stages.stages) - 1
         samples, tokens = tokens_of(batch)
-        inputs = batch if last else batch.like({name: value for name, value in batch.items() if name not in _LABELS})
+        inputs = batch.like({name: value for name, value in batch.items() if self._reads(stage, name, value)})
         for part in self._runtime.parts:
             part.begin_stage_pass(tokens if arrived is not None else None, leaves=not last)
         with self._running(stage) as passage:
@@ -262,6 +265,12 @@ class Pipeline(Executor):
             leading, peer = self._leading(samples, tokens), self._peer(stage.index + 1)
             self._types.announce(stage.index + 1, leaving, leading, peer, self._trains)
         return leaving
+
+    def _reads(self, stage: Stage, name: str, value: Any) -> bool:
+        """Whether a stage is given an input: the last one labels, the first one what towers read."""
+        if name in _LABELS:
+            return stage.index == len(self._stages.stages) - 1
+        return stage.index == 0 or self._towers is None or not is_of_towers(value)
 
     def _loss(self, inputs: Microbatch, microbatch: int) -> Tensor:
         assert self._objective is not None
