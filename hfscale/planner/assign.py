@@ -142,22 +142,28 @@ def _single_list(draft: Draft, layers: list[str], count: int) -> str | None:
         stage_problem(draft, "no list of layers was found", "pp_size=1, or a blueprint that names it")
     elif len(draft.modules[lists[0]]) != len(layers):
         stage_problem(draft, f"layers in {lists[0]} share parameters with the rest of the model")
-    elif (towers := draft.feature(TowersPlan)) is not None and towers.read_inside:
-        what = f"what its towers make of pictures is read inside of its layers ({', '.join(towers.read_inside)}){ALONE}"
-        stage_problem(draft, what)
-    elif getattr(draft.config, "output_router_logits", False):
-        what = "output_router_logits=True makes a loss of what the layers of all stages compute"
-        stage_problem(draft, what, "config.output_router_logits = False, or pp_size=1")
-    elif dropped := draft.layer_drops():
-        what = (
-            f"{dropped[0]}={getattr(draft.config, dropped[0])} leaves out layers at random, at a border of stages too"
-        )
-        stage_problem(draft, what, f"config.{dropped[0]} = 0, or pp_size=1")
+    elif inside := _crosses_borders(draft):
+        stage_problem(draft, *inside)
     elif check_stage_layers(draft, layers) and count > len(layers):
         _too_many(draft, len(layers))
     if draft.problems:
         return None
     return lists[0]
+
+
+def _crosses_borders(draft: Draft) -> tuple[str, str] | None:
+    """What layers of several stages would need of one another besides the stream, and what to do."""
+    towers = draft.feature(TowersPlan)
+    if towers is not None and towers.read_inside:
+        inputs = ", ".join(towers.read_inside)
+        return f"what its towers make of pictures is read inside of its layers ({inputs}){ALONE}", "pp_size=1"
+    if getattr(draft.config, "output_router_logits", False):
+        what = "output_router_logits=True makes a loss of what the layers of all stages compute"
+        return what, "config.output_router_logits = False, or pp_size=1"
+    for name in draft.layer_drops()[:1]:
+        what = f"{name}={getattr(draft.config, name)} leaves out layers at random, at a border of stages too"
+        return what, f"config.{name} = 0, or pp_size=1"
+    return None
 
 
 def _too_many(draft: Draft, layers: int) -> None:
