@@ -43,13 +43,18 @@ def share_out(
     parts = _default_parts(fitting, count, pp_size) if wanted is None else wanted
     if parts not in fitting:
         raise ConfigError(_unfit(count, wanted, rows, fitting, accepts))
-    if towers and parts > 1 and any(is_of_towers(value) for batch in given for value in batch.values()):
+    if towers and parts > 1:
+        _refuse_pictures(given, parts * count)
+    return [part for batch, size in zip(given, rows, strict=True) for part in _cut(batch, size, parts)]
+
+
+def _refuse_pictures(given: Sequence[Batch], parts: int) -> None:
+    if any(is_of_towers(value) for batch in given for value in batch.values()):
         raise ConfigError(
-            f"a step of {count} batches goes through stages as {parts * count} microbatches, and nothing says which "
+            f"a step of {len(given)} batches goes through stages as {parts} microbatches, and nothing says which "
             "pictures belong to which rows: give train_step a list of that many microbatches, each with the pictures "
             "of its texts"
         )
-    return [part for batch, size in zip(given, rows, strict=True) for part in _cut(batch, size, parts)]
 
 
 def is_of_towers(value: Any) -> bool:
