@@ -26,7 +26,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@if command -v nvidia-smi >/dev/null 2>&1; then $(PIP) torch==$(TORCH); \
 	else $(PIP) torch==$(TORCH)+cpu 2>/dev/null || $(PIP) torch==$(TORCH); fi
 	@echo "installing hfscale and its tools"
-	@$(PIP) --editable ".[bitsandbytes,plots,recipes,dev]"
+	@$(PIP) --editable ".[bitsandbytes,plots,recipes,trl,dev]"
 	@touch $@
 
 demo: setup

@@ -88,10 +88,13 @@ _MODULES = {
         *["batch_rank", "batch_world", "clip_grad_norm_", "drain", "eval_step", "metrics", "token_scores", "train_step"]
     ],
 }
+_SUBMODULES = ("trl",)
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return importlib.import_module(f".{name}", __name__)
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_MODULE_OF[name], __name__), name)

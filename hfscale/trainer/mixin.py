@@ -8,6 +8,7 @@ Data flow of a step where the loss is the model's own (any layout)::
 Where a subclass or a function makes the loss, Trainer's own step runs, over every axis but stages.
 """
 
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,11 @@ from ..errors import ConfigError
 from ..optimizers import create_optimizer
 from ..runtime import Runtime, find_runtime, runtime_of
 from ..train import train_step
-from . import evaluation, files
+from . import evaluation, files, through_stages
 from .accelerator import TrainerAccelerator
 from .batches import filled_up, first_rows, rows_of
-from .refusals import check_arguments, check_layout_of, check_model, check_optimizer
+from .refusals import check_arguments, check_layout_of, check_losses_of_scores, check_model, check_optimizer
+from .seams import Seams, batches_gathered, count_generations
 from .work import operations
 
 
@@ -57,22 +59,31 @@ class TrainerMixin(TrainerHooks):
         if arguments is not None:
             _check(arguments)
         self._parallel, self._waiting = parallel, list[Any]()
+        layout, context = parallel or _layout_of_environment(), ExitStack()
         if isinstance(model, nn.Module):
             model = self._parallelized(model, arguments)
-            with taken_for_adapted(runtime_of(model).model):
-                super().__init__(model, *args, **kwargs)  # type: ignore[call-arg]
-        else:
+            layout = runtime_of(model).mesh.layout
+            context.enter_context(taken_for_adapted(runtime_of(model).model))
+        if arguments is not None and layout is not None:
+            count_generations(arguments, layout.batch_world)
+        self._seams = Seams(layout, "no" if arguments is None else str(arguments.mixed_precision))
+        with context, self._seams.while_made(type(self)):
             super().__init__(model, *args, **kwargs)  # type: ignore[call-arg]
         self.check_loss()
 
     def check_loss(self) -> None:
         """Refuse a loss that needs what no rank has."""
+        trainer: Any = self
         runtime, own = self.runtime, not has_stock_loss(self)
-        if runtime.plan.stages is not None and (own or runtime.loss is None):
+        if runtime.plan.stages is None:
+            return
+        check_losses_of_scores(trainer, runtime)
+        if (own and not self._scores_tokens) or runtime.loss is None:
             whose = f"{type(self).__name__}.compute_loss, or compute_loss_func," if own else class_name(runtime.model)
             raise ConfigError(
                 f"{runtime.mesh.layout.describe()}: {whose} needs the model's whole output, which one stage has: use "
-                "pp_size=1, or leave the loss as transformers has it"
+                "pp_size=1, or leave the loss as transformers has it; in a loop of your own, "
+                "hfscale.train_step(loss_fn=) runs a loss of scores of tokens there"
             )
 
     def _parallelized(self, model: Any, arguments: TrainingArguments | None) -> Any:
@@ -123,6 +134,13 @@ class TrainerMixin(TrainerHooks):
         return runtime_of(trainer.model)
 
     @property
+    def _scores_tokens(self) -> bool:
+        """Whether the loss is made of scores of tokens: TRL's, by its fused head."""
+        trainer: Any = self
+        smoothed = bool(trainer.args.label_smoothing_factor) and not hasattr(trainer, "label_pad_token_id")
+        return bool(self._seams.heads) and trainer.compute_loss_func is None and not smoothed
+
+    @property
     def uses_train_step(self) -> bool:
         """Whether steps are :func:`hfscale.train_step`'s: the loss is the model's own mean over labels.
 
@@ -153,7 +171,8 @@ class TrainerMixin(TrainerHooks):
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Trainer's; microbatches wait for the one that ends their step, and all go through it together."""
         trainer: Any = self
-        if not self.uses_train_step:
+        staged = self.runtime.plan.stages is not None
+        if not self.uses_train_step and not staged:
             return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc,no-any-return]
         model.train()
         if callable(getattr(trainer.optimizer, "train", None)):  # those without a schedule
@@ -162,10 +181,13 @@ class TrainerMixin(TrainerHooks):
         if not trainer.accelerator.sync_gradients:
             return torch.zeros((), device=trainer.args.device)
         batches, self._waiting = self._waiting, []
-        if self.runtime.plan.stages is not None:
-            args = trainer.args
+        args = trainer.args
+        if not self.uses_train_step:
+            missing = args.gradient_accumulation_steps - len(batches)
+            return through_stages.training_step(self, batches, num_items_in_batch, missing, self._seams.heads)
+        if staged:
             batches = filled_up(batches, args.gradient_accumulation_steps, args.per_device_train_batch_size)
-        loss = train_step(model, batches, label_smoothing=trainer.args.label_smoothing_factor)
+        loss = train_step(model, batches, label_smoothing=args.label_smoothing_factor)
         return loss.to(torch.float32)
 
     def prediction_step(
@@ -176,6 +198,11 @@ class TrainerMixin(TrainerHooks):
         if not self.uses_train_step:
             return stock(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[no-any-return]
         return evaluation.prediction_step(self, model, inputs, prediction_loss_only, ignore_keys, stock)
+
+    def around_inputs(self) -> AbstractContextManager[None]:
+        """Around Trainer's way of preparing a batch, in which some gather rewards."""
+        trainer: Any = self
+        return batches_gathered(type(self), trainer.accelerator)
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
         """Trainer's; by name, over shards."""
@@ -239,6 +266,12 @@ class Trainer(TrainerMixin, transformers.Trainer):
 
     See :class:`TrainerMixin` for ``parallel``. Start the script with ``accelerate launch``, one process per rank.
     """
+
+
+def _layout_of_environment() -> ParallelConfig | None:
+    """The layout that the environment names, where it fits the processes that were started."""
+    found = ParallelConfig()
+    return found if found.total_size == started_processes() else None
 
 
 def _check(arguments: TrainingArguments) -> None:

@@ -115,3 +115,19 @@ def check_layout_of(model: nn.Module, layout: ParallelConfig, processes: int) ->
             "hfscale.Trainer(..., parallel=layout), where layout = hfscale.ParallelConfig(tp_size=...) has as many "
             "processes as run"
         )
+
+
+def check_losses_of_scores(trainer: Any, runtime: Runtime) -> None:
+    """Look at what TRL's trainers do beside their loss, where a model is cut into stages.
+
+    Raises:
+        ConfigError: it needs the model on one rank.
+    """
+    layout = runtime.mesh.layout.describe()
+    if hasattr(trainer, "reward_funcs"):
+        raise ConfigError(
+            f"{layout}: {type(trainer).__name__} generates with the model that it trains, of which a rank has some "
+            "layers: use pp_size=1"
+        )
+    if getattr(trainer.args, "activation_offloading", False):
+        raise ConfigError(f"{layout}: activation_offloading is not for passes between stages: leave it out")

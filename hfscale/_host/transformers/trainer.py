@@ -4,7 +4,7 @@ Read and run with transformers 5.17 and 5.23; ``tests/trainer/test_host.py`` com
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,14 @@ class TrainerHooks:
     def _load_best_model(self) -> None:
         state: Any = self.state  # type: ignore[attr-defined]
         self.read_best_weights(Path(state.best_model_checkpoint))
+
+    def around_inputs(self) -> AbstractContextManager[None]:
+        """Around preparing a batch."""
+        return nullcontext()
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        with self.around_inputs():
+            return super()._prepare_inputs(inputs)  # type: ignore[misc]
 
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
         return False  # the accelerator knows the axes; the host takes a plain tensor for a whole one
@@ -106,7 +114,8 @@ def has_stock_loss(trainer: Any) -> bool:
 
 def prepared(trainer: Any, inputs: Any) -> Any:
     """A batch as a subclass prepares it; where none does it stays as the loader gave it, on the CPU."""
-    own = type(trainer)._prepare_inputs is not transformers.Trainer._prepare_inputs
+    known = (TrainerHooks, transformers.Trainer)
+    own = any("_prepare_inputs" in vars(kind) for kind in type(trainer).__mro__ if kind not in known)
     return trainer._prepare_inputs(inputs) if own else inputs
 
 

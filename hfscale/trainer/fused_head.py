@@ -1,0 +1,124 @@
+"""TRL's fused head over models that hfscale parallelized: ``model(..., labels=, fused_lm_head=True)`` gives scores.
+
+TRL's own multiplies by ``lm_head.weight``, of which a rank has a part, or none. Three ways to an answer::
+
+    a rank has all layers      the model itself, whose loss scores tokens (graph included)
+    stages, no gradients       hfscale.token_scores: every stage asks, every stage gets them
+    stages, a training step    what :class:`Conversation` says: the step has its passes when the stages are together
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._host.torch import answer_calls
+from .._host.trl import fused_output
+from ..errors import ConfigError
+from ..ops.token_scores import TokenScores
+from ..runtime import Runtime, runtime_of
+from ..train import token_scores
+
+_FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+
+
+_TRAINS = object()
+
+
+@dataclass
+class Conversation:
+    """What one microbatch's loss asks of models, in order: once, with gradients, of the one that trains.
+
+    Attributes:
+        call: the arguments with which that was asked.
+        answers: of the others, or of it without gradients, in order; its own place is marked.
+        scores: of the one that trains; ``None`` while they are not known.
+        place: how many questions have been asked.
+    """
+
+    call: dict[str, Any] = field(default_factory=dict)
+    answers: list[Any] = field(default_factory=list)
+    scores: TokenScores | None = None
+    place: int = 0
+
+
+class FusedHead:
+    """Answers for one model.
+
+    Args:
+        runtime: of that model.
+        temperature: what its logits are divided by.
+        outputs: which scores are wanted.
+        trains: whether it is the model that trains.
+
+    Attributes:
+        temperature: the same.
+        conversation: of the step that it is in, if any.
+    """
+
+    def __init__(self, runtime: Runtime, temperature: float, outputs: tuple[str, ...], trains: bool) -> None:
+        self._runtime, self.temperature, self._outputs = runtime, temperature, {"log_probs", *outputs}
+        self._trains = trains
+        self.conversation: Conversation | None = None
+
+    def install(self) -> None:
+        """Into the model."""
+        answer_calls(self._runtime.model, self)
+
+    def __call__(self, call: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        """In the place of the model."""
+        if not fused_lm_head:
+            return call(*args, **kwargs)
+        if self.conversation is not None:
+            return self._in_conversation(self.conversation, kwargs)
+        return self._answer(call, kwargs)
+
+    def _answer(self, call: Any, kwargs: dict[str, Any]) -> Any:
+        runtime = self._runtime
+        if runtime.plan.stages is not None:
+            if kwargs.get("output_router_logits"):
+                raise ConfigError(
+                    "the loss of a router is summed over layers, and each stage has some: use pp_size=1, or "
+                    "router_aux_loss_coef=0.0"
+                )
+            given = {name: value for name, value in kwargs.items() if value is not None}
+            return self.output(token_scores(runtime.model, given, temperature=self.temperature), kwargs)
+        assert runtime.loss is not None  # checked as the trainer was made
+        with runtime.loss.scoring(self.temperature) as scoring:
+            answer = call(**{**kwargs, "use_cache": False})
+        return self.output(scoring.scores, kwargs, answer)
+
+    def output(self, scores: TokenScores, kwargs: dict[str, Any], answer: Any = None) -> Any:
+        """In TRL's form: without the last position, which predicts nothing."""
+        shifted = kwargs.get("shift_labels")
+        wanted: Tensor = kwargs["labels"][:, 1:] if shifted is None else shifted
+        found = {name: getattr(scores, name)[:, : wanted.shape[1]] for name in _FIELDS if name in self._outputs}
+        others = {"loss": getattr(answer, "loss", None), "aux_loss": getattr(answer, "aux_loss", None)}
+        return fused_output(label_mask=(wanted != -100).to(scores.log_probs.device), **found, **others)
+
+    def _in_conversation(self, talk: Conversation, kwargs: dict[str, Any]) -> Any:
+        talk.place += 1
+        if talk.scores is not None:
+            known = talk.answers[talk.place - 1]
+            return self.output(talk.scores, kwargs) if known is _TRAINS else known
+        if not torch.is_grad_enabled():
+            talk.answers.append(self._answer(None, kwargs))
+            return talk.answers[-1]
+        if not self._trains or talk.call:
+            raise ConfigError("this loss needs gradients of several passes, and stages run one: use pp_size=1")
+        talk.answers.append(_TRAINS)
+        talk.call = {name: value for name, value in kwargs.items() if value is not None}
+        return self.output(_unknown(kwargs["labels"]), kwargs)
+
+
+def _unknown(labels: Tensor) -> TokenScores:
+    zero = torch.zeros(labels.shape, device=labels.device)
+    return TokenScores(zero, zero, zero, zero, zero.bool())
+
+
+def fused_head(model: nn.Module, temperature: float, outputs: tuple[str, ...], trains: bool) -> FusedHead:
+    """A fused head for a model, installed."""
+    head = FusedHead(runtime_of(model), temperature, outputs, trains)
+    head.install()
+    return head

@@ -1,0 +1,132 @@
+"""What TRL's trainers call by name, for models that hfscale parallelized."""
+
+import hashlib
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from .. import adapt, build
+from .._host.trl import replaced
+from ..config import ParallelConfig
+from ..errors import ConfigError
+from ..runtime import Runtime, find_runtime, local_tensor
+from .fused_head import FusedHead, fused_head
+
+
+class Seams:
+    """The functions, for one trainer.
+
+    Attributes:
+        heads: the fused heads of its models; the first is of the one that trains.
+        layout: of models that it makes itself.
+        precision: likewise, their ``mixed_precision``.
+    """
+
+    def __init__(self, layout: ParallelConfig | None, precision: str) -> None:
+        self.layout, self.precision = layout, precision
+        self.heads: list[FusedHead] = []
+
+    def while_made(self, kind: type) -> AbstractContextManager[None]:
+        """Within: a trainer of this class is made."""
+        return replaced(
+            kind,
+            {
+                "add_fused_lm_head": self._add_fused_lm_head,
+                "create_model_from_path": self._create_model_from_path,
+                "get_peft_model": _get_peft_model,
+                "hash_module": _hash_module,
+            },
+        )
+
+    def _add_fused_lm_head(
+        self,
+        stock: Any,
+        model: Any,
+        temperature: float = 1.0,
+        cast_lm_head_to_fp32: bool = False,
+        outputs: Iterable[str] = ("log_probs",),
+    ) -> None:
+        if find_runtime(model) is None:
+            stock(model, temperature, cast_lm_head_to_fp32, outputs)
+            return
+        if cast_lm_head_to_fp32:
+            raise ConfigError(
+                "cast_lm_head_to_fp32=True is for a whole head, and this one is cut: leave it out; its sums over the "
+                "vocabulary are in float32 in any case"
+            )
+        self.heads.append(fused_head(model, temperature, tuple(outputs), trains=not self.heads))
+
+    def _create_model_from_path(self, stock: Any, path: str, architecture: Any = None, **kwargs: Any) -> Any:
+        if self.layout is None:
+            raise ConfigError(
+                f"{path!r} would be loaded whole by every process: pass parallel=hfscale.ParallelConfig(...) to the "
+                "trainer, or a model of hfscale.from_pretrained"
+            )
+        given = {name: value for name, value in kwargs.items() if name != "device_map" and value is not None}
+        dtype = given.pop("dtype", torch.float32)
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
+        return build.from_pretrained(
+            path,
+            parallel=self.layout,
+            auto_class=architecture or AutoModelForCausalLM,
+            mixed_precision=self.precision,
+            dtype=dtype,
+            **given,
+        )
+
+
+def _get_peft_model(stock: Any, model: Any, peft_config: Any, *args: Any, **kwargs: Any) -> Any:
+    if find_runtime(model) is None:
+        return stock(model, peft_config, *args, **kwargs)
+    return adapt.get_peft_model(model, peft_config)
+
+
+def _hash_module(stock: Any, module: Any) -> str:
+    """Of all ranks' shares; TRL's is of what this rank has."""
+    runtime = find_runtime(module)
+    return str(stock(module)) if runtime is None else _hash(runtime)
+
+
+def _hash(runtime: Runtime) -> str:
+    own = hashlib.sha256()
+    for planned, parameter in runtime.parameters():
+        share = local_tensor(parameter.detach()).cpu().contiguous().view(-1).view(torch.uint8)
+        own.update(planned.name.encode() + share.numpy().tobytes())
+    return hashlib.sha256("".join(runtime.mesh.all_gather_object(own.hexdigest())).encode()).hexdigest()
+
+
+def batches_gathered(kind: type, accelerator: Any) -> AbstractContextManager[None]:
+    """Within: what a trainer gathers by Accelerate's functions comes from distinct batches, each once."""
+
+    def gather(stock: Any, tensor: Any) -> Any:
+        return accelerator.gather(tensor)
+
+    def gather_object(stock: Any, given: Any) -> Any:
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, (accelerator.process_index, given), group=accelerator.mesh.control)
+        first = dict(reversed(every))
+        return [value for place in sorted(first) for value in first[place]]
+
+    spread = accelerator.mesh.control is not None
+    return replaced(kind, {"gather": gather, "gather_object": gather_object} if spread else {})
+
+
+def count_generations(arguments: Any, batches: int) -> None:
+    """A GRPO or RLOO config has multiplied by processes, before it could know that some share a batch.
+
+    Raises:
+        ConfigError: a generation cannot be divided into groups then.
+    """
+    if getattr(arguments, "generation_batch_size", None) is None:
+        return
+    size = arguments.per_device_train_batch_size * batches * arguments.steps_per_generation
+    if size % arguments.num_generations:
+        raise ConfigError(
+            f"num_generations={arguments.num_generations} does not divide the {size} completions of a generation over "
+            f"{batches} distinct batch(es): change per_device_train_batch_size or steps_per_generation"
+        )
+    arguments.generation_batch_size = size

@@ -1,0 +1,70 @@
+"""A step of a trainer's own loss through pipeline stages.
+
+``compute_loss`` runs as it is, three times for each microbatch, and the model that trains passes once::
+
+    on every stage   ask: what is the model called with? other models (a reference) answer now, all stages together
+    last stage       the step; the loss of each microbatch, of its scores and of what the others have answered
+    on every stage   the same loss of the same scores once more, for what the trainer records
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._host.trl import loss_is_scaled, unrecorded
+from ..ops.token_scores import TokenScores
+from ..train import train_step
+from ..train.last_stage import from_last_stage
+from .fused_head import Conversation, FusedHead
+
+
+def training_step(trainer: Any, batches: Sequence[Any], count: Any, missing: int, heads: Sequence[FusedHead]) -> Tensor:
+    """All microbatches of a step.
+
+    Args:
+        count: Trainer's ``num_items_in_batch``.
+        missing: how many microbatches the step lacks of a full one.
+        heads: of all models that the loss asks.
+
+    Returns:
+        the sum of this distinct batch's losses.
+    """
+    model, runtime = trainer.model, trainer.runtime
+    share = 1.0 if loss_is_scaled(trainer, count) else 1.0 / trainer.current_gradient_accumulation_steps
+    talks = [Conversation() for _ in batches]
+
+    def loss_of(index: int) -> Tensor:
+        talks[index].place = 0
+        for head in heads:
+            head.conversation = talks[index]
+        try:
+            with trainer.compute_loss_context_manager():
+                loss = trainer.compute_loss(model, dict(batches[index]), num_items_in_batch=count)
+        finally:
+            for head in heads:
+                head.conversation = None
+        return loss * share  # type: ignore[no-any-return]
+
+    def loss_fn(scores: TokenScores, index: int) -> Tensor:
+        if index >= len(batches):
+            return scores.log_probs.sum() * 0
+        kept[index], talks[index].scores = scores, scores
+        with unrecorded(trainer):
+            return loss_of(index)
+
+    for index in range(len(batches)):
+        with unrecorded(trainer):
+            loss_of(index)
+    calls = [talk.call for talk in talks]
+    kept: dict[int, TokenScores] = {}
+    # A step at the end of an epoch may be short of microbatches that the schedule needs.
+    train_step(model, calls + [calls[-1]] * missing, loss_fn=loss_fn, temperature=heads[0].temperature)
+    total = torch.zeros((), device=trainer.args.device)
+    with torch.no_grad():
+        for index, talk in enumerate(talks):
+            own = list(kept[index].each()) if index in kept else []
+            talk.scores = TokenScores(*from_last_stage(runtime, own))
+            total += loss_of(index).detach()
+    return total

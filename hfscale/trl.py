@@ -1,0 +1,31 @@
+"""TRL's trainers in any layout: ``from hfscale.trl import SFTTrainer``, with TRL's own configs and arguments.
+
+Each is ``class SFTTrainer(hfscale.TrainerMixin, trl.SFTTrainer)``, made when it is first asked for; a trainer that is
+not listed is made so by hand. See :class:`hfscale.TrainerMixin` for ``parallel``, and docs/trainer.md.
+"""
+
+import importlib
+from typing import Any
+
+from .errors import ConfigError
+from .trainer import TrainerMixin
+
+__all__ = ["DPOTrainer", "GRPOTrainer", "KTOTrainer", "RLOOTrainer", "RewardTrainer", "SFTTrainer"]  # noqa: F822
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+    try:
+        stock = getattr(importlib.import_module("trl"), name)
+    except ImportError as error:
+        raise ConfigError(
+            f"hfscale.trl.{name} needs TRL 1.15 or later ({error}): pip install 'hfscale[trl]'"
+        ) from error
+    made = type(name, (TrainerMixin, stock), {"__module__": __name__, "__doc__": f"``trl.{name}`` in any layout."})
+    globals()[name] = made
+    return made
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

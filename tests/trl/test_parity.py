@@ -1,0 +1,104 @@
+"""One script with a trainer of TRL's, in one process and in a layout: every number that is logged is equal."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from hfscale import ParallelConfig
+from hfscale.testing import RankPool
+
+from ..models import tiny
+from .script import Case, assert_equal, run, save_rows, tokenizer
+
+pytest.importorskip("trl")
+
+Pools = Callable[[int], RankPool]
+Layout = dict[str, Any]
+TP2, DP2, PP2 = {"tp_size": 2}, {"dp_shard_size": 2}, {"pp_size": 2}
+BOTH = {"tp_size": 2, "dp_shard_size": 2}
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
+LORA = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+CASES = {
+    "sft": Case("SFTTrainer", "text", EVALUATED),
+    "completion": Case("SFTTrainer", "completion", {"loss_type": "dft"}),
+    "packed": Case("SFTTrainer", "text", {"packing": True, "max_length": 16}),
+    "assistant": Case("SFTTrainer", "chat", {"assistant_only_loss": True}),
+    "sft_lora": Case("SFTTrainer", "text", lora=LORA),
+    "dpo": Case("DPOTrainer", "pair", EVALUATED),
+    # Adam divides by gradients, which of some factors are roundings here.
+    "dpo_lora": Case("DPOTrainer", "pair", {"optim": "sgd", "learning_rate": 0.1}, lora=LORA),
+    "precomputed": Case("DPOTrainer", "pair", {"precompute_ref_log_probs": True}),
+    "kto": Case("KTOTrainer", "label", {"max_steps": 2}),
+    "reward": Case("RewardTrainer", "pair"),
+}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    torch.manual_seed(0)
+    made = tmp_path_factory.mktemp("start")
+    tokens = {"eos_token_id": 1, "bos_token_id": None, "pad_token_id": 0}
+    config = tiny("llama", num_hidden_layers=4, num_labels=1, **tokens)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(made)
+    for place in (made, made / "ranker"):
+        tokenizer(place)
+        for kind in {case.data for case in CASES.values()}:
+            save_rows(place, kind, 24, 1)
+            save_rows(place, kind, 8, 2)
+    ranker = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    ranker.save_pretrained(made / "ranker")
+    model = AutoModelForCausalLM.from_pretrained(made, dtype=torch.float32)
+    get_peft_model(model, replace(LORA, init_lora_weights=False)).save_pretrained(made / "adapter")
+    return str(made)
+
+
+def case_of(name: str, path: str) -> Case:
+    return replace(CASES[name], adapter=f"{path}/adapter") if CASES[name].lora is not None else CASES[name]
+
+
+def start_of(name: str, path: str) -> str:
+    return f"{path}/ranker" if name == "reward" else path
+
+
+@pytest.fixture(scope="module")
+def expected(path: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    known: dict[str, Any] = {}
+
+    def find(name: str) -> Any:
+        if name not in known:
+            with warnings.catch_warnings():  # TRL's own, of names that transformers is about to change
+                warnings.simplefilter("ignore")
+                known[name] = run(
+                    case_of(name, path), start_of(name, path), str(tmp_path_factory.mktemp("stock")), None
+                )
+        return known[name]
+
+    return find
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        *(("sft", layout) for layout in (TP2, PP2)),
+        ("completion", BOTH),
+        *((name, layout) for name in ("completion", "packed", "assistant", "sft_lora") for layout in (TP2, PP2)),
+        *(("dpo", layout) for layout in (TP2, PP2, DP2)),
+        *((name, layout) for name in ("dpo_lora", "precomputed", "kto") for layout in (TP2, PP2)),
+        *(("reward", layout) for layout in (TP2, DP2)),
+    ],
+)
+def test_logs_equal_one_process(
+    pools: Pools, expected: Callable[[str], Any], path: str, name: str, layout: Layout, tmp_path: Path
+) -> None:
+    stock = expected(name)
+    for found in pools(ParallelConfig(**layout).total_size).run(
+        run, case_of(name, path), start_of(name, path), str(tmp_path), layout
+    ):
+        assert_equal(found, stock, layout)
