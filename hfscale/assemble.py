@@ -23,6 +23,7 @@ from .runtime import Part, Runtime, local_tensor
 from .runtime.local_loop import LocalLoop
 from .runtime.local_weights import LocalWeights
 from .runtime.names import put_parameter
+from .runtime.own_loss import ModelsOwnLoss
 from .runtime.snapshot import watch
 
 
@@ -38,6 +39,7 @@ def parts_of(adapters: Adapters | None) -> tuple[Part, ...]:
         TensorParallel(),
         *([adapters] if adapters is not None else []),
         VocabularyLoss(),
+        ModelsOwnLoss(),
         ContextParallel(),
         Recomputation(),
         RandomStreams(),

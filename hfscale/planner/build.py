@@ -15,6 +15,7 @@ from .draft import Draft, Ranks
 from .experts import plan_experts
 from .layers import find_layers
 from .memory import plan_memory
+from .own_loss import plan_own_loss
 from .parameters import assemble_parameters
 from .plan_part import PlanPart
 from .resolve import find_blueprint
@@ -26,6 +27,7 @@ PLAN_PARTS: tuple[PlanPart, ...] = (
     plan_experts,
     plan_tensor,
     plan_vocabulary,
+    plan_own_loss,
     plan_towers,
     plan_sequence,
     plan_context,

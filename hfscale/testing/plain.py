@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import hfscale
+
 from .parity import Batch, Case, ragged_batch
 
 Maker = Callable[["PlainCase", torch.Generator, int], Batch]
@@ -66,6 +68,36 @@ class PlainCase(Case):
             (loss / share).backward()
             total += loss.detach()
         return total
+
+
+@dataclass
+class OwnLossCase(PlainCase):
+    """The same by :func:`hfscale.train_step`: the loss of a step is the mean over all of its rows, or labels.
+
+    Attributes:
+        over: ``"rows"`` or ``"labels"``.
+    """
+
+    over: str = "rows"
+
+    def reference_step(self, model: Any, step: list[list[Batch]]) -> list[Tensor]:
+        """Every microbatch counts by its rows, or labels."""
+        microbatches = [microbatch for rank in step for microbatch in rank]
+        counts = [self._count(microbatch["labels"]) for microbatch in microbatches]
+        total = torch.zeros((), dtype=torch.float64)
+        for microbatch, count in zip(microbatches, counts, strict=True):
+            if count:
+                loss = model(**microbatch).loss * count / sum(counts)
+                loss.backward()
+                total += loss.detach()
+        return [total] * len(step)
+
+    def _count(self, labels: Tensor) -> int:
+        return len(labels) if self.over == "rows" else int((labels != -100).sum())
+
+    def layout_step(self, model: Any, microbatches: list[Batch]) -> Tensor:
+        """By the layout, on a rank with these microbatches."""
+        return hfscale.train_step(model, microbatches)
 
 
 def sequence_classification(case: PlainCase, generator: torch.Generator, length: int) -> Batch:

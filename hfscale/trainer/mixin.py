@@ -123,7 +123,7 @@ class TrainerMixin(TrainerHooks):
     def _adopt(self, model: Any) -> None:
         trainer: Any = self
         runtime = runtime_of(model)
-        smooths = bool(trainer.args.label_smoothing_factor) and runtime.loss is None
+        smooths = bool(trainer.args.label_smoothing_factor) and runtime.plan.loss is None
         check_model(runtime, trainer.args, smooths and is_causal_lm(class_name(runtime.model)))
         trainer.accelerator.adopt(model)
 
@@ -151,7 +151,7 @@ class TrainerMixin(TrainerHooks):
         runtime = self.runtime
         if not has_stock_loss(self) or runtime.loss is None:
             return False
-        needed = runtime.plan.stages is not None or trainer.args.label_smoothing_factor
+        needed = runtime.plan.stages is not None or (trainer.args.label_smoothing_factor and runtime.plan.loss)
         return bool(trainer.model_accepts_loss_kwargs or needed)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:

@@ -99,11 +99,16 @@ def test_heads_of_one_half_that_do_not_divide_are_refused(half: str) -> None:
         hfscale.plan(config, TP2, auto_class=BartForConditionalGeneration)
 
 
-def test_train_step_refuses_a_loss_of_the_models_own() -> None:
+def test_train_step_takes_a_loss_of_the_models_own() -> None:
+    """One that is a mean: see test_own_loss. A contrast between the rows of a batch depends on how it is divided."""
     wanted = case("classes of texts")
-    model = hfscale.from_config(wanted.config, auto_class=Classifier)
-    with pytest.raises(ConfigError, match=r"BertForSequenceClassification has another .* loop over loss = model"):
-        hfscale.train_step(model, wanted.batches(1)[0][0][0])
+    model = hfscale.from_config(wanted.config, auto_class=Classifier).eval()
+    batch = wanted.batches(1)[0][0][0]
+    assert hfscale.train_step(model, batch).item() == pytest.approx(model(**batch).loss.item(), rel=1e-6)
+    contrast = case("two towers")
+    model = hfscale.from_config(contrast.config, auto_class=contrast.auto_class)
+    with pytest.raises(ConfigError, match=r"CLIPModel has another .* loop over loss = model"):
+        hfscale.train_step(model, {**contrast.batches(1)[0][0][0], "labels": torch.zeros(3)})
 
 
 def test_whole_activations_are_dropped_out_alike(pools: Pools) -> None:

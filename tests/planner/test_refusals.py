@@ -4,11 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig, AutoModelForSeq2SeqLM, BambaConfig
+import torch
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, BambaConfig, CLIPConfig, CLIPModel
 
 import hfscale
 from hfscale import ParallelConfig, PlanError, plan
 from hfscale.families.clone import tiny_clone
+from hfscale.planner.build import build_plan
 from hfscale.planner.infer import search
 from hfscale.testing.families import config_of
 
@@ -30,7 +32,7 @@ BART = {"decoder_start_token_id": 2, "pad_token_id": 1, "eos_token_id": 3}
             lambda: tiny_clone(AutoConfig.for_model("bart"), **BART),
             {"pp_size": 2},
             {"auto_class": AutoModelForSeq2SeqLM},
-            "train_step does not run its loss .* BartForConditionalGeneration has another loss",
+            "an encoder-decoder has two streams, and its decoder's layers all read the encoder's output: use pp_size=1",
         ),
         (
             lambda: tiny_clone(AutoConfig.for_model("mixtral"), output_router_logits=True),
@@ -39,7 +41,7 @@ BART = {"decoder_start_token_id": 2, "pad_token_id": 1, "eos_token_id": 3}
             "config's output_router_logits=True adds a loss on the router .* set it to False, or use tp_size=1",
         ),
     ],
-    ids=["several streams", "own loss in stages", "router loss"],
+    ids=["several streams", "an encoder in stages", "router loss"],
 )
 def test_refused_before_any_weight_is_read(
     tmp_path: Path, config: Any, layout: dict[str, Any], auto_class: dict[str, Any], words: str
@@ -54,7 +56,11 @@ def test_refused_before_any_weight_is_read(
 
 def test_the_plan_says_how_a_model_is_trained() -> None:
     own = plan(tiny_clone(AutoConfig.for_model("bart"), **BART), auto_class=AutoModelForSeq2SeqLM)
-    assert "train_step: no (BartForConditionalGeneration has another loss" in str(own)
+    assert "train_step: yes" in str(own)
+    assert "a mean over labels" in str(own)
+    with torch.device("meta"):
+        contrast = CLIPModel(tiny_clone(CLIPConfig()))
+    assert "train_step: no (the head of CLIPModel is not there" in str(build_plan(contrast, ParallelConfig()))
     helper = plan(tiny_clone(AutoConfig.for_model("prophetnet"), pad_token_id=0))
     assert "train_step: no (ProphetNetForCausalLM takes a cross entropy of its own" in str(helper)
     assert "train_step: yes" in str(plan(tiny("llama")))

@@ -1,0 +1,20 @@
+"""What is planned about a loss that a model takes itself."""
+
+from dataclasses import dataclass
+
+from .contents import Feature, PlanContents
+
+
+@dataclass(frozen=True)
+class OwnLossPlan(Feature):
+    """A loss of the model's own that is a mean: over rows, or over the labels that are not ignored.
+
+    Attributes:
+        over: ``"rows"`` or ``"labels"``.
+    """
+
+    over: str
+
+    def describe(self, plan: PlanContents) -> list[str]:
+        """How microbatches of a step are weighted."""
+        return [f"loss: the model's own, a mean over {self.over}; microbatches count by their {self.over}"]

@@ -1,0 +1,87 @@
+"""Prove over what a model's own loss is a mean.
+
+A step is divided into microbatches and data ranks, and its loss must not depend on how. That holds where the loss of
+two batches together is the mean of their losses, weighted by how much is in each: by rows (texts that are classified),
+or by labels that are not ignored (tokens). Which it is, if any, a tiny clone shows: it is given two batches by
+themselves and together. A loss that is no such mean (a contrast between the rows of a batch) is refused by
+``train_step``.
+"""
+
+import functools
+import weakref
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._host.transformers.classes import takes_argument
+from ..families.precision import keep_float64
+from ..plan.own_loss import OwnLossPlan
+from .draft import Draft
+from .probe import tiny_model_of
+
+_ROWS, _TOKENS = (3, 2), 6
+_IGNORED = -100
+_TOLERANCE = 1e-9
+
+
+def plan_own_loss(draft: Draft) -> None:
+    """Where ``train_step`` does not know the loss of a model: whether it can be divided all the same."""
+    if not draft.no_step or not takes_argument(draft.model, "labels") or not takes_argument(draft.model, "input_ids"):
+        return
+    over = _answer(_Question(type(draft.model), draft.config.to_json_string(use_diff=False), weakref.ref(draft.config)))
+    if over is not None:
+        draft.features.append(OwnLossPlan(over))
+        draft.no_step = ""
+
+
+@dataclass(frozen=True)
+class _Question:
+    """What the answer depends on, and a config to find it with."""
+
+    kind: type
+    switches: str
+    config: weakref.ref[Any] = field(compare=False)
+
+
+@functools.cache
+def _answer(question: _Question) -> str | None:
+    config = question.config()
+    model = None if config is None else tiny_model_of(question.kind, config, torch.float64)
+    if config is None or model is None:
+        return None
+    model.eval()
+    for first, second in _pairs(int(getattr(config, "num_labels", 2) or 2), int(config.get_text_config().vocab_size)):
+        with suppress(Exception), torch.no_grad(), keep_float64():  # whatever stock code says of labels of a wrong kind
+            together = {name: torch.cat([first[name], second[name]]) for name in first}
+            losses = [float(model(**batch).loss) for batch in (first, second, together)]
+            return next((over for over, count in _COUNTS.items() if _is_mean(count, losses, first, second)), None)
+    return None
+
+
+def _pairs(classes: int, vocabulary: int) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """Two batches of different rows, with a label per row, or one per token of which some are ignored."""
+    generator = torch.Generator().manual_seed(3)
+    ids = [torch.randint(3, min(60, vocabulary), (rows, _TOKENS), generator=generator) for rows in _ROWS]
+    kinds = torch.randint(0, max(classes, 1), (sum(_ROWS), _TOKENS), generator=generator)
+    tokens = kinds.masked_fill(torch.rand(kinds.shape, generator=generator) < 0.4, _IGNORED)
+    rows = kinds[:, 0] if classes > 1 else kinds[:, 0] + torch.rand(sum(_ROWS), generator=generator).double()
+    for labels in (rows, tokens):
+        first, second = labels.split(list(_ROWS))
+        masks = [torch.ones_like(each) for each in ids]
+        yield tuple(  # type: ignore[misc]
+            {"input_ids": each, "attention_mask": mask, "labels": own}
+            for each, mask, own in zip(ids, masks, (first, second), strict=True)
+        )
+
+
+def _is_mean(count: Any, losses: list[float], first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    one, other = (int(count(batch["labels"])) for batch in (first, second))
+    weighted = (losses[0] * one + losses[1] * other) / (one + other)
+    return abs(weighted - losses[2]) <= _TOLERANCE * abs(losses[2])
+
+
+_COUNTS = {"rows": len, "labels": lambda labels: (labels != _IGNORED).sum()}

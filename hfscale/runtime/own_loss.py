@@ -1,0 +1,91 @@
+"""A loss that a model takes itself, as a share of a step's."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._host.transformers.classes import class_name
+from ..errors import ConfigError
+from ..plan.own_loss import OwnLossPlan
+from .batches import Microbatch
+from .local_weights import LocalWeights
+from .runtime import Part, Runtime
+
+_IGNORED = -100
+
+
+class OwnLoss:
+    """Mean over rows, or over labels that are not ignored: ``model(**batch).loss``, weighted by how many there are.
+
+    See :class:`.objective.StepLoss`.
+    """
+
+    shift = 0
+    expected_gradient = 1.0
+
+    def __init__(self, over: str, name: str) -> None:
+        self._rows, self._name = over == "rows", name
+        self._kept: list[Tensor] | None = None
+
+    def look(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """Rows, or labels that are not ignored."""
+        labels: Tensor = batch["labels"]
+        none = torch.zeros((), dtype=torch.int64, device=labels.device)
+        return (none + len(labels) if self._rows else (labels != _IGNORED).sum()), none
+
+    def refuse_outside(self, wrong: int) -> None:
+        """Nothing is cut."""
+
+    def of(self, model: nn.Module, batch: Microbatch, count: Tensor, label_smoothing: float) -> Tensor:
+        """The loss of one microbatch, as a share of a step with ``count`` rows or labels."""
+        if label_smoothing:
+            raise ConfigError(
+                f"label_smoothing={label_smoothing} is of losses over a vocabulary, and {self._name} takes its own: "
+                "leave it out, or smooth labels in a plain loop"
+            )
+        valid = self.look(batch)[0] if batch.valid is None else batch.valid
+        if not valid:  # the mean of nothing is no number
+            output = model(**{name: value for name, value in batch.items() if name != "labels"})
+            loss = 0.0 * _first(output).float().sum()
+        else:
+            output = model(**batch)
+            loss = (output[0] if isinstance(output, tuple) else output.loss) * valid / count
+        if self._kept is not None:
+            self._kept.append(_logits(output).detach())
+        return loss
+
+    def scoring(self, temperature: float) -> AbstractContextManager[Any]:
+        """Refused: scores are of tokens of a vocabulary."""
+        raise ConfigError(f"scores are of causal language models' tokens, and {self._name} has another loss")
+
+    @contextmanager
+    def keeping_logits(self) -> Iterator[list[Tensor]]:
+        """Within: what the model returns beside its loss is added to the list."""
+        self._kept = []
+        try:
+            yield self._kept
+        finally:
+            self._kept = None
+
+
+def _first(output: Any) -> Tensor:
+    found: Tensor = output[0]
+    return found
+
+
+def _logits(output: Any) -> Tensor:
+    found: Tensor = output[1] if isinstance(output, tuple) else output.logits
+    return found
+
+
+class ModelsOwnLoss(Part):
+    """Steps of a model whose loss is its own, and a mean."""
+
+    def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
+        """Nothing in the model."""
+        planned = runtime.plan.feature(OwnLossPlan)
+        if planned is not None:
+            runtime.loss = OwnLoss(planned.over, class_name(runtime.model))
