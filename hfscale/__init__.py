@@ -21,12 +21,27 @@ if TYPE_CHECKING:
     from .parallel.experts import ExpertLoad, ExpertLoadHistory, expert_load
     from .parallel.pipeline.record import record_schedule
     from .routing_config import RoutingConfig
-    from .train import batch_rank, batch_world, clip_grad_norm_, drain, eval_step, metrics, token_scores, train_step
+    from .train import (
+        BadStepError,
+        BadSteps,
+        Preempted,
+        batch_rank,
+        batch_world,
+        clip_grad_norm_,
+        drain,
+        eval_step,
+        metrics,
+        preempted,
+        token_scores,
+        train_step,
+    )
     from .trainer import Trainer, TrainerMixin
     from .upcycle.upcycle import upcycle
 
 __all__ = [
     "Accelerator",
+    "BadStepError",
+    "BadSteps",
     "CheckpointError",
     "ConfigError",
     "ExpertLoad",
@@ -36,6 +51,7 @@ __all__ = [
     "MeshError",
     "ParallelConfig",
     "PlanError",
+    "Preempted",
     "RoutingConfig",
     "TokenScores",
     "Trainer",
@@ -58,6 +74,7 @@ __all__ = [
     "metrics",
     "parallelize",
     "plan",
+    "preempted",
     "record_schedule",
     "save_pretrained",
     "save_state",
@@ -85,7 +102,17 @@ _MODULES = {
     ".parallel.pipeline.record": ["record_schedule"],
     ".trainer": ["Trainer", "TrainerMixin"],
     ".train": [
-        *["batch_rank", "batch_world", "clip_grad_norm_", "drain", "eval_step", "metrics", "token_scores", "train_step"]
+        *["BadStepError", "BadSteps", "Preempted", "preempted"],
+        *[
+            "batch_rank",
+            "batch_world",
+            "clip_grad_norm_",
+            "drain",
+            "eval_step",
+            "metrics",
+            "token_scores",
+            "train_step",
+        ],
     ],
 }
 _SUBMODULES = ("trl",)

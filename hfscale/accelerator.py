@@ -32,6 +32,7 @@ from .errors import ConfigError
 from .mesh import Mesh
 from .parallel.data import set_gradient_sync
 from .parallel.tensor import RandomStreams
+from .processes import own_device, restarted, start
 from .runtime import Runtime, find_runtime, runtime_of
 from .train import clip_grad_norm_
 
@@ -59,6 +60,8 @@ class Accelerator(accelerate.Accelerator):
             )
         # Without a GPU, Accelerate takes every process for the only one unless it is told to stay on the CPU.
         kwargs["cpu"] = kwargs.get("cpu") or not torch.cuda.is_available()
+        if restarted() and not dist.is_initialized():
+            start(own_device())  # Accelerate would meet the ranks of the first start
         with without_launcher_switches():
             super().__init__(**kwargs)
         self._check_processes()

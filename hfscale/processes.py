@@ -16,11 +16,13 @@ import torch
 import torch.distributed as dist
 
 from ._host.torch import backend_for, patience_of, set_patience
-from .config import cpu_requested
+from .config import cpu_requested, started_processes
 
 TIMEOUT = timedelta(minutes=10)
 """How long a rank waits for the others where hfscale starts torch's process group. Whoever wants another number starts
 it first: ``torch.distributed.init_process_group(timeout=)``, or Accelerate's ``InitProcessGroupKwargs``."""
+
+_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 
 Pair = tuple[int, int]
 
@@ -43,11 +45,22 @@ def choose_device(visible: int, local_rank: str | None, current: Callable[[], in
 
 def start(device: torch.device) -> None:
     """Start torch's process group, and end it when the process does."""
+    options: dict[str, Any] = {"timeout": TIMEOUT}
+    if restarted():
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), started_processes(), False)
+        # The launcher's store outlives its workers: without a prefix these would find the addresses of dead ones.
+        options["store"] = dist.PrefixStore(f"start-{os.environ[_RESTARTS]}", store)
+        options |= {"rank": int(os.environ["RANK"]), "world_size": started_processes()}
     if device.type == "cuda":
-        dist.init_process_group("nccl", device_id=device, timeout=TIMEOUT)
+        dist.init_process_group("nccl", device_id=device, **options)
     else:
-        dist.init_process_group("gloo", timeout=TIMEOUT)
+        dist.init_process_group("gloo", **options)
     atexit.register(_stop, dist.group.WORLD)
+
+
+def restarted() -> bool:
+    """Whether the launcher has started the ranks before, and they meet through what it keeps (``--max_restarts``)."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get(_RESTARTS, "0") != "0"
 
 
 def _stop(started: object) -> None:

@@ -19,14 +19,22 @@ GROUPS = {
         *["train_step", "eval_step", "token_scores", "TokenScores", "clip_grad_norm_", "drain", "metrics"],
         *["create_optimizer", "batch_rank", "batch_world"],
     ],
-    "Save and resume": ["save_pretrained", "save_state", "load_state", "stream_weights"],
+    "Save and resume": [
+        "save_pretrained",
+        "save_state",
+        "load_state",
+        "stream_weights",
+        "preempted",
+        "Preempted",
+        "BadSteps",
+    ],
     "Adapters": ["get_peft_model", "merge_and_unload", "coverage_report"],
     "Mixtures of experts": [
         *["RoutingConfig", "expert_load", "ExpertLoad", "ExpertLoadHistory", "verify_experts", "upcycle"],
     ],
     "Pipelines": ["record_schedule"],
     "Accelerate and Trainer": ["Accelerator", "Trainer", "TrainerMixin"],
-    "Errors": ["HFScaleError", "ConfigError", "PlanError", "MeshError", "CheckpointError"],
+    "Errors": ["HFScaleError", "ConfigError", "PlanError", "MeshError", "CheckpointError", "BadStepError"],
 }
 FIELDS = ["ParallelConfig", "MemoryConfig", "RoutingConfig"]
 HEAD = """# Public names

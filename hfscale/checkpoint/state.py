@@ -22,7 +22,7 @@ from .. import guards
 from ..errors import CheckpointError
 from ..runtime import Runtime, runtime_of
 from ..runtime.writing import everyone_arrives
-from .state_load import Resumed, load_from
+from .state_load import Resumed, load_from, none_there
 from .state_write import take_state, write_state
 
 _WAIT = timedelta(minutes=2)
@@ -74,6 +74,7 @@ def load_state(
     *,
     optimizer: torch.optim.Optimizer | None = None,
     verify: bool = True,
+    missing_ok: bool = False,
     **others: Any,
 ) -> Resumed:
     """Put a run back where :func:`save_state` wrote it down: weights, buffers, optimizer, random streams, ``others``.
@@ -84,15 +85,18 @@ def load_state(
     Args:
         directory: of a state; or the directory that states are in, of which the newest whole one is taken.
         verify: read every file's checksum first; all ranks together read each file once more.
+        missing_ok: begin anew where there is no state at all, as the first start of a job that restarts itself does.
 
     Returns:
-        which state it was, and its ``step``.
+        which state it was, and its ``step``; 0, where there is none.
 
     Raises:
         CheckpointError: there is no whole state, or it is of another model or optimizer; nothing was changed then.
     """
     runtime = runtime_of(model)
     refuse_under_way(runtime, "load_state")
+    if missing_ok and none_there(Path(directory), runtime.mesh):
+        return Resumed(None, 0, runtime.mesh.batch_world, True)
     return load_from(runtime, Path(directory), optimizer, _given(others), verify)
 
 

@@ -35,13 +35,13 @@ class Resumed:
     """Where a run was put back.
 
     Attributes:
-        directory: of the state.
+        directory: of the state; ``None`` where there was none.
         step: what :func:`hfscale.save_state` was told.
         batch_world: distinct batches in a step, as it was then.
         same_layout: whether the run goes on bit by bit.
     """
 
-    directory: Path
+    directory: Path | None
     step: int | None
     batch_world: int
     same_layout: bool
@@ -65,6 +65,18 @@ def load_from(
         if state := found.rest["parts"].get(type(part).__name__):
             part.put_state(runtime, state)
     return Resumed(directory, found.index.step, found.index.batch_world, found.alike)
+
+
+def none_there(source: Path, mesh: Mesh) -> bool:
+    """Whether the first rank sees no state in ``source``, whole or not; the same answer on every rank."""
+
+    def nothing() -> bool:
+        try:
+            return not candidates(source)
+        except CheckpointError:
+            return True
+
+    return bool(mesh.all_gather_object(nothing() if is_writer(mesh) else False)[0])
 
 
 def find_whole(source: Path, mesh: Mesh, verify: bool) -> Path:

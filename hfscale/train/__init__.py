@@ -1,12 +1,17 @@
 """One training step, and the gradient norm, whatever the layout."""
 
+from .bad_steps import BadStepError, BadSteps
 from .gradient_norm import clip_grad_norm_
 from .metrics import metrics
 from .predict import predict_step
+from .preemption import Preempted, preempted
 from .scores import token_scores
 from .step import batch_rank, batch_world, drain, eval_step, train_step
 
 __all__ = [
+    "BadStepError",
+    "BadSteps",
+    "Preempted",
     "batch_rank",
     "batch_world",
     "clip_grad_norm_",
@@ -14,6 +19,7 @@ __all__ = [
     "eval_step",
     "metrics",
     "predict_step",
+    "preempted",
     "token_scores",
     "train_step",
 ]

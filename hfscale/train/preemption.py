@@ -1,0 +1,103 @@
+"""Machines that are taken away: a signal announces it, and all ranks stop behind the same step.
+
+A signal reaches processes at different moments, some of them never (Slurm tells one per node). So a step ends with the
+question whether any rank was told, which costs one all-reduce of one number on the host. A rank that waits for one that
+is gone never comes to ask: a thread ends it when the time is up.
+"""
+
+import os
+import signal
+import socket
+import sys
+import threading
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..errors import ConfigError
+from ..runtime import runtime_of
+
+_CODE = 75  # try again (EX_TEMPFAIL)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class Preempted(SystemExit):
+    """Raise it to end a process that was told to stop, once its state is saved: with exit code 75, "try again"."""
+
+    def __init__(self) -> None:
+        super().__init__(_CODE)
+
+
+def preempted(model: nn.Module, *, patience: float = 20.0) -> bool:
+    """Whether some rank was sent SIGTERM or SIGUSR1: the same answer on every rank; each asks behind each step.
+
+    The first call begins to listen, so make it before the first step. A process that was told and does not ask within
+    ``patience`` seconds, because it waits for one that is gone, ends with exit code 75::
+
+        for step in range(start, steps):
+            if hfscale.preempted(model):
+                hfscale.save_state(model, f"states/step-{step}", ...)
+                raise hfscale.Preempted
+
+    Raises:
+        ConfigError: the first call is not made by the main thread, which alone can listen to signals.
+    """
+    mesh = runtime_of(model).mesh
+    listener = _listening(patience)
+    listener.asked.set()
+    told = torch.tensor([int(listener.told)])
+    if mesh.control is not None:
+        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=mesh.control)
+    return bool(told)
+
+
+class _Listener:
+    """Hears signals, and sees to it that they are answered.
+
+    Attributes:
+        told: whether one came.
+        asked: set whenever the loop asks.
+    """
+
+    def __init__(self, patience: float) -> None:
+        self.told, self.patience = False, patience
+        self.asked = threading.Event()
+        self._read, self._write = socket.socketpair()
+        self._write.setblocking(False)
+        # Python runs handlers between two lines of Python: not while the main thread waits for another rank.
+        signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
+        for number in SIGNALS:
+            signal.signal(number, self._hear)
+        threading.Thread(target=self._watch, name="hfscale-preemption", daemon=True).start()
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self.told = True
+
+    def _watch(self) -> None:
+        while (number := self._read.recv(1)) and number[0] not in SIGNALS:
+            pass
+        self.told = True
+        self.asked.clear()
+        if not self.asked.wait(self.patience):
+            name = signal.Signals(number[0]).name
+            print(
+                f"hfscale: {name} came {self.patience:.0f} s ago, and the step has not ended: this process waits for "
+                "another, which is gone, or its steps take longer (preempted(model, patience=...)). Ending it",
+                file=sys.stderr,
+                flush=True,
+            )
+            os._exit(_CODE)
+
+
+_listener: list[_Listener] = []
+
+
+def _listening(patience: float) -> _Listener:
+    if not _listener:
+        if threading.current_thread() is not threading.main_thread():
+            raise ConfigError("preempted listens to signals, which the main thread alone can: call it there first")
+        _listener.append(_Listener(patience))
+    _listener[0].patience = patience
+    return _listener[0]
