@@ -47,9 +47,10 @@ def start(device: torch.device) -> None:
     """Start torch's process group, and end it when the process does."""
     options: dict[str, Any] = {"timeout": TIMEOUT}
     if restarted():
-        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), started_processes(), False)
+        stores: Any = dist
+        store = stores.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), started_processes(), False)
         # The launcher's store outlives its workers: without a prefix these would find the addresses of dead ones.
-        options["store"] = dist.PrefixStore(f"start-{os.environ[_RESTARTS]}", store)
+        options["store"] = stores.PrefixStore(f"start-{os.environ[_RESTARTS]}", store)
         options |= {"rank": int(os.environ["RANK"]), "world_size": started_processes()}
     if device.type == "cuda":
         dist.init_process_group("nccl", device_id=device, **options)
