@@ -7,6 +7,7 @@ from torch import nn
 
 from .adapters import Adapters
 from .guards.part import SharedBatch, StockCode
+from .memory.offload_optimizer import OffloadOptimizer
 from .memory.recompute import Recomputation
 from .mesh import Mesh
 from .options import Options
@@ -47,6 +48,7 @@ def parts_of(adapters: Adapters | None) -> tuple[Part, ...]:
         ExpertRouting(),
         DataParallel(),
         Quantization(),
+        OffloadOptimizer(),
         Autocast(),
         PipelineStages(),
         StockCode(),

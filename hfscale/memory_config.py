@@ -16,7 +16,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    """What a run computes again instead of keeping it.
+    """What a run computes again instead of keeping it, or keeps on the host.
 
     Every default leaves the model as it is.
 
@@ -36,6 +36,8 @@ class MemoryConfig:
         recompute_keep: operators whose results are kept all the same where whole layers are recomputed, as
             ``["aten.mm", "aten.addmm"]``: by torch's names, with or without the overload.
         tokens: tokens of one microbatch of one batch rank, over all of its sequences, for which a budget is meant.
+        offload_optimizer: keep the optimizer's state on the host and step there, one parameter at a time (Ren et al.
+            2021, ZeRO-Offload): of optimizers that :func:`hfscale.create_optimizer` makes; others are refused.
 
     Raises:
         ConfigError: a value is unknown or impossible.
@@ -44,6 +46,7 @@ class MemoryConfig:
     recompute: str | int | Sequence[str] = "none"
     recompute_keep: Sequence[str] = ()
     tokens: int | None = None
+    offload_optimizer: bool = False
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "MemoryConfig":
         """Refuse misspelt fields by name, before the generated ``__init__`` would."""
@@ -57,6 +60,7 @@ class MemoryConfig:
 
     def __post_init__(self) -> None:
         self._check_recompute()
+        self._check_switches()
         given, kept = self.recompute, _names("recompute_keep", self.recompute_keep, '["aten.mm"]', True)
         object.__setattr__(self, "recompute_keep", kept)
         if kept and not (isinstance(given, int) or given == "full" or self.budget is not None):
@@ -68,6 +72,11 @@ class MemoryConfig:
             raise ConfigError(f"tokens={self.tokens!r} is impossible: use a whole number of at least 1")
         if self.tokens is not None and self.budget is None:
             raise ConfigError(f"tokens={self.tokens} is for a budget, and recompute={given!r} is none: leave it out")
+
+    def _check_switches(self) -> None:
+        for name in ("offload_optimizer",):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r} is not a switch: use True or False")
 
     def _check_recompute(self) -> None:
         given = self.recompute

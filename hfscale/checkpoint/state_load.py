@@ -279,7 +279,7 @@ def _placed(key: str, value: Tensor, parameter: Tensor, optimizer: torch.optim.O
         paged: Any = optimizer
         buffer: Tensor = paged.get_state_buffer(parameter.detach(), dtype=value.dtype)
         return buffer.copy_(value)
-    return value.to(parameter.device)
+    return value.to(getattr(optimizer, "state_device", None) or parameter.device)
 
 
 def _like(value: Tensor, parameter: Tensor) -> Any:

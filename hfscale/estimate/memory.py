@@ -17,6 +17,7 @@ from math import ceil, prod
 from typing import Any
 
 from ..plan.cut import Cut, cut_shape
+from ..plan.offload import offloaded
 from ..plan.parameter import ParameterPlan
 from ..plan.plan import Plan
 from ..plan.quantized import BLOCK, OUTER_BLOCK, packed_scale_bytes
@@ -102,7 +103,8 @@ def estimate_memory(
     Args:
         ranks: its coordinates, axis -> rank; those left out are 0.
         optimizer: a name that :func:`hfscale.create_optimizer` knows.
-        options: its options, where they change its state: ``momentum``, ``amsgrad``, ``min_8bit_size``.
+        options: its options, where they change its state: ``momentum``, ``amsgrad``, ``min_8bit_size``,
+            ``stochastic_rounding``.
         tokens: tokens of one microbatch of one batch rank, over all of its sequences; context ranks share them.
         alive: for each pipeline stage, how many microbatches it holds at once; 1 by default.
         checkpointing: whether all layers are recomputed in the backward pass, whatever the plan says.
@@ -129,16 +131,27 @@ def estimate_memory(
     kept, notes = _activations(plan, here, situation, mixed)
     if plan.layout.size("cp") > 1:
         notes.append("what attention reads of other context ranks is not counted: a layer's keys and values at a time")
+    state, more = _optimizer(plan, training, here, optimizer, options)
     return MemoryEstimate(
         weights=sum(weight_bytes(plan, p, here) for p in held if p.name not in adapters),
         adapters=sum(weight_bytes(plan, p, here) for p in held if p.name in adapters),
         gradients=sum(weight_bytes(plan, p, here) for p in training),
-        optimizer=optimizer_bytes(training, here, optimizer, options, plan.layers),
+        optimizer=state,
         activations=kept,
         gathered=_gathered(plan, here, held, mixed),
         loss=_loss(plan, here, chosen, chunk_rows or ceil(situation.tokens / 4)),
-        notes=tuple(notes),
+        notes=(*notes, *more),
     )
+
+
+def _optimizer(
+    plan: Plan, training: list[ParameterPlan], ranks: dict[str, int], name: str, options: Mapping[str, Any] | None
+) -> tuple[int, list[str]]:
+    """Bytes of its state, and what is to be said of them."""
+    state = optimizer_bytes(training, ranks, name, options, plan.layers)
+    if not offloaded(plan).optimizer:
+        return state, []
+    return 0, [f"on the host: the optimizer's state of {human(state)}, and its copies of the largest parameter"]
 
 
 def weight_bytes(plan: Plan, planned: ParameterPlan, ranks: dict[str, int], axes: Collection[str] = ()) -> int:

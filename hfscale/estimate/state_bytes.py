@@ -9,8 +9,11 @@ Per entry of a share, once there has been a step::
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import ceil, prod
 from typing import Any
+
+import torch
 
 from ..errors import ConfigError
 from ..plan.flat_blocks import flat_blocks_align
@@ -44,6 +47,8 @@ def optimizer_bytes(
         ConfigError: the name is unknown.
     """
     given = dict(options or {})
+    if given.get("stochastic_rounding"):  # steps copies in 32 bits
+        trained = [replace(p, dtype=torch.float32) if p.dtype == torch.bfloat16 else p for p in trained]
     if name in BITSANDBYTES:
         return _of_bitsandbytes(trained, ranks, BITSANDBYTES[name], given)
     if name == "adafactor":

@@ -63,6 +63,8 @@ def _warn_of_a_base_alone(runtime: Runtime) -> None:
 
 def _warn_of_lost_updates(runtime: Runtime) -> None:
     """Most updates of a weight in 16 bits are smaller than half its last bit, and rounded away."""
+    if runtime.keeps_small_updates:
+        return
     trained = [(planned.name, p.dtype) for planned, p in runtime.parameters() if p.requires_grad]
     half = [(name, dtype) for name, dtype in trained if dtype in _HALF]
     if half:
@@ -70,6 +72,7 @@ def _warn_of_lost_updates(runtime: Runtime) -> None:
         _log.warning(
             "%d of the %d parameters that train are %s (%s, for one): updates below about 1/512 of a weight are "
             "rounded away, and AdamW at lr=1e-5 leaves nine weights in ten as they are. Load the model with "
-            'dtype=torch.float32, mixed_precision="bf16", which computes in bfloat16 over float32 weights',
+            'dtype=torch.float32, mixed_precision="bf16", which computes in bfloat16 over float32 weights, or make the '
+            "optimizer by hfscale.create_optimizer(..., stochastic_rounding=True)",
             *(len(half), len(trained), str(dtype).removeprefix("torch."), name),
         )

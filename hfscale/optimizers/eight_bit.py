@@ -6,7 +6,7 @@ where a share is made of whole blocks of the whole tensor it is stepped where it
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,9 @@ from ..estimate.optimizer_states import BLOCK, MIN_8BIT_SIZE
 from ..mesh import Mesh
 from ..plan.flat_blocks import flat_blocks_align
 from .sharded import Groups, Member, Stepper, describe
-from .stock import LocalStepper, Stock, WholeStepper
+from .stock import Stock
+
+Make = Callable[[Stock, Sequence[Member], Groups], Stepper]
 
 
 def stock_class(name: str, stock: str) -> Any:
@@ -46,9 +48,20 @@ def without_paging(name: str, options: dict[str, Any], device: torch.device) -> 
 
 
 def steppers_by_size(
-    name: str, stock_class: Any, options: dict[str, Any], members: Sequence[Member], groups: Groups, mesh: Mesh
+    name: str,
+    stock_class: Any,
+    options: dict[str, Any],
+    members: Sequence[Member],
+    groups: Groups,
+    mesh: Mesh,
+    local: Make,
+    whole: Make,
 ) -> list[Stepper]:
-    """Who steps which of ``members``: 8 bits in place, 8 bits as a whole, or 32 bits in place."""
+    """Who steps which of ``members``: 8 bits in place, 8 bits as a whole, or 32 bits in place.
+
+    Args:
+        local, whole: make what steps shares, and what steps whole parameters.
+    """
     narrow: list[Member] = []
     if options["optim_bits"] == 8:
         threshold = options.get("min_8bit_size", MIN_8BIT_SIZE)
@@ -61,9 +74,9 @@ def steppers_by_size(
     eight: Stock = partial(stock_class, **{**options, "optim_bits": 8, "min_8bit_size": 0})
     rest = {key: value for key, value in options.items() if key != "min_8bit_size"}
     return [
-        LocalStepper(eight, in_place, groups),
-        WholeStepper(eight, apart, groups, mesh),
-        LocalStepper(partial(stock_class, **{**rest, "optim_bits": 32}), wide, groups),
+        local(eight, in_place, groups),
+        whole(eight, apart, groups),
+        local(partial(stock_class, **{**rest, "optim_bits": 32}), wide, groups),
     ]
 
 

@@ -12,13 +12,15 @@ from torch import Tensor, nn
 from ..errors import ConfigError
 from ..parallel.data import reshard
 from ..plan import ParameterPlan
+from ..plan.offload import offloaded
 from ..runtime import Runtime, runtime_of
 from . import adafactor, muon
+from .aside import Aside, AsideStepper, CountUpdates, WholeAsideStepper
 from .catalog import Choice, Options, find_choice, parse_arguments
 from .decay import owners_of, weight_decay_groups
 from .eight_bit import steppers_by_size, stock_class, without_paging
-from .sharded import ShardedOptimizer, members_of
-from .stock import LocalStepper
+from .sharded import Groups, Member, ShardedOptimizer, Stepper, members_of
+from .stock import LocalStepper, Stock, WholeStepper
 
 _NARROW = (torch.float16, torch.bfloat16)
 
@@ -33,37 +35,41 @@ def create_optimizer(
     eps: float = 1e-8,
     optim_args: str | Mapping[str, Any] | None = None,
     groups: Sequence[Mapping[str, Any]] | None = None,
+    stochastic_rounding: bool = False,
+    rounding_seed: int = 0,
     **kwargs: Any,
 ) -> ShardedOptimizer:
     """An optimizer whose update is that of one process, whatever the layout; call it on every rank.
 
-    Make it after the model is parallelized and ``requires_grad`` is set. It is an ordinary ``torch.optim.Optimizer``
-    over the model's own parameters for schedulers, Accelerate, :func:`hfscale.save_state` and a loop's ``zero_grad``.
+    Make it when the model is parallelized and ``requires_grad`` is set. For schedulers, Accelerate, states and loops it
+    is a ``torch.optim.Optimizer`` over the model's own parameters.
 
-    Names are HF Trainer's (``TrainingArguments.optim``), with ``adam_8bit`` and ``muon``. bitsandbytes' 8-bit states
-    have the blocks that they would have in one process. ``adafactor`` keeps averages of rows and columns of the whole
-    matrix. ``muon`` orthogonalizes whole matrices of the layers; embeddings, head, vectors and stacks of experts are
-    AdamW's. Results equal those of one process bit by bit, except where ranks sum (``adafactor``, to rounding) and
-    where a CPU kernel rounds the ends of a tensor otherwise (torch's fused AdamW in float32, SGD in bfloat16).
+    Names are HF Trainer's, with ``adam_8bit`` and ``muon``. bitsandbytes' 8-bit states have the blocks of one process,
+    ``adafactor`` averages rows and columns of whole matrices, ``muon`` orthogonalizes whole matrices of the layers
+    (embeddings, head, vectors and stacks of experts are AdamW's). Results equal those of one process bit by bit, except
+    where ranks sum (``adafactor``, to rounding) and where a CPU kernel rounds the ends of a tensor otherwise (torch's
+    fused AdamW in float32, SGD in bfloat16).
 
-    No optimizer here keeps a float32 copy of 16-bit weights: bfloat16 has 8 bits of precision, so updates smaller than
-    about 1/512 of a weight are lost. Train such models with float32 weights and ``mixed_precision="bf16"``.
+    No optimizer here keeps a float32 copy of 16-bit weights: updates smaller than about 1/512 of a bfloat16 weight are
+    lost. Train with float32 weights and ``mixed_precision="bf16"``, or with ``stochastic_rounding``. Under
+    ``MemoryConfig(offload_optimizer=True)`` states lie, and steps are made, on the host.
 
     Args:
         name: of the optimizer; an unknown one is answered with the list.
         lr: learning rate; ``None`` only for ``adafactor`` with ``relative_step=True``.
         weight_decay: of what HF Trainer lets decay: neither biases nor norms, by their names in the stock model.
-        betas: of the Adam family and Lion; others do not look at it.
-        eps: of the Adam family; others do not look at it, but have an option of that name in ``optim_args``.
+        betas, eps: of the Adam family (and Lion); others may have options of these names in ``optim_args``.
         optim_args: further options as HF Trainer takes them, ``"momentum=0.9,nesterov=true"``, or as a mapping.
         groups: parameter groups in place of those by decay, with the model's own parameters.
-        kwargs: further options; they win over ``optim_args``.
+        stochastic_rounding: step bfloat16 weights in float32 and round them by chance, so that small updates are right
+            in the mean; alike in every layout. By optimizers of torch and bitsandbytes.
+        rounding_seed: of that.
+        kwargs: further options, before ``optim_args``.
 
     Raises:
         ConfigError: the name or an option is unknown, a package is missing, or ``groups`` do not fit the model.
     """
-    name = str(getattr(name, "value", name))
-    choice = find_choice(name)
+    choice = find_choice(name := str(getattr(name, "value", name)))
     options = choice.options(name, {"betas": betas, "eps": eps}, {**parse_arguments(optim_args), **kwargs})
     if lr is None and not options.get("relative_step"):
         raise ConfigError(f"lr=None: {name!r} needs a learning rate, lr=1e-4 say")
@@ -71,9 +77,10 @@ def create_optimizer(
     reshard(runtime.model)  # or whole weights would be taken for the parameters
     plans = {id(parameter): planned for planned, parameter in runtime.parameters() if parameter.requires_grad}
     by_decay = weight_decay_groups(runtime, weight_decay)
-    chosen = by_decay if groups is None else _checked(groups, plans, weight_decay, runtime)
+    checked = by_decay if groups is None else _checked(groups, plans, weight_decay, runtime)
+    aside = _aside(name, choice, runtime, rounding_seed if stochastic_rounding else None)
     _warn_of_narrow_weights(name, runtime)
-    order = _Order(name, choice, lr, options, chosen, plans, runtime)
+    order = _Order(name, choice, lr, options, checked, plans, runtime, aside)
     try:
         return _ENGINES[choice.engine](order)
     except ValueError as error:  # of the stock class, about a value
@@ -89,17 +96,33 @@ class _Order:
     groups: list[dict[str, Any]]
     plans: dict[int, ParameterPlan]
     runtime: Runtime
+    aside: Aside | None = None
+
+    def local(self, stock: Stock, members: Sequence[Member], groups: Groups) -> Stepper:
+        """What steps shares by ``stock``."""
+        if self.aside is None:
+            return LocalStepper(stock, members, groups)
+        return AsideStepper(stock, members, groups, self.runtime.mesh, self.aside)
+
+    def whole(self, stock: Stock, members: Sequence[Member], groups: Groups) -> Stepper:
+        """What steps whole parameters by ``stock``."""
+        if self.aside is None:
+            return WholeStepper(stock, members, groups, self.runtime.mesh)
+        return WholeAsideStepper(stock, members, groups, self.runtime.mesh, self.aside)
 
     def made(self, groups: list[dict[str, Any]], defaults: Options, steppers: Any) -> ShardedOptimizer:
         """The optimizer; ``steppers`` makes its steppers from members and groups with all their options."""
         full = [{**defaults, **group} for group in groups]
-        return ShardedOptimizer(self.name, full, defaults, steppers(members_of(full, self.plans), full))
+        counted = [CountUpdates()] if self.aside is not None and self.aside.seed is not None else []
+        made = [*steppers(members_of(full, self.plans), full), *counted]
+        device = None if self.aside is None else self.aside.device
+        return ShardedOptimizer(self.name, full, defaults, made, device)
 
 
 def _torch(order: _Order) -> ShardedOptimizer:
     stock = partial(getattr(torch.optim, order.choice.stock), lr=order.lr, **order.options)
     defaults = stock([{"params": []}]).defaults
-    return order.made(order.groups, defaults, lambda members, groups: [LocalStepper(stock, members, groups)])
+    return order.made(order.groups, defaults, lambda members, groups: [order.local(stock, members, groups)])
 
 
 def _bitsandbytes(order: _Order) -> ShardedOptimizer:
@@ -110,7 +133,9 @@ def _bitsandbytes(order: _Order) -> ShardedOptimizer:
     return order.made(
         order.groups,
         defaults,
-        lambda members, groups: steppers_by_size(order.name, stock, options, members, groups, mesh),
+        lambda members, groups: steppers_by_size(
+            order.name, stock, options, members, groups, mesh, order.local, order.whole
+        ),
     )
 
 
@@ -163,6 +188,21 @@ _ENGINES: dict[str, Callable[[_Order], ShardedOptimizer]] = {
 }
 
 
+def _aside(name: str, choice: Choice, runtime: Runtime, seed: int | None) -> Aside | None:
+    """Where copies are stepped, if any are."""
+    host = offloaded(runtime.plan).optimizer
+    runtime.keeps_small_updates = seed is not None
+    if seed is None and not host:
+        return None
+    if choice.engine not in ("torch", "bitsandbytes"):
+        asked = "offload_optimizer=True" if host else "stochastic_rounding=True"
+        raise ConfigError(
+            f"{asked} steps copies of weights by the optimizers of torch and bitsandbytes, and {name!r} is another: "
+            "use 'adamw_torch' or 'adamw_8bit'"
+        )
+    return Aside(torch.device("cpu") if host else runtime.mesh.device, seed)
+
+
 def _checked(
     groups: Sequence[Mapping[str, Any]], plans: dict[int, ParameterPlan], weight_decay: float, runtime: Runtime
 ) -> list[dict[str, Any]]:
@@ -185,7 +225,7 @@ def _checked(
 
 def _warn_of_narrow_weights(name: str, runtime: Runtime) -> None:
     narrow = [(planned, p) for planned, p in runtime.parameters() if p.requires_grad and p.dtype in _NARROW]
-    if narrow and runtime.mesh.speaks_for_stage:
+    if narrow and not runtime.keeps_small_updates and runtime.mesh.speaks_for_stage:
         planned, parameter = narrow[0]
         warnings.warn(
             f"{len(narrow)} parameters that train are 16-bit ({planned.name} is {parameter.dtype}), and {name!r} keeps "

@@ -88,12 +88,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         groups: parameter groups with the model's own parameters; some may have none on this rank.
         defaults: of options that a group does not have.
         steppers: between them, they step every parameter of the groups, each once.
+        state_device: where its state lies, if not where the parameters do.
     """
 
     keeps_plain_state = True  # read where checkpoints are loaded
 
-    def __init__(self, name: str, groups: Groups, defaults: dict[str, Any], steppers: Sequence[Stepper]) -> None:
-        self.name = name
+    def __init__(
+        self,
+        name: str,
+        groups: Groups,
+        defaults: dict[str, Any],
+        steppers: Sequence[Stepper],
+        state_device: torch.device | None = None,
+    ) -> None:
+        self.name, self.state_device = name, state_device
         self._complete = False
         super().__init__(list(groups), defaults)
         self._steppers = tuple(steppers)
@@ -141,7 +149,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for number, (parameter, group) in zip(numbers, places, strict=True):
             if number in state_dict["state"]:
                 values = state_dict["state"][number]
-                self.state[parameter] = {key: _placed(value, group, parameter) for key, value in values.items()}
+                self.state[parameter] = {
+                    key: _placed(value, group, self.state_device or parameter.device) for key, value in values.items()
+                }
 
     def lies(self, planned: ParameterPlan, key: str, shape: tuple[int, ...]) -> StateTensor:
         """How a tensor of a parameter's state lies in that of one process; see :meth:`Stepper.lies`."""
@@ -154,11 +164,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return sum({value.data_ptr(): value.numel() * value.element_size() for value in held if value.numel()}.values())
 
 
-def _placed(value: Any, group: dict[str, Any], parameter: Tensor) -> Any:
-    """On the parameter's device, except for a count of steps that the host keeps."""
+def _placed(value: Any, group: dict[str, Any], device: torch.device) -> Any:
+    """On its device, except for a count of steps that the host keeps."""
     if not isinstance(value, Tensor) or (value.ndim == 0 and not (group.get("fused") or group.get("capturable"))):
         return value
-    return value.to(parameter.device)
+    return value.to(device)
 
 
 def members_of(groups: Groups, plans: dict[int, ParameterPlan]) -> list[Member]:

@@ -20,11 +20,18 @@ Stock = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 """Makes the stock optimizer over parameter groups."""
 
 
-class _Inner:
+class StockOverStandIns:
     """A stock optimizer over stand-ins: parameters that are given memory, gradient and state for one step."""
 
-    def __init__(self, stock: Stock, members: Sequence[Member], groups: Groups) -> None:
-        self.pairs = [(member, nn.Parameter(member.weight)) for member in members]
+    def __init__(
+        self,
+        stock: Stock,
+        members: Sequence[Member],
+        groups: Groups,
+        copied: Callable[[Tensor], Tensor] = lambda weight: weight,
+    ) -> None:
+        """``copied`` makes what is stepped of a weight, where that is not the weight itself."""
+        self.pairs = [(member, nn.Parameter(copied(member.weight))) for member in members]
         mine = [
             {**group, "params": [stand_in for member, stand_in in self.pairs if member.group == index]}
             for index, group in enumerate(groups)
@@ -67,7 +74,7 @@ class LocalStepper:
     """Steps shares where they are: for what is computed entry by entry, or block by block of whole blocks."""
 
     def __init__(self, stock: Stock, members: Sequence[Member], groups: Groups) -> None:
-        self._inner = _Inner(stock, members, groups)
+        self._inner = StockOverStandIns(stock, members, groups)
 
     def publish(self, state: State) -> None:
         """See :class:`Stepper`."""
@@ -102,9 +109,16 @@ class WholeStepper:
     same whole tensor, and each takes its share of it back. The state is whole on every rank.
     """
 
-    def __init__(self, stock: Stock, members: Sequence[Member], groups: Groups, mesh: Mesh) -> None:
+    def __init__(
+        self,
+        stock: Stock,
+        members: Sequence[Member],
+        groups: Groups,
+        mesh: Mesh,
+        copied: Callable[[Tensor], Tensor] = lambda weight: weight,
+    ) -> None:
         self._members, self._mesh = members, mesh
-        self._inners = [_Inner(stock, [member], groups) for member in members]
+        self._inners = [StockOverStandIns(stock, [member], groups, copied) for member in members]
         for inner in self._inners:
             inner.release()
 
@@ -132,7 +146,7 @@ class WholeStepper:
             if with_gradient:
                 self._step_one(member, inner, groups, state)
 
-    def _step_one(self, member: Member, inner: _Inner, groups: Groups, state: State) -> None:
+    def _step_one(self, member: Member, inner: StockOverStandIns, groups: Groups, state: State) -> None:
         planned, share = member.planned, member.weight
         weight, gradient = (
             gather_full(tensor, planned.shape, planned.cuts, self._mesh) for tensor in (share, member.gradient)

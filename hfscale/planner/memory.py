@@ -1,9 +1,10 @@
-"""Plan what the backward pass computes again: names for what the user asked."""
+"""Plan what the backward pass computes again, by names, and what lies on the host."""
 
 import difflib
 import sys
 
 from .._host.torch import operators_named
+from ..plan.offload import OffloadPlan
 from ..plan.parameter import wild_name
 from ..plan.recompute import RecomputePlan
 from .draft import Draft
@@ -14,6 +15,8 @@ _ATTENTION = "ALL_ATTENTION_FUNCTIONS"  # where the host's files look attention 
 def plan_memory(draft: Draft) -> None:
     """Find the layers and modules; what is found is the same on every rank."""
     asked = draft.asked
+    if asked.offload_optimizer:
+        draft.features.append(OffloadPlan(optimizer=True))
     given = asked.recompute
     if given == "none":
         return

@@ -153,6 +153,7 @@ def make_optimizer(model: Any, training: TrainingRecipe) -> torch.optim.Optimize
         lr=training.learning_rate,
         weight_decay=training.weight_decay,
         betas=(0.9, 0.95),
+        stochastic_rounding=training.stochastic_rounding,
     )
 
 

@@ -94,6 +94,7 @@ class TrainingRecipe:
         dtype: of the weights: ``float32``, or ``bfloat16`` for a base that adapters leave as it is. Factors of adapters
             are in 32 bits either way.
         optimizer: a name of HF Trainer's ``optim``, as ``adamw_8bit``, ``adafactor`` or ``lion_8bit``, or ``muon``.
+        stochastic_rounding: of weights in ``dtype`` ``bfloat16``, so that small updates are right in the mean.
         gradient_checkpointing: recompute activations in the backward pass instead of keeping them.
         log_every: steps between lines of metrics.
         evaluate_every: steps between evaluations; the first and the last step are always evaluated.
@@ -111,6 +112,7 @@ class TrainingRecipe:
     mixed_precision: str = "no"
     dtype: str = "float32"
     optimizer: str = "adamw_torch_fused"
+    stochastic_rounding: bool = False
     gradient_checkpointing: bool = False
     log_every: int = 10
     evaluate_every: int = 50
@@ -256,10 +258,11 @@ def _check_weights(recipe: Recipe) -> None:
     dtype = recipe.training.dtype
     if dtype not in DTYPES[:2]:
         raise RecipeError(f"training.dtype={dtype!r} is not known: use {' or '.join(DTYPES[:2])}")
-    if dtype != "float32" and not adapter:
+    if dtype != "float32" and not adapter and not recipe.training.stochastic_rounding:
         raise RecipeError(
             f"training.dtype={dtype} without an adapter: updates smaller than about 1/512 of a bfloat16 weight would "
-            "be lost; use training.dtype=float32 training.mixed_precision=bf16, which computes in bfloat16"
+            "be lost; use training.dtype=float32 training.mixed_precision=bf16, which computes in bfloat16, or "
+            "training.stochastic_rounding=true"
         )
 
 

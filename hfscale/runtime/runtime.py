@@ -216,6 +216,7 @@ class Runtime:
         loss: the loss that steps are normalized for; ``None`` where the model keeps its own.
         restore: takes out of the model what makes it compute with other ranks; see :mod:`.snapshot`.
         steps: how many training steps have begun.
+        keeps_small_updates: whether an optimizer was made that loses no small update of weights in 16 bits.
     """
 
     model: Any
@@ -227,6 +228,7 @@ class Runtime:
     loss: StepLoss | None = None
     restore: Callable[[], None] | None = None
     steps: int = 0
+    keeps_small_updates: bool = False
 
     def attach(self) -> None:
         """Make this runtime findable from the model."""

@@ -1,0 +1,133 @@
+"""Steps on copies of weights, one parameter at a time: on the host, or in float32 for what is then rounded by chance.
+
+::
+
+    weight, gradient --copy--> host and / or float32 --stock optimizer--> copy --written back, rounded--> weight
+                                                            |
+                                                          state   stays where the copies were
+
+Beside the state nothing lasts: a copy of the largest share of a parameter, and of its gradient, is the most there is.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..mesh import Mesh
+from ..plan import ParameterPlan
+from ..plan.state_tensor import StateTensor
+from ..runtime.unshard import gather_full
+from .rounding import key_of, places_of, write_rounded
+from .sharded import Groups, Member, State
+from .stock import LocalStepper, Stock, StockOverStandIns, WholeStepper
+from .sums import gradients_present
+
+UPDATES = "updates"
+"""Option of a parameter group that counts updates, so that saved states know the number of the next."""
+
+
+@dataclass(frozen=True)
+class Aside:
+    """Where steps are made, and how their results are written back.
+
+    Attributes:
+        device: of the copies.
+        seed: of rounding weights in bfloat16 by chance; ``None``: they are stepped as they are.
+    """
+
+    device: torch.device
+    seed: int | None = None
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """What is stepped in the place of a weight, or read in the place of its gradient."""
+        wide = self.seed is not None and tensor.dtype == torch.bfloat16
+        return tensor.to(self.device, torch.float32 if wide else tensor.dtype, copy=True)
+
+    def write(self, member: Member, stepped: Tensor, mesh: Mesh, update: int) -> None:
+        """Put this rank's share ``stepped`` of a member into its weight."""
+        share = member.weight
+        if self.seed is None or share.dtype != torch.bfloat16:
+            share.copy_(stepped)
+            return
+        places = places_of(member.planned, mesh.ranks, share.device)
+        write_rounded(share, stepped.to(share.device), places, key_of(self.seed, update, member.planned.name))
+
+
+class AsideStepper(LocalStepper):
+    """Steps shares one by one, for what is computed entry by entry, or block by block of whole blocks."""
+
+    def __init__(self, stock: Stock, members: Sequence[Member], groups: Groups, mesh: Mesh, aside: Aside) -> None:
+        self._members, self._mesh, self._aside = members, mesh, aside
+        self._inners = [StockOverStandIns(stock, [member], groups, aside.copy) for member in members]
+        for inner in self._inners:
+            inner.release()
+            optimizer: Any = inner.optimizer
+            if hasattr(optimizer, "name2qmap"):  # bitsandbytes' tables of 8-bit values, once for all
+                first: Any = self._inners[0].optimizer
+                optimizer.name2qmap = first.name2qmap
+
+    def publish(self, state: State) -> None:
+        """See :class:`Stepper`."""
+        for inner in self._inners:
+            inner.publish(state)
+
+    def members(self) -> Sequence[Member]:
+        """See :class:`Stepper`."""
+        return self._members
+
+    def step(self, groups: Groups, state: State) -> None:
+        """See :class:`Stepper`; no communication."""
+        for member, inner in zip(self._members, self._inners, strict=True):
+            if member.parameter.grad is None or not member.weight.numel():
+                continue
+            weight, gradient = self._aside.copy(member.weight), self._aside.copy(member.gradient)
+            inner.step(groups, state, lambda _, pair=(weight, gradient): pair)  # type: ignore[misc]
+            self._aside.write(member, weight, self._mesh, groups[member.group].get(UPDATES, 0))
+            inner.release()
+
+
+class WholeAsideStepper(WholeStepper):
+    """Likewise for what is stepped whole."""
+
+    def __init__(self, stock: Stock, members: Sequence[Member], groups: Groups, mesh: Mesh, aside: Aside) -> None:
+        self._aside = aside
+        super().__init__(stock, members, groups, mesh, aside.copy)
+
+    def step(self, groups: Groups, state: State) -> None:
+        """See :class:`Stepper`; communicates over the axes of each parameter's cuts."""
+        present = gradients_present(self._members, self._mesh)
+        for member, inner, with_gradient in zip(self._members, self._inners, present, strict=True):
+            if not with_gradient:
+                continue
+            planned = member.planned
+            weight, gradient = (
+                self._aside.copy(gather_full(tensor, planned.shape, planned.cuts, self._mesh))
+                for tensor in (member.weight, member.gradient)
+            )
+            inner.step(groups, state, lambda _, pair=(weight, gradient): pair)  # type: ignore[misc]
+            share = planned.take(weight, self._mesh.ranks)
+            self._aside.write(member, share, self._mesh, groups[member.group].get(UPDATES, 0))
+            inner.release()
+
+
+class CountUpdates:
+    """A stepper that steps nothing: it counts the updates, behind those that read the number."""
+
+    def publish(self, state: State) -> None:
+        """See :class:`Stepper`."""
+
+    def members(self) -> Sequence[Member]:
+        """See :class:`Stepper`."""
+        return ()
+
+    def lies(self, planned: ParameterPlan, key: str, shape: tuple[int, ...]) -> StateTensor:
+        """Nobody asks."""
+        raise NotImplementedError
+
+    def step(self, groups: Groups, state: State) -> None:
+        """See :class:`Stepper`."""
+        for group in groups:
+            group[UPDATES] = group.get(UPDATES, 0) + 1
