@@ -13,12 +13,25 @@ from .._host.transformers.trainer import seed_workers_by
 from ..accelerator import Accelerator
 from ..mesh import Mesh
 from ..runtime import Runtime
+from ..train import metrics
 
 
 class TrainerAccelerator(Accelerator):
     """:class:`hfscale.Accelerator` that a Trainer asks for processes and means distinct batches."""
 
     _runtime: Runtime | None = None
+
+    def __init__(self, **kwargs: Any) -> None:
+        if kwargs.get("mixed_precision") == "fp16":
+            kwargs["mixed_precision"] = "no"  # the model has its own, and train_step scales the loss
+        super().__init__(**kwargs)
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether gradients overflowed in float16, so that the schedule is not to go on either."""
+        if self._runtime is None:
+            return False
+        return bool(metrics(self._runtime.model).get("step_was_skipped", False))
 
     @property
     def num_processes(self) -> int:

@@ -37,7 +37,14 @@ from ..train import train_step
 from . import evaluation, files, through_stages
 from .accelerator import TrainerAccelerator
 from .batches import filled_up, first_rows, rows_of
-from .refusals import check_arguments, check_layout_of, check_losses_of_scores, check_model, check_optimizer
+from .refusals import (
+    check_arguments,
+    check_layout_of,
+    check_losses_of_scores,
+    check_model,
+    check_optimizer,
+    check_scaled,
+)
 from .seams import Seams, batches_gathered, count_generations
 from .work import operations
 
@@ -76,6 +83,7 @@ class TrainerMixin(TrainerHooks):
         trainer: Any = self
         runtime, own = self.runtime, not has_stock_loss(self)
         if runtime.plan.stages is None:
+            check_scaled(trainer, runtime, own_step=not self.uses_train_step)
             return
         check_losses_of_scores(trainer, runtime)
         if (own and not self._scores_tokens) or runtime.loss is None:

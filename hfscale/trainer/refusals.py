@@ -11,8 +11,6 @@ from ..runtime import Runtime
 from ..schedules import ASYNCHRONOUS
 
 _REFUSED = {
-    "fp16": "scales losses, which a Trainer of hfscale's does not: use bf16=True, and mixed_precision='bf16' where the "
-    "model is built",
     "torch_compile": "would compile forward passes in which ranks talk to each other: leave it out",
     "use_liger_kernel": "replaces layers and the loss, which are cut over ranks: leave it out; head and loss are one "
     "operator already, and logits are never whole",
@@ -84,10 +82,10 @@ def check_model(runtime: Runtime, arguments: Any, smoothed_by_host: bool) -> Non
     """
     built, asked = runtime.options.mixed_precision, str(arguments.mixed_precision)
     if built != asked:
-        value = asked == "bf16"
+        said = {"no": "neither bf16 nor fp16", "bf16": "bf16=True", "fp16": "fp16=True"}
         raise ConfigError(
-            f"TrainingArguments(bf16={value}) and a model that was built with mixed_precision={built!r}: give both the "
-            f"same, hfscale.from_pretrained(..., mixed_precision={asked!r}), or TrainingArguments(bf16={not value})"
+            f"TrainingArguments has {said[asked]}, and the model was built with mixed_precision={built!r}: give both "
+            f"the same: hfscale.from_pretrained(..., mixed_precision={asked!r}), or {said[built]}"
         )
     schedule = runtime.mesh.layout.pipeline_schedule
     if schedule in ASYNCHRONOUS and runtime.plan.stages is not None:
@@ -131,3 +129,16 @@ def check_losses_of_scores(trainer: Any, runtime: Runtime) -> None:
         )
     if getattr(trainer.args, "activation_offloading", False):
         raise ConfigError(f"{layout}: activation_offloading is not for passes between stages: leave it out")
+
+
+def check_scaled(trainer: Any, runtime: Runtime, own_step: bool) -> None:
+    """Look at who scales the loss of float16.
+
+    Raises:
+        ConfigError: nobody would: its backward pass is the trainer's own.
+    """
+    if runtime.options.mixed_precision == "fp16" and own_step:
+        raise ConfigError(
+            f"TrainingArguments(fp16=True): hfscale.train_step scales the loss, and {type(trainer).__name__} runs the "
+            "backward pass of a loss of its own: use bf16=True, and mixed_precision='bf16' where the model is built"
+        )

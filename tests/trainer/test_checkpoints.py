@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import GradScalerKwargs
 from transformers import AutoModelForCausalLM
 
 from hfscale.testing import RankPool
@@ -62,6 +63,25 @@ def test_runs_move_between_stock_and_layouts(pools: Pools, start: str, layout: L
     assert_equal(without_summary(found), without_summary(whole), layout)
     for name, value in weights(tmp_path / "stock" / "final").items():
         torch.testing.assert_close(weights(tmp_path / "back" / "final")[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_runs_move_between_layouts(pools: Pools, start: str, tmp_path: Path) -> None:
+    whole = pools(2).run(run, CASE, start, str(tmp_path / "tp"), TP2)[0]
+    resumed = replace(CASE, resume=str(tmp_path / "tp" / "checkpoint-2"))
+    for layout in (PP2, DP2):
+        for found in pools(2).run(run, resumed, start, str(tmp_path / "other"), layout):
+            assert_equal(without_summary(found), without_summary(whole), layout)
+
+
+def test_float16_skips_what_overflows(pools: Pools, start: str, tmp_path: Path) -> None:
+    scaling = GradScalerKwargs(init_scale=2.0**20, growth_interval=100)
+    load = {"mixed_precision": "fp16", "loss_scaling": scaling}
+    case = Case({"fp16": True, "eval_strategy": "no", "warmup_steps": 0}, load=load, metrics=False)
+    one, other = pools(2).run(run, case, start, str(tmp_path), TP2)
+    assert one["history"] == other["history"]
+    rates = [row["learning_rate"] for row in one["history"] if "learning_rate" in row]
+    assert rates[0] == rates[1] == 1e-2  # the first step overflowed, and its schedule waited
+    assert rates[-1] < 1e-2
 
 
 @pytest.mark.parametrize("layout", [TP2, PP2])

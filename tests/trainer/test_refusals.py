@@ -17,7 +17,6 @@ from .script import Rows, collate
 
 Pools = Callable[[int], RankPool]
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"fp16": True}, "bf16=True"),
     ({"torch_compile": True}, "leave it out"),
     ({"neftune_noise_alpha": 5.0}, "leave it out"),
     ({"auto_find_batch_size": True}, "per_device_train_batch_size"),
@@ -31,6 +30,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"optim": "lomo"}, "Use one of"),
     ({"optim": "sgd", "optim_args": "speed=3"}, "it takes"),
     ({"bf16": True}, "mixed_precision='bf16'"),
+    ({"fp16": True}, "mixed_precision='fp16'"),
 ]
 
 
