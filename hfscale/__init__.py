@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .accelerator import Accelerator
     from .adapt import coverage_report, get_peft_model, merge_and_unload
     from .build import from_config, from_pretrained, parallelize, plan
-    from .checkpoint import load_state, save_pretrained, save_state, stream_weights, verify_experts
+    from .checkpoint import load_state, save_pretrained, save_state, stream_weights, verify_experts, wait_for_saves
     from .config import ParallelConfig
     from .memory.report import memory_estimate
     from .memory_config import MemoryConfig
@@ -83,13 +83,21 @@ __all__ = [
     "train_step",
     "upcycle",
     "verify_experts",
+    "wait_for_saves",
 ]
 
 # What needs torch is imported when it is first used, so that a command line can be read, or refused, at once.
 _MODULES = {
     ".accelerator": ["Accelerator"],
     ".adapt": ["coverage_report", "get_peft_model", "merge_and_unload"],
-    ".checkpoint": ["load_state", "save_pretrained", "save_state", "stream_weights", "verify_experts"],
+    ".checkpoint": [
+        "load_state",
+        "save_pretrained",
+        "save_state",
+        "stream_weights",
+        "verify_experts",
+        "wait_for_saves",
+    ],
     ".upcycle.upcycle": ["upcycle"],
     ".config": ["ParallelConfig"],
     ".parallel.experts": ["ExpertLoad", "ExpertLoadHistory", "expert_load"],

@@ -26,7 +26,7 @@ from ._host.accelerate import (
     registered_objects,
 )
 from ._host.transformers.classes import class_name
-from .checkpoint import load_state, save_pretrained, save_state
+from .checkpoint import load_state, save_pretrained, save_state, wait_for_saves
 from .config import started_processes, without_launcher_switches
 from .errors import ConfigError
 from .mesh import Mesh
@@ -221,6 +221,11 @@ class Accelerator(accelerate.Accelerator):
         """Put the prepared model, optimizer and schedulers back where :meth:`save_state` wrote them down."""
         model, optimizer, others = self._one_run(input_dir)
         load_state(model, input_dir, optimizer=optimizer, **others)
+
+    def end_training(self) -> None:
+        """As Accelerate's, once saves that go on behind the steps are done."""
+        wait_for_saves()
+        super().end_training()
 
     def _one_run(self, directory: Any) -> tuple[nn.Module, Any, dict[str, Any]]:
         """What was prepared: one model, its optimizer if any, and whatever else has a state, by name."""

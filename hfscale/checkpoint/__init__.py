@@ -1,5 +1,6 @@
 """Weights in and out: each rank reads its slices of a Hugging Face checkpoint, and rank 0 writes a plain one."""
 
+from .background import wait_for_saves
 from .checksums import verify_experts
 from .load import load_pretrained
 from .save import save_pretrained
@@ -13,4 +14,5 @@ __all__ = [
     "save_state",
     "stream_weights",
     "verify_experts",
+    "wait_for_saves",
 ]

@@ -11,6 +11,7 @@ other kind finds its own shares in them::
     DIRECTORY/complete.json             sizes and checksums; comes last (:mod:`hfscale.files.complete`)
 """
 
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from .. import guards
 from ..errors import CheckpointError
 from ..runtime import Runtime, runtime_of
 from ..runtime.writing import everyone_arrives
+from .background import apart, begin_save, on_host, wait_for_saves
 from .state_load import Resumed, load_from, none_there
 from .state_write import take_state, write_state
 
@@ -38,6 +40,7 @@ def save_state(
     keep_every: int | None = None,
     timeout: timedelta = _WAIT,
     check_replicas: bool = True,
+    asynchronous: bool = False,
     **others: Any,
 ) -> None:
     """Write all that a run needs to go on, in this or any other layout; call it on every rank, between two steps.
@@ -51,6 +54,9 @@ def save_state(
         keep_last: remove older states beside this one, but so many of the newest.
         keep_every: keep those of steps that this divides as well.
         check_replicas: compare, bit by bit, what several ranks hold together.
+        asynchronous: return once everything is copied to the host's memory, and write it behind the steps that follow.
+            The next save, :func:`load_state` and the end of the process wait for it, and raise if it failed; so does
+            :func:`hfscale.wait_for_saves`.
         others: anything with ``state_dict`` and ``load_state_dict`` (``scheduler=...``, ``dataloader=...``), whose
             states are plain data. What is ``None`` is left out.
 
@@ -60,12 +66,18 @@ def save_state(
     """
     runtime, target = runtime_of(model), Path(directory)
     refuse_under_way(runtime, "save_state")
+    wait_for_saves()
     everyone_arrives(runtime.mesh, timeout, f"save_state({str(target)!r})")
     if check_replicas:
         guards.check_replicas(runtime, f"save_state({str(target)!r})")
     for part in runtime.parts:
         part.before_state(runtime, resumed=False)
-    write_state(take_state(runtime, optimizer, step, _given(others)), target, keep_last, keep_every)
+    taken = take_state(runtime, optimizer, step, _given(others))
+    if asynchronous:
+        taken = replace(taken, mesh=apart(taken.mesh), tensors=on_host(taken.tensors))
+        begin_save(str(target), lambda: write_state(taken, target, keep_last, keep_every))
+    else:
+        write_state(taken, target, keep_last, keep_every)
 
 
 def load_state(
@@ -95,6 +107,7 @@ def load_state(
     """
     runtime = runtime_of(model)
     refuse_under_way(runtime, "load_state")
+    wait_for_saves()
     if missing_ok and none_there(Path(directory), runtime.mesh):
         return Resumed(None, 0, runtime.mesh.batch_world, True)
     return load_from(runtime, Path(directory), optimizer, _given(others), verify)

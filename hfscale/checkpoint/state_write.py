@@ -3,6 +3,7 @@
 import hashlib
 import io
 import pickle
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from .._host.transformers.saving import write_configs
 from ..errors import CheckpointError
 from ..files.complete import FileSum, write_synced
 from ..files.writer import write_tensors
+from ..mesh import Mesh
 from ..plan.state_tensor import StateTensor
 from ..runtime import Runtime
 from ..runtime.full_tensors import tensors_to_save
@@ -30,31 +32,28 @@ class TakenState:
     """A state, taken from a run, and not written yet.
 
     Attributes:
-        runtime: of the model, for its config.
+        mesh: the ranks that write it.
         index: the same on every rank.
         tensors: what this rank writes.
         rest: what else this rank writes: a file's bytes.
+        beside: files that lie beside a Hugging Face checkpoint's weights, by name; of the first rank.
     """
 
-    runtime: Runtime
+    mesh: Mesh
     index: StateIndex
     tensors: dict[str, Tensor]
     rest: bytes
+    beside: dict[str, bytes]
 
     def write(self, directory: Path) -> dict[str, FileSum]:
         """Write this rank's files; they are on the disk afterwards."""
-        rank = self.index.rank_of((), self.runtime.mesh.ranks)
+        rank = self.index.rank_of((), self.mesh.ranks)
         files = {rest_name(rank): write_synced(directory / rest_name(rank), self.rest)}
         if self.tensors:
             files[weights_name(rank)] = write_tensors(directory / weights_name(rank), self.tensors)
-        if is_writer(self.runtime.mesh):
-            files[INDEX] = write_synced(directory / INDEX, self.index.write())
-            write_configs(self.runtime.model, directory)
-            for part in self.runtime.parts:
-                part.write_configs(self.runtime, directory)
-            for path in sorted(directory.iterdir()):
-                if path.suffix in (".json", ".py", ".jinja") and path.name not in files:
-                    files[path.name] = write_synced(path, path.read_bytes())
+        if is_writer(self.mesh):
+            for name, content in {INDEX: self.index.write(), **self.beside}.items():
+                files[name] = write_synced(directory / name, content)
         return files
 
 
@@ -91,7 +90,18 @@ def take_state(
     index = _agreed_index(runtime, contents, digests, failure)
     index.step = step
     _add_stored_names(index, runtime)
-    return TakenState(runtime, index, contents.held, rest)
+    return TakenState(runtime.mesh, index, contents.held, rest, _beside(runtime))
+
+
+def _beside(runtime: Runtime) -> dict[str, bytes]:
+    """Configs, and code that came with the model."""
+    if not is_writer(runtime.mesh):
+        return {}
+    with tempfile.TemporaryDirectory() as written:
+        write_configs(runtime.model, Path(written))
+        for part in runtime.parts:
+            part.write_configs(runtime, Path(written))
+        return {path.name: path.read_bytes() for path in sorted(Path(written).iterdir()) if path.is_file()}
 
 
 def write_state(taken: TakenState, target: Path, keep_last: int | None, keep_every: int | None) -> None:
@@ -100,7 +110,7 @@ def write_state(taken: TakenState, target: Path, keep_last: int | None, keep_eve
     Raises:
         CheckpointError: on every rank, if one could not; what ``target`` held is then still there.
     """
-    mesh, new = taken.runtime.mesh, None
+    mesh, new = taken.mesh, None
     failure: Exception | None = None
     try:
         if is_writer(mesh):

@@ -1,0 +1,81 @@
+"""Saves that go on behind the steps: one at a time, by a thread with a group of ranks of its own.
+
+A step waits for the copy to the host's memory alone. The next save waits for the one before it, and so does the end of
+the process; an error of one is raised there, on every rank.
+"""
+
+import functools
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import CheckpointError
+from ..mesh import Mesh
+from ..processes import host_group
+
+
+class _Save(threading.Thread):
+    """Not a daemon, so the process does not end before it."""
+
+    def __init__(self, name: str, work: Callable[[], None]) -> None:
+        super().__init__(name=f"hfscale-save {name}", daemon=False)
+        self.target, self.work = name, work
+        self.error: Exception | None = None
+
+    def run(self) -> None:
+        """Save; an error is kept for who asks, and said for the case that nobody will."""
+        try:
+            self.work()
+        except (CheckpointError, OSError, RuntimeError) as error:  # of files, or of ranks that are gone
+            self.error = error
+            print(f"hfscale: the save of {self.target} behind the steps failed: {error}", file=sys.stderr, flush=True)
+
+
+_running: list[_Save] = []
+
+
+def begin_save(name: str, work: Callable[[], None]) -> None:
+    """Run ``work`` behind what comes next, once the save before it is done."""
+    wait_for_saves()
+    _running.append(_Save(name, work))
+    _running[-1].start()
+
+
+def wait_for_saves() -> None:
+    """Wait until what ``hfscale.save_state(..., asynchronous=True)`` began is on the disk; call it on every rank.
+
+    Raises:
+        CheckpointError: it failed; what its directory held before is still there.
+    """
+    while _running:
+        save = _running.pop()
+        save.join()
+        if save.error is not None:
+            raise CheckpointError(f"the save of {save.target} behind the steps failed: {save.error}") from save.error
+
+
+def apart(mesh: Mesh) -> Mesh:
+    """The same ranks with a group of their own for what a thread has to say; the first call is collective."""
+    return mesh if mesh.control is None else replace(mesh, control=_group(dist.group.WORLD))
+
+
+@functools.lru_cache(maxsize=1)  # the latest process group's
+def _group(world: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    return host_group([range(dist.get_world_size())])
+
+
+def on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies in the host's memory, pinned where they come from a GPU; complete on return."""
+    copies = {}
+    for key, tensor in tensors.items():
+        pinned = tensor.device.type == "cuda"
+        copies[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+        copies[key].copy_(tensor, non_blocking=pinned)
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.current_stream().synchronize()
+    return copies
