@@ -23,6 +23,7 @@ GROUPS = {
         "save_pretrained",
         "save_state",
         "load_state",
+        "wait_for_saves",
         "stream_weights",
         "preempted",
         "Preempted",
