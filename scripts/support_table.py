@@ -31,7 +31,7 @@ TABLE = """
 | memory | recomputation: full, selective, every n-th layer, by name, or to a budget; optimizer on the host |
 | checkpoints | safetensors, original names, any layout to any layout; runs resume in any layout |
 | Accelerate | `hfscale.Accelerator`: prepare, accumulate, clip, gather for metrics, save and load state |
-| `transformers.Trainer`, TRL | in every layout; SFT, DPO, KTO, Reward: [docs/trainer.md](docs/trainer.md) |
+| `transformers.Trainer`, TRL | in every layout; SFT, DPO, GRPO, ...: [docs/trainer.md](docs/trainer.md) |
 | tested with | {versions}, Python 3.11, CPUs over gloo |
 """
 

@@ -17,12 +17,12 @@ def operations(runtime: Runtime, inputs: Mapping[str, Any]) -> float:
 
     Trainer adds up what all ranks say.
     """
-    tokens = inputs.get(getattr(runtime.model, "main_input_name", "input_ids"))
-    if tokens is None:
+    main = getattr(runtime.model, "main_input_name", "input_ids")
+    if main not in inputs:  # as it is of prompts, which are a list
         return 0.0
     mesh = runtime.mesh
     sharing = mesh.layout.total_size / mesh.batch_world
-    return 6.0 * float(tokens.numel()) * _parameters(runtime) / sharing
+    return 6.0 * float(inputs[main].numel()) * _parameters(runtime) / sharing
 
 
 def _parameters(runtime: Runtime) -> int:

@@ -107,6 +107,17 @@ def length_reward(completions: list[str], **_: Any) -> list[float]:
     return [len(each.split()) / 4 + 0.1 * each.count("3") for each in completions]
 
 
+def rollouts(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """The same completions for a prompt, whichever rank has it; those of its group differ."""
+    first, prompt_ids, completions = trainer.accelerator.process_index * len(prompts), [], []
+    for place, prompt in enumerate(prompts, first):
+        ids = trainer.processing_class(prompt)["input_ids"]
+        number = place % trainer.num_generations
+        prompt_ids.append(ids)
+        completions.append([(sum(ids) + 7 * number + k * k) % 60 + 5 for k in range(2 + number)] + [1])
+    return {"prompt_ids": prompt_ids, "completion_ids": completions, "logprobs": None}
+
+
 def build(case: Case, path: str, layout: dict[str, Any] | None) -> Any:
     ranks = case.trainer == "RewardTrainer"
     auto = AutoModelForSequenceClassification if ranks else AutoModelForCausalLM
@@ -157,8 +168,12 @@ def run(case: Case, path: str, out: str, layout: dict[str, Any] | None) -> list[
 
 
 def assert_equal(found: Any, expected: Any, layout: dict[str, Any], tolerance: float = 1e-5) -> None:
-    """Every number of every logged row; data ranks may pad their rows to lengths of their own."""
-    left_out = {"total_flos"} if ParallelConfig(**layout).batch_world > 1 else set()
+    """Every number of every logged row.
+
+    Data ranks may pad their rows to lengths of their own, and GRPO logs means of their means of ``kl`` and ``entropy``.
+    """
+    means = {"kl", "entropy"} if any("kl" in row for row in expected) else set()
+    left_out = {"total_flos", *means} if ParallelConfig(**layout).batch_world > 1 else set()
     assert len(found) == len(expected)
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.keys() == theirs.keys()

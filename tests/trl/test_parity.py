@@ -11,11 +11,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from hfscale import ParallelConfig
+from hfscale import ConfigError, ParallelConfig
 from hfscale.testing import RankPool
 
 from ..models import tiny
-from .script import Case, assert_equal, run, save_rows, tokenizer
+from .script import Case, assert_equal, length_reward, rollouts, run, save_rows, tokenizer
 
 pytest.importorskip("trl")
 
@@ -25,6 +25,14 @@ TP2, DP2, PP2 = {"tp_size": 2}, {"dp_shard_size": 2}, {"pp_size": 2}
 BOTH = {"tp_size": 2, "dp_shard_size": 2}
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
 LORA = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+# Adam divides by gradients, some of which are roundings.
+GENERATES = {
+    "num_generations": 4,
+    "max_completion_length": 6,
+    "beta": 0.1,
+    "optim": "sgd",
+    "learning_rate": 0.1,
+}
 CASES = {
     "sft": Case("SFTTrainer", "text", EVALUATED),
     "completion": Case("SFTTrainer", "completion", {"loss_type": "dft"}),
@@ -37,6 +45,11 @@ CASES = {
     "precomputed": Case("DPOTrainer", "pair", {"precompute_ref_log_probs": True}),
     "kto": Case("KTOTrainer", "label", {"max_steps": 2}),
     "reward": Case("RewardTrainer", "pair"),
+    "grpo": Case("GRPOTrainer", "prompt", GENERATES, more={"reward_funcs": length_reward}),
+    "rollouts": Case(
+        "GRPOTrainer", "prompt", GENERATES, more={"reward_funcs": length_reward, "rollout_func": rollouts}
+    ),
+    "rloo": Case("RLOOTrainer", "prompt", GENERATES, more={"reward_funcs": length_reward}),
 }
 
 
@@ -92,6 +105,8 @@ def expected(path: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
         *(("dpo", layout) for layout in (TP2, PP2, DP2)),
         *((name, layout) for name in ("dpo_lora", "precomputed", "kto") for layout in (TP2, PP2)),
         *(("reward", layout) for layout in (TP2, DP2)),
+        *((name, TP2) for name in ("grpo", "rloo")),
+        *(("rollouts", layout) for layout in (DP2, BOTH)),
     ],
 )
 def test_logs_equal_one_process(
@@ -102,3 +117,25 @@ def test_logs_equal_one_process(
         run, case_of(name, path), start_of(name, path), str(tmp_path), layout
     ):
         assert_equal(found, stock, layout)
+
+
+@pytest.mark.parametrize("layout", [DP2])
+def test_data_ranks_generate_each_for_itself(pools: Pools, path: str, layout: Layout, tmp_path: Path) -> None:
+    one, other = pools(2).run(run, CASES["grpo"], path, str(tmp_path), layout)
+    assert one == other
+    assert all(row["completions/mean_length"] > 0 for row in one if "loss" in row)
+
+
+def refused(path: str, out: str, name: str) -> str:
+    try:
+        run(replace(CASES[name], arguments={**CASES[name].arguments, "max_steps": 1}), path, out, PP2)
+    except ConfigError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize(("name", "advice"), [("grpo", "generates with the model"), ("reward", "whole output")])
+def test_what_stages_cannot_do_is_refused(pools: Pools, path: str, name: str, advice: str, tmp_path: Path) -> None:
+    for message in pools(2).run(refused, start_of(name, path), str(tmp_path), name):
+        assert advice in message
+        assert "pp_size=1" in message
