@@ -7,6 +7,7 @@ from torch import nn
 
 from .adapters import Adapters
 from .guards.part import SharedBatch, StockCode
+from .memory.offload_activations import OffloadActivations
 from .memory.offload_optimizer import OffloadOptimizer
 from .memory.recompute import Recomputation
 from .mesh import Mesh
@@ -43,6 +44,7 @@ def parts_of(adapters: Adapters | None) -> tuple[Part, ...]:
         ModelsOwnLoss(),
         ContextParallel(),
         Recomputation(),
+        OffloadActivations(),
         RandomStreams(),
         SharedBatch(),
         ExpertRouting(),

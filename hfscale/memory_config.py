@@ -11,6 +11,7 @@ from .errors import ConfigError
 RECOMPUTE = ("none", "full", "selective")
 """Ways to recompute that have a name."""
 
+_WORTH_A_COPY = 1 << 20
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
@@ -36,6 +37,11 @@ class MemoryConfig:
         recompute_keep: operators whose results are kept all the same where whole layers are recomputed, as
             ``["aten.mm", "aten.addmm"]``: by torch's names, with or without the overload.
         tokens: tokens of one microbatch of one batch rank, over all of its sequences, for which a budget is meant.
+        offload_activations: keep on the host what layers keep for their backward pass: ``True``, or the size of the
+            smallest tensor that is worth a copy, as ``"1MiB"``, which is what ``True`` means. Of layers that are
+            recomputed, their input.
+        offload_parameters: keep this rank's shards of parameters and gradients on the host, and step there (FSDP2's
+            ``CPUOffloadPolicy``); layers are gathered to the device one by one. With data ranks.
         offload_optimizer: keep the optimizer's state on the host and step there, one parameter at a time (Ren et al.
             2021, ZeRO-Offload): of optimizers that :func:`hfscale.create_optimizer` makes; others are refused.
 
@@ -46,6 +52,8 @@ class MemoryConfig:
     recompute: str | int | Sequence[str] = "none"
     recompute_keep: Sequence[str] = ()
     tokens: int | None = None
+    offload_activations: bool | str = False
+    offload_parameters: bool = False
     offload_optimizer: bool = False
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "MemoryConfig":
@@ -74,9 +82,12 @@ class MemoryConfig:
             raise ConfigError(f"tokens={self.tokens} is for a budget, and recompute={given!r} is none: leave it out")
 
     def _check_switches(self) -> None:
-        for name in ("offload_optimizer",):
+        for name in ("offload_optimizer", "offload_parameters"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not a switch: use True or False")
+        given = self.offload_activations
+        if not isinstance(given, bool) and (not isinstance(given, str) or byte_count(given) is None):
+            raise ConfigError(f"offload_activations={given!r} is impossible: use True, False, or a size like '1MiB'")
 
     def _check_recompute(self) -> None:
         given = self.recompute
@@ -92,6 +103,12 @@ class MemoryConfig:
             object.__setattr__(self, "recompute", _names("recompute", given, '["mlp", "input_layernorm"]'))
         else:
             raise ConfigError(f"recompute={given!r} is unknown: {_HOW}")
+
+    @property
+    def least_offloaded(self) -> int | None:
+        """Bytes of the smallest tensor that waits on the host; ``None``: nothing does."""
+        given = self.offload_activations
+        return byte_count(given) if isinstance(given, str) else _WORTH_A_COPY if given else None
 
     @property
     def budget(self) -> int | None:

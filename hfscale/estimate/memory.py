@@ -25,6 +25,7 @@ from ..plan.recompute import recomputed
 from ..plan.table import human
 from .activations import Types, stream_width
 from .recompute import (
+    LayerHeld,
     Situation,
     around_layers,
     is_matrix,
@@ -198,10 +199,15 @@ def _activations(plan: Plan, here: dict[str, int], situation: Situation, mixed: 
             total += alive * tokens * _around(plan, types, situation.trained)
         elif layers:  # what was sent stays until its gradient is back
             total += alive * tokens * next(each.bytes.stream for each in held if each.name == layers[-1])
+    if offloaded(plan).activations is not None:
+        total, away = _on_host(held, chosen, tokens, total)
+        notes_of_host = [f"on the host: {human(away)} of activations; two layers of a microbatch are on the device"]
+    else:
+        notes_of_host = []
     total += tokens * max((each.bytes.kept for each in held if each.name in chosen), default=0.0)
     counted = all(each.bytes.counted for each in held)
     how = "counted for this kind of layer" if counted else "an upper estimate from the shapes of the layers"
-    notes = [f"activations: {how}, of {tokens:,} tokens a microbatch; scores of attention are not kept"]
+    notes = [*notes_of_host, f"activations: {how}, of {tokens:,} tokens a microbatch; scores of attention are not kept"]
     if again.keep:
         notes.append("results of operators that recomputed layers keep are not counted")
     if again.modules:
@@ -211,6 +217,14 @@ def _activations(plan: Plan, here: dict[str, int], situation: Situation, mixed: 
             f"recomputed: {len(chosen)} of {len(held)} layers, of which the input is kept, and one of them whole"
         )
     return ceil(total), notes
+
+
+def _on_host(held: Sequence[LayerHeld], chosen: frozenset[str], tokens: int, total: float) -> tuple[float, int]:
+    """What is left on the device, and what waits on the host."""
+    one = [tokens * (each.bytes.stream if each.name in chosen else each.bytes.kept) for each in held]
+    layers = sum(each.alive * size for each, size in zip(held, one, strict=True))
+    here = min(layers, 2 * max(one, default=0.0))
+    return total - layers + here, ceil(layers - here)
 
 
 def _around(plan: Plan, types: Types, trained: Collection[str]) -> float:

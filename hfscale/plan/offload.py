@@ -11,13 +11,20 @@ class OffloadPlan(Feature):
 
     Attributes:
         optimizer: the optimizer's state, which is stepped there.
+        parameters: this rank's shards of parameters, and of their gradients, which are stepped there.
+        activations: what layers keep for their backward pass, in tensors of so many bytes or more; ``None``: nothing.
     """
 
     optimizer: bool = False
+    parameters: bool = False
+    activations: int | None = None
 
     def describe(self, plan: PlanContents) -> list[str]:
         """What is there."""
         what = ["the optimizer's state"] if self.optimizer else []
+        what += ["shards of parameters and gradients"] if self.parameters else []
+        if self.activations is not None:
+            what.append(f"what layers keep for the backward pass, in tensors of {self.activations:,} bytes and more")
         return [f"on the host: {', '.join(what)}"]
 
 

@@ -15,8 +15,7 @@ _ATTENTION = "ALL_ATTENTION_FUNCTIONS"  # where the host's files look attention 
 def plan_memory(draft: Draft) -> None:
     """Find the layers and modules; what is found is the same on every rank."""
     asked = draft.asked
-    if asked.offload_optimizer:
-        draft.features.append(OffloadPlan(optimizer=True))
+    _plan_offload(draft)
     given = asked.recompute
     if given == "none":
         return
@@ -34,6 +33,20 @@ def plan_memory(draft: Draft) -> None:
         layers = tuple(draft.layers[::every])
         keep, budget = tuple(asked.recompute_keep), asked.budget
         draft.features.append(RecomputePlan(layers, keep=keep, budget=budget, tokens=asked.tokens))
+
+
+def _plan_offload(draft: Draft) -> None:
+    asked = draft.asked
+    if asked.offload_parameters and draft.layout.data_world == 1:
+        draft.problem(
+            "offload_parameters=True keeps shards of data ranks on the host, which FSDP2 gathers layer by layer, and "
+            f"{draft.layout.describe()} has none: use dp_shard_size=2 or more, or offload_optimizer=True"
+        )
+    if asked.least_offloaded is not None and not draft.layers:
+        draft.problem("offload_activations= is of layers, and none were found: leave it out")
+    if asked.offload_optimizer or asked.offload_parameters or asked.least_offloaded is not None:
+        offload = OffloadPlan(asked.offload_optimizer, asked.offload_parameters, asked.least_offloaded)
+        draft.features.append(offload)
 
 
 def _modules(draft: Draft, given: tuple[str, ...]) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     norm, gradients = _global_norm(runtime, here, float(norm_type)), [gradient for _, gradient in here]
     coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for same in _alike(gradients):
-        multiply_all([gradients[i] for i in same], coefficient.to(gradients[same[0]].dtype))
+        multiply_all([gradients[i] for i in same], coefficient.to(gradients[same[0]]))
     return norm
 
 
@@ -76,7 +76,7 @@ def _joined(grads: list[Tensor], norm_type: float, device: torch.device) -> Tens
     norms = _norms([grad for grad in grads if grad.numel()], norm_type, wide)
     if not norms:
         return torch.zeros((), dtype=wide, device=device)
-    each = torch.stack(norms)
+    each = torch.stack(norms).to(device)
     return each.max() if norm_type == float("inf") else each.pow(norm_type).sum()
 
 

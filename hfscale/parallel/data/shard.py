@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from ..._host.torch_fsdp import agree_on_gradients, reduce_now, shard_by_type
@@ -22,6 +23,7 @@ from ...families.precision import WIDENS_INSIDE
 from ...mesh import Mesh
 from ...options import MIXED_PRECISIONS
 from ...plan import ParameterPlan, Plan
+from ...plan.offload import offloaded
 from ...plan.reductions import data_axes
 from ...plan.towers import TowersPlan
 from ...runtime import like_sharded
@@ -43,13 +45,15 @@ def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, mixed_precision: s
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else MixedPrecisionPolicy()
     # Whole copies need not be given up after the forward pass where no memory is won by it.
     reshard = mesh.layout.size("dp_shard") > 1
-    alone = _shard_experts(model, plan, mesh, policy)
+    offload = _offload_policy(plan)
+    alone = _shard_experts(model, plan, mesh, policy, offload)
+    how: dict[str, Any] = {"ignored": alone, "mesh": data_mesh, "mp_policy": policy, "offload_policy": offload}
     towers = plan.feature(TowersPlan)
     layers = (layer for layer in plan.layers if plan.is_local(mesh.ranks["pp"], layer))
     for name in (layer for layer in layers if towers is None or not towers.holds(layer)):
         layer = model.get_submodule(name)
-        shard_by_type(layer, ignored=alone, mesh=data_mesh, mp_policy=policy, reshard_after_forward=reshard)
-    shard_by_type(model, ignored=alone, mesh=data_mesh, mp_policy=policy, reshard_after_forward=False)
+        shard_by_type(layer, reshard_after_forward=reshard, **how)
+    shard_by_type(model, reshard_after_forward=False, **how)
     if towers is not None:  # a rank's texts may have no pictures
         inside = {module for name, module in model.named_modules() if towers.holds(stock_name(name))}
         owners = {owner_of(model, item)[0] for item in towers.items if not _is_module(model, item)}
@@ -72,7 +76,13 @@ def _found_by_any(mesh: Mesh, here: list[bool]) -> list[bool]:
     return [bool(each) for each in found.tolist()]
 
 
-def _shard_experts(model: nn.Module, plan: Plan, mesh: Mesh, policy: MixedPrecisionPolicy) -> set[nn.Parameter]:
+def _offload_policy(plan: Plan) -> OffloadPolicy:
+    return CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offloaded(plan).parameters else OffloadPolicy()
+
+
+def _shard_experts(
+    model: nn.Module, plan: Plan, mesh: Mesh, policy: MixedPrecisionPolicy, offload: OffloadPolicy
+) -> set[nn.Parameter]:
     """Wrap experts over their own, smaller group: ranks that hold the same ones.
 
     Returns:
@@ -101,6 +111,7 @@ def _shard_experts(model: nn.Module, plan: Plan, mesh: Mesh, policy: MixedPrecis
             ignored=set(),
             mesh=_data_mesh(mesh.expert_mesh, mesh, spread=True),
             mp_policy=policy,
+            offload_policy=offload,
             reshard_after_forward=shards > 1,
             shard_placement_fn=(lambda p, dims=dims: Shard(dims[p])) if shards > 1 else None,  # type: ignore[misc]
         )
@@ -125,14 +136,17 @@ def install_local_weights(model: nn.Module, shares: dict[str, Tensor], plan: Pla
             continue
         owner = planned.tied_to or planned.name
         if owner not in made:
-            made[owner] = _filled(parameter_at(model, planned.name), shares[owner])
+            made[owner] = _filled(parameter_at(model, planned.name), shares[owner], offloaded(plan).parameters)
         put_parameter(model, planned.name, made[owner])
 
 
-def _filled(empty: Tensor | None, share: Tensor) -> nn.Parameter:
+def _filled(empty: Tensor | None, share: Tensor, on_host: bool) -> nn.Parameter:
     if empty is None:
         raise ConfigError("a parameter vanished between planning and loading")
-    return nn.Parameter(like_sharded(share, empty), requires_grad=empty.requires_grad)
+    placed = like_sharded(share, empty)
+    if on_host and isinstance(placed, DTensor):
+        placed = placed.to("cpu")
+    return nn.Parameter(placed, requires_grad=empty.requires_grad)
 
 
 def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
