@@ -11,6 +11,7 @@ other kind finds its own shares in them::
     DIRECTORY/complete.json             sizes and checksums; comes last (:mod:`hfscale.files.complete`)
 """
 
+import logging
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from .. import guards
 from ..errors import CheckpointError
@@ -27,6 +29,7 @@ from .background import apart, begin_save, on_host, wait_for_saves
 from .state_load import Resumed, load_from, none_there
 from .state_write import take_state, write_state
 
+_log = logging.getLogger(__name__)
 _WAIT = timedelta(minutes=2)
 
 
@@ -123,11 +126,17 @@ def refuse_under_way(runtime: Runtime, call: str) -> None:
 
 
 def _given(others: dict[str, Any]) -> dict[str, Any]:
+    """Those that have a state."""
+    found = {}
     for name, other in others.items():
-        if other is not None and not (hasattr(other, "state_dict") and hasattr(other, "load_state_dict")):
-            raise CheckpointError(
-                f"{name}={type(other).__name__} has no state_dict and load_state_dict: leave it out. A data loader "
-                "that has them is torchdata's StatefulDataLoader; any other is brought to where it was by skipping the "
-                "batches of the steps done (accelerate.skip_first_batches)"
+        if hasattr(other, "state_dict") and hasattr(other, "load_state_dict"):
+            found[name] = other
+        elif isinstance(other, DataLoader):
+            _log.warning(
+                "%s, a torch.utils.data.DataLoader, does not know where it is, so its place is not in the state: skip "
+                "the batches of the steps done (accelerate.skip_first_batches), or use torchdata's StatefulDataLoader",
+                name,
             )
-    return {name: other for name, other in others.items() if other is not None}
+        elif other is not None:
+            raise CheckpointError(f"{name}={type(other).__name__} has no state_dict and load_state_dict: leave it out")
+    return found

@@ -56,6 +56,7 @@ KINDS: dict[str, dict[str, Any]] = {
     # Rows of 512: cut in two along columns, blocks of 256 stay whole.
     "rows": {"config": lambda: tiny("llama", intermediate_size=512, vocab_size=128, num_hidden_layers=4)},
     "mixture": {"config": lambda: qwen3_moe(num_hidden_layers=4), "build": EAGER},
+    "four-bit": {},
     "lora": {"config": lambda: tiny("llama", num_hidden_layers=4), "peft": _LORA},
 }
 ROWS = 4
@@ -118,3 +119,28 @@ def leg(
         frozen = quantized.weights if quantized is not None else ()
         weights = dict(full_parameters(runtime_of(model), lambda planned: planned.name not in frozen))
     return losses, {key: tensor.clone() for key, tensor in weights.items() if tensor.numel()}
+
+
+class Loader:
+    """Has a place in its data."""
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = state["place"]
+
+
+def loaders(layout: str, directory: str, source: str | None) -> int | str:
+    model = build("tied", layout, 0, torch.float32)
+    loader = Loader(100 * hfscale.batch_rank(model) if source is None else -1)
+    try:
+        if source is not None:
+            hfscale.load_state(model, source, dataloader=loader)
+        hfscale.save_state(model, directory, dataloader=loader)
+    except hfscale.CheckpointError as error:
+        return str(error)
+    return loader.place

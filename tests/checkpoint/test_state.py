@@ -183,7 +183,7 @@ def test_refusals(tmp_path: Path) -> None:
         hfscale.load_state(other, tmp_path / "state")
     with pytest.raises(CheckpointError, match=r"in torch.float32 and this model in torch.bfloat16"):
         hfscale.load_state(start({}, 0)[0].to(torch.bfloat16), tmp_path / "state")
-    with pytest.raises(CheckpointError, match=r"dataloader=list has no state_dict.*StatefulDataLoader"):
+    with pytest.raises(CheckpointError, match="dataloader=list has no state_dict"):
         hfscale.save_state(model, tmp_path / "state", dataloader=[])
     with pytest.raises(CheckpointError, match="the state of 'odd' is not plain data"):
         hfscale.save_state(model, tmp_path / "state", odd=Odd())

@@ -12,7 +12,8 @@ from hfscale.checkpoint.state_index import StateIndex
 from hfscale.checkpoint.state_reader import StateReader
 from hfscale.testing import RankPool
 
-from .state_runs import LAYOUTS, leg
+from ..quantization.models import save, wide
+from .state_runs import LAYOUTS, leg, loaders
 
 Pools = Callable[[int], RankPool]
 WIDE, NARROW = torch.float64, torch.float32
@@ -33,6 +34,7 @@ CHAINS = [
     ("rows", "ademamix_8bit", NARROW, ["shard2", "tp2", "one"]),
     ("mixture", "stock", WIDE, ["ep2", "one", "ep2-tp2", "pp2", "ep2-cut", "ep4", "tp2"]),
     ("lora", "stock", WIDE, ["tp2", "pp2", "shard2", "tp4", "one"]),
+    ("four-bit", "stock", NARROW, ["tp2", "one", "pp2", "shard2"]),  # adapters over a base in 4 bits
 ]
 
 
@@ -56,12 +58,13 @@ def test_goes_on_in_another_layout(
     pools: Pools, tmp_path: Path, kind: str, name: str, dtype: torch.dtype, layouts: list[str]
 ) -> None:
     last = len(layouts) + 1
-    expected, weights = leg(kind, name, "one", dtype, range(last), str(tmp_path / "whole"), None)
+    base = save(wide("llama"), tmp_path / "base") if kind == "four-bit" else None
+    expected, weights = leg(kind, name, "one", dtype, range(last), str(tmp_path / "whole"), base)
     directory = str(tmp_path / "legs")
     start = 0
     for layout in layouts:
         stop = start + 2 if start == 0 else start + 1
-        found = run(pools, layout, kind, name, layout, dtype, range(start, stop), directory, None)
+        found = run(pools, layout, kind, name, layout, dtype, range(start, stop), directory, base)
         for losses, _ in found:
             for mine, theirs in zip(losses, expected[start:stop], strict=True):
                 for value, other, tolerance in zip(mine, theirs, TOLERANCE[dtype], strict=True):
@@ -75,3 +78,14 @@ def test_goes_on_in_another_layout(
     if dtype == WIDE:
         for key, weight in weights.items():
             assert (ended[key] - weight).abs().max() <= 1e-11 * weight.abs().max(), key
+
+
+def test_loaders_with_a_state(pools: Pools, tmp_path: Path) -> None:
+    """Each distinct batch goes on where it was, on the ranks that are given it now."""
+    directory = str(tmp_path / "state")
+    assert pools(4).run(loaders, "tp2-shard2", directory, None) == [0, 0, 100, 100]  # batch rank 1 is further by 100
+    assert pools(4).run(loaders, "pp2-shard2", directory, directory) == [0, 100, 0, 100]
+    assert pools(2).run(loaders, "shard2", directory, directory) == [0, 100]
+    for message in pools(2).run(loaders, "tp2", directory, directory):
+        assert "holds a 'dataloader' for each of 2 distinct batches of a step, and this run has 1" in message
+        assert "skip_first_batches" in message
