@@ -12,7 +12,16 @@ if TYPE_CHECKING:
     from .accelerator import Accelerator
     from .adapt import coverage_report, get_peft_model, merge_and_unload
     from .build import from_config, from_pretrained, parallelize, plan
-    from .checkpoint import load_state, save_pretrained, save_state, stream_weights, verify_experts, wait_for_saves
+    from .checkpoint import (
+        SaveCheck,
+        check_save,
+        load_state,
+        save_pretrained,
+        save_state,
+        stream_weights,
+        verify_experts,
+        wait_for_saves,
+    )
     from .config import ParallelConfig
     from .memory.report import memory_estimate
     from .memory_config import MemoryConfig
@@ -53,12 +62,14 @@ __all__ = [
     "PlanError",
     "Preempted",
     "RoutingConfig",
+    "SaveCheck",
     "TokenScores",
     "Trainer",
     "TrainerMixin",
     "__version__",
     "batch_rank",
     "batch_world",
+    "check_save",
     "clip_grad_norm_",
     "coverage_report",
     "create_optimizer",
@@ -91,12 +102,8 @@ _MODULES = {
     ".accelerator": ["Accelerator"],
     ".adapt": ["coverage_report", "get_peft_model", "merge_and_unload"],
     ".checkpoint": [
-        "load_state",
-        "save_pretrained",
-        "save_state",
-        "stream_weights",
-        "verify_experts",
-        "wait_for_saves",
+        *["SaveCheck", "check_save", "load_state", "save_pretrained", "save_state", "stream_weights"],
+        *["verify_experts", "wait_for_saves"],
     ],
     ".upcycle.upcycle": ["upcycle"],
     ".config": ["ParallelConfig"],

@@ -24,6 +24,8 @@ GROUPS = {
         "save_state",
         "load_state",
         "wait_for_saves",
+        "check_save",
+        "SaveCheck",
         "stream_weights",
         "preempted",
         "Preempted",

@@ -1,6 +1,7 @@
 """Weights in and out: each rank reads its slices of a Hugging Face checkpoint, and rank 0 writes a plain one."""
 
 from .background import wait_for_saves
+from .check_save import SaveCheck, check_save
 from .checksums import verify_experts
 from .load import load_pretrained
 from .save import save_pretrained
@@ -8,6 +9,8 @@ from .state import load_state, save_state
 from .stream import stream_weights
 
 __all__ = [
+    "SaveCheck",
+    "check_save",
     "load_pretrained",
     "load_state",
     "save_pretrained",

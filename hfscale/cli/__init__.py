@@ -7,7 +7,7 @@ from types import ModuleType
 
 from ..errors import HFScaleError
 from ..version import __version__
-from . import blueprint, convert, plan, schedule, train, verify
+from . import blueprint, convert, inspect, plan, schedule, train, verify
 
 _COMMANDS: dict[str, ModuleType] = {
     "train": train,
@@ -16,6 +16,7 @@ _COMMANDS: dict[str, ModuleType] = {
     "blueprint": blueprint,
     "schedule": schedule,
     "convert": convert,
+    "inspect": inspect,
 }
 """Each module has ``HELP``, ``DESCRIPTION``, ``EXAMPLE``, ``add_arguments(parser)`` and ``run(arguments)``."""
 

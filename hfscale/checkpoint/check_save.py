@@ -1,0 +1,75 @@
+"""Find out at the first step, and not at the first save, that a run cannot be saved."""
+
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ..errors import CheckpointError
+from ..runtime import runtime_of
+from ..runtime.writing import is_writer
+from .state import load_state, save_state
+from .state_contents import contents_of
+from .state_load import together
+
+_ROOM = 1.1  # of what is needed: configs, headers, and what others write meanwhile
+
+
+@dataclass(frozen=True)
+class SaveCheck:
+    """What a state of a run takes.
+
+    Attributes:
+        bytes: of all ranks' files.
+        free: bytes on the disk.
+        save_seconds: for saving it.
+        load_seconds: for checking and loading it.
+    """
+
+    bytes: int
+    free: int
+    save_seconds: float
+    load_seconds: float
+
+
+def check_save(model: nn.Module, optimizer: torch.optim.Optimizer | None, directory: str | Path) -> SaveCheck:
+    """Save a state of the run into ``directory``, load it, and remove it; call it on every rank.
+
+    Behind the first step an optimizer has its state: call it there. The run goes on as if nothing had happened.
+
+    Args:
+        directory: where the run's states will be.
+
+    Raises:
+        CheckpointError: there is no room for two states (the next one is written beside the last), or what
+            :func:`hfscale.save_state` and :func:`hfscale.load_state` raise.
+    """
+    runtime, root = runtime_of(model), Path(directory)
+    held = together(runtime.mesh, lambda: contents_of(runtime, optimizer).held)
+    needed = sum(runtime.mesh.all_gather_object(sum(t.numel() * t.element_size() for t in held.values())))
+
+    def room() -> int:
+        root.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(root).free
+        if free < 2 * _ROOM * needed:
+            raise CheckpointError(
+                f"a state of this run takes {needed:,} bytes, two are on the disk while one replaces the other, and "
+                f"{root} has {free:,} bytes free: choose another disk, or make room"
+            )
+        return free
+
+    free = together(runtime.mesh, lambda: room() if is_writer(runtime.mesh) else 0)
+    free = runtime.mesh.all_gather_object(free)[0]
+    target = root / ".check"
+    try:
+        begun = time.perf_counter()
+        save_state(model, target, optimizer=optimizer)
+        saved = time.perf_counter()
+        load_state(model, target, optimizer=optimizer)
+        return SaveCheck(needed, free, saved - begun, time.perf_counter() - saved)
+    finally:
+        if is_writer(runtime.mesh):
+            shutil.rmtree(target, ignore_errors=True)

@@ -1,0 +1,26 @@
+"""``hfscale inspect``: what a directory of states or weights holds."""
+
+import argparse
+from pathlib import Path
+
+HELP = "say what a saved state or checkpoint holds, and whether it is whole"
+DESCRIPTION = (
+    "Say what a directory holds that hfscale.save_state or save_pretrained wrote: step, layout, tensors, bytes, "
+    "versions; of several states, each. Exits with 1 where something is not whole. Needs no ranks and no GPU."
+)
+EXAMPLE = "hfscale inspect states"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``hfscale inspect``."""
+    parser.add_argument("directory", metavar="DIR", type=Path, help="of a state, of several, of a checkpoint")
+    parser.add_argument("--quick", action="store_true", help="compare sizes only: read no file to its end")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print it."""
+    from ..checkpoint.inspect import inspect
+
+    text, whole = inspect(arguments.directory, verify=not arguments.quick)
+    print(text)
+    return int(not whole)
