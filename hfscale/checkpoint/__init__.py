@@ -1,8 +1,8 @@
 """Weights in and out: each rank reads its slices of a Hugging Face checkpoint, and rank 0 writes a plain one."""
 
 from .background import wait_for_saves
-from .check_save import SaveCheck, check_save
 from .checksums import verify_experts
+from .dry_run import SaveCheck, check_save
 from .load import load_pretrained
 from .save import save_pretrained
 from .state import load_state, save_state
