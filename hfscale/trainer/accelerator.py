@@ -57,7 +57,7 @@ class TrainerAccelerator(Accelerator):
         prepared = super().prepare_data_loader(data_loader, False, slice_fn_for_dispatch)
         if self.mesh.sharing is not None and prepared.num_workers:
             seed = self._agreed(torch.random.initial_seed())
-            prepared.generator = torch.Generator().manual_seed(seed)
+            getattr(prepared, "base_dataloader", prepared).generator = torch.Generator().manual_seed(seed)
         return prepared
 
     def rows_of_data_set(self, rows: int) -> int:

@@ -1,5 +1,6 @@
 """One script with a trainer of TRL's, in one process and in a layout: every number that is logged is equal."""
 
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,16 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+import trl
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
+import hfscale
 from hfscale import ConfigError, ParallelConfig
 from hfscale.testing import RankPool
 
 from ..models import tiny
-from .script import Case, assert_equal, length_reward, rollouts, run, save_rows, tokenizer
-
-pytest.importorskip("trl")
+from .script import Case, assert_equal, length_reward, rollouts, rows, run, save_rows, tokenizer
 
 Pools = Callable[[int], RankPool]
 Layout = dict[str, Any]
@@ -35,11 +36,11 @@ GENERATES = {
 }
 CASES = {
     "sft": Case("SFTTrainer", "text", EVALUATED),
-    "completion": Case("SFTTrainer", "completion", {"loss_type": "dft"}),
+    "completion": Case("SFTTrainer", "completion", {"loss_type": "dft", "gradient_checkpointing": True}),
     "packed": Case("SFTTrainer", "text", {"packing": True, "max_length": 16}),
     "assistant": Case("SFTTrainer", "chat", {"assistant_only_loss": True}),
     "sft_lora": Case("SFTTrainer", "text", lora=LORA),
-    "dpo": Case("DPOTrainer", "pair", EVALUATED),
+    "dpo": Case("DPOTrainer", "pair", {**EVALUATED, "gradient_checkpointing": True}),
     # Adam divides by gradients, which of some factors are roundings here.
     "dpo_lora": Case("DPOTrainer", "pair", {"optim": "sgd", "learning_rate": 0.1}, lora=LORA),
     "precomputed": Case("DPOTrainer", "pair", {"precompute_ref_log_probs": True}),
@@ -99,7 +100,7 @@ def expected(path: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        *(("sft", layout) for layout in (TP2, PP2)),
+        *(("sft", layout) for layout in (TP2, PP2, {"cp_size": 2})),
         ("completion", BOTH),
         *((name, layout) for name in ("completion", "packed", "assistant", "sft_lora") for layout in (TP2, PP2)),
         *(("dpo", layout) for layout in (TP2, PP2, DP2)),
@@ -139,3 +140,32 @@ def test_what_stages_cannot_do_is_refused(pools: Pools, path: str, name: str, ad
     for message in pools(2).run(refused, start_of(name, path), str(tmp_path), name):
         assert advice in message
         assert "pp_size=1" in message
+
+
+def trained_from_a_path(path: str, out: str) -> list[float]:
+    """A policy given as a path, and the reference that TRL makes of it."""
+    config = trl.DPOConfig(
+        out, max_steps=1, per_device_train_batch_size=4, bf16=False, use_cpu=True, report_to=[], disable_tqdm=True,
+        save_strategy="no", logging_steps=1,
+    )  # fmt: skip
+
+    class Mine(hfscale.TrainerMixin, trl.DPOTrainer):
+        """A subclass of one's own."""
+
+    trainer = Mine(
+        path,
+        args=config,
+        train_dataset=rows(path, "pair", 1),
+        processing_class=PreTrainedTokenizerFast.from_pretrained(path),
+        parallel=ParallelConfig(tp_size=2),
+    )
+    trainer.train()
+    held = [sum(p.numel() for p in model.parameters()) for model in (trainer.model, trainer.ref_model)]
+    return [*held, trainer.state.log_history[0]["loss"]]
+
+
+def test_a_path_and_its_reference_are_cut(pools: Pools, path: str, tmp_path: Path) -> None:
+    whole = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(path).parameters())
+    for policy, reference, loss in pools(2).run(trained_from_a_path, path, str(tmp_path)):
+        assert policy == reference < 0.6 * whole
+        assert loss == pytest.approx(math.log(2), rel=1e-6)
