@@ -188,7 +188,7 @@ def test_each_sample_once(pools: Pools, layout: dict[str, int], kind: str, tmp_p
 def stop_and_go(path: str, layout: dict[str, int], directory: str) -> None:
     accelerator = hfscale.Accelerator()
     model = build(path, layout)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer = hfscale.create_optimizer(model, "adafactor", lr=0.1)
     scheduler = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=10)
     model, loader, optimizer, scheduler = accelerator.prepare(
         model, DataLoader(Rows(8), batch_size=2), optimizer, scheduler
@@ -208,8 +208,11 @@ def stop_and_go(path: str, layout: dict[str, int], directory: str) -> None:
 
     step()
     accelerator.save_state(directory)
+    hfscale.save_state(model, f"{directory}-own", optimizer=optimizer, scheduler=scheduler, dataloader=loader, step=1)
     expected = [step(), step()]
     accelerator.load_state(directory)
+    assert [step(), step()] == expected
+    assert hfscale.load_state(model, f"{directory}-own", optimizer=optimizer, scheduler=scheduler).step == 1
     assert [step(), step()] == expected
 
 

@@ -15,7 +15,7 @@ import logging
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 
 from .. import guards
 from ..errors import CheckpointError
+from ..parallel.data import reshard
 from ..runtime import Runtime, runtime_of
 from ..runtime.writing import everyone_arrives
 from .background import apart, begin_save, on_host, wait_for_saves
@@ -75,7 +76,8 @@ def save_state(
         guards.check_replicas(runtime, f"save_state({str(target)!r})")
     for part in runtime.parts:
         part.before_state(runtime, resumed=False)
-    taken = take_state(runtime, optimizer, step, _given(others))
+    reshard(runtime.model)  # or whole weights would be taken for the shares
+    taken = take_state(runtime, _stock(optimizer), None if step is None else int(step), _given(others))
     if asynchronous:
         taken = replace(taken, mesh=apart(taken.mesh), tensors=on_host(taken.tensors))
         begin_save(str(target), lambda: write_state(taken, target, keep_last, keep_every))
@@ -113,7 +115,8 @@ def load_state(
     wait_for_saves()
     if missing_ok and none_there(Path(directory), runtime.mesh):
         return Resumed(None, 0, runtime.mesh.batch_world, True)
-    return load_from(runtime, Path(directory), optimizer, _given(others), verify)
+    reshard(runtime.model)
+    return load_from(runtime, Path(directory), _stock(optimizer), _given(others), verify)
 
 
 def refuse_under_way(runtime: Runtime, call: str) -> None:
@@ -125,11 +128,20 @@ def refuse_under_way(runtime: Runtime, call: str) -> None:
         )
 
 
+def _stock(optimizer: Any) -> torch.optim.Optimizer | None:
+    """The optimizer that Accelerate, or whoever, has wrapped."""
+    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = optimizer.optimizer
+    return cast("torch.optim.Optimizer | None", optimizer)
+
+
 def _given(others: dict[str, Any]) -> dict[str, Any]:
     """Those that have a state."""
     found = {}
     for name, other in others.items():
-        if hasattr(other, "state_dict") and hasattr(other, "load_state_dict"):
+        has_state = hasattr(other, "state_dict") and hasattr(other, "load_state_dict")
+        # Accelerate's loaders have the methods always, and this attribute where they are of use.
+        if has_state and getattr(other, "use_stateful_dataloader", True):
             found[name] = other
         elif isinstance(other, DataLoader):
             _log.warning(

@@ -37,6 +37,11 @@ class StateContents:
     def add(self, key: str, tensor: StateTensor, share: Tensor, mesh: Mesh) -> None:
         """A tensor of which this rank has ``share``; it writes it, if it is the first that has."""
         self.tensors[key] = tensor
+        if not tensor.own and tuple(share.shape) != (shape := tensor.local_shape(mesh.ranks)):
+            raise CheckpointError(
+                f"{key} has the shape {tuple(share.shape)} on this rank, and the plan says {shape}: something has "
+                "replaced it since the model was made"
+            )
         _, ranks = mesh.view(tensor.cuts)
         cut = {cut.axis: holders for cut, holders in zip(tensor.cuts, writers(tensor), strict=True)}
         if ranks["pp"] == tensor.home and all(

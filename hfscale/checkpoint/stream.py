@@ -14,6 +14,7 @@ from ..adapters import Adapters
 from ..adapters.merge_whole import WholeMerge
 from ..errors import ConfigError
 from ..mesh import Mesh
+from ..parallel.data import reshard
 from ..runtime import Runtime, runtime_of
 from ..runtime.full_tensors import SavedTensor, full_tensors, tensors_to_save
 from ..runtime.writing import is_writer
@@ -39,6 +40,7 @@ def stream_weights(
         ConfigError: a rank is none of this run's, the weights are held in 4 or 8 bits, or adapters cannot be merged.
     """
     runtime = runtime_of(model)
+    reshard(runtime.model)
     world = runtime.mesh.layout.total_size
     chosen = tuple(range(world)) if ranks == "all" else tuple(int(rank) for rank in ranks)
     if not chosen or any(not 0 <= rank < world for rank in chosen):
