@@ -7,7 +7,7 @@ from types import ModuleType
 
 from ..errors import HFScaleError
 from ..version import __version__
-from . import blueprint, convert, inspect, plan, schedule, train, verify
+from . import blueprint, convert, inspect, merge, plan, schedule, train, verify
 
 _COMMANDS: dict[str, ModuleType] = {
     "train": train,
@@ -17,6 +17,7 @@ _COMMANDS: dict[str, ModuleType] = {
     "schedule": schedule,
     "convert": convert,
     "inspect": inspect,
+    "merge": merge,
 }
 """Each module has ``HELP``, ``DESCRIPTION``, ``EXAMPLE``, ``add_arguments(parser)`` and ``run(arguments)``."""
 

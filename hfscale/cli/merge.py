@@ -1,0 +1,35 @@
+"""``hfscale merge``: an adapter merged into its base, file to file."""
+
+import argparse
+from pathlib import Path
+
+HELP = "merge a saved adapter into its base, one module in memory at a time"
+DESCRIPTION = (
+    "Write a checkpoint with a saved adapter merged into it. What no adapter changes is copied as it is stored. Then "
+    "both are loaded, one after the other, and the largest difference of their logits is printed."
+)
+EXAMPLE = "hfscale merge path/to/base runs/mine/adapter out"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``hfscale merge``."""
+    parser.add_argument("base", metavar="BASE", type=Path, help="the directory of the checkpoint")
+    parser.add_argument("adapter", metavar="ADAPTER", type=Path, help="the directory of the adapter, in PEFT's format")
+    parser.add_argument("out", metavar="OUT", type=Path, help="the directory to write")
+    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one file (default: %(default)s)")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that comes with the model")
+    parser.add_argument("--no-check", action="store_true", help="do not load the models to compare their logits")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Merge, and compare."""
+    from ..adapters.merge_files import logit_difference, merge_adapter
+
+    places = arguments.base, arguments.adapter, arguments.out
+    size, trusted = arguments.max_shard_size, arguments.trust_remote_code
+    changed = merge_adapter(*places, max_shard_size=size, trust_remote_code=trusted)
+    print(f"{arguments.out}: {changed} tensors have the adapter in them")
+    if not arguments.no_check:
+        difference = logit_difference(*places, trust_remote_code=trusted)
+        print(f"logits differ by {difference:.1e} of the largest")
+    return 0
