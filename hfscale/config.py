@@ -16,6 +16,8 @@ from .schedules import SCHEDULES, default_virtual_stages
 AXES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
 """Mesh axes, outermost first: neighbouring ranks share the axis that talks most (tensor)."""
 
+GRADIENT_COMPRESSIONS = ("no", "bf16", "fp16", "powersgd")
+
 CP_METHODS = ("auto", "gather", "heads", "ring", "heads_ring")
 """How context ranks attend to each other's tokens."""
 
@@ -64,6 +66,8 @@ class ParallelConfig(ParallelismConfig):
             Between microbatches a rank then holds its share of them only, and not the whole ones (in float32 under
             mixed precision), for as many times the traffic as there are microbatches. Over stages they travel while
             later microbatches compute, and not after the last one.
+        gradient_compression: what replicas send each other of gradients: ``no``, ``bf16``, ``fp16``, or ``powersgd``:
+            factors of rank ``powersgd_rank`` (4), what they miss joining the next gradient (Vogels et al. 2019).
 
     Raises:
         ConfigError: an unknown field or an impossible value.
@@ -82,6 +86,8 @@ class ParallelConfig(ParallelismConfig):
     stage_layers: Sequence[int] | None = None
     weights_regather: bool | None = None
     reduce_each_microbatch: bool | None = None
+    gradient_compression: str | None = None
+    powersgd_rank: int | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "ParallelConfig":
         """Refuse misspelt fields by name, before the generated ``__init__`` would."""
@@ -125,6 +131,7 @@ class ParallelConfig(ParallelismConfig):
         self.reduce_each_microbatch = _boolean(
             "reduce_each_microbatch", _default("reduce_each_microbatch", self.reduce_each_microbatch, False)
         )
+        self._check_compression()
         if self.pipeline_schedule not in SCHEDULES and not str(self.pipeline_schedule).endswith(".csv"):
             close = difflib.get_close_matches(str(self.pipeline_schedule).lower(), SCHEDULES, n=1)
             hint = f"did you mean {close[0]!r}? " if close else ""
@@ -143,6 +150,20 @@ class ParallelConfig(ParallelismConfig):
         inherited.cp_backend, inherited.sp_backend = "torch", inherited.sp_backend or "deepspeed"
         self._sizes = {axis: self.asked(axis) for axis in (*AXES, "sp")}
         self._fixed = True
+
+    def _check_compression(self) -> None:
+        given = self.gradient_compression = _default("gradient_compression", self.gradient_compression, "no")
+        if given not in GRADIENT_COMPRESSIONS:
+            raise ConfigError(f"gradient_compression={given!r} is unknown: use {', '.join(GRADIENT_COMPRESSIONS)}")
+        if given != "no" and self.size("dp_replicate") == 1:
+            raise ConfigError(
+                f"gradient_compression={given!r} is of what replicas send each other, and dp_replicate_size is 1: use "
+                "dp_replicate_size=2 or more, or leave it out (shards are reduced as they are)"
+            )
+        rank = _default("powersgd_rank", self.powersgd_rank, None)
+        if rank is not None and given != "powersgd":
+            raise ConfigError(f"powersgd_rank={rank} belongs to gradient_compression='powersgd': set that too")
+        self.powersgd_rank = _positive("powersgd_rank", 4 if rank is None else rank) if given == "powersgd" else None
 
     def _place_experts(self, may_add_data: bool) -> None:
         """Check that the expert ranks are whole tensor groups, or data ranks, of consecutive batches."""
@@ -253,6 +274,8 @@ class ParallelConfig(ParallelismConfig):
             "stage_layers",
             "weights_regather",
             "reduce_each_microbatch",
+            "gradient_compression",
+            "powersgd_rank",
         )
         return f"ParallelConfig({values}, {', '.join(f'{name}={getattr(self, name)!r}' for name in rest)})"
 

@@ -11,12 +11,13 @@ of a module gets a group of its own there: gathered and given up with the others
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
@@ -96,6 +97,31 @@ def _groups(state: Any) -> list[Any]:
 def _states(model: nn.Module) -> list[Any]:
     root: Any = fully_shard.state(model)  # type: ignore[attr-defined]
     return list(root._state_ctx.all_states)
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters that are reduced in one buffer.
+
+    Attributes:
+        module: the name of the module that FSDP2 wraps.
+        sizes: of this rank's padded shards of those that train, in the buffer's order.
+        average_by: sets what is called with the buffer once it is reduced over the shards.
+    """
+
+    module: str
+    sizes: list[torch.Size]
+    average_by: Callable[[Callable[[torch.Tensor], None]], None]
+
+
+def parameter_groups(model: nn.Module) -> Iterator[ParameterGroup]:
+    """Those of every wrapped module, in order; before the first pass."""
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            for group in _groups(fully_shard.state(module)):  # type: ignore[attr-defined]
+                trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
+                sizes = [p.padded_sharded_param_size for p in trained]
+                yield ParameterGroup(name, sizes, partial(setattr, group, "_all_reduce_hook"))
 
 
 def reduce_now(model: nn.Module) -> None:

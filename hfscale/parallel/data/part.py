@@ -1,10 +1,12 @@
 """The data axes as a part."""
 
 from contextlib import AbstractContextManager
+from typing import Any
 
 from ..._host.torch_fsdp import add_up_gradients
 from ...runtime import Part, Runtime
 from ...runtime.local_weights import LocalWeights
+from .compress import PowerSGD, compresses, install_compression
 from .shard import (
     apply_data_axes,
     install_local_weights,
@@ -18,12 +20,29 @@ from .shard import (
 class DataParallel(Part):
     """Shards over the data ranks, applied last."""
 
+    def __init__(self) -> None:
+        self._compressing: list[PowerSGD] = []
+
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Wrap, and fill what is on the meta device."""
         model, plan, mesh = runtime.model, runtime.plan, runtime.mesh
         apply_data_axes(model, plan, mesh, runtime.options.mixed_precision)
         if weights is not None:
             install_local_weights(model, weights.tensors, plan, mesh)
+        if compresses(plan):
+            self._compressing = install_compression(model, plan, mesh)
+
+    def state(self, runtime: Runtime) -> dict[str, Any]:
+        """What compression has left out of gradients so far; it goes on in the same layout only."""
+        if not self._compressing:
+            return {}
+        return {"layout": repr(runtime.mesh.layout), "compression": [each.state() for each in self._compressing]}
+
+    def put_state(self, runtime: Runtime, state: dict[str, Any]) -> None:
+        """In another layout, compression begins anew."""
+        if state.get("layout") == repr(runtime.mesh.layout):
+            for each, saved in zip(self._compressing, state["compression"], strict=True):
+                each.put_state(saved, runtime.mesh.device)
 
     def around_interleaved(self, runtime: Runtime, backward: bool) -> AbstractContextManager[None]:
         """Gradients are reduced once, on leaving; weights are gathered once, or anew for every pass."""

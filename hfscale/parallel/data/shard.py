@@ -28,6 +28,7 @@ from ...plan.reductions import data_axes
 from ...plan.towers import TowersPlan
 from ...runtime import like_sharded
 from ...runtime.names import module_at, owner_of, parameter_at, put_parameter, stock_name
+from .compress import compresses
 
 
 def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, mixed_precision: str) -> None:
@@ -40,7 +41,7 @@ def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, mixed_precision: s
     """
     if mesh.data_world == 1 or mesh.device_mesh is None:
         return
-    data_mesh = _data_mesh(mesh.device_mesh, mesh, spread=False)
+    data_mesh = _data_mesh(mesh.device_mesh, mesh, compresses(plan), spread=False)
     dtype = MIXED_PRECISIONS["no" if plan.family in WIDENS_INSIDE else mixed_precision]
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else MixedPrecisionPolicy()
     # Whole copies need not be given up after the forward pass where no memory is won by it.
@@ -109,7 +110,7 @@ def _shard_experts(
         shard_by_type(
             module,
             ignored=set(),
-            mesh=_data_mesh(mesh.expert_mesh, mesh, spread=True),
+            mesh=_data_mesh(mesh.expert_mesh, mesh, compresses(plan), spread=True),
             mp_policy=policy,
             offload_policy=offload,
             reshard_after_forward=shards > 1,
@@ -122,10 +123,10 @@ def _planned(plan: Plan, name: str) -> ParameterPlan:
     return plan.by_name[name if name in plan.by_name else stock_name(name)]
 
 
-def _data_mesh(device_mesh: DeviceMesh, mesh: Mesh, spread: bool) -> DeviceMesh:
-    """The ranks over which the plan reduces gradients of parameters, ``spread`` over the expert axis or not."""
+def _data_mesh(device_mesh: DeviceMesh, mesh: Mesh, shards_alone: bool, spread: bool) -> DeviceMesh:
+    """The ranks over which FSDP2 reduces gradients of parameters, ``spread`` over the expert axis or not."""
     replicate, shard = data_axes(spread)
-    return device_mesh[(replicate, shard) if mesh.layout.size(replicate) > 1 else (shard,)]
+    return device_mesh[(replicate, shard) if mesh.layout.size(replicate) > 1 and not shards_alone else (shard,)]
 
 
 def install_local_weights(model: nn.Module, shares: dict[str, Tensor], plan: Plan, mesh: Mesh) -> None:

@@ -1,0 +1,137 @@
+"""What replicas send each other of gradients, in fewer bytes: 16 bits, or factors of low rank (PowerSGD).
+
+FSDP2 shards over ``dp_shard`` alone then, and what it has reduced there, one flat buffer for each layer, is averaged
+over ``dp_replicate`` here::
+
+    bf16, fp16    buffer / n -> 16 bits -> sum over replicas -> buffer
+    powersgd      M = matrix + error    P = M Q    mean of P, made orthonormal    Q = M^T P    mean of Q
+                  matrix <- P Q^T       error <- M - P Q^T                      (Vogels et al. 2019)
+
+A rank compresses its own shard of a matrix, as DALL-E did (Ramesh et al. 2021, appendix E); vectors, and matrices whose
+factors would be no smaller, are averaged as they are.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..._host.torch_fsdp import ParameterGroup, parameter_groups
+from ...mesh import Mesh
+from ...plan import Plan
+from ...plan.reductions import data_axes
+
+NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class NarrowMean:
+    """The mean over replicas, sent in 16 bits."""
+
+    def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+        self._group, self._dtype = group, dtype
+
+    def __call__(self, flat: Tensor) -> None:
+        """In place."""
+        sent = (flat / dist.get_world_size(self._group)).to(self._dtype)
+        dist.all_reduce(sent, group=self._group)
+        flat.copy_(sent)
+
+
+class PowerSGD:
+    """The mean over replicas of the matrices in a flat buffer, by factors of low rank.
+
+    Args:
+        sizes: of the parts of the buffer, in order.
+        rank: of the factors.
+        seed: of the first factors, the same on all replicas.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, sizes: Sequence[Sequence[int]], rank: int, seed: int) -> None:
+        self._group, self._rank, self._sizes, self._seed = group, rank, [tuple(size) for size in sizes], seed
+        self._errors: dict[int, Tensor] = {}
+        self._factors: dict[int, Tensor] = {}
+
+    def __call__(self, flat: Tensor) -> None:
+        """In place."""
+        if sum(map(prod, self._sizes)) != flat.numel():  # some have no gradient
+            self._mean([flat])
+            return
+        parts = list(flat.split([prod(size) for size in self._sizes]))
+        matrices = {i: parts[i].view(size[0], -1) for i, size in enumerate(self._sizes) if self._is_worth_it(size)}
+        whole = {i: matrix + self._error(i, matrix) for i, matrix in matrices.items()}
+        left = {i: matrix @ self._factor(i, matrix) for i, matrix in whole.items()}
+        self._mean([*left.values(), *(part for i, part in enumerate(parts) if i not in matrices)])
+        left = {i: torch.linalg.qr(factor)[0] for i, factor in left.items()}
+        right = {i: matrix.T @ left[i] for i, matrix in whole.items()}
+        self._mean(list(right.values()))
+        for i, matrix in matrices.items():
+            matrix.copy_(left[i] @ right[i].T)
+            self._errors[i], self._factors[i] = whole[i] - matrix, right[i]
+
+    def state(self) -> dict[str, dict[int, Tensor]]:
+        """Errors and factors."""
+        return {"errors": self._errors, "factors": self._factors}
+
+    def put_state(self, state: Mapping[str, Mapping[int, Tensor]], device: torch.device) -> None:
+        """Go on with them."""
+        self._errors = {i: each.to(device) for i, each in state["errors"].items()}
+        self._factors = {i: each.to(device) for i, each in state["factors"].items()}
+
+    def _is_worth_it(self, size: tuple[int, ...]) -> bool:
+        rows, columns = (size[0], prod(size[1:])) if len(size) > 1 else (1, 1)
+        return self._rank * (rows + columns) < rows * columns and self._rank <= min(rows, columns)
+
+    def _error(self, i: int, matrix: Tensor) -> Tensor:
+        return self._errors[i] if i in self._errors else torch.zeros_like(matrix)
+
+    def _factor(self, i: int, matrix: Tensor) -> Tensor:
+        if i not in self._factors:
+            self._factors[i] = first_factor(self._seed, i, matrix.shape[1], self._rank).to(matrix)
+        return self._factors[i]
+
+    def _mean(self, tensors: list[Tensor]) -> None:
+        """In place, by one collective."""
+        if not tensors:
+            return
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        dist.all_reduce(flat, group=self._group)
+        flat /= dist.get_world_size(self._group)
+        for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+
+def first_factor(seed: int, number: int, columns: int, rank: int) -> Tensor:
+    """``[columns, rank]`` of normal numbers, for matrix ``number`` of a buffer."""
+    return torch.randn(columns, rank, generator=torch.Generator().manual_seed(1000 * seed + number))
+
+
+def compresses(plan: Plan) -> bool:
+    """Whether what replicas send is compressed."""
+    return plan.layout.gradient_compression != "no"
+
+
+def install_compression(model: nn.Module, plan: Plan, mesh: Mesh) -> list[PowerSGD]:
+    """Have what FSDP2 has reduced over shards averaged over replicas.
+
+    Returns:
+        what has a state.
+    """
+    kept = list[PowerSGD]()
+    experts = tuple(f"{each.name}." for each in plan.experts)
+    for number, group in enumerate(parameter_groups(model)):
+        replicas = mesh.group(data_axes(f"{group.module}.".startswith(experts) if experts else False)[0])
+        if replicas is not None:
+            hook = _hook(plan, replicas, group, number)
+            group.average_by(hook)
+            kept += [hook] if isinstance(hook, PowerSGD) else []
+    return kept
+
+
+def _hook(plan: Plan, replicas: dist.ProcessGroup, group: ParameterGroup, number: int) -> Any:
+    layout = plan.layout
+    if layout.gradient_compression == "powersgd":
+        return PowerSGD(replicas, group.sizes, int(layout.powersgd_rank or 1), number)
+    return NarrowMean(replicas, NARROW[str(layout.gradient_compression)])

@@ -1,0 +1,177 @@
+"""Gradients between replicas in 16 bits and by factors: against the formulas, in any layout, counted in bytes."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import hfscale
+from hfscale import ConfigError, ParallelConfig
+from hfscale.parallel.data.compress import NarrowMean, PowerSGD, first_factor
+from hfscale.runtime import runtime_of
+from hfscale.runtime.runtime import local_tensor
+from hfscale.testing import RankPool, count_traffic
+from hfscale.testing.parity import ragged_batch
+
+from ...mixtures import qwen3_moe
+from ...models import tiny
+
+Pools = Callable[[int], RankPool]
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "replicate2": {"dp_replicate_size": 2},
+    "shard2": {"dp_replicate_size": 2, "dp_shard_size": 2},
+    "tp2": {"dp_replicate_size": 2, "tp_size": 2},
+    "sequence": {"dp_replicate_size": 2, "tp_size": 2, "sequence_parallel": True},
+    "1f1b": {"dp_replicate_size": 2, "pp_size": 2},
+    "zbv": {"dp_replicate_size": 2, "pp_size": 2, "pipeline_schedule": "zbv"},
+    "ep2": {"dp_replicate_size": 2, "dp_shard_size": 2, "ep_size": 2},
+    "cp2": {"dp_replicate_size": 2, "cp_size": 2},
+}
+STEPS = 3
+Shares = dict[str, Tensor]
+
+
+def power_sgd(gradients: list[Tensor], errors: list[Tensor], factor: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
+    """One step of the paper's algorithm 1 over workers, in one process: the gradient, errors, the next factor."""
+    wanted = [gradient + error for gradient, error in zip(gradients, errors, strict=True)]
+    left = torch.linalg.qr(torch.stack([matrix @ factor for matrix in wanted]).mean(0))[0]
+    right = torch.stack([matrix.T @ left for matrix in wanted]).mean(0)
+    found = left @ right.T
+    return found, [matrix - found for matrix in wanted], right
+
+
+def compressed(rank: int) -> tuple[list[Tensor], dict[str, Any]]:
+    """Gradients of several steps of a buffer of two matrices and a vector, by this rank's own numbers."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    group = dist.group.WORLD
+    assert group is not None
+    sizes = [(12, 10), (7,), (9, 2, 4)]
+    hook, found = PowerSGD(group, sizes, rank, seed=3), []
+    for step in range(STEPS):
+        flat = torch.randn(12 * 10 + 7 + 9 * 8, generator=generator, dtype=torch.float64)
+        if step == 2:  # a run that went on
+            saved, hook = hook.state(), PowerSGD(group, sizes, rank, seed=3)
+            hook.put_state(saved, torch.device("cpu"))
+        hook(flat)
+        found.append(flat)
+    partial = torch.full((5,), float(dist.get_rank()), dtype=torch.float64)
+    hook(partial)  # not all have a gradient: the mean
+    narrow = torch.full((5,), 1 / 3 + dist.get_rank(), dtype=torch.float32)
+    NarrowMean(group, torch.bfloat16)(narrow)
+    return found, {"partial": partial, "narrow": narrow}
+
+
+def test_factors_are_those_of_the_paper(pools: Pools) -> None:
+    ranks = pools(2).run(compressed, 2)
+    generators = [torch.Generator().manual_seed(rank) for rank in range(2)]
+    factors = {0: first_factor(3, 0, 10, 2).double(), 2: first_factor(3, 2, 8, 2).double()}
+    errors = {i: [torch.zeros(shape, dtype=torch.float64)] * 2 for i, shape in ((0, (12, 10)), (2, (9, 8)))}
+    for step in range(STEPS):
+        flats = [torch.randn(12 * 10 + 7 + 9 * 8, generator=each, dtype=torch.float64) for each in generators]
+        parts = [flat.split([120, 7, 72]) for flat in flats]
+        expected = [torch.empty(0)] * 3
+        for i, shape in ((0, (12, 10)), (2, (9, 8))):
+            expected[i], errors[i], factors[i] = power_sgd(
+                [part[i].view(shape) for part in parts], errors[i], factors[i]
+            )
+        expected[1] = (parts[0][1] + parts[1][1]) / 2
+        whole = torch.cat([part.reshape(-1) for part in expected])
+        for found, _ in ranks:
+            assert torch.allclose(found[step], whole, rtol=0, atol=1e-12)
+    for found, other in ranks:
+        assert torch.equal(found[-1], ranks[0][0][-1])
+        assert (other["partial"] == 0.5).all()
+        assert other["narrow"] == pytest.approx(torch.full((5,), 5 / 6).numpy(), rel=2**-8)
+
+
+def test_a_matrix_of_that_rank_is_exact(pools: Pools) -> None:
+    for worst in pools(2).run(_of_low_rank):
+        assert worst < 1e-12
+
+
+def _of_low_rank() -> float:
+    generator = torch.Generator().manual_seed(5)
+    left, right = (torch.randn(20, 2, generator=generator, dtype=torch.float64) for _ in range(2))
+    own = (1 + dist.get_rank()) * left @ right.T
+    group = dist.group.WORLD
+    assert group is not None
+    flat = own.reshape(-1).clone()
+    PowerSGD(group, [(20, 20)], 2, seed=0)(flat)
+    return float((flat.view(20, 20) - 1.5 * left @ right.T).abs().max())
+
+
+def step_of(path: str, layout: dict[str, Any], kind: dict[str, Any], state: str) -> tuple[Shares, Shares, int]:
+    """This rank's shares before and after steps, and the bytes that it reduced in the last one."""
+
+    def build() -> Any:
+        return hfscale.from_pretrained(
+            path, parallel=ParallelConfig(**layout, **kind), dtype=torch.float32, experts_implementation="eager"
+        ).train()
+
+    model, generator, sent = build(), torch.Generator().manual_seed(2), 0
+    start = shares(model)
+    world, rank = hfscale.batch_world(model), hfscale.batch_rank(model)
+    for number in range(STEPS):
+        if state and number == 2:
+            hfscale.save_state(model, state)
+            model = build()
+            hfscale.load_state(model, state)
+        batches = [[ragged_batch(generator, 67, 2, 13, False) for _ in range(2)] for _ in range(world)]
+        with count_traffic() as counted:
+            hfscale.train_step(model, batches[rank])
+        sent = counted.payload["allreduce"]
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter -= 0.5 * parameter.grad
+                    parameter.grad = None
+    return start, shares(model), sent
+
+
+def shares(model: Any) -> Shares:
+    return {planned.name: local_tensor(p.detach()).clone() for planned, p in runtime_of(model).parameters()}
+
+
+def apart(one: Shares, other: Shares) -> float:
+    return float(sum((one[name] - other[name]).square().sum() for name in one)) ** 0.5
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_training(pools: Pools, tmp_path: Path, layout: str) -> None:
+    """16 bits differ by roundings, factors by less than the updates; a resumed run goes on bit by bit."""
+    torch.manual_seed(0)
+    config = qwen3_moe() if layout == "ep2" else tiny("llama", num_hidden_layers=4)
+    AutoModelForCausalLM.from_config(config, experts_implementation="eager").save_pretrained(tmp_path)
+    sizes = LAYOUTS[layout]
+    pool = pools(ParallelConfig(**sizes).total_size)
+    factors = {"gradient_compression": "powersgd", "powersgd_rank": 4}
+    kinds = ({}, {"gradient_compression": "bf16"}, factors)
+    runs = [pool.run(step_of, str(tmp_path), sizes, kind, "") for kind in kinds]
+    resumed = pool.run(step_of, str(tmp_path), sizes, factors, str(tmp_path / "state"))
+    for exact, narrow, few, again in zip(*runs, resumed, strict=True):
+        assert apart(again[1], few[1]) == 0
+        moved = apart(exact[0], exact[1])
+        assert 0 < apart(exact[1], narrow[1]) < 2**-6 * moved
+        assert 0 < apart(exact[1], few[1]) < 0.9 * moved
+        if layout == "replicate2":
+            assert few[2] < 0.6 * exact[2]
+            assert narrow[2] < 0.51 * exact[2]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"gradient_compression": "bf16"}, "use dp_replicate_size=2 or more"),
+        ({"gradient_compression": "int8", "dp_replicate_size": 2}, "is unknown: use no, bf16, fp16, powersgd"),
+        ({"powersgd_rank": 2, "dp_replicate_size": 2}, "belongs to gradient_compression='powersgd'"),
+        ({"gradient_compression": "powersgd", "powersgd_rank": 0, "dp_replicate_size": 2}, "at least 1"),
+    ],
+)
+def test_what_does_not_fit(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ParallelConfig(**given)
