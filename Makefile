@@ -102,6 +102,7 @@ docs: setup
 bench: setup
 	$(BIN)/python scripts/bench/tensor_parallel.py --out scripts/bench/results/tensor_parallel.json
 	$(BIN)/python scripts/bench/loading.py --out scripts/bench/results/loading.json
+	$(BIN)/python scripts/bench/checkpoint.py --out scripts/bench/results/checkpoint.json
 	$(BIN)/python scripts/bench/stages.py --out scripts/bench/results/stages.json
 	$(BIN)/python scripts/bench/context.py --out scripts/bench/results/context.json
 	$(BIN)/python scripts/bench/pipeline.py --out scripts/bench/results/pipeline.json
