@@ -1,6 +1,6 @@
 """Time and peak memory, per rank, of saving and loading a run's state, beside torch's own ways.
 
-    python scripts/bench/checkpoint.py [--out scripts/bench/results/checkpoint.json] [--rounds 5] [--hidden 1024]
+    python scripts/bench/checkpoint.py [--out FILE.json] [--rounds 5] [--hidden 1024]
 
 Two ranks hold one model with AdamW, sharded by FSDP2, and save and load it in every way, in turn and several rounds
 long, so that a busy disk or machine meets all of them alike; medians are reported, and the spread. Times are from one
