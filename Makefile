@@ -97,6 +97,7 @@ lint: setup
 docs: setup
 	$(BIN)/python scripts/support_table.py
 	$(BIN)/python scripts/api_table.py
+	$(BIN)/python scripts/memory_table.py
 	$(BIN)/python scripts/architecture.py
 
 bench: setup

@@ -40,7 +40,7 @@ def _plan_offload(draft: Draft) -> None:
     if asked.offload_parameters and draft.layout.data_world == 1:
         draft.problem(
             "offload_parameters=True keeps shards of data ranks on the host, which FSDP2 gathers layer by layer, and "
-            f"{draft.layout.describe()} has none: use dp_shard_size=2 or more, or offload_optimizer=True"
+            "there are none: use dp_shard_size=2 or more, or offload_optimizer=True"
         )
     if asked.least_offloaded is not None and not draft.layers:
         draft.problem("offload_activations= is of layers, and none were found: leave it out")
