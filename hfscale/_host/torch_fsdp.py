@@ -18,10 +18,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigError
+
+Agree = Callable[[list[bool]], list[bool]]
 
 
 def shard_by_type(module: nn.Module, *, ignored: set[nn.Parameter], **how: Any) -> None:
@@ -133,7 +136,7 @@ def reduce_now(model: nn.Module) -> None:
     root._root_post_backward_final_callback()
 
 
-def agree_on_gradients(model: nn.Module, modules: set[nn.Module], agree: Callable[[list[bool]], list[bool]]) -> None:
+def agree_on_gradients(model: nn.Module, modules: set[nn.Module], agree: Agree) -> None:
     """Let ranks reduce the same gradients of ``modules``, also where some ranks' batches did not go through them.
 
     Gradients that some rank has and this one has not are taken for zeros here; those that no rank has stay none.
@@ -145,14 +148,24 @@ def agree_on_gradients(model: nn.Module, modules: set[nn.Module], agree: Callabl
     root: Any = fully_shard.state(model)  # type: ignore[attr-defined]
     for group in _groups(root):
         held = [p for p in group.fsdp_params if p._module_info.module in modules and p.sharded_param.requires_grad]
-        if held:
-            group.post_backward = partial(_reduce_alike, group, group.post_backward, held, agree)
+        group.post_backward = partial(_reduce_alike, root, group, group.post_backward, held, agree)
 
 
 def _reduce_alike(
-    group: Any, reduce: Callable[[], None], held: list[Any], agree: Callable[[list[bool]], list[bool]], *_: Any
+    root: Any,
+    group: Any,
+    reduce: Callable[[], None],
+    held: list[Any],
+    agree: Callable[[list[bool]], list[bool]],
+    *_: Any,
 ) -> None:
-    if group.reduce_grads and group.is_unsharded:
+    # Where no tower was run and the embedding is frozen, the first layers' inputs have no gradient: FSDP2 would reduce
+    # those layers behind the root, and on other ranks before it.
+    for state in reversed([state for state in root._state_ctx.all_states if state is not root]):
+        for late in reversed(_groups(state)):
+            if late._training_state != TrainingState.POST_BACKWARD:
+                late.post_backward()
+    if held and group.reduce_grads and group.is_unsharded:
         here = [p.unsharded_accumulated_grad is not None or p.unsharded_param.grad is not None for p in held]
         for parameter, found, anywhere in zip(held, here, agree(here), strict=True):
             if anywhere and not found:

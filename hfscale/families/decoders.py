@@ -29,6 +29,9 @@ _SHORT_CONVOLUTION = Block(
     local_attributes=("conv.groups",),
     dropout=(),
 )
+_MLLAMA_ATTENTION = replace(
+    _LLAMA_ATTENTION, local_attributes=("num_heads", "num_key_value_heads"), dropout=("dropout",)
+)
 _LFM_MLP = Block(column=("w1", "w3"), row=("w2",), dropout=())
 _GATES = ("recurrent_param", "input_gate_weight", "input_gate_bias", "recurrent_gate_weight", "recurrent_gate_bias")
 
@@ -77,6 +80,19 @@ DECODERS: dict[str, Blueprint] = {
     "glm4": Blueprint(layers="layers", blocks={"self_attn": _LLAMA_ATTENTION, "mlp": _FUSED_MLP}),
     "granite_swa": Blueprint(
         layers="layers", blocks={"self_attn": replace(_LLAMA_ATTENTION, own_heads=True), "mlp": _LLAMA_MLP}
+    ),
+    "mllama_text_model": Blueprint(  # some layers read the picture, and nothing of the text but what asks
+        layers="layers",
+        blocks={
+            "self_attn": replace(_MLLAMA_ATTENTION, optional=True),
+            "cross_attn": replace(
+                _MLLAMA_ATTENTION,
+                shared=("q_norm", "k_norm"),
+                enter_inputs=("cross_attention_states",),
+                optional=True,
+            ),
+            "mlp": _LLAMA_MLP,
+        },
     ),
     "modernbert-decoder": Blueprint(
         layers="layers",
