@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .._host.transformers.classes import empty_model
-from .._host.transformers.saving import as_stored, stored_layout
+from .._host.transformers.saving import AsStored
 from ..config import ParallelConfig
 from ..errors import CheckpointError
 from ..files.complete import MARK
@@ -74,9 +74,10 @@ def _write_model(directory: Path, reader: StateReader, target: Path, size: str |
     contents: dict[str, Tensor] = {
         name: torch.empty(tensors[key].shape, dtype=reader.dtype(key), device="meta") for name, key in stored.items()
     }
-    writer = CheckpointWriter(target, stored_layout(model, contents), size)
+    as_stored = AsStored(model, contents)
+    writer = CheckpointWriter(target, as_stored.layout, size)
     for name, key in stored.items():
-        for stored_name, part in as_stored(model, name, reader.whole(key)).items():
+        for stored_name, part in as_stored.made_of(name, reader.whole(key)).items():
             writer.add(stored_name, part)
     writer.finish()
     for path in directory.iterdir():

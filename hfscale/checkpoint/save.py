@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import guards
-from .._host.transformers.saving import as_stored, stored_layout, write_configs
+from .._host.transformers.saving import AsStored, write_configs
 from ..files.writer import INDEX, STALE, CheckpointWriter
 from ..runtime import Runtime, runtime_of
 from ..runtime.atomic_directory import atomic_directory
@@ -57,20 +57,20 @@ def save_pretrained(
 def _write(runtime: Runtime, target: Path, max_shard_size: str | int) -> None:
     entries = tensors_to_save(runtime)
     contents = {entry.name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for entry in entries}
-    stored = stored_layout(runtime.model, contents)
+    stored = AsStored(runtime.model, contents)
     with atomic_directory(target, runtime.mesh, stale=STALE, last=INDEX) as staging:
         writer = None
         if is_writer(runtime.mesh):
-            writer = staging.attempt(CheckpointWriter, staging.path, stored, max_shard_size)
+            writer = staging.attempt(CheckpointWriter, staging.path, stored.layout, max_shard_size)
         # Rank 0 takes every tensor even after a failure, so that no other rank waits forever to send its share.
         for name, tensor in full_tensors(runtime, entries):
             if writer is not None:
-                staging.attempt(_add, writer, runtime.model, name, tensor)
+                staging.attempt(_add, writer, stored, name, tensor)
         if writer is not None:
             staging.attempt(write_configs, runtime.model, staging.path)
             staging.attempt(writer.finish)
 
 
-def _add(writer: CheckpointWriter, model: nn.Module, name: str, tensor: Tensor) -> None:
-    for stored_name, part in as_stored(model, name, tensor).items():
+def _add(writer: CheckpointWriter, stored: AsStored, name: str, tensor: Tensor) -> None:
+    for stored_name, part in stored.made_of(name, tensor).items():
         writer.add(stored_name, part)

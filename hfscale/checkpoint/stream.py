@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .._host.transformers.saving import as_stored
+from .._host.transformers.saving import AsStored
 from ..adapters import Adapters
 from ..adapters.merge_whole import WholeMerge
 from ..errors import ConfigError
@@ -53,21 +53,27 @@ def stream_weights(
     adapters = runtime.part(Adapters)
     entries = tensors_to_save(runtime)
     if adapters is None:
-        return _stored(runtime, _whole(runtime, entries, chosen), chosen)
+        return _stored(runtime, entries, _whole(runtime, entries, chosen), chosen)
     merge = WholeMerge(adapters, runtime.plan)
     if merge_adapters:
         merge.refuse_tied()
-        return _stored(runtime, _merged(runtime, merge, entries, chosen), chosen)
+        weights = [entry for entry in entries if _owned(entry) not in merge.factors]
+        return _stored(runtime, weights, _merged(runtime, merge, entries, chosen), chosen)
     return _with_adapters(runtime, merge, entries, chosen)
 
 
 def _stored(
-    runtime: Runtime, whole: Iterator[tuple[SavedTensor, Tensor]], chosen: Sequence[int]
+    runtime: Runtime,
+    entries: list[SavedTensor],
+    whole: Iterator[tuple[SavedTensor, Tensor]],
+    chosen: Sequence[int],
 ) -> Iterator[tuple[str, Tensor]]:
     """As a checkpoint holds them, on the chosen ranks."""
+    contents = {e.name: torch.empty(e.shape, dtype=e.dtype, device="meta") for e in entries}
+    as_stored = AsStored(runtime.model, contents)
     for entry, tensor in whole:
         if _rank(runtime.mesh) in chosen:
-            yield from as_stored(runtime.model, entry.name, tensor).items()
+            yield from as_stored.made_of(entry.name, tensor).items()
 
 
 def _merged(
@@ -91,7 +97,8 @@ def _with_adapters(
     runtime: Runtime, merge: WholeMerge, entries: list[SavedTensor], chosen: Sequence[int]
 ) -> Iterator[tuple[str, Tensor]]:
     own = [entry for entry in entries if _owned(entry) in merge.factors]
-    yield from _stored(runtime, _whole(runtime, [entry for entry in entries if entry not in own], chosen), chosen)
+    weights = [entry for entry in entries if entry not in own]
+    yield from _stored(runtime, weights, _whole(runtime, weights, chosen), chosen)
     keys = merge.keys()
     for entry, tensor in _whole(runtime, own, chosen):
         if _rank(runtime.mesh) in chosen:

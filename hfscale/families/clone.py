@@ -45,7 +45,7 @@ _LAYER_COUNTS = (
     *("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers"),
 )
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "n_kv_heads", "n_head_kv", "kv_heads")
-DROPOUT_WORDS = ("dropout", "pdrop", "drop_rate", "layerdrop", "jitter")
+DROPOUT_WORDS = ("dropout", "pdrop", "drop_rate", "drop_path", "layerdrop", "jitter")
 # One entry per layer: cut to the first layers, and, where kinds alternate, made to show more than one of them.
 _PER_LAYER = (
     "layer_types",

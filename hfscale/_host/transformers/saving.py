@@ -14,37 +14,68 @@ from ...errors import CheckpointError
 from .classes import class_name, empty_copy, stock_class
 
 
-def as_stored(model: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """One parameter as a plain Hugging Face checkpoint of this model holds it: under its stored name, or as the several
-    tensors that the host fuses on load. Works on the meta device too.
-    """
-    reverted: dict[str, Tensor] = revert_weight_conversion(model, {name: tensor})
-    return reverted
-
-
 def never_stored(model: Any) -> set[str]:
     """Names of tensors that the host's ``save_pretrained`` leaves out, since it makes them itself."""
     return set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+
+
+class AsStored:
+    """Makes the tensors of a plain Hugging Face checkpoint of a model's own: under their stored names, as the several
+    tensors that the host fuses on load, or as the one that it takes apart. Works on the meta device too.
+
+    Attributes:
+        layout: every tensor of the checkpoint, on the meta device.
+    """
+
+    def __init__(self, model: Any, contents: dict[str, Tensor]) -> None:
+        """Take the model's own tensors, on the meta device.
+
+        Raises:
+            CheckpointError: the host makes others of all together than of those that belong together.
+        """
+        _note_conversions(model)
+        self._model = model
+        self._together = _together(model, contents)
+        self._waiting: dict[str, Tensor] = {}
+        self.layout: dict[str, Tensor] = {}
+        for name, tensor in contents.items():
+            self.layout.update(self.made_of(name, tensor))
+        expected: dict[str, Tensor] = revert_weight_conversion(model, dict(contents))
+        if {name: t.shape for name, t in expected.items()} != {name: t.shape for name, t in self.layout.items()}:
+            odd = sorted(set(expected) ^ set(self.layout))
+            raise CheckpointError(
+                f"the host stores several parameters of {class_name(model)} as one ({', '.join(odd[:4])}), which this "
+                "version cannot write: save the model with one process"
+            )
+
+    def made_of(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """What the checkpoint holds of one tensor; nothing, until the last of those comes that are stored as one."""
+        names = self._together.get(name, (name,))
+        self._waiting[name] = tensor
+        if any(other not in self._waiting for other in names):
+            return {}
+        stored: dict[str, Tensor] = revert_weight_conversion(
+            self._model, {other: self._waiting.pop(other) for other in names}
+        )
+        return stored
+
+
+def _together(model: Any, contents: dict[str, Tensor]) -> dict[str, tuple[str, ...]]:
+    """Name -> those that it is stored as one with, itself among them, in order: by themselves they get one name."""
+    known: dict[str, list[str]] = {}
+    for name, tensor in contents.items():
+        for stored in revert_weight_conversion(model, {name: tensor}):
+            known.setdefault(stored, []).append(name)
+    return {name: tuple(names) for names in known.values() if len(names) > 1 for name in names}
 
 
 def stored_layout(model: Any, contents: dict[str, Tensor]) -> dict[str, Tensor]:
     """All tensors of a plain checkpoint of this model, on the meta device; ``contents`` are the model's own.
 
     Raises:
-        CheckpointError: the host stores several parameters as one, which cannot be written one at a time.
+        CheckpointError: as :class:`AsStored`.
     """
-    _note_conversions(model)
-    together: dict[str, Tensor] = revert_weight_conversion(model, contents)
-    apart: dict[str, Tensor] = {}
-    for name, tensor in contents.items():
-        apart.update(as_stored(model, name, tensor))
-    if {name: t.shape for name, t in together.items()} != {name: t.shape for name, t in apart.items()}:
-        odd = sorted(set(together) ^ set(apart))
-        raise CheckpointError(
-            f"the host stores several parameters of {class_name(model)} as one ({', '.join(odd[:4])}), which this "
-            "version cannot write: save the model with one process"
-        )
-    return apart
+    return AsStored(model, contents).layout
 
 
 def _note_conversions(model: Any) -> None:
