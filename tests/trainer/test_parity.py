@@ -35,6 +35,7 @@ CASES = {
 }
 
 
+RARER = [("own", TP2), ("smoothed", TP2), ("loss_only", PP2)]
 CONFIGS = {
     "llama": tiny("llama", num_hidden_layers=4, tie_word_embeddings=True),
     "qwen3_moe": qwen3_moe(),
@@ -83,9 +84,10 @@ def expected(paths: dict[str, str], tmp_path_factory: pytest.TempPathFactory) ->
     [
         *(("plain", layout) for layout in (TP2, PP2, ZBV, DP2, CP2, {**TP2, "sequence_parallel": True})),
         ("plain", {"tp_size": 2, "dp_shard_size": 2}),
-        *(("own", layout) for layout in (TP2, DP2)),
-        *(("smoothed", layout) for layout in (TP2, PP2, DP2)),
-        *(("loss_only", layout) for layout in (TP2, PP2)),
+        ("own", DP2),
+        *(("smoothed", layout) for layout in (PP2, DP2)),
+        ("loss_only", TP2),
+        *(pytest.param(name, layout, marks=pytest.mark.slow) for name, layout in RARER),
     ],
 )
 def test_logs_equal_one_process(

@@ -79,6 +79,7 @@ class Case:
         arguments: of its config; ``batch`` rows of all distinct batches go through one forward pass.
         lora: a PEFT config for the trainer.
         adapter: a saved adapter that training begins with.
+        ours: whether a stock trainer is given a model of hfscale's.
     """
 
     trainer: str
@@ -87,6 +88,7 @@ class Case:
     lora: Any = None
     adapter: str = ""
     batch: int = 4
+    ours: bool = False
     more: dict[str, Any] = field(default_factory=dict)
 
 
@@ -122,9 +124,9 @@ def build(case: Case, path: str, layout: dict[str, Any] | None) -> Any:
     ranks = case.trainer == "RewardTrainer"
     auto = AutoModelForSequenceClassification if ranks else AutoModelForCausalLM
     load: dict[str, Any] = {"dtype": torch.float32, **({"num_labels": 1} if ranks else {})}
-    if layout is None:
+    if layout is None and not case.ours:
         return auto.from_pretrained(path, **load)
-    return hfscale.from_pretrained(path, parallel=ParallelConfig(**layout), auto_class=auto, **load)
+    return hfscale.from_pretrained(path, parallel=ParallelConfig(**(layout or {})), auto_class=auto, **load)
 
 
 def run(case: Case, path: str, out: str, layout: dict[str, Any] | None) -> list[dict[str, float]]:

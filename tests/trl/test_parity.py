@@ -54,6 +54,13 @@ CASES = {
 }
 
 
+RARER = [
+    ("sft", {"cp_size": 2}),
+    *((name, TP2) for name in ("completion", "packed", "assistant", "precomputed", "rloo")),
+    *((name, DP2) for name in ("dpo", "reward", "rollouts")),
+]
+
+
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     torch.manual_seed(0)
@@ -100,14 +107,15 @@ def expected(path: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        *(("sft", layout) for layout in (TP2, PP2, {"cp_size": 2})),
+        *(("sft", layout) for layout in (TP2, PP2)),
         ("completion", BOTH),
-        *((name, layout) for name in ("completion", "packed", "assistant", "sft_lora") for layout in (TP2, PP2)),
-        *(("dpo", layout) for layout in (TP2, PP2, DP2)),
-        *((name, layout) for name in ("dpo_lora", "precomputed", "kto") for layout in (TP2, PP2)),
-        *(("reward", layout) for layout in (TP2, DP2)),
-        *((name, TP2) for name in ("grpo", "rloo")),
-        *(("rollouts", layout) for layout in (DP2, BOTH)),
+        *((name, layout) for name in ("completion", "packed", "assistant") for layout in (PP2,)),
+        *((name, layout) for name in ("sft_lora", "dpo", "dpo_lora", "kto") for layout in (TP2, PP2)),
+        ("precomputed", PP2),
+        ("reward", TP2),
+        ("grpo", TP2),
+        ("rollouts", BOTH),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in RARER),
     ],
 )
 def test_logs_equal_one_process(
@@ -169,3 +177,11 @@ def test_a_path_and_its_reference_are_cut(pools: Pools, path: str, tmp_path: Pat
     for policy, reference, loss in pools(2).run(trained_from_a_path, path, str(tmp_path)):
         assert policy == reference < 0.6 * whole
         assert loss == pytest.approx(math.log(2), rel=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_stock_trainer_takes_a_model_of_one_process(
+    expected: Callable[[str], Any], path: str, tmp_path: Path
+) -> None:
+    found = run(replace(CASES["sft"], ours=True), path, str(tmp_path), None)
+    assert_equal(found, expected("sft"), {})

@@ -254,7 +254,7 @@ class VocabParallelLoss:
             )
         if isinstance(output, tuple):
             return tuple(each.materialize() if isinstance(each, LazyLogits) else each for each in output)
-        if isinstance(output.logits, LazyLogits):
+        if isinstance(getattr(output, "logits", None), LazyLogits):  # a forward put over the model's may have none
             output.logits = output.logits.materialize()
         return output
 
