@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .optimizers import create_optimizer
     from .parallel.experts import ExpertLoad, ExpertLoadHistory, expert_load
     from .parallel.pipeline.record import record_schedule
+    from .processes import fitting_layout
     from .routing_config import RoutingConfig
     from .train import (
         BadStepError,
@@ -76,6 +77,7 @@ __all__ = [
     "drain",
     "eval_step",
     "expert_load",
+    "fitting_layout",
     "from_config",
     "from_pretrained",
     "get_peft_model",
@@ -108,6 +110,7 @@ _MODULES = {
     ".upcycle.upcycle": ["upcycle"],
     ".config": ["ParallelConfig"],
     ".parallel.experts": ["ExpertLoad", "ExpertLoadHistory", "expert_load"],
+    ".processes": ["fitting_layout"],
     ".routing_config": ["RoutingConfig"],
     ".memory.report": ["memory_estimate"],
     ".memory_config": ["MemoryConfig"],

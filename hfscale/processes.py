@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from ._host.torch import backend_for, patience_of, set_patience
-from .config import cpu_requested, started_processes
+from .config import ParallelConfig, cpu_requested, started_processes
+from .errors import MeshError
 
 TIMEOUT = timedelta(minutes=10)
 """How long a rank waits for the others where hfscale starts torch's process group. Whoever wants another number starts
@@ -41,6 +42,21 @@ def choose_device(visible: int, local_rank: str | None, current: Callable[[], in
     (Slurm, Ray) may show each process one GPU only; without an index, the one that the user has chosen.
     """
     return current() if local_rank is None else int(local_rank) % visible
+
+
+def fitting_layout(layouts: Sequence[ParallelConfig]) -> ParallelConfig:
+    """The first of ``layouts`` for as many processes as were started: for jobs that start again with those that are
+    left when a machine is lost (``torchrun --nnodes 1:2 --rdzv_backend c10d``). States are read in any of them.
+
+    Raises:
+        MeshError: none is for that many.
+    """
+    world = dist.get_world_size() if dist.is_initialized() else started_processes()
+    for layout in layouts:
+        if layout.total_size == world:
+            return layout
+    wanted = ", ".join(f"{layout.describe()} ({layout.total_size})" for layout in layouts)
+    raise MeshError(f"{world} process(es) were started, and the layouts are for others: {wanted or 'none is given'}")
 
 
 def start(device: torch.device) -> None:

@@ -28,6 +28,7 @@ GROUPS = {
         "SaveCheck",
         "stream_weights",
         "preempted",
+        "fitting_layout",
         "Preempted",
         "BadSteps",
     ],

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from hfscale import ParallelConfig, mesh, processes
+import hfscale
+from hfscale import MeshError, ParallelConfig, mesh, processes
 from hfscale.mesh import build_mesh
 from hfscale.plan.stages import place_stages
 from hfscale.processes import TIMEOUT, backend_of, choose_device, device_group, host_group, rounds
@@ -188,3 +189,12 @@ def test_the_hosts_groups_are_not_split_off(monkeypatch: pytest.MonkeyPatch) -> 
         assert host_group([[0, 1], [2, 3]]) == [2, 3]
     assert seen == [(None, "gloo", TIMEOUT)] * 2
     assert world.bound_device_id == torch.device("cuda", 0)
+
+
+def test_the_first_layout_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    layouts = [ParallelConfig(tp_size=2, pp_size=2), ParallelConfig(dp_shard_size=2), ParallelConfig(tp_size=2)]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert hfscale.fitting_layout(layouts) is layouts[1]
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(MeshError, match=r"3 process\(es\) were started, and the layouts are for others"):
+        hfscale.fitting_layout(layouts)

@@ -173,7 +173,8 @@ class Recipe:
     def saved_state(self) -> Path | None:
         """What the run goes on from; ``None`` where it begins."""
         state = self.directory / "state"
-        return state if self.training.resume and state.is_dir() else None
+        there = state.is_dir() or state.with_name(".state.old").is_dir()  # of a save that was killed
+        return state if self.training.resume and there else None
 
 
 @dataclass
