@@ -12,7 +12,7 @@
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import ceil, prod
 from typing import Any
 
@@ -133,7 +133,7 @@ def estimate_memory(
     if plan.layout.size("cp") > 1:
         notes.append("what attention reads of other context ranks is not counted: a layer's keys and values at a time")
     state, more = _optimizer(plan, training, here, optimizer, options)
-    return MemoryEstimate(
+    found = MemoryEstimate(
         weights=sum(weight_bytes(plan, p, here) for p in held if p.name not in adapters),
         adapters=sum(weight_bytes(plan, p, here) for p in held if p.name in adapters),
         gradients=sum(weight_bytes(plan, p, here) for p in training),
@@ -143,6 +143,14 @@ def estimate_memory(
         loss=_loss(plan, here, chosen, chunk_rows or ceil(situation.tokens / 4)),
         notes=(*notes, *more),
     )
+    return _without_shards(found) if offloaded(plan).parameters else found
+
+
+def _without_shards(found: MemoryEstimate) -> MemoryEstimate:
+    """What is left on the device where shards lie on the host."""
+    away = found.weights + found.adapters + found.gradients + found.optimizer
+    note = f"on the host: shards, gradients and optimizer of {human(away)}"
+    return replace(found, weights=0, adapters=0, gradients=0, optimizer=0, notes=(*found.notes, note))
 
 
 def _optimizer(

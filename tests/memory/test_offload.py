@@ -141,6 +141,9 @@ def where(layout: dict[str, Any]) -> set[str]:
     model = hfscale.from_config(
         tiny("llama"), parallel=ParallelConfig(**layout), memory=MemoryConfig(offload_parameters=True)
     )
+    estimated = hfscale.memory_estimate(model)
+    assert estimated.weights == estimated.gradients == estimated.optimizer == 0 < estimated.gathered
+    assert any(note.startswith("on the host: shards, gradients and optimizer of") for note in estimated.notes)
     return {local_tensor(p.detach()).device.type for _, p in runtime_of(model).parameters()}
 
 

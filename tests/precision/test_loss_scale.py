@@ -109,7 +109,7 @@ def trained(path: str, layout: dict[str, Any], scale: float) -> tuple[list[float
     return losses, seen, apart
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["untied", "tied"])
 def start(request: pytest.FixtureRequest) -> Iterator[Any]:
     with tempfile.TemporaryDirectory() as directory:
         torch.manual_seed(1)
