@@ -5,6 +5,7 @@
     .NAME.incomplete    where all ranks write; locked by the job that does, so that what a killed one left can be told
     NAME                what it becomes, and is marked
     .NAME.old           what NAME was, until the new one is marked
+    .NAME.discarded     what is about to be removed
 
 Killed at any moment, a save leaves a state that is whole: under NAME, or, between the two renames, under .NAME.old.
 """
@@ -20,7 +21,7 @@ from ..errors import CheckpointError
 from ..files.complete import MARK, FileSum, mark_complete, read_mark, size_problems, sync_directory, unmark
 from .state_index import INDEX
 
-LATEST = "latest"
+LATEST, _DISCARDED = "latest", ".discarded"
 _log = logging.getLogger(__name__)
 
 
@@ -72,7 +73,7 @@ class NewState:
         try:
             if target.exists():
                 if problems_of(target):  # what is whole may be in the old one
-                    shutil.rmtree(target)
+                    discard(target)
                 else:
                     shutil.rmtree(old, ignore_errors=True)
                     target.rename(old)
@@ -98,6 +99,14 @@ def staging_of(target: Path) -> Path:
 def old_of(target: Path) -> Path:
     """Where a state is until its successor is whole."""
     return target.with_name(f".{target.name}.old")
+
+
+def discard(path: Path) -> None:
+    """Remove a directory: at once under its name, so that a process that is killed meanwhile leaves no half of it."""
+    hidden = path.with_name(f".{path.name}{_DISCARDED}")
+    shutil.rmtree(hidden, ignore_errors=True)
+    path.rename(hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _refuse_other(target: Path) -> None:
@@ -130,6 +139,7 @@ def candidates(source: Path) -> list[Path]:
     elif _is_state(source) or _is_state(old_of(source)):
         return [path for path in (source, old_of(source)) if _is_state(path)]
     inside = [path for path in source.iterdir() if _is_state(path)] if source.is_dir() else []
+    inside = [path for path in inside if path.suffix != _DISCARDED]
     if not inside:
         raise CheckpointError(
             f"{source} is not a state that hfscale.save_state wrote, and has none in it: give the directory of one, or "
@@ -166,7 +176,9 @@ def prune(newest: Path, keep_last: int | None, keep_every: int | None) -> None:
         if keep_every and step is not None and step % keep_every == 0:
             continue
         unmark(path)
-        shutil.rmtree(path)
+        discard(path)
+    for path in newest.parent.glob(f".*{_DISCARDED}"):
+        shutil.rmtree(path, ignore_errors=True)
     for path in newest.parent.glob(".*.incomplete"):
         try:
             lock = DirectoryLock(path)

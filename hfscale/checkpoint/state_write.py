@@ -76,8 +76,10 @@ def take_state(
     Raises:
         CheckpointError: on every rank, if something of one rank's cannot be written.
     """
-    contents, rest, digests, failure = StateContents(), b"", dict[str, str](), None
+    contents, rest, digests, beside = StateContents(), b"", dict[str, str](), dict[str, bytes]()
+    failure: Exception | None = None
     try:
+        beside = _beside(runtime)
         contents = contents_of(runtime, optimizer)
         states = {name: other.state_dict() for name, other in others.items()}
         parts = {type(part).__name__: state for part in runtime.parts if (state := part.state(runtime))}
@@ -85,12 +87,12 @@ def take_state(
             {"random": random_states(runtime.mesh), "others": states, "options": contents.options, "parts": parts}
         )
         digests = {name: _digest(state) for name, state in states.items()}
-    except CheckpointError as error:
+    except (CheckpointError, OSError) as error:  # of a temporary directory
         failure = error
     index = _agreed_index(runtime, contents, digests, failure)
     index.step = step
     _add_stored_names(index, runtime)
-    return TakenState(runtime.mesh, index, contents.held, rest, _beside(runtime))
+    return TakenState(runtime.mesh, index, contents.held, rest, beside)
 
 
 def _beside(runtime: Runtime) -> dict[str, bytes]:
@@ -140,7 +142,7 @@ def write_state(taken: TakenState, target: Path, keep_last: int | None, keep_eve
 
 
 def _agreed_index(
-    runtime: Runtime, contents: StateContents, digests: dict[str, str], failure: CheckpointError | None
+    runtime: Runtime, contents: StateContents, digests: dict[str, str], failure: Exception | None
 ) -> StateIndex:
     """What is written, as all ranks know it; the first rank of each stage speaks for it."""
     mesh = runtime.mesh
