@@ -39,7 +39,7 @@ def _refuse_float16(runtime: Runtime) -> None:
         raise ConfigError(
             f"{found} is in float16, where gradients below 6e-8 and most updates are zero: load it with "
             'dtype=torch.float32 and mixed_precision="fp16", which scales the loss and computes in float16, or '
-            'mixed_precision="bf16". eval_step and generate take float16'
+            'mixed_precision="bf16" for bfloat16. eval_step and generate take float16'
         )
 
 

@@ -111,14 +111,15 @@ def trained(layout: dict[str, Any], keeps: list[str], change: str) -> list[Tenso
     [pytest.param(*case, marks=() if case in DAILY else pytest.mark.slow) for case in PAIRS],
 )
 def test_levers_leave_each_other_alone(pools: Pools, layout: str, one: str, other: str) -> None:
-    sizes = LAYOUTS[layout]
+    sizes = dict(LAYOUTS[layout])
+    if "modules" in (one, other):  # a block that is recomputed alone enters without overlap, and adds in another order
+        sizes["overlap"] = False
     pool, change = pools(2), other if other in CHANGES else ""
     both = [one] if change else [one, other]
     alone, together = pool.run(trained, sizes, [], change), pool.run(trained, sizes, both, change)
     for expected, found in zip(alone, together, strict=True):
         for a, b in zip(expected, found, strict=True):
-            # A block that is recomputed alone enters without overlap, which adds in another order.
-            assert torch.allclose(a, b, rtol=0, atol=2e-6 if "modules" in both else 0)
+            assert torch.equal(a, b)
 
 
 def test_all_of_the_daily_ones_are_pairs() -> None:
