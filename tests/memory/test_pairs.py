@@ -117,9 +117,13 @@ def test_levers_leave_each_other_alone(pools: Pools, layout: str, one: str, othe
     pool, change = pools(2), other if other in CHANGES else ""
     both = [one] if change else [one, other]
     alone, together = pool.run(trained, sizes, [], change), pool.run(trained, sizes, both, change)
+    # Products of experts' rows round by where the rows lie in memory, which is elsewhere after a copy (measured: 2e-7);
+    # in 16 bits a rounding may turn an update of 1e-3 around.
+    moved = "activations" in both and layout == "ep2"
+    apart = 0.0 if not moved else 2e-3 if change in ("bf16", "fp16", "rounding") else 1e-6
     for expected, found in zip(alone, together, strict=True):
         for a, b in zip(expected, found, strict=True):
-            assert torch.equal(a, b)
+            assert torch.allclose(a, b, rtol=0, atol=apart)
 
 
 def test_all_of_the_daily_ones_are_pairs() -> None:
