@@ -31,6 +31,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import hfscale
 from hfscale.families.clone import tiny_clone
 from hfscale.plan.context import ContextPlan
+from hfscale.plan.own_loss import OwnLossPlan
 from hfscale.testing import Case, RankPool, measure_parity, plain
 from hfscale.testing.families import MIXED, config_of
 
@@ -147,6 +148,10 @@ def measure(case: Case, layout: hfscale.ParallelConfig | None, pool: RankPool) -
         verdict = "equal (plain loop)"
         if not isinstance(case, plain.PlainCase):
             case = plain.PlainCase(case.config, auto_class=case.auto_class)
+        own = planned.feature(OwnLossPlan)
+        if own is not None and planned.stages is not None:  # which train_step runs
+            verdict, maker = "equal", case.make_batch
+            case = plain.OwnLossCase(case.config, auto_class=case.auto_class, make_batch=maker, over=own.over)
     total = len(list(planned.owned()))
     cut, spread = (sum(p.cut_over(axis) is not None for p in planned.owned()) for axis in ("tp", "ep"))
     try:

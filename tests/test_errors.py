@@ -65,7 +65,7 @@ def test_arguments_that_others_take(saved: str) -> None:
 def test_float16_is_for_inference(saved: str) -> None:
     model = hfscale.from_pretrained(saved, dtype=torch.float16)
     assert torch.isfinite(hfscale.eval_step(model, _batch()))
-    _says(ConfigError, lambda: hfscale.train_step(model.train(), _batch()), "float16", "bfloat16", "mixed_precision")
+    _says(ConfigError, lambda: hfscale.train_step(model.train(), _batch()), "float16", 'mixed_precision="fp16"', "bf16")
 
 
 # Layouts

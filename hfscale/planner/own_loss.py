@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._host.transformers.classes import takes_argument
+from .._host.transformers.classes import class_name, is_causal_lm, takes_argument
 from ..families.precision import keep_float64
 from ..plan.own_loss import OwnLossPlan
 from .draft import Draft
@@ -31,6 +31,8 @@ _TOLERANCE = 1e-9
 def plan_own_loss(draft: Draft) -> None:
     """Where ``train_step`` does not know the loss of a model: whether it can be divided all the same."""
     if not draft.no_step or not takes_argument(draft.model, "labels") or not takes_argument(draft.model, "input_ids"):
+        return
+    if is_causal_lm(class_name(draft.model)):  # a step of these counts next tokens, whatever their own mean is over
         return
     over = _answer(_Question(type(draft.model), draft.config.to_json_string(use_diff=False), weakref.ref(draft.config)))
     if over is not None:

@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig
 
 from ..errors import ConfigError
 from ..plan import Plan
+from ..plan.own_loss import OwnLossPlan
 from . import plain
 from .parity import Case
 
@@ -62,7 +63,11 @@ def case_for(clone: PreTrainedConfig, auto_class: Any, planned: Plan) -> Case:
     """What to train: by ``train_step`` where the loss is one that it knows, else by a plain loop."""
     if planned.loss is not None and _name(auto_class) == "AutoModelForCausalLM":
         return Case(clone, auto_class=auto_class)
-    return plain.PlainCase(clone, auto_class=auto_class, make_batch=_MAKERS[_name(auto_class)])
+    given: dict[str, Any] = {"auto_class": auto_class, "make_batch": _MAKERS[_name(auto_class)]}
+    own = planned.feature(OwnLossPlan)
+    if own is not None and planned.stages is not None:  # nothing else runs stages
+        return plain.OwnLossCase(clone, over=own.over, **given)
+    return plain.PlainCase(clone, **given)
 
 
 def check_stock(case: Case) -> None:

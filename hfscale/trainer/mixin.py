@@ -18,13 +18,12 @@ from torch import Tensor, nn
 from transformers import TrainingArguments
 
 from .. import build
-from .._host.transformers.classes import class_name
+from .._host.transformers.classes import class_name, is_causal_lm
 from .._host.transformers.trainer import (
     TrainerHooks,
     accelerator_made_by,
     count_processes_on_cpu,
     has_stock_loss,
-    is_causal_lm,
     prepared,
     taken_for_adapted,
     use_one_gpu,

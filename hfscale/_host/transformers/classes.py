@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
 def stock_class(model: nn.Module) -> Any:
@@ -98,6 +99,11 @@ def loss_replaced(model: Any, loss: Callable[..., Any]) -> Iterator[None]:
             del model._loss_function
         else:
             model.loss_function = before
+
+
+def is_causal_lm(name: str) -> bool:
+    """Whether the host knows a class of that name as a causal language model; its Trainer then shifts labels."""
+    return name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
 def takes_argument(model: nn.Module, name: str) -> bool:

@@ -12,7 +12,6 @@ from typing import Any
 import transformers
 from torch import nn
 from transformers import trainer as _module
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 _trainer: Any = _module
 _DEVICES = "_setup_devices"  # a cached property of TrainingArguments: the processes, as they are counted first
@@ -117,8 +116,3 @@ def prepared(trainer: Any, inputs: Any) -> Any:
     known = (TrainerHooks, transformers.Trainer)
     own = any("_prepare_inputs" in vars(kind) for kind in type(trainer).__mro__ if kind not in known)
     return trainer._prepare_inputs(inputs) if own else inputs
-
-
-def is_causal_lm(class_name: str) -> bool:
-    """Whether Trainer's label smoothing shifts the labels of a class, which it knows by its name."""
-    return class_name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
