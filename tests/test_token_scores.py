@@ -67,10 +67,10 @@ def score_and_step(path: str, out: str, layout: Layout) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if staged:
 
-        def loss_fn(scores: hfscale.TokenScores, index: int) -> Tensor:
+        def score_loss(scores: hfscale.TokenScores, index: int) -> Tensor:
             return loss_of(scores.log_probs, scores.entropy) * (index + 1)
 
-        loss = hfscale.train_step(model, batches, loss_fn=loss_fn, temperature=TEMPERATURE)
+        loss = hfscale.train_step(model, batches, score_loss=score_loss, temperature=TEMPERATURE)
     else:
         loss = torch.zeros((), dtype=torch.float64)
         for index, batch in enumerate(batches):
@@ -116,7 +116,7 @@ def test_scores_and_losses_equal_one_process(pools: Pools, layout: Layout, tmp_p
 def refused(path: str) -> str:
     model = hfscale.from_pretrained(path, parallel=ParallelConfig(pp_size=2, num_microbatches=4))
     with pytest.raises(ConfigError) as caught:
-        hfscale.train_step(model, rows(0, 4), loss_fn=lambda scores, _: scores.log_probs.sum())
+        hfscale.train_step(model, rows(0, 4), score_loss=lambda scores, _: scores.log_probs.sum())
     return str(caught.value)
 
 

@@ -23,7 +23,7 @@ def token_scores(model: nn.Module, batch: Mapping[str, Any], *, temperature: flo
 
     Where a rank holds all layers, ``log_probs`` and ``entropy`` have gradients: a loss of them may run backward, like
     ``model(**batch).loss``. Through pipeline stages every rank gets the scores and none has gradients: train by
-    ``hfscale.train_step(model, batch, loss_fn=...)``, which has the same scores on the last stage.
+    ``hfscale.train_step(model, batch, score_loss=...)``, which has the same scores on the last stage.
 
     Args:
         batch: the keyword arguments of one forward pass; ``labels`` (or ``shift_labels``) say which tokens are scored,
@@ -54,7 +54,7 @@ def token_scores(model: nn.Module, batch: Mapping[str, Any], *, temperature: flo
 
 
 def loss_of_scores(
-    runtime: Runtime, count: Tensor, loss_fn: LossOfScores, temperature: float, given: int, passes: int
+    runtime: Runtime, count: Tensor, score_loss: LossOfScores, temperature: float, given: int, passes: int
 ) -> Objective:
     """A user's loss of the scores of each microbatch, as a share of the mean over distinct batches.
 
@@ -67,15 +67,15 @@ def loss_of_scores(
     """
     schedule = runtime.mesh.layout.pipeline_schedule
     if runtime.plan.stages is not None and schedule in ASYNCHRONOUS:
-        raise ConfigError(f"{schedule} takes no loss_fn, whose microbatches end in later steps: use '1f1b' or 'zbv'")
+        raise ConfigError(f"{schedule} takes no score_loss, whose microbatches end in later steps: use '1f1b' or 'zbv'")
     if given != passes:
         raise ConfigError(
-            f"loss_fn is about the {given} batch(es) that were given, and the schedule would cut them into {passes} "
+            f"score_loss is about the {given} batch(es) that were given, and the schedule would cut them into {passes} "
             "microbatches: pass a list of microbatches whose length the schedule takes, and leave num_microbatches out"
         )
 
     def loss(called: Any, microbatch: Microbatch, index: int) -> Tensor:
-        found = loss_fn(_scores(runtime, called, microbatch, count, temperature), index)
+        found = score_loss(_scores(runtime, called, microbatch, count, temperature), index)
         return found / runtime.mesh.data_world
 
     return Objective(loss, recomputes=True)

@@ -16,13 +16,14 @@ def train_step(
     batch: Batch | Sequence[Batch],
     *,
     label_smoothing: float = 0.0,
-    loss_fn: LossOfScores | None = None,
+    score_loss: LossOfScores | None = None,
     temperature: float = 1.0,
 ) -> Tensor:
     """Forward and backward over this rank's batch; leaves synchronized gradients in ``.grad``.
 
     Gradients and loss are those of the mean over *all* valid labels of the step - every microbatch on every distinct
-    batch rank counts by its number of labels - so they do not depend on how the step was divided. What
+    batch rank counts by its number of labels - so they do not depend on how the step was divided. A class that takes
+    its loss itself counts by rows or by labels, whichever its loss proves to be a mean over (the plan says it). What
     :class:`hfscale.RoutingConfig` adds to it is a mean over the tokens of the step likewise: it is in the gradients,
     and not in the loss that is returned; see :func:`hfscale.expert_load`. Gradients add to
     what ``.grad`` holds: zero them between steps, as always.
@@ -36,10 +37,10 @@ def train_step(
             keep the examples of a packed row apart.
         label_smoothing: share, 0 to 1, of every target's probability that is spread evenly over the whole vocabulary,
             as in ``torch.nn.functional.cross_entropy``.
-        loss_fn: a loss of your own: from the scores of a microbatch (:class:`hfscale.TokenScores`) and its place in the
-            list, a scalar. The step's is their sum, and the mean of that over the distinct batches. It is called where
-            the model's head is: through stages, on the last one.
-        temperature: what logits are divided by for ``loss_fn``.
+        score_loss: a loss of your own: from the scores of a microbatch (:class:`hfscale.TokenScores`) and its place in
+            the list, a scalar. The step's is their sum, and the mean of that over the distinct batches. It is called
+            where the model's head is: through stages, on the last one.
+        temperature: what logits are divided by for ``score_loss``.
 
     Returns:
         the loss, a scalar without a graph, equal on every rank; 0 where the step has no valid label. Under the
@@ -49,9 +50,9 @@ def train_step(
     before_step(runtime)
     microbatches, count = prepare(runtime, batch, train=True)
     objective = token_mean(runtime, count, label_smoothing)
-    if loss_fn is not None:
+    if score_loss is not None:
         given = 1 if isinstance(batch, Mapping) else len(batch)
-        objective = loss_of_scores(runtime, count, loss_fn, temperature, given, len(microbatches))
+        objective = loss_of_scores(runtime, count, score_loss, temperature, given, len(microbatches))
     with runtime.around(lambda part: part.around_step(runtime, microbatches, train=True)):
         return runtime.executor.run(model, microbatches, objective, backward=True)
 

@@ -90,7 +90,7 @@ class TrainerMixin(TrainerHooks):
             raise ConfigError(
                 f"{runtime.mesh.layout.describe()}: {whose} needs the model's whole output, which one stage has: use "
                 "pp_size=1, or leave the loss as transformers has it; in a loop of your own, "
-                "hfscale.train_step(loss_fn=) runs a loss of scores of tokens there"
+                "hfscale.train_step(score_loss=) runs a loss of scores of tokens there"
             )
 
     def _parallelized(self, model: Any, arguments: TrainingArguments | None) -> Any:

@@ -47,7 +47,7 @@ def training_step(trainer: Any, batches: Sequence[Any], count: Any, missing: int
                 head.conversation = None
         return loss * share  # type: ignore[no-any-return]
 
-    def loss_fn(scores: TokenScores, index: int) -> Tensor:
+    def score_loss(scores: TokenScores, index: int) -> Tensor:
         if index >= len(batches):
             return scores.log_probs.sum() * 0
         kept[index], talks[index].scores = scores, scores
@@ -60,7 +60,7 @@ def training_step(trainer: Any, batches: Sequence[Any], count: Any, missing: int
     calls = [talk.call for talk in talks]
     kept: dict[int, TokenScores] = {}
     # A step at the end of an epoch may be short of microbatches that the schedule needs.
-    train_step(model, calls + [calls[-1]] * missing, loss_fn=loss_fn, temperature=heads[0].temperature)
+    train_step(model, calls + [calls[-1]] * missing, score_loss=score_loss, temperature=heads[0].temperature)
     total = torch.zeros((), device=trainer.args.device)
     with torch.no_grad():
         for index, talk in enumerate(talks):
