@@ -69,6 +69,7 @@ def _group(backend: str) -> Iterator[dist.ProcessGroup]:
     group = dist.new_group(backend=backend)
     try:
         yield group
+        dist.barrier()  # the other rank may still be connecting, where nothing was sent
     finally:
         dist.destroy_process_group(group)
 

@@ -349,17 +349,35 @@ def test_one_stage_is_none() -> None:
     assert _plan("llama").stages is None
 
 
+T5 = {"d_model": 32, "d_ff": 48, "num_layers": 3, "num_heads": 4, "d_kv": 8, "vocab_size": 67}
+
+
 @pytest.mark.parametrize(
-    ("family", "auto_class"),
-    [("bert", AutoModelForMaskedLM), ("llama", AutoModelForSequenceClassification), ("t5", AutoModelForSeq2SeqLM)],
+    ("config", "auto_class", "why"),
+    [
+        (
+            lambda: tiny_clone(AutoConfig.for_model("prophetnet"), pad_token_id=0),
+            AutoModelForCausalLM,
+            r"train_step does not run its loss \(only that of causal .*: use pp_size=1",
+        ),
+        (lambda: T5Config(**T5), AutoModelForSeq2SeqLM, "an encoder-decoder has two streams .*: use pp_size=1"),
+    ],
 )
-def test_a_loss_that_train_step_does_not_run_is_refused(family: str, auto_class: Any) -> None:
-    small = {"d_model": 32, "d_ff": 48, "num_layers": 3, "num_heads": 4, "d_kv": 8, "vocab_size": 67}
-    model = on_meta(T5Config(**small) if family == "t5" else _config(family), auto_class)
-    why = r"pp_size=2 does not fit \w+: train_step does not run its loss \(only that of causal .*: use pp_size=1"
-    with pytest.raises(PlanError, match=why):
+def test_a_loss_that_does_not_go_through_stages_is_refused(config: Any, auto_class: Any, why: str) -> None:
+    model = on_meta(config(), auto_class)
+    with pytest.raises(PlanError, match=rf"pp_size=2 does not fit \w+: {why}"):
         build_plan(model, ParallelConfig(pp_size=2))
     assert build_plan(model, ParallelConfig()).loss is None
+
+
+@pytest.mark.parametrize(
+    ("family", "auto_class"), [("bert", AutoModelForMaskedLM), ("llama", AutoModelForSequenceClassification)]
+)
+def test_a_loss_that_is_a_mean_goes_through_stages(family: str, auto_class: Any) -> None:
+    plan = build_plan(on_meta(_config(family), auto_class), ParallelConfig(pp_size=2))
+    assert plan.loss is None
+    assert plan.stages is not None
+    assert len(plan.stages.stages) == 2
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "opt"])
