@@ -52,8 +52,12 @@ class _Question:
 @functools.cache
 def _answer(question: _Question) -> str | None:
     config = question.config()
-    model = None if config is None else tiny_model_of(question.kind, config, torch.float64)
-    if config is None or model is None:
+    if config is None:
+        return None
+    # Decoders find the last token of each row by padding; without it they take one row at a time.
+    padding = {"pad_token_id": 0} if getattr(config, "pad_token_id", None) is None else {}
+    model = tiny_model_of(question.kind, config, torch.float64, **padding)
+    if model is None:
         return None
     model.eval()
     for first, second in _pairs(int(getattr(config, "num_labels", 2) or 2), int(config.get_text_config().vocab_size)):

@@ -350,6 +350,7 @@ def test_one_stage_is_none() -> None:
 
 
 T5 = {"d_model": 32, "d_ff": 48, "num_layers": 3, "num_heads": 4, "d_kv": 8, "vocab_size": 67}
+T5 |= {"decoder_start_token_id": 0, "pad_token_id": 0}
 
 
 @pytest.mark.parametrize(
@@ -360,7 +361,7 @@ T5 = {"d_model": 32, "d_ff": 48, "num_layers": 3, "num_heads": 4, "d_kv": 8, "vo
             AutoModelForCausalLM,
             r"train_step does not run its loss \(only that of causal .*: use pp_size=1",
         ),
-        (lambda: T5Config(**T5), AutoModelForSeq2SeqLM, "an encoder-decoder has two streams .*: use pp_size=1"),
+        (lambda: T5Config(**T5), AutoModelForSeq2SeqLM, "an encoder-decoder has two streams.*: use pp_size=1"),
     ],
 )
 def test_a_loss_that_does_not_go_through_stages_is_refused(config: Any, auto_class: Any, why: str) -> None:
