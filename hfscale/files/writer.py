@@ -72,7 +72,7 @@ class CheckpointWriter:
         if self._missing:
             raise CheckpointError(f"these tensors were not written: {', '.join(self._missing)}")
         for file in set(self._files.values()):
-            file.close()
+            file.sync()
         if self._index is not None:
             (self.directory / INDEX).write_text(json.dumps(self._index, indent=2, sort_keys=True) + "\n")
 
@@ -96,20 +96,23 @@ def _describe(tensor: Tensor) -> str:
 
 
 class _File:
+    """No handle stays open between two writes, so a save that fails leaves none behind."""
+
     def __init__(self, path: Path, contents: dict[str, Tensor]) -> None:
         header, self._places, size = safetensors_header(contents)
-        self._file = path.open("wb")
-        self._file.write(header)
-        self._file.truncate(size)
+        self._path = path
+        with path.open("wb") as file:
+            file.write(header)
+            file.truncate(size)
 
     def write(self, name: str, tensor: Tensor) -> None:
-        self._file.seek(self._places[name])
-        self._file.write(bytes_of(tensor))
+        with self._path.open("r+b") as file:
+            file.seek(self._places[name])
+            file.write(bytes_of(tensor))
 
-    def close(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+    def sync(self) -> None:
+        with self._path.open("r+b") as file:
+            os.fsync(file.fileno())
 
 
 def safetensors_header(contents: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int], int]:

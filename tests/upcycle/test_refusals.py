@@ -135,7 +135,6 @@ def test_the_dense_model_is_not_written_over(tmp_path: Path) -> None:
     assert load(source).config.model_type == "llama"
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the file that was being written
 def test_a_write_that_fails_leaves_the_earlier_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = save_dense(tmp_path / "dense")
     target = hfscale.upcycle(source, tmp_path / "mixture", num_experts=2)
