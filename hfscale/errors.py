@@ -1,5 +1,8 @@
 """The exceptions hfscale raises. Every message says what was asked, what was found and what to do."""
 
+import difflib
+from collections.abc import Iterable
+
 
 class HFScaleError(Exception):
     """Root of every error raised by hfscale."""
@@ -19,3 +22,16 @@ class MeshError(HFScaleError, RuntimeError):
 
 class CheckpointError(HFScaleError, RuntimeError):
     """A checkpoint could not be read or written whole."""
+
+
+def refuse_misspelt(kind: str, given: Iterable[str], fields: list[str]) -> None:
+    """Refuse names that are none of the ``fields`` of a class called ``kind``.
+
+    Raises:
+        ConfigError: it names the closest field, and all of them.
+    """
+    for name in given:
+        if name not in fields:
+            close = difflib.get_close_matches(name, fields, 1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ConfigError(f"{kind} has no field {name!r}{hint} Its fields are {', '.join(fields)}")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from .errors import ConfigError
+from .errors import ConfigError, refuse_misspelt
 
 RECOMPUTE = ("none", "full", "selective")
 """Ways to recompute that have a name."""
@@ -58,12 +58,7 @@ class MemoryConfig:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "MemoryConfig":
         """Refuse misspelt fields by name, before the generated ``__init__`` would."""
-        names = [f.name for f in fields(cls)]
-        for name in kwargs:
-            if name not in names:
-                close = difflib.get_close_matches(name, names, 1)
-                hint = f": did you mean {close[0]!r}?" if close else ":"
-                raise ConfigError(f"MemoryConfig has no field {name!r}{hint} Its fields are {', '.join(names)}")
+        refuse_misspelt("MemoryConfig", kwargs, [f.name for f in fields(cls)])
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

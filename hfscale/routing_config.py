@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
-from .errors import ConfigError
+from .errors import ConfigError, refuse_misspelt
 
 ROUTERS = ("model", "switch", "gshard", "noisy_topk")
 """Who chooses experts: the model's own router, or one of the papers' on its logits."""
@@ -63,12 +63,7 @@ class RoutingConfig:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "RoutingConfig":
         """Refuse misspelt fields by name, before the generated ``__init__`` would."""
-        names = [f.name for f in fields(cls)]
-        for name in kwargs:
-            if name not in names:
-                close = difflib.get_close_matches(name, names, 1)
-                hint = f"; did you mean {close[0]!r}?" if close else ""
-                raise ConfigError(f"RoutingConfig has no field {name!r}{hint} Its fields are {', '.join(names)}")
+        refuse_misspelt("RoutingConfig", kwargs, [f.name for f in fields(cls)])
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

@@ -5,6 +5,8 @@ Read and run with Accelerate 1.15.
 
 from typing import Any
 
+from torch.optim import Optimizer
+
 
 def is_prepared(what: Any) -> bool:
     """Whether a data loader or a schedule has been prepared already."""
@@ -34,3 +36,10 @@ def prepared_loaders(accelerator: Any) -> list[Any]:
 def registered_objects(accelerator: Any) -> list[Any]:
     """What else has a state to be saved (``register_for_checkpointing``)."""
     return accelerator._custom_objects
+
+
+def stock_optimizer(optimizer: Any) -> Any:
+    """The torch optimizer that Accelerate, or whoever, has wrapped; ``None`` stays ``None``."""
+    while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = optimizer.optimizer
+    return optimizer

@@ -156,7 +156,7 @@ def _reduce_alike(
     group: Any,
     reduce: Callable[[], None],
     held: list[Any],
-    agree: Callable[[list[bool]], list[bool]],
+    agree: Agree,
     *_: Any,
 ) -> None:
     # Where no tower was run and the embedding is frozen, the first layers' inputs have no gradient: FSDP2 would reduce

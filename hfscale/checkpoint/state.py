@@ -15,13 +15,14 @@ import logging
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
 from .. import guards
+from .._host.accelerate import stock_optimizer
 from ..errors import CheckpointError
 from ..parallel.data import reshard
 from ..runtime import Runtime, runtime_of
@@ -77,7 +78,7 @@ def save_state(
     for part in runtime.parts:
         part.before_state(runtime, resumed=False)
     reshard(runtime.model)  # or whole weights would be taken for the shares
-    taken = take_state(runtime, _stock(optimizer), None if step is None else int(step), _given(others))
+    taken = take_state(runtime, stock_optimizer(optimizer), None if step is None else int(step), _given(others))
     if asynchronous:
         taken = replace(taken, mesh=apart(taken.mesh), tensors=on_host(taken.tensors))
         begin_save(str(target), lambda: write_state(taken, target, keep_last, keep_every))
@@ -116,7 +117,7 @@ def load_state(
     if missing_ok and none_there(Path(directory), runtime.mesh):
         return Resumed(None, 0, runtime.mesh.batch_world, True)
     reshard(runtime.model)
-    return load_from(runtime, Path(directory), _stock(optimizer), _given(others), verify)
+    return load_from(runtime, Path(directory), stock_optimizer(optimizer), _given(others), verify)
 
 
 def refuse_under_way(runtime: Runtime, call: str) -> None:
@@ -126,13 +127,6 @@ def refuse_under_way(runtime: Runtime, call: str) -> None:
             f"{call} knows nothing of the microbatches that {runtime.mesh.layout.pipeline_schedule} has under way: "
             "take their gradients first (for loss in hfscale.drain(model): optimizer.step()), or they would be lost"
         )
-
-
-def _stock(optimizer: Any) -> torch.optim.Optimizer | None:
-    """The optimizer that Accelerate, or whoever, has wrapped."""
-    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-        optimizer = optimizer.optimizer
-    return cast("torch.optim.Optimizer | None", optimizer)
 
 
 def _given(others: dict[str, Any]) -> dict[str, Any]:

@@ -111,7 +111,7 @@ def discard(path: Path) -> None:
 
 def _refuse_other(target: Path) -> None:
     """Refuse to replace what is no state."""
-    if target.is_dir() and not any((target / name).exists() for name in (INDEX, MARK, "layout.json")):
+    if target.is_dir() and not _is_state(target):
         others = sorted(path.name for path in target.iterdir())
         if others:
             raise CheckpointError(

@@ -6,6 +6,7 @@ were divided.
 """
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,10 +68,7 @@ class StateIndex:
     @property
     def world(self) -> int:
         """How many ranks wrote it."""
-        total = 1
-        for _, size in self.axes[0]:
-            total *= size
-        return total
+        return math.prod(size for _, size in self.axes[0])
 
     def rank_of(self, cuts: Sequence[Cut], ranks: dict[str, int]) -> int:
         """The number of the rank that was at coordinates ``ranks`` in the division that these ``cuts`` follow."""

@@ -8,14 +8,14 @@
                     optimizer.pt, scheduler.pt: what stock Trainer in one process resumes from (:mod:`.stock_state`)
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
+from .._host.accelerate import stock_optimizer
+from .._host.replaced import attribute_replaced
 from ..checkpoint import load_state, save_pretrained, save_state
 from ..checkpoint.weights import load_weights
 from ..runtime import runtime_of
@@ -26,18 +26,10 @@ STATE = "hfscale_state"
 __all__ = ["STATE", "has_state", "load_weights", "read_state", "weights_written", "write_state"]
 
 
-@contextmanager
-def weights_written(model: Any, directory: Path) -> Iterator[None]:
+def weights_written(model: Any, directory: Path) -> AbstractContextManager[None]:
     """Write the weights; within, ``model.save_pretrained`` has nothing left to do."""
     save_pretrained(model, directory)
-    held = vars(model).get("save_pretrained")
-    model.save_pretrained = lambda *_, **__: None
-    try:
-        yield
-    finally:
-        del model.save_pretrained
-        if held is not None:
-            model.save_pretrained = held
+    return attribute_replaced(model, "save_pretrained", lambda *_, **__: None)
 
 
 def has_state(checkpoint: Path) -> bool:
@@ -47,8 +39,8 @@ def has_state(checkpoint: Path) -> bool:
 
 def write_state(model: nn.Module, directory: Path, optimizer: Any, scheduler: Any) -> None:
     """Into a checkpoint's directory; collective."""
-    save_state(model, directory / STATE, optimizer=_plain(optimizer), scheduler=scheduler)
-    stock_state.write(runtime_of(model), directory, _plain(optimizer), scheduler)
+    save_state(model, directory / STATE, optimizer=optimizer, scheduler=scheduler)
+    stock_state.write(runtime_of(model), directory, stock_optimizer(optimizer), scheduler)
 
 
 def read_state(model: nn.Module, checkpoint: Path, optimizer: Any, scheduler: Any) -> None:
@@ -58,12 +50,6 @@ def read_state(model: nn.Module, checkpoint: Path, optimizer: Any, scheduler: An
         CheckpointError: the state is of another model, optimizer or, where hfscale wrote it, layout.
     """
     if has_state(checkpoint):
-        load_state(model, checkpoint / STATE, optimizer=_plain(optimizer), scheduler=scheduler)
+        load_state(model, checkpoint / STATE, optimizer=optimizer, scheduler=scheduler)
     elif (checkpoint / stock_state.OPTIMIZER).exists():
-        stock_state.read(runtime_of(model), checkpoint, _plain(optimizer), scheduler)
-
-
-def _plain(optimizer: Any) -> torch.optim.Optimizer:
-    """Without Accelerate's wrapper."""
-    found: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
-    return found
+        stock_state.read(runtime_of(model), checkpoint, stock_optimizer(optimizer), scheduler)

@@ -1,5 +1,6 @@
 """How many floating-point operations a batch is, as Trainer counts them."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -28,12 +29,6 @@ def operations(runtime: Runtime, inputs: Mapping[str, Any]) -> float:
 def _parameters(runtime: Runtime) -> int:
     """Of the whole model, adapters included; this rank holds a part of them."""
     if runtime.model not in _counted:
-        shapes = [runtime.plan.by_name[adapter.name].shape for adapter in runtime.plan.adapters]
-        adapters = 0
-        for shape in shapes:
-            size = 1
-            for length in shape:
-                size *= length
-            adapters += size
+        adapters = sum(math.prod(runtime.plan.by_name[adapter.name].shape) for adapter in runtime.plan.adapters)
         _counted[runtime.model] = int(empty_copy(runtime.model).num_parameters(exclude_embeddings=True)) + adapters
     return _counted[runtime.model]

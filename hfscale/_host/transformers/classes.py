@@ -1,8 +1,8 @@
 """Stock classes and whole models of them."""
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from ..replaced import attribute_replaced
 
 
 def stock_class(model: nn.Module) -> Any:
@@ -87,18 +89,9 @@ def has_causal_loss(model: Any) -> bool:
     return LOSS_MAPPING.get(getattr(model, "loss_type", None) or "ForCausalLM") is LOSS_MAPPING["ForCausalLM"]
 
 
-@contextmanager
-def loss_replaced(model: Any, loss: Callable[..., Any]) -> Iterator[None]:
+def loss_replaced(model: Any, loss: Callable[..., Any]) -> AbstractContextManager[None]:
     """Within: the model calls ``loss`` for its loss."""
-    before = vars(model).get("_loss_function")
-    model.loss_function = loss
-    try:
-        yield
-    finally:
-        if before is None:
-            del model._loss_function
-        else:
-            model.loss_function = before
+    return attribute_replaced(model, "_loss_function", loss)
 
 
 def is_causal_lm(name: str) -> bool:

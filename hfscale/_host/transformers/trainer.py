@@ -3,8 +3,7 @@
 Read and run with transformers 5.17 and 5.23; ``tests/trainer/test_host.py`` compares signatures.
 """
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,8 @@ from typing import Any
 import transformers
 from torch import nn
 from transformers import trainer as _module
+
+from ..replaced import attribute_replaced
 
 _trainer: Any = _module
 _DEVICES = "_setup_devices"  # a cached property of TrainingArguments: the processes, as they are counted first
@@ -61,29 +62,14 @@ class TrainerHooks:
         pass  # it is where hfscale has put it
 
 
-@contextmanager
-def accelerator_made_by(kind: Any) -> Iterator[None]:
+def accelerator_made_by(kind: Any) -> AbstractContextManager[None]:
     """Within: Trainer makes its accelerator of this class."""
-    stock = _trainer.Accelerator
-    _trainer.Accelerator = kind
-    try:
-        yield
-    finally:
-        _trainer.Accelerator = stock
+    return attribute_replaced(_trainer, "Accelerator", kind)
 
 
-@contextmanager
-def taken_for_adapted(model: Any) -> Iterator[None]:
+def taken_for_adapted(model: Any) -> AbstractContextManager[None]:
     """Within: a quantized model that has adapters inside, and is no ``PeftModel``, is not refused for having none."""
-    had = vars(model).get("_hf_peft_config_loaded")
-    model._hf_peft_config_loaded = True
-    try:
-        yield
-    finally:
-        if had is None:
-            del model._hf_peft_config_loaded
-        else:
-            model._hf_peft_config_loaded = had
+    return attribute_replaced(model, "_hf_peft_config_loaded", True)
 
 
 def count_processes_on_cpu(arguments: Any) -> None:
