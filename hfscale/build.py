@@ -72,7 +72,8 @@ def from_pretrained(
             their own type. In float16 :func:`hfscale.train_step` scales the loss, one scale for all ranks; after a step
             in which a gradient overflowed there are no gradients, so that optimizers do nothing, and the scale shrinks.
         routing: how tokens find their experts, and what keeps those evenly busy; the model's own router by default.
-        memory: what the backward pass computes again instead of keeping it; nothing by default.
+        memory: what the backward pass computes again or fetches from the host instead of keeping it, and what else
+            is on the host; nothing by default.
         loss_scaling: how the loss is scaled under ``"fp16"``; torch's defaults by default.
         peft_config: a PEFT config, whose adapters are put around the model's modules, or the path or Hub id of a saved
             adapter to go on training; :func:`hfscale.save_pretrained` then writes the adapter.

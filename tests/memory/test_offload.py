@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
-from torch import Tensor
 
 import hfscale
 from hfscale import ConfigError, MemoryConfig, ParallelConfig, PlanError
@@ -16,9 +14,9 @@ from hfscale.runtime.runtime import local_tensor
 from hfscale.testing import RankPool, assert_layout_equal
 
 from ..models import tiny
-from ..quantization.models import four_bits, save, wide
+from ..quantization.models import save, wide
 from ..sweeps import pairs
-from .test_recompute import HIDDEN, LAYOUTS, ROTARY, TOKENS, case_of, kept
+from .test_recompute import HIDDEN, LAYOUTS, ROTARY, TOKENS, case_of, gradients, kept
 
 Pools = Callable[[int], RankPool]
 WAYS: dict[str, dict[str, Any]] = {
@@ -96,22 +94,6 @@ def test_copied_bytes_are_the_formula(pools: Pools, layout: str) -> None:
         assert everything == here + 3 * ROTARY  # sines and cosines go with each layer
         assert stays < estimated
         assert any("of activations; two layers" in note for note in notes)
-
-
-def gradients(path: str, layout: dict[str, Any], memory: MemoryConfig | None) -> list[Tensor]:
-    model = hfscale.from_pretrained(
-        path,
-        parallel=ParallelConfig(**layout),
-        quantization_config=four_bits(),
-        peft_config=LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1),
-        memory=memory,
-        dtype=torch.float32,
-    )
-    model.train()
-    torch.manual_seed(3)
-    ids = torch.randint(3, 60, (4, 16), generator=torch.Generator().manual_seed(0))
-    hfscale.train_step(model, [{"input_ids": half, "labels": half} for half in ids.chunk(2)])
-    return [local_tensor(p.grad) for p in model.parameters() if p.requires_grad]
 
 
 @pytest.mark.parametrize("layout", ["tp2", "shard2"])

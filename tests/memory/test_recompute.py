@@ -14,6 +14,7 @@ from hfscale import ConfigError, MemoryConfig, ParallelConfig, PlanError
 from hfscale.memory.recompute import Recomputation
 from hfscale.memory.report import count_saved
 from hfscale.runtime import runtime_of
+from hfscale.runtime.runtime import local_tensor
 from hfscale.testing import Case, RankPool, assert_layout_equal
 
 from ..mixtures import EAGER, qwen3_moe
@@ -162,7 +163,7 @@ def gradients(path: str, layout: dict[str, Any], memory: MemoryConfig | None) ->
     torch.manual_seed(3)
     ids = torch.randint(3, 60, (4, 16), generator=torch.Generator().manual_seed(0))
     hfscale.train_step(model, [{"input_ids": half, "labels": half} for half in ids.chunk(2)])
-    return [p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad for p in model.parameters() if p.requires_grad]
+    return [local_tensor(p.grad) for p in model.parameters() if p.requires_grad]
 
 
 @pytest.mark.parametrize("layout", ["tp2", "sequence", "shard2", "1f1b"])
