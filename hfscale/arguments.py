@@ -12,11 +12,13 @@ from ._host.transformers.classes import classes_by_config
 from ._host.transformers.loading import loading_arguments
 from .config import ParallelConfig
 from .errors import CheckpointError, ConfigError
+from .families.fields import field
 
 # Arguments of from_pretrained that distribute a model by other means.
 _EXCLUSIVE = ("device_map", "distributed_config", "tp_plan", "tp_size", "device_mesh", "max_memory", "offload_folder")
 # Arguments that choose which files to read a config from, as opposed to what it says.
 _CODE = ("trust_remote_code", "code_revision")
+_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _HUB = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "trust_remote_code")
 
 
@@ -48,6 +50,18 @@ def load_config(path: str, kwargs: Mapping[str, Any]) -> tuple[PreTrainedConfig,
     config, rest = AutoConfig.from_pretrained(path, return_unused_kwargs=True, **taken)
     rest = {key: value for key, value in rest.items() if key not in _HUB}
     return config, {**rest, **{key: kwargs[key] for key in ("dtype", "torch_dtype", *_CODE) if key in kwargs}}
+
+
+def check_sizes(config: PreTrainedConfig) -> None:
+    """Refuse sizes of which the host makes a model without layers, or without words.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    for name in _SIZES:
+        size = field(config, name)
+        if isinstance(size, int) and size < (0 if name == "num_attention_heads" else 1):
+            raise ConfigError(f"{name}={size} of this {config.model_type} config is impossible: use at least 1")
 
 
 def refuse_unknown(kwargs: Iterable[str], auto_class: Any, config: PreTrainedConfig, taken_here: Iterable[str]) -> None:

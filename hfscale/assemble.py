@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from .adapters import Adapters
+from .checkpoint import save_pretrained
 from .guards.part import SharedBatch, StockCode
 from .memory.offload_activations import OffloadActivations
 from .memory.offload_optimizer import OffloadOptimizer
@@ -53,7 +54,7 @@ def parts_of(adapters: Adapters | None) -> tuple[Part, ...]:
         OffloadOptimizer(),
         Autocast(),
         PipelineStages(),
-        StockCode(),
+        StockCode(save_pretrained),
     )
 
 

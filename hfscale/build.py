@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from ._host.transformers.classes import class_name, is_distributed_by_host
 from .adapters import attach_adapters, read_config, wrapped_by_peft
-from .arguments import check_layout, code_arguments, known_dtype, load_config, refuse_unknown
+from .arguments import check_layout, check_sizes, code_arguments, known_dtype, load_config, refuse_unknown
 from .assemble import assemble
 from .config import ParallelConfig
 from .errors import ConfigError
@@ -183,6 +183,7 @@ def plan(
 
 
 def _outline(config: PreTrainedConfig, auto_class: Any, kwargs: dict[str, Any], quantization: Any) -> Outline:
+    check_sizes(config)
     config, stored = split_quantization(config)
     if stored is not None and quantization is not None:
         raise ConfigError("quantization_config= is given, and the checkpoint is quantized already: leave it out")

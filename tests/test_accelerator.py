@@ -264,6 +264,9 @@ def refusals_over_stages(path: str) -> list[str]:
         lambda: model(**batch),
         lambda: accelerator.backward(hfscale.train_step(model, batch)),
         lambda: accelerator.clip_grad_norm_(list(model.parameters())[:2], 1.0),
+        lambda: model.generate(batch["input_ids"]),
+        lambda: hfscale.train_step(torch.compile(model), batch),
+        lambda: hfscale.train_step(model, {name: ids.tolist() for name, ids in batch.items()}),
     ):
         with pytest.raises(ConfigError) as caught:
             call()
@@ -273,10 +276,13 @@ def refusals_over_stages(path: str) -> list[str]:
 
 def test_refusals_over_stages(pools: Pools, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(tiny("llama")).save_pretrained(tmp_path)
-    for called, backward, clipped in pools(2).run(refusals_over_stages, str(tmp_path)):
+    for called, backward, clipped, generated, compiled, listed in pools(2).run(refusals_over_stages, str(tmp_path)):
         assert "cannot be called by itself: use hfscale.train_step" in called
         assert "accelerator.backward has none to start: use loss = hfscale.train_step(model, batch)" in backward
         assert "pass model.parameters()" in clipped
+        assert "generate with hfscale.from_pretrained(directory, parallel=hfscale.ParallelConfig(tp_size=" in generated
+        assert "torch.compile(model) compiles a forward pass that stages do not call" in compiled
+        assert "input_ids is a list: give tensors, [rows, tokens]" in listed
 
 
 def norm_of_the_last_stage(path: str, given: str) -> float:

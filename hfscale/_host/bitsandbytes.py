@@ -5,7 +5,6 @@ Read and run with bitsandbytes 0.50. Nothing here imports it before it is asked 
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,25 +12,20 @@ from torch import Tensor, nn
 from .torch import own_parameters
 
 _PARAMETERS = ("Params4bit", "Int8Params")
-_RECOMMENDS = "bitsandbytes.backends.cpu.ops"
 
 
-@contextmanager
-def quiet_import() -> Iterator[None]:
-    """Within: importing bitsandbytes, or PEFT, which imports it, recommends nothing. Its errors are shown."""
-    log = logging.getLogger(_RECOMMENDS)  # of a package that it can do without, where a processor has AVX-512 for bf16
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
+def _is_no_recommendation(record: logging.LogRecord) -> bool:
+    return "`pip install kernels`" not in str(record.msg)
+
+
+# Whoever imports it - PEFT does, and transformers for its Trainer - is recommended a package that it can do without,
+# where a processor has AVX-512 for bfloat16: in every process of a run, most of which quantize nothing.
+logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_no_recommendation)
 
 
 def functional() -> Any:
     """Its functions on tensors."""
-    with quiet_import():
-        import bitsandbytes.functional
+    import bitsandbytes.functional
 
     return bitsandbytes.functional
 

@@ -40,6 +40,11 @@ CONTENTS = ("_parameters", "_buffers", "_modules", "training")
 """Attributes of a module: what it holds."""
 
 
+def is_compiled(model: nn.Module) -> bool:
+    """Whether it is what ``torch.compile(model)`` returned."""
+    return hasattr(model, "_orig_mod")
+
+
 def own_parameters(module: nn.Module) -> dict[str, Any]:
     """What ``module`` itself holds as parameters, by attribute; changes to it are changes to the module.
 

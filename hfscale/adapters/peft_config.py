@@ -5,7 +5,6 @@ import dataclasses
 import os
 from typing import Any
 
-from .._host.bitsandbytes import quiet_import
 from ..errors import ConfigError
 
 _METHODS = ("LORA", "IA3", "LOHA")
@@ -24,8 +23,7 @@ _INITS = ("gaussian", "olora", "orthogonal", "loftq")
 
 def config_class(method: str) -> tuple[type, dict[str, Any]]:
     """PEFT's class of configs for ``lora``, ``dora``, ``ia3`` or ``loha``, and the fields that make it that."""
-    with quiet_import():
-        import peft
+    import peft
 
     classes: dict[str, tuple[type, dict[str, Any]]] = {
         "lora": (peft.LoraConfig, {}),
@@ -42,8 +40,7 @@ def read_config(source: Any) -> tuple[Any, str | None]:
     Raises:
         ConfigError: it is none.
     """
-    with quiet_import():
-        from peft import PeftConfig
+    from peft import PeftConfig
 
     if isinstance(source, PeftConfig):
         return copy.deepcopy(source), None

@@ -1,6 +1,7 @@
 """The arguments of a command line that name a model, and what they stand for."""
 
 import argparse
+import difflib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,9 +33,11 @@ def building(arguments: argparse.Namespace, config: Any) -> Iterator[None]:
     except HFScaleError:
         raise
     except ValueError as error:
+        fitting = [name for name in _auto_classes() if type(config) in (_classes(name) or ())]
+        others = f"--auto-class {', '.join(fitting)}" if fitting else "another --auto-class"
+        reason = str(error).strip().partition("\n")[0].partition("Unrecognized configuration class")
         raise ConfigError(
-            f"{arguments.auto_class} cannot build a {config.model_type!r} model: {_first_line(error)} Choose another "
-            "--auto-class"
+            f"{arguments.auto_class} cannot build a {config.model_type!r} model: {reason[0]}use {others}"
         ) from error
 
 
@@ -48,11 +51,24 @@ def auto_class_of(name: str) -> Any:
 
     found = getattr(transformers, name, None) if name.startswith("AutoModel") else None
     if not hasattr(found, "from_config"):
-        known = [known for known in dir(transformers) if known.startswith("AutoModel")]
-        raise ConfigError(
-            f"--auto-class {name} is not one of transformers' Auto classes: use one of {', '.join(known)}"
-        )
+        close = difflib.get_close_matches(name, _auto_classes(), n=3) or ["AutoModelForCausalLM"]
+        raise ConfigError(f"--auto-class {name} is not one of transformers' Auto classes: use {', '.join(close)}, ...")
     return found
+
+
+def _auto_classes() -> list[str]:
+    import transformers
+
+    return [name for name in dir(transformers) if name.startswith("AutoModel")]
+
+
+def _classes(auto_class: str) -> Any:
+    """Class of config -> class of model."""
+    import transformers
+
+    from .._host.transformers.classes import classes_by_config
+
+    return classes_by_config(getattr(transformers, auto_class))
 
 
 def load_config(model: str, trusted: bool = False) -> Any:
@@ -61,18 +77,26 @@ def load_config(model: str, trusted: bool = False) -> Any:
     Raises:
         ConfigError: there is none, or it cannot be read.
     """
+    check_place(model)
+    import transformers
+
+    from .._host.transformers.configs import made_or_explained
+    from ..arguments import check_sizes
+
+    with made_or_explained(model):
+        config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=trusted)
+    check_sizes(config)
+    return config
+
+
+def check_place(model: str) -> None:
+    """Refuse a MODEL that is written like a path and is none; imports nothing, so that it is said at once.
+
+    Raises:
+        ConfigError: it does not exist, or is a directory without a config.
+    """
     path = Path(model)
     if not path.exists() and (path.is_absolute() or model.startswith(".") or len(path.parts) > 2):
         raise ConfigError(f"{model} does not exist: give a model directory, a config.json or a Hub id (owner/name)")
     if path.is_dir() and not (path / "config.json").exists():
         raise ConfigError(f"{model} has no config.json: give the directory of a Hugging Face model")
-    import transformers
-
-    try:
-        return transformers.AutoConfig.from_pretrained(model, trust_remote_code=trusted)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"no config could be read from {model}: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]

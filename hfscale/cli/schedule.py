@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--schedule", help=f"one of {', '.join(SCHEDULES)}, or a .csv file (default: the trace's, 1f1b)"
     )
     parser.add_argument("--pp", type=int, metavar="N", help="pipeline ranks")
-    parser.add_argument("--microbatches", type=int, metavar="N", help="microbatches of one step")
+    parser.add_argument("--microbatches", type=int, metavar="N", help="microbatches of one step (default: 2 per rank)")
     parser.add_argument("--virtual-stages", type=int, metavar="N", help="stages per rank")
     parser.add_argument(
         "--transfer",

@@ -1,6 +1,6 @@
 """Guards as parts: what ordinary code around a model would get wrong without a word."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.utils.hooks import RemovableHandle
@@ -32,7 +32,15 @@ class SharedBatch(Part):
 
 
 class StockCode(Part):
-    """Stock loops, clipping, changes and saving that would take this rank's part for the model are refused."""
+    """Stock loops, clipping and changes that would take this rank's part for the model are refused; its own
+    ``save_pretrained`` saves all of it.
+
+    Args:
+        save: :func:`hfscale.save_pretrained`.
+    """
+
+    def __init__(self, save: Callable[..., None]) -> None:
+        self._save = save
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Comes last."""
@@ -42,11 +50,26 @@ class StockCode(Part):
             refuse_stock_clipping(runtime)
         refuse_changes(model, layout)
         if layout.total_size > 1 or runtime.plan.adapters:  # with adapters, the host would write its weights wrapped
-            model.save_pretrained = _refuse_partial_save
+            model.save_pretrained = _saves_all_of_it(model, self._save)
 
 
-def _refuse_partial_save(*_: Any, **__: Any) -> None:
-    raise ConfigError(
-        "model.save_pretrained would write what this rank holds, adapters and all, as if it were the model: call "
-        "hfscale.save_pretrained(model, directory) on every rank"
-    )
+def _saves_all_of_it(model: Any, save: Callable[..., None]) -> Callable[..., None]:
+    """``model.save_pretrained`` as loops for stock models call it: on every rank, with what Accelerate adds."""
+
+    def save_pretrained(
+        save_directory: Any,
+        is_main_process: bool = True,
+        save_function: Any = None,
+        max_shard_size: str | int = "5GB",
+        safe_serialization: bool = True,
+        **others: Any,
+    ) -> None:
+        refused = sorted([*others, *([] if safe_serialization else ["safe_serialization"])])
+        if refused:
+            raise ConfigError(
+                f"save_pretrained({', '.join(refused)}=...) cannot be used on a model whose ranks hold parts of it: "
+                "leave it out, and call it on every rank, as hfscale.save_pretrained(model, directory)"
+            )
+        save(model, save_directory, max_shard_size=max_shard_size)
+
+    return save_pretrained

@@ -1,10 +1,12 @@
 """What the first training steps show of a run that would go on without a word, and badly."""
 
 import logging
+import os
 
 import torch
 
 from ..errors import ConfigError
+from ..plan.lines import describe_quantization
 from ..runtime import Runtime
 from .replicas import check_replicas
 
@@ -28,6 +30,7 @@ def before_step(runtime: Runtime) -> None:
         if not any(runtime.mesh.ranks.values()):
             _warn_of_a_base_alone(runtime)
             _warn_of_lost_updates(runtime)
+            _warn_of_rounding(runtime)
     elif runtime.steps in _CHECKED:
         check_replicas(runtime)
 
@@ -40,6 +43,19 @@ def _refuse_float16(runtime: Runtime) -> None:
             f"{found} is in float16, where gradients below 6e-8 and most updates are zero: load it with "
             'dtype=torch.float32 and mixed_precision="fp16", which scales the loss and computes in float16, or '
             'mixed_precision="bf16" for bfloat16. eval_step and generate take float16'
+        )
+
+
+def _warn_of_rounding(runtime: Runtime) -> None:
+    """Where numbers are not those of one process to the last digits, or not of the type that was asked for."""
+    for line in describe_quantization(runtime.plan)[1:]:
+        _log.warning("%s (losses differ from those of one process by the rounding of these weights)", line)
+    asked, own = os.environ.get("ACCELERATE_MIXED_PRECISION", "no"), runtime.options.mixed_precision
+    if asked not in ("no", own):
+        _log.warning(
+            "ACCELERATE_MIXED_PRECISION=%s (from accelerate launch, its config file or TrainingArguments) does not "
+            "change a model that was built with mixed_precision=%r: build it with mixed_precision=%r if that is meant",
+            *(asked, own, asked),
         )
 
 

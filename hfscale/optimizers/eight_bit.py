@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from .._host.bitsandbytes import quiet_import
 from ..errors import ConfigError
 from ..estimate.optimizer_states import BLOCK, MIN_8BIT_SIZE
 from ..mesh import Mesh
@@ -30,8 +29,7 @@ def stock_class(name: str, stock: str) -> Any:
         ConfigError: bitsandbytes is not installed.
     """
     try:
-        with quiet_import():
-            import bitsandbytes
+        import bitsandbytes
     except ImportError as error:
         raise ConfigError(
             f"{name!r} is bitsandbytes' {stock}, which is not installed: pip install 'hfscale[bitsandbytes]'"

@@ -5,16 +5,14 @@ Imported on use: it derives from a class of bitsandbytes.
 
 from typing import Any
 
+import bitsandbytes
 import torch
 from torch import Tensor, nn
 
-from .._host.bitsandbytes import drop_state, quiet_import
+from .._host.bitsandbytes import drop_state
 from .four_bit import Packing, unpack_state
 from .frozen_linear import frozen_linear
 from .packed import packings_of, read_packed, register_packed
-
-with quiet_import():
-    import bitsandbytes
 
 bnb: Any = bitsandbytes  # whose types say little
 

@@ -5,16 +5,14 @@ Imported on use: it derives from a class of bitsandbytes.
 
 from typing import Any
 
+import bitsandbytes
 import torch
 from torch import Tensor, nn
 
-from .._host.bitsandbytes import product_in_8_bits, quiet_import
+from .._host.bitsandbytes import product_in_8_bits
 from .._host.torch import own_parameters
 from .four_bit import as_bytes
 from .frozen_linear import frozen_linear
-
-with quiet_import():
-    import bitsandbytes
 
 bnb: Any = bitsandbytes  # whose types say little
 

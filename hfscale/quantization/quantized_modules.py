@@ -22,7 +22,6 @@ from .._host.bitsandbytes import (
     functional,
     is_in_4_bits,
     is_stock_parameter,
-    quiet_import,
     tensors_beside_weight,
 )
 from .._host.torch import own_parameters
@@ -61,7 +60,7 @@ def check_quantization(config: Any) -> None:
         )
     if config.llm_int8_enable_fp32_cpu_offload:
         raise ConfigError("llm_int8_enable_fp32_cpu_offload=True splits the model over devices: leave it out")
-    with suppress(ImportError), quiet_import():  # before the host does; without it, the host says what to do
+    with suppress(ImportError):  # before the host does; without it, the host says what to do
         importlib.import_module("bitsandbytes")
 
 

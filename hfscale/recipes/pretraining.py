@@ -4,6 +4,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 import hfscale
 
+from .._host.transformers.configs import made_or_explained
 from .dataset import END_OF_TEXT_ID, prepare
 from .loop import train
 from .memory_limit import expect_memory
@@ -53,11 +54,13 @@ def config_of(recipe: PretrainRecipe) -> PreTrainedConfig:
     unknown = [name for name in recipe.model.options if not hasattr(known, name)]
     if unknown:
         raise RecipeError(f"model.options: {family} has no {', '.join(unknown)}: use fields of {type(known).__name__}")
-    return AutoConfig.for_model(
-        family,
-        **{name: value for name, value in fields.items() if name not in ("family", "options")},
-        max_position_embeddings=2 * recipe.data.sequence_length,
-        bos_token_id=None,
-        eos_token_id=END_OF_TEXT_ID,
-        pad_token_id=END_OF_TEXT_ID,
-    )
+    with made_or_explained("model of the recipe"):
+        config = AutoConfig.for_model(
+            family,
+            **{name: value for name, value in fields.items() if name not in ("family", "options")},
+            max_position_embeddings=2 * recipe.data.sequence_length,
+            bos_token_id=None,
+            eos_token_id=END_OF_TEXT_ID,
+            pad_token_id=END_OF_TEXT_ID,
+        )
+    return config

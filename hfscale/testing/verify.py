@@ -11,7 +11,6 @@ from typing import Any
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from .. import from_config, plan
-from .._host.bitsandbytes import quiet_import
 from ..config import AXES, ParallelConfig
 from ..errors import ConfigError
 from ..families.clone import EXPERTS, LAYERS, tiny_clone
@@ -94,8 +93,7 @@ def verify(
         case.accumulation = int(small.num_microbatches or 1)
     sample_batches.check_stock(case)
     if lora is not None:
-        with quiet_import():
-            from peft import LoraConfig
+        from peft import LoraConfig
 
         case.peft = LoraConfig(r=4, target_modules=lora if lora == "all-linear" else lora.split(","))
         sizes: dict[str, Any] = {f"{axis}_size": 1 for axis in AXES}

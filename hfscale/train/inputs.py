@@ -92,6 +92,12 @@ def _microbatches(runtime: Runtime, batch: Batch | Sequence[Batch]) -> list[dict
     for microbatch in given:
         if microbatch.get("labels") is None:
             raise ConfigError(f"train_step needs 'labels' in every batch, and found only {', '.join(microbatch)}")
+        listed = next((name for name, value in microbatch.items() if isinstance(value, list)), None)
+        if listed is not None:
+            raise ConfigError(
+                f"{listed} is a list: give tensors, [rows, tokens], as a collator of transformers makes them of rows "
+                "(DataCollatorForLanguageModeling, default_data_collator), or torch.tensor(...)"
+            )
         if microbatch.get("logits_to_keep"):
             raise ConfigError(
                 "logits_to_keep leaves positions without logits, and the loss is over all of them: leave it out"

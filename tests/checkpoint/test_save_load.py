@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import hfscale
-from hfscale import CheckpointError, ParallelConfig
+from hfscale import CheckpointError, ConfigError, ParallelConfig
 from hfscale.files.reader import SafetensorsFile
 from hfscale.runtime import runtime_of
 from hfscale.runtime.runtime import local_tensor
@@ -59,7 +59,10 @@ def test_round_trip_is_bit_exact(pools: Pools, tmp_path: Path, family: str, tied
 
 
 def save_new(target: str, layout: dict[str, int]) -> None:
-    hfscale.save_pretrained(hfscale.from_config(config_of("gpt_neox"), parallel=ParallelConfig(**layout)), target)
+    model = hfscale.from_config(config_of("gpt_neox"), parallel=ParallelConfig(**layout))
+    with pytest.raises(ConfigError, match=r"save_pretrained\(push_to_hub=...\) cannot be used"):
+        model.save_pretrained(target, push_to_hub=True)
+    model.save_pretrained(target, is_main_process=torch.distributed.get_rank() == 0)  # as stock loops do
 
 
 @pytest.mark.parametrize("layout", [{"dp_shard_size": 2}, {"pp_size": 2}], ids=str)

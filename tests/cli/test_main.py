@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -126,13 +127,29 @@ def test_a_damaged_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "never_heard_of" in _refused(capsys, "plan", str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("hidden_size", 33, "is impossible: The hidden size (33) is not a multiple of the number of attention heads"),
+        ("hidden_size", "wide", "Field 'hidden_size' expected int"),
+        ("num_attention_heads", 0, "one of its sizes is 0"),
+        ("num_hidden_layers", -3, "num_hidden_layers=-3 of this llama config is impossible: use at least 1"),
+        ("vocab_size", 0, "vocab_size=0 of this llama config is impossible"),
+    ],
+)
+def test_impossible_sizes(llama: str, capsys: pytest.CaptureFixture[str], name: str, value: Any, message: str) -> None:
+    path = Path(llama) / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
+    assert message in _refused(capsys, "plan", llama, "--tp", "2")
+
+
 def test_unknown_auto_classes(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     message = _refused(capsys, "plan", llama, "--auto-class", "AutoModelForEverything")
     assert "AutoModelForEverything is not one of transformers' Auto classes" in message
-    assert "AutoModelForCausalLM" in message
+    assert "use AutoModelFor" in message
     message = _refused(capsys, "plan", llama, "--auto-class", "AutoModelForMaskedLM")
     assert "AutoModelForMaskedLM cannot build a 'llama' model" in message
-    assert "Choose another --auto-class" in message
+    assert "use --auto-class AutoModel, AutoModelForCausalLM" in message
 
 
 def test_bad_command_lines(capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,6 +49,19 @@ def test_updates_that_would_be_rounded_away(
         assert 'dtype=torch.float32, mixed_precision="bf16"' in said[0]
 
 
+@pytest.mark.parametrize(("asked", "own"), [("bf16", "no"), ("bf16", "bf16"), ("no", "bf16")])
+def test_a_precision_that_only_the_launcher_was_told(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, asked: str, own: str
+) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", asked)
+    model = hfscale.from_config(tiny("llama"), dtype=torch.float32, mixed_precision=own)
+    with caplog.at_level(logging.WARNING, "hfscale"):
+        hfscale.train_step(model, BATCH)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == ((asked, own) == ("bf16", "no"))
+    assert all("build it with mixed_precision='bf16'" in text for text in said)
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_base_in_4_bits_alone(caplog: pytest.LogCaptureFixture, tmp_path: Path, frozen: bool) -> None:
     AutoModelForCausalLM.from_config(tiny("llama", hidden_size=64, intermediate_size=128)).save_pretrained(tmp_path)

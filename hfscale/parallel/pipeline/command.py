@@ -150,17 +150,13 @@ def _asked(arguments: argparse.Namespace, measured: Timeline | None) -> _Asked:
         sizes.fill_from(measured)
     if schedule.endswith(".csv"):
         sizes.fill_from(simulate(read_csv(Path(schedule))))
-    pp_size, microbatches = _given("--pp", sizes.pp_size), _given("--microbatches", sizes.microbatches)
+    if sizes.pp_size is None:
+        raise ConfigError("--pp is missing: say how many pipeline ranks, as in --pp 4")
+    pp_size, microbatches = sizes.pp_size, sizes.microbatches or 2 * sizes.pp_size  # as in plans, and in runs
     in_table = schedule in SCHEDULES and not schedule.endswith(".csv")
     virtual = sizes.virtual_stages or (default_virtual_stages(schedule) if in_table else 1)
     steps = arguments.steps or _steps(schedule, microbatches, measured)
     return _Asked(order(schedule, pp_size, microbatches, virtual, steps), schedule, microbatches)
-
-
-def _given(flag: str, value: int | None) -> int:
-    if value is None:
-        raise ConfigError(f"{flag} is missing: say how many, as in --pp 4 --microbatches 8")
-    return value
 
 
 def _steps(schedule: str, microbatches: int, measured: Timeline | None) -> int:

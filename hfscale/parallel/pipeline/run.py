@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..._host.torch import is_compiled
 from ..._host.torch_pipelining import run_engine
 from ..._host.transformers.classes import class_name
 from ..._host.transformers.computing import packing, recomputes
@@ -112,6 +113,7 @@ class Pipeline(Executor):
         self._trains = True
         self._losses: list[Tensor] = []
         runtime.model.register_forward_pre_hook(self._refuse_others)
+        runtime.model.generate = self._refuse_generate
 
     def _worker(self, stage: Stage) -> StageWorker:
         place = Place(stage.index, self._stages.ranks, self._group, self._mesh.streams, self._mesh.device)
@@ -153,6 +155,11 @@ class Pipeline(Executor):
     def run(self, model: nn.Module, batches: Sequence[Microbatch], objective: Objective, backward: bool) -> Tensor:
         """See :meth:`hfscale.runtime.Executor.run`; a stage runs the stock model, whatever is around it."""
         runtime = self._runtime
+        if is_compiled(model):
+            raise ConfigError(
+                f"{self._layout.describe()}: torch.compile(model) compiles a forward pass that stages do not call: "
+                "leave it out, or compile each layer in place (for layer in model.model.layers: layer.compile())"
+            )
         if not backward:
             return runtime.sum_of_shares(self._all_passes(batches, objective, backward=False))
         with runtime.around(lambda part: part.around_gradients(runtime)), self._ties.summed():
@@ -292,6 +299,14 @@ class Pipeline(Executor):
 
     def _peer(self, stage: int) -> int:
         return dist.get_global_rank(self._group, self._stages.ranks[stage])
+
+    def _refuse_generate(self, *_: Any, **__: Any) -> None:
+        raise ConfigError(
+            f"{self._layout.describe()}: generate needs the whole model for every token, and stages pass tokens on one "
+            "after the other. Save it (hfscale.save_pretrained(model, directory), on every rank), and generate with "
+            "hfscale.from_pretrained(directory, parallel=hfscale.ParallelConfig(tp_size=...)), or with stock "
+            "transformers"
+        )
 
     def _refuse_others(self, *_: Any) -> None:
         if self._objective is None:
