@@ -58,7 +58,12 @@ def launch(
             ACCELERATE, ["--multi_gpu", "--num_processes", "2"], ["accelerator-first"], marks=pytest.mark.slow
         ),
         # people who come with an FSDP launch line get hfscale's data axes, not a second wrapper
-        (ACCELERATE, ["--use_fsdp", "--fsdp_version", "2", "--num_processes", "2"], ["accelerator-first"]),
+        pytest.param(
+            ACCELERATE,
+            ["--use_fsdp", "--fsdp_version", "2", "--num_processes", "2"],
+            ["accelerator-first"],
+            marks=pytest.mark.slow,
+        ),
         pytest.param(TORCHRUN, ["--nproc_per_node", "2"], [], marks=pytest.mark.slow),
         (TORCHRUN, ["--nproc_per_node", "2"], ["accelerator-first"]),
     ],

@@ -18,7 +18,7 @@ from hfscale.runtime import runtime_of
 from hfscale.runtime.runtime import local_tensor
 from hfscale.testing import RankPool, Traffic, count_traffic
 
-from .cases import STEPS, build, make, reference, run, set_gradients
+from .cases import STEPS, build, make, reference, restore, run, set_gradients
 
 Pools = Callable[[int], RankPool]
 RESUMED: dict[str, dict[str, Any]] = {
@@ -41,9 +41,14 @@ def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
 
 
 def resume(layout: dict[str, Any], kind: str, directory: str) -> None:
+    models = [build(kind, torch.float32, ParallelConfig(**layout)) for _ in range(2)]
+    begin = [p.detach().clone() for p in models[0].parameters()]
     for name, options in RESUMED.items():
         path = f"{directory}/{name}"
-        model = build(kind, torch.float32, ParallelConfig(**layout))
+        for each in models:
+            restore(each.parameters(), begin)
+            each.zero_grad()
+        model, other = models
         optimizer = make(model, name, **options)
         run(model, kind, optimizer, range(2))
         hfscale.save_state(model, path, optimizer=optimizer)
@@ -51,7 +56,6 @@ def resume(layout: dict[str, Any], kind: str, directory: str) -> None:
         run(model, kind, optimizer, range(2, 4))
         end = local_weights(model)
 
-        other = build(kind, torch.float32, ParallelConfig(**layout))
         fresh = make(other, name, **options)
         run(other, kind, fresh, range(7, 8))
         hfscale.load_state(other, path, optimizer=fresh)

@@ -32,6 +32,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ep2": {"dp_replicate_size": 2, "dp_shard_size": 2, "ep_size": 2},
     "cp2": {"dp_replicate_size": 2, "cp_size": 2},
 }
+_QUICK = ("replicate2", "tp2", "1f1b", "ep2")  # the axes by themselves; make test-all runs the rest
 STEPS = 3
 Shares = dict[str, Tensor]
 
@@ -141,7 +142,9 @@ def apart(one: Shares, other: Shares) -> float:
     return float(sum((one[name] - other[name]).square().sum() for name in one)) ** 0.5
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(each, marks=() if each in _QUICK else pytest.mark.slow) for each in LAYOUTS]
+)
 def test_training(pools: Pools, tmp_path: Path, layout: str) -> None:
     """16 bits differ by roundings, factors by less than the updates; a resumed run goes on bit by bit."""
     torch.manual_seed(0)
