@@ -14,10 +14,13 @@ from ..families.unwritable import UNWRITABLE
 from ..plan.context import ContextPlan
 from ..plan.parameter import wild_name
 from ..sequences import heads_fit
+from ..sequences.cut import CUT_INSIDE
 from ..sequences.probe import find_mixing
 from .draft import Draft
 from .probe import tiny_model_of
 from .sequence import is_tokenwise
+from .text_model import find_text_model
+from .towers import other_inputs
 
 _NO_CLONE = "no tiny clone of it can be built, on which to prove what reads which tokens"
 _WINDOWS = ("sliding_window", "attention_chunk_size")
@@ -41,8 +44,15 @@ def plan_context(draft: Draft) -> None:
     if family in UNWRITABLE:
         draft.problem(f"{draft.layout.describe()} does not fit {family!r} with {UNWRITABLE[family]}: use one process")
         return
-    layers = _in_layers(draft.model)
-    found = _find(draft, layers)
+    text = find_text_model(draft.model) or ""
+    if uncut := _read_inside(draft, text):
+        draft.problem(
+            f"cp_size={size} does not fit {family!r}: its layers read what towers make of pictures by inputs that are "
+            f"not cut ({', '.join(uncut)}): use cp_size=1"
+        )
+        return
+    layers = _in_layers(draft.model, text)
+    found = _find(draft, text, layers)
     if found.mixing:
         draft.problem(f"cp_size={size} does not fit {family!r}: {found.mixing}: use cp_size=1")
         return
@@ -53,7 +63,12 @@ def plan_context(draft: Draft) -> None:
             "given: use sequence_parallel=False"
         )
     together = _share_out_heads(draft, size)
-    draft.features.append(ContextPlan(str(draft.layout.cp_method), found.pads, whole, together))
+    draft.features.append(ContextPlan(str(draft.layout.cp_method), found.pads, whole, together, text))
+
+
+def _read_inside(draft: Draft, text: str) -> list[str]:
+    """What the model called ``text`` is given besides embeddings, and cannot be cut."""
+    return [name for name in other_inputs(draft.modules[text]) if name not in CUT_INSIDE] if text else []
 
 
 @dataclass(frozen=True)
@@ -73,12 +88,12 @@ class _Reading:
     seen: frozenset[type] = frozenset()
 
 
-def _find(draft: Draft, layers: dict[str, nn.Module]) -> _Reading:
+def _find(draft: Draft, text: str, layers: dict[str, nn.Module]) -> _Reading:
     """What reads other tokens, found on a clone that has every kind of module that is in the model's ``layers``."""
     own_class: Any = type(draft.model)
     unseen = list[str]()
     for count in (_kinds_of_layers(draft.config), _MANY):  # some kinds come every few layers only
-        found = _proved(own_class, _Key(draft.config), count)
+        found = _proved(own_class, _Key(draft.config), text, count)
         if found.mixing:
             return found
         unseen = [name for name, m in layers.items() if type(m) not in found.seen and not _is_tokenwise(draft, name, m)]
@@ -102,18 +117,18 @@ class _Key:
 
 
 @lru_cache(maxsize=16)
-def _proved(kind: Any, key: _Key, layers: int) -> _Reading:
+def _proved(kind: Any, key: _Key, text: str, layers: int) -> _Reading:
     """Proved on a tiny model in float64; some take half a minute."""
     clone = tiny_model_of(kind, key.config, torch.float64, layers=layers, **_short(key.config))
     if clone is None:
         return _Reading(_NO_CLONE)
     clone = clone.double()  # what a family keeps in 32 bits by itself, too: nothing but the arithmetic is compared
     use_eager_experts(clone)  # the host's grouped products take no float64
-    candidates = list(_in_layers(clone).values())
-    mixing, kinds = find_mixing(clone, False, candidates)
+    candidates = list(_in_layers(clone, text).values())
+    mixing, kinds = find_mixing(clone, False, candidates, text)
     if mixing:
         return _Reading(mixing)
-    with_padding, more = find_mixing(clone, True, candidates)
+    with_padding, more = find_mixing(clone, True, candidates, text)
     return _Reading("", not with_padding and more <= kinds, frozenset(kinds), frozenset(map(type, candidates)))
 
 
@@ -123,11 +138,13 @@ def _is_tokenwise(draft: Draft, name: str, module: nn.Module) -> bool:
     return mixture or is_tokenwise(module) or "MLP" in type(module).__name__
 
 
-def _in_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules directly below the members of lists of modules: below layers, and what is listed in them."""
+def _in_layers(model: nn.Module, text: str) -> dict[str, nn.Module]:
+    """The modules directly below the members of lists of modules in the one called ``text``: below layers, and what is
+    listed in them.
+    """
     listed = [
         (f"{name}.{index}", member)
-        for name, module in model.named_modules()
+        for name, module in model.get_submodule(text).named_modules(prefix=text)
         if isinstance(module, nn.ModuleList)
         for index, member in enumerate(module)
     ]

@@ -39,11 +39,13 @@ class Microbatch(dict[str, Any]):
         valid: how many of its labels count; ``None``: not known.
         restarts: whether positions restart within its rows.
         shifted: whether its labels are what the tokens beside them predict.
+        tokens: of each sample, in the hidden states of this rank, where they are cut; ``None``: all that it has.
     """
 
     valid: int | None = None
     restarts: bool = False
     shifted: bool = False
+    tokens: int | None = None
 
     @property
     def packed(self) -> bool | None:
@@ -54,7 +56,7 @@ class Microbatch(dict[str, Any]):
     def like(self, values: Mapping[str, Any]) -> "Microbatch":
         """Other arguments of which the same is known."""
         other = Microbatch(values)
-        other.valid, other.restarts, other.shifted = self.valid, self.restarts, self.shifted
+        other.valid, other.restarts, other.shifted, other.tokens = self.valid, self.restarts, self.shifted, self.tokens
         return other
 
 

@@ -1,6 +1,7 @@
 """One rank's part of a batch of whole sequences.
 
-Labels are shifted before anything is cut: what the last token of a piece predicts is on another rank.
+Labels are shifted before anything is cut: what the last token of a piece predicts is on another rank. A model of more
+than text keeps whole ids and pictures, makes whole embeddings of them, and is cut where its text begins (:mod:`.text`).
 """
 
 from collections.abc import Mapping
@@ -24,7 +25,16 @@ _TOKENS_ALONG = {
     "shift_labels": 1,
     "position_ids": -1,
     "token_type_ids": 1,
+    "mm_token_type_ids": 1,
+    "visual_pos_masks": 1,
+    "per_layer_inputs": 1,
 }
+_AT_MARKED = {"deepstack_visual_embeds": "visual_pos_masks"}
+"""Lists of tensors with a row for each token that a mask of whole sequences marks."""
+CUT_INSIDE = ("visual_pos_masks", "per_layer_inputs", *_AT_MARKED)
+"""Of what models of text are given besides embeddings where there are pictures, what can be cut."""
+LABELS = ("labels", "shift_labels")
+_WITH_TEXT = 4  # rows of positions: text, time, height, width
 _NO_TOKENS = ("use_cache", "return_dict", "output_hidden_states", "num_items_in_batch", "output_attentions")
 
 
@@ -36,7 +46,8 @@ class CutBatch:
         split: who has which tokens.
         rank: this rank, of those that have parts of the same sequences.
         padding: ``[b, s]`` of the whole sequences, False where a token is padding; ``None``: none is.
-        position_ids: ``[1 or b, s]`` of the whole sequences, where the batch gives them.
+        position_ids: ``[..., s]`` of the whole sequences, where the batch gives them: ``[1 or b, s]``, or with three or
+            four rows in front for time, height and width, and the text before them.
         documents: ``[b, s]``: which example of a packed row each token is in; ``None`` where rows hold one each.
     """
 
@@ -61,14 +72,14 @@ class CutBatch:
         return replace(self, **moved) if moved else self
 
     def whole_positions(self, device: torch.device) -> Tensor:
-        """Positions of all tokens, ``[1 or b, s]``, as the host counts them where none are given."""
+        """Positions of all tokens, ``[..., s]``, as the host counts them where none are given."""
         if self.position_ids is not None:
             return self.position_ids
         return torch.arange(self.split.total, device=device)[None]
 
 
 def cut_batch(
-    batch: Mapping[str, Any], size: int, rank: int, shift: int, takes_positions: bool
+    batch: Mapping[str, Any], size: int, rank: int, shift: int, takes_positions: bool, inside: bool = False
 ) -> tuple[CutBatch, dict[str, Any]]:
     """What ``rank`` of ``size`` computes of a batch.
 
@@ -76,6 +87,7 @@ def cut_batch(
         batch: the keyword arguments of a forward pass over whole sequences.
         shift: how far behind its token a label is that it predicts: 1 for causal language models.
         takes_positions: whether the model takes ``position_ids``; it gets those of its tokens.
+        inside: whether only labels are cut here, and the rest where the text begins.
 
     Returns:
         what it should know of the whole, and the same arguments of its own tokens; ``labels`` are shifted.
@@ -91,20 +103,43 @@ def cut_batch(
         )
     split = Split(total, size)
     padding, positions = _padding(batch.get("attention_mask")), batch.get("position_ids")
-    documents = None
-    if positions is not None and batch.get("attention_mask") is None:  # where there is a mask, the host looks for none
-        documents = _documents(positions.expand(samples, -1))
+    documents, of_text = None, None if positions is None else positions_of_text(positions)
+    if of_text is not None and batch.get("attention_mask") is None:  # where there is a mask, the host looks for none
+        documents = _documents(of_text.expand(samples, -1))
     whole = dict(batch)
     if padding is None:
         whole.pop("attention_mask", None)
     if whole.get("labels") is not None and shift:
         whole["labels"] = F.pad(whole["labels"], (0, shift), value=-100)[..., shift:]
+    known = CutBatch(split, rank, padding, positions, documents)
+    if inside:
+        return known, {**whole, **cut_inputs(known, {name: whole[name] for name in LABELS if name in whole})}
     if takes_positions and positions is None:
         whole["position_ids"] = torch.arange(total)[None]
-    places = split.places(rank)
-    return CutBatch(split, rank, padding, positions, documents), {
-        name: _part(name, value, total, places) for name, value in whole.items()
-    }
+    return known, cut_inputs(known, whole)
+
+
+def cut_inputs(batch: CutBatch, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Of arguments of a call for whole sequences, what this rank computes; those without tokens as they are.
+
+    Raises:
+        ConfigError: an argument that it does not know how to cut.
+    """
+    total, places = batch.split.total, batch.places
+    found = dict[str, Any]()
+    for name, value in given.items():
+        if name in _AT_MARKED and value is not None:
+            found[name] = _marked(value, given[_AT_MARKED[name]], places)
+        else:
+            found[name] = _part(name, value, total, places)
+    return found
+
+
+def positions_of_text(positions: Tensor) -> Tensor | None:
+    """The positions in which the host looks for examples of packed rows: ``[1 or b, s]``."""
+    if positions.ndim == 2:
+        return positions
+    return positions[0] if len(positions) == _WITH_TEXT else None
 
 
 def shape_of(batch: Mapping[str, Any]) -> tuple[int, int]:
@@ -131,6 +166,14 @@ def _documents(positions: Tensor) -> Tensor | None:
     """Which example of its row each token is in; ``None`` where every row is one."""
     documents = number_examples(positions)
     return documents if bool(documents[:, -1].any()) else None
+
+
+def _marked(rows: list[Tensor], marks: Tensor, places: Tensor) -> list[Tensor]:
+    """Of ``[marked tokens, ...]`` each, the rows of this rank's tokens; ``marks`` ``[b, s]``."""
+    own = torch.zeros_like(marks)
+    own[:, places.to(marks.device)] = True
+    kept = own[marks.bool()].bool()
+    return [each[kept.to(each.device)] for each in rows]
 
 
 def _part(name: str, value: Any, total: int, places: Tensor) -> Any:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .._host.transformers.attention import and_masks, causal_mask_function, keep_documents_apart, leave_out_padding
-from .cut import CutBatch
+from .cut import CutBatch, positions_of_text
 from .split import Interval, Split
 
 SKIPPED, FULL, CAUSAL, MASKED = "skipped", "full", "causal", "masked"
@@ -56,7 +56,9 @@ class MaskBlocks:
         them (``packs``), their documents.
         """
         if batch.documents is not None and packs:
-            positions = batch.whole_positions(device).expand(samples, -1)
+            positions = positions_of_text(batch.whole_positions(device))
+            assert positions is not None  # in which the documents were found
+            positions = positions.expand(samples, -1)
             function = keep_documents_apart(function, positions, batch.documents)
         if batch.padding is not None:
             function = and_masks(function, leave_out_padding(batch.padding))

@@ -24,19 +24,18 @@ class WholeSequences:
     """What makes a mixer run on whole sequences.
 
     Args:
-        of_length: the sequences that a pass with so many own tokens is part of: what a recomputed layer belongs to,
-            which is not within a pass of the model.
+        recomputed: the sequences that a layer is recomputed for, which is not within a pass of the model.
     """
 
-    def __init__(self, gather: Gather, of_length: Callable[[int], CutBatch | None]) -> None:
-        self._gather, self._of_length = gather, of_length
+    def __init__(self, gather: Gather, recomputed: Callable[[], CutBatch | None]) -> None:
+        self._gather, self._recomputed = gather, recomputed
 
     def install(self, module: nn.Module) -> list[Any]:
         """Hook a mixer; returns the handles of the hooks."""
         running: list[CutBatch | None] = []
 
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            batch = current_batch() or self._of_length(_tokens(args, kwargs))
+            batch = current_batch() or self._recomputed()
             running.append(batch)
             if batch is None:
                 return None
@@ -76,12 +75,6 @@ def own_tokens(output: Any, batch: CutBatch) -> Any:
         return x
 
     return tree_map(cut, output) if isinstance(output, (Tensor, tuple, list)) else output
-
-
-def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Tokens of the hidden states."""
-    given = (*args, kwargs.get("hidden_states"), *kwargs.values())
-    return next((x.shape[1] for x in given if isinstance(x, Tensor) and x.ndim > 2), 0)
 
 
 def _padding(value: Tensor | None, batch: CutBatch) -> Tensor | None:

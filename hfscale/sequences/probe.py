@@ -24,26 +24,30 @@ from .masks import MaskBlocks
 from .mixers import WholeSequences, own_tokens
 from .rotary import ask_for_all_positions
 from .seam import Attend, AttentionCall, Seam, attention_configs
-from .split import Split
+from .text import cut_inside
 
 _TOLERANCE = 1e-9
 _TOKENS, _PARTS = 13, 2
+_PICTURE = slice(5, 9)
 _PADDED = 3  # tokens at the left of the first row, and at the right of the second
 
 
-def find_mixing(model: Any, padded: bool, candidates: Sequence[nn.Module] = ()) -> tuple[str, set[type]]:
+def find_mixing(
+    model: Any, padded: bool, candidates: Sequence[nn.Module] = (), text: str = ""
+) -> tuple[str, set[type]]:
     """What reads other tokens in ``model``, tiny and in float64.
 
     Args:
         padded: whether rows have padding.
         candidates: modules that may mix tokens, and can be given whole sequences.
+        text: name of the model inside of it where sequences are cut; empty: it is the model itself.
 
     Returns:
         why its sequences cannot be cut, in words, empty where they can; and the classes of those that mix.
     """
     try:
         with keep_float64(), torch.no_grad(), _as_in_training(model), _Mixers(candidates) as mixers:
-            return _compare(model, _batch(model, padded), mixers), mixers.mix
+            return _compare(_Subject(model, text), _batch(model, padded, bool(text)), mixers), mixers.mix
     except ConfigError as error:
         return str(error), set()
     except Exception as error:  # whatever stock code says of a part of a sequence
@@ -114,34 +118,56 @@ def _of_tokens(x: Any) -> bool:
     return isinstance(x, Tensor) and x.ndim > 2 and x.shape[1] == _TOKENS
 
 
-def _compare(model: Any, batch: dict[str, Tensor], mixers: _Mixers) -> str:
-    stock = _run(model, batch)
-    seam, handles = Seam(attention_configs(model)), ask_for_all_positions(model)
+class _Subject:
+    """A model with its attention answered here, and its sequences cut where those of a run would be."""
+
+    def __init__(self, model: Any, text: str) -> None:
+        self.model, self.seam = model, Seam(attention_configs(model))
+        inner = model.get_submodule(text)
+        self._handles = ask_for_all_positions(inner)
+        self._inside = bool(text)
+        if self._inside:
+            self._handles.append(cut_inside(inner))
+        self._takes_positions = takes_argument(model, "position_ids")
+
+    def restore(self) -> None:
+        """As it was."""
+        self.seam.remove()
+        for handle in self._handles:
+            handle.remove()
+
+    def part(self, batch: dict[str, Tensor], parts: int = 1, rank: int = 0) -> tuple[CutBatch, dict[str, Any]]:
+        """What a rank is given."""
+        return cut_batch(batch, parts, rank, 0, self._takes_positions, self._inside)
+
+    def passed(self, part: tuple[CutBatch, dict[str, Any]], attend: Attend) -> Tensor:
+        """What the model makes of it."""
+        with self.seam.passing(part[0], attend):
+            return _run(self.model, part[1])
+
+
+def _compare(subject: _Subject, batch: dict[str, Tensor], mixers: _Mixers) -> str:
     try:
-        whole, rest = cut_batch(batch, 1, 0, 0, takes_argument(model, "position_ids"))
-        if apart(_passed(model, seam, whole, rest, _whole_attention), stock, batch) > _TOLERANCE:
+        whole = subject.part(batch)
+        if apart(subject.passed(whole, _whole_attention), _run(subject.model, batch), batch) > _TOLERANCE:
             return "its attention is not the usual one"
         alone = _OneToken()
         mixers.record()
-        local = _passed(model, seam, whole, rest, alone)
+        local = subject.passed(whole, alone)
         for rank in range(_PARTS):
-            part, own = cut_batch(batch, _PARTS, rank, 0, takes_argument(model, "position_ids"))
-            places = Split(_TOKENS, _PARTS).places(rank)
-            mask = {"attention_mask": batch["attention_mask"][:, places]} if "attention_mask" in batch else {}
+            part, own = subject.part(batch, _PARTS, rank)
             here = _OneToken()
             mixers.compare(part)
-            if apart(_passed(model, seam, part, own, here), local[:, places], mask) > _TOLERANCE:
+            if apart(subject.passed((part, own), here), local[:, part.places], _masked(batch, part)) > _TOLERANCE:
                 return "something besides attention reads other tokens of a sequence, or counts them"
             if not here.sees_as(alone):
                 return "its mask is made of more than places and padding"
-        return _compare_gathered(model, batch, seam, mixers)
+        return _compare_gathered(subject, batch, mixers)
     finally:
-        seam.remove()
-        for handle in handles:
-            handle.remove()
+        subject.restore()
 
 
-def _compare_gathered(model: Any, batch: dict[str, Tensor], seam: Seam, mixers: _Mixers) -> str:
+def _compare_gathered(subject: _Subject, batch: dict[str, Tensor], mixers: _Mixers) -> str:
     """Once more, with mixers that are given whole sequences, as a run does it: what they are given must be tokens."""
     mixers.rest()
     tape, tape_place = list[Tensor](), [0]
@@ -153,27 +179,32 @@ def _compare_gathered(model: Any, batch: dict[str, Tensor], seam: Seam, mixers: 
         whole, tape_place[0] = tape[tape_place[0]], tape_place[0] + 1
         return whole
 
-    gathered = WholeSequences(record_or_play, lambda _: None)
+    gathered = WholeSequences(record_or_play, lambda: None)
     handles = [handle for module in mixers.found() for handle in gathered.install(module)]
     try:
-        takes_positions = takes_argument(model, "position_ids")
-        wanted = _passed(model, seam, *cut_batch(batch, 1, 0, 0, takes_positions), _whole_attention)
-        if apart(wanted, _run(model, batch), batch) > _TOLERANCE:
+        wanted = subject.passed(subject.part(batch), _whole_attention)
+        if apart(wanted, _run(subject.model, batch), batch) > _TOLERANCE:
             return "a mixer in it cannot be given whole sequences"
         if not handles:
             return ""
         tape.clear()
-        alone = _passed(model, seam, *cut_batch(batch, 1, 0, 0, takes_positions), _OneToken())
+        alone = subject.passed(subject.part(batch), _OneToken())
         for rank in range(_PARTS):
             tape_place[0] = 0
-            part, own = cut_batch(batch, _PARTS, rank, 0, takes_positions)
-            mask = {"attention_mask": batch["attention_mask"][:, part.places]} if "attention_mask" in batch else {}
-            if apart(_passed(model, seam, part, own, _OneToken()), alone[:, part.places], mask) > _TOLERANCE:
+            part, own = subject.part(batch, _PARTS, rank)
+            found = subject.passed((part, own), _OneToken())
+            if apart(found, alone[:, part.places], _masked(batch, part)) > _TOLERANCE:
                 return "a mixer in it is given more than tokens and their padding"
     finally:
         for handle in handles:
             handle.remove()
     return ""
+
+
+def _masked(batch: dict[str, Tensor], part: CutBatch) -> dict[str, Tensor]:
+    """The mask of the tokens of a part, where there is one."""
+    mask = batch.get("attention_mask")
+    return {} if mask is None else {"attention_mask": mask[:, part.places]}
 
 
 def apart(found: Tensor, wanted: Tensor, batch: dict[str, Tensor]) -> float:
@@ -193,11 +224,6 @@ def _run(model: Any, batch: dict[str, Any]) -> Tensor:
     found = getattr(output, "logits", None)
     result: Tensor = found if found is not None else output[0]
     return result
-
-
-def _passed(model: Any, seam: Seam, whole: CutBatch, batch: dict[str, Any], attend: Attend) -> Tensor:
-    with seam.passing(whole, attend):
-        return _run(model, batch)
 
 
 def _whole_attention(_: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: MaskBlocks, call: AttentionCall) -> Tensor:
@@ -221,14 +247,19 @@ class _OneToken:
         return len(self.masks) == len(other.masks) and all(map(torch.equal, self.masks, other.masks))
 
 
-def _batch(model: Any, padded: bool) -> dict[str, Tensor]:
+def _batch(model: Any, padded: bool, marked: bool) -> dict[str, Tensor]:
+    """Tokens; ``marked``: some of them as a picture's, which other tokens of it may read."""
     vocabulary = int(model.config.get_text_config().vocab_size)
     ids = torch.randint(3, vocabulary, (2, _TOKENS), generator=torch.Generator().manual_seed(5))
-    if not padded:
-        return {"input_ids": ids}
-    mask = torch.ones_like(ids)
-    mask[0, :_PADDED], mask[1, -_PADDED:] = 0, 0
-    return {"input_ids": ids, "attention_mask": mask}
+    batch = {"input_ids": ids}
+    for name in ("token_type_ids", "mm_token_type_ids"):
+        if marked and takes_argument(model, name):
+            batch[name] = torch.zeros_like(ids)
+            batch[name][:, _PICTURE] = 1
+    if padded:
+        batch["attention_mask"] = torch.ones_like(ids)
+        batch["attention_mask"][0, :_PADDED], batch["attention_mask"][1, -_PADDED:] = 0, 0
+    return batch
 
 
 @contextmanager

@@ -30,7 +30,7 @@ def _all_positions(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if batch is None:
         return None
     given = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
-    whole = batch.whole_positions(given.device).expand(len(given), -1)
+    whole = batch.whole_positions(given.device).expand(*given.shape[:-1], -1)
     if "position_ids" in kwargs:
         return args, {**kwargs, "position_ids": whole}
     return (args[0], whole, *args[2:]), kwargs

@@ -17,8 +17,9 @@ from .._host.transformers.attention import (
     answer,
     asks_for_attention,
     implementation_of,
+    masks_made_here,
+    place_by_place,
     set_implementation,
-    without_looking_for_documents,
 )
 from .._host.transformers.classes import class_name
 from ..errors import ConfigError
@@ -87,7 +88,7 @@ class Seam:
         passage = _Passage(batch, attend)
         token = _passage.set(passage)
         try:
-            with without_looking_for_documents(lambda: setattr(passage, "looked", True)):
+            with masks_made_here(MaskBlocks, lambda: setattr(passage, "looked", True)):
                 yield
         finally:
             _passage.reset(token)
@@ -97,6 +98,13 @@ def current_batch() -> CutBatch | None:
     """The whole sequences of which the running pass computes a part; ``None`` where it computes all there is."""
     passage = _passage.get()
     return None if passage is None else passage.batch
+
+
+def learn(batch: CutBatch) -> None:
+    """Within a pass: more is known of its sequences."""
+    passage = _passage.get()
+    assert passage is not None
+    passage.batch = batch
 
 
 def attention_configs(model: Any) -> list[Any]:
@@ -114,12 +122,11 @@ def _mask(host: Callable[..., Any], fills: bool, *args: Any, **kwargs: Any) -> A
     passage = _passage.get()
     if passage is None:
         return host(*args, **kwargs)
-    if kwargs.get("use_vmap"):
-        raise ConfigError("its mask is more than a function of places (or_mask_function, and_mask_function)")
+    function = kwargs["mask_function"]
+    if kwargs.get("use_vmap"):  # which the host does not know to take more than one place at a time
+        function = place_by_place(function)
     looked, passage.looked = passage.looked, False  # some masks keep packed examples apart, and others do not
-    found = MaskBlocks.of(
-        passage.batch, kwargs["mask_function"], kwargs["batch_size"], kwargs["device"], passage.attend, packs=looked
-    )
+    found = MaskBlocks.of(passage.batch, function, kwargs["batch_size"], kwargs["device"], passage.attend, packs=looked)
     return found.filled() if fills and passage.batch.padding is not None else found
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 import hfscale
@@ -56,6 +57,41 @@ def test_stages_and_data_ranks(pools: Pools) -> None:
 def test_layers_that_read_pictures_are_on_one_stage(family: str, inside: str) -> None:
     with pytest.raises(PlanError, match=f"inside of its layers .*{inside}.*: use pp_size=1"):
         hfscale.plan(with_pictures(family), ParallelConfig(pp_size=2), auto_class=AutoModelForImageTextToText)
+
+
+# Bidirectional among a picture's tokens, under windows too; positions of three kinds; features added in layers.
+CONTEXT: dict[str, dict[str, Any]] = {
+    "gemma3": {"cp_method": "gather"},
+    "qwen2_5_vl": {"cp_method": "heads"},
+    "qwen3_vl": {"cp_method": "ring"},
+    "paligemma": {"cp_size": 4, "cp_method": "ring"},
+    "gemma4": {"tp_size": 2},
+    "qwen2_vl": {"tp_size": 2, "sequence_parallel": True},
+    "llava": {"pp_size": 2, "num_microbatches": 2},
+}
+
+
+@pytest.mark.parametrize("family", CONTEXT)
+def test_context_ranks(pools: Pools, family: str) -> None:
+    """Towers see whole pictures on every rank, and the text is cut behind them."""
+    layout = ParallelConfig(**{"cp_size": 2, **CONTEXT[family]})
+    alone = APART if layout.size("pp") > 1 else frozenset[tuple[int, int, int]]()
+    assert_layout_equal(PictureCase(with_pictures(family), text_alone=alone), layout, pools(layout.total_size))
+
+
+def test_context_ranks_and_data_ranks_with_adapters(pools: Pools) -> None:
+    """The usual recipe: factors in the text, and the projector whole."""
+    peft = LoraConfig(
+        r=3, target_modules=r".*language_model.*\.(q_proj|v_proj|down_proj)", modules_to_save=["multi_modal_projector"]
+    )
+    layout = ParallelConfig(cp_size=2, dp_shard_size=2)
+    case = PictureCase(with_pictures("llava"), text_alone=APART, peft=peft, checkpointing=True)
+    assert_layout_equal(case, layout, pools(4))
+
+
+def test_pictures_that_layers_read_by_themselves_are_not_cut() -> None:
+    with pytest.raises(PlanError, match=r"cp_size=2 does not fit 'mllama'.*cross_attention_states.*: use cp_size=1"):
+        hfscale.plan(with_pictures("mllama"), ParallelConfig(cp_size=2), auto_class=AutoModelForImageTextToText)
 
 
 def _cut(config: Any, batch: Any) -> str:

@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
@@ -51,6 +53,21 @@ def keep_documents_apart(
     return made
 
 
+def place_by_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A mask function for one place, of indices that broadcast against one another: ``[b, 1, 1, 1]`` and so on."""
+
+    def spread(*indices: Tensor) -> Tensor:
+        spread_over = function
+        for dim in reversed(range(len(indices))):
+            dims = tuple(0 if each == dim else None for each in range(len(indices)))
+            spread_over = torch.vmap(spread_over, in_dims=dims)
+        with TransformGetItemToIndex():
+            found: Tensor = spread_over(*(index.flatten() for index in indices))
+        return found
+
+    return spread
+
+
 def answer(prefix: str, host: str, attend: Attend, make_mask: MakeMask) -> str:
     """Register ``attend`` and ``make_mask`` in front of the implementation ``host``; returns the name of both."""
     name = f"{prefix}{host}"
@@ -90,15 +107,26 @@ def set_implementation(config: Any, name: str) -> None:
 
 
 @contextmanager
-def without_looking_for_documents(looked: Callable[[], None]) -> Iterator[None]:
-    """Within: the host finds no packed examples in the positions it has, and ``looked`` is told that it asked."""
-    original = masking_utils.find_packed_sequence_indices
+def masks_made_here(kind: type, looked: Callable[[], None]) -> Iterator[None]:
+    """Within: the host takes a mask of ``kind`` for one that is made already, where one function of a model hands it to
+    another; and it finds no packed examples in the positions it has: ``looked`` is told that it asked.
+    """
+    examples, prepared = masking_utils.find_packed_sequence_indices, masking_utils._preprocess_mask_arguments
 
     def noted(position_ids: Tensor) -> None:
         looked()
 
+    def unless_made(config: Any, inputs_embeds: Tensor, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(attention_mask, kind):
+            return prepared(config, inputs_embeds, attention_mask, *args, **kwargs)
+        of_four_dims = torch.empty(1, 1, 1, 1, device="meta")  # which the host takes for such a one
+        leaves, _, *rest = prepared(config, inputs_embeds, of_four_dims, *args, **kwargs)
+        return leaves, attention_mask, *rest
+
     masking_utils.find_packed_sequence_indices = noted
+    masking_utils._preprocess_mask_arguments = unless_made
     try:
         yield
     finally:
-        masking_utils.find_packed_sequence_indices = original
+        masking_utils.find_packed_sequence_indices = examples
+        masking_utils._preprocess_mask_arguments = prepared

@@ -1,12 +1,6 @@
-"""The forward passes of a model: what the layers of each need to know of its batch, and of its loss.
-
-A layer that is recomputed belongs to an earlier pass than the latest, in a pipeline not even to the one before.
-Autograd numbers its nodes as they are made, and recomputation runs inside the backward pass of a node that the first
-computation made: its number says which pass that was.
-"""
+"""The forward passes of a model: what the layers of each need to know of its batch, and of its loss."""
 
 import inspect
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,11 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..._host.torch import current_node_number, next_node_number
 from ...errors import ConfigError
-from ...runtime import recomputing
-
-_KEPT = 1024  # passes that may wait for their backward pass
+from ...runtime.forward_passes import ForwardPasses
 
 
 @dataclass
@@ -27,7 +18,6 @@ class Pass:
     """One forward pass.
 
     Attributes:
-        start: number of autograd's next node when it began.
         real: ``[b, s]``, which tokens are none of padding.
         tokens: how many real tokens its losses are a mean over.
         seed: for what is drawn in it; ``None`` in evaluation.
@@ -36,7 +26,6 @@ class Pass:
         loss: what its layers add to the loss, without a graph.
     """
 
-    start: int
     real: Tensor
     tokens: Tensor
     seed: int | None = None
@@ -60,7 +49,7 @@ class ForwardContexts:
     def __init__(self, draws: bool) -> None:
         self.tokens: Tensor | None = None
         self.draws = draws
-        self._latest: deque[Pass] = deque(maxlen=_KEPT)
+        self._passes = ForwardPasses[Pass]()
         self._with_labels = False
 
     def install(self, model: nn.Module) -> None:
@@ -70,21 +59,12 @@ class ForwardContexts:
 
     def current(self) -> Pass:
         """The pass that the computation under way belongs to."""
-        if not recomputing():
-            return self._latest[-1]
-        number = current_node_number()
-        for found in reversed(self._latest):
-            if found.start <= number:
-                return found
-        raise ConfigError(
-            f"more than {_KEPT} forward passes wait for their backward passes, and the oldest ones' layers cannot be "
-            "recomputed any more: run backward earlier, or do without activation checkpointing"
-        )
+        return self._passes.current()
 
     @property
     def latest(self) -> Pass:
         """The pass that began last."""
-        return self._latest[-1]
+        return self._passes.latest
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs}
@@ -92,8 +72,7 @@ class ForwardContexts:
         real = real_tokens(given)
         seed = int(torch.randint(2**31, ())) if self.draws and model.training else None
         tokens = real.sum() if self.tokens is None else self.tokens
-        number = next_node_number()
-        self._latest.append(Pass(number, real, tokens.clamp(min=1), seed))
+        self._passes.begin(Pass(real, tokens.clamp(min=1), seed))
 
     def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         current = self.latest

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from ...errors import ConfigError
+from ...runtime.batches import Microbatch
 
 Batch = Mapping[str, Any]
 
@@ -62,6 +63,12 @@ def is_of_towers(value: Any) -> bool:
     positions and sizes are.
     """
     return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def hidden_shape(batch: Microbatch) -> tuple[int, int]:
+    """Samples and tokens of the hidden states that this rank's layers see, before tensor ranks cut them."""
+    samples, tokens = tokens_of(batch)
+    return samples, tokens if batch.tokens is None else batch.tokens
 
 
 def _default_parts(fitting: Sequence[int], count: int, pp_size: int) -> int:

@@ -35,7 +35,7 @@ from .activation_types import ActivationTypes
 from .agreement import StageAgreement
 from .csv_table import read_csv
 from .engine import check_runs, engine_runtime
-from .microbatches import Batch, is_of_towers, share_out, tokens_of
+from .microbatches import Batch, hidden_shape, is_of_towers, share_out, tokens_of
 from .orders import check, order
 from .split import splits_exactly
 from .stand_in import run_stages_apart
@@ -245,12 +245,12 @@ class Pipeline(Executor):
 
     def _compute(self, stage: Stage, arrived: Tensor | None, microbatch: int) -> Tensor:
         batch, last = self._batches[microbatch], stage.index == len(self._stages.stages) - 1
-        samples, tokens = tokens_of(batch)
+        samples, tokens = hidden_shape(batch)
         inputs = batch.like({name: value for name, value in batch.items() if self._reads(stage, name, value)})
         for part in self._runtime.parts:
             part.begin_stage_pass(tokens if arrived is not None else None, leaves=not last)
         with self._running(stage) as passage:
-            passage.arriving, passage.shape = arrived, (samples, tokens)
+            passage.arriving, passage.shape = arrived, tokens_of(batch)
             if last:
                 loss = self._loss(inputs, microbatch)
             else:
@@ -286,7 +286,7 @@ class Pipeline(Executor):
         return loss * self._runtime.loss_factor()
 
     def _shape(self, stage: int, microbatch: int) -> tuple[torch.Size, torch.dtype]:
-        leading = self._leading(*tokens_of(self._batches[microbatch]))
+        leading = self._leading(*hidden_shape(self._batches[microbatch]))
         tail, dtype = self._types.learn(stage, self._peer(stage - 1), self._trains)
         return torch.Size((*leading, *tail)), dtype
 
