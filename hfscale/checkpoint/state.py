@@ -12,7 +12,6 @@ other kind finds its own shares in them::
 """
 
 import logging
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,9 @@ from ..parallel.data import reshard
 from ..runtime import Runtime, runtime_of
 from ..runtime.writing import everyone_arrives
 from .background import apart, begin_save, on_host, wait_for_saves
-from .state_load import Resumed, load_from, none_there
-from .state_write import take_state, write_state
+from .state_load import Resumed, load_from, none_there, together
+from .state_take import take_state
+from .state_write import write_state
 
 _log = logging.getLogger(__name__)
 _WAIT = timedelta(minutes=2)
@@ -78,9 +78,10 @@ def save_state(
     for part in runtime.parts:
         part.before_state(runtime, resumed=False)
     reshard(runtime.model)  # or whole weights would be taken for the shares
-    taken = take_state(runtime, stock_optimizer(optimizer), None if step is None else int(step), _given(others))
+    given, count = _given(others), None if step is None else int(step)
+    taken = together(runtime.mesh, lambda: take_state(runtime, stock_optimizer(optimizer), count, given))
     if asynchronous:
-        taken = replace(taken, mesh=apart(taken.mesh), tensors=on_host(taken.tensors))
+        taken.mesh, taken.contents.held = apart(taken.mesh), on_host(taken.contents.held)
         begin_save(str(target), lambda: write_state(taken, target, keep_last, keep_every))
     else:
         write_state(taken, target, keep_last, keep_every)

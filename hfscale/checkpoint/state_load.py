@@ -249,11 +249,14 @@ class _Found:
         """Parameters and buffers; copied one by one, so that a second model is nowhere."""
         with torch.no_grad():
             for planned, parameter in written_parameters(self.runtime):
-                share = self.reader.read(f"weights/{planned.name}", like(planned), self.mesh.ranks)
-                local_tensor(parameter).copy_(share)
+                share = local_tensor(parameter)
+                read = self.reader.read(f"weights/{planned.name}", like(planned), self.mesh.ranks, into=share)
+                if read is not share:
+                    share.copy_(read)
             for name, buffer in self.buffers.items():
                 buffer.copy_(self.reader.read(f"buffers/{name}", whole(*buffer.shape), self.mesh.ranks))
 
+    @torch.no_grad()
     def put_back_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """What it keeps of parameters, and the options of its groups."""
         for group, options in zip(optimizer.param_groups, self.rest["options"], strict=True):

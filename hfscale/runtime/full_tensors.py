@@ -48,10 +48,18 @@ def full_parameters(runtime: Runtime, wanted: Callable[[ParameterPlan], bool]) -
 
 def tensors_to_save(runtime: Runtime) -> list[SavedTensor]:
     """Everything to save, in order: parameters in the plan's, but those that the host never stores (tables that it
-    computes), then buffers.
+    computes), then buffers. Collective where there are stages.
     """
-    mesh, plan = runtime.mesh, runtime.plan
-    ignored = never_stored(runtime.model)
+    told = tensors_of_stage(runtime)
+    staged = runtime.plan.stages is not None
+    return in_order(runtime, runtime.mesh.all_gather_object(told) if staged else [told])
+
+
+def tensors_of_stage(runtime: Runtime) -> list[tuple[Any, ...]]:
+    """What one rank of each stage tells of what the stage has to save, for :func:`in_order`; nothing on the others."""
+    mesh = runtime.mesh
+    if runtime.plan.stages is not None and not mesh.speaks_for_stage:
+        return []
     found = [
         SavedTensor(_kept_name(runtime, planned), torch.Size(planned.shape), parameter.dtype, mesh.ranks["pp"], planned)
         for planned, parameter in runtime.parameters()
@@ -61,10 +69,13 @@ def tensors_to_save(runtime: Runtime) -> list[SavedTensor]:
         SavedTensor(name, buffer.shape, buffer.dtype, mesh.ranks["pp"], None)
         for name, buffer in _buffers(runtime).items()
     ]
-    if plan.stages is not None:
-        # One rank of each stage speaks for all of it.
-        told = [entry.told() for entry in found] if mesh.speaks_for_stage else []
-        found = [SavedTensor.hear(each, plan) for entries in mesh.all_gather_object(told) for each in entries]
+    return [entry.told() for entry in found]
+
+
+def in_order(runtime: Runtime, told: list[list[tuple[Any, ...]]]) -> list[SavedTensor]:
+    """What all stages told; not collective."""
+    plan, ignored = runtime.plan, never_stored(runtime.model)
+    found = [SavedTensor.hear(each, plan) for entries in told for each in entries]
     places = {planned.name: place for place, planned in enumerate(plan.owned())}
     found.sort(key=lambda entry: places[entry.planned.name] if entry.planned else len(places))
     first = {entry.name: entry for entry in reversed(found)}  # a buffer that every stage has is the first one's

@@ -4,17 +4,20 @@
 
 Two ranks hold one model with AdamW, sharded by FSDP2, and save and load it in every way, in turn and several rounds
 long, so that a busy disk or machine meets all of them alike; medians are reported, and the spread. Times are from one
-barrier to the next. Memory is a rank's peak of resident memory (VmHWM) over what it had before the call.
+barrier to the next; "busy" is the time that the calling thread itself computes, which a busy machine changes less.
+Memory is a rank's peak of resident memory (VmHWM) over what it had before the call.
 
     hfscale           save_state, and load_state with and without checksums
     hfscale behind    save_state(asynchronous=True): what the step waits for, beside the copy to the host alone
-    dcp               torch.distributed.checkpoint of get_state_dict: what Accelerate and transformers call under FSDP2
-    torch.save        one file per rank, its shares, and fsync; no other layout reads it
+    accelerate        what accelerator.save_state and load_state call under FSDP2, which it applies on GPUs only
+    transformers      save_pretrained(distributed_checkpoint=True)'s weights, and its save_optimizer_distributed
+    torch.save        state_dict() of both, one file per rank, and fsync; no other layout reads it
 """
 
 import argparse
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -23,6 +26,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 RANKS = 2
@@ -40,18 +44,20 @@ def _measured(work: Callable[[], Any]) -> dict[str, float]:
 
     dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak
-    before, start = _memory("VmRSS"), time.perf_counter()
+    before, start, busy = _memory("VmRSS"), time.perf_counter(), time.thread_time()
     work()
+    busy = time.thread_time() - busy
     dist.barrier()
-    return {"seconds": time.perf_counter() - start, "bytes": _memory("VmHWM") - before}
+    return {"seconds": time.perf_counter() - start, "busy": busy, "bytes": _memory("VmHWM") - before}
 
 
 def _run(directory: Path, hidden: int, rounds: int) -> dict[str, Any]:
     """One rank: the measurements by name, and what its share is."""
     import torch
     import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    import transformers.distributed as theirs
+    from accelerate import PartialState
+    from accelerate.utils import FullyShardedDataParallelPlugin, fsdp_utils
     from transformers import LlamaConfig
 
     import hfscale
@@ -81,28 +87,49 @@ def _run(directory: Path, hidden: int, rounds: int) -> dict[str, Any]:
 
     def save_own() -> None:
         with own.open("wb") as file:
-            torch.save(held, file)
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
             file.flush()
             os.fsync(file.fileno())
 
     def load_own() -> None:
-        for key, tensor in torch.load(own, mmap=True, weights_only=True).items():
-            held[key].copy_(tensor)
+        found = torch.load(own, weights_only=True)
+        model.load_state_dict(found["model"])
+        optimizer.load_state_dict(found["optimizer"])
 
-    def both() -> dict[str, Any]:
-        weights, state = get_state_dict(model, optimizer)
-        return {"model": weights, "optimizer": state}
-
-    def load_dcp() -> None:
-        found = both()
-        dcp.load(found, checkpoint_id=directory / "dcp")
-        set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
-
-    def save_dcp() -> None:
+    def fresh(name: str) -> Path:
         if rank == 0:
-            shutil.rmtree(directory / "dcp", ignore_errors=True)
+            shutil.rmtree(directory / name, ignore_errors=True)
         dist.barrier()
-        dcp.save(both(), checkpoint_id=directory / "dcp")
+        return directory / name
+
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "LOCAL_RANK": str(rank)}  # asked for, not used
+    PartialState(cpu=True)  # for its logging
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
+    accelerator = SimpleNamespace(
+        num_processes=RANKS,
+        process_index=rank,
+        is_main_process=rank == 0,
+        is_fsdp2=True,
+        wait_for_everyone=dist.barrier,
+    )
+
+    def save_accelerate() -> None:
+        target = fresh("accelerate")
+        fsdp_utils.save_fsdp_model(plugin, accelerator, model, target)
+        fsdp_utils.save_fsdp_optimizer(plugin, accelerator, optimizer, model, target)
+
+    def load_accelerate() -> None:
+        fsdp_utils.load_fsdp_model(plugin, accelerator, model, directory / "accelerate")
+        fsdp_utils.load_fsdp_optimizer(plugin, accelerator, optimizer, model, directory / "accelerate")
+
+    def save_transformers() -> None:
+        target = fresh("transformers")
+        theirs._save_model_checkpoint_distributed(model, target)
+        theirs.save_optimizer_distributed(model, optimizer, target / "optimizer")
+
+    def load_transformers() -> None:
+        theirs._load_model_checkpoint_distributed(model, directory / "transformers")
+        theirs.load_optimizer_distributed(model, optimizer, directory / "transformers" / "optimizer")
 
     def save(**options: Any) -> None:
         hfscale.save_state(model, directory / "state", optimizer=optimizer, **options)
@@ -112,11 +139,13 @@ def _run(directory: Path, hidden: int, rounds: int) -> dict[str, Any]:
 
     ways: dict[str, Callable[[], Any]] = {
         "hfscale, save": save,
-        "dcp, save": save_dcp,
+        "accelerate, save": save_accelerate,
+        "transformers, save": save_transformers,
         "torch.save, save": save_own,
         "hfscale, load": load,
         "hfscale, load unverified": lambda: load(verify=False),
-        "dcp, load": load_dcp,
+        "accelerate, load": load_accelerate,
+        "transformers, load": load_transformers,
         "torch.save, load": load_own,
         "copy to the host": lambda: on_host(held),
         "hfscale behind, stall": lambda: save(asynchronous=True),
@@ -130,6 +159,38 @@ def _run(directory: Path, hidden: int, rounds: int) -> dict[str, Any]:
     share = sum(tensor.numel() * tensor.element_size() for tensor in held.values())
     largest = max(p.numel() * p.element_size() for p in model.parameters())
     return {"share": share, "largest": largest, "ways": {name: runs[1:] for name, runs in found.items()}}
+
+
+def _report(told: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians over the rounds of the slower rank, and of the ratios of what was measured in the same round."""
+    report: dict[str, Any] = {
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {RANKS} processes x 1 thread, gloo",
+        "share MiB": told[0]["share"] >> 20,
+        "largest tensor MiB": told[0]["largest"] >> 20,
+        "ways": {},
+        "ratios": {},
+    }
+    rounds: dict[str, dict[str, list[float]]] = {"seconds": {}, "busy": {}}
+    for name in told[0]["ways"]:
+        runs = [each["ways"][name] for each in told]
+        for kind, found in rounds.items():
+            found[name] = [max(run[kind] for run in ranks) for ranks in zip(*runs, strict=True)]
+        seconds = rounds["seconds"][name]
+        report["ways"][name] = {
+            "seconds": round(median(seconds), 3),
+            "from": round(min(seconds), 3),
+            "to": round(max(seconds), 3),
+            "busy": round(median(rounds["busy"][name]), 3),
+            "peak MiB over before": round(max(run["bytes"] for ranks in runs for run in ranks) / 2**20, 1),
+        }
+    others = ("accelerate", "transformers", "torch.save")
+    pairs = [(f"hfscale, {way}", f"{other}, {way}") for way in ("save", "load") for other in others]
+    for mine, other in [*pairs, ("hfscale behind, stall", "copy to the host")]:
+        report["ratios"][f"{mine} / {other}"] = {
+            kind: round(median(a / b for a, b in zip(found[mine], found[other], strict=True)), 3)
+            for kind, found in rounds.items()
+        }
+    return report
 
 
 def main() -> None:
@@ -157,17 +218,9 @@ def main() -> None:
         if any(ended):
             raise SystemExit("a rank failed")
         told = [json.loads((Path(directory) / f"told-{rank}.json").read_text()) for rank in range(RANKS)]
-    report: dict[str, Any] = {"share MiB": told[0]["share"] >> 20, "largest MiB": told[0]["largest"] >> 20, "ways": {}}
-    for name in told[0]["ways"]:
-        seconds = [max(runs) for runs in zip(*([r["seconds"] for r in t["ways"][name]] for t in told), strict=True)]
-        peak = max(run["bytes"] for rank in told for run in rank["ways"][name])
-        report["ways"][name] = {
-            "seconds": round(median(seconds), 3),
-            "from": round(min(seconds), 3),
-            "to": round(max(seconds), 3),
-            "peak MiB over before": round(peak / 2**20, 1),
-        }
-        print(f"{name:26}", "  ".join(f"{key} {value}" for key, value in report["ways"][name].items()), flush=True)
+    report = _report(told)
+    for name, measured in (report["ways"] | report["ratios"]).items():
+        print(f"{name:40}", measured, flush=True)
     if arguments.out:
         arguments.out.write_text(json.dumps(report, indent=1) + "\n")
 

@@ -23,20 +23,20 @@ Pools = Callable[[int], RankPool]
 
 @contextmanager
 def held_disk() -> Iterator[threading.Event]:
-    """Within: nothing is written until the event is set."""
-    written, free = state_write.write_tensors, threading.Event()
+    """Within: nothing is agreed upon, or written, until the event is set."""
+    agreed, free = state_write.agreed_index, threading.Event()
 
-    def write(*arguments: Any) -> Any:
+    def agree(taken: Any) -> Any:
         assert free.wait(60)
-        return written(*arguments)
+        return agreed(taken)
 
-    state_write.write_tensors = write
+    state_write.agreed_index = agree
     try:
         yield free
     finally:
         free.set()
         hfscale.wait_for_saves()
-        state_write.write_tensors = written
+        state_write.agreed_index = agreed
 
 
 def behind(layout: dict[str, Any], directory: str) -> None:
