@@ -1,5 +1,6 @@
 """From a stock model and a layout to a model that trains: the order of everything, once."""
 
+import copy
 import inspect
 import os
 from typing import Any
@@ -9,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from ._host.transformers.classes import class_name, is_distributed_by_host
-from .adapters import attach_adapters, read_config, wrapped_by_peft
+from .adapters import attach_adapters, plan_with_adapters, read_config, wrapped_by_peft
 from .arguments import check_layout, check_sizes, code_arguments, known_dtype, load_config, refuse_unknown
 from .assemble import assemble
 from .config import ParallelConfig
@@ -166,11 +167,13 @@ def plan(
     *,
     auto_class: Any = AutoModelForCausalLM,
     memory: MemoryConfig | None = None,
+    peft_config: Any = None,
     **hf_kwargs: Any,
 ) -> Plan:
     """What would become of a model under a layout: no weights, no process group, no GPU. ``print`` it for a table.
 
     Raises:
+        ConfigError: adapters or quantization that hfscale does not know, or that match nothing.
         PlanError: the layout does not fit; every problem is listed with the valid values.
     """
     quantization = hf_kwargs.pop("quantization_config", None)
@@ -179,7 +182,12 @@ def plan(
         config, rest = source, hf_kwargs
     else:
         config, rest = load_config(str(source), hf_kwargs)
-    return _outline(config, auto_class, rest, quantization).plan(parallel or ParallelConfig(), memory)
+    outline = _outline(config, auto_class, rest, quantization)
+    planned = outline.plan(parallel or ParallelConfig(), memory)
+    if peft_config is None:
+        return planned
+    adapter, saved = read_config(peft_config)
+    return plan_with_adapters(copy.deepcopy(outline.model), adapter, planned, new=saved is None)
 
 
 def _outline(config: PreTrainedConfig, auto_class: Any, kwargs: dict[str, Any], quantization: Any) -> Outline:

@@ -12,6 +12,7 @@ from .attach import Adapters, attach_adapters
 from .coverage import describe_coverage
 from .merge import merge_local_weights
 from .peft_config import check_config, read_config
+from .planned import plan_with_adapters
 
 __all__ = [
     "Adapters",
@@ -19,6 +20,7 @@ __all__ = [
     "check_config",
     "describe_coverage",
     "merge_local_weights",
+    "plan_with_adapters",
     "read_config",
     "wrapped_by_peft",
 ]

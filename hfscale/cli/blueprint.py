@@ -2,7 +2,7 @@
 
 import argparse
 
-from .model import add_model_arguments, auto_class_of, building, load_config, remote_code
+from .model import add_model_arguments, auto_class_of, building, check_place, load_config, remote_code
 
 HELP = "print which parts of a model tensor parallelism cuts, as an entry for hfscale's table of families"
 DESCRIPTION = (
@@ -20,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the blueprint."""
+    check_place(arguments.model)
     import torch
 
     from ..planner.entry import describe_blueprint

@@ -1,51 +1,48 @@
 """``hfscale plan``: what becomes of every parameter under a layout."""
 
 import argparse
-from typing import Any
+import json
 
 from .layout import add_layout_arguments, layout_of
-from .model import add_model_arguments, auto_class_of, building, load_config, remote_code
+from .memory import add_training_arguments, describe_fit, estimate, fits, is_asked, plan_arguments
+from .model import add_model_arguments, auto_class_of, building, check_place, load_config, remote_code
 
-HELP = "show what becomes of every parameter under a layout"
+HELP = "show what becomes of every parameter under a layout, and whether it fits"
 DESCRIPTION = (
     "Show, for every parameter of a model, how a layout cuts it, what each rank holds and what is done to its "
-    "gradient. Reads only the config: no weights, no processes, no GPU."
+    "gradient; and what a rank holds in training, by kind. Reads only the config: no weights, no processes, no GPU."
 )
-EXAMPLE = "hfscale plan Qwen/Qwen3-8B --tp 2 --dp-shard 4"
+EXAMPLE = """hfscale plan Qwen/Qwen3-8B --tp 2 --dp-shard 4
+hfscale plan meta-llama/Llama-3.1-70B --tp 4 --lora --quantize nf4 --tokens 4096 --recompute"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``hfscale plan``."""
     add_model_arguments(parser)
     add_layout_arguments(parser)
-    parser.add_argument(
-        "--quantize",
-        choices=("nf4", "fp4", "int8"),
-        help="say what bitsandbytes would quantize, and where blocks align",
-    )
+    add_training_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan."""
+    check_place(arguments.model)
     from ..build import plan as make_plan
     from ..plan import render, to_json
 
     layout, auto_class = layout_of(arguments), auto_class_of(arguments.auto_class)
     config = load_config(arguments.model, arguments.trust_remote_code)
+    chosen = plan_arguments(arguments) | remote_code(arguments)
     with building(arguments, config):
-        chosen: dict[str, Any] = (
-            {} if arguments.quantize is None else {"quantization_config": _quantization(arguments.quantize)}
-        )
-        code: dict[str, Any] = remote_code(arguments)
-        planned = make_plan(config, layout, auto_class=auto_class, dtype=arguments.dtype, **chosen, **code)
-    print(to_json(planned) if arguments.json else render(planned))
+        planned = make_plan(config, layout, auto_class=auto_class, dtype=arguments.dtype, **chosen)
+    memory = estimate(arguments, planned) if is_asked(arguments) else None
+    if arguments.json:
+        document = json.loads(to_json(planned))
+        if memory is not None:
+            document["memory"] = {**memory.kinds, "total": memory.total, "fits": fits(arguments, memory)}
+        print(json.dumps(document, indent=1))
+    else:
+        print(render(planned))
+        if memory is not None:
+            print(f"\nwhat a rank holds in training:\n{memory}\n{describe_fit(arguments, memory)}")
     return 0
-
-
-def _quantization(kind: str) -> Any:
-    from transformers import BitsAndBytesConfig
-
-    if kind == "int8":
-        return BitsAndBytesConfig(load_in_8bit=True)
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=kind)

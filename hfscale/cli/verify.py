@@ -4,7 +4,7 @@ import argparse
 
 from ..errors import ConfigError
 from .layout import add_layout_arguments, layout_of
-from .model import add_model_arguments, auto_class_of, building, load_config, remote_code
+from .model import add_model_arguments, auto_class_of, building, check_place, load_config, remote_code
 
 HELP = "prove a layout on this machine: a tiny clone of the model against one process"
 DESCRIPTION = (
@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare, and print the differences."""
+    check_place(arguments.model)
     import transformers
 
     from ..testing.verify import TOLERANCE, render, verify

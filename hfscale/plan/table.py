@@ -175,6 +175,8 @@ def _align(rows: Sequence[tuple[str, ...]]) -> list[str]:
 def _memory(plan: PlanContents) -> str:
     count, weights = weights_per_rank(plan)
     which = "largest rank" if plan.stages else "per rank"
+    if plan.quantized is not None or plan.adapters:  # of which not all trains, or takes its shape's bytes
+        return f"{which}: {count:,} parameters; by kind: hfscale.memory_estimate(plan, tokens=...)"
     return (
         f"{which}: {count:,} parameters; weights {human(weights)} + gradients {human(weights)} + AdamW state "
         f"{human(2 * weights)} = {human(4 * weights)}, before activations"

@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
+from transformers import AutoConfig, BitsAndBytesConfig
 
+import hfscale
+from hfscale import ParallelConfig
 from hfscale.cli import main
 from hfscale.version import __version__
 from tests.models import tiny
@@ -50,6 +54,29 @@ def test_the_configs_type_by_default(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["plan", str(tmp_path), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert {row["dtype"] for row in document["parameters"]} == {"float16"}
+
+
+def test_what_a_rank_holds_in_training(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    adapted = ["plan", llama, "--tp", "2", "--lora", "--rank", "4", "--quantize", "nf4", "--tokens", "64", "--dtype"]
+    assert main([*adapted, "bfloat16"]) == 0
+    out = capsys.readouterr().out
+    assert "AdamW state" not in out  # of weights that do not train
+    assert "fits 80 GB: yes, 0.0 GB of it" in out
+    assert main([*adapted, "bfloat16", "--json"]) == 0
+    memory = json.loads(capsys.readouterr().out)["memory"]
+    config, layout = AutoConfig.from_pretrained(llama), ParallelConfig(tp_size=2)
+    lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    four = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    planned = hfscale.plan(config, layout, dtype="bfloat16", peft_config=lora, quantization_config=four)
+    expected = hfscale.memory_estimate(planned, tokens=64)
+    assert memory == {**expected.kinds, "total": expected.total, "fits": True}
+    assert {planned.by_name[adapter.name].dtype for adapter in planned.adapters} == {torch.float32}  # as PEFT has them
+    assert memory["optimizer"] < 3 * memory["gradients"] == 3 * memory["adapters"]
+    assert main(["plan", llama, "--optimizer", "adamw_8bit", "--gpu", "0.0001"]) == 0
+    assert "fits 0.0001 GB: no, 0.0 GB, most of it" in capsys.readouterr().out
+    assert "q_prj" in _refused(capsys, "plan", llama, "--lora", "q_prj")
+    assert "--rank 4 is of adapters" in _refused(capsys, "plan", llama, "--rank", "4")
+    assert "--tokens 0 is impossible" in _refused(capsys, "plan", llama, "--tokens", "0")
 
 
 def test_another_auto_class(llama: str, capsys: pytest.CaptureFixture[str]) -> None:

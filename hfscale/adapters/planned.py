@@ -1,0 +1,139 @@
+"""The plan of a model with adapters: what they are around, and what they may not be. Needs no processes."""
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from .._host.peft import COPY, DORA_MAGNITUDES
+from ..errors import ConfigError
+from ..plan import Plan
+from ..planner.adapters import plan_adapters
+from .peft_config import check_config, check_over_quantized
+from .structure import adapter_parameters, check_matches, target_names, wrap
+
+
+def plan_with_adapters(template: nn.Module, config: Any, plan: Plan, new: bool = True) -> Plan:
+    """The plan with the parameters that ``config`` adds, in the types that they will have.
+
+    Args:
+        template: the whole stock model on the meta device, which is wrapped.
+        new: whether they begin anew; else a saved adapter goes on.
+
+    Raises:
+        ConfigError: the config asks for what hfscale or PEFT does not know, or matches nothing.
+    """
+    _, planned = wrap_and_plan(template, config, plan, new)
+    kinds = {
+        adapter.name: type_beside(planned.by_name[adapter.base].dtype, adapter.kept_in) for adapter in planned.adapters
+    }
+    own = (replace(p, dtype=kinds.get(p.name, p.dtype)) for p in planned.parameters)
+    return replace(planned, parameters=tuple(own))
+
+
+def wrap_and_plan(
+    template: nn.Module, config: Any, plan: Plan, new: bool = True, name: str = "default"
+) -> tuple[Any, Plan]:
+    """PEFT's model around ``template``, and the plan with its parameters; PEFT completes ``config``.
+
+    Raises:
+        ConfigError: as :func:`plan_with_adapters`.
+    """
+    _check(config, plan)
+    asked = copy.deepcopy(config)
+    whole = _wrapped(template, config, name, plan)
+    found = adapter_parameters(whole, plan)
+    if new:  # PEFT writes down names that it came upon and that this model need not have; tensors decide
+        check_matches(asked, config, plan, found)
+    planned = plan_adapters(plan, found)
+    _refuse_cut_norms(planned)
+    _refuse_several_stages(planned)
+    return whole, planned
+
+
+def _check(config: Any, plan: Plan) -> None:
+    """Refuse what hfscale does not know, before anything is wrapped."""
+    check_config(config)
+    _refuse_inner_modules(config, plan)
+    _refuse_tying(config, plan)
+    _refuse_own_dropout(config, plan)
+    if plan.quantized is not None:
+        check_over_quantized(config, plan.quantized.bits, plan.layout.data_world)
+
+
+def _wrapped(template: nn.Module, config: Any, name: str, plan: Plan) -> Any:
+    """PEFT's model around the whole one; PEFT resolves and translates the targets in ``config``."""
+    try:
+        return wrap(template, config, name)
+    except ConfigError as error:
+        hint = f"; the model has {', '.join(target_names(plan))}" if "arget modules" in str(error) else ""
+        raise ConfigError(f"{error}{hint}") from error
+
+
+def _refuse_inner_modules(config: Any, plan: Plan) -> None:
+    # Experts are spread with their router around them, and not in a copy of both.
+    mixtures = plan.mixtures if plan.layout.size("ep") > 1 else ()
+    cut = (
+        *plan.layers,
+        *(block.name for block in plan.blocks),
+        *(mixture.name.rpartition(".")[0] for mixture in mixtures),
+    )
+    for wanted in getattr(config, "modules_to_save", None) or ():
+        inside = [name for name in cut if _is_in(name, wanted)]
+        if inside:
+            raise ConfigError(
+                f"modules_to_save={wanted!r} is or holds {inside[0]}, and only modules around the layers and single "
+                "projections can be copied: name those, or train the whole model without adapters"
+            )
+
+
+def _refuse_tying(config: Any, plan: Plan) -> None:
+    """PEFT ties adapters by views of one memory, of which the model's parameters say nothing."""
+    tied = next((planned for planned in plan.parameters if planned.tied_to is not None), None)
+    if tied is not None and getattr(config, "ensure_weight_tying", False):
+        raise ConfigError(
+            f"ensure_weight_tying=True is not known to hfscale where weights are tied ({tied.name} is {tied.tied_to}): "
+            "leave it out, and adapt modules of the layers"
+        )
+
+
+def _refuse_own_dropout(config: Any, plan: Plan) -> None:
+    for field in ("rank_dropout", "module_dropout"):
+        if getattr(config, field, 0.0) and plan.layout.total_size > 1:
+            raise ConfigError(
+                f"{type(config).__name__}({field}=...) draws by the size of each rank's part, so ranks would no longer "
+                "draw alike: leave it out, or use one process"
+            )
+
+
+def _refuse_cut_norms(plan: Plan) -> None:
+    for adapter in plan.adapters:
+        embeds = adapter.base == f"{plan.embedding}.weight" and plan.by_name[adapter.base].cut_over("tp") is not None
+        if embeds and adapter.kept_in == DORA_MAGNITUDES:
+            raise ConfigError(
+                f"{plan.embedding}: DoRA on an embedding that is cut along the vocabulary is not known to hfscale: "
+                "leave it out of target_modules, or use tp_size=1"
+            )
+
+
+def _refuse_several_stages(plan: Plan) -> None:
+    """Gradients are summed over the stages that have a parameter of the model's, and an adapter is none."""
+    for adapter in plan.adapters:
+        if sum(plan.is_local(rank, adapter.name) for rank in range(plan.layout.size("pp"))) > 1:
+            path = adapter.base.rpartition(".")[0]
+            raise ConfigError(
+                f"{path} computes on several pipeline stages, where adapters around it would train apart: leave it out "
+                f"(exclude_modules=[{path.rpartition('.')[2]!r}]), or use pp_size=1"
+            )
+
+
+def _is_in(name: str, wanted: str) -> bool:
+    return f".{wanted}." in f".{name}."
+
+
+def type_beside(base: torch.dtype, kept_in: str) -> torch.dtype:
+    """PEFT keeps factors in 32 bits where the weight has fewer, and copies in the weight's type."""
+    wide = base.is_floating_point and base.itemsize > 2
+    return base if wide or kept_in == COPY else torch.float32

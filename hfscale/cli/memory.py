@@ -1,0 +1,108 @@
+"""What a command line says of training, and whether that fits on a GPU."""
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ConfigError
+
+if TYPE_CHECKING:
+    from ..estimate.memory import MemoryEstimate
+    from ..plan import Plan
+
+_TOKENS, _OPTIMIZER, _GB = 2048, "adamw_torch_fused", 80.0
+
+
+def add_training_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adapters, quantized weights, optimizer, tokens, and the memory that there is."""
+    group = parser.add_argument_group("training (any of these adds what a rank holds, by kind, and whether it fits)")
+    group.add_argument(
+        "--quantize", choices=("nf4", "fp4", "int8"), help="weights in 4 or 8 bits, and where they align"
+    )
+    group.add_argument(
+        "--lora",
+        metavar="TARGETS",
+        nargs="?",
+        const="all-linear",
+        help="train LoRA adapters: all-linear (the default), or names joined by commas",
+    )
+    group.add_argument("--rank", type=int, metavar="R", help="of the adapters (default: 16)")
+    group.add_argument(
+        "--tokens", type=int, metavar="N", help=f"of one microbatch of a batch rank (default: {_TOKENS})"
+    )
+    group.add_argument("--optimizer", metavar="NAME", help=f"as adamw_8bit or adafactor (default: {_OPTIMIZER})")
+    group.add_argument(
+        "--mixed-precision", choices=("no", "bf16"), help="compute in bfloat16 over the weights' own type"
+    )
+    group.add_argument("--recompute", action="store_true", default=None, help="recompute layers in the backward pass")
+    group.add_argument("--gpu", type=float, metavar="GB", help=f"memory of one GPU, in 10^9 bytes (default: {_GB:g})")
+
+
+def is_asked(arguments: argparse.Namespace) -> bool:
+    """Whether the command line says anything of training."""
+    names = ("quantize", "lora", "rank", "tokens", "optimizer", "mixed_precision", "recompute", "gpu")
+    return any(getattr(arguments, name) is not None for name in names)
+
+
+def plan_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What :func:`hfscale.plan` is told of adapters and quantized weights.
+
+    Raises:
+        ConfigError: the rank of adapters is impossible, or there are none.
+    """
+    from transformers import BitsAndBytesConfig
+
+    given: dict[str, Any] = {}
+    kind, rank = arguments.quantize, arguments.rank
+    if rank is not None and (rank < 1 or arguments.lora is None):
+        raise ConfigError(f"--rank {rank} is of adapters: use a whole number of at least 1, with --lora")
+    if kind == "int8":
+        given["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)
+    elif kind is not None:
+        given["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=kind)
+    if arguments.lora is not None:
+        from ..adapters.peft_config import config_class
+
+        names = arguments.lora if arguments.lora == "all-linear" else arguments.lora.split(",")
+        given["peft_config"] = config_class("lora")[0](r=rank or 16, target_modules=names, task_type="CAUSAL_LM")
+    return given
+
+
+def estimate(arguments: argparse.Namespace, plan: "Plan") -> "MemoryEstimate":
+    """What the rank with most holds.
+
+    Raises:
+        ConfigError: the optimizer is unknown, or there are no tokens.
+    """
+    from ..memory.report import memory_estimate
+
+    tokens = _TOKENS if arguments.tokens is None else arguments.tokens
+    if tokens < 1:
+        raise ConfigError(f"--tokens {tokens} is impossible: use a whole number of at least 1")
+    return memory_estimate(
+        plan,
+        arguments.optimizer or _OPTIMIZER,
+        tokens=tokens,
+        gradient_checkpointing=arguments.recompute,
+        mixed_precision=arguments.mixed_precision,
+    )
+
+
+def fits(arguments: argparse.Namespace, found: "MemoryEstimate") -> bool:
+    """Whether it is less than the memory of a GPU."""
+    return found.total < _gigabytes(arguments) * 1e9
+
+
+def describe_fit(arguments: argparse.Namespace, found: "MemoryEstimate") -> str:
+    """The answer in a line, and where it is no, what to change."""
+    size, total = _gigabytes(arguments), found.total / 1e9
+    if fits(arguments, found):
+        return f"fits {size:g} GB: yes, {total:.1f} GB of it, without what kernels and collectives use meanwhile"
+    kind = max(found.kinds, key=lambda name: found.kinds[name])
+    return (
+        f"fits {size:g} GB: no, {total:.1f} GB, most of it {kind}: use more ranks, fewer --tokens, --recompute, an "
+        "8-bit --optimizer, or --lora over --quantize nf4"
+    )
+
+
+def _gigabytes(arguments: argparse.Namespace) -> float:
+    return _GB if arguments.gpu is None else float(arguments.gpu)
