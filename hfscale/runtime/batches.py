@@ -27,9 +27,9 @@ Look = Callable[[Mapping[str, Any]], tuple[Tensor, Tensor]]
 _SAME = 4  # numbers that ranks with one batch must have alike: whether it is refused, its parts, shapes and contents
 _ROW = 4  # numbers of one microbatch
 _ALIGNED = 256  # bytes, of the places in what is sent to a device
-_BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")  # transformers' FlashAttentionKwargs
+BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")  # transformers' FlashAttentionKwargs
 _PLAIN = {"input_ids", "labels", "shift_labels", "attention_mask", "position_ids", "use_cache", "num_items_in_batch"}
-_PLAIN |= {*_BORDERS}
+_PLAIN |= {*BORDERS}
 
 
 class Microbatch(dict[str, Any]):
@@ -229,7 +229,7 @@ def with_borders(batch: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     Raises:
         ConfigError: the model takes no such arguments.
     """
-    if batch.get("attention_mask") is not None or any(batch.get(name) is not None for name in _BORDERS):
+    if batch.get("attention_mask") is not None or any(batch.get(name) is not None for name in BORDERS):
         return dict(batch)
     rows = max(len(batch[name]) for name in ("input_ids", "inputs_embeds", "labels") if batch.get(name) is not None)
     if all(kind.kind != kind.VAR_KEYWORD for kind in inspect.signature(model.forward).parameters.values()):
@@ -243,7 +243,7 @@ def with_borders(batch: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     begins = nn.functional.pad(positions.diff(dim=-1) != 1, (1, 0), value=True).flatten()
     starts = nn.functional.pad(begins.nonzero().squeeze(1), (0, 1), value=begins.numel()).to(torch.int32)
     longest = int(starts.diff().max())
-    return {**batch, **dict(zip(_BORDERS, (starts, starts, longest, longest), strict=True))}
+    return {**batch, **dict(zip(BORDERS, (starts, starts, longest, longest), strict=True))}
 
 
 def to_device(batches: Sequence[Microbatch], device: torch.device) -> list[Microbatch]:

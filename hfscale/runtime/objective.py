@@ -16,10 +16,12 @@ class StepLoss(Protocol):
     Attributes:
         shift: how far behind a token its label is.
         expected_gradient: with which its backward passes will begin, for what takes 16-bit gradients before.
+        needs_labels: whether batches without ``labels`` are refused.
     """
 
     shift: int
     expected_gradient: float
+    needs_labels: bool
 
     def look(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """How many positions of one microbatch contribute to it, and how many of its ids are outside of the vocabulary;
@@ -35,8 +37,8 @@ class StepLoss(Protocol):
     def scoring(self, temperature: float) -> AbstractContextManager[Any]:
         """Within: a pass scores its tokens, and its loss is not what counts."""
 
-    def keeping_logits(self) -> AbstractContextManager[list[Tensor]]:
-        """Within: whole logits of every microbatch, ``[b, s, V]``, are added to the list."""
+    def keeping_outputs(self) -> AbstractContextManager[list[Any]]:
+        """Within: what the model returns of every microbatch is added to the list, logits whole, ``[b, s, V]``."""
 
 
 @dataclass(frozen=True)

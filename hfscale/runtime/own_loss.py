@@ -25,10 +25,11 @@ class OwnLoss:
 
     shift = 0
     expected_gradient = 1.0
+    needs_labels = True
 
     def __init__(self, over: str, name: str) -> None:
         self._rows, self._name = over == "rows", name
-        self._kept: list[Tensor] | None = None
+        self._kept: list[Any] | None = None
 
     def look(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """Rows, or labels that are not ignored."""
@@ -54,7 +55,7 @@ class OwnLoss:
             output = model(**batch)
             loss = (output[0] if isinstance(output, tuple) else output.loss) * valid / count
         if self._kept is not None:
-            self._kept.append(_logits(output).detach())
+            self._kept.append(output)
         return loss
 
     def scoring(self, temperature: float) -> AbstractContextManager[Any]:
@@ -62,8 +63,8 @@ class OwnLoss:
         raise ConfigError(f"scores are of causal language models' tokens, and {self._name} has another loss")
 
     @contextmanager
-    def keeping_logits(self) -> Iterator[list[Tensor]]:
-        """Within: what the model returns beside its loss is added to the list."""
+    def keeping_outputs(self) -> Iterator[list[Any]]:
+        """Within: what the model returns of every microbatch is added to the list."""
         self._kept = []
         try:
             yield self._kept
@@ -73,11 +74,6 @@ class OwnLoss:
 
 def _first(output: Any) -> Tensor:
     found: Tensor = output[0]
-    return found
-
-
-def _logits(output: Any) -> Tensor:
-    found: Tensor = output[1] if isinstance(output, tuple) else output.logits
     return found
 
 

@@ -56,6 +56,9 @@ class Part:
     def check_step(self, runtime: "Runtime", batches: Sequence[Batch]) -> None:
         """Refuse, by :class:`ConfigError`, the microbatches of a step for what this part cannot do with them."""
 
+    def check_user_loss(self, runtime: "Runtime") -> None:
+        """Refuse, by :class:`ConfigError`, a loss of the user's own: a sum over whole outputs, divided afterwards."""
+
     def own_tokens(self, runtime: "Runtime", batch: Microbatch) -> Microbatch:
         """What this rank computes of a microbatch that other ranks are given too."""
         return batch

@@ -155,9 +155,9 @@ def measure_parity(case: Case, layout: ParallelConfig, pool: RankPool | None) ->
     """Compare ``layout`` on the ranks of ``pool`` (``None``: in this process) with the stock model in this process."""
     with tempfile.TemporaryDirectory(prefix="hfscale-parity-") as name:
         directory = Path(name)
-        reference = _reference(case, layout.batch_world, directory)
-        torch.save(reference, directory / "reference.pt")
         run = pool.run if pool is not None else lambda function, *args: [function(*args)]
+        alone = pool.alone if pool is not None else lambda function, *args: function(*args)
+        alone(_reference, case, layout.batch_world, directory)
         found = run(run_rank, _portable(case), layout, str(directory))
         saved, final = stored(directory / "saved"), stored(directory / "end")
         assert saved.keys() == final.keys(), f"stored names differ: {sorted(saved.keys() ^ final.keys())}"
@@ -225,8 +225,8 @@ def _prepare(model: Any, case: Case) -> Any:
     return model
 
 
-def _reference(case: Case, batch_world: int, directory: Path) -> list[dict[str, Any]]:
-    """Train the stock model, save its start, return what every step gave."""
+def _reference(case: Case, batch_world: int, directory: Path) -> None:
+    """Train the stock model; saves its start and its end, and what every step gave."""
     torch.manual_seed(5)
     model = host_from_config(case.auto_class, case.config, dtype=torch.float64, **case.hf_kwargs)
     with torch.no_grad():  # norms start as ones and biases as zeros, which would hide errors in both
@@ -251,7 +251,7 @@ def _reference(case: Case, batch_world: int, directory: Path) -> list[dict[str, 
             weights = {plain_name(name): value.clone() for name, value in model.state_dict().items()}
             results.append({"losses": losses, "gradients": gradients, "norm": norm, "weights": weights})
     model.save_pretrained(directory / "end")
-    return results
+    torch.save(results, directory / "reference.pt")
 
 
 def _with_random_adapters(model: Any, case: Case, directory: Path) -> Any:

@@ -4,6 +4,7 @@ Classification, masked tokens, translation, speech, images, pairs of images and 
 batch, and the loop's is the mean over microbatches; the data axes average over distinct batches.
 """
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 
 import hfscale
 
+from ..train.user_loss import LossOfOutputs
 from .parity import Batch, Case, ragged_batch
 
 Maker = Callable[["PlainCase", torch.Generator, int], Batch]
@@ -64,10 +66,15 @@ class PlainCase(Case):
             torch.manual_seed(self.seed)
         total = torch.zeros((), dtype=torch.float64)
         for microbatch in microbatches:
-            loss = model(**microbatch).loss / len(microbatches)
+            loss = self.loss_of(model, microbatch) / len(microbatches)
             (loss / share).backward()
             total += loss.detach()
         return total
+
+    def loss_of(self, model: Any, batch: Batch) -> Tensor:
+        """What the loop runs backward."""
+        found: Tensor = model(**batch).loss
+        return found
 
 
 @dataclass
@@ -98,6 +105,36 @@ class OwnLossCase(PlainCase):
     def layout_step(self, model: Any, microbatches: list[Batch]) -> Tensor:
         """By the layout, on a rank with these microbatches."""
         return hfscale.train_step(model, microbatches)
+
+
+@dataclass
+class UserLossCase(PlainCase):
+    """The same with a loss of the user's own, as :func:`hfscale.train_step` takes it.
+
+    Attributes:
+        loss_fn: what a model returned for a batch, and the batch -> sum and count; defined at the top of a module.
+    """
+
+    loss_fn: LossOfOutputs | None = None
+
+    def reference_step(self, model: Any, step: list[list[Batch]]) -> list[Tensor]:
+        """Sums over all microbatches, divided by all counts."""
+        assert self.loss_fn is not None
+        found = []
+        for microbatch in (microbatch for rank in step for microbatch in rank):
+            outputs = model(**{name: value for name, value in microbatch.items() if name in self._taken(model)})
+            found.append(self.loss_fn(outputs, microbatch))
+        loss = sum(total for total, _ in found) / sum(float(count) for _, count in found)
+        assert isinstance(loss, Tensor)
+        loss.backward()
+        return [loss.detach()] * len(step)
+
+    def _taken(self, model: Any) -> set[str]:
+        return {*inspect.signature(model.forward).parameters} - {"labels"}
+
+    def layout_step(self, model: Any, microbatches: list[Batch]) -> Tensor:
+        """By the layout, on a rank with these microbatches."""
+        return hfscale.train_step(model, microbatches, self.loss_fn)
 
 
 def sequence_classification(case: PlainCase, generator: torch.Generator, length: int) -> Batch:

@@ -73,6 +73,10 @@ class RankPool:
             raise RankError(f"a rank is gone: {error}") from error
         return self._collect()
 
+    def alone(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call ``function(*args)`` once, in no rank: in this process."""
+        return function(*args)
+
     def close(self) -> None:
         """Stop the ranks."""
         for process in self._processes:

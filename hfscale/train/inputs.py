@@ -14,13 +14,18 @@ from ..runtime import Batch, Runtime, StepLoss
 from ..runtime.batches import Microbatch, agree, known, look_at, to_device, total_of, with_borders
 
 
-def prepare(runtime: Runtime, batch: Batch | Sequence[Batch], train: bool) -> tuple[list[Microbatch], Tensor]:
+def prepare(
+    runtime: Runtime, batch: Batch | Sequence[Batch], train: bool, loss: StepLoss | None = None
+) -> tuple[list[Microbatch], Tensor]:
     """The microbatches on this rank's device, and the number of valid labels in the whole step (at least 1).
+
+    Args:
+        loss: that the step is normalized for; by default the model's.
 
     Raises:
         ConfigError: on every rank, where one refuses its batch, or the model cannot be trained so.
     """
-    loss = _loss_of(runtime)
+    loss = _loss_of(runtime, loss)
     mesh, rows, refused = runtime.mesh, list[list[int]](), None
     microbatches = list[Microbatch]()
     try:
@@ -54,7 +59,7 @@ def _agreed(
     given, seen, refused = list[dict[str, Any]](), None, None
     told: tuple[list[int], list[Tensor]] = [], []
     try:
-        given = _microbatches(runtime, batch)
+        given = _microbatches(runtime, batch, loss)
         told = executor.tell(train) if agrees else told
         seen = look_at(given, loss.look, hashed=sharing is not None)
     except ConfigError as error:  # the others must not wait for this rank
@@ -67,13 +72,14 @@ def _agreed(
     return given, rows
 
 
-def _loss_of(runtime: Runtime) -> StepLoss:
+def _loss_of(runtime: Runtime, asked: StepLoss | None) -> StepLoss:
     """The loss that the step is normalized for; refuses what no batch can mend."""
-    if runtime.loss is None:
+    loss = asked or runtime.loss
+    if loss is None:
         raise ConfigError(
             f"train_step normalizes a causal language model's loss, and {class_name(runtime.model)} has another "
-            f"(loss_type {getattr(runtime.model, 'loss_type', None)!r}): loop over loss = model(**batch).loss and "
-            "loss.backward() instead"
+            f"(loss_type {getattr(runtime.model, 'loss_type', None)!r}): give train_step a loss_fn, or loop over loss "
+            "= model(**batch).loss and loss.backward() instead"
         )
     if unknown := runtime.unplanned_parameters():
         raise ConfigError(
@@ -81,16 +87,16 @@ def _loss_of(runtime: Runtime) -> StepLoss:
             "their gradients: give adapters to hfscale.get_peft_model(model, config), and change a model otherwise "
             "before it is parallelized"
         )
-    return runtime.loss
+    return loss
 
 
-def _microbatches(runtime: Runtime, batch: Batch | Sequence[Batch]) -> list[dict[str, Any]]:
+def _microbatches(runtime: Runtime, batch: Batch | Sequence[Batch], loss: StepLoss) -> list[dict[str, Any]]:
     """What goes through the model, as it was given."""
     given = [dict(each) for each in ([batch] if isinstance(batch, Mapping) else batch)]
     if not given:
         raise ConfigError("train_step got an empty list of microbatches: pass at least one")
     for microbatch in given:
-        if microbatch.get("labels") is None:
+        if loss.needs_labels and microbatch.get("labels") is None:
             raise ConfigError(f"train_step needs 'labels' in every batch, and found only {', '.join(microbatch)}")
         listed = next((name for name, value in microbatch.items() if isinstance(value, list)), None)
         if listed is not None:
@@ -102,7 +108,10 @@ def _microbatches(runtime: Runtime, batch: Batch | Sequence[Batch]) -> list[dict
             raise ConfigError(
                 "logits_to_keep leaves positions without logits, and the loss is over all of them: leave it out"
             )
-    given = runtime.executor.share_out([dict(without_gaps(runtime, microbatch)) for microbatch in given])
+    filled = [without_gaps(runtime, microbatch) for microbatch in given]
+    if not loss.needs_labels and any(new is not old for new, old in zip(filled, given, strict=True)):
+        raise ConfigError("this rank's batch has no rows, and loss_fn would be given padding: pass a row at least")
+    given = runtime.executor.share_out([dict(microbatch) for microbatch in filled])
     for part in runtime.parts:
         part.check_step(runtime, given)
     return given

@@ -1,19 +1,25 @@
 """One step: the same few lines for every layout."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
 
+from ..errors import ConfigError
 from ..guards import before_step
 from ..runtime import Batch, Objective, Runtime, runtime_of
+from ..runtime.batches import Microbatch
 from .inputs import prepare
+from .outputs import KeptOutputs
 from .scores import LossOfScores, loss_of_scores
+from .user_loss import LossOfOutputs, UserLoss
 
 
 def train_step(
     model: nn.Module,
     batch: Batch | Sequence[Batch],
+    loss_fn: LossOfOutputs | None = None,
     *,
     label_smoothing: float = 0.0,
     score_loss: LossOfScores | None = None,
@@ -35,6 +41,12 @@ def train_step(
             the list is what goes through as microbatches; one batch is cut into ``num_microbatches`` along its rows.
             ``use_cache`` is ``False`` where it is left out, as in stock trainers: ``position_ids`` that begin anew then
             keep the examples of a packed row apart.
+        loss_fn: a loss of your own, of any class: ``loss_fn(outputs, batch) -> (sum, count)`` of a microbatch, where
+            ``outputs`` is what the model returns for it without ``labels``, logits whole, and ``batch`` all that was
+            given, also what the model does not take. The step's loss is the sum of sums over the sum of counts, of all
+            microbatches and distinct batches. It is called where the model's head is: through stages, on the last one.
+            One batch may be cut between its rows there: give what belongs together, pairs say, as a list of
+            microbatches.
         label_smoothing: share, 0 to 1, of every target's probability that is spread evenly over the whole vocabulary,
             as in ``torch.nn.functional.cross_entropy``.
         score_loss: a loss of your own: from the scores of a microbatch (:class:`hfscale.TokenScores`) and its place in
@@ -48,6 +60,10 @@ def train_step(
     """
     runtime = runtime_of(model)
     before_step(runtime)
+    if loss_fn is not None:
+        if label_smoothing or score_loss is not None:
+            raise ConfigError("loss_fn is all of the loss: leave label_smoothing and score_loss out")
+        return UserLoss(runtime, loss_fn).run(model, batch, train=True)
     microbatches, count = prepare(runtime, batch, train=True)
     objective = token_mean(runtime, count, label_smoothing)
     if score_loss is not None:
@@ -75,13 +91,73 @@ def drain(model: nn.Module) -> Iterator[Tensor]:
     yield from runtime_of(model).executor.drain()
 
 
+@overload
+def eval_step(
+    model: nn.Module,
+    batch: Batch | Sequence[Batch],
+    loss_fn: LossOfOutputs | None = None,
+    *,
+    label_smoothing: float = 0.0,
+    return_outputs: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def eval_step(
+    model: nn.Module,
+    batch: Batch | Sequence[Batch],
+    loss_fn: LossOfOutputs | None = None,
+    *,
+    label_smoothing: float = 0.0,
+    return_outputs: Literal[True],
+) -> tuple[Tensor, Any]: ...
+
+
 @torch.no_grad()
-def eval_step(model: nn.Module, batch: Batch | Sequence[Batch], *, label_smoothing: float = 0.0) -> Tensor:
-    """The loss :func:`train_step` would return, without gradients, in whatever mode the model is."""
+def eval_step(
+    model: nn.Module,
+    batch: Batch | Sequence[Batch],
+    loss_fn: LossOfOutputs | None = None,
+    *,
+    label_smoothing: float = 0.0,
+    return_outputs: bool = False,
+) -> Tensor | tuple[Tensor, Any]:
+    """The loss :func:`train_step` would return, without gradients, in whatever mode the model is.
+
+    Args:
+        loss_fn: as for :func:`train_step`.
+        return_outputs: return what the model made of this rank's batch as well.
+
+    Returns:
+        the loss; with ``return_outputs``, the loss and the outputs: tensors by the names that the stock model gives
+        them (``outputs.logits``), whole on every rank, those of the last stage on all stages. Of a list of batches, a
+        list. They are as large as in one process.
+    """
     runtime = runtime_of(model)
-    microbatches, count = prepare(runtime, batch, train=False)
-    with runtime.around(lambda part: part.around_step(runtime, microbatches, train=False)):
-        return runtime.executor.run(model, microbatches, token_mean(runtime, count, label_smoothing), backward=False)
+    kept = KeptOutputs(runtime) if return_outputs else None
+    if loss_fn is not None:
+        if label_smoothing:
+            raise ConfigError("loss_fn is all of the loss: leave label_smoothing out")
+        loss = UserLoss(runtime, loss_fn, kept).run(model, batch, train=False)
+    else:
+        microbatches, count = prepare(runtime, batch, train=False)
+        mean = token_mean(runtime, count, label_smoothing)
+        objective = mean if kept is None else _keeping(mean, kept)
+        with runtime.around(lambda part: part.around_step(runtime, microbatches, train=False)):
+            loss = runtime.executor.run(model, microbatches, objective, backward=False)
+    if kept is None:
+        return loss
+    single = isinstance(batch, Mapping)
+    outputs = kept.gathered(1 if single else len(batch))
+    return loss, outputs[0] if single else outputs
+
+
+def _keeping(mean: Objective, kept: KeptOutputs) -> Objective:
+    def loss(called: Any, microbatch: Microbatch, index: int) -> Tensor:
+        with kept.keeping(microbatch, index):
+            return mean.loss(called, microbatch, index)
+
+    return Objective(loss)
 
 
 def token_mean(runtime: Runtime, count: Tensor, label_smoothing: float) -> Objective:

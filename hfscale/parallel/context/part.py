@@ -71,6 +71,14 @@ class ContextParallel(Part):
             if self._passes is not None and not runtime.executor.under_way:
                 self._passes.clear()
 
+    def check_user_loss(self, runtime: Runtime) -> None:
+        """It would see the outputs of some tokens."""
+        if runtime.mesh.group("cp") is not None:
+            raise ConfigError(
+                f"{runtime.mesh.layout.describe()}: a loss_fn is given outputs of whole sequences, and context ranks "
+                "have parts of them: use cp_size=1, or a score_loss, which sees the scores of all tokens"
+            )
+
     def own_tokens(self, runtime: Runtime, batch: Microbatch) -> Microbatch:
         """This rank's of the whole sequences that context ranks are all given."""
         size = runtime.mesh.layout.size("cp")

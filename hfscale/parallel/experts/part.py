@@ -53,6 +53,16 @@ class ExpertRouting(Part):
                 "is divided"
             )
 
+    def check_user_loss(self, runtime: Runtime) -> None:
+        """What balances experts is divided by tokens already."""
+        asked = runtime.options.routing
+        if asked is not None and (asked.balance_loss or asked.z_loss):
+            raise ConfigError(
+                "a loss_fn's gradients are divided at the end of the step, and with them those of RoutingConfig's "
+                "losses, which are means over tokens already: leave balance_loss and z_loss at 0, and add such a loss "
+                "in loss_fn, of the outputs' router_logits"
+            )
+
     def around_step(
         self, runtime: Runtime, microbatches: Sequence[Microbatch], train: bool
     ) -> AbstractContextManager[None]:

@@ -37,6 +37,8 @@ from .sequence_region import SequenceRegion
 class VocabParallelLoss:
     """Token cross entropy, mean over valid labels like the host's, or over a number set from outside."""
 
+    needs_labels = True
+
     def __init__(self, plan: Plan, mesh: Mesh) -> None:
         weight = plan.by_name[f"{plan.head}.weight"]
         self.shift = LOSSES[plan.loss or ""]
@@ -52,7 +54,7 @@ class VocabParallelLoss:
         self._with_labels, self._shows_logits = False, True
         self._called, self._shifted = False, False
         self._known: tuple[Any, int] | None = None  # labels that are counted already
-        self._kept: list[Tensor] | None = None
+        self._kept: list[Any] | None = None
         self._scoring: Scoring | None = None
 
     def targets(self, labels: Tensor) -> Tensor:
@@ -109,13 +111,13 @@ class VocabParallelLoss:
         finally:
             self._known, self._shifted = None, False
         if self._kept is not None:
-            self._kept.append(output[1] if isinstance(output, tuple) else output.logits)
+            self._kept.append(output)
         loss: Tensor = output[0] if isinstance(output, tuple) else output.loss
         return loss
 
     @contextmanager
-    def keeping_logits(self) -> Iterator[list[Tensor]]:
-        """Within: whole logits of every microbatch, ``[b, s, V]``, are added to the list."""
+    def keeping_outputs(self) -> Iterator[list[Any]]:
+        """Within: what the model returns of every microbatch is added to the list, logits whole, ``[b, s, V]``."""
         self._kept = []
         try:
             yield self._kept

@@ -1,0 +1,136 @@
+"""A loss of the user's own, of what a model returns: summed in the step, and divided at its end.
+
+How much it counts is known only when it has been computed, with the last microbatch of the last rank. Gradients are
+linear in the loss, so a step runs its sums backward and divides gradients and loss afterwards::
+
+    microbatch --model, without labels--> outputs --loss_fn--> (sum, count)
+    sums --backward, reductions of every axis--> .grad --divided by the count of the whole step--> .grad
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._host.torch import tree_leaves
+from .._host.transformers.classes import class_name, stock_class
+from .._host.transformers.computing import packing
+from ..errors import ConfigError
+from ..runtime import Batch, Objective, Runtime, local_tensor
+from ..runtime.batches import BORDERS, Microbatch
+from ..schedules import ASYNCHRONOUS
+from .inputs import prepare
+from .outputs import KeptOutputs
+
+LossOfOutputs = Callable[[Any, Mapping[str, Any]], tuple[Tensor, Tensor | float]]
+"""What the model returned for a microbatch, and that microbatch -> the sum of its losses, and how many they are."""
+
+_LABELS = ("labels", "shift_labels", "num_items_in_batch")
+
+
+class _Rows:
+    """What a step looks for in its batches where the loss is the user's; see :class:`hfscale.runtime.StepLoss`."""
+
+    shift, expected_gradient, needs_labels = 0, 1.0, False
+
+    def look(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """Rows, of any tensor that has some."""
+        found = next((value for value in batch.values() if isinstance(value, Tensor) and value.ndim), None)
+        if found is None:
+            raise ConfigError(f"a batch needs a tensor with a row for each sample, and found only {', '.join(batch)}")
+        none = torch.zeros((), dtype=torch.int64, device=found.device)
+        return none + len(found), none
+
+    def refuse_outside(self, wrong: int) -> None:
+        """Nothing is looked for."""
+
+
+class UserLoss:
+    """The steps of one ``loss_fn``.
+
+    Args:
+        kept: what the model returned, where somebody asked for it.
+    """
+
+    def __init__(self, runtime: Runtime, loss_fn: LossOfOutputs, kept: KeptOutputs | None = None) -> None:
+        self._runtime, self._loss_fn, self._kept = runtime, loss_fn, kept
+        self._given: Sequence[Microbatch] = ()
+        self._counts: list[Tensor] = []
+        forward = inspect.signature(stock_class(runtime.model).forward).parameters
+        more = BORDERS if any(each.kind == each.VAR_KEYWORD for each in forward.values()) else ()
+        self._taken = {*forward, *more} - set(_LABELS)
+
+    def run(self, model: nn.Module, batch: Batch | Sequence[Batch], train: bool) -> Tensor:
+        """One step; its loss, on every rank.
+
+        Raises:
+            ConfigError: something in the layout does not go with such a loss.
+        """
+        runtime = self._runtime
+        self._refuse_unfit()
+        rows: Any = _Rows()
+        self._given, _ = prepare(runtime, batch, train, rows)
+        inputs = [each.like({name: each[name] for name in each if name in self._taken}) for each in self._given]
+        with _set_aside(runtime.model) if train else torch.no_grad():
+            with runtime.around(lambda part: part.around_step(runtime, inputs, train=train)):
+                total = runtime.executor.run(model, inputs, Objective(self._loss), backward=train)
+            count = self._total_count()
+            if train:
+                for parameter in runtime.model.parameters():
+                    if parameter.grad is not None:
+                        gradient = local_tensor(parameter.grad)
+                        gradient.div_(count.to(gradient.device, gradient.dtype))
+        return (total / count).to(total.dtype)
+
+    def _refuse_unfit(self) -> None:
+        layout = self._runtime.mesh.layout
+        if self._runtime.plan.stages is not None and layout.pipeline_schedule in ASYNCHRONOUS:
+            raise ConfigError(
+                f"{layout.pipeline_schedule} takes no loss_fn, whose microbatches end in later steps: use '1f1b' or "
+                "'zbv'"
+            )
+        for part in self._runtime.parts:
+            part.check_user_loss(self._runtime)
+
+    def _loss(self, called: Any, inputs: Microbatch, index: int) -> Tensor:
+        with packing(inputs.packed, "position_ids" in inputs):
+            output = called(**inputs)
+        if self._kept is not None:
+            self._kept.keep(output, inputs, index)
+        found = self._loss_fn(output, self._given[index])
+        if not isinstance(found, tuple) or len(found) != 2:
+            raise ConfigError(
+                f"loss_fn returned a {type(found).__name__} for {class_name(self._runtime.model)}: return the sum of "
+                "the microbatch's losses, and how many they are"
+            )
+        total, count = found
+        self._counts.append(torch.as_tensor(count, dtype=torch.float64).detach().to(self._runtime.mesh.device))
+        if isinstance(total, Tensor) and (total.requires_grad or not torch.is_grad_enabled()):
+            return total
+        return total + 0.0 * _first_of(output).sum()  # nothing in this microbatch counts
+
+    def _total_count(self) -> Tensor:
+        none = torch.zeros((), dtype=torch.float64, device=self._runtime.mesh.device)
+        count = self._runtime.sum_of_shares(none + torch.stack(self._counts).sum() if self._counts else none)
+        self._given, self._counts = (), []
+        return torch.where(count == 0, torch.ones_like(count), count)
+
+
+def _first_of(output: Any) -> Tensor:
+    leaves = tree_leaves(dict(output) if isinstance(output, Mapping) else output)
+    found: Tensor = next(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point())
+    return found
+
+
+@contextmanager
+def _set_aside(model: nn.Module) -> Iterator[None]:
+    """Within: there are no gradients yet; on leaving, those of before are added."""
+    held = [(parameter, parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+    for parameter, _ in held:
+        parameter.grad = None
+    yield
+    for parameter, gradient in held:
+        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
