@@ -1,1 +1,1 @@
-"""What a plan costs: bytes of weights, gradients, optimizer state and activations. Nothing runs."""
+"""What a plan costs: bytes by kind, and seconds of a step by what they go to. Nothing runs."""

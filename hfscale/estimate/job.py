@@ -1,0 +1,70 @@
+"""What a step is asked to do: sizes of the axes, of the batch, and what is computed twice."""
+
+from dataclasses import dataclass
+from math import ceil
+
+
+@dataclass(frozen=True)
+class Job:
+    """One step of one layout, as far as its time depends on it.
+
+    Attributes:
+        sequence: tokens of a sequence.
+        batch: sequences of one microbatch.
+        microbatches: of one batch rank in a step.
+        tp: tensor ranks.
+        pp: pipeline ranks.
+        dp: ranks with distinct batches.
+        cp: context ranks: each has a part of every sequence.
+        ep: expert ranks.
+        shards: data ranks that share the optimizer's state and weights; 1 where each has all of it.
+        gathers: whether weights are gathered for every microbatch, in both passes (ZeRO-3).
+        virtual: stages of one pipeline rank.
+        sequence_parallel: whether norms and residuals are cut over the tensor ranks.
+        exchanged: values that a layer's collectives send and receive for each of the stream's, over all of its passes:
+            8 for two gathers and two scatters in each direction, 10 where the backward pass gathers inputs again.
+        recompute: ``"none"``, ``"selective"`` or ``"full"``.
+        causal: whether attention leaves out what comes later.
+        trained: fraction of the weights that train; the others have no gradient of their own.
+        gradient_bytes: bytes of a gradient as ranks exchange it.
+        ranks_per_node: how many share a node.
+    """
+
+    sequence: int
+    batch: int
+    microbatches: int
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    ep: int = 1
+    shards: int = 1
+    gathers: bool = False
+    virtual: int = 1
+    sequence_parallel: bool = False
+    exchanged: float = 8
+    recompute: str = "none"
+    causal: bool = True
+    trained: float = 1.0
+    gradient_bytes: float = 4
+    ranks_per_node: int = 8
+
+    @property
+    def tokens(self) -> float:
+        """Of a microbatch, on one context rank."""
+        return self.sequence * self.batch / self.cp
+
+    @property
+    def ranks(self) -> int:
+        """Of the run."""
+        return self.tp * self.pp * self.dp * self.cp
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that they are on."""
+        return ceil(self.ranks / self.ranks_per_node)
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of a step, over all ranks."""
+        return self.sequence * self.batch * self.microbatches * self.dp

@@ -1,0 +1,46 @@
+"""How fast ranks exchange bytes: within a node by its links, between nodes by every rank's share of the network.
+
+``bus`` is the bandwidth of a collective in the sense of nccl-tests: a rank sends ``(n-1)/n`` of the bytes of a gather
+or a scatter, and twice that in an all-reduce. Between nodes ``1/bus = 1/link + 1/(local ranks x nic)``, as each local
+rank has a network card of its own.
+"""
+
+from math import log2
+
+from .constants import Constants
+from .machine import Machine
+
+
+def tensor_bus(size: int, machine: Machine, constants: Constants) -> float:
+    """Bytes per second of a collective in a layer, over ``size`` neighbouring ranks."""
+    within = constants.link * machine.link_bandwidth
+    local = min(size, machine.ranks_per_node)
+    if size <= local:
+        return within
+    return 1 / (1 / within + 1 / (local * constants.far_nic * machine.nic_bandwidth))
+
+
+def tensor_latency(size: int, machine: Machine, constants: Constants) -> float:
+    """Seconds that a layer's collectives take for tensor ranks on several nodes, however little they exchange."""
+    return constants.far_latency * size if size > machine.ranks_per_node else 0.0
+
+
+def data_bus(size: int, apart: int, machine: Machine, constants: Constants) -> float:
+    """Bytes per second of a collective of gradients or weights.
+
+    Args:
+        size: ranks.
+        apart: distance between two of them, which is the number of ranks that share a batch.
+    """
+    within = constants.data_link * machine.link_bandwidth
+    local = max(1, min(size, machine.ranks_per_node // min(apart, machine.ranks_per_node)))
+    nodes = size / local
+    if nodes <= 1:
+        return within
+    single = 1 / (1 / within + 1 / (local * constants.nic * machine.nic_bandwidth))
+    return single / (1 + constants.spread * log2(nodes))
+
+
+def sent(size: int) -> float:
+    """Fraction of the bytes of a gather that a rank receives."""
+    return (size - 1) / size
