@@ -52,6 +52,14 @@ def load_config(path: str, kwargs: Mapping[str, Any]) -> tuple[PreTrainedConfig,
     return config, {**rest, **{key: kwargs[key] for key in ("dtype", "torch_dtype", *_CODE) if key in kwargs}}
 
 
+def arguments_with_config(
+    kwargs: Mapping[str, Any], unread: Iterable[str], config: PreTrainedConfig, quantization: Any
+) -> dict[str, Any]:
+    """Arguments for the host beside a ``config`` in which all of ``kwargs`` but those ``unread`` are already."""
+    kept = {key: value for key, value in kwargs.items() if key in {*unread, *_HUB}}
+    return {**kept, "config": config, **({} if quantization is None else {"quantization_config": quantization})}
+
+
 def check_sizes(config: PreTrainedConfig) -> None:
     """Refuse sizes of which the host makes a model without layers, or without words.
 

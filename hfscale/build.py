@@ -11,7 +11,15 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from ._host.transformers.classes import class_name, is_distributed_by_host
 from .adapters import attach_adapters, plan_with_adapters, read_config, wrapped_by_peft
-from .arguments import check_layout, check_sizes, code_arguments, known_dtype, load_config, refuse_unknown
+from .arguments import (
+    arguments_with_config,
+    check_layout,
+    check_sizes,
+    code_arguments,
+    known_dtype,
+    load_config,
+    refuse_unknown,
+)
 from .assemble import assemble
 from .config import ParallelConfig
 from .errors import ConfigError
@@ -58,6 +66,7 @@ def from_pretrained(
     memory: MemoryConfig | None = None,
     loss_scaling: GradScalerKwargs | None = None,
     peft_config: Any = None,
+    resize_token_embeddings: int | None = None,
     seed: int = 0,
     **hf_kwargs: Any,
 ) -> Any:
@@ -78,6 +87,9 @@ def from_pretrained(
         loss_scaling: how the loss is scaled under ``"fp16"``; torch's defaults by default.
         peft_config: a PEFT config, whose adapters are put around the model's modules, or the path or Hub id of a saved
             adapter to go on training; :func:`hfscale.save_pretrained` then writes the adapter.
+        resize_token_embeddings: how many tokens the model is to have, where the checkpoint has another number, as
+            ``len(tokenizer)`` once tokens were added. Rows of new ones are the mean of those that were stored, for the
+            head as well; those that are left out are not read.
         seed: for parameters that the checkpoint does not have, and for new adapters.
         hf_kwargs: whatever ``from_pretrained`` takes, except what distributes the model.
 
@@ -96,9 +108,12 @@ def from_pretrained(
     refuse_unknown(rest, auto_class, config, inspect.signature(from_pretrained).parameters)
     code = code_arguments(hf_kwargs)
     outline = _outline(config, auto_class, {"dtype": known_dtype(hf_kwargs), **code}, quantization)
-    if outline.stored:
-        hf_kwargs = {**hf_kwargs, "config": outline.config, "quantization_config": outline.quantization}
-    return build(FromCheckpoint(str(path), outline, hf_kwargs, seed), layout, options, adapter, seed)
+    resized = frozenset[str]()
+    if resize_token_embeddings is not None:
+        outline, resized = outline.resized(resize_token_embeddings)
+    if outline.stored or resized:
+        hf_kwargs = arguments_with_config(hf_kwargs, rest, outline.config, outline.quantization)
+    return build(FromCheckpoint(str(path), outline, hf_kwargs, seed, resized), layout, options, adapter, seed)
 
 
 def from_config(

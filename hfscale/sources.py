@@ -5,7 +5,7 @@ part of it with its local sizes.
 """
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import cached_property
 from typing import Any
 
@@ -18,6 +18,7 @@ from ._host.transformers.classes import from_config
 from .arguments import code_arguments, model_arguments
 from .checkpoint import load_pretrained
 from .checkpoint.load import materialize_buffers
+from .checkpoint.resize import resize_vocabulary
 from .config import ParallelConfig
 from .memory_config import MemoryConfig
 from .mesh import Mesh
@@ -59,6 +60,13 @@ class Outline:
         with torch.device("meta"):
             return from_config(self.auto_class, self.config, **model_arguments(self.kwargs, is_auto))
 
+    def resized(self, tokens: int) -> tuple["Outline", frozenset[str]]:
+        """The same with that many tokens, and which parameters have a row for each."""
+        config, names = resize_vocabulary(
+            lambda config: Outline(config, self.auto_class, self.kwargs).model, self.config, tokens
+        )
+        return Outline(config, self.auto_class, self.kwargs, self.quantization, self.stored), names
+
     def plan(self, layout: ParallelConfig, memory: MemoryConfig | None = None) -> Plan:
         """What becomes of it under ``layout``, and what of it is computed again instead of kept."""
         return plan_quantized(plan_model(self.model, layout, memory), self.model, self.quantization, self.stored)
@@ -79,10 +87,13 @@ class FromCheckpoint:
         outline: of its model.
         kwargs: the host's arguments of ``from_pretrained``.
         seed: for parameters that the checkpoint does not have.
+        resized: parameters that have another number of rows than the checkpoint's.
     """
 
-    def __init__(self, path: str, outline: Outline, kwargs: dict[str, Any], seed: int) -> None:
-        self._path, self._outline, self._kwargs, self._seed = path, outline, kwargs, seed
+    def __init__(
+        self, path: str, outline: Outline, kwargs: dict[str, Any], seed: int, resized: Collection[str] = ()
+    ) -> None:
+        self._path, self._outline, self._kwargs, self._seed, self._resized = path, outline, kwargs, seed, resized
 
     def plan(self, layout: ParallelConfig, memory: MemoryConfig | None = None) -> Plan:
         """What becomes of the model under ``layout``."""
@@ -90,7 +101,9 @@ class FromCheckpoint:
 
     def load(self, plan: Plan, mesh: Mesh) -> tuple[Any, LocalWeights]:
         """The model on the meta device with this rank's sizes, and this rank's final shares of its weights."""
-        model, weights, missing = load_pretrained(self._outline.auto_class, self._path, plan, mesh, self._kwargs)
+        model, weights, missing = load_pretrained(
+            self._outline.auto_class, self._path, plan, mesh, self._kwargs, self._resized
+        )
         if missing:
             template = self.template(model)
             fresh, _ = initialize_local_weights(template, plan, mesh, self._seed, wanted=lambda name: name in missing)

@@ -7,6 +7,7 @@ their work unchanged, and so does its quantizer. So it is with a weight that the
 tensor per expert, say; one whose values it moves in other ways is read whole and cut afterwards.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from .._host.transformers.conversions import Destination, checkpoint_targets
 from .._host.transformers.loading import loading_through
 from ..errors import CheckpointError
 from ..files.reader import TensorOnDisk, open_tensors
+from ..files.resized import ResizedOnDisk
 from ..files.slices import ShareOnDisk, is_elsewhere
 from ..mesh import Mesh
 from ..parallel.pipeline import leave_out
@@ -31,8 +33,8 @@ from .overwrites import find_overwrites, initialize_around
 
 
 class _Loader:
-    def __init__(self, plan: Plan, mesh: Mesh) -> None:
-        self.plan, self.mesh = plan, mesh
+    def __init__(self, plan: Plan, mesh: Mesh, resized: Collection[str]) -> None:
+        self.plan, self.mesh, self.resized = plan, mesh, resized
         self.held = plan.local_names(mesh.ranks["pp"])  # owned parameter -> its name here
         self.converted: set[str] = set()
         self.meta: dict[str, nn.Parameter] = {}
@@ -44,6 +46,9 @@ class _Loader:
         """Give the meta model local shapes; return the checkpoint as this rank sees it."""
         stored, packed = split_packed(open_tensors(files))
         targets = checkpoint_targets(model, list(stored), weight_mapping)
+        for key in stored.keys() & targets.keys():
+            if targets[key].name in self.resized:
+                stored[key] = ResizedOnDisk(stored[key], self.plan.by_name[targets[key].name].shape[0])
         self.stored = {name for found in targets.values() for name in (found.name, *found.others)}
         leave_out(model, self.plan, self.mesh.ranks["pp"])
         if quantizer is not None:
@@ -168,9 +173,9 @@ class _Loader:
 
 
 def load_pretrained(
-    auto_class: Any, path: str, plan: Plan, mesh: Mesh, kwargs: dict[str, Any]
+    auto_class: Any, path: str, plan: Plan, mesh: Mesh, kwargs: dict[str, Any], resized: Collection[str] = ()
 ) -> tuple[Any, LocalWeights, set[str]]:
-    """Run the host's ``from_pretrained``.
+    """Run the host's ``from_pretrained``; parameters that are ``resized`` may have other numbers of rows there.
 
     Returns:
         the model with tensor-local parameters on the meta device and real buffers, this rank's final shares by name,
@@ -179,7 +184,7 @@ def load_pretrained(
     Raises:
         CheckpointError: the checkpoint is damaged, or its shapes are not the model's.
     """
-    loader = _Loader(plan, mesh)
+    loader = _Loader(plan, mesh, resized)
     with loading_through(loader.prepare, loader.present, loader.initialize) as report:
         model = auto_class.from_pretrained(path, **kwargs, **_placed(plan, mesh))
     if plan.quantized is None:  # nothing is dispatched, and others would take the model for one that is

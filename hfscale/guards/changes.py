@@ -16,10 +16,9 @@ def refuse_changes(model: Any, layout: ParallelConfig) -> None:
             return model.get_input_embeddings()  # the host's answer where nothing is to change
         raise ConfigError(
             f"resize_token_embeddings({new_num_tokens}) would change this {kind} behind the back of its plan, by which "
-            "its loss is computed and its weights are saved. Resize the checkpoint once, with stock transformers "
-            "(model.resize_token_embeddings(...); model.save_pretrained(directory)), and load that with "
-            "hfscale.from_pretrained(directory, parallel=...); hfscale.parallelize(model, parallel) takes a resized "
-            "model from memory"
+            "its loss is computed and its weights are saved. Resize it while it is loaded: "
+            f"hfscale.from_pretrained(directory, parallel=..., resize_token_embeddings={new_num_tokens}); "
+            "hfscale.parallelize(model, parallel) takes a resized model from memory"
         )
 
     def deepcopy(_: Any) -> Any:

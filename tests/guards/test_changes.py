@@ -35,7 +35,7 @@ def change(layout: dict[str, int]) -> list[str]:
 def test_of_several_ranks(pools: Pools, layout: dict[str, int]) -> None:
     for resize, deepcopy, averaged in pools(2).run(change, layout):
         assert "resize_token_embeddings(72) would change this" in resize
-        assert "hfscale.from_pretrained(directory, parallel=...)" in resize
+        assert "hfscale.from_pretrained(directory, parallel=..., resize_token_embeddings=72)" in resize
         assert "build a second one with hfscale.from_pretrained" in deepcopy
         assert averaged == deepcopy
 

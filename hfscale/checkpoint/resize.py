@@ -1,0 +1,48 @@
+"""Give a model another number of tokens while it is loaded."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig
+
+from .._host.transformers.classes import class_name
+from ..errors import ConfigError
+
+
+def resize_vocabulary(
+    build: Callable[[PreTrainedConfig], Any], config: PreTrainedConfig, tokens: int
+) -> tuple[PreTrainedConfig, frozenset[str]]:
+    """The config of a model with that many tokens, and which of its parameters have a row for each of them.
+
+    The host says which those are, by doing it to a model without memory.
+
+    Args:
+        build: makes a model without memory of a config.
+        config: of the stored model.
+        tokens: how many it is to have.
+
+    Raises:
+        ConfigError: it is no such number, or the model has more that depends on it than rows of parameters.
+    """
+    if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
+        raise ConfigError(f"resize_token_embeddings={tokens!r} is impossible: use a number of tokens of at least 1")
+    before = build(copy.deepcopy(config))
+    shapes = _shapes(before)
+    before.resize_token_embeddings(tokens, mean_resizing=False)
+    after, wanted = build(before.config), _shapes(before)
+    changed = {name for name, shape in wanted.items() if shape != shapes[name]}
+    fits = all(wanted[name] == (tokens, *shapes[name][1:]) for name in changed)
+    if not fits or _shapes(after) != wanted or changed - dict(after.named_parameters(remove_duplicate=False)).keys():
+        raise ConfigError(
+            f"resize_token_embeddings={tokens}: a {class_name(before)} has more that depends on the number of its "
+            f"tokens than rows of parameters ({', '.join(sorted(changed))}): resize it with stock transformers "
+            "(model.resize_token_embeddings(...); model.save_pretrained(directory)), and load that"
+        )
+    return before.config, frozenset(changed)
+
+
+def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
+    return {name: tuple(tensor.shape) for name, tensor in named}
