@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         preempted,
         token_scores,
         train_step,
+        watchdog,
     )
     from .trainer import Trainer, TrainerMixin
     from .upcycle.upcycle import upcycle
@@ -97,6 +98,7 @@ __all__ = [
     "upcycle",
     "verify_experts",
     "wait_for_saves",
+    "watchdog",
 ]
 
 # What needs torch is imported when it is first used, so that a command line can be read, or refused, at once.
@@ -120,7 +122,7 @@ _MODULES = {
     ".parallel.pipeline.record": ["record_schedule"],
     ".trainer": ["Trainer", "TrainerMixin"],
     ".train": [
-        *["BadStepError", "BadSteps", "Preempted", "preempted"],
+        *["BadStepError", "BadSteps", "Preempted", "preempted", "watchdog"],
         *[
             "batch_rank",
             "batch_world",

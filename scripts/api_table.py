@@ -28,6 +28,7 @@ GROUPS = {
         "SaveCheck",
         "stream_weights",
         "preempted",
+        "watchdog",
         "fitting_layout",
         "Preempted",
         "BadSteps",

@@ -7,6 +7,7 @@ from .predict import predict_step
 from .preemption import Preempted, preempted
 from .scores import token_scores
 from .step import batch_rank, batch_world, drain, eval_step, train_step
+from .watchdog import watchdog
 
 __all__ = [
     "BadStepError",
@@ -22,4 +23,5 @@ __all__ = [
     "preempted",
     "token_scores",
     "train_step",
+    "watchdog",
 ]

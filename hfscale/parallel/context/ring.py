@@ -5,12 +5,14 @@ when it is home.
 """
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...ops.waits import waiting
 from ...sequences.engine import Backward, wide_zeros
 
 
@@ -54,16 +56,17 @@ class RingBlocks:
         before = dist.get_global_rank(self._group, (self._rank - 1) % size)
         send = dist.P2POp(dist.isend, block, after, self._group)
         receive = dist.P2POp(dist.irecv, arriving, before, self._group)
-        return _UnderWay(dist.batch_isend_irecv([send, receive]), arriving, block)
+        return _UnderWay(dist.batch_isend_irecv([send, receive]), arriving, block, waiting("recv", before, self._group))
 
 
 class _UnderWay:
     """A block that arrives, and one that must stay as it is until it is sent."""
 
-    def __init__(self, works: list[Any], arriving: Tensor, sent: Tensor) -> None:
-        self._works, self._arriving, self._sent = works, arriving, sent
+    def __init__(self, works: list[Any], arriving: Tensor, sent: Tensor, known: AbstractContextManager[None]) -> None:
+        self._works, self._arriving, self._sent, self._known = works, arriving, sent, known
 
     def result(self) -> Tensor:
-        for work in self._works:
-            work.wait()
+        with self._known:
+            for work in self._works:
+                work.wait()
         return self._arriving

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...errors import ConfigError
 from ...mesh import Mesh
+from ...ops.waits import waiting
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _LENGTH = 6
@@ -56,7 +57,8 @@ class ActivationTypes:
         """What arrives at ``stage`` from rank ``peer``; waits for it the first time."""
         if (stage, training) not in self._known:
             header = torch.empty(_LENGTH, dtype=torch.int64)
-            dist.recv(header, peer, group=self._control)
+            with waiting("recv", peer, self._control):
+                dist.recv(header, peer, group=self._control)
             index, dims, *tail = header.tolist()
             self._known[stage, training] = tuple(tail[:dims]), _DTYPES[index]
         return self._known[stage, training]

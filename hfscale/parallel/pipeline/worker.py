@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..._host.torch import is_view
+from ...ops.waits import waiting
 from .chrome_trace import Recorder
 from .split import Split, backward_of_input, backward_of_weights
 from .timeline import Action, Kind
@@ -71,13 +72,15 @@ class _Transfer:
     """A tensor under way, which must stay alive until it has arrived."""
 
     def __init__(self, move: Any, tensor: Tensor, peer: int, group: dist.ProcessGroup) -> None:
-        self.tensor = tensor
+        self.tensor, self._group, self._peer = tensor, group, peer
+        self._call = "recv" if move is dist.irecv else "send"
         self._works = dist.batch_isend_irecv([dist.P2POp(move, tensor, peer, group)]) if tensor.numel() else []
 
     def wait(self) -> Tensor:
         """The tensor, once it is there."""
-        for work in self._works:
-            work.wait()
+        with waiting(self._call, self._peer, self._group):
+            for work in self._works:
+                work.wait()
         self._works = []
         return self.tensor
 

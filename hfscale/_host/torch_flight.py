@@ -1,0 +1,83 @@
+"""What a process is waiting for: torch's flight recorder, its groups by name and its store, and Python's main thread.
+
+Read and run with torch 2.13. Gloo's collectives are recorded since torch 2.8 or so, and none of its sends and receives;
+NCCL's are where ``TORCH_FR_BUFFER_SIZE`` is not 0.
+"""
+
+import json
+import sys
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+_DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+_c10d: Any = getattr(torch._C, "_distributed_c10d", None)
+_groups: Any = distributed_c10d
+
+
+@dataclass(frozen=True)
+class UnderWay:
+    """A collective that was called and has not ended.
+
+    Attributes:
+        call: its name, as ``all_reduce``.
+        group: the name of its group.
+        shapes: of its tensors.
+        created: when it was called, in nanoseconds since 1970.
+    """
+
+    call: str
+    group: str
+    shapes: str
+    created: int
+
+
+def collectives_under_way(leave_out: Iterable[int] = ()) -> list[UnderWay]:
+    """Those of this process, the oldest first.
+
+    Args:
+        leave_out: idents of threads whose collectives do not count.
+    """
+    threads, found = {str(ident) for ident in leave_out}, []
+    for dump in filter(None, (getattr(_c10d, name, None) for name in _DUMPS)):
+        told: Any = json.loads(dump(True, True) or "{}")
+        for entry in told.get("entries", ()):
+            if entry.get("retired") or entry.get("state") == "completed" or entry.get("thread_id") in threads:
+                continue
+            call = str(entry["profiling_name"]).partition(":")[2]
+            shapes = ", ".join(
+                f"{dtype} {shape}" for dtype, shape in zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
+            )
+            found.append(UnderWay(call, str(entry["process_group"][0]), shapes, int(entry["time_created_ns"])))
+    return sorted(found, key=lambda entry: entry.created)
+
+
+def ranks_of_group(name: str) -> list[int]:
+    """The ranks of the run in the group of that name; none where there is no such group."""
+    try:
+        return list(dist.get_process_group_ranks(_groups._resolve_process_group(name)))
+    except (LookupError, RuntimeError):
+        return []
+
+
+def own_store(prefix: str) -> Any:
+    """A connection of its own to where the ranks of torch's process group met: a ``torch.distributed.Store``."""
+    store: Any = _groups._get_default_store()
+    # What blocks in one connection holds up whoever else uses it.
+    return _groups.PrefixStore(prefix, store.clone() if hasattr(store, "clone") else store)
+
+
+def frames_of_main_thread() -> list[FrameType]:
+    """Where the main thread is now, the innermost frame first."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    found = []
+    while frame is not None:
+        found.append(frame)
+        frame = frame.f_back
+    return found

@@ -1,0 +1,214 @@
+"""Ranks that wait for ever: one of them says who waits for whom, in which collective and over which axis.
+
+A thread on every rank looks now and then what the rank waits for, in torch's flight recorder and in :mod:`..ops.waits`,
+and tells the others through the store at which the ranks met. Where a wait has taken too long, the first rank that
+waits reads what all have told, twice: who has not told anything in between is gone.
+"""
+
+import atexit
+import json
+import os
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from .._host.torch_flight import collectives_under_way, frames_of_main_thread, own_store, ranks_of_group
+from ..errors import ConfigError
+from ..mesh import Mesh
+from ..ops.waits import waits
+from ..runtime import runtime_of
+from .group_names import group_names
+
+_CODE = 75  # as of a process that is to be started again
+_HEAD = "hfscale watchdog: ranks have waited for more than {:g} s"
+_PACKAGE = str(Path(__file__).parents[1])
+_LIBRARIES = tuple({str(Path(sysconfig.get_path(name))) for name in ("stdlib", "purelib", "platlib")})
+
+
+def watchdog(model: nn.Module, *, patience: float = 300.0, end: bool = False) -> None:
+    """Say on screen which ranks wait for which others, in what and over which axis, once one waits too long.
+
+    Call it on every rank, once, before the first step. Besides torch's own time limits, which end a collective after
+    minutes without saying who was missing.
+
+    Args:
+        patience: seconds that a collective, or a stage, may wait. What a rank does alone meanwhile (the first one,
+            writing a checkpoint) must not take longer.
+        end: end the processes that wait, with exit code 75, so that a launcher with ``--max_restarts`` starts the job
+            again.
+
+    Raises:
+        ConfigError: ``patience`` is no positive number.
+    """
+    if not patience > 0:
+        raise ConfigError(f"patience={patience} is no time to wait: give a positive number of seconds")
+    while _running:
+        _running.pop().stop()
+    mesh = runtime_of(model).mesh
+    if mesh.control is not None:
+        _running.append(_Watchdog(mesh, patience, end))
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one rank tells of itself.
+
+    Attributes:
+        beat: how often it has told.
+        seconds: for how long it has waited.
+        waits: for what, in words; empty where it waits for no other rank.
+        place: the line of the user's that it is in.
+        inside: the line of hfscale's, where it is in one.
+    """
+
+    beat: int
+    seconds: float = 0.0
+    waits: str = ""
+    place: str = ""
+    inside: str = ""
+
+
+class _Watchdog(threading.Thread):
+    """A daemon that is stopped before the interpreter goes."""
+
+    def __init__(self, mesh: Mesh, patience: float, end: bool) -> None:
+        super().__init__(name="hfscale-watchdog", daemon=True)
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.patience, self.end = patience, end
+        self.pause = min(max(patience / 8, 0.1), 30.0)
+        self.store = own_store(f"hfscale-watchdog-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}")
+        self.names = group_names(mesh)
+        self._beat, self._reported = 0, 0.0
+        self._ended = threading.Event()
+        atexit.register(self.stop)
+        self.start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        atexit.unregister(self.stop)
+        self._ended.set()
+        if threading.current_thread() is not self:
+            self.join(10)
+
+    def run(self) -> None:
+        """Tell, and look, until the process ends."""
+        while not self._ended.wait(self.pause):
+            seen = self._look()
+            if seen.seconds < self._reported:
+                self._reported = 0.0  # another wait
+            late = seen.seconds >= max(self.patience, 2 * self._reported)
+            try:
+                self._tell(seen)
+                if late and not self._report():
+                    continue
+            except RuntimeError as error:  # of the store, which may rightly end before this process
+                if late:
+                    _say(f"{_HEAD.format(self.patience)}. The place where the ranks met is out of reach: {error}")
+                    _say("\n".join(_lines({self.rank: _in_words(seen)})))
+            if late:
+                self._reported = seen.seconds
+                if self.end:
+                    self._ended.wait(self.pause)  # until the others have read what this rank told
+                    os._exit(_CODE)
+
+    def _look(self) -> Seen:
+        self._beat += 1
+        return Seen(self._beat, *self._waits(), *_places())
+
+    def _tell(self, seen: Seen) -> None:
+        self.store.set(str(self.rank), json.dumps(asdict(seen)))
+
+    def _waits(self) -> tuple[float, str]:
+        for one in waits():
+            name = getattr(one.group, "group_name", "")
+            direction = "from" if one.call == "recv" else "to"
+            return time.monotonic() - one.since, f"{one.call} {direction} rank {one.peer} over {self._named(name)}"
+        saving = (t.ident or 0 for t in threading.enumerate() if t.name.startswith("hfscale-save"))
+        for entry in collectives_under_way(leave_out=saving):
+            shapes = f" of {entry.shapes}" if entry.shapes else ""
+            return (time.time_ns() - entry.created) / 1e9, f"{entry.call}{shapes} over {self._named(entry.group)}"
+        return 0.0, ""
+
+    def _named(self, group: str) -> str:
+        found = ranks_of_group(group)
+        ranks = "all ranks" if len(found) == self.world else f"ranks {', '.join(map(str, found))}"
+        return f"{self.names.get(group, f'group {group}')} ({ranks})" if found else f"group {group}"
+
+    def _report(self) -> bool:
+        """Print what all told, if this is the first of the ranks that wait; whether the wait goes on."""
+        before = self._heard()
+        if self._ended.wait(3 * self.pause):
+            return False
+        seen = self._look()
+        self._tell(seen)
+        after = self._heard()
+        if seen.seconds < self.patience:
+            return False
+        silent = {r for r, (old, new) in enumerate(zip(before, after, strict=True)) if new is None or new == old}
+        waiting = [r for r, s in enumerate(after) if s and r not in silent and s.seconds >= self.patience]
+        if waiting and waiting[0] == self.rank:
+            _say(report(after, silent, self.patience))
+        return True
+
+    def _heard(self) -> list[Seen | None]:
+        keys = [str(rank) for rank in range(self.world)]
+        return [Seen(**json.loads(self.store.get(key))) if self.store.check([key]) else None for key in keys]
+
+
+_running: list[_Watchdog] = []
+
+
+def report(every: Sequence[Seen | None], silent: set[int], patience: float) -> str:
+    """What each rank is at, in words; ranks that are at the same thing share a line.
+
+    Args:
+        silent: the ranks that have told nothing new.
+    """
+    texts = {rank: _in_words(seen, silent=rank in silent) for rank, seen in enumerate(every)}
+    return "\n".join([f"{_HEAD.format(patience)}. Look at those that do not wait", *_lines(texts)])
+
+
+def _in_words(seen: Seen | None, silent: bool = False) -> str:
+    at = "" if seen is None else ", in ".join(filter(None, (seen.place, seen.inside)))
+    if seen is None or silent:
+        text = "gives no sign of life: the process is gone, or its machine, or it is stuck outside of Python"
+        return text + (f"; it was last at {at}" if at else "")
+    if seen.waits:
+        return f"waits in {seen.waits}, for {seen.seconds:.0f} s, at {at}"
+    return f"waits for no other rank, and is at {at}"
+
+
+def _lines(texts: dict[int, str]) -> list[str]:
+    ranks: dict[str, list[int]] = {}
+    for rank, text in texts.items():
+        ranks.setdefault(text, []).append(rank)
+    return [f"  rank{'s' * (len(of) > 1)} {', '.join(map(str, of))}: {text}" for text, of in ranks.items()]
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _places() -> tuple[str, str]:
+    """The innermost lines of the main thread that are the user's, and hfscale's."""
+    place, inside = "", ""
+    for frame in frames_of_main_thread():
+        file = frame.f_code.co_filename
+        if file.startswith(_PACKAGE):
+            inside = inside or _line(frame, Path("hfscale", Path(file).relative_to(_PACKAGE)))
+        elif not file.startswith((*_LIBRARIES, "<")):
+            place = _line(frame, Path(file).name)
+            break
+    return place, inside
+
+
+def _line(frame: Any, file: Any) -> str:
+    return f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"

@@ -1,0 +1,96 @@
+"""A watchdog names the ranks, the axis and the collective that wait, and where the others are."""
+
+import io
+import re
+import threading
+import time
+from collections.abc import Callable
+from contextlib import redirect_stderr
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hfscale
+from hfscale import ConfigError, ParallelConfig
+from hfscale.testing import RankPool
+from hfscale.train.watchdog import Seen, report
+
+from .models import tiny
+
+Pools = Callable[[int], RankPool]
+
+
+class Screen(io.StringIO):
+    """What is told on it leaves a mark that every rank sees."""
+
+    def __init__(self, mark: Path) -> None:
+        super().__init__()
+        self.mark = mark
+
+    def flush(self) -> None:
+        if self.getvalue():
+            self.mark.touch()
+
+
+def hangs(mark: Path) -> None:
+    """Until somebody says so."""
+    for _ in range(6000):
+        if mark.exists():
+            return
+        time.sleep(0.01)
+
+
+def hang(layout: dict[str, Any], late: int, mark: str) -> str:
+    model = hfscale.from_config(tiny("llama", num_hidden_layers=2), parallel=ParallelConfig(**layout)).train()
+    ids = torch.arange(16).view(2, 8)
+    screen = Screen(Path(mark))
+    with redirect_stderr(screen):
+        hfscale.watchdog(model, patience=0.5)
+        hfscale.train_step(model, {"input_ids": ids, "labels": ids})
+        if torch.distributed.get_rank() == late:
+            layers = [module for name, module in model.named_modules() if name.endswith("mlp")]
+            layers[0].register_forward_hook(lambda *_: hangs(screen.mark))
+        hfscale.train_step(model, {"input_ids": ids, "labels": ids})
+        hfscale.watchdog(model, patience=1000.0)  # takes the place of the first
+    return screen.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("layout", "late", "waits"),
+    [
+        ({"tp_size": 2}, 1, r"all_reduce of Float \[\[?.*\] over tp \(all ranks\)"),
+        ({"pp_size": 2, "num_microbatches": 2}, 1, r"recv from rank 1 over pp, 1 to 0 \(all ranks\)"),
+        ({"pp_size": 2, "num_microbatches": 2}, 0, r"recv from rank 0 over pp, 0 to 1 \(all ranks\)"),
+    ],
+    ids=["tp", "last-stage", "first-stage"],
+)
+def test_who_waits_for_whom(pools: Pools, tmp_path: Path, layout: dict[str, Any], late: int, waits: str) -> None:
+    told = pools(2).run(hang, layout, late, str(tmp_path / "mark"))
+    assert not told[late]
+    assert "hfscale watchdog: ranks have waited for more than 0.5 s" in told[1 - late]
+    lines = told[1 - late].splitlines()
+    (waiting,) = (line for line in lines if line.startswith(f"  rank {1 - late}: waits in "))
+    (absent,) = (line for line in lines if line.startswith(f"  rank {late}: "))
+    assert re.search(rf"{waits}, for \d+ s, at test_watchdog.py:\d+ in hang, in hfscale/", waiting), waiting
+    assert "waits for no other rank, and is at test_watchdog.py" in absent
+    assert "in hangs" in absent
+
+
+def test_words() -> None:
+    seen = [Seen(3, 9.0, "all_gather over ep (all ranks)", "train.py:8 in main"), None, Seen(2, 0.0, "", "x.py:1 in f")]
+    seen += seen[:1]
+    told = report(seen, {2}, 5.0).splitlines()
+    assert told[1] == "  ranks 0, 3: waits in all_gather over ep (all ranks), for 9 s, at train.py:8 in main"
+    assert told[2].startswith("  rank 1: gives no sign of life: the process is gone")
+    assert told[3].startswith("  rank 2: gives no sign of life")
+    assert told[3].endswith("it was last at x.py:1 in f")
+
+
+def test_patience_is_a_time() -> None:
+    model = hfscale.from_config(tiny("llama", num_hidden_layers=1))
+    with pytest.raises(ConfigError, match="patience=0 is no time to wait"):
+        hfscale.watchdog(model, patience=0)
+    hfscale.watchdog(model)  # one process waits for nobody
+    assert not [thread for thread in threading.enumerate() if thread.name == "hfscale-watchdog"]
