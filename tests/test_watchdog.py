@@ -69,7 +69,7 @@ def hang(layout: dict[str, Any], late: int, mark: str) -> str:
 def test_who_waits_for_whom(pools: Pools, tmp_path: Path, layout: dict[str, Any], late: int, waits: str) -> None:
     told = pools(2).run(hang, layout, late, str(tmp_path / "mark"))
     assert not told[late]
-    assert "hfscale watchdog: ranks have waited for more than 0.5 s" in told[1 - late]
+    assert "[hfscale watchdog] ranks have waited for more than 0.5 s" in told[1 - late]
     lines = told[1 - late].splitlines()
     (waiting,) = (line for line in lines if line.startswith(f"  rank {1 - late}: waits in "))
     (absent,) = (line for line in lines if line.startswith(f"  rank {late}: "))

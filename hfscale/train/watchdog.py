@@ -28,7 +28,7 @@ from ..runtime import runtime_of
 from .group_names import group_names
 
 _CODE = 75  # as of a process that is to be started again
-_HEAD = "hfscale watchdog: ranks have waited for more than {:g} s"
+_HEAD = "[hfscale watchdog] ranks have waited for more than {:g} s"
 _PACKAGE = str(Path(__file__).parents[1])
 _LIBRARIES = tuple({str(Path(sysconfig.get_path(name))) for name in ("stdlib", "purelib", "platlib")})
 
