@@ -3,11 +3,12 @@
 import argparse
 import sys
 import textwrap
-from types import ModuleType
+import traceback
+from types import ModuleType, TracebackType
 
 from ..errors import HFScaleError
 from ..version import __version__
-from . import blueprint, convert, inspect, merge, plan, schedule, train, verify
+from . import bench, blueprint, completion, convert, inspect, merge, plan, schedule, train, upcycle, verify
 
 _COMMANDS: dict[str, ModuleType] = {
     "train": train,
@@ -18,21 +19,52 @@ _COMMANDS: dict[str, ModuleType] = {
     "convert": convert,
     "inspect": inspect,
     "merge": merge,
+    "upcycle": upcycle,
+    "bench": bench,
+    "completion": completion,
 }
 """Each module has ``HELP``, ``DESCRIPTION``, ``EXAMPLE``, ``add_arguments(parser)`` and ``run(arguments)``."""
 
+_EXAMPLES = """examples:
+  hfscale plan Qwen/Qwen3-8B --tp 2 --dp-shard 4
+  hfscale train demo_pretrain
+  hfscale COMMAND --help"""
+
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command line; returns the exit code: 0, 1 where a check failed, 2 where it cannot be carried out."""
+    """Run one command line; returns the exit code: 0, 1 where a check failed, 2 where it cannot be carried out.
+
+    Errors of hfscale's are a message. Where ``argv`` is left out, as for the installed command, those that nobody
+    foresaw are a line too, unless ``--debug`` is given.
+    """
     try:
         arguments = _parse(argv)
     except SystemExit as stop:  # argparse has printed the help, the version or what is wrong
         return int(stop.code or 0)
+    if argv is None and not arguments.debug and arguments.command != "train":  # whose ranks' tracebacks belong in logs
+        sys.excepthook = _in_a_line
     try:
         return int(_COMMANDS[arguments.command].run(arguments))
     except HFScaleError as error:
+        if arguments.debug:
+            raise
         print(f"hfscale {arguments.command}: {error}", file=sys.stderr)
         return 2
+
+
+def _in_a_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """What the interpreter shows of an exception that ends it."""
+    if issubclass(kind, KeyboardInterrupt):
+        print("hfscale: interrupted", file=sys.stderr)
+        return
+    frames = traceback.extract_tb(trace)
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    reason = str(error).strip().partition("\n")[0]
+    print(
+        f"hfscale: {kind.__name__}: {reason}{place}\nNobody foresaw this one: with --debug there is its traceback, "
+        "which a report of it needs",
+        file=sys.stderr,
+    )
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
@@ -47,17 +79,27 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="hfscale", description="Train stock Hugging Face models at any scale.")
+    parser = argparse.ArgumentParser(
+        prog="hfscale",
+        description="Train stock Hugging Face models at any scale.",
+        epilog="\n".join(["commands:", *map(_in_the_list, _COMMANDS), "", _EXAMPLES]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=f"hfscale {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    made: dict[str, argparse.ArgumentParser] = {}
     for name, command in _COMMANDS.items():
-        command.add_arguments(
-            commands.add_parser(
-                name,
-                help=command.HELP,
-                description=textwrap.fill(command.DESCRIPTION, 100),
-                epilog="example:\n" + textwrap.indent(command.EXAMPLE, "  "),
-                formatter_class=argparse.RawDescriptionHelpFormatter,
-            )
+        made[name] = commands.add_parser(
+            name,
+            description=textwrap.fill(command.DESCRIPTION, 100),
+            epilog="example:\n" + textwrap.indent(command.EXAMPLE, "  "),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
         )
+        command.add_arguments(made[name])
+        made[name].add_argument("--debug", action="store_true", help="show tracebacks of errors")
+    parser.set_defaults(commands=made)
     return parser
+
+
+def _in_the_list(name: str) -> str:
+    return textwrap.fill(_COMMANDS[name].HELP, 100, initial_indent=f"  {name:12}", subsequent_indent=" " * 14)

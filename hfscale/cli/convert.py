@@ -3,6 +3,8 @@
 import argparse
 from pathlib import Path
 
+from .look import add_json, print_json
+
 HELP = "make a Hugging Face directory of a saved state"
 DESCRIPTION = (
     "Write the weights of a state that hfscale.save_state wrote, in whatever layout, as an ordinary Hugging Face "
@@ -17,6 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", metavar="OUT", type=Path, help="the directory to write")
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one file (default: %(default)s)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code that came with the model")
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -30,6 +33,9 @@ def run(arguments: argparse.Namespace) -> int:
         trust_remote_code=arguments.trust_remote_code,
     )
     what = "an adapter" if index.adapter else "a model"
+    if arguments.json:
+        print_json({"directory": arguments.out, "holds": what, "step": index.step, "tensors": len(index.stored)})
+        return 0
     at = "" if index.step is None else f" of step {index.step}"
     print(f"{arguments.out}: {what}{at}, {len(index.stored)} tensors")
     return 0

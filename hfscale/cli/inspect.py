@@ -3,6 +3,8 @@
 import argparse
 from pathlib import Path
 
+from .look import add_json, print_json
+
 HELP = "say what a saved state or checkpoint holds, and whether it is whole"
 DESCRIPTION = (
     "Say what a directory holds that hfscale.save_state or save_pretrained wrote: step, layout, tensors, bytes, "
@@ -15,6 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``hfscale inspect``."""
     parser.add_argument("directory", metavar="DIR", type=Path, help="of a state, of several, of a checkpoint")
     parser.add_argument("--quick", action="store_true", help="compare sizes only: read no file to its end")
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -22,5 +25,8 @@ def run(arguments: argparse.Namespace) -> int:
     from ..checkpoint.inspect import inspect
 
     text, whole = inspect(arguments.directory, verify=not arguments.quick)
-    print(text)
+    if arguments.json:
+        print_json({"directory": arguments.directory, "whole": whole, "lines": text.splitlines()})
+    else:
+        print(text)
     return int(not whole)

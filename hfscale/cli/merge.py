@@ -3,6 +3,8 @@
 import argparse
 from pathlib import Path
 
+from .look import add_json, print_json, working
+
 HELP = "merge a saved adapter into its base, one module in memory at a time"
 DESCRIPTION = (
     "Write a checkpoint with a saved adapter merged into it. What no adapter changes is copied as it is stored. Then "
@@ -19,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one file (default: %(default)s)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code that comes with the model")
     parser.add_argument("--no-check", action="store_true", help="do not load the models to compare their logits")
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -28,8 +31,12 @@ def run(arguments: argparse.Namespace) -> int:
     places = arguments.base, arguments.adapter, arguments.out
     size, trusted = arguments.max_shard_size, arguments.trust_remote_code
     changed = merge_adapter(*places, max_shard_size=size, trust_remote_code=trusted)
-    print(f"{arguments.out}: {changed} tensors have the adapter in them")
-    if not arguments.no_check:
-        difference = logit_difference(*places, trust_remote_code=trusted)
+    if not arguments.json:
+        print(f"{arguments.out}: {changed} tensors have the adapter in them")
+    working("comparing the logits of both")
+    difference = None if arguments.no_check else logit_difference(*places, trust_remote_code=trusted)
+    if arguments.json:
+        print_json({"directory": arguments.out, "changed": changed, "logit_difference": difference})
+    elif difference is not None:
         print(f"logits differ by {difference:.1e} of the largest")
     return 0

@@ -4,6 +4,7 @@ import argparse
 import json
 
 from .layout import add_layout_arguments, layout_of
+from .look import add_json, print_json
 from .memory import add_training_arguments, describe_fit, estimate, fits, is_asked, plan_arguments
 from .model import add_model_arguments, auto_class_of, building, check_place, load_config, remote_code
 
@@ -21,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     add_layout_arguments(parser)
     add_training_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -40,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
         document = json.loads(to_json(planned))
         if memory is not None:
             document["memory"] = {**memory.kinds, "total": memory.total, "fits": fits(arguments, memory)}
-        print(json.dumps(document, indent=1))
+        print_json(document)
     else:
         print(render(planned))
         if memory is not None:

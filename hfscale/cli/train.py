@@ -5,6 +5,7 @@ import shlex
 
 from ..recipes import check_installed
 from ..recipes.flags import add_memory_limit, memory_limit_flags
+from .look import print_json
 
 HELP = "train what a recipe says: pretraining, fine-tuning, adapters, in any layout"
 DESCRIPTION = (
@@ -24,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_memory_limit(parser)
     parser.add_argument("--print-launch", action="store_true", help="print the launch line (for Slurm and the like)")
     parser.add_argument("--list", action="store_true", help="list the recipes that come with hfscale")
+    parser.add_argument("--json", action="store_true", help="with --list, print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -37,6 +39,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.list:
         shipped = shipped_recipes()
+        if arguments.json:
+            print_json(shipped)
+            return 0
         width = max(map(len, shipped))
         print("\n".join(f"{name:<{width}}  {text}" for name, text in shipped.items()))
         return 0

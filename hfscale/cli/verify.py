@@ -1,9 +1,11 @@
 """``hfscale verify``: a layout proved on a tiny clone of the model."""
 
 import argparse
+from dataclasses import asdict
 
 from ..errors import ConfigError
 from .layout import add_layout_arguments, layout_of
+from .look import add_json, print_json, working
 from .model import add_model_arguments, auto_class_of, building, check_place, load_config, remote_code
 
 HELP = "prove a layout on this machine: a tiny clone of the model against one process"
@@ -27,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         const="all-linear",
         help="train LoRA adapters instead, against stock PEFT: all-linear (the default), or names joined by commas",
     )
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -34,6 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_place(arguments.model)
     import transformers
 
+    from ..config import AXES
     from ..testing.verify import TOLERANCE, render, verify
 
     transformers.utils.logging.disable_progress_bar()  # of a clone's few kilobytes
@@ -46,7 +50,13 @@ def run(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.model, arguments.trust_remote_code)
     other = arguments.auto_class != _DEFAULT
     chosen = {"auto_class": auto_class} if other else {}
+    working(f"training a tiny {config.model_type} in {asked.describe()} and in one process")
     with building(arguments, config):
         used, parity = verify(config, asked, lora=arguments.lora, **chosen, **remote_code(arguments))
+    if arguments.json:
+        layout = {axis: used.asked(axis) for axis in AXES}
+        found = {**asdict(parity), "tolerance": TOLERANCE, "equal": parity.worst() <= TOLERANCE}
+        print_json({"family": config.model_type, "layout": layout, "ranks": used.total_size, **found})
+        return int(parity.worst() > TOLERANCE)
     print(render(config, asked, used, parity, arguments.lora, arguments.auto_class if other else ""))
     return int(parity.worst() > TOLERANCE)

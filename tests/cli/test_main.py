@@ -12,8 +12,8 @@ from peft import LoraConfig
 from transformers import AutoConfig, BitsAndBytesConfig
 
 import hfscale
-from hfscale import ParallelConfig
-from hfscale.cli import main
+from hfscale import ConfigError, ParallelConfig
+from hfscale.cli import _COMMANDS, main
 from hfscale.version import __version__
 from tests.models import tiny
 
@@ -191,6 +191,48 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"hfscale {__version__}\n"
     assert main(["plan", "--help"]) == 0
     assert "--dp-shard N" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", list(_COMMANDS))
+def test_every_command_has_an_example_and_can_be_debugged(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert f"hfscale {name} " in text.partition("example:\n")[2]
+    assert "--debug" in text
+    assert max(map(len, text.splitlines())) <= 120
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_commands_flags_choices_and_recipes(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert all(name in script for name in _COMMANDS)
+    assert "nf4 fp4 int8" in script
+    assert "demo_pretrain" in script
+    assert "virtual-stages" in script
+    if shell == "bash":
+        line = "COMP_WORDS=(hfscale plan --quantize n) COMP_CWORD=3; _hfscale; echo ${COMPREPLY[@]}"
+        done = subprocess.run(["bash", "-c", f"{script}\n{line}"], capture_output=True, text=True, check=True)
+        assert done.stdout == "nf4\n"
+
+
+def test_with_debug_an_error_is_raised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="has no config"):
+        main(["plan", str(tmp_path), "--debug"])
+
+
+def test_what_nobody_foresaw_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    code = (
+        "import hfscale.cli as c, sys; sys.argv = ['hfscale', 'plan', 'm'{}]; c.plan.run = lambda _: {{}}['no']; "
+        "c.main()"
+    )
+    said = [
+        subprocess.run([sys.executable, "-c", code.format(more)], capture_output=True, text=True, check=False).stderr
+        for more in ("", ", '--debug'")
+    ]
+    assert said[0].startswith("hfscale: KeyError: 'no' (<string>:1)\n")
+    assert "Traceback" not in said[0]
+    assert "Traceback" in said[1]
 
 
 def test_runs_as_a_module(llama: str) -> None:

@@ -1,0 +1,124 @@
+"""``hfscale bench``: what this machine's links carry."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import ConfigError
+from .look import add_json, print_json, table, working
+
+if TYPE_CHECKING:
+    from ..bench import Measured
+
+HELP = "measure collectives by message size on this machine, and suggest a bucket size"
+DESCRIPTION = (
+    "Time broadcast, reduce, all-reduce, gather, all-gather, scatter, reduce-scatter and all-to-all by message size, "
+    "and print the bus bandwidth: between all GPUs of this machine over NCCL, or between processes over gloo. Started "
+    "by a launcher, between its ranks, on several machines too."
+)
+EXAMPLE = """hfscale bench collectives
+hfscale bench collectives --processes 4 --sizes 64KiB,1MiB,16MiB --out collectives.png
+accelerate launch --num_machines 2 ... -m hfscale bench collectives"""
+
+_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_SIZES = "4KiB,64KiB,512KiB,4MiB,32MiB"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``hfscale bench``."""
+    parser.add_argument("what", choices=("collectives",), help="what to measure")
+    parser.add_argument("--processes", type=int, metavar="N", help="ranks (default: one for each GPU, or 2)")
+    parser.add_argument("--sizes", default=_SIZES, metavar="SIZE,...", help="of messages (default: %(default)s)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="draw a picture: .png or .svg")
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, and print."""
+    sizes = [parse_size(text) for text in arguments.sizes.split(",")]
+    if arguments.processes is not None and arguments.processes < 2:
+        raise ConfigError(f"--processes {arguments.processes} is impossible: ranks talk where there are at least 2")
+    from ..bench.plot import check_target, draw
+
+    if arguments.out is not None:
+        check_target(arguments.out)
+    working("measuring")
+    measured, where = _measured(sizes, arguments.processes)
+    if not measured:  # another rank prints
+        return 0
+    if arguments.out is not None:
+        draw(arguments.out, measured, f"collectives over {measured[0].ranks} ranks, {where}")
+    _show(arguments, measured, where)
+    return 0
+
+
+def parse_size(text: str) -> int:
+    """``"64KiB"`` -> 65536.
+
+    Raises:
+        ConfigError: it is no size.
+    """
+    number, unit = text.strip(), "B"
+    for name in ("KiB", "MiB", "GiB", "B"):
+        if number.endswith(name):
+            number, unit = number.removesuffix(name).strip(), name
+            break
+    if not number.isdigit() or int(number) < 1:
+        raise ConfigError(f"--sizes {text} is no size: write a whole number and B, KiB, MiB or GiB, as 64KiB")
+    return int(number) * _UNITS[unit]
+
+
+def _measured(sizes: list[int], processes: int | None) -> tuple[list["Measured"], str]:
+    """What was measured, and over what; nothing on a launcher's other ranks."""
+    import torch
+
+    from ..bench import ranks
+    from ..bench.collectives import measure
+    from ..config import started_processes
+
+    if started_processes() > 1:
+        return _under_a_launcher(sizes)
+    gpus = torch.cuda.device_count()
+    world = processes or max(2, gpus)
+    found = ranks.run_ranks(world, measure, sizes)
+    return found, f"NCCL between {world} GPUs" if world <= gpus else f"gloo between {world} processes of one machine"
+
+
+def _under_a_launcher(sizes: list[int]) -> tuple[list["Measured"], str]:
+    import torch.distributed as dist
+
+    from ..bench.collectives import measure
+    from ..processes import own_device, start
+
+    device = own_device()
+    if not dist.is_initialized():
+        start(device)
+    found, where = measure(device, sizes), f"{dist.get_backend()} between the launcher's ranks"
+    return (found if dist.get_rank() == 0 else []), where
+
+
+def _show(arguments: argparse.Namespace, measured: Sequence["Measured"], where: str) -> None:
+    from ..bench import suggested_bucket
+    from ..plan.table import human
+
+    bucket = suggested_bucket(measured)
+    assert bucket is not None
+    if arguments.json:
+        found = [{**asdict(each), "bus_bandwidth": each.bus_bandwidth} for each in measured]
+        print_json({"where": where, "ranks": measured[0].ranks, "measured": found, "bucket_bytes": bucket})
+        return
+    sizes = list(dict.fromkeys(each.size for each in measured))
+    of = {(each.collective, each.size): each for each in measured}
+    names = list(dict.fromkeys(each.collective for each in measured))
+    rows = [[name, *(f"{of[name, size].bus_bandwidth / 1e9:.3f}" for size in sizes)] for name in names]
+    print(f"bus bandwidth in GB/s, {where}, by bytes of the message\n")
+    print(table(["", *map(human, sizes)], rows, right=range(1, len(sizes) + 1)))
+    latency = min(of["all-reduce", size].seconds for size in sizes)
+    print(
+        f"\nan all-reduce takes {1e6 * latency:,.0f} us at least; from {human(bucket)} on it has 80% of its best "
+        f"bandwidth:\nDDP(bucket_cap_mb={max(1, round(bucket / 2**20))}), and layers of about that size over data axes"
+    )
+    if arguments.out is not None:
+        print(f"wrote {arguments.out}")

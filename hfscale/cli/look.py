@@ -1,0 +1,37 @@
+"""One look for all subcommands: what is under way, tables, and JSON."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """``--json``: for programs."""
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def print_json(document: Any) -> None:
+    """A document for programs, and nothing else on the standard output."""
+    print(json.dumps(document, indent=1, default=str))
+
+
+def working(what: str) -> None:
+    """Say what takes a while, where a person is looking."""
+    if sys.stderr.isatty():
+        print(f"{what} ...", file=sys.stderr, flush=True)
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
+    """Columns as wide as they need to be; those whose place is in ``right`` end alike."""
+    widths = [max(len(row[place]) for row in (head, *rows)) for place in range(len(head))]
+
+    def line(cells: Sequence[str]) -> str:
+        aligned = (
+            cell.rjust(width) if place in right else cell.ljust(width)
+            for place, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        )
+        return "  ".join(aligned).rstrip()
+
+    return "\n".join([line(head), "-" * (sum(widths) + 2 * (len(widths) - 1)), *map(line, rows)])

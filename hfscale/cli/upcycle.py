@@ -1,0 +1,39 @@
+"""``hfscale upcycle``: a mixture of experts from a dense checkpoint."""
+
+import argparse
+from pathlib import Path
+
+HELP = "turn a dense checkpoint into a mixture of experts that computes the same"
+DESCRIPTION = (
+    "Write a mixture of experts whose experts start as copies of a dense model's MLPs: llama and mistral become "
+    "mixtral, qwen2 qwen2_moe, qwen3 qwen3_moe, olmo2 flex_olmo, granite granitemoe. One process, a few tensors in "
+    "memory at a time, no GPU."
+)
+EXAMPLE = "hfscale upcycle path/to/dense out --num-experts 8 --top-k 2"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``hfscale upcycle``."""
+    parser.add_argument("model", metavar="MODEL", help="the dense model: a directory with safetensors, or a Hub id")
+    parser.add_argument("directory", metavar="OUT", type=Path, help="the directory to write")
+    parser.add_argument("--num-experts", type=int, default=8, metavar="N", help="(default: %(default)s)")
+    parser.add_argument("--top-k", type=int, default=2, metavar="N", help="experts of a token (default: %(default)s)")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="every how many layers (qwen only)")
+    parser.add_argument("--noise", type=float, default=0.0, help="on experts, relative to their standard deviation")
+    parser.add_argument(
+        "--reinitialize", type=float, default=0.0, metavar="SHARE", help="of each expert's channels, drawn anew"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of router, noise and channels (default: %(default)s)")
+    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one file (default: %(default)s)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write it."""
+    from ..upcycle.upcycle import upcycle
+
+    names = ("num_experts", "top_k", "every", "noise", "reinitialize", "seed", "max_shard_size")
+    given = {name: getattr(arguments, name) for name in names}
+    written = upcycle(arguments.model, arguments.directory, **given)
+    size = sum(file.stat().st_size for file in written.glob("*.safetensors"))
+    print(f"{written}: {arguments.num_experts} experts, of a token {arguments.top_k}, {size / 2**20:,.0f} MiB")
+    return 0
