@@ -16,6 +16,7 @@ from hfscale.planner.loss_proof import passes_on_labels
 from hfscale.testing import RankPool, assert_layout_equal
 from hfscale.testing.pictures import PictureCase, with_pictures
 
+pytestmark = pytest.mark.filterwarnings("ignore:`hidden_state` is deprecated:FutureWarning")  # mllama's, in 5.17
 Pools = Callable[[int], RankPool]
 # (step, distinct batch, microbatch): a rank without any picture, and ranks that have theirs in other microbatches
 APART = frozenset([(0, 1, 0), (0, 1, 1), (1, 0, 0), (1, 1, 1)])
