@@ -17,6 +17,9 @@ keeps its input in 32.
 Any other layer is estimated from above: twice the rows and columns of every matrix, and the shorter of the two once
 more; of experts, twice both for each that a token is sent to; four times every vector. Scores of attention are never
 counted: SDPA and flash attention keep none. Nor is dropout in front of adapters.
+
+Context ranks that share out heads keep key heads once more for each rank that reads them, and the result of attention
+twice: of some heads, and of their own tokens. What they run on whole sequences they keep of all tokens.
 """
 
 from collections.abc import Collection
@@ -24,9 +27,11 @@ from dataclasses import dataclass
 from math import prod
 
 from .._host.peft import LORA_A
+from ..plan.context import ContextPlan
 from ..plan.parameter import ParameterPlan
 from ..plan.plan import Plan
 from ..plan.recompute import recomputed
+from .exchanged import replicas, shares_heads
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
@@ -135,7 +140,8 @@ class _Llama:
         """What the blocks keep, their inputs included."""
         size = self.types.size
         queries, keys = self._out("q_proj"), self._out("k_proj")
-        total = size * (queries + 2 * keys) + (4 * queries / _HEAD_SIZE) * (not recomputed(self.plan).attention)
+        total = size * (queries + 2 * keys * replicas(self.plan))
+        total += max(4, size) * self._heads(queries) * (not recomputed(self.plan).attention)
         for name in ("q_norm", "k_norm"):
             if name in self.roles:
                 width, trains = self._out(f"{name[0]}_proj"), self.roles[name].name in self.trained
@@ -145,12 +151,16 @@ class _Llama:
         if recomputed(self.plan).attention:  # recomputed: nothing but what the output projection keeps
             total += self._read(queries, ("o_proj",))
         else:  # SDPA keeps its result anyway, and an adapter's copy of it comes on top
-            total += size * queries + self._read(queries, ("o_proj",), kept=True)
+            total += size * queries + self._read(queries, ("o_proj",), kept=not shares_heads(self.plan))
         total += self._read(inner, ("down_proj",))
         again = self.sequence if self.plan.layout.sequence_regather else 1
         for readers in (_ATTENTION[:3], _MLP[:2]):
             total += self._read(self.hidden, readers, again=again)
         return total
+
+    def _heads(self, queries: int) -> float:
+        context = self.plan.feature(ContextPlan)
+        return queries / _HEAD_SIZE if context is None or not context.heads else context.heads
 
     def _out(self, name: str) -> int:
         return self.roles[name].model_shape(self.ranks)[0]

@@ -8,6 +8,7 @@
     optimizer   its state: :mod:`.state_bytes`
     activations what layers and final norm keep for the backward pass, of all microbatches alive: :mod:`.activations`
     gathered    whole weights while the data axes have them gathered, or copies in the type of mixed precision
+    exchanged   what context ranks hold of one another's keys and values: :mod:`.exchanged`
     loss        one chunk of logits with its gradient, and the head's gradient on its way
 """
 
@@ -24,6 +25,7 @@ from ..plan.quantized import BLOCK, OUTER_BLOCK, packed_scale_bytes
 from ..plan.recompute import recomputed
 from ..plan.table import human
 from .activations import Types, stream_width
+from .exchanged import exchanged_bytes
 from .recompute import (
     LayerHeld,
     Situation,
@@ -53,6 +55,7 @@ class MemoryEstimate:
         optimizer: the optimizer's state, once there has been a step.
         activations: what is kept for the backward pass, of all microbatches that are alive at once.
         gathered: whole weights of one layer and of what is around the layers, where data ranks shard them.
+        exchanged: keys and values of other context ranks, or what attention sends of its own, of one layer at a time.
         loss: one chunk of logits with its gradient, and the head's gradient before it is ``.grad``.
         notes: what of this is estimated, and how.
     """
@@ -63,6 +66,7 @@ class MemoryEstimate:
     optimizer: int
     activations: int
     gathered: int
+    exchanged: int
     loss: int
     notes: tuple[str, ...] = ()
 
@@ -130,8 +134,6 @@ def estimate_memory(
     again: dict[str, Any] = {"all_recomputed": checkpointing, "chosen": recomputed_layers}
     situation = Situation(own_tokens, tuple(alive), mixed, frozenset(chosen), routes, **again)
     kept, notes = _activations(plan, here, situation, mixed)
-    if plan.layout.size("cp") > 1:
-        notes.append("what attention reads of other context ranks is not counted: a layer's keys and values at a time")
     state, more = _optimizer(plan, training, here, optimizer, options)
     found = MemoryEstimate(
         weights=sum(weight_bytes(plan, p, here) for p in held if p.name not in adapters),
@@ -140,6 +142,7 @@ def estimate_memory(
         optimizer=state,
         activations=kept,
         gathered=_gathered(plan, here, held, mixed),
+        exchanged=_exchanged(plan, here, situation, tokens),
         loss=_loss(plan, here, chosen, chunk_rows or ceil(situation.tokens / 4)),
         notes=(*notes, *more),
     )
@@ -264,6 +267,18 @@ def _gathered(plan: Plan, ranks: dict[str, int], held: Sequence[ParameterPlan], 
     keeps = layout.size("dp_shard") == 1 or (layout.size("pp") > 1 and not layout.weights_regather)
     layers = by_layer.values()
     return root + (sum(layers) if keeps else max(layers, default=0))
+
+
+def _exchanged(plan: Plan, ranks: dict[str, int], situation: Situation, tokens: int) -> int:
+    """Of a layer whose projections have LLaMA's names, or as wide as the hidden states where they have not."""
+    if not plan.layers or plan.layout.size("cp") == 1:
+        return 0
+    size = types_of(plan, situation.mixed).size
+    layer = next((name for name in plan.layers if plan.is_local(ranks.get("pp", 0), name)), plan.layers[0])
+    wide = stream_width(plan, layer)
+    found = {name: plan.by_name.get(f"{layer}.self_attn.{name}_proj.weight") for name in ("q", "k", "v")}
+    q, k, v = (wide if each is None else each.model_shape(ranks)[0] for each in found.values())
+    return ceil(exchanged_bytes(plan, size * (k + v), size * q, tokens, situation.tokens))
 
 
 def _loss(plan: Plan, ranks: dict[str, int], trained: Collection[str], chunk_rows: int) -> int:

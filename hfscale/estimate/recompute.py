@@ -7,12 +7,13 @@ Of a layer that is recomputed the input is kept, and all that it would keep whil
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
 
 from ..errors import ConfigError
+from ..plan.context import ContextPlan
 from ..plan.plan import Plan
 from ..plan.recompute import recomputed
 from ..plan.table import human
@@ -141,7 +142,11 @@ def _layer(plan: Plan, layer: str, ranks: dict[str, int], types: Types, situatio
     trained = situation.trained
     looked_up = [name for name in around_layers(plan) if is_matrix(plan, name) and name != f"{plan.head}.weight"]
     first = layer == plan.layers[0] and not any(name in trained for name in looked_up)
-    return layer_bytes(plan, layer, ranks, types, trained, routes=situation.routes, first=first)
+    found = layer_bytes(plan, layer, ranks, types, trained, routes=situation.routes, first=first)
+    context = plan.feature(ContextPlan)
+    if context is not None and any(name.startswith(f"{layer}.") for name in context.whole):
+        return replace(found, kept=found.kept * plan.layout.size("cp"))
+    return found
 
 
 def around_layers(plan: Plan) -> list[str]:

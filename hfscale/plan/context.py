@@ -16,6 +16,8 @@ class ContextPlan(Feature):
         whole: modules besides attention that mix tokens, which every rank runs on whole sequences.
         together: for ``heads_ring``, how many ranks share out heads between them; 1 for other methods.
         text: name of the model of text where sequences are cut, in a model of more; empty: where batches enter.
+        heads: of queries, on one tensor rank; 0 where the config does not say.
+        key_heads: of keys and values, likewise.
     """
 
     method: str
@@ -23,6 +25,8 @@ class ContextPlan(Feature):
     whole: tuple[str, ...] = ()
     together: int = 1
     text: str = ""
+    heads: int = 0
+    key_heads: int = 0
 
     def describe(self, plan: PlanContents) -> list[str]:
         """How attention reads the tokens of other ranks."""

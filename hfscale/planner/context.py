@@ -62,8 +62,10 @@ def plan_context(draft: Draft) -> None:
             f"cp_size={size} runs {wild_name(whole[0])} on whole sequences, and sequence_parallel=True cuts what it is "
             "given: use sequence_parallel=False"
         )
-    together = _share_out_heads(draft, size)
-    draft.features.append(ContextPlan(str(draft.layout.cp_method), found.pads, whole, together, text))
+    heads, keys = _heads(draft)
+    together = _share_out_heads(draft, size, heads, keys)
+    method = str(draft.layout.cp_method)
+    draft.features.append(ContextPlan(method, found.pads, whole, together, text, heads, keys))
 
 
 def _read_inside(draft: Draft, text: str) -> list[str]:
@@ -162,14 +164,19 @@ def _kinds_of_layers(config: Any) -> int:
     return max(LAYERS, *(len(set(kinds)) for kinds in listed if isinstance(kinds, (list, tuple))), 0)
 
 
-def _share_out_heads(draft: Draft, size: int) -> int:
+def _heads(draft: Draft) -> tuple[int, int]:
+    """Heads of queries, and of keys and values, on one tensor rank; zeros where the config does not say."""
+    config = text_config(draft.config)
+    heads = first_count(config, HEAD_FIELDS) or 0
+    keys = first_count(config, _KEY_HEADS) or heads
+    return heads // draft.tp, max(keys // draft.tp, 1) if heads else 0
+
+
+def _share_out_heads(draft: Draft, size: int, heads: int, keys: int) -> int:
     """Of how many ranks heads are shared out between, where the method says so; notes where they cannot be."""
     method = draft.layout.cp_method
     if method not in ("heads", "heads_ring"):
         return 1
-    config = text_config(draft.config)
-    heads = (first_count(config, HEAD_FIELDS) or 0) // draft.tp
-    keys = max(1, (first_count(config, _KEY_HEADS) or heads * draft.tp) // draft.tp)
     fitting = [n for n in range(2, size + 1) if size % n == 0 and heads_fit(heads, keys, n)]
     if method == "heads_ring" and fitting:
         return max(fitting)

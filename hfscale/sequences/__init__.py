@@ -2,6 +2,6 @@
 
 from .cut import CutBatch, cut_batch, shape_of
 from .masks import MaskBlocks
-from .split import Split, heads_fit
+from .split import Split, choose, heads_fit
 
-__all__ = ["CutBatch", "MaskBlocks", "Split", "cut_batch", "heads_fit", "shape_of"]
+__all__ = ["CutBatch", "MaskBlocks", "Split", "choose", "cut_batch", "heads_fit", "shape_of"]

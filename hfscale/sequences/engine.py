@@ -116,7 +116,7 @@ class _Attention(torch.autograd.Function):
         total, norm = torch.cat(out, 2), torch.cat(lse, 2)
         if sinks is not None:
             total, norm = _merged(total, norm, torch.zeros_like(total), sinks.to(wide)[None, :, None].expand_as(norm))
-        result = total.to(q.dtype)
+        result = total.to(q.dtype).transpose(1, 2).contiguous().transpose(1, 2)  # in the order in which it is read next
         ctx.save_for_backward(q, k, v, sinks, result, norm)
         ctx.reading = reading
         return result

@@ -73,3 +73,15 @@ class Split:
 def heads_fit(heads: int, key_heads: int, size: int) -> bool:
     """Whether ``size`` ranks can share out the heads: evenly, and each key head to whole ranks or the reverse."""
     return heads % size == 0 and (key_heads % size == 0 or size % key_heads == 0)
+
+
+def choose(method: str, heads: int, key_heads: int, size: int) -> str:
+    """What ``auto`` means for one call.
+
+    Per rank and layer, forward and backward, with ``Q`` and ``K`` entries of all queries and of all keys: gathering
+    sends ``6 K (n-1)/n``, heads ``4 (Q + K) (n-1)/n^2``, so heads send less from ``n > 2/3 (Q/K + 1)`` on.
+    """
+    if method != "auto":
+        return method
+    fewer = size > 2 / 3 * (heads / key_heads + 1)
+    return "heads" if fewer and heads_fit(heads, key_heads, size) else "gather"

@@ -86,8 +86,8 @@ def test_frozen_quantized_weights() -> None:
 def test_it_reads_like_a_table() -> None:
     found = str(hfscale.memory_estimate(hfscale.plan(LLAMA_8B, ParallelConfig(tp_size=2)), tokens=4096))
     lines = found.splitlines()
-    assert [line.split()[0] for line in lines[:8]] == [
-        *("weights", "adapters", "gradients", "optimizer", "activations", "gathered", "loss", "total")
+    assert [line.split()[0] for line in lines[:9]] == [
+        *("weights", "adapters", "gradients", "optimizer", "activations", "gathered", "exchanged", "loss", "total")
     ]
     assert lines[0].endswith("GiB")
     assert lines[-1].startswith("activations: counted for this kind of layer, of 4,096 tokens a microbatch")

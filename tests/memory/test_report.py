@@ -18,6 +18,7 @@ from hfscale.estimate.state_bytes import NAMES
 from hfscale.memory.report import count_saved, held_bytes
 from hfscale.runtime import runtime_of
 from hfscale.testing import RankPool
+from hfscale.testing.families import config_of
 
 from ..models import tiny
 from ..quantization.models import four_bits, save, wide
@@ -93,6 +94,25 @@ def several(cases: list[tuple[Any, ...]]) -> list[Any]:
     return [measured(*case) for case in cases]
 
 
+CONTEXT: dict[str, dict[str, Any]] = {
+    "gather2": {"cp_size": 2, "cp_method": "gather"},
+    "ring2": {"cp_size": 2, "cp_method": "ring"},
+    "heads2": {"cp_size": 2, "cp_method": "heads"},
+    "heads4": {"cp_size": 4, "cp_method": "heads"},
+    "heads_ring4": {"cp_size": 4, "cp_method": "heads_ring"},
+    "ring2-tp2": {"cp_size": 2, "cp_method": "ring", "tp_size": 2},
+}
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("layout", CONTEXT)
+def test_context_ranks(pools: Pools, layout: str, lora: dict[str, Any] | None) -> None:
+    """Key heads are replicated where there are fewer than ranks; a head of 16 has a logarithm of one entry."""
+    sizes = CONTEXT[layout]
+    ranks = pools(ParallelConfig(**sizes).total_size).run(measured, llama(), sizes, "adamw_torch_fused", lora)
+    check(ranks, saved=0.03)
+
+
 @pytest.mark.parametrize("layout", ["tp2", "shard2"])
 def test_every_optimizer(pools: Pools, layout: str) -> None:
     """In ragged shares; with 8 bits also for small tensors, some of which are stepped whole."""
@@ -151,6 +171,11 @@ def test_quantized_experts(pools: Pools, tmp_path: Path) -> None:
 def test_an_estimate_from_above(lora: dict[str, Any] | None) -> None:
     predicted, _, kept = measured(tiny("gpt2"), {}, "sgd", lora)
     assert 0.4 * predicted["activations"] < kept["layers"] + kept["around"] < predicted["activations"]
+
+
+def test_what_runs_on_whole_sequences_is_kept_of_them(pools: Pools) -> None:
+    for predicted, _, kept in pools(2).run(measured, config_of("lfm2"), {"cp_size": 2}, "sgd"):
+        assert 0.3 * predicted["activations"] < kept["layers"] + kept["around"] < predicted["activations"]
 
 
 def test_recomputed_layers_keep_their_inputs() -> None:

@@ -72,7 +72,10 @@ CONTEXT: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("family", CONTEXT)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(each, marks=pytest.mark.slow) if each in ("paligemma", "gemma4") else each for each in CONTEXT],
+)
 def test_context_ranks(pools: Pools, family: str) -> None:
     """Towers see whole pictures on every rank, and the text is cut behind them."""
     layout = ParallelConfig(**{"cp_size": 2, **CONTEXT[family]})

@@ -19,18 +19,23 @@ class GatheredBlocks:
     def blocks(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
         """All at once, by rank: ``[b, h, lengths[rank], d]``."""
         widths = [k.shape[-1], v.shape[-1]]
-        both = start_all_gather(torch.cat((k, v), -1), self._lengths, 2, self._group).result()
-        for rank, block in enumerate(both.split(self._lengths, 2)):
-            kb, vb = block.split(widths, -1)
+        # [b, s, h, d]: of one sample, what ranks have lies one after the other, and nothing is moved by a copy
+        own = torch.cat((k.transpose(1, 2), v.transpose(1, 2)), -1)
+        both = start_all_gather(own, self._lengths, 1, self._group).result()
+        del own
+        for rank, block in enumerate(both.split(self._lengths, 1)):
+            kb, vb = block.transpose(1, 2).split(widths, -1)
             yield rank, kb, vb
 
     def gradients(self, k: Tensor, v: Tensor, backward: Backward) -> tuple[Tensor, Tensor]:
         """A reduce-scatter of what this rank adds to everyone's."""
-        widths, sums = [k.shape[-1], v.shape[-1]], []
-        for rank, kb, vb in self.blocks(k, v):
+        widths = [k.shape[-1], v.shape[-1]]
+        sums = k.new_empty(k.shape[0], sum(self._lengths), k.shape[1], sum(widths))
+        for (rank, kb, vb), place in zip(self.blocks(k, v), sums.split(self._lengths, 1), strict=True):
             dk, dv = wide_zeros(kb), wide_zeros(vb)
             backward(rank, kb, vb, dk, dv)
-            sums.append(torch.cat((dk, dv), -1).to(k.dtype))
-        own = start_reduce_scatter(torch.cat(sums, 2), self._lengths, 2, self._group).result()
-        dk, dv = own.split(widths, -1)
+            torch.cat((dk.to(k.dtype), dv.to(k.dtype)), -1, out=place.transpose(1, 2))
+        del kb, vb, dk, dv  # views of what is not read any more
+        own = start_reduce_scatter(sums, self._lengths, 1, self._group).result()
+        dk, dv = own.transpose(1, 2).split(widths, -1)
         return dk, dv

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from ...mesh import Mesh, context_groups
-from ...sequences import heads_fit
+from ...sequences import choose, heads_fit
 from ...sequences.attention import read
 from ...sequences.engine import OwnBlocks, Source
 from ...sequences.masks import MaskBlocks
@@ -54,15 +54,3 @@ class ContextAttention:
         sinks = None if call.sinks is None else call.sinks.chunk(size)[exchange.own]
         source: Source = OwnBlocks() if alone else RingBlocks(split.lengths, rank, self._far)
         return exchange.to_tokens(read(q, k, v, sinks, together, call, source))
-
-
-def choose(method: str, heads: int, key_heads: int, size: int) -> str:
-    """What ``auto`` means for one call.
-
-    Per rank and layer, forward and backward, with ``Q`` and ``K`` entries of all queries and of all keys: gathering
-    sends ``6 K (n-1)/n``, heads ``4 (Q + K) (n-1)/n^2``, so heads send less from ``n > 2/3 (Q/K + 1)`` on.
-    """
-    if method != "auto":
-        return method
-    fewer = size > 2 / 3 * (heads / key_heads + 1)
-    return "heads" if fewer and heads_fit(heads, key_heads, size) else "gather"
