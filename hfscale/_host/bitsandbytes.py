@@ -30,6 +30,13 @@ def functional() -> Any:
     return bitsandbytes.functional
 
 
+def optimizers() -> Any:
+    """Its optimizers."""
+    import bitsandbytes.optim
+
+    return bitsandbytes.optim
+
+
 def is_stock_parameter(parameter: Any) -> bool:
     """Whether it is of one of bitsandbytes' own classes of parameters, which know their scales."""
     return type(parameter).__name__ in _PARAMETERS

@@ -8,7 +8,7 @@ from types import ModuleType, TracebackType
 
 from ..errors import HFScaleError
 from ..version import __version__
-from . import bench, blueprint, completion, convert, inspect, merge, plan, schedule, train, upcycle, verify
+from . import bench, blueprint, completion, convert, doctor, inspect, merge, plan, schedule, train, upcycle, verify
 
 _COMMANDS: dict[str, ModuleType] = {
     "train": train,
@@ -20,6 +20,7 @@ _COMMANDS: dict[str, ModuleType] = {
     "inspect": inspect,
     "merge": merge,
     "upcycle": upcycle,
+    "doctor": doctor,
     "bench": bench,
     "completion": completion,
 }

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from .._host.bitsandbytes import optimizers
 from ..errors import ConfigError
 from ..estimate.optimizer_states import BLOCK, MIN_8BIT_SIZE
 from ..mesh import Mesh
@@ -29,12 +30,11 @@ def stock_class(name: str, stock: str) -> Any:
         ConfigError: bitsandbytes is not installed.
     """
     try:
-        import bitsandbytes
+        return getattr(optimizers(), stock)
     except ImportError as error:
         raise ConfigError(
             f"{name!r} is bitsandbytes' {stock}, which is not installed: pip install 'hfscale[bitsandbytes]'"
         ) from error
-    return getattr(bitsandbytes.optim, stock)
 
 
 def without_paging(name: str, options: dict[str, Any], device: torch.device) -> dict[str, Any]:
@@ -90,3 +90,20 @@ def _warn(name: str, apart: Sequence[Member], mesh: Mesh) -> None:
         "A layout that cuts between blocks avoids it, and so does a 32-bit optimizer",
         stacklevel=4,
     )
+
+
+def try_step(device: torch.device) -> str:
+    """Take one step of 8-bit AdamW on ``device``; says what its state is kept in.
+
+    Raises:
+        ConfigError: bitsandbytes is not installed, or the step did nothing.
+    """
+    weight = torch.nn.Parameter(torch.ones(2 * MIN_8BIT_SIZE, device=device))
+    optimizer = stock_class("adamw_8bit", "AdamW8bit")([weight], lr=0.1)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    kinds = {str(value.dtype) for value in optimizer.state[weight].values() if isinstance(value, torch.Tensor)}
+    moved = bool((weight.detach() < 1).all())
+    if not moved or "torch.uint8" not in kinds:
+        raise ConfigError(f"a step of 8-bit AdamW on {device} left its weight or its state as it was")
+    return f"AdamW on {device}, its state in uint8"

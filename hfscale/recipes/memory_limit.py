@@ -30,19 +30,8 @@ def expect_memory(model: Any, recipe: Recipe, limit: float | None) -> Any:
     """
     if limit is None:
         return None
-    training = recipe.training
     layout = hfscale.ParallelConfig(**recipe.parallel)
-    microbatches, size = per_rank(training.batch_size, hfscale.batch_world(model), training.microbatch_size)
-    count = microbatches
-    if layout.size("pp") > 1:  # which cuts a step anew
-        count = layout.num_microbatches or (microbatches if microbatches > 1 else layout.size("pp"))
-    own = hfscale.memory_estimate(
-        model,
-        training.optimizer,
-        tokens=math.ceil(microbatches * size / count) * recipe.data.sequence_length,
-        num_microbatches=count,
-        gradient_checkpointing=training.gradient_checkpointing,
-    )
+    own = hfscale.memory_estimate(model, recipe.training.optimizer, **of_one_microbatch(recipe, layout))
     every = [own]
     if dist.is_initialized():
         every = [own] * dist.get_world_size()
@@ -57,6 +46,18 @@ def expect_memory(model: Any, recipe: Recipe, limit: float | None) -> Any:
             "training.optimizer, or an adapter over a quantized base"
         )
     return most
+
+
+def of_one_microbatch(recipe: Recipe, layout: hfscale.ParallelConfig) -> dict[str, Any]:
+    """What :func:`hfscale.memory_estimate` is told of a recipe's steps."""
+    training = recipe.training
+    microbatches, size = per_rank(training.batch_size, layout.batch_world, training.microbatch_size)
+    count = microbatches
+    if layout.size("pp") > 1:  # which cuts a step anew
+        count = layout.num_microbatches or (microbatches if microbatches > 1 else layout.size("pp"))
+    tokens = math.ceil(microbatches * size / count) * recipe.data.sequence_length
+    again = training.gradient_checkpointing
+    return {"tokens": tokens, "num_microbatches": count, "gradient_checkpointing": again}
 
 
 def beside(expected: Any, outcome: Outcome) -> str:
