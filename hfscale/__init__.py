@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         wait_for_saves,
     )
     from .config import ParallelConfig
+    from .forecast.estimate import estimate
     from .memory.report import memory_estimate
     from .memory_config import MemoryConfig
     from .ops.token_scores import TokenScores
@@ -76,6 +77,7 @@ __all__ = [
     "coverage_report",
     "create_optimizer",
     "drain",
+    "estimate",
     "eval_step",
     "expert_load",
     "fitting_layout",
@@ -111,6 +113,7 @@ _MODULES = {
     ],
     ".upcycle.upcycle": ["upcycle"],
     ".config": ["ParallelConfig"],
+    ".forecast.estimate": ["estimate"],
     ".parallel.experts": ["ExpertLoad", "ExpertLoadHistory", "expert_load"],
     ".processes": ["fitting_layout"],
     ".routing_config": ["RoutingConfig"],

@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "docs" / "api.md"
 GROUPS = {
-    "Layout and plan": ["ParallelConfig", "MemoryConfig", "plan", "memory_estimate"],
+    "Layout and plan": ["ParallelConfig", "MemoryConfig", "plan", "memory_estimate", "estimate"],
     "Make a model": ["from_pretrained", "from_config", "parallelize"],
     "Train": [
         *["train_step", "eval_step", "token_scores", "TokenScores", "clip_grad_norm_", "drain", "metrics"],

@@ -8,11 +8,26 @@ from types import ModuleType, TracebackType
 
 from ..errors import HFScaleError
 from ..version import __version__
-from . import bench, blueprint, completion, convert, doctor, inspect, merge, plan, schedule, train, upcycle, verify
+from . import (
+    bench,
+    blueprint,
+    completion,
+    convert,
+    doctor,
+    estimate,
+    inspect,
+    merge,
+    plan,
+    schedule,
+    train,
+    upcycle,
+    verify,
+)
 
 _COMMANDS: dict[str, ModuleType] = {
     "train": train,
     "plan": plan,
+    "estimate": estimate,
     "verify": verify,
     "blueprint": blueprint,
     "schedule": schedule,

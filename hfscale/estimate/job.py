@@ -23,10 +23,13 @@ class Job:
         sequence_parallel: whether norms and residuals are cut over the tensor ranks.
         exchanged: values that a layer's collectives send and receive for each of the stream's, over all of its passes:
             8 for two gathers and two scatters in each direction, 10 where the backward pass gathers inputs again.
-        recompute: ``"none"``, ``"selective"`` or ``"full"``.
+        recompute: fraction of the layers that the backward pass computes again.
+        attention_again: whether it computes attention between its projections again in all layers.
         causal: whether attention leaves out what comes later.
         trained: fraction of the weights that train; the others have no gradient of their own.
         gradient_bytes: bytes of a gradient as ranks exchange it.
+        unpacked: bytes moved for every weight of a quantized base, to have it in 16 bits in both passes.
+        offloaded: bytes that go to the host and back in a step: activations, or weights and gradients.
         ranks_per_node: how many share a node.
     """
 
@@ -43,10 +46,13 @@ class Job:
     virtual: int = 1
     sequence_parallel: bool = False
     exchanged: float = 8
-    recompute: str = "none"
+    recompute: float = 0.0
+    attention_again: bool = False
     causal: bool = True
     trained: float = 1.0
     gradient_bytes: float = 4
+    unpacked: float = 0.0
+    offloaded: float = 0.0
     ranks_per_node: int = 8
 
     @property

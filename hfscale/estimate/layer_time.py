@@ -66,8 +66,8 @@ class Seconds:
 def layer_seconds(shape: ModelShape, job: Job, machine: Machine, constants: Constants) -> Seconds:
     """Of one layer."""
     tokens, tp = job.tokens, job.tp
-    again = {"none": 0, "selective": 0, "full": 1}[job.recompute]
-    scores_again = 0 if job.recompute == "none" else 1
+    again = job.recompute
+    scores_again = 1 if job.attention_again else again
     bandwidth = constants.memory * machine.memory_bandwidth
     passes = 2 * (1 + again) + 2 + 2 * job.trained
     work = 2 if job.causal else 4
@@ -75,11 +75,11 @@ def layer_seconds(shape: ModelShape, job: Job, machine: Machine, constants: Cons
     stream = 44 * shape.hidden / (tp if job.sequence_parallel else 1)
     inside = 8 * (2 * shape.queries + 2 * shape.keys) + (30 if shape.gated else 14) * shape.mlp_width
     moved = tokens * (stream + inside / tp) * (1 + again / 3)
-    own = shape.layer_weights / tp / max(1, job.ep)
+    own = shape.held(tp, job.ep)
     return Seconds(
         products=passes * tokens * shape.active_weights / tp / _product_rate(machine, constants),
         attention=attention / (constants.attention * machine.flops),
-        elementwise=constants.elementwise * moved / bandwidth,
+        elementwise=(constants.elementwise * moved + job.unpacked * own) / bandwidth,
         accumulation=12 * job.trained * own / bandwidth,
         exchange=_exchange(shape, job, machine, constants, again),
         host=constants.layer_host * (1 + again / 3),
@@ -102,7 +102,7 @@ def _product_rate(machine: Machine, constants: Constants) -> float:
     return (machine.products or constants.products) * machine.flops
 
 
-def _exchange(shape: ModelShape, job: Job, machine: Machine, constants: Constants, again: int) -> float:
+def _exchange(shape: ModelShape, job: Job, machine: Machine, constants: Constants, again: float) -> float:
     """Seconds that a layer waits for other tensor, expert and context ranks."""
     stream = _BYTES * job.tokens * shape.hidden
     found = 0.0

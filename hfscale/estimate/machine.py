@@ -25,6 +25,7 @@ class Machine:
         link_bandwidth: bytes per second in one direction to the others of its node.
         nic_bandwidth: bytes per second in one direction to other nodes, for each rank.
         ranks_per_node: how many share a node.
+        host_bandwidth: bytes per second in one direction to the host's memory.
         products: fraction of ``flops`` that large matrix products reach, where runs told; else the constants' own.
         title: for people.
         sources: where the numbers are from.
@@ -37,6 +38,7 @@ class Machine:
     link_bandwidth: float
     nic_bandwidth: float
     ranks_per_node: int = 8
+    host_bandwidth: float = 32e9
     products: float | None = None
     title: str = ""
     sources: tuple[str, ...] = ()

@@ -54,10 +54,20 @@ class ModelShape:
         return self.attention_weights + self._matrices * self.hidden * self.mlp_width + router
 
     @property
+    def expert_weights(self) -> int:
+        """Entries of matrices of one layer's experts."""
+        return self._matrices * self.hidden * self.ffn * self.experts
+
+    @property
     def layer_weights(self) -> int:
         """Entries of matrices of one layer."""
-        width = self.ffn * self.experts + self.shared if self.experts else self.ffn
-        return self.attention_weights + self._matrices * self.hidden * width + self.hidden * self.experts
+        width = self.shared if self.experts else self.ffn
+        dense = self.attention_weights + self._matrices * self.hidden * width + self.hidden * self.experts
+        return dense + self.expert_weights
+
+    def held(self, tp: int, ep: int = 1) -> float:
+        """Entries of one layer on one of ``tp`` tensor ranks, its experts spread over ``ep`` or cut over ``tp``."""
+        return (self.layer_weights - self.expert_weights) / tp + self.expert_weights / max(tp, ep)
 
     @property
     def table_weights(self) -> int:

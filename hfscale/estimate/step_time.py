@@ -31,6 +31,7 @@ class StepTime:
         bubble: waiting for other stages.
         data: gradients and weights between data ranks, as far as nothing hides them.
         update: the optimizer.
+        offload: what goes to the host and back, as far as nothing hides it.
         other: of a step's own.
     """
 
@@ -45,6 +46,7 @@ class StepTime:
     bubble: float
     data: float
     update: float
+    offload: float
     other: float
 
     @property
@@ -93,6 +95,7 @@ def step_time(
         bubble=bubble,
         data=data,
         update=moved / (constants.memory * machine.memory_bandwidth),
+        offload=max(0.0, job.offloaded / (constants.memory * machine.host_bandwidth) - many * taken[slowest]),
         other=constants.step,
     )
 

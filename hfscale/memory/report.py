@@ -60,13 +60,18 @@ def memory_estimate(
     Raises:
         ConfigError: the optimizer is unknown, or what is given is neither a model of hfscale's nor a plan.
     """
-    given: dict[str, Any] = {"optimizer": optimizer, "options": optim_args, "tokens": tokens}
     if isinstance(model_or_plan, Plan):
-        plan = model_or_plan
-        given |= {"checkpointing": bool(gradient_checkpointing), "mixed_precision": mixed_precision or "no"}
-        given |= {"alive": microbatches_alive(plan, num_microbatches), "chunk_rows": _chunk_rows(plan, tokens, "cpu")}
-        ranks = [{"pp": rank} for rank in range(plan.layout.size("pp"))]
-        return max((estimate_memory(plan, rank, **given) for rank in ranks), key=lambda found: found.total)
+        found = memory_of_ranks(
+            model_or_plan,
+            optimizer,
+            tokens=tokens,
+            num_microbatches=num_microbatches,
+            optim_args=optim_args,
+            mixed_precision=mixed_precision or "no",
+            gradient_checkpointing=bool(gradient_checkpointing),
+        )
+        return max(found, key=lambda held: held.total)
+    given: dict[str, Any] = {"optimizer": optimizer, "options": optim_args, "tokens": tokens}
     if not isinstance(model_or_plan, nn.Module):
         raise ConfigError(f"memory_estimate got {model_or_plan!r}: pass a model that hfscale parallelized, or a plan")
     runtime = runtime_of(model_or_plan)
@@ -84,6 +89,40 @@ def memory_estimate(
     return estimate_memory(
         plan, runtime.mesh.ranks, chunk_rows=_chunk_rows(plan, tokens, runtime.mesh.device.type), **given
     )
+
+
+def memory_of_ranks(
+    plan: Plan,
+    optimizer: str = "adamw_torch_fused",
+    *,
+    tokens: int = 2048,
+    num_microbatches: int | None = None,
+    optim_args: Mapping[str, Any] | None = None,
+    mixed_precision: str = "no",
+    gradient_checkpointing: bool = False,
+    routes: int | None = None,
+) -> list[MemoryEstimate]:
+    """What :func:`memory_estimate` says of each pipeline rank of a plan.
+
+    Args:
+        routes: experts that a token is sent to, where that is known.
+    """
+    alive = microbatches_alive(plan, num_microbatches)
+    return [
+        estimate_memory(
+            plan,
+            {"pp": rank},
+            optimizer=optimizer,
+            options=optim_args,
+            tokens=tokens,
+            alive=alive,
+            checkpointing=gradient_checkpointing,
+            mixed_precision=mixed_precision,
+            routes=routes,
+            chunk_rows=_chunk_rows(plan, tokens, "cpu"),
+        )
+        for rank in range(plan.layout.size("pp"))
+    ]
 
 
 def _chunk_rows(plan: Plan, tokens: int, device: str) -> int:

@@ -145,7 +145,8 @@ def _megatron(row: dict[str, str], products: float) -> float:
         dp=count["dp"],
         virtual=count["vp"],
         sequence_parallel=bool(count["sequence_parallel"]),
-        recompute=row["recompute"],
+        recompute=float(row["recompute"] == "full"),
+        attention_again=True,
         causal=False,
     )
     machine, constants = replace(find_machine("a100-80"), products=products), fitted()

@@ -5,6 +5,7 @@ import shutil
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ...errors import ConfigError
 from ...schedules import ASYNCHRONOUS, SCHEDULES, default_virtual_stages
@@ -114,7 +115,8 @@ def measured_costs(timeline: Timeline) -> Costs:
         kind: sum(values) / len(values) if values else DEFAULT_COSTS.of(kind) * forward
         for kind, values in ((kind, lengths[kind]) for kind in KINDS)
     }
-    return Costs(**found)
+    costs: dict[str, Any] = {str(kind): length for kind, length in found.items()}
+    return Costs(**costs)
 
 
 @dataclass(frozen=True)

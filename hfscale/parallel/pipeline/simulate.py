@@ -19,6 +19,7 @@ class Costs:
         update: the optimizer's step.
         communication: from one rank to the next; stages on the same rank hand over at once.
         pair: a paired forward and backward; None is the sum of the two, as without overlap.
+        stages: by how much each stage takes longer than that; none: all take the same.
     """
 
     forward: float = 1.0
@@ -28,10 +29,11 @@ class Costs:
     update: float = 0.0
     communication: float = 0.0
     pair: float | None = None
+    stages: tuple[float, ...] = ()
 
-    def of(self, kind: Kind) -> float:
+    def of(self, kind: Kind, stage: int = 0) -> float:
         """Duration of one action."""
-        return float(getattr(self, kind))
+        return float(getattr(self, kind)) * (self.stages[stage] if self.stages else 1.0)
 
 
 DEFAULT_COSTS = Costs()
@@ -94,7 +96,7 @@ def _run(
     ready: dict[_Result, float],
 ) -> list[Span] | None:
     """Spans of the actions of one piece, or None where something it needs does not exist yet."""
-    durations = [costs.of(action.kind) for action in piece]
+    durations = [costs.of(action.kind, action.stage) for action in piece]
     if len(piece) > 1 and costs.pair is not None:
         scale = costs.pair / sum(durations)
         durations = [duration * scale for duration in durations]

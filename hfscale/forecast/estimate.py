@@ -1,0 +1,186 @@
+"""Seconds and bytes of a layout of a model: :func:`estimate`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from ..arguments import load_config
+from ..build import plan as make_plan
+from ..config import ParallelConfig
+from ..errors import ConfigError
+from ..estimate.constants import Constants, fitted, read_constants
+from ..estimate.job import Job
+from ..estimate.layer_time import Seconds, head_seconds, layer_seconds
+from ..estimate.machine import Machine, find_machine
+from ..estimate.memory import MemoryEstimate
+from ..estimate.model_shape import ModelShape
+from ..estimate.recompute import is_matrix
+from ..estimate.step_time import step_time
+from ..memory.report import memory_of_ranks
+from ..parallel.pipeline import Costs, order, simulate
+from ..plan import Plan
+from .jobs import job_of, offloaded_bytes
+from .report import Estimate, StageEstimate
+from .shapes import shape_of_plan
+
+_MOST_ACTIONS = 100_000  # that are played through; a formula says the rest
+
+
+def estimate(
+    source: str | PathLike[str] | PreTrainedConfig | Plan,
+    parallel: ParallelConfig | None = None,
+    hardware: str | Machine = "h100",
+    *,
+    sequence_length: int = 4096,
+    batch_size: int = 1,
+    num_microbatches: int | None = None,
+    optimizer: str = "adamw_torch_fused",
+    optim_args: Mapping[str, Any] | None = None,
+    mixed_precision: str = "no",
+    **plan_kwargs: Any,
+) -> Estimate:
+    """Seconds and bytes of one training step: for every pipeline rank, by kind and by term. Nothing is run.
+
+    Bytes are those of :func:`hfscale.memory_estimate`. Seconds come from constants that were fitted on public runs of
+    other code on H100s, or from what ``hfscale calibrate`` measured; hfscale itself was not run on GPUs yet.
+
+    Args:
+        source: a plan, or what :func:`hfscale.plan` takes: a config, a path or an id.
+        parallel: the layout; with a plan, the plan's.
+        hardware: a name (``h100``, ``h200``, ``b200``, ``a100-80``, ``a100-40``), a JSON file of ``hfscale calibrate``,
+            or a :class:`hfscale.estimate.machine.Machine`.
+        sequence_length: tokens of a sequence.
+        batch_size: sequences of one microbatch of one batch rank.
+        num_microbatches: of one batch rank in a step; by default the layout's, or as many as there are stages.
+        optimizer: a name that :func:`hfscale.create_optimizer` knows.
+        optim_args: its options, where they change its state.
+        mixed_precision: ``"no"`` or ``"bf16"``.
+        plan_kwargs: of :func:`hfscale.plan`: ``dtype``, ``memory``, ``peft_config``, ``quantization_config``, ...
+
+    Raises:
+        ConfigError: the hardware or the optimizer is unknown, or a size is impossible.
+        PlanError: the layout does not fit the model.
+    """
+    for name, value in (("sequence_length", sequence_length), ("batch_size", batch_size)):
+        if value < 1:
+            raise ConfigError(f"{name}={value} is impossible: use a whole number of at least 1")
+    machine, constants = find_machine(hardware), constants_of(hardware)
+    plan, config = _planned(source, parallel, plan_kwargs)
+    count = num_microbatches or plan.layout.num_microbatches or plan.layout.size("pp")
+    shape = shape_of_plan(plan, config)
+    job = job_of(plan, machine, sequence=sequence_length, batch=batch_size, microbatches=count)
+    held = memory_of_ranks(
+        plan,
+        optimizer,
+        tokens=sequence_length * batch_size,
+        num_microbatches=count,
+        optim_args=optim_args,
+        mixed_precision=mixed_precision,
+        routes=shape.routed or None,
+    )
+    return _of_plan(plan, shape, job, machine, constants, held)
+
+
+def _of_plan(
+    plan: Plan, shape: ModelShape, job: Job, machine: Machine, constants: Constants, held: Sequence[MemoryEstimate]
+) -> Estimate:
+    """Of a plan whose memory is known."""
+    stages, weights = _stages(plan, shape, job, machine, constants)
+    job = replace(job, offloaded=max(offloaded_bytes(plan, rank, job) for rank in range(job.pp)))
+    hop = constants.hop if job.pp > 1 else 0.0
+    taken = [stage.stage(constants) + hop for stage in stages]
+    layers = _layers_of(plan)
+    return Estimate(
+        hardware=machine,
+        layout=plan.layout.describe(),
+        stages=tuple(StageEstimate(rank, layers[rank], taken[rank], held[rank]) for rank in range(job.pp)),
+        time=step_time(stages, weights, job, machine, constants, bubble=_bubble(plan, taken, job)),
+        tokens=job.step_tokens,
+        ranks=job.ranks,
+        flops=step_flops(shape, job),
+        notes=(*held[0].notes, _NOTE),
+    )
+
+
+_NOTE = "seconds: estimated with constants of other code on GPUs; hfscale was not measured on them yet"
+
+
+def step_flops(shape: ModelShape, job: Job) -> float:
+    """Operations of a step as they are usually counted: 6 for every weight that trains and token, 4 for others, 12 s q
+    for attention, half of it where it is causal; nothing twice.
+    """
+    weights = shape.layers * shape.active_weights + shape.table_weights
+    attention = 12 * shape.layers * job.sequence * shape.queries / (2 if job.causal else 1)
+    return float(job.step_tokens * ((4 + 2 * job.trained) * weights + attention))
+
+
+def constants_of(hardware: str | Machine) -> Constants:
+    """What a calibration measured, or what was fitted on public runs."""
+    path = Path(hardware) if isinstance(hardware, str) else None
+    if path is not None and path.is_file() and '"time"' in path.read_text():
+        return read_constants(path)
+    return fitted()
+
+
+def _planned(source: Any, parallel: ParallelConfig | None, kwargs: dict[str, Any]) -> tuple[Plan, Any]:
+    if isinstance(source, Plan):
+        if parallel is not None and parallel != source.layout:
+            raise ConfigError("estimate got a plan and another layout: give the config instead of the plan")
+        return source, None
+    config = source if isinstance(source, PreTrainedConfig) else load_config(str(source), dict(kwargs))[0]
+    return make_plan(config, parallel, **kwargs), config
+
+
+def _layers_of(plan: Plan) -> list[int]:
+    """How many layers each pipeline rank has."""
+    if plan.stages is None:
+        return [len(plan.layers)]
+    ranks = range(plan.layout.size("pp"))
+    return [sum(len(stage.layers) for stage in plan.stages.of_rank(rank)) for rank in ranks]
+
+
+def _stages(
+    plan: Plan, shape: ModelShape, job: Job, machine: Machine, constants: Constants
+) -> tuple[list[Seconds], list[float]]:
+    """For each pipeline rank the seconds of a microbatch, and its entries of matrices."""
+    layer, head = (part(shape, job, machine, constants) for part in (layer_seconds, head_seconds))
+    seconds, weights = [], []
+    for rank, layers in enumerate(_layers_of(plan)):
+        has_head = plan.head is not None and plan.is_local(rank, plan.head)
+        seconds.append(layer * layers + (head if has_head else Seconds()))
+        tables = [name for name in plan.local_names(rank) if is_matrix(plan, name) and not _in_layer(plan, name)]
+        outside = sum(_entries(plan.by_name[name].shape) for name in tables)
+        weights.append(layers * shape.held(job.tp, job.ep) + outside / job.tp)
+    return seconds, weights
+
+
+def _in_layer(plan: Plan, name: str) -> bool:
+    return name.startswith(tuple(f"{layer}." for layer in plan.layers))
+
+
+def _entries(shape: Sequence[int]) -> int:
+    found = 1
+    for size in shape:
+        found *= size
+    return found
+
+
+def _bubble(plan: Plan, taken: list[float], job: Job) -> float | None:
+    """Seconds that the slowest rank waits for others, where the plan's schedule can be played through."""
+    if plan.stages is None or job.pp * job.microbatches * job.virtual > _MOST_ACTIONS:
+        return None
+    again = 1 + job.recompute
+    costs = Costs(
+        forward=1 / (2 + again),
+        backward=(1 + again) / (2 + again),
+        backward_input=again / (2 + again),
+        backward_weight=1 / (2 + again),
+        stages=tuple(taken[rank] / job.virtual for rank in plan.stages.ranks),
+    )
+    actions = order(str(plan.layout.pipeline_schedule), job.pp, job.microbatches, job.virtual)
+    played = simulate(actions, costs)
+    return max(0.0, played.makespan - job.microbatches * max(taken))

@@ -1,0 +1,78 @@
+"""From a plan and a batch to the step whose time is estimated."""
+
+from math import prod
+
+from ..estimate.job import Job
+from ..estimate.machine import Machine
+from ..estimate.recompute import Situation, is_matrix, layers_held
+from ..plan import Plan
+from ..plan.offload import offloaded
+from ..plan.recompute import recomputed
+
+_UNPACKED = {4: 9.0, 8: 10.0}  # read, written in 16 bits and read again, in the forward and in the backward pass
+_COPIES = 8  # bytes of a weight and its gradient that go to where the optimizer steps, and come back
+
+
+def job_of(plan: Plan, machine: Machine, *, sequence: int, batch: int, microbatches: int) -> Job:
+    """What a step of this plan is.
+
+    Args:
+        sequence: tokens of a sequence.
+        batch: sequences of one microbatch.
+        microbatches: of one batch rank in a step.
+    """
+    layout = plan.layout
+    shards = layout.size("dp_shard")
+    widest = max((p.dtype.itemsize for p in plan.owned() if p.dtype.is_floating_point), default=4)
+    return Job(
+        sequence=sequence,
+        batch=batch,
+        microbatches=microbatches,
+        tp=layout.size("tp"),
+        pp=layout.size("pp"),
+        dp=layout.batch_world,
+        cp=layout.size("cp"),
+        ep=layout.size("ep"),
+        shards=shards,
+        gathers=shards > 1 and (layout.size("pp") == 1 or bool(layout.weights_regather)),
+        virtual=int(layout.virtual_stages or 1),
+        sequence_parallel=bool(plan.sequence_regions),
+        exchanged=10 if layout.sequence_regather else 8,
+        recompute=_recomputed_fraction(plan),
+        attention_again=recomputed(plan).attention,
+        trained=trained_fraction(plan),
+        gradient_bytes=2 if layout.gradient_compression in ("bf16", "fp16") else widest,
+        unpacked=0.0 if plan.quantized is None else _UNPACKED[plan.quantized.bits],
+        ranks_per_node=machine.ranks_per_node,
+    )
+
+
+def trained_fraction(plan: Plan) -> float:
+    """Which fraction of the entries of matrices trains: the adapters', where there are any."""
+    adapters = {adapter.name for adapter in plan.adapters}
+    quantized = set(plan.quantized.weights) if plan.quantized is not None else set[str]()
+    entries = {p.name: prod(p.shape) for p in plan.owned() if is_matrix(plan, p.name)}
+    trained = adapters or entries.keys() - quantized
+    return sum(entries.get(name, 0) for name in trained) / max(1, sum(entries.values()))
+
+
+def offloaded_bytes(plan: Plan, rank: int, job: Job) -> float:
+    """Bytes that a pipeline rank sends to its host and back in a step."""
+    found, on_host = 0.0, offloaded(plan)
+    if on_host.activations is not None:
+        names = frozenset(p.name for p in plan.owned())
+        held = layers_held(plan, {"pp": rank}, Situation(round(job.tokens), trained=names))
+        again = recomputed(plan).layers
+        kept = sum(each.bytes.stream if each.name in again else each.bytes.kept for each in held)
+        found += 2 * kept * job.tokens * job.microbatches
+    if on_host.optimizer or on_host.parameters:
+        entries = sum(prod(plan.by_name[name].local_shape({"pp": rank})) for name in plan.local_names(rank))
+        found += _COPIES * entries * job.trained
+    return found
+
+
+def _recomputed_fraction(plan: Plan) -> float:
+    again = recomputed(plan)
+    if again.modules:
+        return 0.5
+    return len(again.layers) / max(1, len(plan.layers)) if again.budget is None else 0.5
