@@ -34,6 +34,18 @@ _T5 = Blueprint(
     },
 )
 
+# Gemma's layers in two stacks, each with a config of its own.
+_T5GEMMA_ATTENTION = Block(column=("q_proj", "k_proj", "v_proj"), row=("o_proj",))
+_T5GEMMA = Blueprint(
+    layers=("encoder.layers", "decoder.layers"),
+    blocks={
+        "self_attn": _T5GEMMA_ATTENTION,
+        "cross_attn": replace(_T5GEMMA_ATTENTION, enter_inputs=("encoder_hidden_states",), optional=True),
+        "mlp": Block(column=("gate_proj", "up_proj"), row=("down_proj",), dropout=("dropout_rate",)),
+    },
+    config_of=lambda config: getattr(config, "encoder", config),
+)
+
 ENCODER_DECODERS: dict[str, Blueprint] = {
     "bart": _BART,
     # its encoder's attention is of blocks, so the encoder stays whole
@@ -59,6 +71,7 @@ ENCODER_DECODERS: dict[str, Blueprint] = {
     "plbart": _BART,
     "t5": _T5,
     # its attention reads the width of its heads together off its input, so it stays whole
+    "t5gemma": _T5GEMMA,
     "trocr": Blueprint(layers="decoder.layers", blocks={"": _BART_MLP}),
     "umt5": _T5,
     "whisper": _BART,

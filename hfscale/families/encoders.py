@@ -60,6 +60,33 @@ _VIT_ATTENTION = Block(
     column=("q_proj", "k_proj", "v_proj"), row=("o_proj",), dropout=("attention_probs_dropout_prob",)
 )
 
+# XLM: attentions and MLPs are two lists of one model, whose modules take turns.
+_XLM = Blueprint(
+    layers=("attentions", "ffns"),
+    blocks={
+        "": Block(
+            column=("q_lin", "k_lin", "v_lin", "lin1"),
+            row=("out_lin", "lin2"),
+            leave=("out_lin", "lin2"),
+            optional=True,
+            local_attributes=("n_heads",),
+        )
+    },
+)
+# MobileBERT: queries and keys read another bottleneck than values, and several MLPs follow each attention.
+_MOBILE_MLP = replace(_BERT_MLP, leave=("output.dense",))
+_MOBILEBERT = Blueprint(
+    layers="encoder.layer",
+    blocks={
+        "attention": replace(
+            _BERT_ATTENTION, enter=("self.query", "self.key", "self.value"), leave=("output.dense",), shared=()
+        ),
+        **{f"ffn.{index}": _MOBILE_MLP for index in range(3)},
+        "": _MOBILE_MLP,
+    },
+    unfit=lambda config: None if config.num_feedforward_networks == 4 else "other than 4 feedforward networks a layer",
+)
+
 ENCODERS: dict[str, Blueprint] = {
     # every layer is the same one, which the plan lists once
     "albert": Blueprint(
@@ -98,7 +125,22 @@ ENCODERS: dict[str, Blueprint] = {
     ),
     "electra": _BERT,
     "ernie": _BERT,
+    "esmc": Blueprint(
+        layers="layers",
+        blocks={
+            "self_attn": Block(
+                column=("q_proj", "k_proj", "v_proj"),
+                row=("o_proj",),
+                key_value={"k_proj": (), "v_proj": (), "k_norm": ()},
+                across=("q_norm", "k_norm"),
+            ),
+            "mlp": Block(column=("gate_proj", "up_proj"), row=("down_proj",), dropout=()),
+        },
+    ),
+    "flaubert": _XLM,
+    "markuplm": _BERT,
     "megatron-bert": _BERT,
+    "mobilebert": _MOBILEBERT,
     "rembert": _BERT,
     "roberta": _BERT,
     "roberta-prelayernorm": _BERT_NORM_INSIDE,
@@ -108,6 +150,7 @@ ENCODERS: dict[str, Blueprint] = {
     "siglip_text_model": _CLIP_TOWER,
     "siglip_vision_model": _CLIP_TOWER,
     "vit": Blueprint(layers="layers", blocks={"attention": _VIT_ATTENTION, "mlp": _FC_MLP}),
+    "xlm": _XLM,
     "xlm-roberta": _BERT,
     "xlm-roberta-xl": _BERT_BARE,
     "xmod": _BERT_BARE,
