@@ -24,7 +24,7 @@ from .draft import Draft
 from .probe import tiny_model_of
 
 _ROWS, _TOKENS = (3, 2), 6
-_IGNORED = -100
+_IGNORED, _LARGEST_ID = -100, 60
 _TOLERANCE = 1e-9
 
 
@@ -60,7 +60,10 @@ def _answer(question: _Question) -> str | None:
     if model is None:
         return None
     model.eval()
-    for first, second in _pairs(int(getattr(config, "num_labels", 2) or 2), int(config.get_text_config().vocab_size)):
+    text = model.config.get_text_config()
+    end = text.eos_token_id if getattr(text, "is_encoder_decoder", False) else None  # which these classify texts by
+    vocabulary = getattr(text, "vocab_size", _LARGEST_ID)  # some look up hashes of characters
+    for first, second in _pairs(int(getattr(config, "num_labels", 2) or 2), int(vocabulary), end):
         with suppress(Exception), torch.no_grad(), keep_float64():  # whatever stock code says of labels of a wrong kind
             together = {name: torch.cat([first[name], second[name]]) for name in first}
             losses = [float(model(**batch).loss) for batch in (first, second, together)]
@@ -68,10 +71,18 @@ def _answer(question: _Question) -> str | None:
     return None
 
 
-def _pairs(classes: int, vocabulary: int) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    """Two batches of different rows, with a label per row, or one per token of which some are ignored."""
+def _pairs(classes: int, vocabulary: int, end: int | None) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """Two batches of different rows, with a label per row, or one per token of which some are ignored.
+
+    Args:
+        end: the token that every row ends with, and has nowhere else.
+    """
     generator = torch.Generator().manual_seed(3)
-    ids = [torch.randint(3, min(60, vocabulary), (rows, _TOKENS), generator=generator) for rows in _ROWS]
+    ids = [torch.randint(3, min(_LARGEST_ID, vocabulary), (rows, _TOKENS), generator=generator) for rows in _ROWS]
+    if end is not None:
+        ids = [each.masked_fill(each == end, 3 if end != 3 else 4) for each in ids]
+        for each in ids:
+            each[:, -1] = end
     kinds = torch.randint(0, max(classes, 1), (sum(_ROWS), _TOKENS), generator=generator)
     tokens = kinds.masked_fill(torch.rand(kinds.shape, generator=generator) < 0.4, _IGNORED)
     rows = kinds[:, 0] if classes > 1 else kinds[:, 0] + torch.rand(sum(_ROWS), generator=generator).double()
