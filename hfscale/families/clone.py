@@ -67,6 +67,10 @@ def tiny_clone(config: PreTrainedConfig, *, layers: int = LAYERS, **changes: Any
     whole = config.to_dict()
     small = _shrink(copy.deepcopy(whole), layers)
     small = {key: value for key, value in small.items() if key not in ("transformers_version", "model_type")}
+    if "stage_names" in whole:  # of a backbone, which names its stages by how many layers there are
+        small = {
+            key: value for key, value in small.items() if key not in ("out_features", "out_indices", "stage_names")
+        }
     for name in _derived(type(config), whole, small):
         del small[name]
     return type(config)(**{**small, **changes})

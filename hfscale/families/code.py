@@ -8,9 +8,14 @@ from torch import nn
 _LOSSES = {"CrossEntropyLoss", "cross_entropy", "NLLLoss", "nll_loss"}
 
 
-def has_own_loss(model: nn.Module) -> bool:
-    """Whether the model's forward takes a cross entropy of its own, and never the host's ``loss_function``."""
-    names = _used_names(type(model))
+def has_own_loss(model: nn.Module, head: nn.Module | None = None) -> bool:
+    """Whether the model's forward takes a cross entropy of its own, and never the host's ``loss_function``.
+
+    Args:
+        head: the projection onto the vocabulary; modules around it may take one as well.
+    """
+    around = (m for m in model.modules() if m is model or any(child is head for child in m.children()))
+    names = {name for module in around for name in _used_names(type(module))}
     return "loss_function" not in names and bool(names & _LOSSES)
 
 

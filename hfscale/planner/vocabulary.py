@@ -28,7 +28,7 @@ def _find_head(draft: Draft) -> tuple[str | None, str | None, str]:
         return None, None, f"{kind} has another loss than a causal language model's (loss_type {loss!r})"
     if not isinstance(head, nn.Linear):
         return None, None, f"the head of {kind} is {'not there' if head is None else f'a {type(head).__name__}'}"
-    if has_own_loss(draft.model):
+    if has_own_loss(draft.model, head):
         return None, None, f"{kind} takes a cross entropy of its own, in its forward pass"
     if proved and (other := passes_on_labels(draft.model)) is not None:
         return None, None, f"{kind} has another loss than a causal language model's: {other}"

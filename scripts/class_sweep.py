@@ -1,0 +1,291 @@
+"""Train a tiny model of every family of every class that people train, in each of a few layouts, against one process;
+write docs/classes.md.
+
+    python scripts/class_sweep.py [--part sequences images] [--only bert vit] [--new] [--out docs/classes.md]
+
+Every family is judged in processes forked for it, so that one that hangs or dies is a verdict; it is written to the
+file at once, and ``--new`` leaves out what is in the file already, so that a sweep goes on where it was stopped.
+
+equal: loss, every gradient, norm, weights after two steps and the saved checkpoint agree with plain transformers in one
+process to 1e-9 in float64, by ``train_step`` where that runs the class's loss, else by a plain loop. refused: hfscale
+says what does not fit before weights are read. wrong, crash, hang, late (a refusal afterwards): defects. Beside it: the
+share of all numbers that the fullest rank holds.
+"""
+
+import argparse
+import json
+import re
+import tempfile
+import warnings
+from collections import Counter
+from dataclasses import replace
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from class_cases import KINDS, Kind, case_of, configs
+from tqdm import tqdm
+
+import hfscale
+from hfscale._host.transformers.experts import use_eager_experts
+from hfscale.plan.own_loss import OwnLossPlan
+from hfscale.testing import measure_parity, plain
+from hfscale.testing.forked import ForkedRanks, RanksFailed
+from hfscale.testing.fuzz.children import await_all, in_a_child
+from hfscale.testing.fuzz.many import import_everything
+from hfscale.testing.parity import Case, Parity
+
+TOLERANCE, TIMEOUT, STAGE_LAYERS = 1e-9, 40.0, 4
+COLUMNS = ("tp2", "dp_shard2", "pp2", "LoRA tp2")
+DEFECTS = ("wrong", "crash", "hang", "late")
+
+
+def judge(kind: Kind, family: str, columns: tuple[str, ...], only_plan: bool) -> dict[str, str]:
+    """Column -> verdict, and ``""`` -> remarks, which are all where stock code cannot train a tiny model."""
+    ranks = ForkedRanks(2, TIMEOUT)
+    config, why = trainable(kind, family, ranks)
+    if config is None:
+        return {"": why}
+    verdicts, remarks = dict[str, str](), dict[str, list[str]]()
+    for column in columns:
+        chosen = (trainable(kind, family, ranks, STAGE_LAYERS)[0] if column == "pp2" else None) or config
+        verdict, detail = judge_layout(kind, chosen, column, None if only_plan else ranks)
+        verdicts[column] = verdict
+        if detail:
+            remarks.setdefault(detail, []).append(column)
+    verdicts[""] = "; ".join(f"{', '.join(columns)}: {detail}" for detail, columns in remarks.items())
+    return verdicts
+
+
+def trainable(kind: Kind, family: str, ranks: ForkedRanks, layers: int = 2) -> tuple[Any, str]:
+    """A config that stock code trains; ``None`` and why not."""
+    try:
+        found = configs(kind, family, layers)
+    except Exception as error:  # whatever stock code says of fields that it does not want
+        return None, short(error)
+    why = ""
+    for config in found:
+        try:
+            ranks.alone(try_stock, kind, config)
+        except RanksFailed as failed:
+            why = short(failed)
+        else:
+            return config, ""
+    return None, why
+
+
+def try_stock(kind: Kind, config: Any) -> None:
+    """One pass forward and backward in one process."""
+    case = case_of(kind, config)
+    model = case.auto_class.from_config(config, dtype=torch.float64).train()
+    use_eager_experts(model)  # the host's grouped matrix products take no float64
+    size = sum(parameter.numel() for parameter in model.parameters())
+    if size > 6e6:
+        raise ValueError(f"the clone has {size / 1e6:.0f} million parameters")
+    batch = case.batches(1)[0][0][0]
+    loss = case.loss_of(model, batch) if isinstance(case, plain.PlainCase) else model(**batch).loss
+    loss.backward()
+    if not torch.isfinite(loss):
+        raise ValueError(f"the loss is {loss}")
+
+
+def judge_layout(kind: Kind, config: Any, column: str, ranks: ForkedRanks | None) -> tuple[str, str]:
+    """Verdict with share, and detail; without ranks, of the plan alone."""
+    case = case_of(kind, config)
+    try:
+        layout = layout_of(case, column)
+        case, share = planned_case(case, layout)
+    except hfscale.HFScaleError as error:
+        return "refused", refusal(error)
+    except Exception as error:
+        return "crash", f"plan: {short(error)}"
+    if ranks is None:
+        return f"planned {share:.0%}", ""
+    if column.startswith("LoRA"):
+        import peft
+
+        case = replace(case, peft=peft.LoraConfig(r=2, target_modules="all-linear", task_type=kind.task))
+    try:
+        parity = measure_parity(case, layout, ranks)
+    except RanksFailed as failed:
+        return ended(failed)
+    except Exception as error:  # after the ranks: files that cannot be loaded, names that differ
+        return "crash", short(error)
+    if not parity.worst() <= TOLERANCE:
+        return "wrong", difference(parity)
+    return f"equal {share:.0%}", ""
+
+
+def difference(parity: Parity) -> str:
+    """What differs, and by how much."""
+    named = {"gradient": parity.worst_gradient, "weight": parity.worst_weight, "replicas": parity.worst_replica}
+    found = {name: getattr(parity, name) for name in ("loss", "gradient", "norm", "weight", "saved", "replicas")}
+    return ", ".join(f"{k} {v:.0e} {named.get(k, '')}".strip() for k, v in found.items() if not v <= TOLERANCE)
+
+
+def layout_of(case: Case, column: str) -> hfscale.ParallelConfig:
+    """The layout of a column; stages have half of the layers each."""
+    if column != "pp2":
+        return hfscale.ParallelConfig(**{"dp_shard_size" if column.startswith("dp") else "tp_size": 2})
+    count = len(hfscale.plan(case.config, auto_class=case.auto_class).layers)
+    halves = [count // 2, count - count // 2] if count > 1 else None
+    return hfscale.ParallelConfig(pp_size=2, pipeline_schedule="1f1b", stage_layers=halves)
+
+
+def planned_case(case: Case, layout: hfscale.ParallelConfig) -> tuple[Case, float]:
+    """The case as the layout trains it, and what the fullest rank holds of all numbers."""
+    plan = hfscale.plan(case.config, layout, auto_class=case.auto_class, dtype=torch.float64)
+    own = plan.feature(OwnLossPlan)
+    if own is not None and type(case) is plain.PlainCase:
+        case = plain.OwnLossCase(case.config, auto_class=case.auto_class, make_batch=case.make_batch, over=own.over)
+    parameters = list(plan.owned())
+    if any("expert" in parameter.name for parameter in parameters):
+        case = replace(case, hf_kwargs={"experts_implementation": "eager"})
+    if layout.batch_world > 1 and any(parameter.dtype != torch.float64 for parameter in parameters):
+        case = replace(case, build="parallelize")  # data ranks hold parameters that cannot be given another type
+    if layout.batch_world > 1:
+        with torch.device("meta"):
+            model = case.auto_class.from_config(case.config)
+        case = replace(case, unlike=tuple(name for name, _ in model.named_buffers()))
+    axes = {axis: range(layout.size(axis)) for axis in ("pp", "tp", "dp_shard")}
+    held = []
+    for place in product(*axes.values()):
+        at = dict(zip(axes, place, strict=True))
+        names = plan.local_names(at["pp"])
+        held.append(sum(prod(p.local_shape(at)) for p in parameters if p.name in names))
+    return case, max(held) / sum(prod(p.shape) for p in parameters)
+
+
+def ended(failed: RanksFailed) -> tuple[str, str]:
+    """Of ranks that did not all return: an error counts more than those it left waiting."""
+    errors = [end for end in failed.ended if end.error and not end.hung]
+    own = [end for end in errors if not re.search("gloo|Connection (reset|closed)|Broken pipe", end.error)]
+    if not errors:
+        return "hang", "ranks stand still"
+    first = (own or errors)[0]
+    if not first.refused:
+        return "crash", short(first.error)
+    return ("refused" if "load.py" not in first.trace and "train_step" not in first.trace else "late"), first.error[
+        :200
+    ]
+
+
+def refusal(error: Exception) -> str:
+    """The first reason, without what to do."""
+    lines = str(error).split("\n  - ")
+    # Where there is no blueprint: why none could be inferred.
+    why = lines[min(1, len(lines) - 1)].rpartition("Also, ")[2]
+    why = re.split(": use (?:tp_size|pp_size|dp_shard)", why)[0]
+    return re.sub("pp_size=2 does not fit .*?:", "stages:", why).replace("|", "/").replace("\n", " ")[:200]
+
+
+def short(error: Any) -> str:
+    """An error in one line of a table."""
+    text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+    return " ".join(text.replace("|", "/").split())[:160]
+
+
+def judged(kind: Kind, family: str, columns: tuple[str, ...], only_plan: bool) -> dict[str, str]:
+    """The same in a process of its own."""
+    with tempfile.TemporaryDirectory(prefix="hfscale-class-") as name:
+        directory = Path(name)
+
+        def run(_: Any) -> None:
+            (directory / "verdict.json").write_text(json.dumps(judge(kind, family, columns, only_plan)))
+
+        end = await_all({"judge": in_a_child(run, directory, "judge")}, directory, 12 * TIMEOUT)["judge"]
+        if end.error:
+            return {**dict.fromkeys(columns, "crash"), "": short(f"the judge: {end.error}")}
+        found: dict[str, str] = json.loads((directory / "verdict.json").read_text())
+        return found
+
+
+HEAD = f"""# Classes of models
+
+Written by `scripts/class_sweep.py`: a tiny model of every family that transformers {transformers.__version__} has of a
+class, as far as stock code trains one, in four layouts against one process in float64 (loss, every gradient, norm,
+weights after two steps, saved checkpoint). A percentage is the share of all numbers that the fullest rank holds: 50% is
+an even cut in two, 100% none at all. Buffers (running statistics of batch norms), which every data rank has of its own
+batches as under DDP, are not compared there.
+"""
+
+
+def read(path: Path) -> dict[str, dict[str, list[str]]]:
+    """Part -> family -> the cells of its row, of a file that this script wrote."""
+    found: dict[str, dict[str, list[str]]] = {}
+    rows: dict[str, list[str]] = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        if line.startswith("## "):
+            rows = found.setdefault(next(part for part, kind in KINDS.items() if kind.title == line[3:]), {})
+        elif line.startswith("| ") and not line.startswith("| family"):
+            cells = [cell.strip() for cell in line.strip("|").split("|")]
+            rows[cells[0]] = cells[1:]
+        elif line.startswith("No tiny model of: "):
+            rows.update({name: [] for name in line.removeprefix("No tiny model of: ").strip(".").split(", ")})
+    return found
+
+
+def page(rows: dict[str, dict[str, list[str]]]) -> str:
+    """docs/classes.md."""
+    lines = [HEAD, f"| class | trains | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 2) + "|"]
+    parts = [part for part in KINDS if rows.get(part)]
+    for part in parts:
+        own = [cells for cells in rows[part].values() if cells]
+        lines.append(f"| {KINDS[part].title} | {len(own)} | {' | '.join(count(own, i) for i in range(len(COLUMNS)))} |")
+    for part in parts:
+        lines += ["", f"## {KINDS[part].title}", "", f"`{KINDS[part].auto}`.", ""]
+        lines += [f"| family | {' | '.join(COLUMNS)} | |", "|---" * (len(COLUMNS) + 2) + "|"]
+        lines += [f"| {family} | {' | '.join(cells)} |" for family, cells in sorted(rows[part].items()) if cells]
+        without = sorted(family for family, cells in rows[part].items() if not cells)
+        lines += ["", f"No tiny model of: {', '.join(without)}."] if without else []
+    return "\n".join(lines) + "\n"
+
+
+def count(rows: list[list[str]], column: int) -> str:
+    """``98 equal, 18 refused, 3 wrong``."""
+    kinds = Counter(cells[column].split()[0] for cells in rows)
+    known = [kind for kind in ("equal", "planned", "refused", *DEFECTS) if kinds[kind]]
+    return ", ".join(f"{kinds[kind]} {kind}" for kind in known) or "-"
+
+
+def main() -> int:
+    """Write the tables; the exit status is 1 where there is a defect."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", nargs="*", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--only", nargs="*", default=[], help="these families")
+    parser.add_argument("--columns", nargs="*", choices=COLUMNS, default=COLUMNS)
+    parser.add_argument("--new", action="store_true", help="leave out what the file has")
+    parser.add_argument("--defects", action="store_true", help="those alone that are wrong, crash or hang in the file")
+    parser.add_argument("--plan", action="store_true", help="plan, and train nothing: who is refused, and why")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    import_everything(())
+    rows = read(arguments.out) if arguments.out else {}
+    for part in arguments.part:
+        own = rows.setdefault(part, {})
+        names = [name for name in KINDS[part].names() if not arguments.only or name in arguments.only]
+        names = [name for name in names if not arguments.new or name not in own]
+        if arguments.defects:
+            names = [name for name in names if any(cell in DEFECTS for cell in own.get(name, ()))]
+        for family in tqdm(names, desc=part):
+            verdicts = judged(KINDS[part], family, tuple(arguments.columns), arguments.plan)
+            before = own.get(family) or ["-"] * (len(COLUMNS) + 1)
+            cells = [verdicts.get(column, before[i]) for i, column in enumerate(COLUMNS)]
+            own[family] = [*cells, verdicts[""]] if len(verdicts) > 1 else []
+            if not arguments.out or arguments.only or any(cell in DEFECTS for cell in cells):
+                tqdm.write(f"{family}: {verdicts}")
+            elif not own[family]:
+                tqdm.write(f"{family}: no clone, {verdicts['']}")
+            if arguments.out:
+                arguments.out.write_text(page(rows))
+    everything = [cell for own in rows.values() for cells in own.values() for cell in cells]
+    return int(any(cell in DEFECTS for cell in everything))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
