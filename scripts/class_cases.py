@@ -185,6 +185,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "canine": {"vocab_size": 60, "num_hash_buckets": 64, "type_vocab_size": 4, "downsampling_rate": 2},
     "esm": {"mask_token_id": 4, "pad_token_id": 1},
     "esmc": {"mask_token_id": 4},
+    "led": {"attention_window": 4},
+    "longformer": {"attention_window": 4},
+    "mobilebert": {"embedding_size": 16},
     "layoutlmv3": {"input_size": 32, "coordinate_size": 4, "shape_size": 8, "visual_embed": False},
     "lilt": {"channel_shrink_ratio": 4, "hidden_size": 48},
     "luke": {"entity_vocab_size": 16, "entity_emb_size": 16},
@@ -301,5 +304,9 @@ def case_of(kind: Kind, config: Any) -> plain.PlainCase | PictureCase:
     """What is run of a config."""
     if kind.auto == "AutoModelForImageTextToText":
         return PictureCase(config)
-    case: plain.PlainCase = kind.make(config, auto_class=kind.auto_class, make_batch=kind.maker)
+    with torch.device(
+        "meta"
+    ):  # an Auto class may take a part of the config, which it does not know when it is reloaded
+        model = kind.auto_class.from_config(config)
+    case: plain.PlainCase = kind.make(model.config, auto_class=type(model), make_batch=kind.maker)
     return case

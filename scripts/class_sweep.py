@@ -30,6 +30,7 @@ from class_cases import KINDS, Kind, case_of, configs
 from tqdm import tqdm
 
 import hfscale
+from hfscale._host.transformers.classes import from_config as host_from_config
 from hfscale._host.transformers.experts import use_eager_experts
 from hfscale.plan.own_loss import OwnLossPlan
 from hfscale.testing import measure_parity, plain
@@ -80,7 +81,7 @@ def trainable(kind: Kind, family: str, ranks: ForkedRanks, layers: int = 2) -> t
 def try_stock(kind: Kind, config: Any) -> None:
     """One pass forward and backward in one process."""
     case = case_of(kind, config)
-    model = case.auto_class.from_config(config, dtype=torch.float64).train()
+    model = host_from_config(case.auto_class, case.config, dtype=torch.float64).train()
     use_eager_experts(model)  # the host's grouped matrix products take no float64
     size = sum(parameter.numel() for parameter in model.parameters())
     if size > 6e6:
@@ -148,7 +149,7 @@ def planned_case(case: Case, layout: hfscale.ParallelConfig) -> tuple[Case, floa
         case = replace(case, build="parallelize")  # data ranks hold parameters that cannot be given another type
     if layout.batch_world > 1:
         with torch.device("meta"):
-            model = case.auto_class.from_config(case.config)
+            model = host_from_config(case.auto_class, case.config)
         case = replace(case, unlike=tuple(name for name, _ in model.named_buffers()))
     axes = {axis: range(layout.size(axis)) for axis in ("pp", "tp", "dp_shard")}
     held = []

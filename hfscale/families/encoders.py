@@ -125,18 +125,6 @@ ENCODERS: dict[str, Blueprint] = {
     ),
     "electra": _BERT,
     "ernie": _BERT,
-    "esmc": Blueprint(
-        layers="layers",
-        blocks={
-            "self_attn": Block(
-                column=("q_proj", "k_proj", "v_proj"),
-                row=("o_proj",),
-                key_value={"k_proj": (), "v_proj": (), "k_norm": ()},
-                across=("q_norm", "k_norm"),
-            ),
-            "mlp": Block(column=("gate_proj", "up_proj"), row=("down_proj",), dropout=()),
-        },
-    ),
     "flaubert": _XLM,
     "markuplm": _BERT,
     "megatron-bert": _BERT,

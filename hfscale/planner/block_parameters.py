@@ -186,6 +186,7 @@ def _refuse_roleless(block: PlacedBlock) -> None:
     outside = tuple(f"{block.path(child)}." for child in role.outside)
     for parameter, _ in draft.modules[block.name].named_parameters(prefix=block.name):
         if parameter not in draft.rules and not parameter.startswith(outside):
+            draft.roleless.append(parameter)
             draft.problem(
                 f"tp_size={draft.tp}: {wild_name(parameter)} is inside a block whose blueprint gives it no role: "
                 "name its module as column, row or shared in the blueprint, or use tp_size=1"

@@ -28,6 +28,7 @@ class Draft:
         problems: why the layout does not fit, in words; each once.
         rules: parameter name -> (its cut over the tensor axis, the axes over which its gradient is partial).
         spread: parameters of experts that are spread over the expert axis.
+        roleless: parameters inside blocks whose blueprint says nothing of them.
 
     The other attributes are those of :class:`hfscale.plan.Plan`, and empty until a part fills them in.
     """
@@ -41,6 +42,7 @@ class Draft:
         self.modules: dict[str, Any] = dict(model.named_modules())
         self.rules: dict[str, tuple[Cut | None, tuple[str, ...]]] = {}
         self.spread: set[str] = set()
+        self.roleless: list[str] = []
         self.blueprint: Blueprint | None = None
         self.layers: list[str] = []
         self.mixtures: tuple[ExpertsPlan, ...] = ()

@@ -1,12 +1,18 @@
 """Which blueprint a model has: from hfscale's own table, the host's plan, or inference with proof, in that order."""
 
+from contextlib import suppress
 from typing import Any
 
+from ..config import AXES, ParallelConfig
 from ..errors import PlanError
 from ..families import FAMILIES
 from ..families.blueprint import Blueprint
 from ..families.translate import translate_host_plan
+from .blocks import plan_blocks
+from .draft import Draft
 from .infer import infer_blueprint
+from .infer.complete import complete
+from .layers import find_layers
 from .text_model import blueprint_of_text, find_text_model
 
 
@@ -30,9 +36,11 @@ def find_blueprint(model: Any, may_infer: bool = True) -> Blueprint:
     )
     if host_plan:
         try:
-            return translate_host_plan(host_plan, config.model_type)
+            translated = translate_host_plan(host_plan, config.model_type)
         except PlanError as error:
             missing = str(error)
+        else:
+            return translated if not may_infer else _completed(model, translated)
     else:
         missing = (
             f"tp_size > 1 needs a blueprint of {config.model_type!r}, and neither hfscale's table nor the model "
@@ -45,3 +53,18 @@ def find_blueprint(model: Any, may_infer: bool = True) -> Blueprint:
         return infer_blueprint(model)
     except PlanError as error:
         raise PlanError(f"{missing}. Also, {error}") from error
+
+
+def _completed(model: Any, translated: Blueprint) -> Blueprint:
+    """The host's plan, with what it forgets in its blocks (norms of queries and keys); else an inferred one."""
+    sizes: dict[str, Any] = {f"{axis}_size": 1 for axis in AXES}
+    draft = Draft(model, ParallelConfig(**{**sizes, "tp_size": 2}, sequence_parallel=False))
+    layers = find_layers(draft, translated)
+    plan_blocks(draft, translated, layers)
+    if not draft.roleless:
+        return translated
+    completed = complete(model, translated, layers, draft.roleless)
+    if completed is None:
+        with suppress(PlanError):
+            return infer_blueprint(model)
+    return completed or translated

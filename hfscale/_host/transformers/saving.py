@@ -1,5 +1,7 @@
 """What the host writes: names and shapes of stored tensors, and configs."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +36,15 @@ class AsStored:
             CheckpointError: the host makes others of all together than of those that belong together.
         """
         _note_conversions(model)
-        self._model = model
-        self._together = _together(model, contents)
+        self._model, self._whole = model, contents
+        with _whole_shapes(model, contents):
+            self._together = _together(model, contents)
         self._waiting: dict[str, Tensor] = {}
         self.layout: dict[str, Tensor] = {}
         for name, tensor in contents.items():
             self.layout.update(self.made_of(name, tensor))
-        expected: dict[str, Tensor] = revert_weight_conversion(model, dict(contents))
+        with _whole_shapes(model, contents):
+            expected: dict[str, Tensor] = revert_weight_conversion(model, dict(contents))
         if {name: t.shape for name, t in expected.items()} != {name: t.shape for name, t in self.layout.items()}:
             odd = sorted(set(expected) ^ set(self.layout))
             raise CheckpointError(
@@ -54,10 +58,24 @@ class AsStored:
         self._waiting[name] = tensor
         if any(other not in self._waiting for other in names):
             return {}
-        stored: dict[str, Tensor] = revert_weight_conversion(
-            self._model, {other: self._waiting.pop(other) for other in names}
-        )
+        with _whole_shapes(self._model, self._whole):
+            stored: dict[str, Tensor] = revert_weight_conversion(
+                self._model, {other: self._waiting.pop(other) for other in names}
+            )
         return stored
+
+
+@contextmanager
+def _whole_shapes(model: Any, contents: dict[str, Tensor]) -> Iterator[None]:
+    """Within: the host is shown whole parameters where it asks the model for their shapes, to see whether it has to
+    transpose a tensor; a rank's own may be shares.
+    """
+    known = dict(contents)
+    model.get_parameter = lambda name: known[name] if name in known else type(model).get_parameter(model, name)
+    try:
+        yield
+    finally:
+        del model.get_parameter
 
 
 def _together(model: Any, contents: dict[str, Tensor]) -> dict[str, tuple[str, ...]]:

@@ -1,0 +1,80 @@
+"""What a blueprint forgets inside its blocks, said and proved: norms of queries and keys, as a rule."""
+
+import functools
+import weakref
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from ...families.blueprint import Block, Blueprint
+from .proof import prove
+from .subject import Unproved, aside, make_subject
+
+
+@dataclass(frozen=True)
+class _Question:
+    """What the answer depends on, and a model and its blueprint to find it with."""
+
+    kind: type
+    switches: str
+    forgotten: tuple[str, ...]
+    model: weakref.ref[Any] = field(compare=False)
+    blueprint: Blueprint = field(compare=False)
+
+
+def complete(model: Any, blueprint: Blueprint, layers: list[str], forgotten: list[str]) -> Blueprint | None:
+    """``blueprint`` with roles for the parameters that it forgets, if two ranks of a clone compute what one does.
+
+    A norm as wide as a projection that is cut is computed across; anything else is used whole. Once per class and
+    config in a process.
+
+    Args:
+        layers: of the model.
+        forgotten: names of parameters inside the blocks.
+    """
+    found = dict(blueprint.blocks)
+    for path in blueprint.blocks:
+        for layer in layers:
+            children = _forgotten_in(f"{layer}.{path}" if path else layer, forgotten)
+            found[path] = _with_roles(model, f"{layer}.{path}", found[path], children)
+    said = replace(blueprint, blocks=found)
+    config = model.config.to_json_string(use_diff=False)
+    return said if _holds(_Question(type(model), config, tuple(forgotten), weakref.ref(model), said)) else None
+
+
+def _forgotten_in(block: str, forgotten: list[str]) -> list[str]:
+    own = (name.removeprefix(f"{block}.") for name in forgotten if name.startswith(f"{block}."))
+    return list(dict.fromkeys(name.rpartition(".")[0] for name in own))
+
+
+def _with_roles(model: Any, block: str, role: Block, children: list[str]) -> Block:
+    modules = dict(model.named_modules())
+    widths = {_outputs(modules.get(f"{block}.{column}")) for column in role.column}
+    shared, across, keys = list(role.shared), list(role.across), dict(role.key_value)
+    for child in children:
+        weight = getattr(modules.get(f"{block}.{child}"), "weight", None)
+        wide = weight is not None and weight.ndim == 1 and len(weight) in widths
+        chosen = across if wide else shared
+        chosen += [child] if child not in chosen else []
+        if wide and child.startswith("k"):
+            keys[child] = ()
+    return replace(role, shared=tuple(shared), across=tuple(across), key_value=keys)
+
+
+def _outputs(module: nn.Module | None) -> int | None:
+    return getattr(module, "out_features", None)
+
+
+@functools.cache
+def _holds(question: _Question) -> bool:
+    model = question.model()
+    if model is None:
+        return False
+    try:
+        subject = make_subject(model)
+        with aside():
+            prove(subject, question.blueprint)
+    except Unproved:
+        return False
+    return True
