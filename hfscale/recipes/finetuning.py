@@ -9,6 +9,7 @@ import hfscale
 from .adapting import adapter_of, quantization_of
 from .borders import check_borders
 from .dataset import prepare
+from .layouts import layout_of
 from .loop import train
 from .main_process import is_main
 from .memory_limit import expect_memory
@@ -30,7 +31,7 @@ def finetune(recipe: FinetuneRecipe, limit: float | None = None) -> None:
     Args:
         limit: more GiB than this on one rank are too many; ``None`` makes no estimate.
     """
-    layout = hfscale.ParallelConfig(**recipe.parallel)
+    layout = layout_of(recipe)
     check_places(recipe)
     model, tokenizer = load(recipe, layout)
     if recipe.adapter and is_main():

@@ -1,6 +1,8 @@
 """The training loop: what hfscale leaves to its user, in one place."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +16,7 @@ import hfscale
 from .batch_sizes import evaluation_steps, per_rank, sequences_of_step, share_of_step
 from .rows import IGNORED, Rows, divided
 from .run_log import RunLog, peak_memory
+from .saving import Saves
 from .schema import Recipe, TrainingRecipe
 
 
@@ -48,10 +51,25 @@ class Progress:
     validation_loss: float = 0.0
     losses: list[Tensor] = field(default_factory=list)
     """Of the steps since the last line of metrics."""
+    started: float = field(default_factory=time.perf_counter)
+    """Since when :attr:`seconds` have not been counted; not saved."""
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """The time within does not count."""
+        self.count_seconds()
+        yield
+        self.started = time.perf_counter()
+
+    def count_seconds(self) -> None:
+        """Bring :attr:`seconds` up to date."""
+        now = time.perf_counter()
+        self.seconds, self.started = self.seconds + now - self.started, now
 
     def state_dict(self) -> dict[str, Any]:
         """The fields, as plain data."""
-        return {**vars(self), "losses": [float(loss) for loss in self.losses]}
+        counted = {name: value for name, value in vars(self).items() if name != "started"}
+        return {**counted, "losses": [float(loss) for loss in self.losses]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put the fields back."""
@@ -79,47 +97,47 @@ def train(model: Any, recipe: Recipe, train_data: Dataset, validation_data: Data
     scheduler = make_scheduler(optimizer, training)
     train_rows, validation_rows = Rows(train_data), Rows(validation_data)
     memory_before, now = peak_memory(), Progress()
-    if recipe.saved_state is not None:
-        hfscale.load_state(model, recipe.saved_state, optimizer=optimizer, scheduler=scheduler, progress=now)
-        log.go_on(now.step)
-    else:
-        now.first_validation_loss = now.validation_loss = evaluate(model, validation_rows, microbatches, size)
-        log.evaluated(0, now.validation_loss)
-    started = time.perf_counter()
-    while now.step < training.steps:
-        model.train()
-        sequences = sequences_of_step(now.step, training.batch_size, len(train_rows), recipe.seed)
-        now.step += 1
-        share = share_of_step(sequences, hfscale.batch_rank(model), microbatches, size)
-        batch = train_rows.batch([row for rows in share for row in rows])
-        now.losses.append(hfscale.train_step(model, divided(batch, size)))
-        norm = hfscale.clip_grad_norm_(model, training.max_grad_norm)
-        learning_rate = scheduler.get_last_lr()[0]
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        now.tokens += int(train_rows.tokens[sequences].sum())
-        log.stepped()
-        if _is_due(now.step, training.log_every, training.steps):
-            now.train_loss = float(torch.stack(now.losses).mean())  # also waits for the device
-            now.seconds += time.perf_counter() - started
-            speed = (now.tokens - now.logged_tokens) / (now.seconds - now.logged_seconds)
-            log.trained(now.step, now.train_loss, learning_rate, float(norm), speed, peak_memory())
-            if recipe.routing:
-                log.routed(now.step, hfscale.expert_load(model))
-            now.losses, now.logged_tokens, now.logged_seconds = [], now.tokens, now.seconds
-            started = time.perf_counter()
-        if _is_due(now.step, training.evaluate_every, training.steps):
-            now.seconds += time.perf_counter() - started
-            now.validation_loss = evaluate(model, validation_rows, microbatches, size)
-            log.evaluated(now.step, now.validation_loss)
-            started = time.perf_counter()
-        if training.save_every and now.step % training.save_every == 0:
-            now.seconds += time.perf_counter() - started
-            state = recipe.directory / "state"
-            hfscale.save_state(model, state, optimizer=optimizer, scheduler=scheduler, progress=now)
-            started = time.perf_counter()
+    with Saves(model, recipe, log, now, optimizer=optimizer, scheduler=scheduler) as saves:
+        if not saves.resume():
+            now.first_validation_loss = now.validation_loss = evaluate(model, validation_rows, microbatches, size)
+            log.evaluated(0, now.validation_loss)
+        if training.watchdog is not None:
+            hfscale.watchdog(model, patience=training.watchdog, end=True)
+        now.started = time.perf_counter()
+        while now.step < training.steps:
+            saves.before_step()
+            model.train()
+            sequences = sequences_of_step(now.step, training.batch_size, len(train_rows), recipe.seed)
+            now.step += 1
+            share = share_of_step(sequences, hfscale.batch_rank(model), microbatches, size)
+            batch = train_rows.batch([row for rows in share for row in rows])
+            now.losses.append(hfscale.train_step(model, divided(batch, size)))
+            norm = hfscale.clip_grad_norm_(model, training.max_grad_norm)
+            learning_rate = scheduler.get_last_lr()[0]
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            now.tokens += int(train_rows.tokens[sequences].sum())
+            log.stepped()
+            if _is_due(now.step, training.log_every, training.steps):
+                _log_step(model, recipe, now, log, learning_rate, norm)
+            if _is_due(now.step, training.evaluate_every, training.steps):
+                with now.aside():
+                    now.validation_loss = evaluate(model, validation_rows, microbatches, size)
+                    log.evaluated(now.step, now.validation_loss)
+            saves.after_step()
     return now.outcome(memory_before)
+
+
+def _log_step(model: Any, recipe: Recipe, now: Progress, log: RunLog, learning_rate: float, norm: Tensor) -> None:
+    """Of the steps since the last time."""
+    now.train_loss = float(torch.stack(now.losses).mean())  # also waits for the device
+    now.count_seconds()
+    speed = (now.tokens - now.logged_tokens) / (now.seconds - now.logged_seconds)
+    log.trained(now.step, now.train_loss, learning_rate, float(norm), speed, peak_memory())
+    if recipe.routing:
+        log.routed(now.step, hfscale.expert_load(model))
+    now.losses, now.logged_tokens, now.logged_seconds = [], now.tokens, now.seconds
 
 
 def _is_due(step: int, every: int, last: int) -> bool:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 import hfscale
 
 from .batch_sizes import per_rank
+from .layouts import layout_of
 from .loop import Outcome
 from .main_process import is_main
 from .schema import Recipe, RecipeError
@@ -30,7 +31,7 @@ def expect_memory(model: Any, recipe: Recipe, limit: float | None) -> Any:
     """
     if limit is None:
         return None
-    layout = hfscale.ParallelConfig(**recipe.parallel)
+    layout = layout_of(recipe)
     own = hfscale.memory_estimate(model, recipe.training.optimizer, **of_one_microbatch(recipe, layout))
     every = [own]
     if dist.is_initialized():

@@ -3,6 +3,7 @@
 from dataclasses import asdict
 from pathlib import Path
 
+from ..processes import restarted
 from .read import load_recipe
 from .schema import FinetuneRecipe, Recipe, RecipeError
 
@@ -53,6 +54,8 @@ def _check_earlier_run(recipe: Recipe) -> None:
     if not found or recipe.replace:
         return
     if recipe.training.resume:
+        if restarted() and found == ["metrics.jsonl"]:  # of this job, which came to no save
+            return
         raise RecipeError(
             f"training.resume=true, and {directory} has {', '.join(found)} but no saved state to go on from (of a run "
             "with training.save_every): choose another name, or replace what is there with replace=true"
@@ -80,8 +83,8 @@ def _check_same(recipe: Recipe) -> None:
 
 def _decisive(recipe: Recipe) -> dict[str, object]:
     """Key -> value, of those that decide what is computed."""
-    free = {"name", "replace", "parallel"}
-    free |= {f"training.{name}" for name in ("log_every", "evaluate_every", "save_every", "resume")}
+    free = {"name", "replace", "parallel", "fallbacks", "save_check"}
+    free |= {f"training.{name}" for name in ("log_every", "evaluate_every", "save_every", "resume", "watchdog")}
     flat: dict[str, object] = {}
     for key, value in asdict(recipe).items():
         if isinstance(value, dict) and key not in free:

@@ -6,6 +6,7 @@ import hfscale
 
 from .._host.transformers.configs import made_or_explained
 from .dataset import END_OF_TEXT_ID, prepare
+from .layouts import layout_of
 from .loop import train
 from .memory_limit import expect_memory
 from .places import check_places
@@ -26,7 +27,7 @@ def pretrain(recipe: PretrainRecipe, limit: float | None = None) -> None:
     Args:
         limit: more GiB than this on one rank are too many; ``None`` makes no estimate.
     """
-    layout = hfscale.ParallelConfig(**recipe.parallel)
+    layout = layout_of(recipe)
     check_places(recipe)
     model = hfscale.from_config(
         config_of(recipe),

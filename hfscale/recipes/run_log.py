@@ -111,6 +111,14 @@ class RunLog:
                 "(nats per token)"
             )
 
+    def checked(self, check: hfscale.SaveCheck) -> None:
+        """What a save of the run takes."""
+        if self._active:
+            tqdm.write(
+                f"a state takes {check.bytes / 2**30:.2f} of {check.free / 2**30:.2f} GiB that are free, "
+                f"{check.save_seconds:.1f} s to save and {check.load_seconds:.1f} s to load"
+            )
+
     def merged(self, step: int, validation_loss: float) -> None:
         """The loss on the validation sequences once the adapter is added to the base."""
         self._write({"step": step, "merged_validation_loss": validation_loss})

@@ -99,7 +99,11 @@ class TrainingRecipe:
         log_every: steps between lines of metrics.
         evaluate_every: steps between evaluations; the first and the last step are always evaluated.
         save_every: steps between saves of all that the run needs to go on, to ``runs/<name>/state``; by default none.
-        resume: go on from there, bit by bit, in the same layout; from the start where nothing has been saved yet.
+            A process that is sent SIGTERM or SIGUSR1 then saves behind its step as well, and ends with exit code 75.
+        resume: go on from there, bit by bit in the same layout, to rounding in another one; from the start where
+            nothing has been saved yet.
+        watchdog: seconds after which a wait of one process for another is reported, and ends the processes that wait,
+            with exit code 75; by default torch's time limits alone.
     """
 
     steps: int = 100
@@ -118,6 +122,7 @@ class TrainingRecipe:
     evaluate_every: int = 50
     save_every: Optional[int] = None  # noqa: UP045
     resume: bool = False
+    watchdog: Optional[float] = None  # noqa: UP045
 
 
 @dataclass
@@ -151,6 +156,9 @@ class Recipe:
         seed: of the initial weights and of the order of the sequences.
         parallel: the layout, the fields of ``hfscale.ParallelConfig``; with ``pp_size``, ``num_microbatches`` cuts what
             a rank runs at once (``training.microbatch_size``, or all of its step).
+        fallbacks: layouts to take instead, the first that fits, where a launcher starts the run again with fewer
+            processes (``torchrun --nnodes 1:2 --max_restarts 3 ...``).
+        save_check: save and load a state behind the first step, so that a disk without room is found out then.
         routing: what a mixture's router is to do besides, the fields of ``hfscale.RoutingConfig``.
         memory: what is computed again instead of kept, the fields of ``hfscale.MemoryConfig``.
     """
@@ -159,6 +167,8 @@ class Recipe:
     replace: bool = False
     seed: int = 0
     parallel: dict[str, Any] = field(default_factory=dict)
+    fallbacks: list[dict[str, Any]] = field(default_factory=list)
+    save_check: bool = False
     routing: dict[str, Any] = field(default_factory=dict)
     memory: dict[str, Any] = field(default_factory=dict)
     data: DataRecipe = field(default_factory=DataRecipe)
@@ -225,6 +235,8 @@ def check_values(recipe: Recipe) -> None:
             for name in ("steps", "batch_size", "microbatch_size", "log_every", "evaluate_every", "save_every")
         },
     }
+    if training.watchdog is not None and training.watchdog <= 0:
+        raise RecipeError(f"training.watchdog={training.watchdog} is no time to wait: give a number of seconds")
     for name, value in counts.items():
         if value is not None and value < 1:
             raise RecipeError(f"{name}={value} is impossible: use a whole number of at least 1")

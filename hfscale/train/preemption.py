@@ -67,10 +67,20 @@ class _Listener:
         self._read, self._write = socket.socketpair()
         self._write.setblocking(False)
         # Python runs handlers between two lines of Python: not while the main thread waits for another rank.
-        signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
-        for number in SIGNALS:
-            signal.signal(number, self._hear)
-        threading.Thread(target=self._watch, name="hfscale-preemption", daemon=True).start()
+        self._woken = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
+        self._before = {number: signal.signal(number, self._hear) for number in SIGNALS}
+        self._thread = threading.Thread(target=self._watch, name="hfscale-preemption", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Hear no more; signals do what they did before."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._woken)
+        self._write.close()
+        self.asked.set()
+        self._thread.join()
+        self._read.close()
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self.told = True
@@ -78,6 +88,8 @@ class _Listener:
     def _watch(self) -> None:
         while (number := self._read.recv(1)) and number[0] not in SIGNALS:
             pass
+        if not number:  # closed
+            return
         self.told = True
         self.asked.clear()
         if not self.asked.wait(self.patience):
@@ -101,3 +113,9 @@ def _listening(patience: float) -> _Listener:
         _listener.append(_Listener(patience))
     _listener[0].patience = patience
     return _listener[0]
+
+
+def stop_listening() -> None:
+    """Signals do again what they did before :func:`preempted` was asked; for a loop that ends before its process."""
+    while _listener:
+        _listener.pop().close()

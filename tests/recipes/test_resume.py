@@ -1,6 +1,9 @@
 """A run that was stopped goes on as if it had not been, and no run replaces another unasked."""
 
 import json
+import os
+import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +12,9 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+import hfscale
 from hfscale.recipes.finetuning import finetune
+from hfscale.recipes.layouts import layout_of
 from hfscale.recipes.places import check_places
 from hfscale.recipes.run_log import RunLog
 from hfscale.recipes.schema import FinetuneRecipe, PretrainRecipe, RecipeError
@@ -25,18 +30,21 @@ class Stopped(Exception):
     """Stands for whatever ends a job."""
 
 
-def run(start: dict[str, Any], name: str, method: str, layout: dict[str, Any], stop: bool, **training: Any) -> None:
+def run(start: dict[str, Any], name: str, method: str, layout: dict[str, Any], stop: Any, **training: Any) -> None:
     recipe = recipe_for(start, str(Path(start["runs"]) / name), METHODS_HERE[method], layout)
     recipe.training.steps, recipe.training.log_every, recipe.training.save_every = STEPS, 3, 2
     for field, value in training.items():
         setattr(recipe.training, field, value)
+    recipe.save_check = stop == "told"
     stepped, steps = RunLog.stepped, []
     torch.manual_seed(int(recipe.training.resume))  # of dropout: as in a process of its own, or in another one
 
     def stopping(log: RunLog) -> None:
         stepped(log)
         steps.append(1)
-        if stop and len(steps) == STOPPED:
+        if stop == "told" and len(steps) == STOPPED:
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif stop and len(steps) == STOPPED:
             raise Stopped
 
     RunLog.stepped = stopping  # type: ignore[method-assign]
@@ -81,6 +89,24 @@ def test_a_stopped_run_goes_on_bit_by_bit(
         assert (runs / "stopped" / directory / file.name).read_bytes() == file.read_bytes()
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_that_is_told_to_stop_saves_behind_its_step(
+    base: Callable[[str], dict[str, Any]],  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    start, before = base("llama"), signal.getsignal(signal.SIGTERM)
+    run(start, "whole", "lora", {}, False)
+    with pytest.raises(SystemExit) as ended:
+        run(start, "stopped", "lora", {}, "told")
+    assert ended.value.code == 75
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert re.search(r"a state takes [\d.]+ of [\d.]+ GiB that are free", capsys.readouterr().out)
+    state = Path(start["runs"]) / "stopped" / "state"
+    assert json.loads((state / "state.json").read_text())["stored"]
+    run(start, "stopped", "lora", {}, False, resume=True)
+    assert metrics(start, "stopped") == metrics(start, "whole")
+
+
 def recipe(**training: Any) -> PretrainRecipe:
     made = PretrainRecipe(name="x")
     for field, value in training.items():
@@ -110,6 +136,31 @@ def test_an_earlier_run_is_not_replaced_unasked(directory: Path) -> None:
     asked = recipe()
     asked.replace = True
     check_places(asked)
+
+
+def test_a_job_that_starts_again_begins_anew_where_nothing_was_saved(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    (directory / "metrics.jsonl").write_text("{}\n")
+    check_places(recipe(resume=True))
+    (directory / "checkpoint").mkdir()
+    with pytest.raises(RecipeError, match=r"has checkpoint, metrics.jsonl but no saved state to go on from"):
+        check_places(recipe(resume=True))
+
+
+def test_a_layout_for_the_processes_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = recipe()
+    made.parallel, made.fallbacks = {"tp_size": 4}, [{"tp_size": 2}, {}]
+    assert layout_of(made).tp_size == 4
+    monkeypatch.setenv("RANK", "0")
+    for world, size in (("4", 4), ("2", 2), ("1", 1)):
+        monkeypatch.setenv("WORLD_SIZE", world)
+        assert layout_of(made).tp_size == size
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(hfscale.MeshError, match=r"3 process\(es\) were started"):
+        layout_of(made)
 
 
 def test_a_state_goes_on_as_what_it_was(directory: Path) -> None:
