@@ -13,11 +13,13 @@ from transformers import get_scheduler
 
 import hfscale
 
+from ..config import started_processes
 from .batch_sizes import evaluation_steps, per_rank, sequences_of_step, share_of_step
 from .rows import IGNORED, Rows, divided
 from .run_log import RunLog, peak_memory
 from .saving import Saves
 from .schema import Recipe, TrainingRecipe
+from .utilization import Utilization
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,18 @@ def _log_step(model: Any, recipe: Recipe, now: Progress, log: RunLog, learning_r
     now.train_loss = float(torch.stack(now.losses).mean())  # also waits for the device
     now.count_seconds()
     speed = (now.tokens - now.logged_tokens) / (now.seconds - now.logged_seconds)
-    log.trained(now.step, now.train_loss, learning_rate, float(norm), speed, peak_memory())
+    log.trained(
+        now.step,
+        loss=now.train_loss,
+        lr=learning_rate,
+        grad_norm=float(norm),
+        tokens_per_second=round(speed, 1),
+        memory=peak_memory(),
+        tokens=now.tokens,
+        seconds=round(now.seconds, 3),
+        **Utilization.of(model.config, recipe, started_processes()).at(speed),
+        **hfscale.metrics(model),
+    )
     if recipe.routing:
         log.routed(now.step, hfscale.expert_load(model))
     now.losses, now.logged_tokens, now.logged_seconds = [], now.tokens, now.seconds

@@ -4,6 +4,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ..processes import restarted
+from .profiled_steps import steps_to_profile
 from .read import load_recipe
 from .schema import FinetuneRecipe, Recipe, RecipeError
 
@@ -14,6 +15,12 @@ def check_places(recipe: Recipe) -> None:
         _check_base(recipe)
         _check_adapter(recipe)
     _check_earlier_run(recipe)
+    if recipe.profile:
+        steps_to_profile(recipe.profile, recipe.training.steps)
+    if recipe.tracking:
+        from .tracking import check_trackers  # imports Accelerate
+
+        check_trackers(recipe.tracking)
 
 
 def _check_base(recipe: FinetuneRecipe) -> None:

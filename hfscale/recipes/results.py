@@ -68,6 +68,7 @@ def finish(
             shutil.copyfile(directory / "loss.png", target / "loss.png")
             card = make_card(model.config, recipe, layout, outcome, log, train_sequences, part, expected)
             card.save(target / "README.md")
+        log.finish()
         print(_summary(recipe, layout, outcome, log, made, expected), flush=True)
     barrier()
 

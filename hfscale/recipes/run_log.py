@@ -4,6 +4,8 @@ import json
 import resource
 import shutil
 import sys
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,10 @@ from tqdm import tqdm
 import hfscale
 
 from .main_process import is_main, largest
+from .profile import Profile
+from .profiled_steps import steps_to_profile
 from .schema import Recipe
+from .tracking import CsvTracker, start_trackers
 
 
 def peak_memory() -> int:
@@ -29,10 +34,18 @@ def peak_memory() -> int:
 class RunLog:
     """The progress bar and ``metrics.jsonl`` on the main process; nothing on the others."""
 
-    def __init__(self, directory: Path, name: str, steps: int, unigram_entropy: float) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        name: str,
+        steps: int,
+        unigram_entropy: float,
+        trackers: Sequence[Any] = (),
+        profile: Profile | None = None,
+    ) -> None:
         self.path = directory / "metrics.jsonl"
         self.unigram_entropy = unigram_entropy
-        self._active = is_main()
+        self._active, self._trackers, self._profile = is_main(), trackers, profile
         self._shown: dict[str, str] = {}
         self._loads: hfscale.ExpertLoadHistory | None = None
         self._bar = tqdm(
@@ -45,7 +58,13 @@ class RunLog:
     @classmethod
     def of(cls, recipe: Recipe, unigram_entropy: float) -> "RunLog":
         """The log of a run, which begins anew unless it has a saved state to go on from."""
-        log = cls(recipe.directory, recipe.name, recipe.training.steps, unigram_entropy)
+        trackers, profile, directory = [], None, recipe.directory
+        if is_main():
+            directory.mkdir(parents=True, exist_ok=True)
+            trackers = start_trackers(recipe.tracking, recipe.name, directory, asdict(recipe))
+        if recipe.profile:
+            profile = Profile(steps_to_profile(recipe.profile, recipe.training.steps), directory / "profile")
+        log = cls(directory, recipe.name, recipe.training.steps, unigram_entropy, trackers, profile)
         if recipe.saved_state is None and is_main():
             log.path.write_text("")
             shutil.rmtree(recipe.directory / "state", ignore_errors=True)  # of an earlier run
@@ -58,6 +77,9 @@ class RunLog:
         self._bar.refresh()
         if not self._active:
             return
+        for tracker in self._trackers:
+            if isinstance(tracker, CsvTracker):
+                tracker.go_on(step)
         experts = self.path.with_name("experts.jsonl")
         for path in filter(Path.is_file, (self.path, experts)):
             lines = path.read_text().splitlines(keepends=True)
@@ -69,19 +91,16 @@ class RunLog:
     def stepped(self) -> None:
         """One optimizer step is done."""
         self._bar.update()
+        if self._profile is not None:
+            self._profile.step()
 
-    def trained(self, step: int, loss: float, lr: float, grad_norm: float, speed: float, memory: int) -> None:
-        """Training since the last call: mean loss, and rate, norm, tokens per second and peak memory now."""
-        record = {
-            "step": step,
-            "loss": loss,
-            "lr": lr,
-            "grad_norm": grad_norm,
-            "tokens_per_second": round(speed, 1),
-            "memory": memory,
-        }
-        self._write(record)
-        self._show(loss=f"{loss:.3f}", tok_s=f"{speed:,.0f}", mem=f"{memory / 2**30:.2f} GiB")
+    def trained(self, step: int, **numbers: float) -> None:
+        """Training since the last call: mean ``loss``, and ``lr``, ``grad_norm``, ``tokens_per_second``, ``memory`` at
+        the peak, ``tokens`` and ``seconds`` so far, ``mfu`` where it is known.
+        """
+        self._write({"step": step, **numbers})
+        speed, memory = f"{numbers['tokens_per_second']:,.0f}", f"{numbers['memory'] / 2**30:.2f} GiB"
+        self._show(loss=f"{numbers['loss']:.3f}", tok_s=speed, mem=memory)
 
     def routed(self, step: int, load: hfscale.ExpertLoad) -> None:
         """How busy the experts of a mixture were in a step; ``experts.jsonl`` has every expert's tokens."""
@@ -124,8 +143,15 @@ class RunLog:
         self._write({"step": step, "merged_validation_loss": validation_loss})
 
     def close(self) -> None:
-        """End the progress bar."""
+        """End the progress bar, and what is left of a profile."""
         self._bar.close()
+        if self._profile is not None:
+            self._profile.stop()
+
+    def finish(self) -> None:
+        """Nothing comes any more."""
+        for tracker in self._trackers:
+            tracker.finish()
 
     def _show(self, **values: str) -> None:
         self._shown.update(values)
@@ -135,6 +161,8 @@ class RunLog:
         if self._active:
             with self.path.open("a") as stream:
                 stream.write(json.dumps(record) + "\n")
+        for tracker in self._trackers:
+            tracker.log({name: value for name, value in record.items() if name != "step"}, step=record["step"])
 
 
 def read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -100,6 +100,8 @@ class TrainingRecipe:
         evaluate_every: steps between evaluations; the first and the last step are always evaluated.
         save_every: steps between saves of all that the run needs to go on, to ``runs/<name>/state``; by default none.
             A process that is sent SIGTERM or SIGUSR1 then saves behind its step as well, and ends with exit code 75.
+        peak_tflops: of one device, for ``mfu`` in the log; by default that of an A100, H100, H200 or B200 in 16 bits;
+            there is no ``mfu`` on other devices.
         resume: go on from there, bit by bit in the same layout, to rounding in another one; from the start where
             nothing has been saved yet.
         watchdog: seconds after which a wait of one process for another is reported, and ends the processes that wait,
@@ -121,6 +123,7 @@ class TrainingRecipe:
     log_every: int = 10
     evaluate_every: int = 50
     save_every: Optional[int] = None  # noqa: UP045
+    peak_tflops: Optional[float] = None  # noqa: UP045
     resume: bool = False
     watchdog: Optional[float] = None  # noqa: UP045
 
@@ -152,6 +155,9 @@ class Recipe:
 
     Attributes:
         name: results go to ``runs/<name>``.
+        tracking: where numbers go besides ``metrics.jsonl``, as ``[tensorboard, csv]``: names of Accelerate's trackers,
+            or ``csv``, which is ``metrics.csv``.
+        profile: so many steps, as ``3 steps``, behind the first two: torch's profiler writes ``profile/rank-N.json``.
         replace: whether to replace those of an earlier run of this name, which is refused otherwise.
         seed: of the initial weights and of the order of the sequences.
         parallel: the layout, the fields of ``hfscale.ParallelConfig``; with ``pp_size``, ``num_microbatches`` cuts what
@@ -165,6 +171,8 @@ class Recipe:
 
     name: str = MISSING
     replace: bool = False
+    tracking: list[str] = field(default_factory=list)
+    profile: str = ""
     seed: int = 0
     parallel: dict[str, Any] = field(default_factory=dict)
     fallbacks: list[dict[str, Any]] = field(default_factory=list)
@@ -240,6 +248,8 @@ def check_values(recipe: Recipe) -> None:
     for name, value in counts.items():
         if value is not None and value < 1:
             raise RecipeError(f"{name}={value} is impossible: use a whole number of at least 1")
+    if training.peak_tflops is not None and not training.peak_tflops > 0:
+        raise RecipeError(f"training.peak_tflops={training.peak_tflops} is impossible: use more than 0")
 
 
 def _check_format(data: DataRecipe) -> None:

@@ -1,0 +1,70 @@
+"""Model FLOPs utilization: how much of what devices could multiply goes into the model (Chowdhery et al. 2022, PaLM).
+
+Of one token, in products and sums: ``2`` per weight of the matrices it meets, and ``4 x width x tokens`` per layer for
+the attention of a sequence; once forward and twice backward, or once where weights are frozen under adapters. What is
+recomputed does not count.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import ConfigError
+from ..estimate.machine import find_machine, machine_names
+from ..estimate.model_shape import shape_of
+from .schema import FinetuneRecipe, Recipe
+
+
+@dataclass(frozen=True)
+class Utilization:
+    """What a run could do at most.
+
+    Attributes:
+        flops_per_token: that training needs.
+        peak: products and sums per second of all its devices; 0 where nobody knows.
+    """
+
+    flops_per_token: float
+    peak: float
+
+    @classmethod
+    def of(cls, config: Any, recipe: Recipe, devices: int) -> "Utilization":
+        """Of a model, as a recipe trains it on so many devices."""
+        adapted = isinstance(recipe, FinetuneRecipe) and bool(recipe.adapter)
+        try:
+            needed = flops_per_token(config, recipe.data.sequence_length, adapted)
+        except ConfigError:  # of no decoder with layers of one kind
+            return cls(0.0, 0.0)
+        told = recipe.training.peak_tflops
+        return cls(needed, devices * (peak_flops() if told is None else 1e12 * told))
+
+    def at(self, tokens_per_second: float) -> dict[str, float]:
+        """``mfu``, a share, where it is known."""
+        if not self.peak or not self.flops_per_token:
+            return {}
+        return {"mfu": round(tokens_per_second * self.flops_per_token / self.peak, 4)}
+
+
+def flops_per_token(config: Any, sequence_length: int, adapted: bool) -> float:
+    """Products and sums that training needs for one token.
+
+    Args:
+        adapted: whether weights stay as they are, under adapters.
+
+    Raises:
+        ConfigError: the config names no layers, width or heads.
+    """
+    shape = shape_of(config)
+    weights = shape.layers * shape.active_weights + shape.table_weights
+    forward = 2 * weights + 4 * shape.layers * shape.queries * sequence_length
+    return forward * (2.0 if adapted else 3.0)
+
+
+def peak_flops() -> float:
+    """Dense products and sums in 16 bits per second of this process's device; 0 where it is not known."""
+    if not torch.cuda.is_available():
+        return 0.0
+    name = torch.cuda.get_device_name().lower()
+    fitting = [machine for machine in machine_names() if machine.partition("-")[0] in name]
+    return find_machine(fitting[0]).flops if fitting else 0.0
