@@ -28,10 +28,11 @@ _BECOMES: dict[int, str] = {
     2: "num_experts_per_tok moe_topk moe_k num_experts_per_token",
     HEADS: """num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads
         attention_heads num_encoder_attention_heads num_decoder_attention_heads swa_num_attention_heads
-        qk_rope_head_dim qk_nope_head_dim rotary_dim""",
+        linear_num_heads qk_rope_head_dim qk_nope_head_dim rotary_dim""",
     HEAD_DIM: """head_dim kv_channels dim_head v_head_dim attention_head_dim swa_head_dim d_head qk_head_dim d_kv
-        mamba_chunk_size mamba_n_heads mamba_d_head""",
-    16: "mamba_d_state q_lora_rank kv_lora_rank o_lora_rank",
+        mamba_chunk_size mamba_n_heads mamba_d_head mamba_num_heads mamba_head_dim
+        linear_head_dim linear_key_head_dim linear_value_head_dim""",
+    16: "mamba_d_state ssm_state_size q_lora_rank kv_lora_rank o_lora_rank",
     2 * HIDDEN: "max_position_embeddings n_positions n_ctx model_max_length max_seq_len mamba_d_ssm",
     1: "n_group topk_group num_expert_group mamba_n_groups",
     0: "num_nextn_predict_layers",
