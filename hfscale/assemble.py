@@ -8,7 +8,7 @@ from torch import nn
 from .adapters import Adapters
 from .checkpoint import save_pretrained
 from .guards.part import SharedBatch, StockCode
-from .memory.offload_activations import OffloadActivations
+from .memory.kept_activations import KeptActivations
 from .memory.offload_optimizer import OffloadOptimizer
 from .memory.recompute import Recomputation
 from .mesh import Mesh
@@ -45,7 +45,7 @@ def parts_of(adapters: Adapters | None) -> tuple[Part, ...]:
         ModelsOwnLoss(),
         ContextParallel(),
         Recomputation(),
-        OffloadActivations(),
+        KeptActivations(),
         RandomStreams(),
         SharedBatch(),
         ExpertRouting(),

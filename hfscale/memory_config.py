@@ -11,13 +11,13 @@ from .errors import ConfigError, refuse_misspelt
 RECOMPUTE = ("none", "full", "selective")
 """Ways to recompute that have a name."""
 
-_WORTH_A_COPY = 1 << 20
+_WORTH_A_COPY, _WORTH_A_CODE = 1 << 20, 1 << 16
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    """What a run computes again instead of keeping it, or keeps on the host.
+    """What a run computes again instead of keeping it, or keeps on the host or in 8 bits.
 
     Every default leaves the model as it is.
 
@@ -40,6 +40,9 @@ class MemoryConfig:
         offload_activations: keep on the host what layers keep for their backward pass: ``True``, or the size of the
             smallest tensor that is worth a copy, as ``"1MiB"``, which is what ``True`` means. Of layers that are
             recomputed, their input.
+        compress_activations: keep what layers keep for their backward pass in 8 bits, by blocks of 256 with a scale
+            each (bitsandbytes' kernels): ``True``, or the size of the smallest tensor that is worth it, as
+            ``"64KiB"``, which is what ``True`` means. Gradients are rounded; the forward pass is not.
         offload_parameters: keep this rank's shards of parameters and gradients on the host, and step there (FSDP2's
             ``CPUOffloadPolicy``); layers are gathered to the device one by one. With data ranks.
         offload_optimizer: keep the optimizer's state on the host and step there, one parameter at a time (Ren et al.
@@ -53,6 +56,7 @@ class MemoryConfig:
     recompute_keep: Sequence[str] = ()
     tokens: int | None = None
     offload_activations: bool | str = False
+    compress_activations: bool | str = False
     offload_parameters: bool = False
     offload_optimizer: bool = False
 
@@ -80,9 +84,10 @@ class MemoryConfig:
         for name in ("offload_optimizer", "offload_parameters"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not a switch: use True or False")
-        given = self.offload_activations
-        if not isinstance(given, bool) and (not isinstance(given, str) or byte_count(given) is None):
-            raise ConfigError(f"offload_activations={given!r} is impossible: use True, False, or a size like '1MiB'")
+        for name in ("offload_activations", "compress_activations"):
+            given = getattr(self, name)
+            if not isinstance(given, bool) and (not isinstance(given, str) or byte_count(given) is None):
+                raise ConfigError(f"{name}={given!r} is impossible: use True, False, or a size like '1MiB'")
 
     def _check_recompute(self) -> None:
         given = self.recompute
@@ -102,8 +107,12 @@ class MemoryConfig:
     @property
     def least_offloaded(self) -> int | None:
         """Bytes of the smallest tensor that waits on the host; ``None``: nothing does."""
-        given = self.offload_activations
-        return byte_count(given) if isinstance(given, str) else _WORTH_A_COPY if given else None
+        return _least(self.offload_activations, _WORTH_A_COPY)
+
+    @property
+    def least_compressed(self) -> int | None:
+        """Bytes of the smallest tensor that layers keep in 8 bits; ``None``: they keep them as they are."""
+        return _least(self.compress_activations, _WORTH_A_CODE)
 
     @property
     def budget(self) -> int | None:
@@ -115,6 +124,10 @@ _HOW = (
     f"use one of {', '.join(RECOMPUTE)}, a number n for every n-th layer, names of modules like ['mlp'], or a budget "
     "like '8GiB'"
 )
+
+
+def _least(given: bool | str, default: int) -> int | None:
+    return byte_count(given) if isinstance(given, str) else default if given else None
 
 
 def byte_count(text: str) -> int | None:

@@ -24,6 +24,7 @@ LEVERS: dict[str, dict[str, Any]] = {
     'recompute=["mlp"]': {"memory": {"recompute": ["mlp"]}},
     'recompute="8GiB"': {"memory": {"recompute": "8GiB"}},
     "offload_activations": {"memory": {"offload_activations": True}},
+    "compress_activations": {"memory": {"compress_activations": True}},
     "offload_parameters": {"memory": {"offload_parameters": True}},
     "offload_optimizer": {"memory": {"offload_optimizer": True}},
     'mixed_precision="bf16"': {"mixed_precision": "bf16"},

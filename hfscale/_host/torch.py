@@ -100,6 +100,11 @@ def storage_key(held: Tensor | torch.UntypedStorage) -> int:
     return int((held.untyped_storage() if isinstance(held, Tensor) else held)._cdata)
 
 
+def base_of(tensor: Tensor) -> Tensor | None:
+    """What a tensor is a view of; ``None``: of nothing."""
+    return tensor._base
+
+
 def backward_pass() -> int:
     """The number of the backward pass under way on this thread, or -1."""
     return torch._C._current_graph_task_id()

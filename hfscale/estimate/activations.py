@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from math import prod
 
 from .._host.peft import LORA_A
+from ..plan.compress import FEW
 from ..plan.context import ContextPlan
 from ..plan.parameter import ParameterPlan
 from ..plan.plan import Plan
@@ -46,11 +47,17 @@ class Types:
         size: bytes of a value of the stream.
         adapters: bytes of a value of an adapter's factors.
         exact: whether it is one type throughout; autocast makes copies that are not counted one by one.
+        kept: bytes of a value that a layer keeps, of whatever type, where it keeps them in 8 bits.
     """
 
     size: int
     adapters: int
     exact: bool = True
+    kept: float | None = None
+
+    def as_kept(self, size: float) -> float:
+        """Bytes of a value of ``size`` bytes, as a layer keeps it."""
+        return size if self.kept is None else self.kept
 
 
 @dataclass(frozen=True)
@@ -89,7 +96,7 @@ def layer_bytes(
     owned = [p for p in plan.parameters if p.name.startswith(f"{layer}.") and p.name not in adapters]
     hidden = stream_width(plan, layer)
     sequence = plan.layout.size("tp") if plan.sequence_regions else 1
-    stream = types.size * hidden / sequence
+    stream = types.as_kept(types.size) * hidden / sequence
     roles = _llama_roles(owned, layer)
     if roles is None or not types.exact:
         return LayerBytes(_at_most(plan, layer, owned, hidden, ranks, types, routes), stream, False)
@@ -133,30 +140,34 @@ class _Llama:
             planned, wide = self.roles[name], max(4, self.types.size)
             trains = planned.name in self.trained
             needed = trains or number > 0 or not first
-            total += (wide * self.hidden + wide) * needed + self.types.size * self.hidden * trains
+            total += (self._kept(self.hidden, wide) + wide) * needed + self._kept(self.hidden, self.types.size) * trains
         return total / self.sequence
 
     def blocks(self) -> float:
         """What the blocks keep, their inputs included."""
         size = self.types.size
         queries, keys = self._out("q_proj"), self._out("k_proj")
-        total = size * (queries + 2 * keys * replicas(self.plan))
+        total = self._kept(queries, size) + 2 * self._kept(keys * replicas(self.plan), size)
         total += max(4, size) * self._heads(queries) * (not recomputed(self.plan).attention)
         for name in ("q_norm", "k_norm"):
             if name in self.roles:
                 width, trains = self._out(f"{name[0]}_proj"), self.roles[name].name in self.trained
-                total += (max(4, size) + size * trains) * width
+                total += self._kept(width, max(4, size)) + self._kept(width, size) * trains
         inner = self._out("gate_proj")
-        total += 3 * size * inner
+        total += 3 * self._kept(inner, size)
         if recomputed(self.plan).attention:  # recomputed: nothing but what the output projection keeps
             total += self._read(queries, ("o_proj",))
         else:  # SDPA keeps its result anyway, and an adapter's copy of it comes on top
-            total += size * queries + self._read(queries, ("o_proj",), kept=not shares_heads(self.plan))
+            total += self._kept(queries, size) + self._read(queries, ("o_proj",), kept=not shares_heads(self.plan))
         total += self._read(inner, ("down_proj",))
         again = self.sequence if self.plan.layout.sequence_regather else 1
         for readers in (_ATTENTION[:3], _MLP[:2]):
             total += self._read(self.hidden, readers, again=again)
         return total
+
+    def _kept(self, values: float, size: float) -> float:
+        """Bytes of so many values of a token; few stay as they are."""
+        return values * (size if values * FEW <= self.hidden / self.sequence else self.types.as_kept(size))
 
     def _heads(self, queries: int) -> float:
         context = self.plan.feature(ContextPlan)
@@ -176,11 +187,11 @@ class _Llama:
         adapted = [self.ranks_of_adapters[name] for name in weights if name in self.ranks_of_adapters]
         size, wide = self.types.size, self.types.adapters
         if adapted and wide == size:
-            own = float(size * width)
+            own = self._kept(width, size)
         else:
-            own = size * width / again * any(name in self.trained for name in weights)
-        copies = wide * width * len(adapted) if wide != size else 0
-        return own * (not kept) + copies + wide * sum(adapted)
+            own = self._kept(width, size) / again * any(name in self.trained for name in weights)
+        copies = self._kept(width, wide) * len(adapted) if wide != size else 0
+        return own * (not kept) + copies + sum(self._kept(rank, wide) for rank in adapted)
 
 
 def _llama_roles(owned: list[ParameterPlan], layer: str) -> dict[str, ParameterPlan] | None:
@@ -218,7 +229,8 @@ def _at_most(
             values += share * (2 * sum(local) + min(local))
         elif len(local) == 1 and planned.name.endswith("weight"):
             wide += 4 * local[0]  # norms compute in 32 bits
-    return types.size * values + max(4, types.size) * wide + types.adapters * _of_adapters(plan, layer, ranks, types)
+    of_adapters = types.adapters * _of_adapters(plan, layer, ranks, types)
+    return types.as_kept(types.size) * values + types.as_kept(max(4, types.size)) * wide + of_adapters
 
 
 def _of_adapters(plan: Plan, layer: str, ranks: dict[str, int], types: Types) -> int:

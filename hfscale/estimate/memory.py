@@ -17,6 +17,7 @@ from dataclasses import dataclass, fields, replace
 from math import ceil, prod
 from typing import Any
 
+from ..plan.compress import compressed
 from ..plan.cut import Cut, cut_shape
 from ..plan.offload import offloaded
 from ..plan.parameter import ParameterPlan
@@ -209,7 +210,7 @@ def _activations(plan: Plan, here: dict[str, int], situation: Situation, mixed: 
         if plan.stages is None or index == len(plan.stages.stages) - 1:
             total += alive * tokens * _around(plan, types, situation.trained)
         elif layers:  # what was sent stays until its gradient is back
-            total += alive * tokens * next(each.bytes.stream for each in held if each.name == layers[-1])
+            total += alive * tokens * types.size * stream_width(plan, layers[-1]) / _sequence(plan)
     if offloaded(plan).activations is not None:
         total, away = _on_host(held, chosen, tokens, total)
         notes_of_host = [f"on the host: {human(away)} of activations; two layers of a microbatch are on the device"]
@@ -219,6 +220,8 @@ def _activations(plan: Plan, here: dict[str, int], situation: Situation, mixed: 
     counted = all(each.bytes.counted for each in held)
     how = "counted for this kind of layer" if counted else "an upper estimate from the shapes of the layers"
     notes = [*notes_of_host, f"activations: {how}, of {tokens:,} tokens a microbatch; scores of attention are not kept"]
+    if compressed(plan) is not None:
+        notes.append("what layers keep is counted in 8 bits")
     if again.keep:
         notes.append("results of operators that recomputed layers keep are not counted")
     if again.modules:
@@ -244,9 +247,13 @@ def _around(plan: Plan, types: Types, trained: Collection[str]) -> float:
         return 0.0
     width = stream_width(plan, plan.layers[-1])
     norms = [name for name in around_layers(plan) if not is_matrix(plan, name) and name.endswith("weight")]
-    sequence = plan.layout.size("tp") if plan.sequence_regions else 1
     normed = sum(max(4, types.size) + types.size * (name in trained) for name in norms)
-    return width * (normed / sequence + types.size)
+    return width * (normed / _sequence(plan) + types.size)
+
+
+def _sequence(plan: Plan) -> int:
+    """Over how many tensor ranks the hidden states between blocks are cut."""
+    return plan.layout.size("tp") if plan.sequence_regions else 1
 
 
 def _gathered(plan: Plan, ranks: dict[str, int], held: Sequence[ParameterPlan], mixed: bool) -> int:

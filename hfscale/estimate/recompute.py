@@ -13,6 +13,7 @@ from math import prod
 import torch
 
 from ..errors import ConfigError
+from ..plan.compress import BYTES, compressed
 from ..plan.context import ContextPlan
 from ..plan.plan import Plan
 from ..plan.recompute import recomputed
@@ -106,6 +107,7 @@ def layers_to_recompute(plan: Plan, pp_rank: int, situation: Situation) -> froze
 def layers_held(plan: Plan, ranks: dict[str, int], situation: Situation) -> list[LayerHeld]:
     """Every layer of the rank at ``ranks``, in order."""
     types = types_of(plan, situation.mixed)
+    types = types if compressed(plan) is None else replace(types, kept=BYTES)
     return [
         LayerHeld(name, _layer(plan, name, ranks, types, situation), alive)
         for _, alive, layers in stages_held(plan, ranks, situation)

@@ -2,8 +2,10 @@
 
 import difflib
 import sys
+from importlib.util import find_spec
 
 from .._host.torch import operators_named
+from ..plan.compress import CompressPlan
 from ..plan.offload import OffloadPlan
 from ..plan.parameter import wild_name
 from ..plan.recompute import RecomputePlan
@@ -16,6 +18,7 @@ def plan_memory(draft: Draft) -> None:
     """Find the layers and modules; what is found is the same on every rank."""
     asked = draft.asked
     _plan_offload(draft)
+    _plan_compression(draft)
     given = asked.recompute
     if given == "none":
         return
@@ -47,6 +50,24 @@ def _plan_offload(draft: Draft) -> None:
     if asked.offload_optimizer or asked.offload_parameters or asked.least_offloaded is not None:
         offload = OffloadPlan(asked.offload_optimizer, asked.offload_parameters, asked.least_offloaded)
         draft.features.append(offload)
+
+
+def _plan_compression(draft: Draft) -> None:
+    least = draft.asked.least_compressed
+    if least is None:
+        return
+    if not draft.layers:
+        draft.problem("compress_activations= is of layers, and none were found: leave it out")
+    elif find_spec("bitsandbytes") is None:
+        draft.problem("compress_activations= needs bitsandbytes' kernels: pip install bitsandbytes, or leave it out")
+    again = draft.asked.recompute
+    if draft.mixtures and again not in ("none", "selective"):
+        draft.problem(
+            f"compress_activations= with recompute={again!r}: a layer of {wild_name(draft.mixtures[0].name)} that is "
+            "computed again from a rounded input may send tokens to other experts than before: use recompute='none' or "
+            "'selective', or offload_activations=True in place of 8 bits"
+        )
+    draft.features.append(CompressPlan(least))
 
 
 def _modules(draft: Draft, given: tuple[str, ...]) -> tuple[str, ...]:

@@ -1,0 +1,92 @@
+"""What layers keep for their backward pass as a part: it waits on the host, or in 8 bits, or both.
+
+::
+
+    forward   layer 1 --copy--> host    layer 2 --copy--> host    ...            copies beside the computation
+    backward                            layer 2 <--copy-- host   layer 1 <-- fetched while layer 2 computes
+
+Saved-tensor hooks around each layer, outside of what is recomputed: of a layer that is recomputed, its input is put
+away. What is a parameter, or smaller than the size that was asked, stays. On a CPU the same copies are made, one after
+the other.
+"""
+
+import weakref
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._host.transformers.hidden_states import hidden_states_of
+from ..plan.compress import FEW, compressed
+from ..plan.offload import offloaded
+from ..runtime import Part, Runtime
+from ..runtime.local_weights import LocalWeights
+from .compressed import Compressed, Here, Stored
+from .layer_pass import LayerPass
+from .on_host import OnHost
+
+
+class KeptActivations(Part):
+    """Nothing where it was not asked for. Comes behind recomputation.
+
+    Attributes:
+        copied: bytes that were copied to the host so far.
+        stored: bytes that were kept in 8 bits so far; ``given`` before that.
+    """
+
+    def __init__(self) -> None:
+        self.copied = self.stored = self.given = 0
+        self._to_host: int | None = None
+        self._to_bytes: int | None = None
+        self._latest: weakref.ref[LayerPass] | None = None
+
+    def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
+        """Put hooks around the layers."""
+        self._to_host, self._to_bytes = offloaded(runtime.plan).activations, compressed(runtime.plan)
+        if self._to_host is not None or self._to_bytes is not None:
+            for name in filter(runtime.is_local, runtime.plan.layers):
+                self._wrap(runtime.model.get_submodule(name))
+
+    def metrics(self, runtime: Runtime) -> Mapping[str, float]:
+        """How much was copied, and how much compressed into how much."""
+        found = {} if self._to_host is None else {"offloaded_activation_bytes": float(self.copied)}
+        if self._to_bytes is not None:
+            found |= {"compressed_activation_bytes": float(self.stored), "activation_bytes": float(self.given)}
+        return found
+
+    def _wrap(self, layer: nn.Module) -> None:
+        forward = layer.forward
+
+        def forward_keeping(*args: Any, **kwargs: Any) -> Any:
+            if not (layer.training and torch.is_grad_enabled()):
+                return forward(*args, **kwargs)
+            hidden = hidden_states_of(args, kwargs)
+            values = hidden.numel() if isinstance(hidden, Tensor) else 0
+            current = LayerPass(layer, partial(self._store, values), None if self._latest is None else self._latest())
+            self._latest = weakref.ref(current)
+            with torch.autograd.graph.saved_tensors_hooks(current.pack, current.unpack):
+                output = forward(*args, **kwargs)
+            current.over()
+            return output
+
+        forward_keeping.__wrapped__ = forward  # type: ignore[attr-defined]  # the host inspects forward's signature
+        layer.forward = forward_keeping  # type: ignore[method-assign]
+
+    def _store(self, values: int, tensor: Tensor, may_be_weight: bool) -> Stored | None:
+        """Where a tensor goes that a layer keeps whose input has so many ``values``."""
+        size = tensor.numel() * tensor.element_size()
+        if self._is_rounded(tensor, size, values) and not may_be_weight:
+            found = Compressed(tensor, Here if self._to_host is None else OnHost)
+            self.stored, self.given = self.stored + found.size, self.given + size
+            self.copied += found.size if self._to_host is not None else 0
+            return found
+        if self._to_host is None or size < self._to_host:
+            return None
+        self.copied += size
+        return OnHost(tensor)
+
+    def _is_rounded(self, tensor: Tensor, size: int, values: int) -> bool:
+        least = self._to_bytes
+        return least is not None and tensor.is_floating_point() and size >= least and tensor.numel() * FEW > values

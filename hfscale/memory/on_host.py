@@ -1,0 +1,68 @@
+"""A tensor that waits on the host: pinned memory and a stream of its own on a GPU, a plain copy on a CPU."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class OnHost:
+    """A tensor that waits on the host.
+
+    Attributes:
+        readers: how many saved references to it have not been read.
+        size: its bytes.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.readers, self.device = 0, tensor.device
+        self.size = tensor.numel() * tensor.element_size()
+        self._here: Tensor | None = None
+        self._copied: Any = None
+        if tensor.device.type == "cpu":
+            self._host = tensor.detach().clone()
+            return
+        self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        stream = _stream(tensor.device)
+        stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        with torch.cuda.stream(stream):
+            self._host.copy_(tensor.detach(), non_blocking=True)
+            self._copied = stream.record_event()
+        tensor.record_stream(stream)
+
+    def fetch(self) -> None:
+        """Begin to copy it back."""
+        if self._here is not None or not self.readers:
+            return
+        if self.device.type == "cpu":
+            self._here = self._host.clone()
+            return
+        stream = _stream(self.device)
+        with torch.cuda.stream(stream):
+            stream.wait_event(self._copied)
+            self._here = self._host.to(self.device, non_blocking=True)
+            self._copied = stream.record_event()
+
+    def read(self) -> Tensor:
+        """The tensor, on its device; given up there with the last reader."""
+        self.readers = max(self.readers, 1)  # a graph that is kept is read again
+        self.fetch()
+        found = self._here
+        assert found is not None
+        if self.device.type != "cpu":
+            current = torch.cuda.current_stream(self.device)
+            current.wait_event(self._copied)
+            found.record_stream(current)
+        self.readers -= 1
+        if not self.readers:
+            self._here = None
+        return found
+
+
+_streams: dict[torch.device, Any] = {}
+
+
+def _stream(device: torch.device) -> Any:
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)
+    return _streams[device]
