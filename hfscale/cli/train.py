@@ -15,7 +15,8 @@ DESCRIPTION = (
 )
 EXAMPLE = """hfscale train demo_pretrain
 hfscale train demo_lora training.steps=20 parallel.tp_size=1 parallel.dp_shard_size=2
-hfscale train my_recipe.yaml --print-launch"""
+hfscale train my_recipe.yaml --print-launch
+hfscale train my_recipe.yaml --print-job slurm > job.sh"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="on top of the recipe, as training.steps=20")
     add_memory_limit(parser)
     parser.add_argument("--print-launch", action="store_true", help="print the launch line (for Slurm and the like)")
+    parser.add_argument("--print-job", choices=("slurm", "kubernetes"), help="print a job file of a cluster instead")
+    parser.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="of that cluster (default: 8)")
     parser.add_argument("--list", action="store_true", help="list the recipes that come with hfscale")
     parser.add_argument("--json", action="store_true", help="with --list, print JSON")
 
@@ -58,6 +61,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     processes = ParallelConfig(**recipe.parallel).total_size
     again = [arguments.recipe, *arguments.overrides, *memory_limit_flags(arguments.max_memory)]
+    if arguments.print_job:
+        from ..recipes.jobs import job_file
+
+        print(job_file(arguments.print_job, recipe.name, processes, arguments.gpus_per_node, again), end="")
+        return 0
     if arguments.print_launch:
         print(shlex.join(["accelerate", "launch", *launch_options(processes, again)]))
         return 0
