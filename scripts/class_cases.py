@@ -1,7 +1,7 @@
 """Classes that people train, and the tiny models and batches of each, for scripts/class_sweep.py."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -94,15 +94,26 @@ def transcripts(case: plain.PlainCase, generator: torch.Generator, length: int) 
 
 @dataclass
 class RewardCase(plain.PlainCase):
-    """Pairs of texts, of which the first half are to be scored higher (Ouyang et al. 2022)."""
+    """Pairs of texts, of which the first half are to be scored higher (Ouyang et al. 2022); by a plain loop."""
 
     make_batch: plain.Maker = texts
     rows: int = 4
 
     def loss_of(self, model: Any, batch: Batch) -> Tensor:
-        """Minus the log of the probability that the better one wins."""
-        scores = model(**batch).logits[:, 0]
-        return -torch.nn.functional.logsigmoid(scores[: len(scores) // 2] - scores[len(scores) // 2 :]).mean()
+        """The mean over its pairs."""
+        total, count = preferences(model(**batch), batch)
+        return total / count
+
+    def by_step(self) -> plain.UserLossCase:
+        """The same by ``train_step``, with a loss of the user's own."""
+        case = plain.UserLossCase(self.config, auto_class=self.auto_class, make_batch=self.make_batch, rows=self.rows)
+        return replace(case, loss_fn=preferences)
+
+
+def preferences(outputs: Any, batch: Batch) -> tuple[Tensor, int]:
+    """Minus the logs of the probabilities that the better ones win, and how many pairs there are."""
+    better, worse = outputs.logits[:, 0].chunk(2)
+    return -torch.nn.functional.logsigmoid(better - worse).sum(), len(better)
 
 
 @dataclass

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import transformers
-from class_cases import KINDS, Kind, case_of, configs
+from class_cases import KINDS, Kind, RewardCase, case_of, configs
 from tqdm import tqdm
 
 import hfscale
@@ -142,6 +142,8 @@ def planned_case(case: Case, layout: hfscale.ParallelConfig) -> tuple[Case, floa
     own = plan.feature(OwnLossPlan)
     if own is not None and type(case) is plain.PlainCase:
         case = plain.OwnLossCase(case.config, auto_class=case.auto_class, make_batch=case.make_batch, over=own.over)
+    if plan.stages is not None and isinstance(case, RewardCase):
+        case = case.by_step()
     parameters = list(plan.owned())
     if any("expert" in parameter.name for parameter in parameters):
         case = replace(case, hf_kwargs={"experts_implementation": "eager"})

@@ -46,8 +46,8 @@ def plan_blocks(draft: Draft, blueprint: Blueprint, layers: list[str]) -> list[B
 
 
 def _refuse_unmatched(draft: Draft, blueprint: Blueprint, matched: set[str]) -> None:
-    for path in blueprint.blocks if has_every_list(draft, blueprint) else ():
-        if path and path not in matched:
+    for path, role in blueprint.blocks.items() if has_every_list(draft, blueprint) else ():
+        if path and path not in matched and not role.optional:
             draft.problem(
                 f"tp_size={draft.tp}: the blueprint of {draft.config.model_type!r} names a block {path!r} that no "
                 "layer has: correct the blueprint, or use tp_size=1"

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .._host.transformers.classes import class_name, is_causal_lm, takes_argument
+from .._host.transformers.experts import use_eager_experts
 from ..families.precision import keep_float64
 from ..plan.own_loss import OwnLossPlan
 from .draft import Draft
@@ -60,6 +61,7 @@ def _answer(question: _Question) -> str | None:
     if model is None:
         return None
     model.eval()
+    use_eager_experts(model)  # the host's grouped matrix products take no float64
     text = model.config.get_text_config()
     end = text.eos_token_id if getattr(text, "is_encoder_decoder", False) else None  # which these classify texts by
     vocabulary = getattr(text, "vocab_size", _LARGEST_ID)  # some look up hashes of characters
