@@ -68,6 +68,7 @@ test-all: setup
 	$(TEST) -m "not gpu and not weights"
 	$(BIN)/python scripts/parity_table.py
 	$(BIN)/python scripts/family_sweep.py --out docs/families.md
+	$(BIN)/python scripts/class_sweep.py --out docs/classes.md
 	$(BIN)/python scripts/inference_sweep.py --out docs/inference.md
 	$(BIN)/python scripts/dtype_sweep.py --out docs/dtypes.md
 	$(BIN)/python scripts/adapter_sweep.py --out docs/adapters.md

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .._host.transformers.classes import class_name, is_causal_lm, takes_argument
 from .._host.transformers.experts import use_eager_experts
+from ..families.fields import text_config
 from ..families.precision import keep_float64
 from ..plan.own_loss import OwnLossPlan
 from .draft import Draft
@@ -55,15 +56,17 @@ def _answer(question: _Question) -> str | None:
     config = question.config()
     if config is None:
         return None
-    # Decoders find the last token of each row by padding; without it they take one row at a time.
-    padding = {"pad_token_id": 0} if getattr(config, "pad_token_id", None) is None else {}
-    model = tiny_model_of(question.kind, config, torch.float64, **padding)
+    model = tiny_model_of(question.kind, config, torch.float64)
     if model is None:
         return None
     model.eval()
     use_eager_experts(model)  # the host's grouped matrix products take no float64
-    text = model.config.get_text_config()
-    end = text.eos_token_id if getattr(text, "is_encoder_decoder", False) else None  # which these classify texts by
+    text = text_config(model.config)
+    for part in (model.config, text):
+        # Decoders find the last token of each row by padding; without it they take one row at a time.
+        part.pad_token_id = 0 if getattr(part, "pad_token_id", None) is None else part.pad_token_id
+    end = getattr(text, "eos_token_id", None)  # which encoder-decoders classify texts by
+    end = end if isinstance(end, int) and getattr(model.config, "is_encoder_decoder", False) else None
     vocabulary = getattr(text, "vocab_size", _LARGEST_ID)  # some look up hashes of characters
     for first, second in _pairs(int(getattr(config, "num_labels", 2) or 2), int(vocabulary), end):
         with suppress(Exception), torch.no_grad(), keep_float64():  # whatever stock code says of labels of a wrong kind
