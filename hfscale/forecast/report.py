@@ -10,8 +10,8 @@ from ..estimate.step_time import StepTime
 from ..plan.table import human
 
 FITS, TIGHT, DOES_NOT_FIT = "fits", "tight", "does not fit"
-_OVERHEAD = 0.3 * 2**30  # what libraries and collectives take beside torch's tensors
-_FRAGMENTS = 1.1  # of activations: what an allocator needs for them, in the public runs
+OVERHEAD = 0.3 * 2**30  # what libraries and collectives take beside torch's tensors
+FRAGMENTS = 1.1  # of activations: what an allocator needs for them, in the public runs
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ class StageEstimate:
     @property
     def needed(self) -> float:
         """Bytes without which it does not run: all kinds at once, and what libraries take."""
-        return self.memory.total + _OVERHEAD
+        return self.memory.total + OVERHEAD
 
     @property
     def likely(self) -> float:
         """Bytes that it is likely to reserve: an allocator needs a tenth more for activations."""
-        return self.needed + (_FRAGMENTS - 1) * self.memory.activations
+        return self.needed + (FRAGMENTS - 1) * self.memory.activations
 
 
 @dataclass(frozen=True)

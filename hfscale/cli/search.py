@@ -1,0 +1,130 @@
+"""``hfscale search``: the best layout for a number of GPUs."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+from .look import add_json, print_json, working
+from .memory import plan_arguments
+from .model import add_model_arguments, auto_class_of, building, load_config, remote_code
+
+HELP = "find the fastest layout of a model on a number of GPUs, before renting them"
+DESCRIPTION = (
+    "Try every layout, schedule, microbatch and recomputation of a model on a number of GPUs by arithmetic, and show "
+    "the fastest of each kind, what less memory costs, and why other kinds fail. Reads only the config."
+)
+EXAMPLE = """hfscale search meta-llama/Llama-3.1-8B --gpus 64 --hardware h100 --tokens-per-step 4M
+hfscale search meta-llama/Llama-3.1-70B --gpus 8 --tokens-per-step 256K --lora --quantize nf4 --out recipe.yaml"""
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+_UNITS |= {"K": 2**10, "M": 2**20, "G": 2**30, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``hfscale search``."""
+    add_model_arguments(parser)
+    parser.add_argument("--gpus", type=int, required=True, metavar="N", help="ranks of the run")
+    parser.add_argument(
+        "--hardware", default="h100", metavar="NAME", help="h100, h200, b200, a100-80, a100-40, or a calibration's JSON"
+    )
+    parser.add_argument(
+        "--tokens-per-step", required=True, metavar="N", help="of all ranks, in whole sequences: 4M are 4 x 2^20"
+    )
+    parser.add_argument("--sequence-length", type=int, default=4096, metavar="N", help="tokens of a sequence")
+    parser.add_argument("--max-memory", metavar="SIZE", help="of a rank, as 60GiB (default: 87.5%% of the GPU's)")
+    parser.add_argument("--optimizer", default="adamw_torch_fused", metavar="NAME", help="its name in HF Trainer")
+    parser.add_argument("--quantize", choices=("nf4", "fp4", "int8"), help="weights in 4 or 8 bits; with --lora")
+    parser.add_argument(
+        "--lora", metavar="TARGETS", nargs="?", const="all-linear", help="train LoRA adapters: all-linear, or names"
+    )
+    parser.add_argument("--rank", type=int, metavar="R", help="of the adapters (default: 16)")
+    parser.add_argument("--learning-rate", type=float, metavar="LR", help="that was right for --its-tokens-per-step")
+    parser.add_argument("--its-tokens-per-step", metavar="N", help="the batch that --learning-rate was right for")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write a recipe for hfscale train")
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Search, print, and write the recipe."""
+    from ..build import plan as make_plan
+    from ..estimate.machine import find_machine
+    from ..forecast.estimate import constants_of
+    from ..forecast.facts import facts_of
+    from ..forecast.search import search
+
+    tokens = parse_amount(arguments.tokens_per_step, "--tokens-per-step")
+    budget = None if arguments.max_memory is None else parse_amount(arguments.max_memory, "--max-memory")
+    if arguments.quantize is not None and arguments.lora is None:
+        raise ConfigError(f"--quantize {arguments.quantize} leaves nothing that trains: give --lora as well")
+    machine = find_machine(arguments.hardware)
+    config = load_config(arguments.model, arguments.trust_remote_code)
+    dtype = arguments.dtype or ("float32" if arguments.lora is None else "bfloat16")
+    mixed = "bf16" if dtype == "float32" else "no"
+    working(f"planning {arguments.model}")
+    more: dict[str, Any] = {**plan_arguments(arguments), **remote_code(arguments)}
+    with building(arguments, config):
+        plan = make_plan(config, auto_class=auto_class_of(arguments.auto_class), dtype=dtype, **more)
+    facts = facts_of(plan, config, arguments.optimizer, mixed_precision=mixed)
+    found = search(
+        facts,
+        arguments.gpus,
+        machine,
+        tokens_per_step=tokens,
+        sequence_length=arguments.sequence_length,
+        max_memory=budget,
+        constants=constants_of(arguments.hardware),
+    )
+    if arguments.json:
+        print_json(found.to_dict())
+    else:
+        print(found)
+        print(f"\nweights in {dtype}, mixed precision {mixed}, {arguments.optimizer}. Estimated, with constants of")
+        print("other code on GPUs. Prove a layout with `hfscale verify`, see its terms with `hfscale estimate`.")
+        _print_rules(arguments, found.sequences * found.sequence)
+    if arguments.out is not None:
+        _write(arguments, found, dtype, mixed)
+    return 0
+
+
+def parse_amount(text: str, flag: str) -> int:
+    """``"4M"`` -> 4,194,304 and ``"60GB"`` -> 60,000,000,000.
+
+    Raises:
+        ConfigError: it is no number with a unit.
+    """
+    number = text.rstrip("KMGkmgiIbB")
+    unit = text[len(number) :].upper()
+    try:
+        return int(float(number) * _UNITS[unit])
+    except (KeyError, ValueError) as error:
+        raise ConfigError(f"{flag} {text} is no amount: use a number, as 4194304, 4M or 60GiB") from error
+
+
+def _print_rules(arguments: argparse.Namespace, tokens: int) -> None:
+    from ..forecast.batch_rules import learning_rates
+
+    if (arguments.learning_rate is None) != (arguments.its_tokens_per_step is None):
+        raise ConfigError("--learning-rate and --its-tokens-per-step go together: give both, or neither")
+    if arguments.learning_rate is None:
+        return
+    before = parse_amount(arguments.its_tokens_per_step, "--its-tokens-per-step")
+    print(f"\na learning rate of {arguments.learning_rate:g} at {before:,} tokens a step becomes, by rule of thumb")
+    for rule in learning_rates(arguments.learning_rate, before, tokens):
+        print(f"  {rule.learning_rate:.3g}  {rule.name}: {rule.says}")
+
+
+def _write(arguments: argparse.Namespace, found: Any, dtype: str, mixed: str) -> None:
+    from ..forecast.recipe import recipe_of
+
+    more: dict[str, Any] = {"training": {"dtype": dtype, "mixed_precision": mixed, "optimizer": arguments.optimizer}}
+    if arguments.lora is not None:
+        targets = arguments.lora if arguments.lora == "all-linear" else f"[{arguments.lora}]"
+        more["adapter"] = {"method": "lora", "r": arguments.rank or 16, "target_modules": targets}
+    if arguments.quantize == "int8":
+        more["quantization"] = {"load_in_8bit": True}
+    elif arguments.quantize is not None:
+        more["quantization"] = {"load_in_4bit": True, "bnb_4bit_quant_type": arguments.quantize}
+    arguments.out.write_text(recipe_of(found, arguments.model, **more))
+    if not arguments.json:
+        print(f"\nwrote {arguments.out}")

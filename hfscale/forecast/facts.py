@@ -1,0 +1,95 @@
+"""What a search over layouts has to know of a model: read once from the plan of one process, then only arithmetic."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+from ..config import ParallelConfig
+from ..estimate.activations import Types, layer_bytes, stream_width
+from ..estimate.memory import estimate_memory
+from ..estimate.model_shape import ModelShape
+from ..estimate.recompute import is_matrix, types_of
+from ..plan import Plan
+from .jobs import trained_fraction
+from .shapes import shape_of_plan
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A model and how it is trained.
+
+    Attributes:
+        shape: of its decoder.
+        heads: query heads, which tensor ranks share out.
+        states: bytes of weights, adapters, gradients and optimizer, for every entry of a weight.
+        weight: bytes of a weight, likewise.
+        width: bytes of a weight while data ranks have it gathered.
+        kept: bytes that a layer keeps of a token, on one rank.
+        stream: of these, its input.
+        kept_alone: likewise without data ranks, where mixed precision is the model's own and makes copies.
+        head: bytes of the head's gradient for each of its entries, before it is added up.
+        trained: fraction of the entries that trains.
+        unpacked: bytes moved for every weight of a quantized base.
+        gradient: bytes of a gradient.
+        family: the kind of model.
+    """
+
+    shape: ModelShape
+    heads: int
+    states: float
+    weight: float
+    width: float
+    kept: float
+    stream: float
+    kept_alone: float
+    head: float
+    trained: float
+    unpacked: float
+    gradient: float
+    family: str
+
+
+def facts_of(
+    plan: Plan,
+    config: Any,
+    optimizer: str = "adamw_torch_fused",
+    optim_args: Mapping[str, Any] | None = None,
+    mixed_precision: str = "no",
+) -> Facts:
+    """The facts of a plan of one process.
+
+    Raises:
+        ConfigError: the optimizer is unknown, or the model has no layers.
+    """
+    assert plan.layout == ParallelConfig(), "facts are read from the plan of one process"
+    shape = shape_of_plan(plan, config)
+    text = config.get_text_config(decoder=True)
+    heads = getattr(text, "num_attention_heads", None) or getattr(text, "n_head", None) or 1
+    held = estimate_memory(plan, optimizer=optimizer, options=optim_args, mixed_precision=mixed_precision)
+    entries = sum(prod(p.shape) for p in plan.owned() if is_matrix(plan, p.name))
+    adapters = {adapter.name for adapter in plan.adapters}
+    quantized = set(plan.quantized.weights) if plan.quantized is not None else set[str]()
+    trained = adapters or {p.name for p in plan.owned()} - quantized
+    types = Types(2, 2) if mixed_precision != "no" else types_of(plan, False)
+    layer = plan.layers[len(plan.layers) // 2]
+    one, alone = (
+        layer_bytes(plan, layer, {}, each, trained, routes=shape.routed or None)
+        for each in (types, types_of(plan, mixed_precision != "no"))
+    )
+    wide = max((p.dtype.itemsize for p in plan.owned() if p.dtype.is_floating_point), default=4)
+    return Facts(
+        shape=replace(shape, hidden=stream_width(plan, layer)),
+        heads=int(heads),
+        states=(held.weights + held.adapters + held.gradients + held.optimizer) / entries,
+        weight=held.weights / entries,
+        width=2 if mixed_precision != "no" else held.weights / entries,
+        kept=one.kept,
+        stream=one.stream,
+        kept_alone=alone.kept,
+        head=max(4, types.size) if f"{plan.head}.weight" in trained else 0,
+        trained=trained_fraction(plan),
+        unpacked=0.0 if plan.quantized is None else 9.0 if plan.quantized.bits == 4 else 10.0,
+        gradient=wide,
+        family=plan.family,
+    )

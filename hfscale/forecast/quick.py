@@ -1,0 +1,155 @@
+"""Seconds and bytes of a candidate by arithmetic on a model's facts: what a search can afford for thousands of them.
+
+What is the same for many candidates is computed once: a layer's seconds, the microbatches alive of a schedule. The
+bytes are those of :mod:`hfscale.estimate.memory` for layers of one kind; a test compares the two.
+"""
+
+from dataclasses import dataclass, replace
+
+from ..estimate.constants import Constants
+from ..estimate.job import Job
+from ..estimate.layer_time import Seconds, head_seconds, layer_seconds
+from ..estimate.machine import Machine
+from ..estimate.step_time import step_time
+from ..plan import balance
+from ..planner.costs import Cost
+from .candidates import Candidate
+from .facts import Facts
+from .report import DOES_NOT_FIT, FITS, FRAGMENTS, OVERHEAD, TIGHT
+
+
+@dataclass(frozen=True)
+class Found:
+    """A candidate with what it takes and holds.
+
+    Attributes:
+        seconds: of a step.
+        needed: bytes of the fullest rank without which it does not run.
+        likely: bytes that it is likely to reserve.
+        states: of these, weights, gradients and optimizer.
+        activations: of these, what is kept for backward passes.
+    """
+
+    candidate: Candidate
+    seconds: float
+    needed: float
+    likely: float
+    states: float
+    activations: float
+
+    def verdict(self, machine: Machine, budget: float) -> str:
+        """``fits``, ``tight`` or ``does not fit``."""
+        if self.needed > machine.memory:
+            return DOES_NOT_FIT
+        return FITS if self.likely <= budget else TIGHT
+
+
+class Quick:
+    """Estimates candidates of one model on one machine."""
+
+    def __init__(self, facts: Facts, machine: Machine, constants: Constants, sequence: int) -> None:
+        self.facts, self.machine, self.constants, self.sequence = facts, machine, constants, sequence
+        self._parts: dict[tuple[int, ...], tuple[Seconds, Seconds]] = {}
+        self._places: dict[tuple[int, int, str], tuple[int, ...]] = {}
+
+    def estimate(self, candidate: Candidate) -> Found:
+        """Seconds and bytes of one candidate."""
+        job, layers = self._job(candidate), self._layers(candidate)
+        layer, head = self._seconds(candidate, job)
+        last = 0 if candidate.schedule == "zbv" else candidate.pp - 1
+        stages = [layer * count + (head if rank == last else Seconds()) for rank, count in enumerate(layers)]
+        weights = [self._weights(candidate, rank, count) for rank, count in enumerate(layers)]
+        if candidate.schedule == "zbv":  # ranks wait for a forward pass of half their layers, and for nothing else
+            job = replace(job, virtual=6)
+        time = step_time(stages, weights, job, self.machine, self.constants)
+        states, activations, needed = max(
+            (self._bytes(candidate, rank, count, weights[rank]) for rank, count in enumerate(layers)),
+            key=lambda held: held[2],
+        )
+        likely = needed + (FRAGMENTS - 1) * activations
+        return Found(candidate, time.total, needed, likely, states, activations)
+
+    def _job(self, c: Candidate) -> Job:
+        return Job(
+            sequence=self.sequence,
+            batch=c.batch,
+            microbatches=c.microbatches,
+            tp=c.tp,
+            pp=c.pp,
+            dp=c.dp,
+            cp=c.cp,
+            ep=c.ep,
+            shards=c.shard * c.cp,
+            gathers=c.shard * c.cp > 1 and c.pp == 1,
+            virtual=c.virtual,
+            sequence_parallel=c.tp > 1,
+            recompute=float(c.recompute),
+            trained=self.facts.trained,
+            gradient_bytes=self.facts.gradient,
+            unpacked=self.facts.unpacked,
+            ranks_per_node=self.machine.ranks_per_node,
+        )
+
+    def _seconds(self, c: Candidate, job: Job) -> tuple[Seconds, Seconds]:
+        key = (c.tp, c.cp, c.ep, c.batch, c.recompute)
+        if key not in self._parts:
+            given = (self.facts.shape, job, self.machine, self.constants)
+            self._parts[key] = layer_seconds(*given), head_seconds(*given)
+        return self._parts[key]
+
+    def _layers(self, c: Candidate) -> tuple[int, ...]:
+        """How many layers each pipeline rank gets, by the planner's own costs and balance."""
+        key = (c.pp, c.virtual, c.schedule)
+        if key not in self._places:
+            counts, p = self._balanced(c.pp * c.virtual), c.pp
+            if c.schedule == "zbv":
+                self._places[key] = tuple(counts[rank] + counts[2 * p - 1 - rank] for rank in range(p))
+            else:
+                self._places[key] = tuple(sum(counts[rank::p]) for rank in range(p))
+        return self._places[key]
+
+    def _balanced(self, stages: int) -> tuple[int, ...]:
+        shape = self.facts.shape
+        layer = Cost(2 * shape.active_weights, shape.layer_weights).work()
+        before = Cost(0, shape.table_weights).work()
+        after = Cost(2 * shape.table_weights, 0 if shape.tied else shape.table_weights).work()
+        return balance([layer] * shape.layers, stages, before, after)
+
+    def _weights(self, c: Candidate, rank: int, layers: int) -> float:
+        """Entries of matrices of one rank, over its data ranks all together."""
+        shape = self.facts.shape
+        ends = (rank == 0) + (rank == (0 if c.schedule == "zbv" else c.pp - 1))
+        tables = min(ends, 1) if shape.tied else ends
+        return layers * shape.held(c.tp, c.ep) + tables * shape.table_weights / c.tp
+
+    def _bytes(self, c: Candidate, rank: int, layers: int, weights: float) -> tuple[float, float, float]:
+        """States, activations, and all that one rank needs."""
+        facts, shape = self.facts, self.facts.shape
+        shards = c.shard * c.cp
+        states = facts.states * weights / shards
+        tokens = c.batch * self.sequence / c.cp
+        alone = c.dp * c.cp == 1
+        kept = (facts.kept_alone if alone else facts.kept) / c.tp + 2 * facts.stream * (1 - 1 / c.tp)
+        stream = facts.stream / c.tp
+        one = stream if c.recompute else kept
+        alive = alive_of(c.schedule, c.pp, c.microbatches, c.virtual)[rank] / c.virtual
+        activations = tokens * (alive * layers * one + kept * c.recompute + stream)
+        gathered = 2 * weights if alone and facts.width < facts.weight else 0.0
+        if c.dp * c.cp > 1:
+            whole = layers if c.pp > 1 or shards == 1 else min(layers, 1)
+            tables = weights - layers * shape.held(c.tp, c.ep)
+            gathered = facts.width * (whole * shape.held(c.tp, c.ep) + tables)
+        loss = 0.0
+        if rank == (0 if c.schedule == "zbv" else c.pp - 1):
+            loss = facts.head * shape.table_weights / c.tp + 8 * tokens / 4 * shape.vocabulary / c.tp
+        return states, activations, states + activations + gathered + loss + OVERHEAD
+
+
+def alive_of(schedule: str, pp: int, microbatches: int, virtual: int) -> list[int]:
+    """For each pipeline rank the most microbatches alive, over its stages together, by the schedules' formulas."""
+    m, ranks = microbatches, range(pp)
+    if schedule == "interleaved1f1b":  # forwards before the first backward, and one (Narayanan et al. 2021b)
+        return [min(virtual * m, (virtual - 1) * pp + 2 * (pp - 1 - rank) + 1) for rank in ranks]
+    if schedule == "zbv":
+        return [min(2 * pp - rank, m) + min(rank + 1, m) for rank in ranks]
+    return [min(pp - rank, m) for rank in ranks]

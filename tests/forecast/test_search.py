@@ -1,0 +1,161 @@
+"""The search over layouts: its arithmetic against plans, what it finds, and what it says where nothing fits."""
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+import hfscale
+from hfscale import ConfigError, MemoryConfig, ParallelConfig
+from hfscale.cli import main
+from hfscale.cli.search import parse_amount
+from hfscale.estimate.constants import fitted
+from hfscale.estimate.machine import find_machine
+from hfscale.forecast.batch_rules import learning_rates
+from hfscale.forecast.candidates import Candidate, candidates
+from hfscale.forecast.facts import Facts, facts_of
+from hfscale.forecast.quick import Quick, alive_of
+from hfscale.forecast.search import parallel_arguments, search
+from hfscale.parallel.pipeline import order, peak_live, stage_ranks
+from hfscale.recipes.read import read_recipe
+
+H100 = find_machine("h100")
+SMALL = LlamaConfig(
+    hidden_size=2048,
+    intermediate_size=5632,
+    num_hidden_layers=8,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    vocab_size=32000,
+)
+
+
+@cache
+def facts(mixed_precision: str = "bf16") -> Facts:
+    dtype = torch.float32 if mixed_precision == "bf16" else torch.bfloat16
+    return facts_of(hfscale.plan(SMALL, dtype=dtype), SMALL, mixed_precision=mixed_precision)
+
+
+@cache
+def large() -> Facts:
+    """A model of 70 billion parameters, with the bytes per weight and value of the small one."""
+    shape = replace(facts().shape, layers=80, hidden=8192, queries=8192, keys=1024, ffn=28672, vocabulary=128256)
+    return replace(facts(), shape=shape, heads=64, kept=facts().kept * 4, stream=facts().stream * 4)
+
+
+CASES = [
+    Candidate(1, 1, 1, 1, 8, 2, 1, 4, "1f1b", 1, False),
+    Candidate(4, 1, 1, 1, 2, 2, 2, 8, "1f1b", 1, True),
+    Candidate(2, 4, 1, 1, 2, 1, 2, 16, "1f1b", 1, False),
+    Candidate(2, 2, 1, 1, 1, 4, 1, 16, "interleaved1f1b", 2, True),
+    Candidate(2, 2, 1, 1, 4, 1, 4, 4, "zbv", 2, False),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.describe())
+@pytest.mark.parametrize("mixed", ["bf16", "no"])
+def test_arithmetic_agrees_with_the_plan(case: Candidate, mixed: str) -> None:
+    found = Quick(facts(mixed), H100, fitted(), 4096).estimate(case)
+    planned = hfscale.estimate(
+        SMALL,
+        ParallelConfig(**parallel_arguments(case)),
+        batch_size=case.batch,
+        num_microbatches=case.microbatches,
+        dtype=torch.float32 if mixed == "bf16" else torch.bfloat16,
+        mixed_precision=mixed,
+        memory=MemoryConfig(recompute="full" if case.recompute else "none"),
+    )
+    assert found.seconds == pytest.approx(planned.seconds, rel=0.05)
+    assert found.needed == pytest.approx(planned.needed, rel=0.12)
+
+
+@pytest.mark.parametrize(("schedule", "virtual"), [("1f1b", 1), ("interleaved1f1b", 2), ("zbv", 2)])
+def test_microbatches_alive_are_those_of_the_schedules(schedule: str, virtual: int) -> None:
+    for microbatches in (4, 8, 16):
+        played = order(schedule, 4, microbatches, virtual)
+        live, home = peak_live(played), stage_ranks(played)
+        most = [sum(count for stage, count in enumerate(live) if home[stage] == rank) for rank in range(4)]
+        found = alive_of(schedule, 4, microbatches, virtual)
+        if schedule == "interleaved1f1b":  # stages of a rank do not reach their most at the same time
+            assert all(have <= sum_of <= 1.5 * have for have, sum_of in zip(found, most, strict=True))
+        else:
+            assert found == most
+
+
+def test_candidates_use_every_gpu_and_every_sequence() -> None:
+    found = list(candidates(facts(), H100, 16, 64, 4096))
+    assert len(found) == len(set(found)) > 300
+    for each in found:
+        assert each.tp * each.pp * each.cp * each.dp == 16
+        assert each.batch * each.microbatches * each.dp == 64
+        ParallelConfig(**parallel_arguments(each))
+    assert {each.cp for each in candidates(facts(), H100, 16, 64, 131072)} >= {1, 2, 4, 8, 16}
+
+
+def test_what_it_finds() -> None:
+    found = search(large(), 32, tokens_per_step=2**20)
+    assert found.winner.seconds == min(each.seconds for each in found.frontier)
+    assert all(each.likely <= found.budget for each in (*found.best, *found.frontier))
+    kinds = [each.candidate.kind for each in found.best]
+    assert len(kinds) == len(set(kinds)) > 2
+    for faster, lighter in zip(found.frontier, found.frontier[1:], strict=False):
+        assert faster.seconds <= lighter.seconds
+        assert faster.likely > lighter.likely
+    assert "mostly weights, gradients and optimizer: does not fit" in found.rejected["replicas"]
+    assert not set(found.rejected) & set(kinds)
+    less = search(large(), 32, tokens_per_step=2**20, max_memory=40 * 2**30)
+    assert less.winner.seconds >= found.winner.seconds
+    assert less.winner.likely <= 40 * 2**30
+    assert found.winner.candidate.describe() in str(found)
+    assert json.loads(found.to_json())["best"][0]["seconds"] == found.winner.seconds
+
+
+def test_answers_where_nothing_fits() -> None:
+    with pytest.raises(ConfigError, match=r"nothing fits.*Nearest that works: (\d+) GPUs \(.*try LoRA") as error:
+        search(large(), 4, tokens_per_step=2**20)
+    count = int(str(error.value).partition("Nearest that works: ")[2].split()[0])
+    assert search(large(), count, tokens_per_step=2**20).winner
+    with pytest.raises(ConfigError, match="nothing fits"):
+        search(large(), count // 2, tokens_per_step=2**20)
+    with pytest.raises(ConfigError, match=r"a budget of 100.0 GiB is impossible on NVIDIA H100 SXM 80 GB.*79.6 GiB"):
+        search(facts(), 4, tokens_per_step=2**20, max_memory=100 * 2**30)
+    with pytest.raises(ConfigError, match="less than one sequence of 4,096"):
+        search(facts(), 4, tokens_per_step=1000)
+    with pytest.raises(ConfigError, match="no layout of 11 GPUs has whole sequences"):
+        search(facts(), 11, tokens_per_step=8 * 4096)
+    with pytest.raises(ConfigError, match="hardware='v100' is unknown"):
+        search(facts(), 4, "v100", tokens_per_step=2**20)
+
+
+def test_the_command_writes_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    SMALL.save_pretrained(tmp_path / "model")
+    recipe = tmp_path / "recipe.yaml"
+    argv = ["search", str(tmp_path / "model"), "--gpus", "8", "--tokens-per-step", "256K"]
+    assert main([*argv, "--lora", "--rank", "4", "--out", str(recipe), "--json"]) == 0
+    best: dict[str, Any] = json.loads(capsys.readouterr().out)["best"][0]
+    read = read_recipe(recipe)
+    assert ParallelConfig(**read.parallel).total_size == 8
+    assert (read.training.batch_size, read.data.sequence_length) == (64, 4096)
+    assert (read.adapter["r"], read.training.dtype, read.training.mixed_precision) == (4, "bfloat16", "no")
+    assert best["microbatches"] * best["batch"] * best["shard"] * best["replicate"] == 64
+    assert main([*argv, "--learning-rate", "1e-4", "--its-tokens-per-step", "64K"]) == 0
+    said = capsys.readouterr().out
+    assert "0.0002  square root" in said
+    assert "0.0004  linear" in said
+    assert main([*argv, "--quantize", "nf4"]) == 2
+    assert "give --lora as well" in capsys.readouterr().err
+    assert main([*argv, "--max-memory", "much"]) == 2
+    assert "--max-memory much is no amount" in capsys.readouterr().err
+
+
+def test_amounts_and_rules() -> None:
+    assert [parse_amount(text, "--x") for text in ("7", "4M", "60GiB", "1.5GB")] == [7, 2**22, 60 * 2**30, 15 * 10**8]
+    root, linear = learning_rates(1e-3, 100, 400)
+    assert (root.learning_rate, linear.learning_rate) == (pytest.approx(2e-3), pytest.approx(4e-3))
+    with pytest.raises(ConfigError, match="use positive numbers"):
+        learning_rates(1e-3, 0, 400)
