@@ -3,12 +3,13 @@ such as an inference engine that generates with the latest ones.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .._host.transformers.fp8 import Fp8Encoder
 from .._host.transformers.saving import AsStored
 from ..adapters import Adapters
 from ..adapters.merge_whole import WholeMerge
@@ -23,7 +24,11 @@ _NONE = torch.empty(0)  # on ranks that get nothing
 
 
 def stream_weights(
-    model: nn.Module, *, ranks: Sequence[int] | Literal["all"] = (0,), merge_adapters: bool = False
+    model: nn.Module,
+    *,
+    ranks: Sequence[int] | Literal["all"] = (0,),
+    merge_adapters: bool = False,
+    quantization_config: Any = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield ``(name, whole tensor)``, on the CPU, in the order and under the names of a Hugging Face checkpoint.
 
@@ -35,9 +40,13 @@ def stream_weights(
         ranks: who gets them: numbers of processes, or ``"all"``.
         merge_adapters: yield weights with their adapters added, as stock PEFT would merge them; the model stays as it
             is. Otherwise adapters follow the weights, under the keys of PEFT's files.
+        quantization_config: a ``transformers.FineGrainedFP8Config``: what the host would quantize on loading is yielded
+            in 8-bit floating point, bit by bit as the host makes it, each weight followed by the scales of its blocks
+            (``KEY_scale_inv``).
 
     Raises:
-        ConfigError: a rank is none of this run's, the weights are held in 4 or 8 bits, or adapters cannot be merged.
+        ConfigError: a rank is none of this run's, the weights are held in 4 or 8 bits, adapters cannot be merged, or a
+            weight is not made of whole blocks.
     """
     runtime = runtime_of(model)
     reshard(runtime.model)
@@ -52,28 +61,50 @@ def stream_weights(
         )
     adapters = runtime.part(Adapters)
     entries = tensors_to_save(runtime)
-    if adapters is None:
-        return _stored(runtime, entries, _whole(runtime, entries, chosen), chosen)
-    merge = WholeMerge(adapters, runtime.plan)
+    merge = None if adapters is None else WholeMerge(adapters, runtime.plan)
+    weights = [entry for entry in entries if merge is None or _owned(entry) not in merge.factors]
+    encoder = None if quantization_config is None else Fp8Encoder(runtime.model, quantization_config)
+    stored = _Stored(runtime, weights, encoder, _rank(runtime.mesh) in chosen)
+    if merge is None:
+        return stored.of(_whole(runtime, entries, chosen))
     if merge_adapters:
         merge.refuse_tied()
-        weights = [entry for entry in entries if _owned(entry) not in merge.factors]
-        return _stored(runtime, weights, _merged(runtime, merge, entries, chosen), chosen)
-    return _with_adapters(runtime, merge, entries, chosen)
+        return stored.of(_merged(runtime, merge, entries, chosen))
+    return _with_adapters(runtime, merge, entries, stored, chosen)
 
 
-def _stored(
-    runtime: Runtime,
-    entries: list[SavedTensor],
-    whole: Iterator[tuple[SavedTensor, Tensor]],
-    chosen: Sequence[int],
-) -> Iterator[tuple[str, Tensor]]:
-    """As a checkpoint holds them, on the chosen ranks."""
-    contents = {e.name: torch.empty(e.shape, dtype=e.dtype, device="meta") for e in entries}
-    as_stored = AsStored(runtime.model, contents)
-    for entry, tensor in whole:
-        if _rank(runtime.mesh) in chosen:
-            yield from as_stored.made_of(entry.name, tensor).items()
+class _Stored:
+    """Whole tensors of a model as a checkpoint holds them, encoded where that is asked for; on the chosen ranks."""
+
+    def __init__(self, runtime: Runtime, entries: list[SavedTensor], encoder: Fp8Encoder | None, here: bool) -> None:
+        self._model, self._encoder, self._here = runtime.model, encoder, here
+        self._contents = {e.name: torch.empty(e.shape, dtype=e.dtype, device="meta") for e in entries}
+        if encoder is not None:
+            for name, tensor in self._contents.items():
+                self._refuse_parts_of_blocks(name, AsStored(self._model, {name: tensor}).layout)
+
+    def of(self, whole: Iterator[tuple[SavedTensor, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """One after the other."""
+        as_stored = AsStored(self._model, self._contents)
+        for entry, tensor in whole:
+            if not self._here:
+                continue
+            for key, made in as_stored.made_of(entry.name, tensor).items():
+                yield from self._encoded(entry.name, key, made).items()
+
+    def _encoded(self, name: str, key: str, tensor: Tensor) -> dict[str, Tensor]:
+        if self._encoder is None or not self._encoder.wants(name):
+            return {key: tensor}
+        return self._encoder.made_of(key, tensor)
+
+    def _refuse_parts_of_blocks(self, name: str, layout: dict[str, Tensor]) -> None:
+        """On every rank alike, before anything is sent."""
+        for key, tensor in layout.items():
+            if self._encoder is not None and self._encoder.wants(name) and len(self._encoded(name, key, tensor)) == 1:
+                raise ConfigError(
+                    f"{key} of shape {tuple(tensor.shape)} is not made of whole blocks of weight_block_size: choose "
+                    "another, or name its module in modules_to_not_convert"
+                )
 
 
 def _merged(
@@ -94,11 +125,11 @@ def _merged(
 
 
 def _with_adapters(
-    runtime: Runtime, merge: WholeMerge, entries: list[SavedTensor], chosen: Sequence[int]
+    runtime: Runtime, merge: WholeMerge, entries: list[SavedTensor], stored: _Stored, chosen: Sequence[int]
 ) -> Iterator[tuple[str, Tensor]]:
     own = [entry for entry in entries if _owned(entry) in merge.factors]
     weights = [entry for entry in entries if entry not in own]
-    yield from _stored(runtime, weights, _whole(runtime, weights, chosen), chosen)
+    yield from stored.of(_whole(runtime, weights, chosen))
     keys = merge.keys()
     for entry, tensor in _whole(runtime, own, chosen):
         if _rank(runtime.mesh) in chosen:

@@ -186,10 +186,12 @@ def _report(told: list[dict[str, Any]]) -> dict[str, Any]:
     others = ("accelerate", "transformers", "torch.save")
     pairs = [(f"hfscale, {way}", f"{other}, {way}") for way in ("save", "load") for other in others]
     for mine, other in [*pairs, ("hfscale behind, stall", "copy to the host")]:
-        report["ratios"][f"{mine} / {other}"] = {
+        ratios = {
             kind: round(median(a / b for a, b in zip(found[mine], found[other], strict=True)), 3)
             for kind, found in rounds.items()
         }
+        fastest = min(rounds["seconds"][mine]) / min(rounds["seconds"][other])
+        report["ratios"][f"{mine} / {other}"] = {**ratios, "fastest rounds": round(fastest, 3)}
     return report
 
 

@@ -9,7 +9,8 @@ import torch
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 import hfscale
 from hfscale import ConfigError, ParallelConfig
@@ -106,3 +107,46 @@ def test_refusals() -> None:
     model = hfscale.from_config(tiny("llama"))
     with pytest.raises(ConfigError, match="give some of the ranks 0 to 0"):
         hfscale.stream_weights(model, ranks=(0, 1))
+
+
+def encoded(kind: str, layout: str, directory: str, block: int) -> dict[str, Tensor] | str:
+    model = build(kind, layout, 0, torch.float32)
+    hfscale.save_pretrained(model, directory)
+    try:
+        return streamed(model, quantization_config=FineGrainedFP8Config(weight_block_size=(block, block)))
+    except ConfigError as error:
+        return str(error)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("kind", "layout"), [("rows", "tp2"), ("mixture", "ep2"), ("mixture", "pp2")])
+def test_in_eight_bits_as_the_host_makes_them(
+    pools: Pools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, layout: str
+) -> None:
+    found = pools(2).run(encoded, kind, layout, str(tmp_path / "saved"), 8)[0]
+    assert isinstance(found, dict)
+    monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)  # it wants a GPU
+    config = FineGrainedFP8Config(weight_block_size=(8, 8))
+    AutoModelForCausalLM.from_pretrained(tmp_path / "saved", quantization_config=config).save_pretrained(tmp_path / "8")
+    theirs = load_file(tmp_path / "8" / "model.safetensors")
+    # The host keeps the scales of experts together, as in its module; engines read those of each, as of its weight.
+    for name in [name for name in theirs if name.endswith("experts.gate_up_proj_scale_inv")]:
+        gate, up = theirs.pop(name).chunk(2, dim=1)
+        down = theirs.pop(name.replace("gate_up", "down"))
+        for number in range(len(gate)):
+            for which, scales in (("gate", gate), ("up", up), ("down", down)):
+                key = name.replace("gate_up_proj_scale_inv", f"{number}.{which}_proj.weight_scale_inv")
+                theirs[key] = scales[number]
+    assert found.keys() == theirs.keys()
+    assert any(tensor.dtype == torch.float8_e4m3fn for tensor in found.values())
+    for name, tensor in found.items():
+        assert tensor.dtype == theirs[name].dtype
+        assert torch.equal(tensor.float(), theirs[name].float()), name
+
+
+def test_parts_of_blocks_are_refused_on_every_rank(pools: Pools, tmp_path: Path) -> None:
+    for message in pools(2).run(encoded, "ragged", "tp2", str(tmp_path), 8):
+        assert "gate_proj.weight of shape (10, 64) is not made of whole blocks of weight_block_size" in message
+    model = build("tied", "one", 0, torch.float32)
+    with pytest.raises(ConfigError, match="quantization_config=dict is not what weights are streamed in"):
+        hfscale.stream_weights(model, quantization_config={"load_in_8bit": True})

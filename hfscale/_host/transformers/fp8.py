@@ -1,0 +1,48 @@
+"""Weights in 8-bit floating point with a scale for each block, as the host's own quantizer makes them on a GPU."""
+
+import copy
+from typing import Any
+
+from torch import Tensor
+from transformers import FineGrainedFP8Config
+from transformers.quantizers.auto import AutoHfQuantizer
+
+from ...errors import ConfigError
+from .classes import empty_copy
+
+
+class Fp8Encoder:
+    """Which tensors the host would quantize, and what it makes of each.
+
+    Args:
+        model: the stock one, or a rank's part of it.
+        config: a ``transformers.FineGrainedFP8Config``.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+
+    def __init__(self, model: Any, config: Any) -> None:
+        if not isinstance(config, FineGrainedFP8Config):
+            raise ConfigError(
+                f"quantization_config={type(config).__name__} is not what weights are streamed in: give a "
+                "transformers.FineGrainedFP8Config, or leave it out"
+            )
+        quantizer: Any = AutoHfQuantizer.from_config(copy.deepcopy(config), pre_quantized=False)
+        whole = empty_copy(model)
+        names = [name for name, _ in whole.named_parameters()]
+        quantizer._process_model_before_weight_loading(whole)
+        self._wanted = {name for name in names if quantizer.param_needs_quantization(whole, name)}
+        self._operation = quantizer.get_quantize_ops()
+
+    def wants(self, name: str) -> bool:
+        """Whether the host would quantize a parameter of the model."""
+        return name in self._wanted
+
+    def made_of(self, key: str, tensor: Tensor) -> dict[str, Tensor]:
+        """The tensor under its key in a checkpoint, and its scales, ``KEY_scale_inv``; itself, where blocks do not fit.
+
+        Works on the meta device too.
+        """
+        found: dict[str, Tensor] = self._operation.convert({key: tensor})
+        return found
