@@ -11,6 +11,7 @@ from ..version import __version__
 from . import (
     bench,
     blueprint,
+    calibrate,
     completion,
     convert,
     doctor,
@@ -30,6 +31,7 @@ _COMMANDS: dict[str, ModuleType] = {
     "plan": plan,
     "estimate": estimate,
     "search": search,
+    "calibrate": calibrate,
     "verify": verify,
     "blueprint": blueprint,
     "schedule": schedule,
