@@ -1,6 +1,6 @@
 """Losses of a small Llama with what its layers keep in 8 bits, beside the same run without.
 
-    python scripts/bench/compression.py [--steps 300] [--out FILE]
+    python scripts/bench/compression.py [--steps 200] [--out scripts/bench/results/compression.json]
 
 Bytes of Python's standard library, 8 rows of 128 a step, AdamW at 1e-3, float32, one process. Besides: the error
 of the first step's gradient, and the bytes of what is kept in 8 bits over those before.
@@ -53,7 +53,7 @@ def trained(steps: int, compress: bool) -> tuple[list[float], list[Tensor], dict
 def main() -> None:
     """Run both, print and write what was found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     plain, wanted, _ = trained(arguments.steps, compress=False)

@@ -1,6 +1,7 @@
 """Timelines as pictures: matplotlib for PNG and SVG, imported on use."""
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,20 @@ def title(timeline: Timeline) -> str:
     return ", ".join(parts)
 
 
+def check_drawing(path: Path) -> None:
+    """Before anything is computed for a picture.
+
+    Raises:
+        ConfigError: another suffix, a folder that does not exist, or no matplotlib.
+    """
+    if path.suffix.lower() not in _SUFFIXES:
+        raise ConfigError(f"{path} has the suffix {path.suffix!r}: use {' or '.join(_SUFFIXES)}")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path} cannot be written: {path.parent} is not a folder")
+    if find_spec("matplotlib") is None:
+        raise ConfigError("drawing needs matplotlib: pip install 'hfscale[plots]'")
+
+
 def draw(path: Path, timelines: Sequence[tuple[str, Timeline]]) -> None:
     """Draw ``(heading, timeline)`` pairs one above the other on one time scale; PNG or SVG by the suffix of ``path``.
 
@@ -51,17 +66,11 @@ def draw(path: Path, timelines: Sequence[tuple[str, Timeline]]) -> None:
     Raises:
         ConfigError: another suffix, a folder that does not exist, or no matplotlib.
     """
-    if path.suffix.lower() not in _SUFFIXES:
-        raise ConfigError(f"{path} has the suffix {path.suffix!r}: use {' or '.join(_SUFFIXES)}")
-    if not path.parent.is_dir():
-        raise ConfigError(f"{path} cannot be written: {path.parent} is not a folder")
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.backends.backend_svg import FigureCanvasSVG
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("drawing needs matplotlib: pip install 'hfscale[plots]'") from error
+    check_drawing(path)
     import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
 
     horizon = max(timeline.end for _, timeline in timelines)
     unit = _forward_length(timelines[0][1])

@@ -1,0 +1,145 @@
+"""``hfscale memory-ladder``: what a rank holds as one lever after the other is added to a run."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .look import add_json, print_json, table, working
+from .model import add_model_arguments, building, check_place, load_config
+
+if TYPE_CHECKING:
+    from ..testing.ladder import Step
+
+HELP = "count what a rank holds as one lever after the other is added"
+DESCRIPTION = (
+    "Add one lever after the other to a run: 16 bits, recomputation, an 8-bit optimizer, its state on the host, LoRA, "
+    "LoRA over 4 bits, two tensor ranks, two data ranks. Each runs a step of a small clone of the model on CPU "
+    "processes, of which the bytes are counted, beside the estimate for it and the estimate for the model itself. "
+    "Needs no weights and no GPU."
+)
+EXAMPLE = "hfscale memory-ladder meta-llama/Llama-3.1-8B --tokens 4096 --out ladder.png"
+_COLOURS = {
+    "weights": "#4c566a",
+    "adapters": "#a3be8c",
+    "gradients": "#0b7285",
+    "optimizer": "#d08770",
+    "activations": "#ebcb8b",
+    "other": "#d8dee9",
+}
+_GIB = 2**30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``hfscale memory-ladder``."""
+    add_model_arguments(parser)
+    parser.add_argument(
+        "--tokens", metavar="N", type=int, default=4096, help="of a microbatch of the model itself (default: 4096)"
+    )
+    parser.add_argument("--out", metavar="FILE", type=Path, help="draw it: a .png or .svg file (needs matplotlib)")
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Count, print, and draw."""
+    check_place(arguments.model)
+    if arguments.out is not None:
+        from ..parallel.pipeline.plot import check_drawing
+
+        check_drawing(arguments.out)
+    import logging
+
+    import transformers
+
+    from ..testing.ladder import climb
+
+    transformers.utils.logging.disable_progress_bar()  # of a clone's few kilobytes
+    logging.getLogger("hfscale").setLevel(logging.ERROR)  # weights that train in 16 bits are there to be compared
+    config = load_config(arguments.model, arguments.trust_remote_code)
+    working(f"training a small {config.model_type} with each of the levers")
+    with building(arguments, config):
+        steps = climb(config, arguments.tokens)
+    if arguments.json:
+        print_json([_document(step) for step in steps])
+        return 0
+    print(_text(steps, config.model_type, arguments.tokens))
+    if arguments.out is not None:
+        draw(arguments.out, steps, config.model_type, arguments.tokens)
+    return 0
+
+
+def _document(step: "Step") -> dict[str, Any]:
+    model = None if step.model is None else {**step.model.kinds, "total": step.model.total}
+    return {"lever": step.name, "counted": step.counted, "estimated": step.estimated, "on_host": step.on_host,
+            "allocated": step.allocated, "ratio": step.ratio, "model": model}  # fmt: skip
+
+
+def _text(steps: "list[Step]", family: str, tokens: int) -> str:
+    from ..plan.table import human
+
+    rows = []
+    for step in steps:
+        estimated = sum(step.estimated[kind] for kind in step.counted)
+        kinds = [human(step.counted[kind]) for kind in step.counted]
+        peak = [human(step.allocated)] if any(other.allocated for other in steps) else []
+        model = "-" if step.model is None else human(step.model.total)
+        rows.append([step.name, *kinds, human(sum(step.counted.values())), human(estimated), f"{step.ratio:.3f}"])
+        rows[-1] += [*peak, model]
+    peaks = ["allocator's peak"] if any(step.allocated for step in steps) else []
+    head = ["with", *steps[0].counted, "counted", "estimated", "ratio", *peaks, f"{family} itself"]
+    found = table(head, rows, right=range(1, len(head)))
+    return (
+        f"{found}\n\ncounted and estimated: a small clone, of the rank that holds most, without gathered weights and "
+        f"the loss's chunk;\n{family} itself: the estimate of all of it, with {tokens:,} tokens in a microbatch"
+    )
+
+
+def draw(path: Path, steps: "list[Step]", family: str, tokens: int) -> None:
+    """Stacked bars of the clone, counted beside estimated, and of the model itself."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    figure: Any = Figure(figsize=(12, 4.6), facecolor="white")
+    canvas: Any = FigureCanvasSVG if path.suffix.lower() == ".svg" else FigureCanvasAgg
+    canvas(figure)
+    left, right = figure.subplots(1, 2)
+    names = [step.name for step in steps]
+    counted = [step.counted for step in steps]
+    estimated = [{kind: step.estimated[kind] for kind in step.counted} for step in steps]
+    _bars(left, counted, -0.2, 0.38, 2**20, "")
+    _bars(left, estimated, 0.2, 0.38, 2**20, "///")
+    left.set_title("a small clone: counted, and estimated (hatched)", loc="left", fontsize=10)
+    left.set_ylabel("MiB of a rank")
+    whole = [{} if step.model is None else _with_other(step.model.kinds, step.counted) for step in steps]
+    _bars(right, whole, 0.0, 0.7, _GIB, "")
+    right.set_title(f"{family} itself: estimated, {tokens:,} tokens", loc="left", fontsize=10)
+    right.set_ylabel("GiB of a rank")
+    for axes in (left, right):
+        axes.set_xticks(range(len(names)), names, rotation=35, ha="right")
+        axes.spines[["top", "right"]].set_visible(False)
+    right.legend(handles=[_patch(kind, colour) for kind, colour in _COLOURS.items()], frameon=False, fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    print(f"drawn in {path}")
+
+
+def _with_other(kinds: dict[str, int], counted: dict[str, int]) -> dict[str, int]:
+    return {
+        **{kind: kinds[kind] for kind in counted},
+        "other": sum(size for kind, size in kinds.items() if kind not in counted),
+    }
+
+
+def _bars(axes: Any, columns: list[dict[str, int]], shift: float, width: float, unit: int, hatch: str) -> None:
+    for place, kinds in enumerate(columns):
+        below = 0.0
+        for kind, size in kinds.items():
+            style = {"color": _COLOURS[kind], "hatch": hatch, "edgecolor": "white", "linewidth": 0.4}
+            axes.bar(place + shift, size / unit, width, bottom=below, **style)
+            below += size / unit
+
+
+def _patch(kind: str, colour: str) -> Any:
+    from matplotlib.patches import Patch
+
+    return Patch(color=colour, label=kind)
