@@ -23,15 +23,19 @@ Pools = Callable[[int], RankPool]
 
 
 class Screen(io.StringIO):
-    """What is told on it leaves a mark that every rank sees."""
+    """Once it shows where the late rank is, it leaves a mark that every rank sees; a busy machine may show more."""
 
     def __init__(self, mark: Path) -> None:
         super().__init__()
         self.mark = mark
 
     def flush(self) -> None:
-        if self.getvalue():
+        if is_seen(self.getvalue()):
             self.mark.touch()
+
+
+def is_seen(told: str) -> bool:
+    return bool(re.search("waits for no other rank, and is at test_watchdog.py.*in hangs", told))
 
 
 def hangs(mark: Path) -> None:
@@ -67,15 +71,12 @@ def hang(layout: dict[str, Any], late: int, mark: str) -> str:
     ids=["tp", "last-stage", "first-stage"],
 )
 def test_who_waits_for_whom(pools: Pools, tmp_path: Path, layout: dict[str, Any], late: int, waits: str) -> None:
-    told = pools(2).run(hang, layout, late, str(tmp_path / "mark"))
-    assert not told[late]
-    assert "[hfscale watchdog] ranks have waited for more than 0.5 s" in told[1 - late]
-    lines = told[1 - late].splitlines()
-    (waiting,) = (line for line in lines if line.startswith(f"  rank {1 - late}: waits in "))
-    (absent,) = (line for line in lines if line.startswith(f"  rank {late}: "))
+    told = pools(2).run(hang, layout, late, str(tmp_path / "mark"))[1 - late]
+    head = "[hfscale watchdog] ranks have waited for more than 0.5 s. Look at those that do not wait"
+    found = next(report.splitlines() for report in told.split(head) if is_seen(report))
+    (waiting,) = (line for line in found if line.startswith(f"  rank {1 - late}: waits in "))
     assert re.search(rf"{waits}, for \d+ s, at test_watchdog.py:\d+ in hang, in hfscale/", waiting), waiting
-    assert "waits for no other rank, and is at test_watchdog.py" in absent
-    assert "in hangs" in absent
+    assert any(line.startswith(f"  rank {late}: ") and is_seen(line) for line in found)
 
 
 def test_words() -> None:
