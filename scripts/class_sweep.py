@@ -8,8 +8,8 @@ file at once, and ``--new`` leaves out what is in the file already, so that a sw
 
 equal: loss, every gradient, norm, weights after two steps and the saved checkpoint agree with plain transformers in one
 process to 1e-9 in float64, by ``train_step`` where that runs the class's loss, else by a plain loop. refused: hfscale
-says what does not fit before weights are read. wrong, crash, hang, late (a refusal afterwards): defects. Beside it: the
-share of all numbers that the fullest rank holds.
+says what does not fit before weights are read. stock: one process cannot train it either. wrong, crash, hang, late (a
+refusal afterwards): defects. Beside it: the share of all numbers that the fullest rank holds.
 """
 
 import argparse
@@ -163,7 +163,9 @@ def planned_case(case: Case, layout: hfscale.ParallelConfig) -> tuple[Case, floa
 
 
 def ended(failed: RanksFailed) -> tuple[str, str]:
-    """Of ranks that did not all return: an error counts more than those it left waiting."""
+    """Of processes that did not all return: an error counts more than those it left waiting."""
+    if len(failed.ended) == 1:  # the reference: adapters that stock code cannot put there, say
+        return "stock", short(failed.ended[0].error)
     errors = [end for end in failed.ended if end.error and not end.hung]
     own = [end for end in errors if not re.search("gloo|Connection (reset|closed)|Broken pipe", end.error)]
     if not errors:
@@ -250,7 +252,7 @@ def page(rows: dict[str, dict[str, list[str]]]) -> str:
 def count(rows: list[list[str]], column: int) -> str:
     """``98 equal, 18 refused, 3 wrong``."""
     kinds = Counter(cells[column].split()[0] for cells in rows)
-    known = [kind for kind in ("equal", "planned", "refused", *DEFECTS) if kinds[kind]]
+    known = [kind for kind in ("equal", "planned", "refused", "stock", *DEFECTS) if kinds[kind]]
     return ", ".join(f"{kinds[kind]} {kind}" for kind in known) or "-"
 
 

@@ -45,6 +45,7 @@ _LAYER_COUNTS = (
     *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks"),
     *("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers"),
 )
+_ROPE = ("rope_parameters", "rope_scaling")
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "n_kv_heads", "n_head_kv", "kv_heads")
 DROPOUT_WORDS = ("dropout", "pdrop", "drop_rate", "drop_path", "layerdrop", "jitter")
 # One entry per layer: cut to the first layers, and, where kinds alternate, made to show more than one of them.
@@ -97,9 +98,12 @@ def _derived(kind: type[PreTrainedConfig], whole: dict[str, Any], small: dict[st
 def _shrink(fields: dict[str, Any], layers: int) -> dict[str, Any]:
     heads = next((fields[name] for name in HEAD_FIELDS if fields.get(name)), None)
     kinds = fields.get("layer_types")
+    width = fields.get("head_dim") or (fields.get("hidden_size") or 0) // (heads or 1)
     for name, value in list(fields.items()):
         if isinstance(value, dict) and "model_type" in value:
             fields[name] = _shrink(value, layers)
+        elif isinstance(value, dict) and name in _ROPE and isinstance(width, int) and width:
+            fields[name] = {key: _small_sections(key, each, width) for key, each in value.items()}
         elif isinstance(value, (list, tuple)):
             fields[name] = _small_list(name, value, layers)
         else:
@@ -107,6 +111,15 @@ def _shrink(fields: dict[str, Any], layers: int) -> dict[str, Any]:
     if isinstance(fields.get("per_layer_config"), dict):
         fields["per_layer_config"] = _follow(fields["per_layer_config"], kinds, fields.get("layer_types"), layers)
     return fields
+
+
+def _small_sections(name: str, value: Any, width: int) -> Any:
+    """How many of a head's frequencies each kind of position has (time, height, width); heads were ``width`` wide."""
+    if not name.endswith("_section") or not isinstance(value, (list, tuple)):
+        return value
+    total = sum(value) * HEAD_DIM // width
+    share = total // len(value)
+    return [total - share * (len(value) - 1), *[share] * (len(value) - 1)]
 
 
 def _small_list(name: str, value: list[Any] | tuple[Any, ...], layers: int) -> Any:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .._host.transformers.classes import has_causal_loss, loss_replaced
-from .probe import PROBED, Probe, tiny_model
+from .probe import PROBED, Probe, skipped_experts, tiny_model
 
 
 def passes_on_labels(model: Any) -> str | None:
@@ -41,7 +41,7 @@ class _LossProbe(Probe):
         self._labels = torch.full(PROBED, 4, dtype=torch.long, device=device)
         self._answer = torch.zeros((), device=device)
         self._handles.append(model.register_forward_hook(self._compare))
-        with loss_replaced(model, self._loss):
+        with loss_replaced(model, self._loss), skipped_experts(model.modules()):
             self._run(model, labels=self._labels)
 
     def _loss(self, logits: Any = None, labels: Any = None, *args: Any, **kwargs: Any) -> Tensor:

@@ -188,7 +188,7 @@ class PassageProbe(Probe):
         # Without values, the host's masks want a cache; with them, classes without attention want none.
         has_values = not next(model.parameters()).is_meta
         may_choose = takes_argument(model, "use_cache")
-        with _skipped_experts(modules.values()):
+        with skipped_experts(modules.values()):
             self._run(model, **({"use_cache": False} if has_values and may_choose else {}))
         if not self.failure and (self._left, self._entered) != (self._count, self._count):
             self._obstacle(f"its {self._count} layers are run {self._entered} times in one pass")
@@ -273,7 +273,7 @@ class PassageProbe(Probe):
 
 
 @contextmanager
-def _skipped_experts(modules: Iterable[nn.Module]) -> Iterator[None]:
+def skipped_experts(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Within: experts pass their tokens on. What they do depends on values, and on kernels that not every type of
     number has; it stays inside a layer in any case.
     """
