@@ -11,6 +11,7 @@ from ..version import __version__
 from . import (
     bench,
     blueprint,
+    calibrate,
     completion,
     convert,
     doctor,
@@ -31,6 +32,7 @@ _COMMANDS: dict[str, ModuleType] = {
     "plan": plan,
     "estimate": estimate,
     "search": search,
+    "calibrate": calibrate,
     "verify": verify,
     "memory-ladder": memory_ladder,
     "blueprint": blueprint,

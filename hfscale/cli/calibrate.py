@@ -1,0 +1,59 @@
+"""``hfscale calibrate``: measure this machine, for ``--hardware``."""
+
+import argparse
+from pathlib import Path
+
+from ..errors import ConfigError
+from .look import print_json, working
+
+HELP = "measure this machine, GPU or CPU, for hfscale estimate and search"
+DESCRIPTION = (
+    "Time products, attention, a copy, one real layer, the loss, the optimizer and collectives on this machine, in at "
+    "most a minute, and write what --hardware and hfscale.estimate take."
+)
+_SIZES = (4 << 10, 1 << 20, 16 << 20)  # bytes of the messages that links are measured with
+EXAMPLE = "hfscale calibrate --out mine.json && hfscale estimate MODEL --hardware mine.json"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``hfscale calibrate``."""
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write it there (default: print it)")
+    parser.add_argument("--name", default="this machine", help="of the machine (default: %(default)s)")
+    parser.add_argument("--like", metavar="NAME", help="a known machine, whose links are taken instead of measured")
+    parser.add_argument(
+        "--processes", type=int, metavar="N", help="ranks that talk (default: one for each GPU, or 2; 1: none)"
+    )
+    parser.add_argument("--seconds", type=float, default=2.0, metavar="N", help="of each of ten measurements")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, and write."""
+    import json
+    from dataclasses import replace
+
+    import torch
+
+    from ..bench.collectives import measure
+    from ..bench.ranks import run_ranks
+    from ..estimate.machine import find_machine
+    from ..forecast.calibrate import GPU_SIZES, Sizes, calibrate
+
+    if not 0 < arguments.seconds <= 5:
+        raise ConfigError(f"--seconds {arguments.seconds:g} is impossible: use more than 0 and at most 5")
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    reference = None if arguments.like is None else find_machine(arguments.like)
+    world = arguments.processes or max(2, torch.cuda.device_count())
+    working("measuring")
+    links = None
+    if world > 1 and reference is None and (device.type == "cpu" or torch.cuda.device_count() > 1):
+        found = run_ranks(world, measure, list(_SIZES), arguments.seconds / 20)
+        reduced = sorted((each for each in found if each.collective == "all-reduce"), key=lambda each: each.size)
+        links = reduced[-1].bus_bandwidth, reduced[0].seconds
+    sizes = replace(GPU_SIZES if device.type == "cuda" else Sizes(), seconds=arguments.seconds)
+    document = calibrate(arguments.name, device, links, sizes, reference)
+    if arguments.out is None:
+        print_json(document)
+    else:
+        arguments.out.write_text(json.dumps(document, indent=2) + "\n")
+        print(f"wrote {arguments.out}")
+    return 0
