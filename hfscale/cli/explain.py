@@ -1,0 +1,58 @@
+"""``hfscale explain``: where the memory of training a model goes, by the formulas of the papers."""
+
+import argparse
+from typing import Any
+
+from ..errors import ConfigError
+from .look import add_json, print_json
+from .model import add_model_arguments, auto_class_of, building, load_config, remote_code
+
+HELP = "show where the memory of training a model goes, by the papers' own formulas"
+DESCRIPTION = (
+    "The accounting tables of the sources for one model: 16 bytes per parameter under mixed precision, the stages of "
+    "ZeRO, activations with and without recomputation, LoRA and QLoRA. Reads only the config."
+)
+EXAMPLE = "hfscale explain meta-llama/Llama-3.1-8B --data-ranks 64 --tp 8"
+_SIZES = {"--data-ranks": (64, "that ZeRO shares over"), "--tp": (8, "tensor ranks")}
+_SIZES |= {"--sequence-length": (4096, "tokens of a sequence"), "--batch-size": (1, "sequences of a microbatch")}
+_SIZES |= {"--rank": (16, "of LoRA's factors")}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``hfscale explain``."""
+    add_model_arguments(parser)
+    for flag, (default, text) in _SIZES.items():
+        parser.add_argument(flag, type=int, default=default, metavar="N", help=f"{text} (default: {default})")
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the tables."""
+    from ..build import plan as make_plan
+    from ..forecast.explain import explain
+    from ..forecast.facts import facts_of
+
+    sizes = {flag: getattr(arguments, flag[2:].replace("-", "_")) for flag in _SIZES}
+    for flag, size in sizes.items():
+        if size < 1:
+            raise ConfigError(f"{flag} {size} is impossible: use a whole number of at least 1")
+    config = load_config(arguments.model, arguments.trust_remote_code)
+    dtype = arguments.dtype or "float32"
+    code: dict[str, Any] = remote_code(arguments)
+    with building(arguments, config):
+        plan = make_plan(config, auto_class=auto_class_of(arguments.auto_class), dtype=dtype, **code)
+    mixed = "bf16" if dtype == "float32" else "no"
+    found = explain(
+        facts_of(plan, config, mixed_precision=mixed),
+        ranks=arguments.data_ranks,
+        tp=arguments.tp,
+        sequence=arguments.sequence_length,
+        batch=arguments.batch_size,
+        rank=arguments.rank,
+    )
+    if arguments.json:
+        rows = [[{"name": name, "bytes": size, "how": how} for name, size, how in table.rows] for table in found]
+        print_json([{"title": table.title, "rows": each} for table, each in zip(found, rows, strict=True)])
+    else:
+        print("\n\n".join(map(str, found)))
+    return 0
