@@ -46,10 +46,11 @@ def preempted(model: nn.Module, *, patience: float = 20.0) -> bool:
     """
     mesh = runtime_of(model).mesh
     listener = _listening(patience)
-    listener.asked.set()
     told = torch.tensor([int(listener.told)])
     if mesh.control is not None:
         dist.all_reduce(told, op=dist.ReduceOp.MAX, group=mesh.control)
+    if told:
+        listener.answered.set()
     return bool(told)
 
 
@@ -58,12 +59,12 @@ class _Listener:
 
     Attributes:
         told: whether one came.
-        asked: set whenever the loop asks.
+        answered: set once the loop has heard of it, or nobody listens any more.
     """
 
     def __init__(self, patience: float) -> None:
         self.told, self.patience = False, patience
-        self.asked = threading.Event()
+        self.answered = threading.Event()
         self._read, self._write = socket.socketpair()
         self._write.setblocking(False)
         # Python runs handlers between two lines of Python: not while the main thread waits for another rank.
@@ -78,7 +79,7 @@ class _Listener:
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._woken)
         self._write.close()
-        self.asked.set()
+        self.answered.set()
         self._thread.join()
         self._read.close()
 
@@ -91,8 +92,7 @@ class _Listener:
         if not number:  # closed
             return
         self.told = True
-        self.asked.clear()
-        if not self.asked.wait(self.patience):
+        if not self.answered.wait(self.patience):
             name = signal.Signals(number[0]).name
             print(
                 f"hfscale: {name} came {self.patience:.0f} s ago, and the step has not ended: this process waits for "

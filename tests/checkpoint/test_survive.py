@@ -2,6 +2,7 @@
 
 import math
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -17,7 +18,9 @@ import hfscale
 from hfscale import ParallelConfig
 from hfscale.checkpoint.state_directory import candidates
 from hfscale.testing import RankPool
-from hfscale.train import BadStepError, BadSteps
+from hfscale.train import BadStepError, BadSteps, preemption
+
+from ..models import tiny
 
 SCRIPT = """
 import os, signal, sys, threading, time
@@ -146,3 +149,24 @@ def test_bad_steps() -> None:
     resumed.load_state_dict(bad.state_dict())
     with pytest.raises(BadStepError, match=r"2 steps in a row.*norm nan"):
         resumed.may_step(good, math.nan)
+
+
+@pytest.mark.parametrize("answered", [True, False])
+def test_who_has_heard_of_the_end_may_take_its_time(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], answered: bool
+) -> None:
+    """Also where the thread that watches comes to look after the loop has asked, and saves."""
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    listener = preemption._Listener(patience=0.01)
+    monkeypatch.setattr(preemption, "_listener", [listener])
+    try:
+        if answered:
+            listener.told = True
+            assert hfscale.preempted(hfscale.from_config(tiny("llama", num_hidden_layers=1)), patience=0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+        listener._thread.join()
+    finally:
+        listener.close()
+    assert ended == ([] if answered else [75])
+    assert ("SIGTERM came 0 s ago, and the step has not ended" in capsys.readouterr().err) != answered
