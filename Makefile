@@ -15,7 +15,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: setup demo demo-pipeline demo-experts demo-experts-pipeline demo-upcycle demo-lora demo-qlora demo-8bit demo-long test test-all test-weights test-gpu test-oldest lint docs bench clean
+.PHONY: setup demo demo-pipeline demo-experts demo-experts-pipeline demo-upcycle demo-lora demo-qlora demo-8bit demo-long test test-all test-weights test-gpu test-oldest lint docs site bench clean
 
 setup: $(VENV)/.ready
 
@@ -26,7 +26,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@if command -v nvidia-smi >/dev/null 2>&1; then $(PIP) torch==$(TORCH); \
 	else $(PIP) torch==$(TORCH)+cpu 2>/dev/null || $(PIP) torch==$(TORCH); fi
 	@echo "installing hfscale and its tools"
-	@$(PIP) --editable ".[bitsandbytes,plots,recipes,trl,dev]"
+	@$(PIP) --editable ".[bitsandbytes,plots,recipes,trl,dev,docs]"
 	@touch $@
 
 demo: setup
@@ -101,6 +101,10 @@ docs: setup
 	$(BIN)/python scripts/api_table.py
 	$(BIN)/python scripts/memory_table.py
 	$(BIN)/python scripts/architecture.py
+
+# The documentation as a site, build/site/index.html; any warning is an error.
+site: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench: setup
 	$(BIN)/python scripts/bench/tensor_parallel.py --out scripts/bench/results/tensor_parallel.json
