@@ -30,6 +30,8 @@ CASES = {
     "own": Case(kind="own", rows=16, evaluated=8),  # with what is left over, data ranks repeat rows, as in stock code
     "smoothed": Case({"label_smoothing_factor": 0.1, "num_train_epochs": 1}),
     "loss_only": Case({"num_train_epochs": 1, "train_sampling_strategy": "group_by_length"}, metrics=False),
+    "once": Case({"num_train_epochs": 1}),
+    "bf16": Case({"num_train_epochs": 1, "bf16": True}),
     "lora": Case({"num_train_epochs": 1}),
     "qlora": Case({"num_train_epochs": 1}, load={"quantization_config": four_bits()}),
 }
@@ -98,6 +100,24 @@ def test_logs_equal_one_process(
         run, CASES[name], paths["llama"], str(tmp_path), layout
     ):
         assert_equal(found, stock, layout)
+
+
+@pytest.mark.parametrize("layout", [TP2, PP2])
+def test_mixed_precision_rounds_as_in_one_process(
+    pools: Pools, expected: Any, paths: dict[str, str], layout: Layout, tmp_path: Path
+) -> None:
+    """Within four times of what bfloat16 does to one process, and two of its roundings."""
+    exact, stock = expected("once", "llama")["history"], expected("bf16", "llama")["history"]
+    (found, *_) = pools(2).run(run, CASES["bf16"], paths["llama"], str(tmp_path), layout)
+    assert len(found["history"]) == len(stock) == len(exact)
+    compared = 0
+    for ours, theirs, whole in zip(found["history"], stock, exact, strict=True):
+        for name in ("loss", "grad_norm", "eval_loss"):
+            if name in theirs:
+                allowed = max(4 * abs(theirs[name] - whole[name]), 2**-7 * abs(theirs[name]))
+                assert abs(ours[name] - theirs[name]) <= allowed, (theirs["step"], name, ours[name], theirs[name])
+                compared += ours[name] != whole[name]
+    assert compared > 3  # it did round
 
 
 @pytest.mark.parametrize("layout", [EP2, TP2, PP2])
