@@ -1,6 +1,7 @@
 """``hfscale estimate``: seconds and bytes of a layout, before anything is rented."""
 
 import argparse
+from pathlib import Path
 
 from .layout import add_layout_arguments, layout_of
 from .memory import plan_arguments
@@ -22,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=int, default=1, metavar="N", help="sequences of one microbatch")
     parser.add_argument("--accumulate", type=int, metavar="N", help="microbatches of a step, also without stages")
     parser.add_argument("--recompute", default="none", metavar="HOW", help="none, selective, full, or every n-th layer")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with pictures as well")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
@@ -64,4 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
             **more,
         )
     print(found.to_json() if arguments.json else found)
+    if arguments.html is not None:
+        from ..forecast.html import page_of
+
+        arguments.html.write_text(page_of(found, f"{arguments.model}: {found.layout}"))
     return 0

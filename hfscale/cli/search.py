@@ -42,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--learning-rate", type=float, metavar="LR", help="that was right for --its-tokens-per-step")
     parser.add_argument("--its-tokens-per-step", metavar="N", help="the batch that --learning-rate was right for")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write a recipe for hfscale train")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with pictures as well")
     add_json(parser)
 
 
@@ -82,6 +83,10 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"\nweights in {dtype}, mixed precision {mixed}, {arguments.optimizer}. Estimated, with constants of")
         print("other code on GPUs. Prove a layout with `hfscale verify`, see its terms with `hfscale estimate`.")
         _print_rules(arguments, found.sequences * found.sequence)
+    if arguments.html is not None:
+        from ..forecast.html import page_of
+
+        arguments.html.write_text(page_of(found, f"{arguments.model} on {found.gpus} x {machine.name}"))
     if arguments.out is not None:
         _write(arguments, found, dtype, mixed)
     return 0

@@ -21,7 +21,7 @@ from ..estimate.model_shape import ModelShape
 from ..estimate.recompute import is_matrix
 from ..estimate.step_time import step_time
 from ..memory.report import memory_of_ranks
-from ..parallel.pipeline import Costs, order, simulate
+from ..parallel.pipeline import Costs, Timeline, order, simulate
 from ..plan import Plan
 from .jobs import job_of, offloaded_bytes
 from .report import Estimate, StageEstimate
@@ -93,16 +93,18 @@ def _of_plan(
     job = replace(job, offloaded=max(offloaded_bytes(plan, rank, job) for rank in range(job.pp)))
     hop = constants.hop if job.pp > 1 else 0.0
     taken = [stage.stage(constants) + hop for stage in stages]
-    layers = _layers_of(plan)
+    layers, played = _layers_of(plan), _played(plan, taken, job)
+    bubble = None if played is None else max(0.0, played.makespan - job.microbatches * max(taken))
     return Estimate(
         hardware=machine,
         layout=plan.layout.describe(),
         stages=tuple(StageEstimate(rank, layers[rank], taken[rank], held[rank]) for rank in range(job.pp)),
-        time=step_time(stages, weights, job, machine, constants, bubble=_bubble(plan, taken, job)),
+        time=step_time(stages, weights, job, machine, constants, bubble=bubble),
         tokens=job.step_tokens,
         ranks=job.ranks,
         flops=step_flops(shape, job),
         notes=(*held[0].notes, _NOTE),
+        schedule=played,
     )
 
 
@@ -169,8 +171,8 @@ def _entries(shape: Sequence[int]) -> int:
     return found
 
 
-def _bubble(plan: Plan, taken: list[float], job: Job) -> float | None:
-    """Seconds that the slowest rank waits for others, where the plan's schedule can be played through."""
+def _played(plan: Plan, taken: list[float], job: Job) -> Timeline | None:
+    """The plan's schedule, with each rank's own seconds, where there is one that can be played through."""
     if plan.stages is None or job.pp * job.microbatches * job.virtual > _MOST_ACTIONS:
         return None
     again = 1 + job.recompute
@@ -182,5 +184,4 @@ def _bubble(plan: Plan, taken: list[float], job: Job) -> float | None:
         stages=tuple(taken[rank] / job.virtual for rank in plan.stages.ranks),
     )
     actions = order(str(plan.layout.pipeline_schedule), job.pp, job.microbatches, job.virtual)
-    played = simulate(actions, costs)
-    return max(0.0, played.makespan - job.microbatches * max(taken))
+    return simulate(actions, costs, str(plan.layout.pipeline_schedule))

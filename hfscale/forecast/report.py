@@ -7,6 +7,7 @@ from typing import Any
 from ..estimate.machine import Machine
 from ..estimate.memory import MemoryEstimate
 from ..estimate.step_time import StepTime
+from ..parallel.pipeline import Timeline
 from ..plan.table import human
 
 FITS, TIGHT, DOES_NOT_FIT = "fits", "tight", "does not fit"
@@ -54,6 +55,7 @@ class Estimate:
         ranks: how many there are.
         flops: of the step, over all ranks, as usually counted: 6 for every token and weight, and attention.
         notes: what is not in it.
+        schedule: the pipeline's, played through with each stage's seconds; ``None`` for one stage, or too many actions.
     """
 
     hardware: Machine
@@ -64,6 +66,7 @@ class Estimate:
     ranks: int
     flops: float
     notes: tuple[str, ...] = field(default=())
+    schedule: Timeline | None = field(default=None, repr=False)
 
     @property
     def seconds(self) -> float:
