@@ -1,4 +1,5 @@
 # make demo   trains, fine-tunes, saves and checks a small model on this machine (set-up included)
+# make demo-compare   ten steps in one process and on two tensor ranks, beside each other: losses, bytes, seconds
 # make demo-pipeline   the same over 4 processes: two pipeline stages, each cut over two tensor ranks
 # make demo-experts   the demo with a mixture of experts, whole ones on each of two tensor ranks
 # make demo-experts-pipeline   the same over 4 processes: two pipeline stages, experts spread over two data ranks
@@ -15,7 +16,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: setup demo demo-pipeline demo-experts demo-experts-pipeline demo-upcycle demo-lora demo-qlora demo-8bit demo-long test test-all test-weights test-gpu test-oldest lint docs site bench clean
+.PHONY: setup demo demo-compare demo-pipeline demo-experts demo-experts-pipeline demo-upcycle demo-lora demo-qlora demo-8bit demo-long test test-all test-weights test-gpu test-oldest lint docs site bench clean
 
 setup: $(VENV)/.ready
 
@@ -31,6 +32,9 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 
 demo: setup
 	bash scripts/demo.sh
+
+demo-compare: setup
+	bash scripts/demo_compare.sh
 
 demo-pipeline: setup
 	RUN=demo-llama-pipeline PROCESSES=4 bash scripts/demo.sh parallel.pp_size=2 parallel.num_microbatches=4

@@ -8,6 +8,7 @@ run measured last; then the model writes a few lines of Python.
 
 import argparse
 import json
+import math
 import sys
 import warnings
 from importlib.abc import MetaPathFinder
@@ -90,6 +91,7 @@ def compare(model: Any, path: Path, measured: float, trained: float, tolerance: 
     around = f"{type(model).__module__}.{type(model).__name__} around " if inner is not model else ""
     print(f"{around}{type(inner).__module__}.{type(inner).__name__} from {path}, without hfscale")
     print(f"  validation loss {measured:.6f}, while training {trained:.6f}: relative difference {difference:.1e}")
+    print(f"  perplexity {math.exp(measured):.2f}")
     if not difference <= tolerance:
         sys.exit(f"they differ by more than {tolerance:g}: this is not the model that was trained")
 

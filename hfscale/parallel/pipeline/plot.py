@@ -136,6 +136,8 @@ def _legend(figure: Any, timelines: Sequence[tuple[str, Timeline]], width: float
 
     kinds = {span.action.kind for _, timeline in timelines for _, span in timeline.spans()}
     shown = [Patch(facecolor=COLOURS[kind], label=LABELS[kind]) for kind in LABELS if kind in kinds]
+    if any(len({span.action.stage for span in spans}) > 1 for _, timeline in timelines for spans in timeline.ranks):
+        shown.append(Patch(facecolor=_shade(COLOURS["forward"], 1, 2), label="lighter: a rank's later stages"))
     shown.append(Patch(facecolor=IDLE, label="idle"))
     figure.legend(
         handles=shown,

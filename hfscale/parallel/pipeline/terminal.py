@@ -45,7 +45,8 @@ def render(timelines: Sequence[tuple[str, Timeline]], width: int = 100, colour: 
             lines.append(f"rank {rank}".ljust(margin) + _row(spans, scale, round(horizon * scale), colour))
         lines.append("")
     kinds = {span.action.kind for _, timeline in timelines for _, span in timeline.spans()}
-    return "\n".join([*lines, _legend(kinds, colour)])
+    later = any(len({span.action.stage for span in spans}) > 1 for _, timeline in timelines for spans in timeline.ranks)
+    return "\n".join([*lines, _legend(kinds, colour, later)])
 
 
 def _scale(timeline: Timeline, horizon: float, room: int) -> float:
@@ -82,9 +83,9 @@ def _box(span: Span, columns: int, colour: bool, later: bool) -> list[str]:
     return cells
 
 
-def _legend(kinds: set[Kind], colour: bool) -> str:
+def _legend(kinds: set[Kind], colour: bool, later: bool) -> str:
     shown = [kind for kind in LABELS if kind in kinds]
     if colour:
         parts = [f"\x1b[48;5;{_BACKGROUNDS[kind][0]}m  \x1b[0m {LABELS[kind]}" for kind in shown]
-        return "   ".join([*parts, "blank: idle"])
+        return "   ".join([*parts, *(["lighter: a rank's later stages"] if later else []), "blank: idle"])
     return "   ".join([*(f"{_LETTERS[kind]} {LABELS[kind]}" for kind in shown), ". idle"])
