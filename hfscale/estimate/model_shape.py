@@ -103,16 +103,16 @@ def shape_of(config: Any, gated: bool | None = None) -> ModelShape:
         gated: whether its MLP has a gate, where a plan knows; by default what its activation is used with.
 
     Raises:
-        ConfigError: the config names no layers, width or heads.
+        ConfigError: the config names no layers or no width.
     """
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     layers, hidden, heads = (_first(text, *_NAMES[key]) for key in ("layers", "hidden", "heads"))
-    if not (layers and hidden and heads):
+    if not (layers and hidden):
         raise ConfigError(
-            f"a {type(config).__name__} names no layers, width or heads that times could be estimated from: "
+            f"a {type(config).__name__} names no layers or width that times could be estimated from: "
             "use hfscale.memory_estimate, which needs none of them"
         )
-    head = _first(text, "head_dim") or hidden // heads
+    head = _first(text, "head_dim") or hidden // max(heads, 1)
     experts = _first(text, *_NAMES["experts"])
     return ModelShape(
         layers=layers,

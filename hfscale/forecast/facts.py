@@ -14,6 +14,8 @@ from ..plan import Plan
 from .jobs import trained_fraction
 from .shapes import shape_of_plan
 
+_COPIES = 2  # of what a layer keeps in 16 bits: the stream in 32, and copies of it
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -27,7 +29,8 @@ class Facts:
         width: bytes of a weight while data ranks have it gathered.
         kept: bytes that a layer keeps of a token, on one rank.
         stream: of these, its input.
-        kept_alone: likewise without data ranks, where mixed precision is the model's own and makes copies.
+        kept_alone: likewise without data ranks, where mixed precision is autocast, whose copies are not counted one by
+            one: at most twice as much.
         head: bytes of the head's gradient for each of its entries, before it is added up.
         trained: fraction of the entries that trains.
         unpacked: bytes moved for every weight of a quantized base.
@@ -86,7 +89,7 @@ def facts_of(
         width=2 if mixed_precision != "no" else held.weights / entries,
         kept=one.kept,
         stream=one.stream,
-        kept_alone=alone.kept,
+        kept_alone=min(alone.kept, _COPIES * one.kept),
         head=max(4, types.size) if f"{plan.head}.weight" in trained else 0,
         trained=trained_fraction(plan),
         unpacked=0.0 if plan.quantized is None else 9.0 if plan.quantized.bits == 4 else 10.0,

@@ -25,8 +25,11 @@ def shape_of_plan(plan: Plan, config: Any = None) -> ModelShape:
     found = shape_of(config) if config is not None else _guessed(plan)
     found = replace(found, layers=len(plan.layers), gated=_gates(plan))
     rows = found.hidden * (3 if found.gated else 2) * len(plan.layers)  # entries that one more of width is
-    dense = sum(entries for _, entries, spread in _matrices(plan) if not spread)
-    spread = sum(entries for _, entries, spread in _matrices(plan) if spread)
+    matrices = list(_matrices(plan, found.experts))
+    dense = sum(entries for _, entries, spread in matrices if not spread)
+    spread = sum(entries for _, entries, spread in matrices if spread)
+    if dense < len(plan.layers) * found.attention_weights:  # layers without attention
+        found = replace(found, queries=0, keys=0)
     rest = dense - len(plan.layers) * (found.attention_weights + found.hidden * found.experts)
     if spread:
         return replace(found, ffn=max(1, round(spread / rows / found.experts)), shared=max(0, round(rest / rows)))
@@ -40,14 +43,19 @@ def _gates(plan: Plan) -> bool:
     )
 
 
-def _matrices(plan: Plan) -> Iterator[tuple[str, int, bool]]:
-    """Name, entries, and whether they are spread over experts, of the matrices of all layers."""
+def _matrices(plan: Plan, experts: int = 0) -> Iterator[tuple[str, int, bool]]:
+    """Name, entries, and whether they are of experts, of the matrices of all layers.
+
+    Args:
+        experts: of a mixture; what stacks as many matrices is theirs.
+    """
     adapters = {adapter.name for adapter in plan.adapters}
     mixtures = tuple(f"{mixture.name}." for mixture in plan.mixtures)
     layers = tuple(f"{layer}." for layer in plan.layers)
     for planned in plan.owned():
         if len(planned.shape) > 1 and planned.name.startswith(layers) and planned.name not in adapters:
-            yield planned.name, prod(planned.shape), bool(mixtures) and planned.name.startswith(mixtures)
+            stacked = len(planned.shape) > 2 and planned.shape[0] == experts
+            yield planned.name, prod(planned.shape), stacked or (bool(mixtures) and planned.name.startswith(mixtures))
 
 
 def _guessed(plan: Plan) -> ModelShape:

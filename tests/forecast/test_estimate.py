@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import LlamaConfig, MixtralConfig, PreTrainedConfig
+from transformers import Llama4TextConfig, LlamaConfig, MambaConfig, MixtralConfig, PreTrainedConfig
 
 import hfscale
 from hfscale import ConfigError, MemoryConfig, ParallelConfig
@@ -85,6 +85,18 @@ def test_the_bubble_is_the_schedules_own(schedule: str, virtual: int) -> None:
         tiny("llama"),
         tiny("gpt2"),
         tiny("qwen3"),
+        MambaConfig(num_hidden_layers=2, hidden_size=64, vocab_size=99, state_size=8),
+        Llama4TextConfig(
+            hidden_size=64,
+            intermediate_size=96,
+            intermediate_size_mlp=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_local_experts=4,
+            vocab_size=99,
+            pad_token_id=0,
+        ),
         MixtralConfig(
             hidden_size=64,
             intermediate_size=96,
