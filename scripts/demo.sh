@@ -17,9 +17,9 @@ LAUNCH=("$PYTHON" -m accelerate.commands.launch --multi_gpu --num_processes "$PR
 SECONDS=0
 
 echo "== pretrain"
-"${LAUNCH[@]}" scripts/pretrain.py --config "${RECIPES}_pretrain.yaml" name="$RUN-base" "$@"
+"${LAUNCH[@]}" scripts/pretrain.py --config "${RECIPES}_pretrain.yaml" name="$RUN-base" replace=true "$@"
 echo "== fine-tune"
-"${LAUNCH[@]}" scripts/finetune.py --config "${RECIPES}_finetune.yaml" name="$RUN" \
+"${LAUNCH[@]}" scripts/finetune.py --config "${RECIPES}_finetune.yaml" name="$RUN" replace=true \
     base="runs/$RUN-base/checkpoint" "$@"
 echo "== check, without hfscale"
 "$PYTHON" scripts/check_checkpoint.py "runs/$RUN"

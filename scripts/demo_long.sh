@@ -10,7 +10,8 @@ SECONDS=0
 
 echo "== train on long sequences"
 "$PYTHON" -m accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no \
-    --dynamo_backend no --main_process_port 0 scripts/pretrain.py --config scripts/recipes/demo_long_pretrain.yaml "$@"
+    --dynamo_backend no --main_process_port 0 scripts/pretrain.py --config scripts/recipes/demo_long_pretrain.yaml \
+    replace=true "$@"
 echo "== check, without hfscale"
 "$PYTHON" scripts/check_checkpoint.py runs/demo-long
 echo "== memory by length"

@@ -18,10 +18,10 @@ SECONDS=0
 
 if [ ! -f "runs/$BASE/checkpoint/config.json" ]; then
     echo "== pretrain (once; make demo does it too)"
-    "${LAUNCH[@]}" --num_processes 2 scripts/pretrain.py --config scripts/recipes/demo_pretrain.yaml name="$BASE"
+    "${LAUNCH[@]}" --num_processes 2 scripts/pretrain.py --config scripts/recipes/demo_pretrain.yaml name="$BASE" replace=true
 fi
 echo "== fine-tune"
-"${LAUNCH[@]}" --num_processes "$PROCESSES" scripts/finetune.py --config "scripts/recipes/$RECIPE.yaml" name="$RUN" \
+"${LAUNCH[@]}" --num_processes "$PROCESSES" scripts/finetune.py --config "scripts/recipes/$RECIPE.yaml" name="$RUN" replace=true \
     base="runs/$BASE/checkpoint" "$@"
 echo "== check, without hfscale"
 "$PYTHON" scripts/check_checkpoint.py "runs/$RUN"

@@ -17,14 +17,14 @@ if [ ! -f "runs/$BASE/checkpoint/config.json" ]; then
     echo "== pretrain (once; make demo does it too)"
     OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" "$PYTHON" -m accelerate.commands.launch --multi_gpu --num_processes 2 \
         --num_machines 1 --mixed_precision no --dynamo_backend no --main_process_port 0 \
-        scripts/pretrain.py --config scripts/recipes/demo_pretrain.yaml name="$BASE"
+        scripts/pretrain.py --config scripts/recipes/demo_pretrain.yaml name="$BASE" replace=true
 fi
 echo "== upcycle"
 "$PYTHON" scripts/upcycle.py "runs/$BASE/checkpoint" "runs/$RUN-start" "${UPCYCLE[@]}"
 echo "== go on dense"
-"$PYTHON" scripts/finetune.py --config "$RECIPE" name="$RUN-dense" base="runs/$BASE/checkpoint" "$@"
+"$PYTHON" scripts/finetune.py --config "$RECIPE" name="$RUN-dense" replace=true base="runs/$BASE/checkpoint" "$@"
 echo "== go on as a mixture of experts"
-"$PYTHON" scripts/finetune.py --config "$RECIPE" name="$RUN" base="runs/$RUN-start" "$@"
+"$PYTHON" scripts/finetune.py --config "$RECIPE" name="$RUN" replace=true base="runs/$RUN-start" "$@"
 echo "== check, without hfscale"
 "$PYTHON" scripts/check_checkpoint.py "runs/$RUN"
 echo "== compare (${SECONDS} s)"

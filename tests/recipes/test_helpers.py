@@ -59,8 +59,10 @@ def test_the_demo_runs_under_another_name_and_number_of_processes(tmp_path):
     demo = RECIPES.parent / "demo.sh"
     subprocess.run(["bash", str(demo), "parallel.pp_size=2"], env=environment, check=True, capture_output=True)
     pretrain, finetune, check, summary = log.read_text().splitlines()
-    assert pretrain.endswith("demo_pretrain.yaml name=mine-base parallel.pp_size=2")
-    assert finetune.endswith("demo_finetune.yaml name=mine base=runs/mine-base/checkpoint parallel.pp_size=2")
+    assert pretrain.endswith("demo_pretrain.yaml name=mine-base replace=true parallel.pp_size=2")
+    assert finetune.endswith(
+        "demo_finetune.yaml name=mine replace=true base=runs/mine-base/checkpoint parallel.pp_size=2"
+    )
     assert "--num_processes 4 " in pretrain
     assert "--num_processes 4 " in finetune
     assert check.endswith("check_checkpoint.py runs/mine")

@@ -16,8 +16,10 @@ import hfscale
 from hfscale.recipes.finetuning import finetune
 from hfscale.recipes.layouts import layout_of
 from hfscale.recipes.places import check_places
+from hfscale.recipes.read import read_recipe
 from hfscale.recipes.run_log import RunLog
 from hfscale.recipes.schema import FinetuneRecipe, PretrainRecipe, RecipeError
+from hfscale.recipes.shipped import shipped_recipes
 from hfscale.testing import RankPool
 
 from .test_recipes import METHODS, base, recipe_for  # noqa: F401
@@ -119,6 +121,10 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "x").mkdir(parents=True)
     return tmp_path / "runs" / "x"
+
+
+def test_no_recipe_that_ships_replaces_an_earlier_run() -> None:
+    assert not [name for name in shipped_recipes() if read_recipe(name).replace]
 
 
 def test_an_earlier_run_is_not_replaced_unasked(directory: Path) -> None:

@@ -79,10 +79,10 @@ def test_the_demo_trains_both_on_the_same(tmp_path):
     command = ["bash", str(SCRIPTS / "demo_upcycle.sh"), "training.steps=3"]
     subprocess.run(command, env=environment, check=True, capture_output=True)
     pretrain, upcycle, dense, mixture, check, compare = log.read_text().splitlines()
-    assert pretrain.endswith("demo_pretrain.yaml name=none")
+    assert pretrain.endswith("demo_pretrain.yaml name=none replace=true")
     assert upcycle.endswith("upcycle.py runs/none/checkpoint runs/mine-start --num-experts 4 --reinitialize 0.5")
-    assert dense.endswith("demo_upcycle.yaml name=mine-dense base=runs/none/checkpoint training.steps=3")
-    assert mixture.endswith("demo_upcycle.yaml name=mine base=runs/mine-start training.steps=3")
+    assert dense.endswith("demo_upcycle.yaml name=mine-dense replace=true base=runs/none/checkpoint training.steps=3")
+    assert mixture.endswith("demo_upcycle.yaml name=mine replace=true base=runs/mine-start training.steps=3")
     assert check.endswith("check_checkpoint.py runs/mine")
     assert "runs/mine-dense runs/mine --out runs/mine/" in compare
 
