@@ -35,7 +35,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Train, in this process or in those that are started for it."""
     check_installed()
     from ..recipes.launch import is_launched, launch, launch_options
-    from ..recipes.places import check_places
     from ..recipes.read import read_recipe
     from ..recipes.schema import RecipeError
     from ..recipes.shipped import shipped_recipes
@@ -56,8 +55,10 @@ def run(arguments: argparse.Namespace) -> int:
         start_rank(lambda: read_recipe(arguments.recipe, arguments.overrides), arguments.max_memory)
         return 0
     recipe = read_recipe(arguments.recipe, arguments.overrides)
-    check_places(recipe)
     from ..config import ParallelConfig
+    from ..recipes.places import check_places  # behind the recipe itself: these import torch
+
+    check_places(recipe)
 
     processes = ParallelConfig(**recipe.parallel).total_size
     again = [arguments.recipe, *arguments.overrides, *memory_limit_flags(arguments.max_memory)]
