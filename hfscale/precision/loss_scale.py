@@ -61,13 +61,12 @@ class LossScaling(Part):
         for part in runtime.parts:
             part.release(runtime)  # or gathered weights would be taken for the parameters
         parameters = [parameter for _, parameter in runtime.parameters() if parameter.requires_grad]
-        assert runtime.loss is not None  # checked before
         with gradients_aside(parameters) as before:
-            self._within, runtime.loss.expected_gradient = True, self.scale
+            self._expect(runtime, self.scale)
             try:
                 yield
             finally:
-                self._within, runtime.loss.expected_gradient = False, 1.0
+                self._expect(runtime, None)
         gradients = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
         self.overflowed = self._anywhere(runtime, unscale_and_check(gradients, runtime.mesh.data_world / self.scale))
         for parameter, gradient in zip(parameters, before, strict=True):
@@ -76,6 +75,12 @@ class LossScaling(Part):
             else:
                 add_back(parameter, gradient)
         self._update(runtime)
+
+    def _expect(self, runtime: Runtime, scale: float | None) -> None:
+        """With what gradient backward passes begin; ``None`` outside of a step."""
+        self._within = scale is not None
+        if runtime.loss is not None:  # a loss of the user's own takes no gradients before
+            runtime.loss.expected_gradient = 1.0 if scale is None else scale
 
     def _anywhere(self, runtime: Runtime, here: bool) -> bool:
         found = torch.tensor(float(here))

@@ -8,8 +8,7 @@ linear in the loss, so a step runs its sums backward and divides gradients and l
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from .._host.transformers.computing import packing
 from ..errors import ConfigError
 from ..runtime import Batch, Objective, Runtime, local_tensor
 from ..runtime.batches import BORDERS, Microbatch
+from ..runtime.gradients import add_back, gradients_aside
 from ..schedules import ASYNCHRONOUS
 from .inputs import prepare
 from .outputs import KeptOutputs
@@ -74,16 +74,26 @@ class UserLoss:
         rows: Any = _Rows()
         self._given, _ = prepare(runtime, batch, train, rows)
         inputs = [each.like({name: each[name] for name in each if name in self._taken}) for each in self._given]
-        with _set_aside(runtime.model) if train else torch.no_grad():
-            with runtime.around(lambda part: part.around_step(runtime, inputs, train=train)):
-                total = runtime.executor.run(model, inputs, Objective(self._loss), backward=train)
+        if not train:
+            with torch.no_grad():
+                total = self._passes(model, inputs, train)
+                return (total / self._total_count()).to(total.dtype)
+        parameters = list(runtime.model.parameters())
+        with gradients_aside(parameters) as before:
+            total = self._passes(model, inputs, train)
             count = self._total_count()
-            if train:
-                for parameter in runtime.model.parameters():
-                    if parameter.grad is not None:
-                        gradient = local_tensor(parameter.grad)
-                        gradient.div_(count.to(gradient.device, gradient.dtype))
+        for parameter, gradient in zip(parameters, before, strict=True):
+            if parameter.grad is not None:
+                made = local_tensor(parameter.grad)
+                made.div_(count.to(made.device, made.dtype))
+            add_back(parameter, gradient)
         return (total / count).to(total.dtype)
+
+    def _passes(self, model: nn.Module, inputs: list[Microbatch], train: bool) -> Tensor:
+        """The sum over all microbatches and distinct batches; with ``train``, its gradients are in ``.grad``."""
+        runtime = self._runtime
+        with runtime.around(lambda part: part.around_step(runtime, inputs, train=train)):
+            return runtime.executor.run(model, inputs, Objective(self._loss), backward=train)
 
     def _refuse_unfit(self) -> None:
         layout = self._runtime.mesh.layout
@@ -123,14 +133,3 @@ def _first_of(output: Any) -> Tensor:
     leaves = tree_leaves(dict(output) if isinstance(output, Mapping) else output)
     found: Tensor = next(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point())
     return found
-
-
-@contextmanager
-def _set_aside(model: nn.Module) -> Iterator[None]:
-    """Within: there are no gradients yet; on leaving, those of before are added."""
-    held = [(parameter, parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
-    for parameter, _ in held:
-        parameter.grad = None
-    yield
-    for parameter, gradient in held:
-        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import hfscale
 from hfscale import ConfigError, ParallelConfig
@@ -126,3 +126,19 @@ def test_what_is_no_sum_and_count() -> None:
         hfscale.train_step(model, batch, odd_tokens, label_smoothing=0.1)
     with pytest.raises(ConfigError, match="has no rows"):
         hfscale.train_step(model, {name: value[:0] for name, value in batch.items()}, odd_tokens)
+
+
+def test_float16_of_a_class_whose_loss_nobody_knows() -> None:
+    """What scales losses knows of none, and gradients are true all the same."""
+    config = tiny_clone(AutoConfig.for_model("bert"))
+    model = hfscale.from_config(config, auto_class=AutoModel, dtype=torch.float32, mixed_precision="fp16", seed=0)
+    batch = {"input_ids": torch.arange(8).view(2, 4)}
+    for _ in range(20):  # until the scale of the loss is small enough
+        hfscale.train_step(model, batch, lambda outputs, _: (outputs.pooler_output.square().sum(), 2))
+        if not hfscale.metrics(model)["step_was_skipped"]:
+            break
+    norm = float(hfscale.clip_grad_norm_(model, 1e9))
+    stock = AutoModel.from_config(config, dtype=torch.float32)
+    stock.load_state_dict(model.state_dict())
+    (stock(**batch).pooler_output.square().sum() / 2).backward()
+    assert norm == pytest.approx(float(nn.utils.clip_grad_norm_(stock.parameters(), 1e9)), rel=0.02)
