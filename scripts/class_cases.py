@@ -171,6 +171,7 @@ _SEQ2SEQ = (
     {"decoder_start_token_id": 0, "pad_token_id": 0},
 )
 _SOUND = {
+    "vocab_size": 67,
     "conv_dim": (HIDDEN, HIDDEN, HIDDEN),
     "conv_kernel": (8, 4, 4),
     "conv_stride": (4, 4, 2),
