@@ -23,7 +23,7 @@ TABLE = """
 | experts | of {mixtures} families with mixtures {expert_data} over data ranks, {expert_tensor} over tensor ranks |
 | data | FSDP2 and HSDP, any causal LM, with every other axis; accumulation, clipping, recomputation, dropout |
 | context parallel | {context} families, {context_mixers} of them with mixers run whole; all-gather, ring, heads |
-| other classes | pictures, rewards, classifiers ...: [docs/other-classes.md](docs/other-classes.md), [by family](docs/classes.md) |
+| other classes | pictures, rewards, classifiers: [docs/other-classes.md](docs/other-classes.md) |
 | families nobody described | blueprint inferred and used only if proved: [docs/inference.md](docs/inference.md) |
 | adapters (PEFT) | LoRA and variants, IA3, LoHa; LoRA on all linear layers of {lora} of {lora_all} families |
 | 4-bit and 8-bit weights | bitsandbytes, in every layout, experts too, from `from_pretrained` |
