@@ -60,7 +60,7 @@ def test_the_wheel_has_all_files_and_says_what_it_needs(wheel: Path) -> None:
         (metadata_file,) = (file for file in archive.namelist() if file.endswith(".dist-info/METADATA"))
         metadata = Parser().parsestr(archive.read(metadata_file).decode())
         assert any(file.endswith("dist-info/licenses/LICENSE") for file in archive.namelist())
-    kept = {".py", ".yaml", ".typed"}
+    kept = {".py", ".yaml", ".json", ".typed"}
     expected = {path.relative_to(ROOT) for path in (ROOT / "hfscale").rglob("*") if path.suffix in kept}
     assert files == {path.as_posix() for path in expected}
     assert len([file for file in files if file.endswith(".yaml")]) == len(list(LIBRARY.glob("*.yaml"))) > 10
