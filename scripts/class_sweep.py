@@ -214,7 +214,7 @@ Written by `scripts/class_sweep.py`: a tiny model of every family that transform
 class, as far as stock code trains one, in four layouts against one process in float64 (loss, every gradient, norm,
 weights after two steps, saved checkpoint). A percentage is the share of all numbers that the fullest rank holds: 50% is
 an even cut in two, 100% none at all. Buffers (running statistics of batch norms), which every data rank has of its own
-batches as under DDP, are not compared there. planned: planned, and not run yet; stock: stock code cannot train it either.
+batches as under DDP, are not compared there. planned: planned, and not run yet; stock: stock code cannot train it.
 """
 
 
