@@ -1,7 +1,7 @@
 """Plan context parallelism: whether sequences can be cut, and how attention reads the other ranks' tokens."""
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from ..sequences.cut import CUT_INSIDE
 from ..sequences.probe import find_mixing
 from .draft import Draft
 from .probe import tiny_model_of
+from .remembered import Remembered, said_by
 from .sequence import is_tokenwise
 from .text_model import find_text_model
 from .towers import other_inputs
@@ -95,7 +96,8 @@ def _find(draft: Draft, text: str, layers: dict[str, nn.Module]) -> _Reading:
     own_class: Any = type(draft.model)
     unseen = list[str]()
     for count in (_kinds_of_layers(draft.config), _MANY):  # some kinds come every few layers only
-        found = _proved(own_class, _Key(draft.config), text, count)
+        question = own_class, draft.config, text, count
+        found = _known.answer((own_class, said_by(draft.config), text, count), partial(_proved, *question))
         if found.mixing:
             return found
         unseen = [name for name, m in layers.items() if type(m) not in found.seen and not _is_tokenwise(draft, name, m)]
@@ -105,23 +107,12 @@ def _find(draft: Draft, text: str, layers: dict[str, nn.Module]) -> _Reading:
     return _Reading(f"nothing is known of what {kind} reads, which a tiny clone of {_MANY} layers has not")
 
 
-class _Key:
-    """A config, known by what it says."""
-
-    def __init__(self, config: Any) -> None:
-        self.config, self._said = config, config.to_json_string(use_diff=False)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and other._said == self._said
-
-    def __hash__(self) -> int:
-        return hash(self._said)
+_known = Remembered[_Reading]()
 
 
-@lru_cache(maxsize=16)
-def _proved(kind: Any, key: _Key, text: str, layers: int) -> _Reading:
+def _proved(kind: Any, config: Any, text: str, layers: int) -> _Reading:
     """Proved on a tiny model in float64; some take half a minute."""
-    clone = tiny_model_of(kind, key.config, torch.float64, layers=layers, **_short(key.config))
+    clone = tiny_model_of(kind, config, torch.float64, layers=layers, **_short(config))
     if clone is None:
         return _Reading(_NO_CLONE)
     clone = clone.double()  # what a family keeps in 32 bits by itself, too: nothing but the arithmetic is compared

@@ -7,11 +7,8 @@ themselves and together. A loss that is no such mean (a contrast between the row
 ``train_step``.
 """
 
-import functools
-import weakref
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +21,7 @@ from ..families.precision import keep_float64
 from ..plan.own_loss import OwnLossPlan
 from .draft import Draft
 from .probe import tiny_model_of
+from .remembered import Remembered, said_by
 
 _ROWS, _TOKENS = (3, 2), 6
 _IGNORED, _LARGEST_ID = -100, 60
@@ -36,27 +34,18 @@ def plan_own_loss(draft: Draft) -> None:
         return
     if is_causal_lm(class_name(draft.model)):  # a step of these counts next tokens, whatever their own mean is over
         return
-    over = _answer(_Question(type(draft.model), draft.config.to_json_string(use_diff=False), weakref.ref(draft.config)))
+    kind, config = type(draft.model), draft.config
+    over = _known.answer((kind, said_by(config)), lambda: _find(kind, config))
     if over is not None:
         draft.features.append(OwnLossPlan(over))
         draft.no_step = ""
 
 
-@dataclass(frozen=True)
-class _Question:
-    """What the answer depends on, and a config to find it with."""
-
-    kind: type
-    switches: str
-    config: weakref.ref[Any] = field(compare=False)
+_known = Remembered[str | None]()
 
 
-@functools.cache
-def _answer(question: _Question) -> str | None:
-    config = question.config()
-    if config is None:
-        return None
-    model = tiny_model_of(question.kind, config, torch.float64)
+def _find(kind: type, config: Any) -> str | None:
+    model = tiny_model_of(kind, config, torch.float64)
     if model is None:
         return None
     model.eval()

@@ -5,9 +5,6 @@ which projections may make a block (:mod:`.candidates`), say in what ways they m
 ranks can compute without any difference to one (:mod:`.proof`, :mod:`.ranks`).
 """
 
-import functools
-import weakref
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -15,25 +12,13 @@ from torch import nn
 from ..._host.torch import own_modules
 from ...families.blueprint import Blueprint
 from ...families.clone import tiny_clone
+from ..remembered import Remembered, said_by
 from .proof import TOLERANCE, Proof, prove
 from .search import Inference
 from .search import infer as _infer
 from .subject import Subject, Unproved, brief, make_subject, refuse
 
-
-@dataclass(frozen=True)
-class _Question:
-    """What the answer depends on, and any model to find it with."""
-
-    kind: type
-    layers: int
-    switches: str
-    model: weakref.ref[Any] = field(compare=False)
-
-
-@functools.cache
-def _answer(question: _Question) -> Inference:
-    return _infer(question.model())
+known = Remembered[Inference]()
 
 
 def infer(model: Any) -> Inference:
@@ -44,10 +29,10 @@ def infer(model: Any) -> Inference:
     """
     layers = len(own_modules(model)) if isinstance(model, nn.Module) else 0
     try:
-        switches = tiny_clone(model.config).to_json_string(use_diff=False)
+        switches = said_by(tiny_clone(model.config))
     except Exception as error:  # whatever the host says of sizes that it checks against one another
         raise refuse(model, f"its config cannot be made small: {brief(error)}") from error
-    return _answer(_Question(type(model), layers, switches, weakref.ref(model)))
+    return known.answer((type(model), layers, switches), lambda: _infer(model))
 
 
 def infer_blueprint(model: Any) -> Blueprint:

@@ -1,26 +1,16 @@
 """What a blueprint forgets inside its blocks, said and proved: norms of queries and keys, as a rule."""
 
-import functools
-import weakref
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from ...families.blueprint import Block, Blueprint
+from ..remembered import Remembered, said_by
 from .proof import prove
 from .subject import Unproved, aside, make_subject
 
-
-@dataclass(frozen=True)
-class _Question:
-    """What the answer depends on, and a model and its blueprint to find it with."""
-
-    kind: type
-    switches: str
-    forgotten: tuple[str, ...]
-    model: weakref.ref[Any] = field(compare=False)
-    blueprint: Blueprint = field(compare=False)
+_known = Remembered[bool]()
 
 
 def complete(model: Any, blueprint: Blueprint, layers: list[str], forgotten: list[str]) -> Blueprint | None:
@@ -39,8 +29,8 @@ def complete(model: Any, blueprint: Blueprint, layers: list[str], forgotten: lis
             children = _forgotten_in(f"{layer}.{path}" if path else layer, forgotten)
             found[path] = _with_roles(model, f"{layer}.{path}", found[path], children)
     said = replace(blueprint, blocks=found)
-    config = model.config.to_json_string(use_diff=False)
-    return said if _holds(_Question(type(model), config, tuple(forgotten), weakref.ref(model), said)) else None
+    key = (type(model), said_by(model.config), tuple(forgotten))
+    return said if _known.answer(key, lambda: _holds(model, said)) else None
 
 
 def _forgotten_in(block: str, forgotten: list[str]) -> list[str]:
@@ -66,15 +56,11 @@ def _outputs(module: nn.Module | None) -> int | None:
     return getattr(module, "out_features", None)
 
 
-@functools.cache
-def _holds(question: _Question) -> bool:
-    model = question.model()
-    if model is None:
-        return False
+def _holds(model: Any, blueprint: Blueprint) -> bool:
     try:
         subject = make_subject(model)
         with aside():
-            prove(subject, question.blueprint)
+            prove(subject, blueprint)
     except Unproved:
         return False
     return True
