@@ -26,8 +26,8 @@ def complete(model: Any, blueprint: Blueprint, layers: list[str], forgotten: lis
     found = dict(blueprint.blocks)
     for path in blueprint.blocks:
         for layer in layers:
-            children = _forgotten_in(f"{layer}.{path}" if path else layer, forgotten)
-            found[path] = _with_roles(model, f"{layer}.{path}", found[path], children)
+            block = f"{layer}.{path}" if path else layer
+            found[path] = _with_roles(model, block, found[path], _forgotten_in(block, forgotten))
     said = replace(blueprint, blocks=found)
     key = (type(model), said_by(model.config), tuple(forgotten))
     return said if _known.answer(key, lambda: _holds(model, said)) else None
