@@ -38,6 +38,8 @@ from hfscale.runtime import runtime_of
 from hfscale.runtime.runtime import local_tensor
 from hfscale.testing import RankPool
 
+from ..sweeps import cases
+
 Pools = Callable[[int], RankPool]
 Layout = dict[str, int]
 
@@ -173,10 +175,11 @@ def outcome(
     return outcome
 
 
+DAILY = ("tp2", "ep2-tp2-expert_tp2", "ep2-shard4", "ep2-pp2", "replicate2-shard2-ep2")
 Outcome = Callable[[str], tuple[Path, list[dict[str, Found]]]]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases(CASES, daily=DAILY))
 def test_shares_are_slices_of_the_checkpoint(checkpoints: dict[str, Path], outcome: Outcome, case: str) -> None:
     for name in outcome(case)[1][0]:
         whole = AutoModelForCausalLM.from_pretrained(checkpoints[name]).state_dict()
@@ -192,7 +195,7 @@ def test_shares_are_slices_of_the_checkpoint(checkpoints: dict[str, Path], outco
         assert seen == {planned.name for planned in plan.owned()}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases(CASES, daily=DAILY))
 def test_a_rank_reads_its_own_experts_only(checkpoints: dict[str, Path], outcome: Outcome, case: str) -> None:
     """The chunks are written down above, and not asked of the plan."""
     of, tensor_cuts, stages = CASES[case].of, CASES[case].tensor_cuts, CASES[case].layout.get("pp_size", 1)
@@ -230,7 +233,7 @@ def test_a_checkpoint_is_read_once_in_all(
             assert sum(found[name].read.values()) == whole // ranks, name
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases(CASES, daily=DAILY))
 def test_what_is_saved_is_what_was_loaded(checkpoints: dict[str, Path], outcome: Outcome, case: str) -> None:
     """The same names and bytes as before: so what one layout saves, every other loads."""
     out, found = outcome(case)
@@ -247,8 +250,8 @@ def test_what_is_saved_is_what_was_loaded(checkpoints: dict[str, Path], outcome:
 def load_what_rank_zero_has(path: Path, layout: Layout) -> str:
     original = load._Loader.__init__
 
-    def init(self: load._Loader, plan: Any, mesh: Any) -> None:
-        original(self, plan, replace(mesh, ranks={**mesh.ranks, "ep": 0}))
+    def init(self: load._Loader, plan: Any, mesh: Any, resized: Any) -> None:
+        original(self, plan, replace(mesh, ranks={**mesh.ranks, "ep": 0}), resized)
 
     load._Loader.__init__ = init  # type: ignore[method-assign]
     try:

@@ -129,10 +129,8 @@ def arguments(case: Case, out: str, world: int) -> TrainingArguments:
 def build(case: Case, path: str, layout: dict[str, Any] | None) -> Any:
     load = {"dtype": torch.float32, "attention_dropout": case.dropout, **case.load}
     if layout is not None:
-        precision = "bf16" if case.arguments.get("bf16") else "no"
-        return hfscale.from_pretrained(
-            path, parallel=ParallelConfig(**layout), peft_config=case.lora, mixed_precision=precision, **load
-        )
+        load = {"mixed_precision": "bf16" if case.arguments.get("bf16") else "no", **load}
+        return hfscale.from_pretrained(path, parallel=ParallelConfig(**layout), peft_config=case.lora, **load)
     model = AutoModelForCausalLM.from_pretrained(path, **load)
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):  # a layout that some processors have for evaluation

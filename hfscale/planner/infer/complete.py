@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from ...families.blueprint import Block, Blueprint
+from ...plan.parameter import wild_name
 from ..remembered import Remembered, said_by
 from .proof import prove
 from .subject import Unproved, aside, make_subject
@@ -30,7 +31,7 @@ def complete(model: Any, blueprint: Blueprint, layers: list[str], forgotten: lis
             found[path] = _with_roles(model, block, found[path], _forgotten_in(block, forgotten))
     said = replace(blueprint, blocks=found)
     key = (type(model), said_by(model.config), tuple(forgotten))
-    return said if _known.answer(key, lambda: _holds(model, said)) else None
+    return said if _known.answer(key, lambda: _holds(model, said, forgotten)) else None
 
 
 def _forgotten_in(block: str, forgotten: list[str]) -> list[str]:
@@ -56,9 +57,11 @@ def _outputs(module: nn.Module | None) -> int | None:
     return getattr(module, "out_features", None)
 
 
-def _holds(model: Any, blueprint: Blueprint) -> bool:
+def _holds(model: Any, blueprint: Blueprint, forgotten: list[str]) -> bool:
     try:
         subject = make_subject(model)
+        if {wild_name(name) for name in forgotten} - {wild_name(name) for name, _ in subject.model.named_parameters()}:
+            return False  # somebody has put them into this model, and a clone proves nothing of them
         with aside():
             prove(subject, blueprint)
     except Unproved:
