@@ -10,12 +10,14 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ._host.torch import backend_for, patience_of, set_patience
+from ._host.torch_gloo import wait_for_gloo_threads
 from .config import ParallelConfig, cpu_requested, started_processes
 from .errors import MeshError
 
@@ -61,6 +63,7 @@ def fitting_layout(layouts: Sequence[ParallelConfig]) -> ParallelConfig:
 
 def start(device: torch.device) -> None:
     """Start torch's process group, and end it when the process does."""
+    _end_quietly()
     options: dict[str, Any] = {"timeout": TIMEOUT}
     if restarted():
         stores: Any = dist
@@ -78,6 +81,12 @@ def start(device: torch.device) -> None:
 def restarted() -> bool:
     """Whether the launcher has started the ranks before, and they meet through what it keeps (``--max_restarts``)."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get(_RESTARTS, "0") != "0"
+
+
+@cache
+def _end_quietly() -> None:
+    """Before Python ends, and behind :func:`_stop`, whoever started torch's process group."""
+    atexit.register(wait_for_gloo_threads)
 
 
 def _stop(started: object) -> None:
@@ -109,6 +118,7 @@ def device_group(parts: Sequence[Sequence[int]], device: torch.device) -> dist.P
 
     Every rank of the run calls it, with the same sets.
     """
+    _end_quietly()
     world = dist.group.WORLD
     assert world is not None
     if _splits(world, device):
@@ -120,6 +130,7 @@ def device_group(parts: Sequence[Sequence[int]], device: torch.device) -> dist.P
 
 def host_group(parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
     """The same over gloo, for what the host has to say."""
+    _end_quietly()
     world: Any = dist.group.WORLD
     # Where torch's process group is bound to a device, ranks outside of a new group wait in a split of its
     # communicator, which the members of a gloo group never join (pytorch#145376). A group that its members make alone

@@ -1,9 +1,12 @@
 """Devices, torch's process group, and how many groups of ranks there are."""
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,7 +42,7 @@ def test_the_current_gpu_is_not_asked_for_in_vain() -> None:
 def test_the_process_group_that_is_started(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     started: dict[str, Any] = {}
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **given: started.update(given, backend=backend))
-    monkeypatch.setattr(processes.atexit, "register", lambda function, world: started.update(end=function))
+    monkeypatch.setattr(processes.atexit, "register", lambda function, *_: started.update(end=function))
     processes.start(torch.device(device))
     expected = {"backend": "gloo"} if device == "cpu" else {"backend": "nccl", "device_id": torch.device(device)}
     assert started == {**expected, "timeout": timedelta(minutes=10), "end": processes._stop}
@@ -198,3 +201,29 @@ def test_the_first_layout_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(MeshError, match=r"3 process\(es\) were started, and the layouts are for others"):
         hfscale.fitting_layout(layouts)
+
+
+LETS_GO_SLOWLY = """
+import sys, time, torch, torch.distributed as dist
+from hfscale.processes import host_group
+
+class Slow(torch.Tensor):
+    def __del__(self):
+        end = time.monotonic() + 0.3
+        while time.monotonic() < end:
+            pass
+
+rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], 2)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+group = host_group([[0, 1]])
+time.sleep(0.3 * rank)  # so that rank 0 has put down what it sends before it is sent
+dist.all_reduce(torch.zeros(3).as_subclass(Slow) if rank == 0 else torch.zeros(3), group=group, async_op=True)
+dist.all_reduce(torch.zeros(3), group=group)
+"""
+
+
+def test_python_ends_behind_the_threads_of_gloo(tmp_path: Path) -> None:
+    """One that still holds a tensor when Python ends kills the process, which had done its work (SIGABRT)."""
+    command = [sys.executable, "-c", LETS_GO_SLOWLY]
+    ranks = [subprocess.Popen([*command, str(rank), str(tmp_path / "store")]) for rank in range(2)]
+    assert [rank.wait(100) for rank in ranks] == [0, 0]

@@ -1,6 +1,8 @@
-"""How torch makes gloo backends; read and run with torch 2.11 to 2.13."""
+"""How torch makes gloo backends, and how their threads end; read and run with torch 2.11 to 2.13."""
 
+import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -32,3 +34,35 @@ def share_gloo_thread() -> None:
     groups in its life, that is most of the work.
     """
     distributed_c10d.ProcessGroupGloo = _OfOneDevice  # type: ignore[misc]
+
+
+def wait_for_gloo_threads(seconds: float = 5.0) -> None:
+    """Let gloo's threads put down what they have sent, for at most ``seconds``.
+
+    A thread that still holds a tensor when Python begins to end takes Python's lock to put it down, is ended by that in
+    the middle of C++, and a run that went well dies of SIGABRT (pytorch#190489). Torch does not tell when its threads
+    have nothing in hand. Linux does: they sleep, and nothing has woken them while this thread slept without the lock.
+    """
+    end, before = time.monotonic() + seconds, None
+    while time.monotonic() < end:
+        time.sleep(0.002)
+        now = _gloo_threads()
+        if now == before and all(state == "S" for state, *_ in now.values()):
+            return
+        before = now
+
+
+def _gloo_threads() -> dict[str, tuple[str, ...]]:
+    """By thread: its state, and how often it has gone to sleep and was sent to."""
+    found: dict[str, tuple[str, ...]] = {}
+    for task in Path("/proc/self/task").glob("*"):
+        try:
+            if (task / "comm").read_text().strip() != "pt_gloo_runloop":
+                continue
+            lines = (task / "status").read_text().splitlines()
+        except OSError:  # it has ended
+            continue
+        fields = dict(line.split(":", 1) for line in lines)
+        counts = (fields["voluntary_ctxt_switches"].strip(), fields["nonvoluntary_ctxt_switches"].strip())
+        found[task.name] = (fields["State"].split()[0], *counts)
+    return found
