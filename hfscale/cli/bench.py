@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
+from .amounts import bytes_of
 from .look import add_json, print_json, table, working
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ EXAMPLE = """hfscale bench collectives
 hfscale bench collectives --processes 4 --sizes 64KiB,1MiB,16MiB --out collectives.png
 accelerate launch --num_machines 2 ... -m hfscale bench collectives"""
 
-_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _SIZES = "4KiB,64KiB,512KiB,4MiB,32MiB"
 
 
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, and print."""
-    sizes = [parse_size(text) for text in arguments.sizes.split(",")]
+    sizes = [bytes_of(text, "--sizes") for text in arguments.sizes.split(",")]
     if arguments.processes is not None and arguments.processes < 2:
         raise ConfigError(f"--processes {arguments.processes} is impossible: ranks talk where there are at least 2")
     from ..bench.plot import check_target, draw
@@ -52,22 +52,6 @@ def run(arguments: argparse.Namespace) -> int:
         draw(arguments.out, measured, f"collectives over {measured[0].ranks} ranks, {where}")
     _show(arguments, measured, where)
     return 0
-
-
-def parse_size(text: str) -> int:
-    """``"64KiB"`` -> 65536.
-
-    Raises:
-        ConfigError: it is no size.
-    """
-    number, unit = text.strip(), "B"
-    for name in ("KiB", "MiB", "GiB", "B"):
-        if number.endswith(name):
-            number, unit = number.removesuffix(name).strip(), name
-            break
-    if not number.isdigit() or int(number) < 1:
-        raise ConfigError(f"--sizes {text} is no size: write a whole number and B, KiB, MiB or GiB, as 64KiB")
-    return int(number) * _UNITS[unit]
 
 
 def _measured(sizes: list[int], processes: int | None) -> tuple[list["Measured"], str]:

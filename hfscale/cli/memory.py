@@ -1,35 +1,26 @@
 """What a command line says of training, and whether that fits on a GPU."""
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
+from .flags import OPTIMIZER, add_adapter_arguments
 
 if TYPE_CHECKING:
     from ..estimate.memory import MemoryEstimate
     from ..plan import Plan
 
-_TOKENS, _OPTIMIZER, _GB = 2048, "adamw_torch_fused", 80.0
+_TOKENS, _GB = 2048, 80.0
 
 
 def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     """Adapters, quantized weights, optimizer, tokens, and the memory that there is."""
     group = parser.add_argument_group("training (any of these adds what a rank holds, by kind, and whether it fits)")
-    group.add_argument(
-        "--quantize", choices=("nf4", "fp4", "int8"), help="weights in 4 or 8 bits, and where they align"
-    )
-    group.add_argument(
-        "--lora",
-        metavar="TARGETS",
-        nargs="?",
-        const="all-linear",
-        help="train LoRA adapters: all-linear (the default), or names joined by commas",
-    )
-    group.add_argument("--rank", type=int, metavar="R", help="of the adapters (default: 16)")
+    add_adapter_arguments(group, "weights in 4 or 8 bits, and where they align")
     group.add_argument(
         "--tokens", type=int, metavar="N", help=f"of one microbatch of a batch rank (default: {_TOKENS})"
     )
-    group.add_argument("--optimizer", metavar="NAME", help=f"as adamw_8bit or adafactor (default: {_OPTIMIZER})")
+    group.add_argument("--optimizer", metavar="NAME", help=f"as adamw_8bit or adafactor (default: {OPTIMIZER})")
     group.add_argument(
         "--mixed-precision", choices=("no", "bf16"), help="compute in bfloat16 over the weights' own type"
     )
@@ -41,30 +32,6 @@ def is_asked(arguments: argparse.Namespace) -> bool:
     """Whether the command line says anything of training."""
     names = ("quantize", "lora", "rank", "tokens", "optimizer", "mixed_precision", "recompute", "gpu")
     return any(getattr(arguments, name) is not None for name in names)
-
-
-def plan_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What :func:`hfscale.plan` is told of adapters and quantized weights.
-
-    Raises:
-        ConfigError: the rank of adapters is impossible, or there are none.
-    """
-    from transformers import BitsAndBytesConfig
-
-    given: dict[str, Any] = {}
-    kind, rank = arguments.quantize, arguments.rank
-    if rank is not None and (rank < 1 or arguments.lora is None):
-        raise ConfigError(f"--rank {rank} is of adapters: use a whole number of at least 1, with --lora")
-    if kind == "int8":
-        given["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)
-    elif kind is not None:
-        given["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=kind)
-    if arguments.lora is not None:
-        from ..adapters.peft_config import config_class
-
-        names = arguments.lora if arguments.lora == "all-linear" else arguments.lora.split(",")
-        given["peft_config"] = config_class("lora")[0](r=rank or 16, target_modules=names, task_type="CAUSAL_LM")
-    return given
 
 
 def estimate(arguments: argparse.Namespace, plan: "Plan") -> "MemoryEstimate":
@@ -80,7 +47,7 @@ def estimate(arguments: argparse.Namespace, plan: "Plan") -> "MemoryEstimate":
         raise ConfigError(f"--tokens {tokens} is impossible: use a whole number of at least 1")
     return memory_estimate(
         plan,
-        arguments.optimizer or _OPTIMIZER,
+        arguments.optimizer or OPTIMIZER,
         tokens=tokens,
         gradient_checkpointing=arguments.recompute,
         mixed_precision=arguments.mixed_precision,

@@ -3,9 +3,10 @@
 import argparse
 import json
 
+from .flags import plan_arguments
 from .layout import add_layout_arguments, layout_of
 from .look import add_json, print_json
-from .memory import add_training_arguments, describe_fit, estimate, fits, is_asked, plan_arguments
+from .memory import add_training_arguments, describe_fit, estimate, fits, is_asked
 from .model import add_model_arguments, auto_class_of, building, check_place, load_config, remote_code
 
 HELP = "show what becomes of every parameter under a layout, and whether it fits"

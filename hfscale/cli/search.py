@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from .amounts import bytes_of, tokens_of
+from .flags import add_adapter_arguments, add_machine_arguments, plan_arguments
 from .look import add_json, print_json, working
-from .memory import plan_arguments
 from .model import add_model_arguments, auto_class_of, building, load_config, remote_code
 
 HELP = "find the fastest layout of a model on a number of GPUs, before renting them"
@@ -17,28 +18,24 @@ DESCRIPTION = (
 EXAMPLE = """hfscale search meta-llama/Llama-3.1-8B --gpus 64 --hardware h100 --tokens-per-step 4M
 hfscale search meta-llama/Llama-3.1-70B --gpus 8 --tokens-per-step 256K --lora --quantize nf4 --out recipe.yaml"""
 
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
-_UNITS |= {"K": 2**10, "M": 2**20, "G": 2**30, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``hfscale search``."""
     add_model_arguments(parser)
     parser.add_argument("--gpus", type=int, required=True, metavar="N", help="ranks of the run")
     parser.add_argument(
-        "--hardware", default="h100", metavar="NAME", help="h100, h200, b200, a100-80, a100-40, or a calibration's JSON"
+        "--tokens-per-step",
+        required=True,
+        metavar="N",
+        help="of all ranks, in whole sequences: 4M are 4 x 2^20, K, M and G are 2^10, 2^20 and 2^30",
     )
     parser.add_argument(
-        "--tokens-per-step", required=True, metavar="N", help="of all ranks, in whole sequences: 4M are 4 x 2^20"
+        "--max-memory",
+        metavar="SIZE",
+        help="of a rank, as 60GiB (2^30) or 60GB (10^9) (default: 87.5%% of the GPU's)",
     )
-    parser.add_argument("--sequence-length", type=int, default=4096, metavar="N", help="tokens of a sequence")
-    parser.add_argument("--max-memory", metavar="SIZE", help="of a rank, as 60GiB (default: 87.5%% of the GPU's)")
-    parser.add_argument("--optimizer", default="adamw_torch_fused", metavar="NAME", help="its name in HF Trainer")
-    parser.add_argument("--quantize", choices=("nf4", "fp4", "int8"), help="weights in 4 or 8 bits; with --lora")
-    parser.add_argument(
-        "--lora", metavar="TARGETS", nargs="?", const="all-linear", help="train LoRA adapters: all-linear, or names"
-    )
-    parser.add_argument("--rank", type=int, metavar="R", help="of the adapters (default: 16)")
+    add_machine_arguments(parser)
+    add_adapter_arguments(parser, "weights in 4 or 8 bits; with --lora")
     parser.add_argument("--learning-rate", type=float, metavar="LR", help="that was right for --its-tokens-per-step")
     parser.add_argument("--its-tokens-per-step", metavar="N", help="the batch that --learning-rate was right for")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write a recipe for hfscale train")
@@ -54,8 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
     from ..forecast.facts import facts_of
     from ..forecast.search import search
 
-    tokens = parse_amount(arguments.tokens_per_step, "--tokens-per-step")
-    budget = None if arguments.max_memory is None else parse_amount(arguments.max_memory, "--max-memory")
+    tokens = tokens_of(arguments.tokens_per_step, "--tokens-per-step")
+    budget = None if arguments.max_memory is None else bytes_of(arguments.max_memory, "--max-memory")
     if arguments.quantize is not None and arguments.lora is None:
         raise ConfigError(f"--quantize {arguments.quantize} leaves nothing that trains: give --lora as well")
     machine = find_machine(arguments.hardware)
@@ -92,20 +89,6 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def parse_amount(text: str, flag: str) -> int:
-    """``"4M"`` -> 4,194,304 and ``"60GB"`` -> 60,000,000,000.
-
-    Raises:
-        ConfigError: it is no number with a unit.
-    """
-    number = text.rstrip("KMGkmgiIbB")
-    unit = text[len(number) :].upper()
-    try:
-        return int(float(number) * _UNITS[unit])
-    except (KeyError, ValueError) as error:
-        raise ConfigError(f"{flag} {text} is no amount: use a number, as 4194304, 4M or 60GiB") from error
-
-
 def _print_rules(arguments: argparse.Namespace, tokens: int) -> None:
     from ..forecast.batch_rules import learning_rates
 
@@ -113,7 +96,7 @@ def _print_rules(arguments: argparse.Namespace, tokens: int) -> None:
         raise ConfigError("--learning-rate and --its-tokens-per-step go together: give both, or neither")
     if arguments.learning_rate is None:
         return
-    before = parse_amount(arguments.its_tokens_per_step, "--its-tokens-per-step")
+    before = tokens_of(arguments.its_tokens_per_step, "--its-tokens-per-step")
     print(f"\na learning rate of {arguments.learning_rate:g} at {before:,} tokens a step becomes, by rule of thumb")
     for rule in learning_rates(arguments.learning_rate, before, tokens):
         print(f"  {rule.learning_rate:.3g}  {rule.name}: {rule.says}")

@@ -36,6 +36,7 @@ from .recompute import (
     layers_recomputed,
     size_of,
     stages_held,
+    trained_names,
     types_of,
 )
 from .state_bytes import optimizer_bytes
@@ -127,8 +128,7 @@ def estimate_memory(
     here = dict(ranks or {})
     held = [plan.by_name[name] for name in plan.local_names(here.get("pp", 0))]
     adapters = {adapter.name for adapter in plan.adapters}
-    quantized = frozenset(plan.quantized.weights) if plan.quantized is not None else frozenset[str]()
-    chosen = trained if trained is not None else (adapters or {p.name for p in plan.owned()} - quantized)
+    chosen = trained_names(plan) if trained is None else trained
     training = [planned for planned in held if planned.name in chosen]
     mixed = mixed_precision != "no"
     own_tokens = ceil(tokens / plan.layout.size("cp"))

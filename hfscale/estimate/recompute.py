@@ -157,6 +157,13 @@ def around_layers(plan: Plan) -> list[str]:
     return [planned.name for planned in plan.owned() if not planned.name.startswith(inside)]
 
 
+def trained_names(plan: Plan) -> frozenset[str]:
+    """Names of the parameters that train unless somebody says otherwise: adapters, or all that is not quantized."""
+    adapters = frozenset(adapter.name for adapter in plan.adapters)
+    quantized = frozenset(plan.quantized.weights) if plan.quantized is not None else frozenset[str]()
+    return adapters or frozenset(p.name for p in plan.owned()) - quantized
+
+
 def is_matrix(plan: Plan, name: str) -> bool:
     """Whether a parameter has rows and columns."""
     return len(plan.by_name[name].shape) > 1

@@ -9,9 +9,9 @@ from ..config import ParallelConfig
 from ..estimate.activations import Types, layer_bytes, stream_width
 from ..estimate.memory import estimate_memory
 from ..estimate.model_shape import ModelShape
-from ..estimate.recompute import is_matrix, types_of
+from ..estimate.recompute import is_matrix, trained_names, types_of
 from ..plan import Plan
-from .jobs import trained_fraction
+from .jobs import gradient_bytes, trained_fraction, unpacked_bytes
 from .shapes import shape_of_plan
 
 _COPIES = 2  # of what a layer keeps in 16 bits: the stream in 32, and copies of it
@@ -71,16 +71,13 @@ def facts_of(
     heads = getattr(text, "num_attention_heads", None) or getattr(text, "n_head", None) or 1
     held = estimate_memory(plan, optimizer=optimizer, options=optim_args, mixed_precision=mixed_precision)
     entries = sum(prod(p.shape) for p in plan.owned() if is_matrix(plan, p.name))
-    adapters = {adapter.name for adapter in plan.adapters}
-    quantized = set(plan.quantized.weights) if plan.quantized is not None else set[str]()
-    trained = adapters or {p.name for p in plan.owned()} - quantized
+    trained = trained_names(plan)
     types = Types(2, 2) if mixed_precision != "no" else types_of(plan, False)
     layer = plan.layers[len(plan.layers) // 2]
     one, alone = (
         layer_bytes(plan, layer, {}, each, trained, routes=shape.routed or None)
         for each in (types, types_of(plan, mixed_precision != "no"))
     )
-    wide = max((p.dtype.itemsize for p in plan.owned() if p.dtype.is_floating_point), default=4)
     return Facts(
         shape=replace(shape, hidden=stream_width(plan, layer)),
         heads=int(heads),
@@ -92,7 +89,7 @@ def facts_of(
         kept_alone=min(alone.kept, _COPIES * one.kept),
         head=max(4, types.size) if f"{plan.head}.weight" in trained else 0,
         trained=trained_fraction(plan),
-        unpacked=0.0 if plan.quantized is None else 9.0 if plan.quantized.bits == 4 else 10.0,
-        gradient=wide,
+        unpacked=unpacked_bytes(plan),
+        gradient=gradient_bytes(plan),
         family=plan.family,
     )

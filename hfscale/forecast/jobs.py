@@ -4,12 +4,12 @@ from math import prod
 
 from ..estimate.job import Job
 from ..estimate.machine import Machine
-from ..estimate.recompute import Situation, is_matrix, layers_held
+from ..estimate.recompute import Situation, is_matrix, layers_held, trained_names
 from ..plan import Plan
 from ..plan.offload import offloaded
 from ..plan.recompute import recomputed
 
-_UNPACKED = {4: 9.0, 8: 10.0}  # read, written in 16 bits and read again, in the forward and in the backward pass
+_UNPACKED = {4: 9.0, 8: 10.0}  # by bits: read, written in 16 bits and read again, in both passes
 _COPIES = 8  # bytes of a weight and its gradient that go to where the optimizer steps, and come back
 
 
@@ -23,7 +23,6 @@ def job_of(plan: Plan, machine: Machine, *, sequence: int, batch: int, microbatc
     """
     layout = plan.layout
     shards = layout.size("dp_shard")
-    widest = max((p.dtype.itemsize for p in plan.owned() if p.dtype.is_floating_point), default=4)
     return Job(
         sequence=sequence,
         batch=batch,
@@ -41,19 +40,26 @@ def job_of(plan: Plan, machine: Machine, *, sequence: int, batch: int, microbatc
         recompute=_recomputed_fraction(plan),
         attention_again=recomputed(plan).attention,
         trained=trained_fraction(plan),
-        gradient_bytes=2 if layout.gradient_compression in ("bf16", "fp16") else widest,
-        unpacked=0.0 if plan.quantized is None else _UNPACKED[plan.quantized.bits],
+        gradient_bytes=2 if layout.gradient_compression in ("bf16", "fp16") else gradient_bytes(plan),
+        unpacked=unpacked_bytes(plan),
         ranks_per_node=machine.ranks_per_node,
     )
 
 
 def trained_fraction(plan: Plan) -> float:
     """Which fraction of the entries of matrices trains: the adapters', where there are any."""
-    adapters = {adapter.name for adapter in plan.adapters}
-    quantized = set(plan.quantized.weights) if plan.quantized is not None else set[str]()
     entries = {p.name: prod(p.shape) for p in plan.owned() if is_matrix(plan, p.name)}
-    trained = adapters or entries.keys() - quantized
-    return sum(entries.get(name, 0) for name in trained) / max(1, sum(entries.values()))
+    return sum(entries.get(name, 0) for name in trained_names(plan)) / max(1, sum(entries.values()))
+
+
+def gradient_bytes(plan: Plan) -> int:
+    """Bytes of a gradient as data ranks exchange it: of the widest of the model's types."""
+    return max((p.dtype.itemsize for p in plan.owned() if p.dtype.is_floating_point), default=4)
+
+
+def unpacked_bytes(plan: Plan) -> float:
+    """Bytes moved for every weight of a quantized base, to compute with it in both passes."""
+    return 0.0 if plan.quantized is None else _UNPACKED[plan.quantized.bits]
 
 
 def offloaded_bytes(plan: Plan, rank: int, job: Job) -> float:

@@ -62,7 +62,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--sizes", "4 kilobytes"], "is no size: write a whole number and B, KiB, MiB or GiB"),
+        (["--sizes", "4 kilobytes"], "is no size: write a positive number and KiB, MiB or GiB"),
         (["--processes", "1"], "ranks talk where there are at least 2"),
         (["--out", "a.pdf"], "use .png or .svg"),
         (["--out", "absent/a.png"], "is not a folder"),

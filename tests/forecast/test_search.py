@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 import hfscale
 from hfscale import ConfigError, MemoryConfig, ParallelConfig
 from hfscale.cli import main
-from hfscale.cli.search import parse_amount
+from hfscale.cli.amounts import bytes_of, tokens_of
 from hfscale.estimate.constants import fitted
 from hfscale.estimate.machine import find_machine
 from hfscale.forecast.batch_rules import learning_rates
@@ -150,11 +150,20 @@ def test_the_command_writes_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main([*argv, "--quantize", "nf4"]) == 2
     assert "give --lora as well" in capsys.readouterr().err
     assert main([*argv, "--max-memory", "much"]) == 2
-    assert "--max-memory much is no amount" in capsys.readouterr().err
+    assert "--max-memory much is no size" in capsys.readouterr().err
 
 
 def test_amounts_and_rules() -> None:
-    assert [parse_amount(text, "--x") for text in ("7", "4M", "60GiB", "1.5GB")] == [7, 2**22, 60 * 2**30, 15 * 10**8]
+    assert [tokens_of(text, "--x") for text in ("7", "4M", "1.5k")] == [7, 2**22, 1536]
+    assert [bytes_of(text, "--x") for text in ("7", "60GiB", "60G", "1.5 GB")] == [
+        7,
+        60 * 2**30,
+        60 * 10**9,
+        15 * 10**8,
+    ]
+    for wrong, of in (("4MB", tokens_of), ("0", tokens_of), ("much", bytes_of), ("0GiB", bytes_of)):
+        with pytest.raises(ConfigError, match=f"--x {wrong} is no "):
+            of(wrong, "--x")
     root, linear = learning_rates(1e-3, 100, 400)
     assert (root.learning_rate, linear.learning_rate) == (pytest.approx(2e-3), pytest.approx(4e-3))
     with pytest.raises(ConfigError, match="use positive numbers"):

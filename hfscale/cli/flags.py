@@ -1,0 +1,67 @@
+"""Flags that several subcommands have: what is trained, with what, on what."""
+
+import argparse
+from typing import Any, Protocol
+
+from ..errors import ConfigError
+
+OPTIMIZER = "adamw_torch_fused"
+"""The optimizer where none is named: HF Trainer's own."""
+
+
+class Adds(Protocol):
+    """A parser, or a group of it."""
+
+    def add_argument(self, *names: str, **options: Any) -> argparse.Action:
+        """Add one."""
+        ...
+
+
+def add_adapter_arguments(parser: Adds, quantize: str = "weights in 4 or 8 bits") -> None:
+    """``--quantize``, ``--lora`` and ``--rank``, which :func:`plan_arguments` reads.
+
+    Args:
+        quantize: what to say of the first of them.
+    """
+    parser.add_argument("--quantize", choices=("nf4", "fp4", "int8"), help=quantize)
+    parser.add_argument(
+        "--lora",
+        metavar="TARGETS",
+        nargs="?",
+        const="all-linear",
+        help="train LoRA adapters: all-linear (the default), or names joined by commas",
+    )
+    parser.add_argument("--rank", type=int, metavar="R", help="of the adapters (default: 16)")
+
+
+def plan_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What :func:`hfscale.plan` is told of adapters and quantized weights.
+
+    Raises:
+        ConfigError: the rank of adapters is impossible, or there are none.
+    """
+    from transformers import BitsAndBytesConfig
+
+    given: dict[str, Any] = {}
+    kind, rank = arguments.quantize, arguments.rank
+    if rank is not None and (rank < 1 or arguments.lora is None):
+        raise ConfigError(f"--rank {rank} is of adapters: use a whole number of at least 1, with --lora")
+    if kind == "int8":
+        given["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)
+    elif kind is not None:
+        given["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=kind)
+    if arguments.lora is not None:
+        from ..adapters.peft_config import config_class
+
+        names = arguments.lora if arguments.lora == "all-linear" else arguments.lora.split(",")
+        given["peft_config"] = config_class("lora")[0](r=rank or 16, target_modules=names, task_type="CAUSAL_LM")
+    return given
+
+
+def add_machine_arguments(parser: Adds) -> None:
+    """``--hardware``, ``--sequence-length`` and ``--optimizer``: what a step's time depends on beside its layout."""
+    parser.add_argument(
+        "--hardware", default="h100", metavar="NAME", help="h100, h200, b200, a100-80, a100-40, or a calibration's JSON"
+    )
+    parser.add_argument("--sequence-length", type=int, default=4096, metavar="N", help="tokens of a sequence")
+    parser.add_argument("--optimizer", default=OPTIMIZER, metavar="NAME", help="its name in HF Trainer")
