@@ -19,16 +19,11 @@ class LayerPass:
     Args:
         store: what becomes of a tensor that is saved: given it, and whether it may be a weight, in a copy.
         before: the pass through a layer that came before this one, while its graph is alive.
-
-    Attributes:
-        stored: bytes that were put elsewhere.
-        given: how many bytes they had been.
     """
 
     def __init__(
         self, layer: nn.Module, store: Callable[[Tensor, bool], Stored | None], before: "LayerPass | None"
     ) -> None:
-        self.stored = self.given = 0
         self._store, self._before = store, None if before is None else weakref.ref(before)
         held = [
             tensor
@@ -66,7 +61,6 @@ class LayerPass:
                 return self, tensor.detach(), None
             self._known[key] = StorageWeakRef(storage), found
             self._waiting.append(weakref.ref(found))
-            self.stored, self.given = self.stored + found.size, self.given + size
         found.readers += 1
         return self, found, (shape, stride) if dense else None
 

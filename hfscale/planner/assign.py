@@ -1,17 +1,16 @@
 """Cut a model into pipeline stages: which layers and which other modules each of them holds."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from .._host.torch import own_modules
 from ..config import ParallelConfig
 from ..errors import PlanError
-from ..plan.parameter import join_path
 from ..plan.stages import Stage, StagePlan, Tie, place_stages
 from ..plan.towers import TowersPlan
+from .around import items_around, tensors_of
 from .costs import BATCH_TOKENS, SEQUENCE, Costs, layer_costs
 from .draft import Draft, Ranks
 from .layers import find_layers
@@ -183,22 +182,9 @@ def stage_problem(draft: Draft, what: str, instead: str = "pp_size=1") -> None:
     draft.problem(f"pp_size={draft.layout.size('pp')} does not fit {type(draft.model).__name__}: {what}: use {instead}")
 
 
-def _items(model: Any, layer_list: str) -> Iterator[str]:
-    """Everything outside of the layers: what the modules around the list hold, and their own parameters."""
-    path = layer_list.split(".")
-    owner = ""
-    for inner in path:
-        module = model.get_submodule(owner)
-        yield from (join_path(owner, name) if owner else name for name, _ in module.named_parameters(recurse=False))
-        # Not named_children, which leaves out a module's second name.
-        children = [name for name, child in own_modules(module).items() if child is not None and name != inner]
-        yield from (join_path(owner, name) if owner else name for name in children)
-        owner = join_path(owner, inner) if owner else inner
-
-
 def _trace(draft: Draft, layer_list: str) -> _Passage | None:
     """Run the model, or a tiny clone where its code looks at values, and sort what lies around the layers."""
-    tensors = {item: _tensors(draft.model, item) for item in _items(draft.model, layer_list)}
+    tensors = {item: set(tensors_of(draft.model, item)) for item in items_around(draft.model, layer_list)}
     probe = PassageProbe(draft.model, layer_list, tensors)
     if probe.failure and (clone := tiny_model(draft.model)) is not None:
         probe = PassageProbe(clone, layer_list, tensors)
@@ -240,12 +226,6 @@ def _phases(draft: Draft, probe: PassageProbe, item: str, tensors: dict[str, set
     return phases
 
 
-def _tensors(model: Any, item: str) -> set[int]:
-    owner, _, child = item.rpartition(".")
-    found = getattr(model.get_submodule(owner), child)
-    return {id(parameter) for parameter in found.parameters()} if isinstance(found, nn.Module) else {id(found)}
-
-
 def _stages(
     draft: Draft,
     layers: list[str],
@@ -264,7 +244,7 @@ def _stages(
         before = passage.before if index == 0 else ()
         after = passage.after if index == len(counts) - 1 else ()
         modules = tuple(dict.fromkeys((*passage.shared, *before, *after)))
-        held = {tensor for name in (*own, *modules) for tensor in _tensors(draft.model, name)}
+        held = {tensor for name in (*own, *modules) for tensor in tensors_of(draft.model, name)}
         for tensor in held:
             holders.setdefault(tensor, []).append(index)
         parameters = sum(sizes[tensor] for tensor in held)

@@ -4,9 +4,8 @@ import inspect
 
 from torch import nn
 
-from .._host.torch import own_modules
-from ..plan.parameter import join_path
 from ..plan.towers import TowersPlan
+from .around import items_around, tensors_of
 from .draft import Draft
 from .probe import Probe
 from .text_model import find_text_model
@@ -25,8 +24,9 @@ def plan_towers(draft: Draft) -> None:
     if text is None:
         return
     layers = _unreached(draft) if draft.layout.data_world > 1 else []
-    items = tuple(item for item in (*_around(draft.model, text), *layers) if item != draft.head)
-    sizes = {id(p): p.numel() for name, p in draft.named() if _in_any(name, items)}
+    around = [item for item in items_around(draft.model, text) if tensors_of(draft.model, item)]
+    items = tuple(item for item in (*around, *layers) if item != draft.head)
+    sizes = {tensor: size for item in items for tensor, size in tensors_of(draft.model, item).items()}
     if sizes:
         draft.features.append(TowersPlan(text, items, sum(sizes.values()), other_inputs(draft.modules[text])))
 
@@ -34,19 +34,6 @@ def plan_towers(draft: Draft) -> None:
 def other_inputs(text: nn.Module) -> tuple[str, ...]:
     """Inputs of a model of text that models of text alone do not have."""
     return tuple(name for name in inspect.signature(text.forward).parameters if name not in _PLAIN)
-
-
-def _around(model: nn.Module, path: str) -> list[str]:
-    """Parameters, and modules that have any, of the modules around the one at ``path``."""
-    found, owner = list[str](), ""
-    for inner in path.split("."):
-        module = model.get_submodule(owner)
-        children = [name for name, child in own_modules(module).items() if child is not None and name != inner]
-        names = [name for name, _ in module.named_parameters(recurse=False)]
-        names += [name for name in children if any(True for _ in module.get_submodule(name).parameters())]
-        found += [join_path(owner, name) if owner else name for name in names]
-        owner = join_path(owner, inner) if owner else inner
-    return found
 
 
 def _unreached(draft: Draft) -> list[str]:
@@ -68,7 +55,3 @@ class _ReachProbe(Probe):
         for layer in draft.layers:
             self._before(draft.modules[layer], lambda *_, name=layer: self.reached.add(name))
         self._run(draft.model)
-
-
-def _in_any(name: str, items: tuple[str, ...]) -> bool:
-    return any(name == item or name.startswith(f"{item}.") for item in items)

@@ -1,6 +1,7 @@
 """Where a run's numbers go besides ``metrics.jsonl``: TensorBoard, W&B and others by Accelerate's trackers, or CSV."""
 
 import csv
+import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +21,9 @@ class CsvTracker(GeneralTracker):
     def __init__(self, run_name: str, logging_dir: str | Path) -> None:
         super().__init__()
         self.path = Path(logging_dir) / "metrics.csv"
-        self._rows: list[dict[str, Any]] = []
+        self._columns: list[str] = []
+        self._row: dict[str, Any] = {}
+        self._before = 0  # bytes before the last row, which more values of its step write again
 
     @property
     def tracker(self) -> Path:
@@ -30,19 +33,43 @@ class CsvTracker(GeneralTracker):
     def go_on(self, step: int) -> None:
         """Go on behind ``step`` of an earlier process."""
         if self.path.is_file():
-            with self.path.open(newline="", encoding="utf-8") as stream:
-                self._rows = [row for row in csv.DictReader(stream) if int(row["step"]) <= step]
+            done = [row for row in self._read(self.path.stat().st_size) if int(row["step"]) <= step]
+            if done:
+                self._columns, self._row = list(done[0]), {**done[-1], "step": int(done[-1]["step"])}
+                self._write(done)
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **_: Any) -> None:
         """Add to the row of ``step``; the file is whole after each."""
-        if not self._rows or int(self._rows[-1]["step"]) != step:
-            self._rows.append({"step": step})
-        self._rows[-1].update(values)
-        columns = list(dict.fromkeys(name for row in self._rows for name in row))
+        if self._row.get("step") != step:
+            self._before, self._row = self.path.stat().st_size if self._columns else 0, {"step": step}
+        self._row.update(values)
+        added = [name for name in self._row if name not in self._columns]
+        if added:  # a wider table is written from its beginning
+            earlier = self._read(self._before)
+            self._columns += added
+            self._write([*earlier, self._row])
+            return
+        with self.path.open("r+", newline="", encoding="utf-8") as stream:
+            stream.truncate(self._before)
+            stream.seek(self._before)
+            csv.DictWriter(stream, self._columns, restval="").writerow(self._row)
+
+    def _read(self, until: int) -> list[dict[str, str]]:
+        """The rows in the first so many bytes."""
+        if not until:
+            return []
+        text = self.path.read_bytes()[:until].decode()
+        return list(csv.DictReader(io.StringIO(text, newline="")))
+
+    def _write(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """The file anew."""
         with self.path.open("w", newline="", encoding="utf-8") as stream:
-            writer = csv.DictWriter(stream, columns, restval="")
+            writer = csv.DictWriter(stream, self._columns, restval="")
             writer.writeheader()
-            writer.writerows(self._rows)
+            writer.writerows(rows[:-1])
+            stream.flush()
+            self._before = self.path.stat().st_size
+            writer.writerows(rows[-1:])
 
 
 def tracker_names() -> list[str]:

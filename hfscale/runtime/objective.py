@@ -1,7 +1,7 @@
 """What a step makes of its microbatches: the loss of the model, or one of its scores."""
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -39,6 +39,25 @@ class StepLoss(Protocol):
 
     def keeping_outputs(self) -> AbstractContextManager[list[Any]]:
         """Within: what the model returns of every microbatch is added to the list, logits whole, ``[b, s, V]``."""
+
+
+class KeepsOutputs:
+    """What a loss does with the outputs of the model that it is taken from: nothing, or they are asked for."""
+
+    _kept: list[Any] | None = None
+
+    @contextmanager
+    def keeping_outputs(self) -> Iterator[list[Any]]:
+        """See :meth:`StepLoss.keeping_outputs`."""
+        self._kept = []
+        try:
+            yield self._kept
+        finally:
+            self._kept = None
+
+    def _keep(self, output: Any) -> None:
+        if self._kept is not None:
+            self._kept.append(output)
 
 
 @dataclass(frozen=True)

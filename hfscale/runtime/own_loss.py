@@ -1,7 +1,7 @@
 """A loss that a model takes itself, as a share of a step's."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,12 +12,13 @@ from ..errors import ConfigError
 from ..plan.own_loss import OwnLossPlan
 from .batches import Microbatch
 from .local_weights import LocalWeights
+from .objective import KeepsOutputs
 from .runtime import Part, Runtime
 
 _IGNORED = -100
 
 
-class OwnLoss:
+class OwnLoss(KeepsOutputs):
     """Mean over rows, or over labels that are not ignored: ``model(**batch).loss``, weighted by how many there are.
 
     See :class:`.objective.StepLoss`.
@@ -29,7 +30,6 @@ class OwnLoss:
 
     def __init__(self, over: str, name: str) -> None:
         self._rows, self._name = over == "rows", name
-        self._kept: list[Any] | None = None
 
     def look(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """Rows, or labels that are not ignored."""
@@ -54,22 +54,12 @@ class OwnLoss:
         else:
             output = model(**batch)
             loss = (output[0] if isinstance(output, tuple) else output.loss) * valid / count
-        if self._kept is not None:
-            self._kept.append(output)
+        self._keep(output)
         return loss
 
     def scoring(self, temperature: float) -> AbstractContextManager[Any]:
         """Refused: scores are of tokens of a vocabulary."""
         raise ConfigError(f"scores are of causal language models' tokens, and {self._name} has another loss")
-
-    @contextmanager
-    def keeping_outputs(self) -> Iterator[list[Any]]:
-        """Within: what the model returns of every microbatch is added to the list."""
-        self._kept = []
-        try:
-            yield self._kept
-        finally:
-            self._kept = None
 
 
 def _first(output: Any) -> Tensor:

@@ -101,7 +101,7 @@ class Case:
     def reference_step(self, model: Any, step: list[list[Batch]]) -> list[Tensor]:
         """Forward and backward of the stock model over all microbatches; the loss each distinct batch reports."""
         microbatches = [microbatch for rank in step for microbatch in rank]
-        counts = [int((microbatch["labels"][:, 1:] != -100).sum()) for microbatch in microbatches]
+        counts = [self.count(microbatch["labels"]) for microbatch in microbatches]
         loss = torch.zeros((), dtype=torch.float64)
         for microbatch, count in zip(microbatches, counts, strict=True):
             if count:
@@ -109,6 +109,10 @@ class Case:
                 part.backward()
                 loss += part.detach()
         return [loss] * len(step)
+
+    def count(self, labels: Tensor) -> int:
+        """How much a microbatch with these labels weighs: by the tokens that are predicted."""
+        return int((labels[:, 1:] != -100).sum())
 
     def layout_step(self, model: Any, microbatches: list[Batch]) -> Tensor:
         """The same by the layout, on a rank with these microbatches."""

@@ -28,13 +28,14 @@ from ...ops import AnyRows, HeadRows, LinearRows, VocabularySlice, gather, head_
 from ...plan import Plan
 from ...runtime import Runtime
 from ...runtime.batches import Microbatch
+from ...runtime.objective import KeepsOutputs
 from .block_edges import install_head_edge
 from .lazy_logits import LazyLogits, defer_logits
 from .scores import Scoring
 from .sequence_region import SequenceRegion
 
 
-class VocabParallelLoss:
+class VocabParallelLoss(KeepsOutputs):
     """Token cross entropy, mean over valid labels like the host's, or over a number set from outside."""
 
     needs_labels = True
@@ -54,7 +55,6 @@ class VocabParallelLoss:
         self._with_labels, self._shows_logits = False, True
         self._called, self._shifted = False, False
         self._known: tuple[Any, int] | None = None  # labels that are counted already
-        self._kept: list[Any] | None = None
         self._scoring: Scoring | None = None
 
     def targets(self, labels: Tensor) -> Tensor:
@@ -110,19 +110,9 @@ class VocabParallelLoss:
                 output = model(**batch)
         finally:
             self._known, self._shifted = None, False
-        if self._kept is not None:
-            self._kept.append(output)
+        self._keep(output)
         loss: Tensor = output[0] if isinstance(output, tuple) else output.loss
         return loss
-
-    @contextmanager
-    def keeping_outputs(self) -> Iterator[list[Any]]:
-        """Within: what the model returns of every microbatch is added to the list, logits whole, ``[b, s, V]``."""
-        self._kept = []
-        try:
-            yield self._kept
-        finally:
-            self._kept = None
 
     @contextmanager
     def scoring(self, temperature: float = 1.0) -> Iterator[Scoring]:
