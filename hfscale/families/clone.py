@@ -75,7 +75,10 @@ def tiny_clone(config: PreTrainedConfig, *, layers: int = LAYERS, **changes: Any
         }
     for name in _derived(type(config), whole, small):
         del small[name]
-    return type(config)(**{**small, **changes})
+    made = type(config)(**{**small, **changes})
+    if getattr(made, "classifier_dropout", None) is None:  # heads over tokens drop a tenth where configs say nothing
+        made.classifier_dropout = 0.0
+    return made
 
 
 def _derived(kind: type[PreTrainedConfig], whole: dict[str, Any], small: dict[str, Any]) -> list[str]:
@@ -96,9 +99,11 @@ def _derived(kind: type[PreTrainedConfig], whole: dict[str, Any], small: dict[st
 
 
 def _shrink(fields: dict[str, Any], layers: int) -> dict[str, Any]:
-    heads = next((fields[name] for name in HEAD_FIELDS if fields.get(name)), None)
+    # Backbones in stages have a list of each, which keeps its values.
+    heads = next((fields[name] for name in HEAD_FIELDS if fields.get(name) and type(fields[name]) is int), None)
     kinds = fields.get("layer_types")
-    width = fields.get("head_dim") or (fields.get("hidden_size") or 0) // (heads or 1)
+    hidden = fields.get("hidden_size")
+    width = fields.get("head_dim") or (hidden if isinstance(hidden, int) else 0) // (heads or 1)
     for name, value in list(fields.items()):
         if isinstance(value, dict) and "model_type" in value:
             fields[name] = _shrink(value, layers)

@@ -32,7 +32,7 @@ from ..memory_config import MemoryConfig
 from ..runtime import runtime_of
 from ..runtime.names import stock_name
 from ..runtime.runtime import local_tensor
-from .differences import difference
+from .differences import difference, gradient_difference
 from .pool import RankPool
 
 Batch = dict[str, Tensor]
@@ -319,14 +319,13 @@ def run_rank(case: Case, layout: ParallelConfig, directory: str) -> Parity:
         for step, expected in zip(case.batches(layout.batch_world), reference, strict=True):
             loss = case.layout_step(model, step[batch_rank])
             parity.loss = max(parity.loss, difference(loss, expected["losses"][batch_rank]))
-            # Some gradients are zero in truth (an attention's key bias, to which softmax is blind): what is left of
-            # them is rounding, so a tensor's scale is never taken below a millionth of the largest gradient.
-            floor = 1e-6 * max(float(gradient.abs().max()) for gradient in expected["gradients"].values())
+            largest = max(float(gradient.abs().max()) for gradient in expected["gradients"].values())
             for planned, parameter in runtime.parameters():
                 wanted, gradient = expected["gradients"].get(planned.name), parameter.grad
                 assert (gradient is None) == (wanted is None), f"{planned.name}: {gradient=} where {wanted=}"
                 if gradient is not None:
-                    error = difference(local_tensor(gradient), planned.take(wanted, ranks), wanted, floor)
+                    share = planned.take(wanted, ranks)
+                    error = gradient_difference(local_tensor(gradient), share, wanted, largest, float(loss))
                     if error >= parity.gradient:
                         parity.gradient, parity.worst_gradient = error, planned.name
             norm = hfscale.clip_grad_norm_(model, case.max_norm if case.max_norm is not None else 1e30)

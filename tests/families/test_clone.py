@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
 from hfscale.families.clone import tiny_clone
 
@@ -14,3 +14,14 @@ def test_every_width_shrinks(family: str) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_clone(AutoConfig.for_model(family)))
     assert model.num_parameters() < 100_000
+
+
+def test_a_head_over_tokens_drops_nothing() -> None:
+    """Stock code drops a tenth there where a config has no word of it."""
+    model = AutoModelForTokenClassification.from_config(tiny_clone(AutoConfig.for_model("llama")))
+    assert model.dropout.p == 0.0
+
+
+def test_backbones_in_stages_keep_their_lists() -> None:
+    config = tiny_clone(AutoConfig.for_model("swin"), embed_dim=8)
+    assert config.num_heads == [3, 6, 12, 24]

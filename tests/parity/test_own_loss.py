@@ -35,8 +35,7 @@ PP2 = {"pp_size": 2, "num_microbatches": 2}
 def case_of(family: str, kind: str) -> plain.OwnLossCase:
     auto_class, maker, over = CLASSES[kind]
     config = AutoConfig.for_model(family)
-    changes = {**changes_for(config, auto_class), "classifier_dropout": 0.0}  # which is 0.1 where nobody says so
-    config = tiny_clone(config, layers=4, **changes)
+    config = tiny_clone(config, layers=4, **changes_for(config, auto_class))
     return plain.OwnLossCase(config, auto_class=auto_class, make_batch=maker, over=over)
 
 
