@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.models.auto import modeling_auto
 
-from hfscale.families.clone import HIDDEN, LAYERS, tiny_clone
+from hfscale.families.clone import HIDDEN, LAYERS, VOCABULARY, tiny_clone
 from hfscale.testing import plain
 from hfscale.testing.families import CHANGES
 from hfscale.testing.parity import Batch
@@ -43,6 +43,20 @@ def question_answering(case: plain.PlainCase, generator: torch.Generator, length
     return {**batch, "start_positions": places[0], "end_positions": places[1]}
 
 
+def token_classification(case: plain.PlainCase, generator: torch.Generator, length: int) -> Batch:
+    """Texts with a class for most tokens, and for BROS with the place of each on a page."""
+    batch = plain.token_classification(case, generator, length)
+    if case.config.model_type == "bros":
+        batch["bbox"] = torch.rand(case.rows, length, 4, dtype=torch.float64, generator=generator)
+    return batch
+
+
+def masked_tokens(case: plain.PlainCase, generator: torch.Generator, length: int) -> Batch:
+    """Tokens that are to be told; Perceiver's decoder tells as many as it has positions."""
+    known = case.config.model_type != "perceiver"
+    return plain.causal_lm(case, generator, length if known else case.config.max_position_embeddings)
+
+
 def texts(case: plain.PlainCase, generator: torch.Generator, length: int) -> Batch:
     """Texts alone."""
     batch = sequence_classification(case, generator, length)
@@ -53,12 +67,29 @@ def texts(case: plain.PlainCase, generator: torch.Generator, length: int) -> Bat
 def images(case: plain.PlainCase, generator: torch.Generator, length: int) -> Batch:
     """Pictures, each with a class."""
     config = case.config
+    labels = torch.randint(0, config.num_labels, (case.rows,), generator=generator)
+    if config.model_type == "imagegpt":  # colors of pixels, one after the other
+        ids = torch.randint(0, config.vocab_size - 1, (case.rows, 16), generator=generator)
+        return {"input_ids": ids, "labels": labels}
+    if config.model_type == "siglip2":  # patches, of pictures with sides of their own
+        return {**_patches(config.vision_config, case.rows, generator), "labels": labels}
     channels = getattr(config, "num_channels", None) or getattr(config.get_text_config(), "num_channels", 3)
     side = getattr(config, "image_size", None) or getattr(getattr(config, "vision_config", None), "image_size", SIDE)
     side = side if isinstance(side, int) else side[0]
-    labels = torch.randint(0, config.num_labels, (case.rows,), generator=generator)
     pictures = torch.randn(case.rows, channels, side, side, dtype=torch.float64, generator=generator)
     return {"pixel_values": pictures, "labels": labels}
+
+
+def _patches(config: Any, rows: int, generator: torch.Generator) -> Batch:
+    """Pictures of 4 x 4 and of 3 x 5 patches, flat, with room for more."""
+    sides = torch.tensor([[4, 4], [3, 5]])[torch.arange(rows) % 2]
+    room = sides.prod(1).max() + 2
+    width = config.num_channels * config.patch_size**2
+    return {
+        "pixel_values": torch.randn(rows, room, width, dtype=torch.float64, generator=generator),
+        "pixel_attention_mask": (torch.arange(room) < sides.prod(1)[:, None]).long(),
+        "spatial_shapes": sides,
+    }
 
 
 def _sound(case: plain.PlainCase, generator: torch.Generator, length: int) -> Batch:
@@ -194,8 +225,9 @@ _STAGES = {"embedding_size": 16, "hidden_sizes": [16, 16, 32, 32], "depths": [1,
 _SWIN = {"window_size": 2, "embed_dim": 8, "depths": [1, 1, 1, 1], "num_heads": [1, 2, 2, 4]}
 # What a family needs besides.
 FAMILIES: dict[str, dict[str, Any]] = {
+    "bros": {"dim_bbox_sinusoid_emb_2d": 16, "dim_bbox_sinusoid_emb_1d": 2, "dim_bbox_projection": 8},
     "canine": {"vocab_size": 60, "num_hash_buckets": 64, "type_vocab_size": 4, "downsampling_rate": 2},
-    "esm": {"mask_token_id": 4, "pad_token_id": 1},
+    "esm": {"mask_token_id": 4, "pad_token_id": 1, "vocab_size": VOCABULARY},
     "esmc": {"mask_token_id": 4},
     "led": {"attention_window": 4},
     "longformer": {"attention_window": 4},
@@ -208,12 +240,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "reformer": {"axial_pos_embds": False, "attn_layers": ["local", "local"]},
     "roc_bert": {"pronunciation_vocab_size": 20, "shape_vocab_size": 20},
     "t5": {"decoder_start_token_id": 0, "eos_token_id": 1},
+    "neomme": {"head_dim": 16},
+    "textnet": {
+        "stem_out_channels": 8, "hidden_sizes": [8, 8, 16, 16, 16],
+        "conv_layer_kernel_sizes": [[[3, 3]], [[3, 3], [1, 3]], [[3, 3]], [[3, 1]]],
+        "conv_layer_strides": [[1], [2, 1], [2], [2]],
+    },
     "zamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "cohere_compass_text": {"rope_parameters": {
+        kind: {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+        for kind in ("full_attention", "sliding_attention")
+    }},
     **dict.fromkeys(("bit", "convnext", "convnextv2", "resnet", "regnet"), _STAGES),
     "bit": {**_STAGES, "num_groups": 4},
     "regnet": {**_STAGES, "groups_width": 8},
-    "cvt": {"embed_dim": [16, 32, 32], "num_heads": [1, 2, 2], "depth": [1, 1, 1],
-        "num_stages": 3, "drop_path_rate": [0.0, 0.0, 0.0]},
+    "cvt": {"embed_dim": [16, 32, 32], "num_heads": [1, 2, 2], "depth": [1, 2, 3],
+        "num_stages": 3, "drop_path_rate": [0.0, 0.0, 0.0], "cls_token": [False, False, True]},
     **dict.fromkeys(("donut-swin", "swin", "swinv2"), _SWIN),
     "efficientnet": {
         "width_coefficient": 0.25, "depth_coefficient": 0.3, "num_block_repeats": [1] * 7,
@@ -255,13 +297,13 @@ KINDS: dict[str, Kind] = {
     ),
     "tokens": Kind(
         "Tokens that are classified", "AutoModelForTokenClassification", _mapping("TOKEN_CLASSIFICATION"),
-        plain.token_classification, _PAD, "TOKEN_CLS",
+        token_classification, _PAD, "TOKEN_CLS",
     ),
     "answers": Kind(
         "Question answering", "AutoModelForQuestionAnswering", _mapping("QUESTION_ANSWERING"),
         question_answering, _PAD, "QUESTION_ANS",
     ),
-    "masked": Kind("Masked tokens", "AutoModelForMaskedLM", _mapping("MASKED_LM"), plain.causal_lm, _PAD),
+    "masked": Kind("Masked tokens", "AutoModelForMaskedLM", _mapping("MASKED_LM"), masked_tokens, _PAD),
     "embeddings": Kind(
         "Embeddings of texts", "AutoModelForTextEncoding", _mapping("TEXT_ENCODING"), texts, _PAD,
         "FEATURE_EXTRACTION", (), EmbeddingCase,
