@@ -33,3 +33,17 @@ def test_the_last_one_brings_them() -> None:
 @pytest.mark.parametrize("axis", ["tp_size", "dp_shard_size"])
 def test_ranks_write_what_one_process_does(pools: Pools, axis: str) -> None:
     assert_layout_equal(PictureCase(with_pictures("qianfan_ocr")), ParallelConfig(**{axis: 2}), pools(2))
+
+
+def test_a_share_is_not_taken_for_a_transposed_tensor() -> None:
+    """The host transposes experts whose shape is not that of the parameter it finds, and that may be a share."""
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(with_pictures("qwen3_vl_moe"))
+    contents = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    wanted = {name: tensor.shape for name, tensor in AsStored(model, contents).layout.items()}
+    experts = model.get_submodule("model.language_model.layers.1.mlp.experts")
+    for name, dim in (("gate_up_proj", 1), ("down_proj", 2)):
+        share = getattr(experts, name).detach().chunk(2, dim)[0]
+        setattr(experts, name, torch.nn.Parameter(share))
+    stored = AsStored(model, contents)
+    assert {name: tensor.shape for name, tensor in stored.layout.items()} == wanted

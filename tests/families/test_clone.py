@@ -25,3 +25,12 @@ def test_a_head_over_tokens_drops_nothing() -> None:
 def test_backbones_in_stages_keep_their_lists() -> None:
     config = tiny_clone(AutoConfig.for_model("swin"), embed_dim=8)
     assert config.num_heads == [3, 6, 12, 24]
+
+
+def test_sections_of_rotary_positions_fit_the_heads() -> None:
+    """As many frequencies for time, height and width together as half of a head has; stored configs say how many."""
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
+    text = {"hidden_size": 1536, "num_attention_heads": 12, "rope_parameters": rope}
+    small = tiny_clone(AutoConfig.for_model("qwen2_vl", text_config=text)).get_text_config()
+    assert small.rope_parameters["mrope_section"] == [2, 1, 1]
+    assert 2 * sum([2, 1, 1]) == small.hidden_size // small.num_attention_heads

@@ -1,11 +1,13 @@
-"""What the host's plans forget inside their blocks, and losses that are taken around the head."""
+"""What the host's plans forget inside their blocks, and how a loss is known."""
 
+import pytest
 import torch
-from transformers import AutoConfig, AutoModelForMaskedLM
+from transformers import AutoConfig, AutoModelForMaskedLM, MixtralForCausalLM
 
 import hfscale
 from hfscale.families.blueprint import TRANSLATED
 from hfscale.families.clone import tiny_clone
+from hfscale.planner.loss_proof import passes_on_labels
 from hfscale.planner.resolve import find_blueprint
 
 
@@ -26,3 +28,15 @@ def test_a_loss_that_is_taken_by_the_module_around_the_head() -> None:
     assert plan.loss is None
     assert plan.head is None
     assert not plan.no_step  # the loss proves to be a mean over labels
+
+
+def test_the_loss_of_a_mixture_is_proved_without_its_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which tokens they get depends on values, which a model on the meta device has not."""
+    with torch.device("meta"):
+        model = MixtralForCausalLM(tiny_clone(AutoConfig.for_model("mixtral")))
+
+    def unable(self: object, hidden_states: object, top_k_index: object, top_k_weights: object) -> None:
+        raise NotImplementedError("no kernel for this type of number")
+
+    monkeypatch.setattr(type(model.model.layers[0].mlp.experts), "forward", unable)
+    assert passes_on_labels(model) is None

@@ -1,0 +1,20 @@
+"""What answers for the parts of a model that are on another stage."""
+
+import torch
+from torch import nn
+
+from hfscale.parallel.pipeline.stand_in import AbsentModule, Passage
+
+
+def test_children_answer_too() -> None:
+    """Stock code may call what is inside of an absent module by itself: ModernVBERT calls a text model's embedding."""
+    with torch.device("meta"):
+        absent = nn.ModuleDict({"tokens": nn.Embedding(11, 4)})
+    passage = Passage(shape=(2, 3))
+    stand_in = AbsentModule(absent, passage, None)
+    assert stand_in.tokens is absent["tokens"]  # between steps it is what it is
+    passage.arriving = torch.ones(2, 3, 4, dtype=torch.float64)
+    found = stand_in.tokens(torch.zeros(2, 3, dtype=torch.long))
+    assert torch.equal(found, torch.zeros(2, 3, 4, dtype=torch.float64))
+    assert stand_in.tokens.num_embeddings == 11
+    assert not list(stand_in.parameters())
