@@ -278,6 +278,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "segformer": {"depths": [1, 1, 1, 1], "hidden_sizes": [16, 16, 32, 32], "num_attention_heads": [1, 2, 2, 4]},
     "swiftformer": {"depths": [1, 1, 1, 1], "embed_dims": [16, 16, 32, 32]},
 }  # fmt: skip
+# In the first step one of two data ranks has no picture, in the second one microbatch.
+_TEXT_ALONE = frozenset({(0, 1, 0), (0, 1, 1), (1, 0, 1)})
 # Families whose towers have a config of their own.
 _TOWERED = ("clip", "metaclip_2", "siglip", "siglip2")
 
@@ -357,7 +359,7 @@ def configs(kind: Kind, family: str, layers: int = LAYERS) -> list[Any]:
 def case_of(kind: Kind, config: Any) -> plain.PlainCase | PictureCase:
     """What is run of a config."""
     if kind.auto == "AutoModelForImageTextToText":
-        return PictureCase(config)
+        return PictureCase(config, text_alone=_TEXT_ALONE)
     with torch.device(
         "meta"
     ):  # an Auto class may take a part of the config, which it does not know when it is reloaded
