@@ -4,10 +4,10 @@ from random import Random
 from typing import Any
 
 from .choose_family import OWN_LOSS, SLOW, WIDE, choose_config, choose_family, fields_of, has_experts, linear_names
-from .draw import Draw
+from .choose_more import choose_more
+from .draw import TORCH, Draw
 from .layouts import choose_layout, choose_stage_layers, stages_of
 
-_TORCH = ("SGD", "SGD", "SGD", "AdamW", "Adagrad")
 _NAMED = ("adamw_torch", "sgd", "adagrad", "rmsprop", "adafactor", "muon", "adamw_8bit", "lion_8bit", "lion_32bit")
 _FROZEN = ("embed", "norm", "layers.0.", "attn", "mlp", "lm_head", "bias", "layers.1.", "wte", "h.0.")
 
@@ -29,12 +29,13 @@ def choose(seed: int, index: int) -> Draw:
         layout["stage_layers"] = choose_stage_layers(random, layers, stages)
     draw = Draw(family, config, layers, layout, seed=random.randrange(1000))
     draw = draw.change(**_training(random, draw, experts), **_batches(random, draw))
-    return _settled(draw.change(**_extras(random, draw)))
+    draw = _settled(draw.change(**_extras(random, draw)))
+    return choose_more(Random(f"{seed}/{index}/more"), draw)
 
 
 def _training(random: Random, draw: Draw, experts: bool) -> dict[str, Any]:
     named = random.random() < 0.3
-    optimizer = random.choice(_NAMED if named else _TORCH)
+    optimizer = random.choice(_NAMED if named else TORCH)
     chosen: dict[str, Any] = {
         "dtype": random.choices(("float64", "bfloat16", "float32"), (75, 16, 9))[0],
         "entry": random.choices(("from_pretrained", "from_config", "parallelize"), (60, 15, 25))[0],

@@ -6,6 +6,9 @@ from typing import Any
 
 from ...config import ParallelConfig
 
+TORCH = ("SGD", "SGD", "SGD", "AdamW", "Adagrad")
+"""Optimizers of ``torch.optim``, as often as they are drawn; any other is one of :func:`hfscale.create_optimizer`."""
+
 
 @dataclass(frozen=True)
 class Draw:
@@ -44,8 +47,11 @@ class Draw:
         checkpointing: recompute activations.
         routing: fields of :class:`hfscale.RoutingConfig`.
         attention: ``attn_implementation``.
+        memory: fields of a :class:`hfscale.MemoryConfig`.
+        user_loss: whether the loss is a function of the user's, of whole logits.
         resume: whether state is saved after the first step and loaded into a new model.
-        between: of ``eval``, ``generate``, ``save``, ``deepcopy``, in that order, after the first step.
+        resume_layout: fields of the layout of that model, of as many ranks with the same batches; ``None``: the same.
+        between: of ``eval``, ``generate``, ``save``, ``deepcopy``, ``scores``, ``outputs``, after the first step.
         seed: of weights and data.
     """
 
@@ -81,7 +87,10 @@ class Draw:
     checkpointing: bool = False
     routing: dict[str, Any] | None = None
     attention: str | None = None
+    memory: dict[str, Any] | None = None
+    user_loss: bool = False
     resume: bool = False
+    resume_layout: dict[str, Any] | None = None
     between: tuple[str, ...] = ()
     seed: int = 0
 

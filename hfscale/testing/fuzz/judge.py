@@ -128,7 +128,7 @@ def _failed(ended: list[Ended]) -> Verdict:
 def _in_time(refused: Ended) -> bool:
     """Whether a refusal came before anything was computed in vain."""
     early = refused.phase in _EARLY or (refused.phase == "step 0" and _OF_THE_BATCH.search(refused.error))
-    return bool(early) or refused.phase in ("eval", "generate", "save", "save_state")
+    return bool(early) or refused.phase in ("eval", "generate", "outputs", "scores", "save", "save_state")
 
 
 def compared(draw: Draw, found: list[dict[str, Any]]) -> Verdict:

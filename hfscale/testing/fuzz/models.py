@@ -80,6 +80,11 @@ def round_experts(model: Any, draw: Draw) -> None:
         parameter.requires_grad_(False)
 
 
+def memory(draw: Draw) -> dict[str, Any]:
+    """``memory``, where there is one."""
+    return {} if draw.memory is None else {"memory": hfscale.MemoryConfig(**draw.memory)}
+
+
 def prepared(model: Any, draw: Draw, dtype: torch.dtype) -> Any:
     """Frozen, recomputed and in training as drawn."""
     for name, parameter in model.named_parameters():

@@ -17,6 +17,7 @@ from ...runtime import Runtime, runtime_of
 from ...runtime.runtime import local_tensor
 from ..differences import difference
 from ..parity import stored
+from .between import look
 from .draw import Draw
 from .fuzz_batches import Call, as_given, batches
 from .measures import EXACT, Yardstick, plain
@@ -28,13 +29,14 @@ from .models import (
     exact,
     in_float64,
     is_named,
+    memory,
     named_options,
     prepared,
     quantization,
     stock_config,
     torch_options,
 )
-from .reference import GREEDY, Record, prompt
+from .reference import Record
 
 Note = Callable[[str], None]
 
@@ -50,6 +52,9 @@ def run(draw: Draw, directory: Path, rank: int, note: Note) -> None:
     layout = draw.parallel()
     note("plan")
     planned = hfscale.plan(stock_config(draw), layout, dtype=dtype_of(draw), **arguments(draw), **quantization(draw))
+    if draw.resume_layout is not None:
+        second = hfscale.ParallelConfig(**draw.resume_layout)
+        hfscale.plan(stock_config(draw), second, dtype=dtype_of(draw), **arguments(draw), **quantization(draw))
     note("build")
     if draw.dtype == "float64" and layout.batch_world > 1 and any(p.dtype != torch.float64 for p in planned.owned()):
         draw = draw.change(entry="parallelize")  # the data axes hold parameters that cannot be given another type
@@ -80,7 +85,7 @@ class Rank:
         """By the drawn way."""
         draw, own = self.draw, dtype_of(self.draw)
         layout, start = draw.parallel(), str(self.directory / "start")
-        further: dict[str, Any] = {"mixed_precision": draw.mixed_precision}
+        further: dict[str, Any] = {"mixed_precision": draw.mixed_precision, **memory(draw)}
         if draw.routing is not None:
             further["routing"] = hfscale.RoutingConfig(**draw.routing)
         later = draw.peft is not None and (draw.peft_later or draw.entry != "from_pretrained")
@@ -119,7 +124,7 @@ class Rank:
 
     def train(self, record: Record, yardstick: Yardstick) -> list[float]:
         """All steps; the losses that this rank was told."""
-        draw, mine, compares = self.draw, hfscale.batch_rank(self.model), bool(record.steps)
+        draw, compares = self.draw, bool(record.steps)
         told: list[float] = []
         vocabulary = stock_config(draw).get_text_config().vocab_size
         if record.dtypes and draw.quantize is None:
@@ -127,7 +132,7 @@ class Rank:
         with exact(dtype_of(draw)):
             for index, calls in enumerate(batches(draw, hfscale.batch_world(self.model), vocabulary)):
                 self.note(f"step {index}")
-                losses = [self._call(call, mine) for call in calls]
+                losses = [self._call(call, hfscale.batch_rank(self.model)) for call in calls]
                 told += losses
                 if compares:
                     self._compare_gradients(index, losses, record, yardstick)
@@ -153,6 +158,8 @@ class Rank:
     def _call(self, call: Call, mine: int) -> float:
         if self.draw.loop == "train_step":
             given = as_given(self.draw, call[mine])
+            if self.draw.user_loss:
+                return float(hfscale.train_step(self.model, given, sum_of_tokens))
             return float(hfscale.train_step(self.model, given, label_smoothing=self.draw.label_smoothing))
         total = 0.0
         for microbatch in call[mine]:
@@ -196,30 +203,18 @@ class Rank:
 
     def _between(self, call: Call, record: Record, yardstick: Yardstick) -> None:
         """What a run does between two steps."""
-        draw, mine = self.draw, hfscale.batch_rank(self.model)
-        self.model.eval()
-        if "eval" in draw.between and draw.loop == "train_step":
-            self.note("eval")
-            loss = float(
-                hfscale.eval_step(self.model, as_given(draw, call[mine]), label_smoothing=draw.label_smoothing)
-            )
-            if record.evaluation is not None and yardstick.exact:
-                yardstick.scalar("evaluation", 1, loss, record.evaluation, None)
-        if "generate" in draw.between and record.tokens is not None:
-            self.note("generate")
-            tokens = self.model.generate(**prompt(call), **GREEDY)
-            if yardstick.exact:
-                yardstick.worst.note("tokens", float(not torch.equal(tokens, record.tokens)), 0.5, f"{tokens.tolist()}")
-        self.model.train()
-        if "save" in draw.between:
+        look(self.draw, self.model, call, record, yardstick, self.note)
+        if "save" in self.draw.between:
             self.note("save")
             hfscale.save_pretrained(self.model, self.directory / "middle")
-        if "deepcopy" in draw.between:
+        if "deepcopy" in self.draw.between:
             copy.deepcopy(self.model.config)
-        if draw.resume:
+        if self.draw.resume:
             self.note("save_state")
             hfscale.save_state(self.model, self.directory / "state", optimizer=self.optimizer)
             self.note("rebuild")
+            if self.draw.resume_layout is not None:
+                self.draw = self.draw.change(layout=self.draw.resume_layout)
             self.build()
             self.note("load_state")
             hfscale.load_state(self.model, self.directory / "state", optimizer=self.optimizer)
@@ -242,6 +237,13 @@ class Rank:
     def _end(self) -> str:
         draw = self.draw
         return "bfloat16" if draw.mixed_precision == "bf16" else draw.dtype
+
+
+def sum_of_tokens(outputs: Any, batch: Any) -> tuple[Tensor, int]:
+    """The loss of causal language models, as a user would write it for :func:`hfscale.train_step`."""
+    logits, targets = outputs.logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return torch.nn.functional.cross_entropy(logits, targets, reduction="sum"), int((targets != -100).sum())
 
 
 def checksums(runtime: Runtime) -> dict[str, str]:

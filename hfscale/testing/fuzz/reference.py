@@ -57,6 +57,7 @@ class Record:
         dtypes: of the stock parameters, by the plan's names.
         evaluation: loss in evaluation after the first step.
         tokens: what the model writes then; ``None`` where stock code writes nothing.
+        logits: of each distinct batch's first microbatch then, where somebody looks at them.
     """
 
     steps: list[Step] = field(default_factory=list)
@@ -64,6 +65,7 @@ class Record:
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     evaluation: float | None = None
     tokens: Tensor | None = None
+    logits: list[Tensor] = field(default_factory=list)
 
 
 def reference(draw: Draw, directory: Path) -> None:
@@ -208,7 +210,7 @@ def _loss(draw: Draw, model: nn.Module, microbatch: Batch) -> Tensor:
     if not draw.label_smoothing:
         found: Tensor = model(**microbatch).loss
         return found
-    logits = model(**{name: value for name, value in microbatch.items() if name != "labels"}).logits
+    logits = model(**unlabelled(microbatch)).logits
     logits = logits.float() if logits.dtype != torch.float64 else logits
     return nn.functional.cross_entropy(
         logits[:, :-1].flatten(0, 1), microbatch["labels"][:, 1:].flatten(), label_smoothing=draw.label_smoothing
@@ -233,10 +235,17 @@ def _look(draw: Draw, model: Any, runs: Any, call: Call, record: Record) -> None
             record.tokens = model.generate(**prompt(call), **GREEDY)
         except Exception:  # a stock class that does not write
             record.tokens = None
+    if {"scores", "outputs"} & {*draw.between}:
+        record.logits = [model(**unlabelled(rank[0])).logits for rank in call]
     model.train()
 
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+
+
+def unlabelled(microbatch: Batch) -> Batch:
+    """What the model is given where its loss is not asked for."""
+    return {name: value for name, value in microbatch.items() if name != "labels"}
 
 
 def prompt(call: Call) -> dict[str, Tensor]:
@@ -245,4 +254,4 @@ def prompt(call: Call) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-__all__ = ["GREEDY", "Record", "Step", "as_given", "exact", "prompt", "reference"]
+__all__ = ["GREEDY", "Record", "Step", "as_given", "exact", "prompt", "reference", "unlabelled"]

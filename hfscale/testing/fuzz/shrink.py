@@ -40,6 +40,8 @@ def candidates(draw: Draw) -> Iterator[Draw]:
         yield draw.change(config={})
     yield from (draw.change(config=less) for less in _without_one(draw.config))
     yield from (draw.change(layout=less) for less in _smaller_layouts(draw.layout))
+    for name in ("memory", "resume_layout"):
+        yield from (draw.change(**{name: less}) for less in _without_one(getattr(draw, name) or {}))
     if draw.peft:
         yield from (draw.change(peft=less) for less in _smaller_adapters(draw.peft))
     for name in ("frozen", "between", "lengths"):

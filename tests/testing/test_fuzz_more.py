@@ -1,0 +1,46 @@
+"""What random draws have beyond a layout and a loop."""
+
+from random import Random
+
+import pytest
+import torch
+
+from hfscale import MemoryConfig, ParallelConfig
+from hfscale.testing.fuzz import Draw, choose
+from hfscale.testing.fuzz.between import _log_probs
+from hfscale.testing.fuzz.choose_more import _another
+from hfscale.testing.fuzz.ranks import sum_of_tokens
+
+
+def test_they_are_possible() -> None:
+    draws = [choose(0, index) for index in range(300)]
+    levers = {name for draw in draws for name in MemoryConfig(**(draw.memory or {})).__dict__ if draw.memory}
+    assert levers >= {"recompute", "offload_activations", "offload_optimizer", "offload_parameters"}
+    again = [draw for draw in draws if draw.resume_layout is not None]
+    assert again
+    for draw in again:
+        first, second = draw.parallel(), ParallelConfig(**(draw.resume_layout or {}))
+        assert (first.total_size, first.batch_world) == (second.total_size, second.batch_world), draw.write()
+        assert draw.resume
+
+
+def test_there_is_another_layout_where_axes_can_be_exchanged() -> None:
+    draw = Draw("llama", layout={"tp_size": 2, "dp_shard_size": 2}, resume=True, microbatches=2)
+    found = [_another(Random(seed), draw) for seed in range(40)]
+    axes = {tuple(sorted(name for name in each if name.endswith("_size"))) for each in found if each}
+    assert axes >= {("dp_replicate_size", "pp_size"), ("cp_size", "dp_shard_size"), ("dp_replicate_size", "tp_size")}
+    assert _another(Random(0), draw.change(layout={"dp_shard_size": 2, "ep_size": 2})) is None
+
+
+def test_what_stock_code_says_of_tokens() -> None:
+    ids = torch.tensor([[3, 1, 2], [0, 4, 4]])
+    batch = {"input_ids": ids, "attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0]])}
+    logits = torch.randn(2, 3, 5, dtype=torch.float64)
+    found, wanted = _log_probs(logits, batch), logits.log_softmax(-1)
+    assert found.tolist() == [
+        [wanted[0, 0, 1].item(), wanted[0, 1, 2].item(), 0.0],
+        [wanted[1, 0, 4].item(), 0.0, 0.0],
+    ]
+    total, count = sum_of_tokens(type("", (), {"logits": logits}), {"labels": ids.masked_fill(ids == 2, -100)})
+    assert count == 3
+    assert total.item() == pytest.approx(-(found[0, 0] + wanted[1, 0, 4] + wanted[1, 1, 4]).item())
