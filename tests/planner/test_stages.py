@@ -412,8 +412,8 @@ def test_a_large_model_takes_seconds() -> None:
         num_hidden_layers=80, hidden_size=8192, num_attention_heads=64, num_key_value_heads=8, intermediate_size=28672
     )
     model = on_meta(config)
-    start = time.perf_counter()
+    start = time.process_time()
     plan = assign_stages(model, ParallelConfig(pp_size=8, virtual_stages=2, pipeline_schedule="interleaved1f1b"))
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
     assert {len(stage.layers) for stage in plan.stages} <= {4, 5, 6}
     assert plan.imbalance < 1.25

@@ -22,6 +22,8 @@ def choose_more(random: Random, draw: Draw) -> Draw:
         draw = draw.change(user_loss=True)
     if not draw.delayed and draw.loop == "train_step" and not draw.empty_rank:
         draw = draw.change(between=(*draw.between, *(name for name in _LOOKS if random.random() < 0.1)))
+    if random.random() < 0.12 and not draw.delayed:  # one call makes an update there
+        draw = draw.change(accelerate=True, calls=1)
     if draw.resume and random.random() < 0.6:
         draw = draw.change(resume_layout=_another(random, draw))
     return draw

@@ -23,6 +23,7 @@ class Draw:
         mixed_precision: as in :func:`hfscale.from_pretrained`.
         entry: ``from_pretrained``, ``from_config`` or ``parallelize``.
         loop: ``train_step``, or ``plain``: ``model(**batch).loss.backward()``.
+        accelerate: whether the loop is that of Accelerate's documentation, over :class:`hfscale.Accelerator`.
         steps: optimizer steps.
         calls: of the loop per optimizer step, whose gradients add up.
         microbatches: batches given in one call: a list of so many; 0 gives one batch as a dict.
@@ -63,6 +64,7 @@ class Draw:
     mixed_precision: str = "no"
     entry: str = "from_pretrained"
     loop: str = "train_step"
+    accelerate: bool = False
     steps: int = 2
     calls: int = 1
     microbatches: int = 1

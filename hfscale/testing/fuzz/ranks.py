@@ -121,6 +121,12 @@ class Rank:
             self.optimizer = hfscale.create_optimizer(model, draw.optimizer, **named_options(draw))
         else:
             self.optimizer = getattr(torch.optim, draw.optimizer)(model.parameters(), **torch_options(draw))
+        if draw.accelerate:
+            passes = max(1, draw.microbatches) if draw.loop == "plain" else 1
+            self.accelerator = hfscale.Accelerator(
+                gradient_accumulation_steps=passes, mixed_precision=draw.mixed_precision
+            )
+            self.model, self.optimizer = self.accelerator.prepare(model, self.optimizer)
 
     def train(self, record: Record, yardstick: Yardstick) -> list[float]:
         """All steps; the losses that this rank was told."""
@@ -136,7 +142,7 @@ class Rank:
                 told += losses
                 if compares:
                     self._compare_gradients(index, losses, record, yardstick)
-                norm = hfscale.clip_grad_norm_(self.model, draw.max_norm or 1e30, draw.norm_type)
+                norm = self._clip(draw.max_norm or 1e30, draw.norm_type)
                 if compares:
                     narrow = record.narrow[index].norm if record.narrow else None
                     yardstick.scalar("norm", index, float(norm), record.steps[index].norm, narrow)
@@ -155,6 +161,11 @@ class Rank:
             self._save(record, yardstick)
         return told
 
+    def _clip(self, max_norm: float, norm_type: float) -> Any:
+        if self.draw.accelerate:
+            return self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm, norm_type)
+        return hfscale.clip_grad_norm_(self.model, max_norm, norm_type)
+
     def _call(self, call: Call, mine: int) -> float:
         if self.draw.loop == "train_step":
             given = as_given(self.draw, call[mine])
@@ -163,9 +174,14 @@ class Rank:
             return float(hfscale.train_step(self.model, given, label_smoothing=self.draw.label_smoothing))
         total = 0.0
         for microbatch in call[mine]:
-            loss = self.model(**microbatch).loss / len(call[mine])
-            loss.backward()
-            total += float(loss.detach())
+            if self.draw.accelerate:
+                with self.accelerator.accumulate(self.model):
+                    loss = self.model(**microbatch).loss
+                    self.accelerator.backward(loss)
+            else:
+                loss = self.model(**microbatch).loss
+                (loss / len(call[mine])).backward()
+            total += float(loss.detach()) / len(call[mine])
         return total
 
     def _compare_types(self, record: Record, yardstick: Yardstick) -> None:
@@ -211,13 +227,19 @@ class Rank:
             copy.deepcopy(self.model.config)
         if self.draw.resume:
             self.note("save_state")
-            hfscale.save_state(self.model, self.directory / "state", optimizer=self.optimizer)
+            if self.draw.accelerate:
+                self.accelerator.save_state(str(self.directory / "state"))
+            else:
+                hfscale.save_state(self.model, self.directory / "state", optimizer=self.optimizer)
             self.note("rebuild")
             if self.draw.resume_layout is not None:
                 self.draw = self.draw.change(layout=self.draw.resume_layout)
             self.build()
             self.note("load_state")
-            hfscale.load_state(self.model, self.directory / "state", optimizer=self.optimizer)
+            if self.draw.accelerate:
+                self.accelerator.load_state(str(self.directory / "state"))
+            else:
+                hfscale.load_state(self.model, self.directory / "state", optimizer=self.optimizer)
 
     def _save(self, record: Record, yardstick: Yardstick) -> None:
         self.note("save")
