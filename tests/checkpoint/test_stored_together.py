@@ -47,3 +47,12 @@ def test_a_share_is_not_taken_for_a_transposed_tensor() -> None:
         setattr(experts, name, torch.nn.Parameter(share))
     stored = AsStored(model, contents)
     assert {name: tensor.shape for name, tensor in stored.layout.items()} == wanted
+
+
+def test_two_mixtures_that_are_stored_as_one() -> None:
+    """ERNIE VL has experts for text and for pictures, stored as one list; the host makes it of both, or refuses."""
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(with_pictures("ernie4_5_vl_moe"))
+    stored = AsStored(model, {name: parameter.detach() for name, parameter in model.named_parameters()})
+    experts = [name for name in stored.layout if "layers.1.mlp.experts." in name and name.endswith("down_proj.weight")]
+    assert len(experts) == 2 * model.config.text_config.moe_num_experts

@@ -7,9 +7,7 @@ from typing import Any
 
 from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    revert_weight_conversion,
-)
+from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
 from ...errors import CheckpointError
@@ -79,10 +77,20 @@ def _whole_shapes(model: Any, contents: dict[str, Tensor]) -> Iterator[None]:
 
 
 def _together(model: Any, contents: dict[str, Tensor]) -> dict[str, tuple[str, ...]]:
-    """Name -> those that it is stored as one with, itself among them, in order: by themselves they get one name."""
+    """Name -> those that it is stored together with, itself among them, in order.
+
+    The host says which: by themselves they get one name, or a converter of several patterns gives them one key (two
+    mixtures of a layer that are stored as one list of experts; by themselves it refuses them).
+    """
+    mapping = getattr(model, "_weight_conversions", None)
+    mapping = get_model_conversion_mapping(model, add_legacy=False) if mapping is None else mapping
+    converters = [entry.reverse_transform() for entry in mapping[::-1] if isinstance(entry, WeightConverter)]
     known: dict[str, list[str]] = {}
     for name, tensor in contents.items():
-        for stored in revert_weight_conversion(model, {name: tensor}):
+        found = ((entry, *entry.rename_source_key(name)) for entry in converters)
+        entry, key, pattern = next((match for match in found if match[2] is not None), (None, name, None))
+        several = entry is not None and len(entry.source_patterns) > 1 and pattern is not None
+        for stored in [f"{key} of all"] if several else revert_weight_conversion(model, {name: tensor}):
             known.setdefault(stored, []).append(name)
     return {name: tuple(names) for names in known.values() if len(names) > 1 for name in names}
 
