@@ -1,5 +1,6 @@
 """Classes that people train, and the tiny models and batches of each, for scripts/class_sweep.py."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,6 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.models.auto import modeling_auto
 
+from hfscale._host.transformers.classes import classes_by_config
 from hfscale.families.clone import HIDDEN, LAYERS, VOCABULARY, tiny_clone
 from hfscale.testing import plain
 from hfscale.testing.families import CHANGES
@@ -161,6 +163,11 @@ class EmbeddingCase(plain.PlainCase):
         means = torch.nn.functional.normalize((states * mask).sum(1) / mask.sum(1), dim=-1)
         first, second = means.chunk(2)
         return torch.nn.functional.cross_entropy(first @ second.T / 0.1, torch.arange(len(first)))
+
+
+@dataclass
+class PlainPictureCase(PictureCase, plain.PlainCase):
+    """Texts with pictures, and a loss that the class takes itself; by a plain loop."""
 
 
 @dataclass(frozen=True)
@@ -359,7 +366,9 @@ def configs(kind: Kind, family: str, layers: int = LAYERS) -> list[Any]:
 def case_of(kind: Kind, config: Any) -> plain.PlainCase | PictureCase:
     """What is run of a config."""
     if kind.auto == "AutoModelForImageTextToText":
-        return PictureCase(config, text_alone=_TEXT_ALONE)
+        forward = inspect.signature(classes_by_config(kind.auto_class)[type(config)].forward)
+        asked = forward.parameters["pixel_values"].default is inspect.Parameter.empty
+        return PictureCase(config, text_alone=frozenset() if asked else _TEXT_ALONE)
     with torch.device(
         "meta"
     ):  # an Auto class may take a part of the config, which it does not know when it is reloaded

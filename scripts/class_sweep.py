@@ -18,6 +18,7 @@ import re
 import tempfile
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from math import prod
@@ -26,7 +27,7 @@ from typing import Any
 
 import torch
 import transformers
-from class_cases import KINDS, Kind, RewardCase, case_of, configs
+from class_cases import KINDS, Kind, PlainPictureCase, RewardCase, case_of, configs
 from tqdm import tqdm
 
 import hfscale
@@ -38,6 +39,7 @@ from hfscale.testing.forked import ForkedRanks, RanksFailed
 from hfscale.testing.fuzz.children import await_all, in_a_child
 from hfscale.testing.fuzz.many import import_everything
 from hfscale.testing.parity import Case, Parity
+from hfscale.testing.pictures import PictureCase
 
 TOLERANCE, TIMEOUT, STAGE_LAYERS = 1e-9, 40.0, 4
 COLUMNS = ("tp2", "dp_shard2", "pp2", "LoRA tp2")
@@ -93,19 +95,44 @@ def try_stock(kind: Kind, config: Any) -> None:
         raise ValueError(f"the loss is {loss}")
 
 
+def reload_stock(kind: Kind, config: Any) -> None:
+    """What one process saves it has to load: a layout, and what it is compared with, begin with a checkpoint."""
+    case = case_of(kind, config)
+    model = host_from_config(case.auto_class, case.config, dtype=torch.float64)
+    with tempfile.TemporaryDirectory(prefix="hfscale-class-") as name:
+        model.save_pretrained(name)
+        again = case.auto_class.from_pretrained(name, dtype=torch.float64).state_dict()
+    lost = [name for name, tensor in model.state_dict().items() if not torch.equal(again[name], tensor)]
+    if lost:
+        raise ValueError(f"stock code does not load {len(lost)} tensors of its own checkpoint back: {lost[0]}")
+
+
 def judge_layout(kind: Kind, config: Any, column: str, ranks: ForkedRanks | None) -> tuple[str, str]:
-    """Verdict with share, and detail; without ranks, of the plan alone."""
+    """Verdict of a column with share, and detail; without ranks, of the plan alone."""
+    return judge_case(kind, config, lambda case: layout_of(case, column), ranks, column.startswith("LoRA"))
+
+
+def judge_case(
+    kind: Kind,
+    config: Any,
+    choose: Callable[[Case], hfscale.ParallelConfig],
+    ranks: ForkedRanks | None,
+    adapters: bool = False,
+    change: Callable[[Case], Case] = lambda case: case,
+) -> tuple[str, str]:
+    """The same of any layout, with LoRA on all linear layers or without."""
     case = case_of(kind, config)
     try:
-        layout = layout_of(case, column)
+        layout = choose(case)
         case, share = planned_case(case, layout)
-    except hfscale.HFScaleError as error:
+        case = change(case)
+    except (hfscale.HFScaleError, ValueError) as error:
         return "refused", refusal(error)
     except Exception as error:
         return "crash", f"plan: {short(error)}"
     if ranks is None:
         return f"planned {share:.0%}", ""
-    if column.startswith("LoRA"):
+    if adapters:
         import peft
 
         case = replace(case, peft=peft.LoraConfig(r=2, target_modules="all-linear", task_type=kind.task))
@@ -116,6 +143,10 @@ def judge_layout(kind: Kind, config: Any, column: str, ranks: ForkedRanks | None
     except Exception as error:  # after the ranks: files that cannot be loaded, names that differ
         return "crash", short(error)
     if not parity.worst() <= TOLERANCE:
+        try:
+            ranks.alone(reload_stock, kind, config)
+        except RanksFailed as failed:
+            return "stock", short(failed.ended[0].error)
         return "wrong", difference(parity)
     return f"equal {share:.0%}", ""
 
@@ -142,6 +173,8 @@ def planned_case(case: Case, layout: hfscale.ParallelConfig) -> tuple[Case, floa
     own = plan.feature(OwnLossPlan)
     if own is not None and type(case) is plain.PlainCase:
         case = plain.OwnLossCase(case.config, auto_class=case.auto_class, make_batch=case.make_batch, over=own.over)
+    if plan.no_step and isinstance(case, PictureCase):
+        case = PlainPictureCase(case.config, text_alone=case.text_alone)
     if plan.stages is not None and isinstance(case, RewardCase):
         case = case.by_step()
     parameters = list(plan.owned())
@@ -249,6 +282,17 @@ def page(rows: dict[str, dict[str, list[str]]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def remarks_but(columns: list[str], text: str) -> list[str]:
+    """What is said of other columns than these."""
+    names = "|".join(COLUMNS)
+    found = []
+    for remark in re.split(f"; (?=(?:{names})(?:, (?:{names}))*: )", text):
+        said_of, _, detail = remark.partition(": ")
+        left = [name for name in said_of.split(", ") if name in COLUMNS and name not in columns]
+        found += [f"{', '.join(left)}: {detail}"] if left else []
+    return found
+
+
 def count(rows: list[list[str]], column: int) -> str:
     """``98 equal, 18 refused, 3 wrong``."""
     kinds = Counter(cells[column].split()[0] for cells in rows)
@@ -281,7 +325,8 @@ def main() -> int:
             verdicts = judged(KINDS[part], family, tuple(arguments.columns), arguments.plan)
             before = own.get(family) or ["-"] * (len(COLUMNS) + 1)
             cells = [verdicts.get(column, before[i]) for i, column in enumerate(COLUMNS)]
-            own[family] = [*cells, verdicts[""]] if len(verdicts) > 1 else []
+            remarks = filter(None, [*remarks_but(arguments.columns, before[-1]), verdicts[""]])
+            own[family] = [*cells, "; ".join(remarks)] if len(verdicts) > 1 else []
             if not arguments.out or arguments.only or any(cell in DEFECTS for cell in cells):
                 tqdm.write(f"{family}: {verdicts}")
             elif not own[family]:

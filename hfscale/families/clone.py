@@ -20,7 +20,8 @@ HIDDEN = HEADS * HEAD_DIM
 _BECOMES: dict[int, str] = {
     VOCABULARY: "vocab_size decoder_vocab_size vocab_size_per_layer_input",
     HIDDEN: """hidden_size n_embd d_model emb_dim embedding_size attention_hidden_size word_embed_proj_dim embedding_dim
-        lru_width input_embedding_size output_embedding_size dim pooler_hidden_size projection_size""",
+        lru_width input_embedding_size output_embedding_size dim pooler_hidden_size projection_size out_hidden_size
+        text_hidden_size adapter_in_dim""",
     48: """intermediate_size ffn_dim n_inner d_ff dim_ff dff decoder_ffn_dim encoder_ffn_dim d_inner ffn_hidden_size
         intermediate_size_mlp dense_intermediate_size feed_forward_size ff_dim mlp_dim hidden_dim""",
     24: """moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size expert_ffn_hidden_size

@@ -64,7 +64,28 @@ _WHOLE: dict[str, Any] = {
 }
 
 
-# What a family needs besides, in its tower's config.
+_STARTS = {"vision_start_token_id": _TOKENS["vision_start"], "vision_end_token_id": _TOKENS["vision_end"]}
+# What a family needs besides, in the whole config, its text's and its tower's.
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "kimi_k25": {"projection_hidden_size": HIDDEN},
+    "aria": {"projector_patch_to_query_dict": {GRID**2: 4}},
+    **{
+        name: {"image_token_index": _TOKENS["image_token"], "num_query_tokens": 4}
+        for name in ("blip-2", "instructblip")
+    },
+    **{name: {"image_token_id": _TOKENS["image_token"]} for name in ("minicpm_ocr", "minicpmv4_6", "minicpmv4_7")},
+    **{name: dict(_STARTS) for name in ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")},
+}
+_TEXTS: dict[str, dict[str, Any]] = {
+    "cohere_compass": {
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+            for kind in ("full_attention", "sliding_attention")
+        }
+    },
+    "lfm2_vl": {"layer_types": ["conv", "full_attention"]},
+    "step3p7": {"sliding_window": 8},
+}
 _TOWERS: dict[str, dict[str, Any]] = {
     "gemma4": {"intermediate_size": 48},
     "llama4": {"intermediate_size": 4 * HIDDEN, "vision_output_dim": HIDDEN},
@@ -88,6 +109,9 @@ def with_pictures(family: str, **changes: Any) -> Any:
                 pair = isinstance(fields[name], (list, tuple)) and type(value) is int
                 setattr(part, name, [value, value] if pair else value)
     _shorten_sections(text)
+    for part, own in ((config, _FAMILIES.get(family, {})), (text, _TEXTS.get(family, {}))):
+        for name, value in own.items():
+            setattr(part, name, value)
     fields = config.to_dict()
     return type(config)(**{name: fields[name] for name in fields if name not in ("model_type", "transformers_version")})
 
@@ -102,10 +126,13 @@ def _shorten_sections(text: Any) -> None:
     rope = getattr(text, "rope_parameters", None) or {}
     if "mrope_section" in rope or text.model_type in _SECTIONED:
         half = int(HEAD_DIM * rope.get("partial_rotary_factor", 1.0)) // 2
-        rope["mrope_section"] = [half - 2 * (half // 3), half // 3, half // 3]
+        rope["mrope_section"] = [half // 3, half // 3, half - 2 * (half // 3)]
 
 
-_SECTIONED = ("qwen2_vl_text", "qwen2_5_vl_text", "glm4v_text", "glm4v_moe_text", "glm_ocr_text", "paddleocr_vl_text")
+_SECTIONED = (
+    *("qwen2_vl_text", "qwen2_5_vl_text", "glm4v_text", "glm4v_moe_text", "glm_ocr_text", "paddleocr_vl_text"),
+    *("ernie4_5_vl_moe_text", "hunyuan_vl_text", "qwen2_5_omni_text"),
+)
 
 
 @dataclass
@@ -137,7 +164,10 @@ class PictureCase(Case):
     def illustrated(self, batch: Batch, generator: torch.Generator) -> Batch:
         """The texts of a batch, each with a picture."""
         pictures = [self._picture(generator) for _ in batch["input_ids"]]
-        joined: dict[str, Tensor] = {name: torch.cat([each[name] for each in pictures]) for name in pictures[0]}
+        sides = {"pixel_values": -1} if "target_sizes" in pictures[0] else {}  # patches side by side
+        joined: dict[str, Tensor] = {
+            name: torch.cat([each[name] for each in pictures], dim=sides.get(name, 0)) for name in pictures[0]
+        }
         return {**self._typed(self._placed(self._without_special(batch), self._rows(pictures[0]))), **joined}
 
     def _without_special(self, batch: Batch) -> Batch:
@@ -150,8 +180,10 @@ class PictureCase(Case):
 
     @property
     def _token(self) -> int:
+        """The placeholder; a token that is never drawn where attention reads pictures without any."""
         fields = self.config.to_dict()
-        return next(fields[name] for name in ("image_token_id", "image_token_index") if name in fields)
+        names = [name for name in ("image_token_id", "image_token_index") if fields.get(name) is not None]
+        return int(fields[names[0]]) if names else _TOKENS["image_token"]
 
     def _placed(self, batch: Batch, rows: int) -> Batch:
         """The text with ``rows`` placeholders, which are no labels."""
@@ -180,8 +212,24 @@ class PictureCase(Case):
             return torch.randn(shape, dtype=torch.float64, generator=generator)
 
         if "image_grid_thw" in given:  # patches, those of all pictures one after the other
+            square = any(word in self.config.model_type for word in ("kimi", "paddleocr"))
             width = channels * getattr(vision, "temporal_patch_size", 1) * PATCH**2
-            return {"pixel_values": noise(GRID**2, width), "image_grid_thw": torch.tensor([[1, GRID, GRID]])}
+            shape = (channels, PATCH, PATCH) if square else (width,)
+            merged = {"image_merge_sizes": torch.tensor([2])} if "image_merge_sizes" in given else {}
+            grid = torch.tensor([[1, GRID, GRID]])
+            return {"pixel_values": noise(GRID**2, *shape), "image_grid_thw": grid, **merged}
+        if "spatial_shapes" in given:
+            room = {"pixel_attention_mask": torch.ones(1, GRID**2, dtype=torch.long)}
+            sides = torch.tensor([[GRID, GRID]])
+            return {"pixel_values": noise(1, GRID**2, channels * PATCH**2), "spatial_shapes": sides, **room}
+        if "target_sizes" in given:  # patches side by side
+            return {
+                "pixel_values": noise(1, channels, PATCH, GRID**2 * PATCH),
+                "target_sizes": torch.tensor([[GRID, GRID]], dtype=torch.int32),
+            }
+        if "qformer_input_ids" in given:  # what is asked about it
+            asked = torch.randint(3, 60, (1, 5), generator=generator)
+            return {"pixel_values": noise(1, channels, SIDE, SIDE), "qformer_input_ids": asked}
         if "image_position_ids" in given:
             places = torch.cartesian_prod(torch.arange(GRID), torch.arange(GRID)).flip(-1)
             return {"pixel_values": noise(1, GRID**2, channels * PATCH**2), "image_position_ids": places[None]}
@@ -199,6 +247,8 @@ class PictureCase(Case):
 
     def _rows(self, picture: dict[str, Tensor]) -> int:
         """How many features the model makes of a picture; 0 where attention reads them, without placeholders."""
+        if not {"image_token_id", "image_token_index"} & self.config.to_dict().keys():
+            return 0
         key = self.config.to_json_string(use_diff=False)
         if key not in _ROWS:
             _ROWS[key] = _count_features(self.config, picture)

@@ -1,0 +1,142 @@
+"""Draw layouts for tiny models of every class that people train, and run each against one process.
+
+    python scripts/class_draws.py [--seed 1] [--draws 100] [--first 0] [--part sequences images]
+
+Where scripts/class_sweep.py has a few layouts of every family, this has products of axes, schedules, microbatches,
+adapters, frozen parts and recomputation, of families and axes drawn among those that are equal in docs/classes.md; the
+verdicts are the same. A draw depends on the seed, its number and that table, so that ``--first N --draws 1`` repeats
+one.
+"""
+
+import argparse
+import tempfile
+import warnings
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import transformers
+from class_cases import KINDS, Kind
+from class_sweep import COLUMNS, DEFECTS, TIMEOUT, judge_case, read, short, trainable
+from tqdm import tqdm
+from transformers import AutoConfig
+
+import hfscale
+from hfscale.config import AXES
+from hfscale.testing.forked import ForkedRanks
+from hfscale.testing.fuzz.children import await_all, in_a_child
+from hfscale.testing.fuzz.choose_family import has_experts
+from hfscale.testing.fuzz.layouts import choose_layout, stages_of
+from hfscale.testing.fuzz.many import import_everything
+from hfscale.testing.parity import Case
+
+MAX_RANKS = 4
+Table = dict[str, dict[str, set[str]]]
+_FROZEN = ("embed", "norm", "layer.0.", "layers.0.", "attention", "bias", "classifier", "vision")
+
+
+def draw(seed: int, index: int, table: Table) -> tuple[str, str, dict[str, Any], dict[str, Any], bool]:
+    """Part, family, fields of the layout, of the case, and whether there are adapters."""
+    random = Random(f"{seed}/{index}")
+    part = random.choice(sorted(table))
+    family = random.choice(sorted(table[part]))
+    axes = table[part][family]
+    layout: dict[str, Any] = {}
+    mixture = has_experts(AutoConfig.for_model(family).get_text_config().to_dict())
+    while not 1 < _ranks(layout) <= MAX_RANKS or not axes.issuperset(_axes(layout)):
+        layout = choose_layout(random, mixture)
+    case = {
+        "accumulation": random.choice((1, 2, 3)),
+        "rows": random.choice((2, 3, 4)) if part not in ("reward", "embeddings") else 4,
+        "lengths": random.choice(((13, 8), (9,), (12, 5, 8))),
+        "checkpointing": random.random() < 0.2,
+        "build": random.choice(("from_pretrained", "from_pretrained", "parallelize")),
+        "frozen": (random.choice(_FROZEN),) if random.random() < 0.2 else (),
+    }
+    return part, family, layout, case, KINDS[part].task is not None and random.random() < 0.2
+
+
+def families(path: Path, parts: list[str]) -> Table:
+    """Those that train, and the axes that they do not refuse."""
+    found: Table = {}
+    for part in parts:
+        for family, cells in read(path).get(part, {}).items():
+            known = {column: cell.split()[0] for column, cell in zip(COLUMNS, cells, strict=False)}
+            axes = {axis for axis in ("tp", "pp") if known.get(f"{axis}2") in ("equal", "planned")}
+            if known.get("dp_shard2") in ("equal", "planned"):
+                context = {"cp"} if part == "pictures" else set[str]()
+                found.setdefault(part, {})[family] = axes | {"dp_shard", "dp_replicate"} | context
+    return found
+
+
+def _axes(layout: dict[str, Any]) -> set[str]:
+    late = {"delayed"} if "pipedream" in str(layout.get("pipeline_schedule")) else set[str]()  # as no one process does
+    return late | {axis for axis in AXES if layout.get(f"{axis}_size", 1) > 1 and axis != "ep"}
+
+
+def _ranks(layout: dict[str, Any]) -> int:
+    found = 1
+    for name, size in layout.items():
+        found *= size if name.endswith("_size") and name not in ("ep_size", "expert_tp_size") else 1
+    return found
+
+
+def judge(kind: Kind, family: str, layout: dict[str, Any], fields: dict[str, Any], adapters: bool) -> tuple[str, str]:
+    """Verdict and detail."""
+    ranks = ForkedRanks(_ranks(layout), TIMEOUT)
+    config, why = trainable(kind, family, ranks, max(2, stages_of(layout)))
+    if config is None:
+        return "stock", why
+
+    def chosen(case: Case) -> hfscale.ParallelConfig:
+        return hfscale.ParallelConfig(**layout)
+
+    if adapters:
+        fields = {**fields, "build": "from_pretrained", "frozen": ()}
+    microbatches = layout.get("num_microbatches")
+    if microbatches and layout.get("pp_size", 1) > 1:
+        fields = {**fields, "accumulation": microbatches}
+    return judge_case(kind, config, chosen, ranks, adapters, lambda case: replace(case, **fields))
+
+
+def judged(*drawn: Any) -> tuple[str, str]:
+    """The same in a process of its own."""
+    with tempfile.TemporaryDirectory(prefix="hfscale-draw-") as name:
+        directory = Path(name)
+
+        def run(_: Any) -> None:
+            (directory / "verdict").write_text("\n".join(judge(*drawn)))
+
+        end = await_all({"judge": in_a_child(run, directory, "judge")}, directory, 6 * TIMEOUT)["judge"]
+        if end.error:
+            return "crash", short(f"the judge: {end.error}")
+        verdict, _, detail = (directory / "verdict").read_text().partition("\n")
+        return verdict, detail
+
+
+def main() -> int:
+    """Print what is not equal, and how many of each kind there are; the exit status is 1 where there is a defect."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", nargs="*", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--table", type=Path, default=Path("docs/classes.md"))
+    parser.add_argument("--draws", type=int, default=100)
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    import_everything(())
+    found, table = Counter[str](), families(arguments.table, arguments.part)
+    for index in tqdm(range(arguments.first, arguments.first + arguments.draws)):
+        part, family, layout, fields, adapters = draw(arguments.seed, index, table)
+        verdict, detail = judged(KINDS[part], family, layout, fields, adapters)
+        found[verdict.split()[0]] += 1
+        tqdm.write(f"{index} {verdict}: {part} {family} {layout} {fields} {'LoRA' if adapters else ''} {detail}")
+    print(dict(found))
+    return int(any(found[kind] for kind in DEFECTS))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
