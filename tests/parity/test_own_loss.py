@@ -1,10 +1,12 @@
 """Classes whose loss is their own: train_step weights microbatches by what the loss is a mean over, stages included."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from transformers import (
     AutoConfig,
     AutoModelForMaskedLM,
@@ -56,6 +58,11 @@ def case_of(family: str, kind: str) -> plain.OwnLossCase:
 )
 def test_classes(pools: Pools, family: str, kind: str, layout: dict[str, Any]) -> None:
     assert_layout_equal(case_of(family, kind), ParallelConfig(**layout), pools(2))
+
+
+def test_stages_with_adapters_and_the_head_that_peft_trains_whole(pools: Pools) -> None:
+    peft = LoraConfig(r=2, target_modules="all-linear", task_type="SEQ_CLS")
+    assert_layout_equal(replace(case_of("llama", "texts"), peft=peft), ParallelConfig(**PP2), pools(2))
 
 
 def test_stages_and_data_ranks(pools: Pools) -> None:

@@ -12,6 +12,7 @@ What no stage of a rank holds is replaced for good, before anything is loaded; a
 time of one stage's forward pass, what its other stages hold.
 """
 
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -69,6 +70,14 @@ class _StandIn(nn.Module):
         if isinstance(found, nn.Module) and not (passage.arriving is None and passage.leaving is None):
             return AbsentModule(found, passage, None)  # which stock code calls by itself, past what holds it
         return found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_StandIn":
+        """One more for the same absent module, in the same passage: PEFT copies heads that are to be trained whole."""
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        shared = {name: self.__dict__[name] for name in ("_absent", "_passage")}
+        made.__dict__.update(copy.deepcopy({**self.__dict__, **dict.fromkeys(shared)}, memo) | shared)
+        return made
 
 
 class AbsentLayer(_StandIn):
