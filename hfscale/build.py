@@ -23,6 +23,7 @@ from .arguments import (
 from .assemble import assemble
 from .config import ParallelConfig
 from .errors import ConfigError
+from .float8_config import Float8Config
 from .memory_config import MemoryConfig
 from .mesh import build_mesh
 from .options import Options
@@ -41,8 +42,9 @@ def build(
 ) -> Any:
     """The one order: plan, meet the other ranks, take this rank's part, put adapters around it, make it compute."""
     options.check_fits(layout)
-    plan = source.plan(layout, options.memory)
+    plan = source.plan(layout, options.memory, options.products)
     mesh = build_mesh(layout, plan.replicas, plan.ties, plan.neighbours)
+    options.check_device(mesh.device)
     model, weights = source.load(plan, mesh)
     adapters = None
     if adapter is not None:
@@ -65,6 +67,7 @@ def from_pretrained(
     routing: RoutingConfig | None = None,
     memory: MemoryConfig | None = None,
     loss_scaling: GradScalerKwargs | None = None,
+    float8: Float8Config | None = None,
     peft_config: Any = None,
     resize_token_embeddings: int | None = None,
     seed: int = 0,
@@ -78,18 +81,18 @@ def from_pretrained(
         path: a directory or a Hub id, as for ``AutoModel.from_pretrained``.
         parallel: the layout; one process by default.
         auto_class: the Auto class (or model class) to load with.
-        mixed_precision: ``"no"``, or compute in bfloat16 (``"bf16"``) or float16 (``"fp16"``) over weights kept in
-            their own type. In float16 :func:`hfscale.train_step` scales the loss, one scale for all ranks; after a step
-            in which a gradient overflowed there are no gradients, so that optimizers do nothing, and the scale shrinks.
+        mixed_precision: ``"no"``, or compute in ``"bf16"`` or ``"fp16"`` over weights kept in their own type; ``"fp8"``
+            is bfloat16 with products of layers in 8 bits. In float16 :func:`hfscale.train_step` scales the loss; after
+            a step in which a gradient overflowed there are no gradients, so that optimizers do nothing.
         routing: how tokens find their experts, and what keeps those evenly busy; the model's own router by default.
         memory: what the backward pass computes again or fetches from the host instead of keeping it, and what else
             is on the host; nothing by default.
         loss_scaling: how the loss is scaled under ``"fp16"``; torch's defaults by default.
+        float8: how products are scaled under ``"fp8"``, and what is left out; by tensors by default.
         peft_config: a PEFT config, whose adapters are put around the model's modules, or the path or Hub id of a saved
             adapter to go on training; :func:`hfscale.save_pretrained` then writes the adapter.
         resize_token_embeddings: how many tokens the model is to have, where the checkpoint has another number, as
-            ``len(tokenizer)`` once tokens were added. Rows of new ones are the mean of those that were stored, for the
-            head as well; those that are left out are not read.
+            ``len(tokenizer)``. Rows of new ones are the mean of those that were stored, for the head as well.
         seed: for parameters that the checkpoint does not have, and for new adapters.
         hf_kwargs: whatever ``from_pretrained`` takes, except what distributes the model.
 
@@ -99,7 +102,8 @@ def from_pretrained(
     Raises:
         ConfigError, PlanError, MeshError, CheckpointError: before any weight is read, except for damaged files.
     """
-    layout, options = check_layout(parallel, hf_kwargs), Options(mixed_precision, routing, memory, loss_scaling)
+    layout = check_layout(parallel, hf_kwargs)
+    options = Options(mixed_precision, routing, memory, loss_scaling, float8)
     quantization = hf_kwargs.get("quantization_config")
     check_quantization(quantization)
     adapter = None if peft_config is None else read_config(peft_config)
@@ -125,6 +129,7 @@ def from_config(
     routing: RoutingConfig | None = None,
     memory: MemoryConfig | None = None,
     loss_scaling: GradScalerKwargs | None = None,
+    float8: Float8Config | None = None,
     peft_config: Any = None,
     seed: int = 0,
     **hf_kwargs: Any,
@@ -135,7 +140,8 @@ def from_config(
     ever holds more than its share and one whole layer. Arguments, result and errors are those of
     :func:`from_pretrained`; the model is in training mode, like the host's.
     """
-    layout, options = check_layout(parallel, hf_kwargs), Options(mixed_precision, routing, memory, loss_scaling)
+    layout = check_layout(parallel, hf_kwargs)
+    options = Options(mixed_precision, routing, memory, loss_scaling, float8)
     if hf_kwargs.get("quantization_config") is not None:
         raise ConfigError(
             "from_config(quantization_config=...) would quantize random weights: quantize those of a checkpoint, with "
@@ -154,6 +160,7 @@ def parallelize(
     routing: RoutingConfig | None = None,
     memory: MemoryConfig | None = None,
     loss_scaling: GradScalerKwargs | None = None,
+    float8: Float8Config | None = None,
 ) -> Any:
     """Shard, in place, a whole stock model that is in memory and the same on every rank; returns it.
 
@@ -161,7 +168,8 @@ def parallelize(
         ConfigError: the model is distributed already, or has adapters.
         PlanError, MeshError: the layout does not fit it, or the processes that were started.
     """
-    layout, options = check_layout(parallel, {}), Options(mixed_precision, routing, memory, loss_scaling)
+    layout = check_layout(parallel, {})
+    options = Options(mixed_precision, routing, memory, loss_scaling, float8)
     reason = "hfscale already parallelized it" if find_runtime(model) else is_distributed_by_host(model)
     if reason:
         raise ConfigError(
@@ -181,7 +189,9 @@ def plan(
     parallel: ParallelConfig | None = None,
     *,
     auto_class: Any = AutoModelForCausalLM,
+    mixed_precision: str = "no",
     memory: MemoryConfig | None = None,
+    float8: Float8Config | None = None,
     peft_config: Any = None,
     **hf_kwargs: Any,
 ) -> Plan:
@@ -191,6 +201,7 @@ def plan(
         ConfigError: adapters or quantization that hfscale does not know, or that match nothing.
         PlanError: the layout does not fit; every problem is listed with the valid values.
     """
+    options = Options(mixed_precision, memory=memory, float8=float8)
     quantization = hf_kwargs.pop("quantization_config", None)
     check_quantization(quantization)
     if isinstance(source, PreTrainedConfig):
@@ -198,7 +209,7 @@ def plan(
     else:
         config, rest = load_config(str(source), hf_kwargs)
     outline = _outline(config, auto_class, rest, quantization)
-    planned = outline.plan(parallel or ParallelConfig(), memory)
+    planned = outline.plan(parallel or ParallelConfig(), memory, options.products)
     if peft_config is None:
         return planned
     adapter, saved = read_config(peft_config)

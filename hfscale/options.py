@@ -7,12 +7,17 @@ from accelerate import GradScalerKwargs
 
 from .config import ParallelConfig
 from .errors import ConfigError
+from .float8_config import Float8Config
 from .memory_config import MemoryConfig
 from .routing_config import RoutingConfig
 from .schedules import ASYNCHRONOUS
 
-MIXED_PRECISIONS = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""What forward passes compute in: a name -> a type, over weights of whatever type they have."""
+MIXED_PRECISIONS = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+"""What forward passes compute in: a name -> a type, over weights of whatever type they have; of ``fp8``, what is around
+products in 8 bits."""
+
+
+_FLOAT8_CAPABILITY = (8, 9)
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,7 @@ class Options:
         routing: how tokens find their experts; ``None`` for the model's own way.
         memory: what is computed again instead of kept.
         loss_scaling: of float16.
+        float8: how products in 8 bits are scaled.
 
     Raises:
         ConfigError: one of them is unknown.
@@ -33,6 +39,7 @@ class Options:
     routing: RoutingConfig | None = None
     memory: MemoryConfig | None = None
     loss_scaling: GradScalerKwargs | None = None
+    float8: Float8Config | None = None
 
     def __post_init__(self) -> None:
         if self.routing is not None and not isinstance(self.routing, RoutingConfig):
@@ -44,11 +51,40 @@ class Options:
         if self.mixed_precision not in MIXED_PRECISIONS:
             raise ConfigError(f"mixed_precision={self.mixed_precision!r} is unknown: use {', '.join(MIXED_PRECISIONS)}")
         self._check_loss_scaling()
+        self._check_float8()
 
     @property
     def scaling(self) -> GradScalerKwargs:
         """How the loss of float16 is scaled; torch's defaults where nothing is said."""
         return self.loss_scaling or GradScalerKwargs()
+
+    @property
+    def around_products(self) -> str:
+        """What computes outside of products in 8 bits: a name of :data:`MIXED_PRECISIONS`."""
+        return "bf16" if self.mixed_precision == "fp8" else self.mixed_precision
+
+    @property
+    def products(self) -> Float8Config | None:
+        """How products of weights are made in 8 bits; ``None`` where they are not."""
+        return (self.float8 or Float8Config()) if self.mixed_precision == "fp8" else None
+
+    def _check_float8(self) -> None:
+        if self.float8 is not None and not isinstance(self.float8, Float8Config):
+            raise ConfigError(f"float8={self.float8!r} is no such choice: pass hfscale.Float8Config(recipe='rowwise')")
+        if self.float8 is not None and self.mixed_precision != "fp8":
+            raise ConfigError(
+                f"float8= is for mixed_precision='fp8', and this is {self.mixed_precision!r}: leave it out"
+            )
+
+    def check_device(self, device: torch.device) -> None:
+        """Refuse, by :class:`ConfigError`, what a rank's device has no products for; CPUs have them emulated."""
+        if self.mixed_precision == "fp8" and device.type == "cuda" and torch.version.hip is None:
+            found = torch.cuda.get_device_capability(device)
+            if found < _FLOAT8_CAPABILITY:
+                raise ConfigError(
+                    f"mixed_precision='fp8' needs a GPU with products in 8 bits (compute capability 8.9 or more), and "
+                    f"{torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}: use mixed_precision='bf16'"
+                )
 
     def _check_loss_scaling(self) -> None:
         given = self.loss_scaling

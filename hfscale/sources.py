@@ -20,6 +20,8 @@ from .checkpoint import load_pretrained
 from .checkpoint.load import materialize_buffers
 from .checkpoint.resize import resize_vocabulary
 from .config import ParallelConfig
+from .errors import ConfigError
+from .float8_config import Float8Config
 from .memory_config import MemoryConfig
 from .mesh import Mesh
 from .parallel.pipeline import check_stages, leave_out, stage_places
@@ -67,14 +69,33 @@ class Outline:
         )
         return Outline(config, self.auto_class, self.kwargs, self.quantization, self.stored), names
 
-    def plan(self, layout: ParallelConfig, memory: MemoryConfig | None = None) -> Plan:
-        """What becomes of it under ``layout``, and what of it is computed again instead of kept."""
-        return plan_quantized(plan_model(self.model, layout, memory), self.model, self.quantization, self.stored)
+    def plan(
+        self, layout: ParallelConfig, memory: MemoryConfig | None = None, float8: Float8Config | None = None
+    ) -> Plan:
+        """What becomes of it under ``layout``, what of it is computed again instead of kept, and what in 8 bits.
+
+        Raises:
+            ConfigError: what is quantized would be multiplied in 8 bits.
+            PlanError: the layout does not fit it.
+        """
+        if float8 is not None and self.quantization is not None:
+            raise ConfigError(
+                "mixed_precision='fp8' rounds weights of 16 or 32 bits for each product, and quantization_config has "
+                "them in 4 or 8 bits already, which are multiplied in 16: use mixed_precision='bf16' over them, or "
+                "leave quantization_config out (adapters over a base whose products are in fp8 work)"
+            )
+        planned = plan_model(self.model, layout, memory, float8)
+        return plan_quantized(planned, self.model, self.quantization, self.stored)
 
 
-def plan_model(model: nn.Module, layout: ParallelConfig, memory: MemoryConfig | None = None) -> Plan:
+def plan_model(
+    model: nn.Module,
+    layout: ParallelConfig,
+    memory: MemoryConfig | None = None,
+    float8: Float8Config | None = None,
+) -> Plan:
     """The plan of a stock model, whole and on any device; where a schedule is a file, stages are where that says."""
-    planned = build_plan(model, layout, stage_places(layout), memory)
+    planned = build_plan(model, layout, stage_places(layout), memory, float8)
     check_stages(planned)
     return planned
 
@@ -95,9 +116,11 @@ class FromCheckpoint:
     ) -> None:
         self._path, self._outline, self._kwargs, self._seed, self._resized = path, outline, kwargs, seed, resized
 
-    def plan(self, layout: ParallelConfig, memory: MemoryConfig | None = None) -> Plan:
+    def plan(
+        self, layout: ParallelConfig, memory: MemoryConfig | None = None, float8: Float8Config | None = None
+    ) -> Plan:
         """What becomes of the model under ``layout``."""
-        return self._outline.plan(layout, memory)
+        return self._outline.plan(layout, memory, float8)
 
     def load(self, plan: Plan, mesh: Mesh) -> tuple[Any, LocalWeights]:
         """The model on the meta device with this rank's sizes, and this rank's final shares of its weights."""
@@ -131,9 +154,11 @@ class FromSeed:
     def __init__(self, outline: Outline, seed: int) -> None:
         self._outline, self._seed = outline, seed
 
-    def plan(self, layout: ParallelConfig, memory: MemoryConfig | None = None) -> Plan:
+    def plan(
+        self, layout: ParallelConfig, memory: MemoryConfig | None = None, float8: Float8Config | None = None
+    ) -> Plan:
         """What becomes of the model under ``layout``."""
-        return self._outline.plan(layout, memory)
+        return self._outline.plan(layout, memory, float8)
 
     def load(self, plan: Plan, mesh: Mesh) -> tuple[Any, LocalWeights]:
         """The model on the meta device with this rank's sizes, and this rank's shares of its weights."""
@@ -155,9 +180,11 @@ class InMemory:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
 
-    def plan(self, layout: ParallelConfig, memory: MemoryConfig | None = None) -> Plan:
+    def plan(
+        self, layout: ParallelConfig, memory: MemoryConfig | None = None, float8: Float8Config | None = None
+    ) -> Plan:
         """What becomes of the model under ``layout``."""
-        return plan_model(self._model, layout, memory)
+        return plan_model(self._model, layout, memory, float8)
 
     def load(self, plan: Plan, mesh: Mesh) -> tuple[Any, None]:
         """The model with this rank's sizes and weights."""

@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "docs" / "api.md"
 GROUPS = {
-    "Layout and plan": ["ParallelConfig", "MemoryConfig", "plan", "memory_estimate", "estimate"],
+    "Layout and plan": ["ParallelConfig", "MemoryConfig", "Float8Config", "plan", "memory_estimate", "estimate"],
     "Make a model": ["from_pretrained", "from_config", "parallelize"],
     "Train": [
         *["train_step", "eval_step", "token_scores", "TokenScores", "clip_grad_norm_", "drain", "metrics"],
@@ -41,7 +41,7 @@ GROUPS = {
     "Accelerate and Trainer": ["Accelerator", "Trainer", "TrainerMixin"],
     "Errors": ["HFScaleError", "ConfigError", "PlanError", "MeshError", "CheckpointError", "BadStepError"],
 }
-FIELDS = ["ParallelConfig", "MemoryConfig", "RoutingConfig"]
+FIELDS = ["ParallelConfig", "MemoryConfig", "Float8Config", "RoutingConfig"]
 HEAD = """# Public names
 
 Written by `scripts/api_table.py` from the docstrings, which say more: arguments, results, errors. Names not listed here

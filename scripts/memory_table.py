@@ -29,6 +29,7 @@ LEVERS: dict[str, dict[str, Any]] = {
     "offload_optimizer": {"memory": {"offload_optimizer": True}},
     'mixed_precision="bf16"': {"mixed_precision": "bf16"},
     'mixed_precision="fp16"': {"mixed_precision": "fp16"},
+    'mixed_precision="fp8"': {"mixed_precision": "fp8"},
     "gradient_compression": {"gradient_compression": "powersgd"},
 }
 AXES: dict[str, dict[str, Any]] = {
@@ -59,8 +60,9 @@ def reason(lever: dict[str, Any], axes: dict[str, Any]) -> str:
         compression = {name: value for name, value in lever.items() if name == "gradient_compression"}
         layout = ParallelConfig(**axes, **compression)
         memory = MemoryConfig(**lever.get("memory", {}))
-        Options(lever.get("mixed_precision", "no"), memory=memory).check_fits(layout)
-        hfscale.plan(_config(axes), layout, memory=memory)
+        precision = lever.get("mixed_precision", "no")
+        Options(precision, memory=memory).check_fits(layout)
+        hfscale.plan(_config(axes), layout, memory=memory, mixed_precision=precision)
     except PlanError as error:
         return str(error).splitlines()[1].removeprefix("  - ")
     except ConfigError as error:

@@ -35,7 +35,7 @@ def add_adapter_arguments(parser: Adds, quantize: str = "weights in 4 or 8 bits"
 
 
 def plan_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What :func:`hfscale.plan` is told of adapters and quantized weights.
+    """What :func:`hfscale.plan` is told of adapters, quantized weights and products in 8 bits.
 
     Raises:
         ConfigError: the rank of adapters is impossible, or there are none.
@@ -43,6 +43,8 @@ def plan_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
     from transformers import BitsAndBytesConfig
 
     given: dict[str, Any] = {}
+    if getattr(arguments, "mixed_precision", None) == "fp8":
+        given["mixed_precision"] = "fp8"
     kind, rank = arguments.quantize, arguments.rank
     if rank is not None and (rank < 1 or arguments.lora is None):
         raise ConfigError(f"--rank {rank} is of adapters: use a whole number of at least 1, with --lora")

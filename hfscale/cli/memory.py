@@ -22,7 +22,9 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--optimizer", metavar="NAME", help=f"as adamw_8bit or adafactor (default: {OPTIMIZER})")
     group.add_argument(
-        "--mixed-precision", choices=("no", "bf16"), help="compute in bfloat16 over the weights' own type"
+        "--mixed-precision",
+        choices=("no", "bf16", "fp8"),
+        help="compute in bfloat16 over the weights' own type, products of layers in 8 bits",
     )
     group.add_argument("--recompute", action="store_true", default=None, help="recompute layers in the backward pass")
     group.add_argument("--gpu", type=float, metavar="GB", help=f"memory of one GPU, in 10^9 bytes (default: {_GB:g})")

@@ -77,7 +77,8 @@ def _places(recipe: AnyRecipe) -> Finding:
 
 def _planned(recipe: AnyRecipe, layout: ParallelConfig, plans: list[Plan]) -> list[Finding]:
     memory, dtype = hfscale.MemoryConfig(**recipe.memory), recipe.training.dtype
-    options: dict[str, Any] = {"memory": memory, "dtype": dtype}
+    options: dict[str, Any] = {"memory": memory, "dtype": dtype, "mixed_precision": recipe.training.mixed_precision}
+    options["float8"] = hfscale.Float8Config(**recipe.float8) if recipe.float8 else None
     source: Any
     if isinstance(recipe, FinetuneRecipe):
         source = recipe.base

@@ -19,6 +19,7 @@ from typing import Any
 
 from ..plan.compress import compressed
 from ..plan.cut import Cut, cut_shape
+from ..plan.float8 import float8_weights
 from ..plan.offload import offloaded
 from ..plan.parameter import ParameterPlan
 from ..plan.plan import Plan
@@ -116,7 +117,7 @@ def estimate_memory(
         alive: for each pipeline stage, how many microbatches it holds at once; 1 by default.
         checkpointing: whether all layers are recomputed in the backward pass, whatever the plan says.
         recomputed_layers: which are, where a budget was given and that is known; else what the plan says.
-        mixed_precision: ``"no"`` or ``"bf16"``.
+        mixed_precision: ``"no"``, ``"bf16"`` or ``"fp8"``.
         trained: names of the parameters that train; by default the adapters, or where there are none everything that
             is not quantized.
         routes: how many experts a token is sent to; all of them, where it is not known.
@@ -260,8 +261,10 @@ def _gathered(plan: Plan, ranks: dict[str, int], held: Sequence[ParameterPlan], 
     """Whole weights of the largest layer and of all that is around the layers; all layers where none is given up."""
     layout = plan.layout
     if layout.data_world == 1:
-        # Autocast keeps a copy of every matrix until the backward pass has used it.
-        return sum(2 * prod(p.local_shape(ranks)) for p in held if mixed and len(p.shape) > 1)
+        # Autocast keeps a copy of every matrix until the backward pass has used it; in 8 bits they are made again.
+        again = float8_weights(plan)
+        copied = (p for p in held if mixed and len(p.shape) > 1 and p.name not in again)
+        return sum(2 * prod(p.local_shape(ranks)) for p in copied)
     by_layer: dict[str, int] = {}
     for planned in held:
         layer = next((name for name in plan.layers if planned.name.startswith(f"{name}.")), "")

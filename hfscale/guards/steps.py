@@ -51,7 +51,7 @@ def _warn_of_rounding(runtime: Runtime) -> None:
     for line in describe_quantization(runtime.plan)[1:]:
         _log.warning("%s (losses differ from those of one process by the rounding of these weights)", line)
     asked, own = os.environ.get("ACCELERATE_MIXED_PRECISION", "no"), runtime.options.mixed_precision
-    if asked not in ("no", own):
+    if asked not in ("no", own, runtime.options.around_products):
         _log.warning(
             "ACCELERATE_MIXED_PRECISION=%s (from accelerate launch, its config file or TrainingArguments) does not "
             "change a model that was built with mixed_precision=%r: build it with mixed_precision=%r if that is meant",

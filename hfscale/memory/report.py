@@ -54,7 +54,7 @@ def memory_estimate(
             stages.
         gradient_checkpointing: whether all layers are recomputed in the backward pass; by default as the model is set,
             by transformers' switch or by ``memory=``.
-        mixed_precision: ``"no"`` or ``"bf16"``; by default the model's.
+        mixed_precision: ``"no"``, ``"bf16"`` or ``"fp8"``; by default the model's.
         optim_args: the optimizer's options, where they change its state: ``momentum``, ``amsgrad``, ``min_8bit_size``.
 
     Raises:

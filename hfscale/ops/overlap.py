@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
 from .._host.torch import backward_pass, version_of
 from .exchange import Started
+from .products import Products, autocasted
 
 Start = Callable[[Tensor], Started]
 
@@ -77,10 +77,12 @@ class WeightLater:
 
     Attributes:
         token: the weight, as the projection must use it: by :func:`project`, once.
+        products: who makes the projection's products.
     """
 
     def __init__(self, weight: Tensor, transposed: bool, own: Tensor | None) -> None:
         self.transposed, self.own = transposed, own
+        self.products = Products()
         self.regather: _Regather | None = None
         self.operands: tuple[Tensor | None, Tensor] | None = None  # input [n, in] (None: regathered), d output [n, out]
         self.token: Any = _Weight.apply(weight, self)
@@ -125,31 +127,35 @@ class _Weight(torch.autograd.Function):
         later = ctx.later
         (x, grad), later.operands = later.operands, None
         x = later.regather.take().to(grad.dtype) if x is None else x
-        return (x.t().mm(grad) if later.transposed else grad.t().mm(x)).to(ctx.dtype), None
+        return later.products.to_weight(grad, x, later.transposed).to(ctx.dtype), None
 
 
 class _Project(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, token: Tensor, bias: Tensor | None, own: Tensor | None, later: Any) -> Tensor:
         ctx.later, ctx.dtype = later, token.dtype
-        weight = autocasted(token)
-        ctx.save_for_backward(weight, x if own is None else own)
-        return F.linear(x, weight.t() if later.transposed else weight, bias)
+        weight = later.products.kept(token)
+        kept = x if own is None else own
+        ctx.save_for_backward(weight, kept if ctx.needs_input_grad[1] else None)
+        return later.products.output(x, weight.t() if later.transposed else weight, bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         weight, kept = ctx.saved_tensors
-        grad = grads[0].reshape(-1, grads[0].shape[-1])
-        if ctx.later.regather is not None:
-            ctx.later.regather.start(kept)
-        ctx.later.operands = None if ctx.later.regather else kept.reshape(-1, kept.shape[-1]), grad
-        to_input = None
+        later, grad = ctx.later, grads[0].reshape(-1, grads[0].shape[-1])
+        to_input = to_weight = None
+        if ctx.needs_input_grad[1]:
+            if later.regather is not None:
+                later.regather.start(kept)
+            later.operands = None if later.regather else kept.reshape(-1, kept.shape[-1]), grad
+            # Autograd needs something of the right shape to get to the weight's own node.
+            to_weight = grad.new_zeros((), dtype=ctx.dtype).expand(weight.shape)
         if ctx.needs_input_grad[0]:
-            to_input = grad.mm(weight.t() if ctx.later.transposed else weight)
+            to_input = later.products.to_input(grad, weight.t() if later.transposed else weight)
             to_input = to_input.view(*grads[0].shape[:-1], to_input.shape[-1])
         to_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
-        return to_input, grad.new_zeros((), dtype=ctx.dtype).expand(weight.shape), to_bias, None, None
+        return to_input, to_weight, to_bias, None, None
 
 
 def enter_overlapped(
@@ -194,14 +200,6 @@ def project(x: Tensor, later: WeightLater, bias: Tensor | None) -> Tensor:
         own = later.regather = None
     x, bias = autocasted(x), None if bias is None else autocasted(bias)
     return _Project.apply(x, later.token, bias, own, later)
-
-
-def autocasted(x: Tensor) -> Tensor:
-    """``x`` as autocast, where it is on, would give it to a product: it leaves 64 bits alone."""
-    kind = x.device.type
-    if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
-        return x
-    return x.to(torch.get_autocast_dtype(kind))
 
 
 def narrowed(reduce: Start, dtype: torch.dtype) -> Start:

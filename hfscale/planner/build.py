@@ -5,6 +5,7 @@ from torch import nn
 from ..config import ParallelConfig
 from ..errors import PlanError
 from ..families.blueprint import Blueprint
+from ..float8_config import Float8Config
 from ..memory_config import MemoryConfig
 from ..plan.plan import Plan
 from .assign import plan_pipeline
@@ -13,6 +14,7 @@ from .context import plan_context
 from .data import plan_data
 from .draft import Draft, Ranks
 from .experts import plan_experts
+from .float8 import plan_float8
 from .layers import find_layers
 from .memory import plan_memory
 from .own_loss import plan_own_loss
@@ -34,23 +36,29 @@ PLAN_PARTS: tuple[PlanPart, ...] = (
     plan_pipeline,
     plan_data,
     plan_memory,
+    plan_float8,
 )
 """In order: each finds in the draft what those before it have decided."""
 
 
 def build_plan(
-    model: nn.Module, layout: ParallelConfig, ranks: Ranks | None = None, memory: MemoryConfig | None = None
+    model: nn.Module,
+    layout: ParallelConfig,
+    ranks: Ranks | None = None,
+    memory: MemoryConfig | None = None,
+    float8: Float8Config | None = None,
 ) -> Plan:
     """Plan a stock Hugging Face model, whole and unpatched, on any device (the meta device is enough).
 
     Args:
         ranks: the pipeline rank of each stage, where the schedule is a file, which says so.
         memory: what is to be computed again instead of kept; nothing by default.
+        float8: how products of weights are made in 8 bits; they are not by default.
 
     Raises:
         PlanError: the layout does not fit the model; the message lists every problem with the valid values.
     """
-    draft = Draft(model, layout, ranks, memory)
+    draft = Draft(model, layout, ranks, memory, float8)
     _refuse_unavailable(draft)
     draft.blueprint = _blueprint(draft)
     draft.layers = find_layers(draft, draft.blueprint)

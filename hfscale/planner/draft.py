@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ..config import ParallelConfig
 from ..families.blueprint import Blueprint
+from ..float8_config import Float8Config
 from ..memory_config import MemoryConfig
 from ..plan.contents import Feature, FeatureT
 from ..plan.cut import Cut
@@ -24,6 +25,7 @@ class Draft:
     Attributes:
         ranks: the pipeline rank of each stage, where the schedule says so.
         asked: what the user asked of memory.
+        float8: how products of weights are made in 8 bits; ``None`` where they are not.
         modules: every module of the model by name.
         problems: why the layout does not fit, in words; each once.
         rules: parameter name -> (its cut over the tensor axis, the axes over which its gradient is partial).
@@ -34,10 +36,15 @@ class Draft:
     """
 
     def __init__(
-        self, model: Any, layout: ParallelConfig, ranks: Ranks | None = None, asked: MemoryConfig | None = None
+        self,
+        model: Any,
+        layout: ParallelConfig,
+        ranks: Ranks | None = None,
+        asked: MemoryConfig | None = None,
+        float8: Float8Config | None = None,
     ) -> None:
         self.model, self.layout, self.tp = model, layout, layout.size("tp")
-        self.config, self.ranks, self.asked = model.config, ranks, asked or MemoryConfig()
+        self.config, self.ranks, self.asked, self.float8 = model.config, ranks, asked or MemoryConfig(), float8
         self.problems: list[str] = []
         self.modules: dict[str, Any] = dict(model.named_modules())
         self.rules: dict[str, tuple[Cut | None, tuple[str, ...]]] = {}

@@ -57,6 +57,7 @@ def load(recipe: FinetuneRecipe, layout: hfscale.ParallelConfig) -> tuple[Any, A
             mixed_precision=recipe.training.mixed_precision,
             routing=hfscale.RoutingConfig(**recipe.routing) if recipe.routing else None,
             memory=hfscale.MemoryConfig(**recipe.memory),
+            float8=hfscale.Float8Config(**recipe.float8) if recipe.float8 else None,
             peft_config=adapter_of(recipe),
             dtype=recipe.training.dtype,
             **quantized,

@@ -90,7 +90,7 @@ class TrainingRecipe:
         warmup_ratio: share of the steps over which the rate rises to its peak.
         weight_decay: of what HF Trainer lets decay: all but biases and norms.
         max_grad_norm: gradients are scaled down to at most this global norm.
-        mixed_precision: ``no``, or ``bf16`` or ``fp16`` to compute in 16 bits over 32-bit weights.
+        mixed_precision: ``no``, or ``bf16`` or ``fp16`` to compute in 16 bits over 32-bit weights, or ``fp8``.
         dtype: of the weights: ``float32``, or ``bfloat16`` for a base that adapters leave as it is. Factors of adapters
             are in 32 bits either way.
         optimizer: a name of HF Trainer's ``optim``, as ``adamw_8bit``, ``adafactor`` or ``lion_8bit``, or ``muon``.
@@ -167,6 +167,7 @@ class Recipe:
         save_check: save and load a state behind the first step, so that a disk without room is found out then.
         routing: what a mixture's router is to do besides, the fields of ``hfscale.RoutingConfig``.
         memory: what is computed again instead of kept, the fields of ``hfscale.MemoryConfig``.
+        float8: how ``training.mixed_precision=fp8`` computes, the fields of ``hfscale.Float8Config``.
     """
 
     name: str = MISSING
@@ -179,6 +180,7 @@ class Recipe:
     save_check: bool = False
     routing: dict[str, Any] = field(default_factory=dict)
     memory: dict[str, Any] = field(default_factory=dict)
+    float8: dict[str, Any] = field(default_factory=dict)
     data: DataRecipe = field(default_factory=DataRecipe)
     training: TrainingRecipe = field(default_factory=TrainingRecipe)
 
@@ -279,6 +281,8 @@ def _check_weights(recipe: Recipe) -> None:
             )
         _check_merge(recipe)
     dtype = recipe.training.dtype
+    if recipe.float8 and recipe.training.mixed_precision != "fp8":
+        raise RecipeError("float8 is for training.mixed_precision=fp8: set that, or leave it out")
     if dtype not in DTYPES[:2]:
         raise RecipeError(f"training.dtype={dtype!r} is not known: use {' or '.join(DTYPES[:2])}")
     if dtype != "float32" and not adapter and not recipe.training.stochastic_rounding:

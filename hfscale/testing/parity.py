@@ -57,6 +57,7 @@ class Case:
         peft: a PEFT config; the reference is then stock PEFT around the stock model, with random factors.
         peft_build: how the layout gets its adapters: ``from_pretrained``, or ``get_peft_model`` afterwards.
         memory: what the layout computes again instead of keeping it.
+        asked: what else the layout is built with, and the reference is not: ``mixed_precision``, ``float8``.
         unlike: ends of the names of stored tensors that are not compared: what each data rank counts for itself.
     """
 
@@ -75,6 +76,7 @@ class Case:
     peft: Any = None
     peft_build: str = "from_pretrained"
     memory: MemoryConfig | None = None
+    asked: dict[str, Any] = field(default_factory=dict)
     unlike: tuple[str, ...] = ()
 
     def batches(self, batch_world: int) -> list[list[list[Batch]]]:
@@ -299,13 +301,13 @@ def run_rank(case: Case, layout: ParallelConfig, directory: str) -> Parity:
     if case.build == "parallelize":
         whole = case.auto_class.from_pretrained(start, dtype=torch.float64, **case.hf_kwargs)
         # FSDP2 holds parameters whose type cannot be changed like that.
-        model = hfscale.parallelize(_in_float64(whole), layout, memory=case.memory)
+        model = hfscale.parallelize(_in_float64(whole), layout, memory=case.memory, **case.asked)
     else:
         adapter = str(Path(directory) / "adapter") if case.peft is not None else None
         later = case.peft_build == "get_peft_model"
         model = hfscale.from_pretrained(
             str(start), parallel=layout, auto_class=case.auto_class, dtype=torch.float64,
-            peft_config=None if later else adapter, memory=case.memory, **case.hf_kwargs
+            peft_config=None if later else adapter, memory=case.memory, **case.asked, **case.hf_kwargs
         )  # fmt: skip
         if later:
             model = hfscale.get_peft_model(model, adapter)

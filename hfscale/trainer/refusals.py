@@ -80,7 +80,7 @@ def check_model(runtime: Runtime, arguments: Any, smoothed_by_host: bool) -> Non
     Raises:
         ConfigError: its precision is not that of the arguments, or its schedule has no end of a step.
     """
-    built, asked = runtime.options.mixed_precision, str(arguments.mixed_precision)
+    built, asked = runtime.options.around_products, str(arguments.mixed_precision)
     if built != asked:
         said = {"no": "neither bf16 nor fp16", "bf16": "bf16=True", "fp16": "fp16=True"}
         raise ConfigError(

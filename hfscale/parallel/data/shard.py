@@ -42,7 +42,9 @@ def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, mixed_precision: s
     if mesh.data_world == 1 or mesh.device_mesh is None:
         return
     data_mesh = _data_mesh(mesh.device_mesh, mesh, compresses(plan), spread=False)
-    dtype = MIXED_PRECISIONS["no" if plan.family in WIDENS_INSIDE else mixed_precision]
+    # As autocast does, it leaves 64 bits alone.
+    as_it_is = plan.family in WIDENS_INSIDE or any(p.dtype == torch.float64 for p in plan.owned())
+    dtype = MIXED_PRECISIONS["no" if as_it_is else mixed_precision]
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else MixedPrecisionPolicy()
     # Whole copies need not be given up after the forward pass where no memory is won by it.
     reshard = mesh.layout.size("dp_shard") > 1

@@ -10,6 +10,7 @@ from ...families.projections import PROJECTIONS, is_transposed
 from ...ops import WeightLater, enter, enter_overlapped, project
 from ...ops.exchange import Started, start_all_reduce
 from ...ops.overlap import narrowed
+from ...ops.products import products_of
 from .sequence_region import SequenceRegion
 
 
@@ -38,6 +39,8 @@ class Overlap:
         if torch.is_autocast_enabled(x.device.type):
             reduce = narrowed(reduce, torch.get_autocast_dtype(x.device.type))
         x, later = enter_overlapped(x, weights, reduce, gather, self.regather)
+        for module, each in zip(columns, later, strict=True):
+            each.products = products_of(module)
         self._waiting = dict(zip(columns, later, strict=True))
         return x
 

@@ -1,0 +1,50 @@
+"""What the user asks of products in 8 bits: :class:`Float8Config`."""
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from .errors import ConfigError, refuse_misspelt
+
+FLOAT8_RECIPES = ("tensorwise", "rowwise")
+"""What has a scale of its own; by torchao's names."""
+
+
+@dataclass(frozen=True)
+class Float8Config:
+    """How ``mixed_precision="fp8"`` computes.
+
+    Attributes:
+        recipe: ``"tensorwise"``: a scale for each tensor, from its largest entry; gradients in e5m2, the rest in e4m3.
+            ``"rowwise"``: a scale for each row that a product adds up over, a power of two; everything in e4m3. More
+            exact, and slower.
+        leave_out: modules within the layers that stay as they are, by the ends of their names, as
+            ``["down_proj", "layers.0.mlp"]``. Heads, embeddings, routers and experts always do.
+
+    Raises:
+        ConfigError: a value is unknown or impossible.
+    """
+
+    recipe: str = "tensorwise"
+    leave_out: Sequence[str] = ()
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "Float8Config":
+        """Refuse misspelt fields by name, before the generated ``__init__`` would."""
+        refuse_misspelt("Float8Config", kwargs, [f.name for f in fields(cls)])
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        if str(self.recipe).lower().startswith("mx"):
+            raise ConfigError(
+                f"recipe={self.recipe!r}: MX formats, with a scale for each 32 entries, are multiplied by Blackwell "
+                "GPUs alone, and hfscale has none: use 'rowwise', which comes nearest, or 'tensorwise'"
+            )
+        if self.recipe not in FLOAT8_RECIPES:
+            close = difflib.get_close_matches(str(self.recipe), FLOAT8_RECIPES, 1)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            raise ConfigError(f"recipe={self.recipe!r} is unknown: {hint}use one of {', '.join(FLOAT8_RECIPES)}")
+        given = self.leave_out
+        if isinstance(given, str) or not all(isinstance(name, str) and name for name in given):
+            raise ConfigError(f'leave_out={given!r} is impossible: pass a list of names, as ["down_proj"]')
+        object.__setattr__(self, "leave_out", tuple(given))

@@ -1,0 +1,179 @@
+"""Products of matrices in 8 bits (Micikevicius et al. 2022), with scales of whole tensors that several ranks share.
+
+Each operand is divided by its largest entry and rounded to a float of 8 bits; the product is multiplied back. The
+arithmetic is torchao's (``Float8LinearConfig``), bit for bit, but for one thing: the largest entry is that of the whole
+tensor, over all ranks that have a part of it, so that every entry is rounded as one process rounds it::
+
+    operand          its parts are over                 largest entry over
+    x [n, in]        tokens (cp), inputs (tp, row)      tokens, inputs
+    weight [out,in]  outputs (tp, column), inputs       outputs, inputs
+    grad [n, out]    tokens, outputs                    tokens, outputs
+
+Rowwise, each row that a product adds up over has a scale of its own, and only ranks with other parts of that row are
+asked: ``x`` along ``in`` for the output, along ``n`` for the gradient of the weight.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from .products import Products
+
+FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
+MULTIPLE = 16
+"""What tensor cores take of both dims of a weight."""
+
+_LEAST = 1e-12  # of a largest entry: what is zero all over stays so
+
+
+@dataclass(frozen=True)
+class Float8Groups:
+    """Ranks with other parts of a projection's tensors, along each of their dims; empty where a rank has all of it."""
+
+    tokens: Sequence[dist.ProcessGroup] = ()
+    inputs: Sequence[dist.ProcessGroup] = ()
+    outputs: Sequence[dist.ProcessGroup] = ()
+
+
+@dataclass(frozen=True)
+class _Scaled:
+    """``data / scale`` is the matrix ``[n, m]``; a scale for all of it, or ``[n, 1]`` or ``[1, m]``."""
+
+    data: Tensor
+    scale: Tensor
+
+    def t(self) -> "_Scaled":
+        return _Scaled(self.data.t(), self.scale.t() if self.scale.ndim == 2 else self.scale)
+
+    def wide(self, dtype: torch.dtype) -> Tensor:
+        return self.data.to(dtype) / self.scale
+
+
+class Float8Products(Products):
+    """Of one pass of one projection.
+
+    Args:
+        groups: who has the rest of its tensors.
+        rowwise: a scale for each row, a power of two, and gradients with as many digits as the rest; or one for each
+            tensor, and gradients with fewer digits over a wider range.
+    """
+
+    def __init__(self, groups: Float8Groups, rowwise: bool = False) -> None:
+        self._groups, self._rowwise = groups, rowwise
+        self._scales: dict[str, Tensor] = {}
+        self._dtype = torch.float32
+
+    def kept(self, weight: Tensor) -> Tensor:
+        """The parameter itself: no copy in another type."""
+        return weight
+
+    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """In the type of ``x``, to which autocast has brought it."""
+        self._dtype = x.dtype
+        rows = self._scaled("x", x.reshape(-1, x.shape[-1]), 1, self._groups.tokens, self._groups.inputs)
+        found = _product(rows, self._weight(weight, 1).t(), x.dtype, fast=True)
+        found = found.view(*x.shape[:-1], found.shape[-1])
+        return found if bias is None else found + bias.to(found.dtype)
+
+    def to_input(self, grad: Tensor, weight: Tensor) -> Tensor:
+        """See :class:`Products`."""
+        rows = self._scaled("grad", grad, 1, self._groups.tokens, self._groups.outputs)
+        return _product(rows, self._weight(weight, 0), grad.dtype)
+
+    def to_weight(self, grad: Tensor, x: Tensor, transposed: bool) -> Tensor:
+        """See :class:`Products`."""
+        outputs = self._scaled("grad", grad, 0, self._groups.tokens, self._groups.outputs)
+        inputs = self._scaled("x", x, 0, self._groups.tokens, self._groups.inputs)
+        found = _product(outputs.t(), inputs, grad.dtype)
+        return found.t() if transposed else found
+
+    def _weight(self, weight: Tensor, along: int) -> _Scaled:
+        # By way of the type of the input, as data ranks gather it, with autocast and, in the backward pass, without.
+        return self._scaled("weight", weight.to(self._dtype), along, self._groups.outputs, self._groups.inputs)
+
+    def _scaled(self, name: str, matrix: Tensor, along: int, *groups_by_dim: Sequence[dist.ProcessGroup]) -> _Scaled:
+        """``matrix``, scaled as a whole, once in a pass, or along a dim, over who has other parts ``along`` it."""
+        dtype = GRADIENT if name == "grad" and not self._rowwise else FORWARD
+        if self._rowwise:
+            largest = _largest(matrix, along, groups_by_dim[along])
+            scale = torch.exp2(torch.floor(torch.log2(_scale_for(largest, dtype))))
+        else:
+            if name not in self._scales:
+                both = [group for groups in groups_by_dim for group in groups]
+                self._scales[name] = _scale_for(_largest(matrix, None, both), dtype)
+            scale = self._scales[name]
+        most = torch.finfo(dtype).max
+        return _Scaled((matrix.to(torch.float32) * scale).clamp(-most, most).to(dtype), scale)
+
+
+def _largest(matrix: Tensor, along: int | None, groups: Sequence[dist.ProcessGroup]) -> Tensor:
+    """The largest absolute value of a matrix, or ``along`` a dim of it, over this rank and those of ``groups``."""
+    if along is None:
+        found = matrix.abs().amax() if matrix.numel() else matrix.new_zeros(())
+    elif matrix.shape[along]:
+        found = matrix.abs().amax(along, keepdim=True)
+    else:
+        found = matrix.new_zeros([1 if dim == along else size for dim, size in enumerate(matrix.shape)])
+    for group in groups:
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+    return found
+
+
+def _scale_for(largest: Tensor, dtype: torch.dtype) -> Tensor:
+    return (torch.finfo(dtype).max / largest.to(torch.float64).clamp(min=_LEAST)).to(torch.float32)
+
+
+def _product(a: _Scaled, b: _Scaled, dtype: torch.dtype, fast: bool = False) -> Tensor:
+    """``a [n, k]`` times ``b [k, m]`` in ``dtype``.
+
+    Args:
+        fast: whether sums may be kept with fewer digits.
+    """
+    if not a.data.is_cuda:  # the same numbers; sums are not rounded to what tensor cores keep of them
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        return a.wide(wide).mm(b.wide(wide)).to(dtype)
+    return on_tensor_cores(a.data, a.scale, b.data, b.scale, dtype, fast)
+
+
+def on_tensor_cores(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch.dtype, fast: bool = False
+) -> Tensor:
+    """``(a / scale_a) @ (b / scale_b)`` of matrices in 8 bits, by torch's own kernel.
+
+    It takes ``a`` by rows and ``b`` by columns, and multiples of 16 of the dim that is added up and of ``b``'s other.
+    Scales of rows are multiplied afterwards unless sums may be ``fast``, since the kernel for them is slow otherwise.
+    """
+    inverse_a, inverse_b = scale_a.reciprocal(), scale_b.reciprocal()
+    rowwise, columns = scale_a.ndim == 2, b.shape[1]
+    a, b = _padded(a, 1), _padded(b, 0, 1)
+    recipe = F.ScalingType.TensorWise
+    given_a, given_b = (inverse_a.new_ones(()),) * 2 if rowwise else (inverse_a, inverse_b)
+    if rowwise and fast:
+        recipe = F.ScalingType.RowWise
+        given_a, given_b = inverse_a, F.pad(inverse_b, (0, b.shape[1] - columns), value=1.0)
+    found = F.scaled_mm(
+        a.contiguous(),
+        b.t().contiguous().t(),
+        given_a,
+        recipe,
+        given_b,
+        recipe,
+        output_dtype=torch.bfloat16 if rowwise and fast else dtype if dtype != torch.float64 else torch.float32,
+        use_fast_accum=fast,
+    )[:, :columns]
+    return (found * inverse_a * inverse_b if rowwise and not fast else found).to(dtype)
+
+
+def _padded(matrix: Tensor, *dims: int) -> Tensor:
+    """With zeros behind, so that the size of each of ``dims`` is a multiple of 16."""
+    missing = [-matrix.shape[dim] % MULTIPLE if dim in dims else 0 for dim in (0, 1)]
+    if not any(missing):
+        return matrix
+    rows, columns = (size + more for size, more in zip(matrix.shape, missing, strict=True))
+    padded = matrix.new_zeros((rows, columns))
+    padded[: matrix.shape[0], : matrix.shape[1]] = matrix
+    return padded

@@ -1,0 +1,60 @@
+"""The three products of a projection: its output, and the gradients of its input and of its weight.
+
+A projection whose products are made in another way than torch's own (in 8 bits, say) says so here; who takes its node
+in autograd's graph apart (:mod:`.overlap`) asks for them, and need not know what they are.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+_ATTRIBUTE = "_hfscale_products"
+
+
+class Products:
+    """Torch's own. An instance is of one pass: what its output is made of may be noted for the gradients.
+
+    Weights are ``[out, in]`` here, whichever way round a module keeps them.
+    """
+
+    def kept(self, weight: Tensor) -> Tensor:
+        """What the backward pass is to find of a weight."""
+        return autocasted(weight)
+
+    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """``x [..., in]`` -> ``[..., out]``."""
+        return F.linear(x, weight, bias)
+
+    def to_input(self, grad: Tensor, weight: Tensor) -> Tensor:
+        """``grad [n, out]`` of the output -> ``[n, in]``."""
+        return grad.mm(weight)
+
+    def to_weight(self, grad: Tensor, x: Tensor, transposed: bool) -> Tensor:
+        """``grad [n, out]`` and ``x [n, in]`` -> the weight's gradient ``[out, in]``, or ``[in, out]``."""
+        return x.t().mm(grad) if transposed else grad.t().mm(x)
+
+
+def multiply_by(module: nn.Module, products: Callable[[], Products]) -> None:
+    """Have a projection's products made by what ``products`` returns for each pass: by whoever makes them apart.
+
+    Args:
+        products: a function, since a deep copy of the module is to have the same one.
+    """
+    setattr(module, _ATTRIBUTE, products)
+
+
+def products_of(module: Any) -> Products:
+    """What makes the products of a projection in the pass that begins."""
+    chosen = module.__dict__.get(_ATTRIBUTE)
+    return Products() if chosen is None else chosen()
+
+
+def autocasted(x: Tensor) -> Tensor:
+    """``x`` as autocast, where it is on, would give it to a product: it leaves 64 bits alone."""
+    kind = x.device.type
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return x
+    return x.to(torch.get_autocast_dtype(kind))
