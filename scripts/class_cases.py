@@ -367,7 +367,7 @@ def case_of(kind: Kind, config: Any) -> plain.PlainCase | PictureCase:
     """What is run of a config."""
     if kind.auto == "AutoModelForImageTextToText":
         forward = inspect.signature(classes_by_config(kind.auto_class)[type(config)].forward)
-        asked = forward.parameters["pixel_values"].default is inspect.Parameter.empty
+        asked = forward.parameters["pixel_values"].default is inspect.Parameter.empty or config.model_type == "git"
         return PictureCase(config, text_alone=frozenset() if asked else _TEXT_ALONE)
     with torch.device(
         "meta"
