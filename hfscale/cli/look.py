@@ -3,7 +3,8 @@
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -21,6 +22,23 @@ def working(what: str) -> None:
     """Say what takes a while, where a person is looking."""
     if sys.stderr.isatty():
         print(f"{what} ...", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def bar() -> Iterator[Callable[[str, int, int], None]]:
+    """A progress bar, where a person is looking; call what it gives with what is under way, its number, and of how
+    many.
+    """
+    from tqdm import tqdm
+
+    with tqdm(total=1, disable=not sys.stderr.isatty(), bar_format="{l_bar}{bar}| {elapsed}") as shown:
+
+        def progress(what: str, number: int, of: int) -> None:
+            shown.set_description(what, refresh=False)
+            shown.total, shown.n = of, number
+            shown.refresh()
+
+        yield progress
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:

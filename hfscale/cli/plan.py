@@ -2,7 +2,9 @@
 
 import argparse
 import json
+import os
 
+from . import dry_run
 from .flags import plan_arguments
 from .layout import add_layout_arguments, layout_of
 from .look import add_json, print_json
@@ -15,7 +17,8 @@ DESCRIPTION = (
     "gradient; and what a rank holds in training, by kind. Reads only the config: no weights, no processes, no GPU."
 )
 EXAMPLE = """hfscale plan Qwen/Qwen3-8B --tp 2 --dp-shard 4
-hfscale plan meta-llama/Llama-3.1-70B --tp 4 --lora --quantize nf4 --tokens 4096 --recompute"""
+hfscale plan meta-llama/Llama-3.1-70B --tp 4 --lora --quantize nf4 --tokens 4096 --recompute
+hfscale plan meta-llama/Llama-3.1-405B --tp 8 --sequence-parallel --pp 16 --dp-shard 128 --tokens 8192 --dry-run"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,17 +26,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     add_layout_arguments(parser)
     add_training_arguments(parser)
+    dry_run.add_dry_run_arguments(parser)
     add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan."""
     check_place(arguments.model)
+    if arguments.dry_run:  # before torch is imported: it warns of groups of ranks that are not there
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from ..build import plan as make_plan
     from ..plan import render, to_json
 
     layout, auto_class = layout_of(arguments), auto_class_of(arguments.auto_class)
     config = load_config(arguments.model, arguments.trust_remote_code)
+    if arguments.dry_run:
+        return dry_run.run(arguments, config)
     chosen = plan_arguments(arguments) | remote_code(arguments)
     with building(arguments, config):
         planned = make_plan(config, layout, auto_class=auto_class, dtype=arguments.dtype, **chosen)

@@ -27,7 +27,9 @@ class Job:
         attention_again: whether it computes attention between its projections again in all layers.
         causal: whether attention leaves out what comes later.
         trained: fraction of the weights that train; the others have no gradient of their own.
+        value_bytes: bytes of a value of the stream between the blocks.
         gradient_bytes: bytes of a gradient as ranks exchange it.
+        gathered_bytes: bytes of a weight as data ranks gather it.
         unpacked: bytes moved for every weight of a quantized base, to have it in 16 bits in both passes.
         offloaded: bytes that go to the host and back in a step: activations, or weights and gradients.
         ranks_per_node: how many share a node.
@@ -50,7 +52,9 @@ class Job:
     attention_again: bool = False
     causal: bool = True
     trained: float = 1.0
+    value_bytes: float = 2
     gradient_bytes: float = 4
+    gathered_bytes: float = 2
     unpacked: float = 0.0
     offloaded: float = 0.0
     ranks_per_node: int = 8

@@ -5,7 +5,7 @@
     products      2 for every token and weight forward, 4 backward, 2 more where a layer is recomputed
     attention     2 s q forward for every token where it is causal, 2.5 times that backward (Dao 2023)
     elementwise   norms and residuals 44 bytes for every value of the stream, 8 for every value of queries, keys, values
-                  and attention's result, 30 for every value inside of a gated MLP (14 of a plain one), all in 16 bits
+                  and attention's result, 30 for every value inside of a gated MLP (14 of a plain one), in 16 bits
     accumulation  12 bytes for every weight: the gradient is written, read, and added in 32 bits
     exchange      what the blocks' collectives send within the layer, exposed
 
@@ -16,11 +16,10 @@ from dataclasses import dataclass, fields
 
 from .constants import Constants
 from .job import Job
-from .links import sent, tensor_bus, tensor_latency
+from .links import tensor_bus, tensor_latency
 from .machine import Machine
 from .model_shape import ModelShape
-
-_BYTES = 2  # of a value that is computed
+from .traffic import edge_traffic, layer_traffic
 
 
 @dataclass(frozen=True)
@@ -74,14 +73,14 @@ def layer_seconds(shape: ModelShape, job: Job, machine: Machine, constants: Cons
     attention = work * tokens * job.sequence * shape.queries / tp * (1 + scores_again + 2.5)
     stream = 44 * shape.hidden / (tp if job.sequence_parallel else 1)
     inside = 8 * (2 * shape.queries + 2 * shape.keys) + (30 if shape.gated else 14) * shape.mlp_width
-    moved = tokens * (stream + inside / tp) * (1 + again / 3)
+    moved = tokens * (stream + inside / tp) * (1 + again / 3) * job.value_bytes / 2
     own = shape.held(tp, job.ep)
     return Seconds(
         products=passes * tokens * shape.active_weights / tp / _product_rate(machine, constants),
         attention=attention / (constants.attention * machine.flops),
         elementwise=(constants.elementwise * moved + job.unpacked * own) / bandwidth,
         accumulation=12 * job.trained * own / bandwidth,
-        exchange=_exchange(shape, job, machine, constants, again),
+        exchange=_exchange(shape, job, machine, constants),
         host=constants.layer_host * (1 + again / 3),
     )
 
@@ -102,18 +101,17 @@ def _product_rate(machine: Machine, constants: Constants) -> float:
     return (machine.products or constants.products) * machine.flops
 
 
-def _exchange(shape: ModelShape, job: Job, machine: Machine, constants: Constants, again: float) -> float:
+def edge_seconds(shape: ModelShape, job: Job, machine: Machine, constants: Constants) -> Seconds:
+    """Of what tensor ranks exchange at the embedding, or at the head."""
+    if job.tp == 1:
+        return Seconds()
+    return Seconds(exchange=edge_traffic(shape, job) / tensor_bus(job.tp, machine, constants))
+
+
+def _exchange(shape: ModelShape, job: Job, machine: Machine, constants: Constants) -> float:
     """Seconds that a layer waits for other tensor, expert and context ranks."""
-    stream = _BYTES * job.tokens * shape.hidden
-    found = 0.0
-    if job.tp > 1:
-        times = job.exchanged + 4 * again  # two gathers and two scatters are the forward pass's
-        found += times * sent(job.tp) * stream / tensor_bus(job.tp, machine, constants)
-        found += tensor_latency(job.tp, machine, constants)
-    if job.ep > 1 and shape.experts:  # tokens go to their experts and back, and their gradients
-        times = 4 * shape.routed / (job.tp if job.sequence_parallel else 1)
-        found += times * sent(job.ep) * stream / tensor_bus(job.ep * job.tp, machine, constants)
-    if job.cp > 1:  # keys and values are gathered, and their gradients scattered
-        keys = 2 * _BYTES * job.tokens * job.cp * shape.keys / job.tp
-        found += 2 * sent(job.cp) * keys / tensor_bus(job.cp * job.tp, machine, constants)
+    neighbours = {"tp": job.tp, "ep": job.ep * job.tp, "cp": job.cp * job.tp}
+    found = tensor_latency(job.tp, machine, constants)
+    for axis, size in layer_traffic(shape, job).items():
+        found += size / tensor_bus(neighbours[axis], machine, constants)
     return found

@@ -41,6 +41,17 @@ def data_bus(size: int, apart: int, machine: Machine, constants: Constants) -> f
     return single / (1 + constants.spread * log2(nodes))
 
 
+def ring_share(collective: str, size: int) -> float:
+    """Bytes that a rank sends for each byte that it hands to a collective over ``size`` ranks, run as a ring.
+
+    Args:
+        collective: ``allreduce``, ``allgather`` (given this rank's piece), ``reduce_scatter``, ``alltoall``; ``recv``
+            sends nothing, and anything else what it is given.
+    """
+    shares = {"allreduce": 2 * sent(size), "allgather": size - 1.0, "recv": 0.0}
+    return {**shares, "reduce_scatter": sent(size), "alltoall": sent(size)}.get(collective, 1.0)
+
+
 def sent(size: int) -> float:
     """Fraction of the bytes of a gather that a rank receives."""
     return (size - 1) / size

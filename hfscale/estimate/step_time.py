@@ -6,13 +6,14 @@ term is that of one of them: ``sum(t_r) / v`` (Narayanan et al. 2021).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from .constants import Constants
 from .job import Job
 from .layer_time import Seconds
 from .links import data_bus, sent
 from .machine import Machine
+from .traffic import data_traffic
 
 
 @dataclass(frozen=True)
@@ -107,17 +108,20 @@ def data_seconds(weights: float, backward: float, job: Job, machine: Machine, co
         weights: entries on one rank, were they not sharded.
         backward: seconds of the last microbatch's backward pass.
     """
-    if job.dp == 1:
+    if job.dp * job.cp == 1:
         return 0.0
-    bus = data_bus(job.dp, job.tp * job.cp, machine, constants)
-    trained = job.trained * weights
+    buses = {
+        "dp_shard": data_bus(job.shards, job.tp, machine, constants),
+        "dp_replicate": data_bus(job.dp * job.cp // job.shards, job.tp * job.shards, machine, constants),
+    }
     sharded = job.shards > 1
-    moved = sent(job.dp) * (job.gradient_bytes + 2 if sharded else 2 * job.gradient_bytes) * trained
-    latency = (constants.latency_shards if sharded else constants.latency) * (job.dp - 1)
+    once = replace(job, gathers=False, gathered_bytes=0 if job.gathers else job.gathered_bytes)
+    moved = sum(size / buses[axis] for axis, size in data_traffic(weights, 0.0, once).items())
+    latency = (constants.latency_shards if sharded else constants.latency) * (job.dp * job.cp - 1)
     hidden = (constants.hidden_shards if sharded else constants.hidden) * backward
-    exposed = max(moved / bus - hidden, 0.0) + latency
+    exposed = max(moved - hidden, 0.0) + latency
     if not job.gathers:
         return exposed
     # Whole layers are gathered while the one before computes: what that does not hide remains, in both passes.
-    gathered = 2 * sent(job.dp) * 2 * weights / bus
+    gathered = 2 * sent(job.shards) * job.gathered_bytes * weights / buses["dp_shard"]
     return exposed + job.microbatches * max(gathered - 1.5 * backward, 0.0)

@@ -14,16 +14,16 @@ from ..config import ParallelConfig
 from ..errors import ConfigError
 from ..estimate.constants import Constants, fitted, read_constants
 from ..estimate.job import Job
-from ..estimate.layer_time import Seconds, head_seconds, layer_seconds
+from ..estimate.layer_time import Seconds, edge_seconds, head_seconds, layer_seconds
 from ..estimate.machine import Machine, find_machine
 from ..estimate.memory import MemoryEstimate
 from ..estimate.model_shape import ModelShape
-from ..estimate.recompute import is_matrix
 from ..estimate.step_time import step_time
 from ..memory.report import memory_of_ranks
 from ..parallel.pipeline import Costs, Timeline, order, simulate
 from ..plan import Plan
 from .jobs import job_of, offloaded_bytes
+from .places import layers_of, places_of
 from .report import Estimate, StageEstimate
 from .shapes import shape_of_plan
 
@@ -72,7 +72,8 @@ def estimate(
     plan, config = _planned(source, parallel, plan_kwargs)
     count = num_microbatches or plan.layout.num_microbatches or plan.layout.size("pp")
     shape = shape_of_plan(plan, config)
-    job = job_of(plan, machine, sequence=sequence_length, batch=batch_size, microbatches=count)
+    mixed = mixed_precision != "no"
+    job = job_of(plan, machine, sequence=sequence_length, batch=batch_size, microbatches=count, mixed=mixed)
     held = memory_of_ranks(
         plan,
         optimizer,
@@ -93,7 +94,7 @@ def _of_plan(
     job = replace(job, offloaded=max(offloaded_bytes(plan, rank, job) for rank in range(job.pp)))
     hop = constants.hop if job.pp > 1 else 0.0
     taken = [stage.stage(constants) + hop for stage in stages]
-    layers, played = _layers_of(plan), _played(plan, taken, job)
+    layers, played = layers_of(plan), _played(plan, taken, job)
     bubble = None if played is None else max(0.0, played.makespan - job.microbatches * max(taken))
     return Estimate(
         hardware=machine,
@@ -137,38 +138,16 @@ def _planned(source: Any, parallel: ParallelConfig | None, kwargs: dict[str, Any
     return make_plan(config, parallel, **kwargs), config
 
 
-def _layers_of(plan: Plan) -> list[int]:
-    """How many layers each pipeline rank has."""
-    if plan.stages is None:
-        return [len(plan.layers)]
-    ranks = range(plan.layout.size("pp"))
-    return [sum(len(stage.layers) for stage in plan.stages.of_rank(rank)) for rank in ranks]
-
-
 def _stages(
     plan: Plan, shape: ModelShape, job: Job, machine: Machine, constants: Constants
 ) -> tuple[list[Seconds], list[float]]:
     """For each pipeline rank the seconds of a microbatch, and its entries of matrices."""
-    layer, head = (part(shape, job, machine, constants) for part in (layer_seconds, head_seconds))
+    layer, head, edge = (part(shape, job, machine, constants) for part in (layer_seconds, head_seconds, edge_seconds))
     seconds, weights = [], []
-    for rank, layers in enumerate(_layers_of(plan)):
-        has_head = plan.head is not None and plan.is_local(rank, plan.head)
-        seconds.append(layer * layers + (head if has_head else Seconds()))
-        tables = [name for name in plan.local_names(rank) if is_matrix(plan, name) and not _in_layer(plan, name)]
-        outside = sum(_entries(plan.by_name[name].shape) for name in tables)
-        weights.append(layers * shape.held(job.tp, job.ep) + outside / job.tp)
+    for place in places_of(plan, shape, job):
+        seconds.append(layer * place.layers + (head if place.head else Seconds()) + edge * place.ends)
+        weights.append(place.layer_weights + place.table_weights)
     return seconds, weights
-
-
-def _in_layer(plan: Plan, name: str) -> bool:
-    return name.startswith(tuple(f"{layer}." for layer in plan.layers))
-
-
-def _entries(shape: Sequence[int]) -> int:
-    found = 1
-    for size in shape:
-        found *= size
-    return found
 
 
 def _played(plan: Plan, taken: list[float], job: Job) -> Timeline | None:

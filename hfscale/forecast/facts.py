@@ -11,7 +11,7 @@ from ..estimate.memory import estimate_memory
 from ..estimate.model_shape import ModelShape
 from ..estimate.recompute import is_matrix, trained_names, types_of
 from ..plan import Plan
-from .jobs import gradient_bytes, trained_fraction, unpacked_bytes
+from .jobs import gathered_bytes, gradient_bytes, trained_fraction, unpacked_bytes
 from .shapes import shape_of_plan
 
 _COPIES = 2  # of what a layer keeps in 16 bits: the stream in 32, and copies of it
@@ -35,6 +35,7 @@ class Facts:
         trained: fraction of the entries that trains.
         unpacked: bytes moved for every weight of a quantized base.
         gradient: bytes of a gradient.
+        value: bytes of a value of the stream.
         family: the kind of model.
     """
 
@@ -50,6 +51,7 @@ class Facts:
     trained: float
     unpacked: float
     gradient: float
+    value: float
     family: str
 
 
@@ -83,7 +85,7 @@ def facts_of(
         heads=int(heads),
         states=(held.weights + held.adapters + held.gradients + held.optimizer) / entries,
         weight=held.weights / entries,
-        width=2 if mixed_precision != "no" else held.weights / entries,
+        width=gathered_bytes(plan, mixed_precision != "no"),
         kept=one.kept,
         stream=one.stream,
         kept_alone=min(alone.kept, _COPIES * one.kept),
@@ -91,5 +93,6 @@ def facts_of(
         trained=trained_fraction(plan),
         unpacked=unpacked_bytes(plan),
         gradient=gradient_bytes(plan),
+        value=types.size,
         family=plan.family,
     )

@@ -4,22 +4,24 @@ from math import prod
 
 from ..estimate.job import Job
 from ..estimate.machine import Machine
-from ..estimate.recompute import Situation, is_matrix, layers_held, trained_names
+from ..estimate.recompute import Situation, is_matrix, layers_held, trained_names, types_of
 from ..plan import Plan
 from ..plan.offload import offloaded
 from ..plan.recompute import recomputed
 
 _UNPACKED = {4: 9.0, 8: 10.0}  # by bits: read, written in 16 bits and read again, in both passes
+_PACKED = {4: 0.5 + 4 / 64, 8: 1.0}  # bytes of a weight by bits, with a scale for each block
 _COPIES = 8  # bytes of a weight and its gradient that go to where the optimizer steps, and come back
 
 
-def job_of(plan: Plan, machine: Machine, *, sequence: int, batch: int, microbatches: int) -> Job:
+def job_of(plan: Plan, machine: Machine, *, sequence: int, batch: int, microbatches: int, mixed: bool = False) -> Job:
     """What a step of this plan is.
 
     Args:
         sequence: tokens of a sequence.
         batch: sequences of one microbatch.
         microbatches: of one batch rank in a step.
+        mixed: whether it computes in 16 bits over the weights' own type.
     """
     layout = plan.layout
     shards = layout.size("dp_shard")
@@ -40,7 +42,9 @@ def job_of(plan: Plan, machine: Machine, *, sequence: int, batch: int, microbatc
         recompute=_recomputed_fraction(plan),
         attention_again=recomputed(plan).attention,
         trained=trained_fraction(plan),
+        value_bytes=2 if mixed else types_of(plan, False).size,
         gradient_bytes=2 if layout.gradient_compression in ("bf16", "fp16") else gradient_bytes(plan),
+        gathered_bytes=gathered_bytes(plan, mixed),
         unpacked=unpacked_bytes(plan),
         ranks_per_node=machine.ranks_per_node,
     )
@@ -55,6 +59,17 @@ def trained_fraction(plan: Plan) -> float:
 def gradient_bytes(plan: Plan) -> int:
     """Bytes of a gradient as data ranks exchange it: of the widest of the model's types."""
     return max((p.dtype.itemsize for p in plan.owned() if p.dtype.is_floating_point), default=4)
+
+
+def gathered_bytes(plan: Plan, mixed: bool) -> float:
+    """Bytes of a weight of a matrix as data ranks gather it: as it is computed with, or packed."""
+    packed, size = frozenset[str](), 0.0
+    if plan.quantized is not None:
+        packed, size = frozenset(plan.quantized.weights), _PACKED[plan.quantized.bits]
+    entries = {p.name: prod(p.shape) for p in plan.owned() if is_matrix(plan, p.name)}
+    types = {p.name: 2 if mixed else p.dtype.itemsize for p in plan.owned()}
+    found = sum(count * (size if name in packed else types[name]) for name, count in entries.items())
+    return found / max(1, sum(entries.values()))
 
 
 def unpacked_bytes(plan: Plan) -> float:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from ..estimate.constants import Constants
 from ..estimate.job import Job
-from ..estimate.layer_time import Seconds, head_seconds, layer_seconds
+from ..estimate.layer_time import Seconds, edge_seconds, head_seconds, layer_seconds
 from ..estimate.machine import Machine
 from ..estimate.step_time import step_time
 from ..plan import balance
@@ -49,15 +49,17 @@ class Quick:
 
     def __init__(self, facts: Facts, machine: Machine, constants: Constants, sequence: int) -> None:
         self.facts, self.machine, self.constants, self.sequence = facts, machine, constants, sequence
-        self._parts: dict[tuple[int, ...], tuple[Seconds, Seconds]] = {}
+        self._parts: dict[tuple[int, ...], tuple[Seconds, Seconds, Seconds]] = {}
         self._places: dict[tuple[int, int, str], tuple[int, ...]] = {}
 
     def estimate(self, candidate: Candidate) -> Found:
         """Seconds and bytes of one candidate."""
         job, layers = self._job(candidate), self._layers(candidate)
-        layer, head = self._seconds(candidate, job)
+        layer, head, embedding = self._seconds(candidate, job)
         last = 0 if candidate.schedule == "zbv" else candidate.pp - 1
-        stages = [layer * count + (head if rank == last else Seconds()) for rank, count in enumerate(layers)]
+        stages = [layer * count for count in layers]
+        stages[0] += embedding
+        stages[last] += head
         weights = [self._weights(candidate, rank, count) for rank, count in enumerate(layers)]
         if candidate.schedule == "zbv":  # ranks wait for a forward pass of half their layers, and for nothing else
             job = replace(job, virtual=6)
@@ -85,16 +87,19 @@ class Quick:
             sequence_parallel=c.tp > 1,
             recompute=float(c.recompute),
             trained=self.facts.trained,
+            value_bytes=self.facts.value,
             gradient_bytes=self.facts.gradient,
+            gathered_bytes=self.facts.width,
             unpacked=self.facts.unpacked,
             ranks_per_node=self.machine.ranks_per_node,
         )
 
-    def _seconds(self, c: Candidate, job: Job) -> tuple[Seconds, Seconds]:
+    def _seconds(self, c: Candidate, job: Job) -> tuple[Seconds, Seconds, Seconds]:
         key = (c.tp, c.cp, c.ep, c.batch, c.recompute)
         if key not in self._parts:
             given = (self.facts.shape, job, self.machine, self.constants)
-            self._parts[key] = layer_seconds(*given), head_seconds(*given)
+            edge = edge_seconds(*given)
+            self._parts[key] = layer_seconds(*given), head_seconds(*given) + edge, edge
         return self._parts[key]
 
     def _layers(self, c: Candidate) -> tuple[int, ...]:
@@ -151,5 +156,5 @@ def alive_of(schedule: str, pp: int, microbatches: int, virtual: int) -> list[in
     if schedule == "interleaved1f1b":  # forwards before the first backward, and one (Narayanan et al. 2021b)
         return [min(virtual * m, (virtual - 1) * pp + 2 * (pp - 1 - rank) + 1) for rank in ranks]
     if schedule == "zbv":
-        return [min(2 * pp - rank, m) + min(rank + 1, m) for rank in ranks]
+        return [min(2 * pp, 2 * m) for _ in ranks]  # as 1F1B's first rank, on all of them (Qi et al. 2024)
     return [min(pp - rank, m) for rank in ranks]

@@ -1,6 +1,6 @@
 """How many microbatches pipeline stages hold at once."""
 
-from ..parallel.pipeline import order, peak_live
+from ..parallel.pipeline import Order, fullest_live, order, peak_live
 from ..plan import Plan
 
 
@@ -10,8 +10,17 @@ def microbatches_alive(plan: Plan, num_microbatches: int | None) -> tuple[int, .
     Args:
         num_microbatches: of a step; by default the layout's, or as many as it has stages.
     """
-    layout = plan.layout
+    return () if plan.stages is None else peak_live(_order(plan, num_microbatches))
+
+
+def alive_together(plan: Plan, num_microbatches: int | None) -> tuple[int, ...]:
+    """The same at the moment when the stages of a rank keep most together: each may keep more, at another time."""
     if plan.stages is None:
         return ()
+    return fullest_live(_order(plan, num_microbatches), [max(1, len(stage.layers)) for stage in plan.stages.stages])
+
+
+def _order(plan: Plan, num_microbatches: int | None) -> Order:
+    layout = plan.layout
     count = num_microbatches or layout.num_microbatches or layout.size("pp")
-    return peak_live(order(str(layout.pipeline_schedule), layout.size("pp"), count, layout.virtual_stages or 1))
+    return order(str(layout.pipeline_schedule), layout.size("pp"), count, layout.virtual_stages or 1)

@@ -26,7 +26,7 @@ from ..parallel.data import reshard
 from ..plan import Plan
 from ..quantization.quantized_modules import beside_quantized
 from ..runtime import find_runtime, local_tensor, runtime_of
-from .alive import microbatches_alive
+from .alive import alive_together
 from .recompute import Recomputation
 
 
@@ -85,7 +85,7 @@ def memory_estimate(
         "mixed_precision": mixed_precision or runtime.options.mixed_precision,
     }
     given |= {"trained": {planned.name for planned, p in runtime.parameters() if p.requires_grad}}
-    given |= {"alive": microbatches_alive(plan, num_microbatches), "routes": experts_per_token(model.config)}
+    given |= {"alive": alive_together(plan, num_microbatches), "routes": experts_per_token(model.config)}
     return estimate_memory(
         plan, runtime.mesh.ranks, chunk_rows=_chunk_rows(plan, tokens, runtime.mesh.device.type), **given
     )
@@ -107,7 +107,7 @@ def memory_of_ranks(
     Args:
         routes: experts that a token is sent to, where that is known.
     """
-    alive = microbatches_alive(plan, num_microbatches)
+    alive = alive_together(plan, num_microbatches)
     return [
         estimate_memory(
             plan,

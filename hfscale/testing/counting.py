@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .._host.torch import TorchDispatchMode, schema_of, tree_leaves
+from ..estimate.links import ring_share
 
 
 @dataclass
@@ -29,9 +30,7 @@ class Traffic:
         """Bytes each of ``ranks`` ranks sends if every collective runs as a ring: ``2 (n-1)/n`` of an all-reduce's
         payload, ``n-1`` times an all-gather's, ``(n-1)/n`` of a reduce-scatter's or an all-to-all's.
         """
-        share = (ranks - 1) / ranks
-        factors = {"allreduce": 2 * share, "allgather": ranks - 1, "reduce_scatter": share, "alltoall": share}
-        return sum(size * factors.get(name, 1.0) for name, size in self.payload.items())
+        return sum(size * ring_share(name, ranks) for name, size in self.payload.items())
 
 
 class _Counting(TorchDispatchMode):

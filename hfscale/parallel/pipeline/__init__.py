@@ -11,7 +11,7 @@ from .part import PipelineStages
 from .run import Pipeline, check_stages, stage_places
 from .simulate import Costs, simulate
 from .stand_in import leave_out
-from .timeline import Action, Order, Span, Timeline, peak_live, stage_ranks
+from .timeline import Action, Order, Span, Timeline, fullest_live, peak_live, stage_ranks
 from .weight_versions import stashed_versions, weight_versions
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "Timeline",
     "check_stages",
     "default_virtual_stages",
+    "fullest_live",
     "ideal_bubble",
     "leave_out",
     "merge_records",

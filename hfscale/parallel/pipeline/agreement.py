@@ -48,6 +48,7 @@ class StageAgreement:
 
     Attributes:
         loss_type: the type of the loss, which ranks without the last stage do not see.
+        alone: whether the other ranks are not there, and all stages are taken to train.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -61,7 +62,7 @@ class StageAgreement:
         self._own_stages: dict[str, list[int]] = {}
         self._reports: list[_Report] = []
         self._thawed: set[int] = set()  # stages with a tied tensor that trains
-        self.loss_type = torch.float32
+        self.loss_type, self.alone = torch.float32, False
 
     def tell(self, train: bool) -> tuple[list[int], list[Tensor]]:
         """This rank's report: numbers of the host, and of the device.
@@ -139,6 +140,8 @@ class StageAgreement:
         Raises:
             ConfigError: on all stages, if copies of a tied tensor differ.
         """
+        if self.alone:
+            return [True] * len(self._stages.stages)
         mine = self._runtime.mesh.rank_in_stage
         for index, name in enumerate(self._tied):
             same = (report for report in self._reports if report.rank_in_stage == mine)

@@ -221,6 +221,15 @@ class Pipeline(Executor):
         """See :mod:`.agreement`."""
         return self._agreement.tell(train)
 
+    def expect(self, trailing: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Run this rank without the others: nobody tells what arrives at its stages, nor whether stages train.
+
+        Args:
+            trailing: sizes of the stream behind samples and tokens; all stages train.
+        """
+        self._types.expect(trailing, dtype)
+        self._agreement.alone = True
+
     def hear(self, told: list[list[int]]) -> None:
         """What ranks with this batch told each other, for the step that follows."""
         self._agreement.hear(told)

@@ -4,7 +4,7 @@ An :class:`Action` is one computation of one stage on one microbatch; an *order*
 a :class:`Timeline` says when each ran. Stages are numbered along the model over all ranks; rank 0 holds stage 0.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -163,6 +163,26 @@ def peak_live(order: Order) -> tuple[int, ...]:
             alive[action.stage] += (action.kind == "forward") - (action.kind in RELEASE)
             peak[action.stage] = max(peak[action.stage], alive[action.stage])
     return tuple(peak)
+
+
+def fullest_live(order: Order, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Per stage, the microbatches alive at the moment when its rank's stages keep most together.
+
+    Args:
+        sizes: what a microbatch takes in each stage.
+    """
+    alive, found = [0] * len(sizes), [0] * len(sizes)
+    for actions in order:
+        most = 0
+        own = {action.stage for action in actions}
+        for action in actions:
+            alive[action.stage] += (action.kind == "forward") - (action.kind in RELEASE)
+            total = sum(alive[stage] * sizes[stage] for stage in own)
+            if total > most:
+                most = total
+                for stage in own:
+                    found[stage] = alive[stage]
+    return tuple(found)
 
 
 def stage_ranks(order: Order) -> dict[int, int]:

@@ -1,0 +1,118 @@
+"""Private names of torch's fake process group, and what lets FSDP2 run on the meta device.
+
+Read and run with torch 2.13. FSDP2 asks a device for streams and events by the module of its name (``torch.cuda``),
+which the meta device has not, and refuses weights there as not loaded yet.
+"""
+
+import importlib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FakeWork
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from .replaced import attribute_replaced
+
+_fsdp: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fully_shard")
+META = torch.device("meta")
+_BACKEND = "cpu:fake,meta:fake"
+
+
+class _Event:
+    """Of a device on which all is done at once."""
+
+    def record(self, stream: Any = None) -> "_Event":
+        return self
+
+    def wait(self, stream: Any = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+class _Stream:
+    def __init__(self, device: Any = None, priority: int = 0) -> None: ...
+
+    def record_event(self, event: Any = None) -> _Event:
+        return event or _Event()
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+
+class _Device:
+    """What ``torch.cuda`` is to a GPU, as far as FSDP2 and meshes ask."""
+
+    Stream, Event = _Stream, _Event
+
+    def __init__(self) -> None:
+        self._stream = _Stream()
+
+    def current_stream(self, device: Any = None) -> _Stream:
+        return self._stream
+
+    def stream(self, stream: Any) -> Any:
+        return nullcontext(stream)
+
+    def is_initialized(self) -> bool:
+        return True
+
+
+@contextmanager
+def fake_process_group(world: int, rank: int) -> Iterator[None]:
+    """Within: this process is one of ``world`` ranks that nobody started; collectives return at once."""
+    new_group = dist.new_group
+
+    def fake_group(ranks: Any = None, backend: Any = None, **options: Any) -> Any:
+        return new_group(ranks, backend=_BACKEND, **options)
+
+    with attribute_replaced(dist, "new_group", fake_group):
+        dist.init_process_group(_BACKEND, store=FakeStore(), rank=rank, world_size=world)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
+@contextmanager
+def meta_as_accelerator() -> Iterator[None]:
+    """Within: FSDP2 and autocast take the meta device for one that computes."""
+    enabled, device_of_mesh = torch.is_autocast_enabled, _fsdp._get_device_from_mesh
+
+    def is_enabled(*kind: str) -> bool:
+        return enabled(*("cpu" if name == "meta" else name for name in kind))
+
+    def device_from(mesh: Any) -> torch.device:
+        return META if mesh.device_type == "meta" else device_of_mesh(mesh)
+
+    with ExitStack() as stack:
+        for owner, name, value in (
+            (torch, "is_autocast_enabled", is_enabled),
+            (torch, "meta", _Device()),
+            (_fsdp, "_get_device_from_mesh", device_from),
+            (FSDPParamGroup, "_validate_no_meta_params", lambda group: None),
+        ):
+            stack.enter_context(attribute_replaced(owner, name, value))
+        yield
+
+
+def group_of(arguments: Any) -> Any:
+    """The process group among the arguments of a collective's operator; ``None`` where there is none."""
+    for argument in arguments:
+        if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
+            return dist.ProcessGroup.unbox(argument)
+    return None
+
+
+def finished(func: Any, args: Any) -> Any:
+    """What the operator of a collective returns, done: its outputs as they are."""
+    work = FakeWork().boxed()
+    made = [work if "Work" in str(value.type) else args[0] for value in func._schema.returns]
+    return made[0] if len(made) == 1 else tuple(made)

@@ -1,0 +1,56 @@
+"""``hfscale plan MODEL --dry-run``: a step of every kind of stage, counted beside the estimate."""
+
+import argparse
+from typing import Any
+
+from ..errors import ConfigError
+from .layout import layout_of
+from .look import bar, print_json
+from .model import auto_class_of, building, remote_code
+
+_OTHERS = ("lora", "quantize", "rank", "optimizer", "gpu")
+
+
+def add_dry_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """``--dry-run``, and what of its step no other flag says."""
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="let one rank of every kind of stage take a step without weights, and count what it sends and keeps "
+        "(a microbatch is one sequence of --tokens; --microbatches of a step)",
+    )
+
+
+def run(arguments: argparse.Namespace, config: Any) -> int:
+    """Count, and print.
+
+    Raises:
+        ConfigError: adapters, quantized weights or an optimizer are asked for, which a dry run has not.
+    """
+    from ..forecast.dry_run import dry_run
+    from ..memory_config import MemoryConfig
+
+    beside = [f"--{name}" for name in _OTHERS if getattr(arguments, name) is not None]
+    if beside:
+        raise ConfigError(
+            f"--dry-run trains all weights as they are, and nothing is updated: leave {', '.join(beside)} out, or use "
+            "hfscale estimate"
+        )
+    layout = layout_of(arguments)
+    with building(arguments, config), bar() as progress:
+        found = dry_run(
+            config,
+            layout,
+            sequence_length=2048 if arguments.tokens is None else arguments.tokens,
+            mixed_precision=arguments.mixed_precision or "no",
+            dtype=arguments.dtype,
+            memory=MemoryConfig(recompute="full") if arguments.recompute else None,
+            auto_class=auto_class_of(arguments.auto_class),
+            progress=progress,
+            **remote_code(arguments),
+        )
+    if arguments.json:
+        print_json(found.to_dict())
+    else:
+        print(found)
+    return 0
