@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 import hfscale
 from hfscale import ParallelConfig
 from hfscale.ops import LinearRows, VocabularySlice, head_cross_entropy
+from hfscale.ops.float8 import Float8Groups, Float8Products
 
 from ..mixtures import qwen3_moe
 from ..models import tiny
@@ -190,3 +191,32 @@ def test_optimizers_step(tmp_path: Path, name: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_products_in_8_bits(tmp_path: Path, recipe: str) -> None:
+    """Torch's kernels give what is emulated on CPUs; losses stay near those of bfloat16."""
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no products in 8 bits")
+    torch.manual_seed(0)
+    x, weight, grad = torch.randn(24, 64).bfloat16(), torch.randn(40, 64).bfloat16(), torch.randn(24, 40).bfloat16()
+    for here, there in zip(
+        products(recipe, x, weight, grad), products(recipe, x.cuda(), weight.cuda(), grad.cuda()), strict=True
+    ):
+        torch.testing.assert_close(there.cpu(), here, rtol=0.02, atol=0.05)
+    AutoModelForCausalLM.from_config(tiny("llama", intermediate_size=48)).save_pretrained(tmp_path)
+    losses = [
+        train(hfscale.from_pretrained(str(tmp_path), dtype=torch.float32, **asked).train(), ours=True)[0]
+        for asked in (
+            {"mixed_precision": "bf16"},
+            {"mixed_precision": "fp8", "float8": hfscale.Float8Config(recipe)},
+        )
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=2e-2)
+    assert losses[1] != losses[0]
+
+
+def products(recipe: str, x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor) -> list[torch.Tensor]:
+    """Output, gradient of the input, gradient of the weight."""
+    made = Float8Products(Float8Groups(), recipe == "rowwise")
+    return [made.output(x, weight, None), made.to_input(grad, weight), made.to_weight(grad, x, False)]

@@ -38,7 +38,7 @@ KEEPS: dict[str, dict[str, Any]] = {
     "parameters": {"offload_parameters": True},
     "optimizer": {"offload_optimizer": True},
 }
-CHANGES = ("bf16", "fp16", "rounding", "compression", "lora")
+CHANGES = ("bf16", "fp16", "fp8", "rounding", "compression", "lora")
 
 
 def fits(layout: str, *levers: str) -> bool:
@@ -66,6 +66,8 @@ DAILY = [
     ("zbv", "selective", "bf16"),
     ("zbv", "activations", "optimizer"),
     ("pipedream", "full", "activations"),
+    ("pipedream", "optimizer", "fp8"),
+    ("shard2", "full", "fp8"),
     ("shard2", "parameters", "rounding"),
     ("replicate2", "activations", "compression"),
     ("ep2", "budget", "optimizer"),
@@ -84,7 +86,7 @@ def trained(layout: dict[str, Any], keeps: list[str], change: str) -> list[Tenso
         qwen3_moe(num_hidden_layers=4) if "ep_size" in layout else tiny("llama", num_hidden_layers=4),
         parallel=ParallelConfig(**layout, **compressed),
         memory=MemoryConfig(**asked),
-        mixed_precision=change if change in ("bf16", "fp16") else "no",
+        mixed_precision=change if change in ("bf16", "fp16", "fp8") else "no",
         peft_config=LoraConfig(r=2, target_modules=["q_proj", "o_proj"]) if change == "lora" else None,
         dtype=torch.bfloat16 if change == "rounding" else torch.float32,
         attn_implementation="eager",
@@ -120,7 +122,7 @@ def test_levers_leave_each_other_alone(pools: Pools, layout: str, one: str, othe
     # Products of experts' rows round by where the rows lie in memory, which is elsewhere after a copy (measured: 2e-7);
     # in 16 bits a rounding may turn an update of 1e-3 around.
     moved = "activations" in both and layout == "ep2"
-    apart = 0.0 if not moved else 2e-3 if change in ("bf16", "fp16", "rounding") else 1e-6
+    apart = 0.0 if not moved else 2e-3 if change in ("bf16", "fp16", "fp8", "rounding") else 1e-6
     for expected, found in zip(alone, together, strict=True):
         for a, b in zip(expected, found, strict=True):
             assert torch.allclose(a, b, rtol=0, atol=apart)
