@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, MambaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, MambaConfig, ResNetConfig, ResNetForImageClassification
 
 from hfscale import ParallelConfig, PlanError, plan
 from hfscale.cli import main
@@ -123,6 +123,13 @@ def test_nothing_to_cut_is_refused_with_what_was_tried() -> None:
     with pytest.raises(PlanError, match="could not be inferred from MambaForCausalLM") as caught:
         infer_blueprint(_on_meta(MambaConfig(num_hidden_layers=2)))
     assert "hypotheses tried" in str(caught.value)
+
+
+def test_what_reads_no_tokens_is_refused_by_what_it_reads() -> None:
+    with torch.device("meta"):
+        model = ResNetForImageClassification(ResNetConfig())
+    with pytest.raises(PlanError, match="ResNetForImageClassification: it reads pixel_values, and is tried on tokens"):
+        infer_blueprint(model)
 
 
 def test_a_config_whose_sizes_are_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,8 +71,11 @@ def make_subject(model: Any, **changes: Any) -> Subject:
     """A clone of ``model`` with ``changes`` to its config.
 
     Raises:
-        Unproved: it cannot be made small, cannot be built, or has no list of layers.
+        Unproved: it reads no tokens, cannot be made small, cannot be built, or has no list of layers.
     """
+    reads = getattr(model, "main_input_name", "input_ids")
+    if reads != "input_ids" and "input_ids" not in inspect.signature(model.forward).parameters:
+        raise Unproved(f"it reads {reads}, and is tried on tokens alone")
     try:
         config = tiny_clone(model.config, **changes)
         config.use_cache = False
