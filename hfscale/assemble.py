@@ -91,8 +91,7 @@ def take_apart(runtime: Runtime) -> LocalWeights:
     Returns:
         this rank's final shares, in the memory that the model had.
     """
-    for part in runtime.parts:
-        part.release(runtime)
+    runtime.release()
     shares = LocalWeights(
         {planned.name: local_tensor(parameter).detach() for planned, parameter in runtime.parameters()}
     )

@@ -58,8 +58,7 @@ class LossScaling(Part):
 
     @contextmanager
     def _scaled(self, runtime: Runtime) -> Iterator[None]:
-        for part in runtime.parts:
-            part.release(runtime)  # or gathered weights would be taken for the parameters
+        runtime.release()  # or gathered weights would be taken for the parameters
         parameters = [parameter for _, parameter in runtime.parameters() if parameter.requires_grad]
         with gradients_aside(parameters) as before:
             self._expect(runtime, self.scale)

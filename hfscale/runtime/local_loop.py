@@ -42,6 +42,5 @@ class LocalLoop(Executor):
     def _evaluate(self, model: nn.Module, batches: Sequence[Microbatch], objective: Objective) -> Tensor:
         runtime = self._runtime
         total = sum(objective.loss(model, batch, index) for index, batch in enumerate(batches))
-        for part in runtime.parts:
-            part.release(runtime)
+        runtime.release()
         return torch.as_tensor(total, device=runtime.mesh.device)

@@ -253,6 +253,11 @@ class Runtime:
         """Whether the hidden states that a module of the layers reads now are this rank's tokens only."""
         return any(part.cuts_tokens(module) for part in self.parts)
 
+    def release(self) -> None:
+        """Give up what forward passes keep for backward passes that do not come: parameters are this rank's shards."""
+        for part in self.parts:
+            part.release(self)
+
     def loss_factor(self) -> float:
         """By what a loss is multiplied before its backward pass."""
         return math.prod(part.loss_factor(self) for part in self.parts)

@@ -78,6 +78,7 @@ class UserLoss:
             with torch.no_grad():
                 total = self._passes(model, inputs, train)
                 return (total / self._total_count()).to(total.dtype)
+        runtime.release()  # or gathered weights would be taken for the parameters
         parameters = list(runtime.model.parameters())
         with gradients_aside(parameters) as before:
             total = self._passes(model, inputs, train)

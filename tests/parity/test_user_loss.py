@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 import hfscale
 from hfscale import ConfigError, ParallelConfig
 from hfscale.families.clone import tiny_clone
+from hfscale.runtime import local_tensor
 from hfscale.testing import RankPool, assert_layout_equal, plain
 
 Pools = Callable[[int], RankPool]
@@ -91,6 +92,29 @@ def test_gradients_of_before_are_added_to() -> None:
         each.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
     for one, two, both in zip(*each, strict=True):
         torch.testing.assert_close(one + two, both, rtol=1e-12, atol=1e-14)
+
+
+def _behind(looks: bool) -> tuple[bool, float, list[torch.Tensor]]:
+    """A step behind passes that no backward pass followed."""
+    case = odd()
+    model = hfscale.from_config(case.config, parallel=LAYOUTS["dp"], dtype=torch.float64, seed=0)
+    batch = case.batches(1)[0][0][0]
+    ids, held = batch["input_ids"][:, :3], list(model.parameters())
+    if looks:
+        model.generate(input_ids=ids, max_new_tokens=2)
+    same = all(one is other for one, other in zip(model.parameters(), held, strict=True))
+    if looks:
+        model(input_ids=ids)
+    loss = hfscale.train_step(model, batch, odd_tokens)
+    return same, float(loss), [local_tensor(parameter.grad) for parameter in held if parameter.grad is not None]
+
+
+def test_behind_passes_without_backward_passes(pools: Pools) -> None:
+    for plain_run, other in zip(pools(2).run(_behind, False), pools(2).run(_behind, True), strict=True):
+        assert other[0]
+        assert other[1] == plain_run[1]
+        assert len(other[2]) == len(plain_run[2]) > 0
+        assert all(map(torch.equal, plain_run[2], other[2]))
 
 
 def _evaluated(layout: ParallelConfig, config: Any, batch: Any) -> Any:

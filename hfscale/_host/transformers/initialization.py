@@ -3,7 +3,9 @@
 Read and run against transformers 5.17.0 and 5.23.0.
 """
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -11,6 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import initialization as host_init
+
+from ..replaced import attribute_replaced
+from .classes import empty_copy
 
 _LOADED = "_is_hf_initialized"
 
@@ -49,6 +54,23 @@ def _children_first(module: nn.Module, name: str, owner: Any) -> Iterator[tuple[
     for key, child in module.named_children():
         yield from _children_first(child, f"{name}.{key}" if name else key, owner)
     yield name, module, owner
+
+
+def construct(model: Any, kinds: Collection[type[nn.Module]]) -> Any:
+    """A model like ``model`` on the meta device, but for modules of these ``kinds``, whose constructors have memory."""
+    with ExitStack() as stack:
+        for kind in kinds:
+            stack.enter_context(attribute_replaced(kind, "__init__", _over_memory(kind.__init__)))
+        return empty_copy(model)
+
+
+def _over_memory(constructor: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(constructor)
+    def construct_really(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        with torch.device("cpu"):
+            constructor(module, *args, **kwargs)
+
+    return construct_really
 
 
 def is_loaded(tensor: Tensor) -> bool:

@@ -12,9 +12,9 @@ from .shard import (
     install_local_weights,
     one_reduction,
     reduce_microbatch,
-    reshard,
     set_gradient_sync,
 )
+from .whole_weights import reshard
 
 
 class DataParallel(Part):

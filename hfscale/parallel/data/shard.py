@@ -29,6 +29,7 @@ from ...plan.towers import TowersPlan
 from ...runtime import like_sharded
 from ...runtime.names import module_at, owner_of, parameter_at, put_parameter, stock_name
 from .compress import compresses
+from .whole_weights import give_up_whole_weights, reshard
 
 
 def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, mixed_precision: str) -> None:
@@ -57,6 +58,7 @@ def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, mixed_precision: s
         layer = model.get_submodule(name)
         shard_by_type(layer, reshard_after_forward=reshard, **how)
     shard_by_type(model, reshard_after_forward=False, **how)
+    give_up_whole_weights(model)
     if towers is not None:  # a rank's texts may have no pictures
         inside = {module for name, module in model.named_modules() if towers.holds(stock_name(name))}
         owners = {owner_of(model, item)[0] for item in towers.items if not _is_module(model, item)}
@@ -156,13 +158,6 @@ def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
     """Whether the next backward pass reduces gradients over the data axes (off while accumulating)."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(enabled)
-
-
-def reshard(model: nn.Module) -> None:
-    """Leave this rank its shards only, also where a forward pass without a backward pass has kept whole weights."""
-    for module in model.modules() if isinstance(model, FSDPModule) else ():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def reduce_microbatch(model: nn.Module) -> None:

@@ -10,7 +10,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import hfscale
 from hfscale import ParallelConfig
-from hfscale.parallel.data.shard import one_reduction, reshard, set_gradient_sync
+from hfscale.parallel.data.shard import one_reduction, set_gradient_sync
+from hfscale.parallel.data.whole_weights import reshard
 from hfscale.runtime import local_tensor, runtime_of
 from hfscale.testing import RankPool, count_traffic
 
@@ -95,8 +96,7 @@ def _gathered() -> tuple[int, int, int]:
         return sum(local_tensor(p.data).numel() for p in model.get_submodule(layer).parameters())
 
     before = count()
-    with torch.no_grad():
-        model(input_ids=IDS)
+    model(input_ids=IDS)
     during = sum(isinstance(p.data, DTensor) for p in model.get_submodule(layer).parameters())
     reshard(model)
     return before, during, count()
