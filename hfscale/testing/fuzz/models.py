@@ -13,7 +13,7 @@ import hfscale
 
 from ..._host.transformers.computing import enable_checkpointing
 from ..._host.transformers.experts import use_eager_experts
-from ...families.precision import keep_float64
+from ...families.precision import WIDENS_INSIDE, keep_float64
 from ...optimizers.decay import owners_of
 from ...optimizers.muon import is_hidden_matrix
 from ...runtime import runtime_of
@@ -40,6 +40,20 @@ def dtype_of(draw: Draw) -> torch.dtype:
     """The weights' type."""
     found: torch.dtype = getattr(torch, draw.dtype)
     return found
+
+
+def is_autocast(draw: Draw) -> bool:
+    """Whether torch's autocast makes its mixed precision; data axes cast weights by themselves."""
+    return (
+        draw.mixed_precision == "bf16"
+        and draw.routing is None
+        and (draw.parallel().data_world == 1 or draw.family in WIDENS_INSIDE)
+    )
+
+
+def narrow_type(draw: Draw) -> torch.dtype:
+    """The type of the weights of stock code in the draw's precision."""
+    return torch.bfloat16 if draw.mixed_precision == "bf16" and not is_autocast(draw) else dtype_of(draw)
 
 
 def arguments(draw: Draw) -> dict[str, Any]:

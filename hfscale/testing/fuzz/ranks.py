@@ -31,6 +31,7 @@ from .models import (
     is_named,
     memory,
     named_options,
+    narrow_type,
     prepared,
     quantization,
     stock_config,
@@ -247,7 +248,7 @@ class Rank:
         if not record.steps or (torch.distributed.is_initialized() and torch.distributed.get_rank() > 0):
             return
         ours = stored(self.directory / "saved")
-        wanted = stored(self.directory / f"end-{self._end()}")
+        wanted = stored(self.directory / f"end-{str(narrow_type(self.draw)).removeprefix('torch.')}")
         names = f"names differ: {sorted(ours.keys() ^ wanted.keys())[:4]}"
         yardstick.worst.note("saved", float(ours.keys() != wanted.keys()), 0.5, names)
         for name in ours.keys() & wanted.keys():
@@ -255,10 +256,6 @@ class Rank:
             if yardstick.exact and ours[name].shape == wanted[name].shape and yardstick.follows():
                 floor = yardstick.least_scale("weight", len(record.steps) - 1, wanted[name])
                 yardstick.worst.note("saved", difference(ours[name], wanted[name], floor=floor), EXACT, name)
-
-    def _end(self) -> str:
-        draw = self.draw
-        return "bfloat16" if draw.mixed_precision == "bf16" else draw.dtype
 
 
 def sum_of_tokens(outputs: Any, batch: Any) -> tuple[Tensor, int]:

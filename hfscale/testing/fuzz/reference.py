@@ -1,7 +1,9 @@
 """The one process of a draw: plain transformers, PEFT and bitsandbytes."""
 
+import functools
 import math
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,8 @@ from .models import (
     dtype_of,
     exact,
     in_float64,
+    is_autocast,
+    narrow_type,
     prepared,
     quantization,
     round_experts,
@@ -79,7 +83,7 @@ def reference(draw: Draw, directory: Path) -> None:
     elif draw.quantize is not None or own == torch.float64:
         record.steps = train(draw, directory, own, record)
     else:
-        narrow = torch.bfloat16 if draw.mixed_precision == "bf16" else own
+        narrow = narrow_type(draw)
         record.narrow = train(draw, directory, narrow, record)
         if narrow != own:
             record.dtypes = dict.fromkeys(record.dtypes, own)
@@ -143,7 +147,18 @@ def load(draw: Draw, directory: Path, dtype: torch.dtype) -> Any:
         model = peft.PeftModel.from_pretrained(model, str(directory / "adapter"), is_trainable=True)
     if dtype == torch.float64:
         in_float64(model)
+    elif is_autocast(draw):
+        model.forward = _autocast(model.forward)
     return prepared(model, draw, dtype)
+
+
+def _autocast(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def autocast_forward(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return forward(*args, **kwargs)
+
+    return autocast_forward
 
 
 def train(draw: Draw, directory: Path, dtype: torch.dtype, record: Record) -> list[Step]:
