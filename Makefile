@@ -79,6 +79,7 @@ test-all: setup
 	$(BIN)/python scripts/adapter_sweep.py --out docs/adapters.md
 	$(BIN)/python scripts/layout_fuzz.py --seed 1 --draws 1000 --out docs/fuzz.md
 	$(BIN)/python scripts/resume_fuzz.py --seed 1 --draws 50
+	$(BIN)/python scripts/trainer_fuzz.py --seed 1 --draws 100
 
 # fp8 beside torchao's, which is kept apart: transformers imports it wherever it is installed.
 test-torchao: setup

@@ -37,12 +37,14 @@ class Adapters(Part):
         whole: the same around the whole model, without memory.
         name: the adapter's, among others that PEFT could have.
         stock_plan: the plan without them.
+        source: the path or Hub id of the saved adapter that they were, if any.
     """
 
     peft_model: Any
     whole: Any
     name: str
     stock_plan: Plan
+    source: str | None = None
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Let adapters compute with those of the other tensor ranks. Comes behind the edges of blocks."""
@@ -109,7 +111,7 @@ def attach_adapters(
         if kept is None:
             kept = parameter_at(model, parameter)
         shares[parameter] = share.to(kept.dtype)
-    return Adapters(local, whole, name, plan), planned
+    return Adapters(local, whole, name, plan, source), planned
 
 
 @contextmanager

@@ -11,9 +11,11 @@ class OwnLossPlan(Feature):
 
     Attributes:
         over: ``"rows"`` or ``"labels"``.
+        divides: whether it is divided by ``num_items_in_batch``, where that is given.
     """
 
     over: str
+    divides: bool = False
 
     def describe(self, plan: PlanContents) -> list[str]:
         """How microbatches of a step are weighted."""

@@ -35,16 +35,16 @@ def plan_own_loss(draft: Draft) -> None:
     if is_causal_lm(class_name(draft.model)):  # a step of these counts next tokens, whatever their own mean is over
         return
     kind, config = type(draft.model), draft.config
-    over = _known.answer((kind, said_by(config)), lambda: _find(kind, config))
-    if over is not None:
-        draft.features.append(OwnLossPlan(over))
+    found = _known.answer((kind, said_by(config)), lambda: _find(kind, config))
+    if found is not None:
+        draft.features.append(found)
         draft.no_step = ""
 
 
-_known = Remembered[str | None]()
+_known = Remembered[OwnLossPlan | None]()
 
 
-def _find(kind: type, config: Any) -> str | None:
+def _find(kind: type, config: Any) -> OwnLossPlan | None:
     model = tiny_model_of(kind, config, torch.float64)
     if model is None:
         return None
@@ -61,12 +61,16 @@ def _find(kind: type, config: Any) -> str | None:
         with suppress(Exception), torch.no_grad(), keep_float64():  # whatever stock code says of labels of a wrong kind
             together = {name: torch.cat([first[name], second[name]]) for name in first}
             losses = [float(model(**batch).loss) for batch in (first, second, together)]
-            return next((over for over, count in _COUNTS.items() if _is_mean(count, losses, first, second)), None)
+            over = next((over for over, count in _COUNTS.items() if _is_mean(count, losses, first, second)), None)
+            if over is not None:
+                return OwnLossPlan(over, _divides(model, first, losses[0]))
+            if not _some_rows_ignored(first):
+                return None
     return None
 
 
 def _pairs(classes: int, vocabulary: int, end: int | None) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    """Two batches of different rows, with a label per row, or one per token of which some are ignored.
+    """Two batches of different rows, with a label per row, or one per token; some are ignored, where there are classes.
 
     Args:
         end: the token that every row ends with, and has nowhere else.
@@ -80,13 +84,26 @@ def _pairs(classes: int, vocabulary: int, end: int | None) -> Iterator[tuple[dic
     kinds = torch.randint(0, max(classes, 1), (sum(_ROWS), _TOKENS), generator=generator)
     tokens = kinds.masked_fill(torch.rand(kinds.shape, generator=generator) < 0.4, _IGNORED)
     rows = kinds[:, 0] if classes > 1 else kinds[:, 0] + torch.rand(sum(_ROWS), generator=generator).double()
-    for labels in (rows, tokens):
+    some = rows.index_fill(0, torch.tensor([1]), _IGNORED)
+    for labels in (some, rows, tokens) if classes > 1 else (rows, tokens):
         first, second = labels.split(list(_ROWS))
         masks = [torch.ones_like(each) for each in ids]
         yield tuple(  # type: ignore[misc]
             {"input_ids": each, "attention_mask": mask, "labels": own}
             for each, mask, own in zip(ids, masks, (first, second), strict=True)
         )
+
+
+def _divides(model: Any, batch: dict[str, Tensor], mean: float) -> bool:
+    """Whether a step's number of labels is what the loss is divided by."""
+    if not takes_argument(model, "num_items_in_batch"):
+        return False
+    return abs(float(model(**batch, num_items_in_batch=1000).loss) - mean) > _TOLERANCE
+
+
+def _some_rows_ignored(batch: dict[str, Tensor]) -> bool:
+    labels = batch["labels"]
+    return labels.ndim == 1 and bool((labels == _IGNORED).any())
 
 
 def _is_mean(count: Any, losses: list[float], first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:

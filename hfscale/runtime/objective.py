@@ -17,11 +17,15 @@ class StepLoss(Protocol):
         shift: how far behind a token its label is.
         expected_gradient: with which its backward passes will begin, for what takes 16-bit gradients before.
         needs_labels: whether batches without ``labels`` are refused.
+        ignores: whether labels of -100 count nothing.
+        divides: whether the model's own code divides it by ``num_items_in_batch``.
     """
 
     shift: int
     expected_gradient: float
     needs_labels: bool
+    ignores: bool
+    divides: bool
 
     def look(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """How many positions of one microbatch contribute to it, and how many of its ids are outside of the vocabulary;

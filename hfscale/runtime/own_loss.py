@@ -28,8 +28,9 @@ class OwnLoss(KeepsOutputs):
     expected_gradient = 1.0
     needs_labels = True
 
-    def __init__(self, over: str, name: str) -> None:
-        self._rows, self._name = over == "rows", name
+    def __init__(self, planned: OwnLossPlan, name: str) -> None:
+        self._rows, self._name = planned.over == "rows", name
+        self.ignores, self.divides = planned.over == "labels", planned.divides
 
     def look(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """Rows, or labels that are not ignored."""
@@ -74,4 +75,4 @@ class ModelsOwnLoss(Part):
         """Nothing in the model."""
         planned = runtime.plan.feature(OwnLossPlan)
         if planned is not None:
-            runtime.loss = OwnLoss(planned.over, class_name(runtime.model))
+            runtime.loss = OwnLoss(planned, class_name(runtime.model))

@@ -163,6 +163,10 @@ class Executor:
         """The microbatches of a step."""
         raise NotImplementedError
 
+    def uncut(self) -> AbstractContextManager[None]:
+        """Within: batches are not cut into microbatches, where that can be."""
+        return nullcontext()
+
     def fewest_rows(self) -> int:
         """Rows of the smallest batch that can be shared out."""
         return 1
@@ -270,6 +274,8 @@ class Runtime:
 
     def parameters(self) -> list[tuple[ParameterPlan, Tensor]]:
         """Every owned parameter that this rank holds with its plan, in the plan's order."""
+        for part in self.parts:
+            part.release(self)  # a forward pass without gradients has left gathered weights in their places
         live = self.live_parameters()
         held = self.plan.local_names(self.mesh.ranks["pp"])
         return [(planned, live[held[planned.name]]) for planned in self.plan.owned() if planned.name in held]

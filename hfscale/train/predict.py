@@ -8,7 +8,13 @@ from torch import Tensor, nn
 from .step import eval_step
 
 
-def predict_step(model: nn.Module, batch: Mapping[str, Any], *, label_smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
+def predict_step(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    *,
+    label_smoothing: float = 0.0,
+    num_items_in_batch: float | None = None,
+) -> tuple[Tensor, Tensor]:
     """The loss that :func:`hfscale.eval_step` returns, and the logits of this rank's batch, ``[b, s, V]``.
 
     Every rank has them whole: of a cut vocabulary, of cut sequences, and those of the last stage on all stages. They
@@ -17,5 +23,7 @@ def predict_step(model: nn.Module, batch: Mapping[str, Any], *, label_smoothing:
     Raises:
         ConfigError: as :func:`hfscale.eval_step`.
     """
-    loss, outputs = eval_step(model, batch, label_smoothing=label_smoothing, return_outputs=True)
+    loss, outputs = eval_step(
+        model, batch, label_smoothing=label_smoothing, num_items_in_batch=num_items_in_batch, return_outputs=True
+    )
     return loss, outputs.logits

@@ -22,6 +22,7 @@ def train_step(
     loss_fn: LossOfOutputs | None = None,
     *,
     label_smoothing: float = 0.0,
+    num_items_in_batch: float | None = None,
     score_loss: LossOfScores | None = None,
     temperature: float = 1.0,
 ) -> Tensor:
@@ -49,6 +50,8 @@ def train_step(
             microbatches.
         label_smoothing: share, 0 to 1, of every target's probability that is spread evenly over the whole vocabulary,
             as in ``torch.nn.functional.cross_entropy``.
+        num_items_in_batch: what the sum over all valid labels of the step is divided by, on every rank the same; by
+            default, how many there are.
         score_loss: a loss of your own: from the scores of a microbatch (:class:`hfscale.TokenScores`) and its place in
             the list, a scalar. The step's is their sum, and the mean of that over the distinct batches. It is called
             where the model's head is: through stages, on the last one.
@@ -61,11 +64,11 @@ def train_step(
     runtime = runtime_of(model)
     before_step(runtime)
     if loss_fn is not None:
-        if label_smoothing or score_loss is not None:
-            raise ConfigError("loss_fn is all of the loss: leave label_smoothing and score_loss out")
+        if label_smoothing or score_loss is not None or num_items_in_batch is not None:
+            raise ConfigError("loss_fn is all of the loss: leave label_smoothing, num_items_in_batch, score_loss out")
         return UserLoss(runtime, loss_fn).run(model, batch, train=True)
     microbatches, count = prepare(runtime, batch, train=True)
-    objective = token_mean(runtime, count, label_smoothing)
+    objective = token_mean(runtime, _divisor(count, num_items_in_batch), label_smoothing)
     if score_loss is not None:
         given = 1 if isinstance(batch, Mapping) else len(batch)
         objective = loss_of_scores(runtime, count, score_loss, temperature, given, len(microbatches))
@@ -98,6 +101,7 @@ def eval_step(
     loss_fn: LossOfOutputs | None = None,
     *,
     label_smoothing: float = 0.0,
+    num_items_in_batch: float | None = None,
     return_outputs: Literal[False] = False,
 ) -> Tensor: ...
 
@@ -109,6 +113,7 @@ def eval_step(
     loss_fn: LossOfOutputs | None = None,
     *,
     label_smoothing: float = 0.0,
+    num_items_in_batch: float | None = None,
     return_outputs: Literal[True],
 ) -> tuple[Tensor, Any]: ...
 
@@ -120,12 +125,13 @@ def eval_step(
     loss_fn: LossOfOutputs | None = None,
     *,
     label_smoothing: float = 0.0,
+    num_items_in_batch: float | None = None,
     return_outputs: bool = False,
 ) -> Tensor | tuple[Tensor, Any]:
     """The loss :func:`train_step` would return, without gradients, in whatever mode the model is.
 
     Args:
-        loss_fn: as for :func:`train_step`.
+        loss_fn, label_smoothing, num_items_in_batch: as for :func:`train_step`.
         return_outputs: return what the model made of this rank's batch as well.
 
     Returns:
@@ -141,7 +147,7 @@ def eval_step(
         loss = UserLoss(runtime, loss_fn, kept).run(model, batch, train=False)
     else:
         microbatches, count = prepare(runtime, batch, train=False)
-        mean = token_mean(runtime, count, label_smoothing)
+        mean = token_mean(runtime, _divisor(count, num_items_in_batch), label_smoothing)
         objective = mean if kept is None else _keeping(mean, kept)
         with runtime.around(lambda part: part.around_step(runtime, microbatches, train=False)):
             loss = runtime.executor.run(model, microbatches, objective, backward=False)
@@ -158,6 +164,10 @@ def _keeping(mean: Objective, kept: KeptOutputs) -> Objective:
             return mean.loss(called, microbatch, index)
 
     return Objective(loss)
+
+
+def _divisor(count: Tensor, asked: float | None) -> Tensor:
+    return count if asked is None else torch.tensor(float(asked) or 1.0, device=count.device)
 
 
 def token_mean(runtime: Runtime, count: Tensor, label_smoothing: float) -> Objective:

@@ -34,7 +34,7 @@ _LABELS = ("labels", "shift_labels", "num_items_in_batch")
 class _Rows:
     """What a step looks for in its batches where the loss is the user's; see :class:`hfscale.runtime.StepLoss`."""
 
-    shift, expected_gradient, needs_labels = 0, 1.0, False
+    shift, expected_gradient, needs_labels, ignores, divides = 0, 1.0, False, False, False
 
     def look(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """Rows, of any tensor that has some."""

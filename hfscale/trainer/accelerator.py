@@ -60,30 +60,33 @@ class TrainerAccelerator(Accelerator):
             getattr(prepared, "base_dataloader", prepared).generator = torch.Generator().manual_seed(seed)
         return prepared
 
-    def rows_of_data_set(self, rows: int) -> int:
-        """Of the ``rows`` of the batch that the loader has just given, those that repeat none.
+    def examples_of_data_set(self) -> tuple[int, int] | None:
+        """How many examples the batch has that the loader has just given, and how many of them repeat none.
 
-        Data ranks are dealt batches of one size; the last ones are filled up with rows from the beginning.
+        Data ranks are dealt batches of one size; the last ones are filled up with examples from the beginning. ``None``
+        where none can have been, on every rank alike.
         """
-        state, total = self.gradient_state, rows * self.num_processes
-        if total == rows or not self.even_batches or not state.end_of_dataloader:
-            return rows
+        state = self.gradient_state
+        if self.num_processes == 1 or not self.even_batches or not state.end_of_dataloader:
+            return None
         # Not Accelerate's remainder, which is lost where a run goes on in the middle of an epoch.
         dealt: Any = state.active_dataloader.batch_sampler
         while dealt is not None and not isinstance(dealt, BatchSamplerShard):
             dealt = getattr(dealt, "batch_sampler", None)
-        if dealt is None or dealt.drop_last:
-            return rows
-        left = len(dealt.batch_sampler.sampler) % total
-        return rows if left == 0 else min(rows, max(0, left - self.process_index * rows))
+        if dealt is None or dealt.drop_last or not dealt.batch_size:
+            return None
+        size = dealt.batch_size // self.num_processes if dealt.split_batches else dealt.batch_size
+        left = len(dealt.batch_sampler.sampler) % (size * self.num_processes)
+        return size, size if left == 0 else min(size, max(0, left - self.process_index * size))
 
     def _agree_on_order(self, data_loader: Any) -> None:
         sampler = get_sampler(data_loader)
-        drawn = hasattr(sampler, "generator") and sampler.generator is None and not isinstance(sampler, RandomSampler)
-        if drawn and self.mesh.control is not None:  # groups by length, say, in an order of its own
-            data_loader.batch_sampler.sampler = OneOrder(sampler, self.mesh)
-        else:
+        drawn = hasattr(sampler, "generator") and sampler.generator is None
+        seeded = isinstance(sampler, RandomSampler) and self.use_seedable_sampler  # which Accelerate makes of it
+        if not drawn or seeded:
             super()._agree_on_order(data_loader)
+        elif self.mesh.control is not None:  # groups by length, say, in an order of its own
+            data_loader.batch_sampler.sampler = OneOrder(sampler, self.mesh)
 
 
 class OneOrder(Sampler[int]):

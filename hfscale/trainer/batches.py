@@ -14,14 +14,39 @@ _LABELS = ("labels", "shift_labels")
 _IGNORED = -100
 
 
-def filled_up(batches: Sequence[Mapping[str, Any]], count: int, rows: int) -> list[Mapping[str, Any]]:
+def filled_up(
+    batches: Sequence[Mapping[str, Any]], count: int, rows: int, ignores: bool = True
+) -> list[Mapping[str, Any]]:
     """``count`` batches of ``rows`` rows: at the end of an epoch there may be fewer of both.
 
     A schedule cannot run any number of microbatches, nor cut any number of rows into them. Rows that are added repeat
     the last one and have no labels: they count nothing, and so change neither loss nor gradients.
+
+    Args:
+        ignores: whether the loss has labels that count nothing; of another, rows cannot be added, batches without any
+            can.
     """
+    if not ignores:
+        return [*batches, *[first_rows(batches[-1], rows_of(batches[-1]), 0)] * (count - len(batches))]
     full = [with_rows(batch, rows) for batch in batches]
     return full + [without_labels(full[-1])] * (count - len(full))
+
+
+def first_examples(batch: Mapping[str, Any], known: tuple[int, int], drop: bool = True) -> Mapping[str, Any]:
+    """``batch``, not all of whose examples count.
+
+    Args:
+        known: how many it has, and how many count, from the first one on.
+        drop: leave rows out that do not; else they lose their labels, as examples do that are packed into one row.
+    """
+    (given, own), rows = known, rows_of(batch)
+    if own >= given or (rows != given and rows != 1):
+        return batch
+    if rows == given:
+        return first_rows(batch, rows, own) if drop else without_labels(batch, since=own)
+    positions = batch.get("position_ids")
+    begins = [] if positions is None else (positions[0] == positions[0, 0]).nonzero().flatten().tolist()
+    return without_tokens(batch, begins[own]) if len(begins) == given else batch
 
 
 def first_rows(batch: Mapping[str, Any], has: int, rows: int) -> Mapping[str, Any]:
@@ -49,6 +74,16 @@ def without_labels(batch: Mapping[str, Any], since: int = 0) -> Mapping[str, Any
         if isinstance(batch.get(name), Tensor):
             masked[name] = batch[name].clone()
             masked[name][since:] = _IGNORED
+    return masked
+
+
+def without_tokens(batch: Mapping[str, Any], since: int) -> Mapping[str, Any]:
+    """``batch`` whose tokens from ``since`` on count nothing."""
+    masked = dict(batch)
+    for name in _LABELS:
+        if isinstance(batch.get(name), Tensor):
+            masked[name] = batch[name].clone()
+            masked[name][:, since:] = _IGNORED
     return masked
 
 

@@ -8,10 +8,33 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from accelerate.utils import convert_to_fp32
 from torch import Tensor, nn
 
+from .._host.transformers.trainer import labels_of_step
 from ..train import eval_step, predict_step
-from .batches import rows_of, with_rows, without_labels
+from .batches import first_examples, rows_of, with_rows
+
+
+def scored_step(
+    trainer: Any,
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    loss_only: bool,
+    ignore_keys: list[str] | None,
+    stock: Callable[..., tuple[Any, Any, Any]],
+) -> tuple[Tensor | None, Any, Any]:
+    """The same where the loss is a trainer's own mean over the labels of this rank's batch."""
+    known = trainer.accelerator.examples_of_data_set()
+    counted = inputs if known is None else first_examples(inputs, known, drop=False)
+    shifted = counted.get("shift_labels")
+    labels: Tensor = counted["labels"][:, 1:] if shifted is None else shifted
+    valid = (labels != -100).sum().to(trainer.args.device)
+    loss, logits, given = stock(model, dict(counted), loss_only, ignore_keys)
+    if loss is not None and trainer.accelerator.num_processes > 1:
+        sums = trainer.accelerator.reduce(torch.stack((loss.float() * valid, valid.float())), "sum")
+        loss = sums[0] / sums[1].clamp(min=1)
+    return loss, logits, given
 
 
 def prediction_step(
@@ -30,18 +53,31 @@ def prediction_step(
     smoothing, stages = trainer.args.label_smoothing_factor, trainer.runtime.plan.stages is not None
     if inputs.get("labels") is None and not stages:
         return stock(model, inputs, loss_only, ignore_keys)
-    rows = rows_of(inputs)
-    own = trainer.accelerator.rows_of_data_set(rows)
-    counted = inputs if own == rows else without_labels(inputs, since=own)
-    if not loss_only and not stages and not smoothing:
-        loss, logits, labels = stock(model, counted, loss_only, ignore_keys)
-        return trainer.accelerator.reduce(loss, "mean"), logits, labels
-    full = with_rows(counted, trainer.args.per_device_eval_batch_size) if stages else counted
-    if inputs.get("labels") is None:
+    loss_of, known = trainer.runtime.loss, trainer.accelerator.examples_of_data_set()
+    counted = inputs if known is None else first_examples(inputs, known, drop=not loss_of.ignores)
+    if loss_only or stages or smoothing:
+        return _by_steps(trainer, model, inputs, counted, loss_only)
+    masked = loss_of.ignores or known is None
+    loss, logits, labels = stock(model, counted if masked else inputs, loss_only, ignore_keys)
+    # Trainer takes a loss for divided by all labels, and multiplies it by the data ranks.
+    right = masked and (loss_of.divides or trainer.accelerator.num_processes == 1)
+    loss = trainer.accelerator.reduce(loss, "mean") if right else eval_step(model, counted).float()
+    return loss, convert_to_fp32(logits), labels
+
+
+def _by_steps(
+    trainer: Any, model: nn.Module, inputs: Mapping[str, Any], counted: Mapping[str, Any], loss_only: bool
+) -> tuple[Tensor | None, Any, Any]:
+    """By :func:`hfscale.eval_step`; ``counted`` is the batch without what repeats other rows."""
+    loss_of, rows, labelled = trainer.runtime.loss, rows_of(inputs), inputs.get("labels") is not None
+    filled = trainer.runtime.plan.stages is not None and loss_of.ignores
+    full = with_rows(counted, trainer.args.per_device_eval_batch_size) if filled else counted
+    if not labelled:
         full = {**full, "labels": torch.full_like(full["input_ids"], -100)}
+    items = float(labels_of_step(trainer, [full])) if loss_of.shift else None
+    given: dict[str, Any] = {"label_smoothing": trainer.args.label_smoothing_factor, "num_items_in_batch": items}
     if loss_only:
-        return eval_step(model, full, label_smoothing=smoothing).float(), None, None
-    loss, logits = predict_step(model, full, label_smoothing=smoothing)
-    if inputs.get("labels") is None:
-        return None, logits[:rows], None
-    return loss.float(), logits[:rows], inputs["labels"].to(logits.device)
+        return eval_step(model, full, **given).float(), None, None
+    loss, logits = predict_step(model, full, **given)
+    logits = convert_to_fp32(logits)[:rows]
+    return (loss.float(), logits, inputs["labels"].to(logits.device)) if labelled else (None, logits, None)

@@ -17,6 +17,7 @@ from .._host.torch import answer_calls
 from .._host.trl import fused_output
 from ..errors import ConfigError
 from ..ops.token_scores import TokenScores
+from ..parallel.tensor import router_loss_counted_once, share_of_router_loss
 from ..runtime import Runtime, runtime_of
 from ..train import token_scores
 
@@ -83,9 +84,10 @@ class FusedHead:
                     "router_aux_loss_coef=0.0"
                 )
             given = {name: value for name, value in kwargs.items() if value is not None}
-            return self.output(token_scores(runtime.model, given, temperature=self.temperature), kwargs)
+            with runtime.executor.uncut():  # as in a step, so that equal models give equal scores
+                return self.output(token_scores(runtime.model, given, temperature=self.temperature), kwargs)
         assert runtime.loss is not None  # checked as the trainer was made
-        with runtime.loss.scoring(self.temperature) as scoring:
+        with router_loss_counted_once(), runtime.loss.scoring(self.temperature) as scoring:
             answer = call(**{**kwargs, "use_cache": False})
         return self.output(scoring.scores, kwargs, answer)
 
@@ -94,7 +96,10 @@ class FusedHead:
         shifted = kwargs.get("shift_labels")
         wanted: Tensor = kwargs["labels"][:, 1:] if shifted is None else shifted
         found = {name: getattr(scores, name)[:, : wanted.shape[1]] for name in _FIELDS if name in self._outputs}
-        others = {"loss": getattr(answer, "loss", None), "aux_loss": getattr(answer, "aux_loss", None)}
+        aux_loss, ranks = getattr(answer, "aux_loss", None), self._runtime.mesh.layout.size("tp")
+        if isinstance(aux_loss, Tensor):
+            aux_loss = share_of_router_loss(aux_loss, ranks)
+        others = {"loss": getattr(answer, "loss", None), "aux_loss": aux_loss}
         return fused_output(label_mask=(wanted != -100).to(scores.log_probs.device), **found, **others)
 
     def _in_conversation(self, talk: Conversation, kwargs: dict[str, Any]) -> Any:

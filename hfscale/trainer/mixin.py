@@ -24,6 +24,7 @@ from .._host.transformers.trainer import (
     accelerator_made_by,
     count_processes_on_cpu,
     has_stock_loss,
+    labels_of_step,
     prepared,
     taken_for_adapted,
     use_one_gpu,
@@ -35,7 +36,7 @@ from ..runtime import Runtime, find_runtime, runtime_of
 from ..train import train_step
 from . import evaluation, files, through_stages
 from .accelerator import TrainerAccelerator
-from .batches import filled_up, first_rows, rows_of
+from .batches import filled_up, first_examples
 from .refusals import (
     check_arguments,
     check_layout_of,
@@ -43,6 +44,7 @@ from .refusals import (
     check_model,
     check_optimizer,
     check_scaled,
+    check_step,
 )
 from .seams import Seams, batches_gathered, count_generations
 from .work import operations
@@ -73,8 +75,13 @@ class TrainerMixin(TrainerHooks):
         if arguments is not None and layout is not None:
             count_generations(arguments, layout.batch_world)
         self._seams = Seams(layout, "no" if arguments is None else str(arguments.mixed_precision))
+        if isinstance(model, nn.Module):
+            self._seams.train(model)
+        self._while_made = context  # which a model that is made on the way enters
         with context, self._seams.while_made(type(self)):
             super().__init__(model, *args, **kwargs)  # type: ignore[call-arg]
+        self._while_made = ExitStack()
+        self._seams.keep_types()
         self.check_loss()
 
     def check_loss(self) -> None:
@@ -83,6 +90,7 @@ class TrainerMixin(TrainerHooks):
         runtime, own = self.runtime, not has_stock_loss(self)
         if runtime.plan.stages is None:
             check_scaled(trainer, runtime, own_step=not self.uses_train_step)
+            check_step(trainer, runtime, self.uses_train_step)
             return
         check_losses_of_scores(trainer, runtime)
         if (own and not self._scores_tokens) or runtime.loss is None:
@@ -92,6 +100,7 @@ class TrainerMixin(TrainerHooks):
                 "pp_size=1, or leave the loss as transformers has it; in a loop of your own, "
                 "hfscale.train_step(score_loss=) runs a loss of scores of tokens there"
             )
+        check_step(trainer, runtime, self.uses_train_step)
 
     def _parallelized(self, model: Any, arguments: TrainingArguments | None) -> Any:
         """The model with a layout: the one that it has, or the one that is asked for."""
@@ -124,6 +133,7 @@ class TrainerMixin(TrainerHooks):
         """Trainer's; a stock model is cut."""
         trainer: Any = self
         model = self._parallelized(super().call_model_init(trial), trainer.args)  # type: ignore[misc]
+        self._while_made.enter_context(taken_for_adapted(runtime_of(model).model))
         self._adopt(model)
         return model
 
@@ -151,15 +161,21 @@ class TrainerMixin(TrainerHooks):
     def uses_train_step(self) -> bool:
         """Whether steps are :func:`hfscale.train_step`'s: the loss is the model's own mean over labels.
 
-        Of a model that does not take a step's number of labels, Trainer's is a mean of means, which its own step makes
-        wherever it can: not through stages, nor where labels are smoothed.
+        Of a model that is not divided by a step's number of labels, Trainer's is a mean of means, or their sum, which
+        its own step makes wherever it can: not through stages, over data ranks, nor where labels are smoothed.
         """
         trainer: Any = self
         runtime = self.runtime
-        if not has_stock_loss(self) or runtime.loss is None:
+        if not self.knows_loss or runtime.loss is None:
             return False
-        needed = runtime.plan.stages is not None or (trainer.args.label_smoothing_factor and runtime.plan.loss)
-        return bool(trainer.model_accepts_loss_kwargs or needed)
+        spread = runtime.plan.stages is not None or runtime.mesh.data_world > 1
+        needed = spread or (trainer.args.label_smoothing_factor and runtime.plan.loss)
+        return bool((trainer.model_accepts_loss_kwargs and runtime.loss.divides) or needed)
+
+    @property
+    def knows_loss(self) -> bool:
+        """Whether the loss is the model's own, and a mean that hfscale knows."""
+        return has_stock_loss(self) and self.runtime.loss is not None
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Trainer's."""
@@ -170,9 +186,10 @@ class TrainerMixin(TrainerHooks):
         """Trainer's; rows that even out the data ranks at the end of an epoch are left out again."""
         trainer: Any = self
         batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]
-        if batches and self.uses_train_step:
-            rows = rows_of(batches[-1])
-            batches[-1] = first_rows(batches[-1], rows, trainer.accelerator.rows_of_data_set(rows))
+        drops, known = self.uses_train_step, trainer.accelerator.examples_of_data_set() if batches else None
+        if known is not None and (drops or (self._scores_tokens and "labels" in batches[-1])):
+            batches[-1] = first_examples(batches[-1], known, drop=drops)
+            count = labels_of_step(trainer, batches)
         return batches, count
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
@@ -192,17 +209,37 @@ class TrainerMixin(TrainerHooks):
         if not self.uses_train_step:
             missing = args.gradient_accumulation_steps - len(batches)
             return through_stages.training_step(self, batches, num_items_in_batch, missing, self._seams.heads)
+        loss = self.runtime.loss
+        assert loss is not None  # or it would not be train_step's
+        items = self._divisor(num_items_in_batch, len(batches))
         if staged:
-            batches = filled_up(batches, args.gradient_accumulation_steps, args.per_device_train_batch_size)
-        loss = train_step(model, batches, label_smoothing=args.label_smoothing_factor)
-        return loss.to(torch.float32)
+            rows, ignores = args.per_device_train_batch_size, loss.ignores
+            batches = filled_up(batches, args.gradient_accumulation_steps, rows, ignores)
+        step = train_step(model, batches, label_smoothing=args.label_smoothing_factor, num_items_in_batch=items)
+        return step.to(torch.float32)
+
+    def _divisor(self, items: Any, microbatches: int) -> float | None:
+        """What the sum over a step's labels is divided by, where Trainer knows no better than all of them.
+
+        A loss that is not divided by it, though the model takes it, is a mean for each microbatch, and Trainer adds
+        these up.
+        """
+        trainer: Any = self
+        loss = self.runtime.loss
+        if items is None or loss is None or not trainer.model_accepts_loss_kwargs:
+            return None
+        if loss.divides:
+            return float(items) if loss.shift else None
+        return float(items) / microbatches
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Any, Any]:
         """Trainer's; rows that even out the last batch of data ranks do not count."""
         stock = super().prediction_step  # type: ignore[misc]
-        if not self.uses_train_step:
+        if self._scores_tokens and "labels" in inputs:
+            return evaluation.scored_step(self, model, inputs, prediction_loss_only, ignore_keys, stock)
+        if not self.knows_loss:
             return stock(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[no-any-return]
         return evaluation.prediction_step(self, model, inputs, prediction_loss_only, ignore_keys, stock)
 

@@ -2,11 +2,13 @@
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..config import ParallelConfig
 from ..errors import ConfigError
 from ..optimizers.catalog import find_choice, parse_arguments
+from ..parallel.experts import ExpertRouting
 from ..runtime import Runtime
 from ..schedules import ASYNCHRONOUS
 
@@ -127,8 +129,38 @@ def check_losses_of_scores(trainer: Any, runtime: Runtime) -> None:
             f"{layout}: {type(trainer).__name__} generates with the model that it trains, of which a rank has some "
             "layers: use pp_size=1"
         )
+    if getattr(trainer, "aux_loss_enabled", False):
+        raise ConfigError(
+            f"{layout}: {type(trainer).__name__} adds the router's loss, a sum over layers of which each stage has "
+            f"some: use {type(trainer.args).__name__}(router_aux_loss_coef=0.0) and load the model with "
+            "routing=hfscale.RoutingConfig(balance_loss=...), or use pp_size=1"
+        )
     if getattr(trainer.args, "activation_offloading", False):
         raise ConfigError(f"{layout}: activation_offloading is not for passes between stages: leave it out")
+
+
+def check_step(trainer: Any, runtime: Runtime, uses_train_step: bool) -> None:
+    """Look at the microbatches that a step will have.
+
+    Raises:
+        ConfigError: the schedule cannot run them, or they would add the router's loss several times.
+    """
+    args = trainer.args
+    if trainer.train_dataset is None or (runtime.plan.stages is None and not uses_train_step):
+        return
+    row = torch.zeros(args.per_device_train_batch_size, 2, dtype=torch.int64)
+    count = args.gradient_accumulation_steps
+    given = runtime.executor.share_out([{"input_ids": row, "labels": row}] * count)
+    if uses_train_step:
+        routing = runtime.part(ExpertRouting)
+        if routing is not None:
+            routing.check_step(runtime, given)
+    elif len(given) != count:
+        raise ConfigError(
+            f"{runtime.mesh.layout.describe()}: a loss of {type(trainer).__name__}'s is about whole batches, so a step "
+            f"has gradient_accumulation_steps={count} microbatches, and the schedule would make {len(given)} of them: "
+            f"leave num_microbatches out, and use gradient_accumulation_steps={len(given)}"
+        )
 
 
 def check_scaled(trainer: Any, runtime: Runtime, own_step: bool) -> None:

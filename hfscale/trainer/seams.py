@@ -7,13 +7,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from .. import adapt, build
 from .._host.trl import replaced
+from ..adapters import Adapters
 from ..config import ParallelConfig
 from ..errors import ConfigError
-from ..runtime import Runtime, find_runtime, local_tensor
+from ..parallel.data import reshard
+from ..runtime import Runtime, find_runtime, local_tensor, runtime_of
 from .fused_head import FusedHead, fused_head
 
 
@@ -29,6 +32,8 @@ class Seams:
     def __init__(self, layout: ParallelConfig | None, precision: str) -> None:
         self.layout, self.precision = layout, precision
         self.heads: list[FusedHead] = []
+        self._policy: Runtime | None = None
+        self._kept: list[tuple[nn.Parameter, Tensor]] = []
 
     def while_made(self, kind: type) -> AbstractContextManager[None]:
         """Within: a trainer of this class is made."""
@@ -37,10 +42,27 @@ class Seams:
             {
                 "add_fused_lm_head": self._add_fused_lm_head,
                 "create_model_from_path": self._create_model_from_path,
-                "get_peft_model": _get_peft_model,
+                "get_peft_model": self._get_peft_model,
                 "hash_module": _hash_module,
+                "SyncRefModelCallback": _synchronized,
             },
         )
+
+    def train(self, model: Any) -> None:
+        """Remember the model that trains, and what its parameters are made of.
+
+        TRL casts adapters over 4-bit weights to bfloat16, which FSDP2's own buffers do not follow.
+        """
+        self._policy = runtime_of(model)
+        if self._policy.mesh.data_world > 1 or self._policy.mesh.layout.size("cp") > 1:
+            self._kept = [(parameter, parameter.data) for parameter in model.parameters() if parameter.requires_grad]
+
+    def keep_types(self) -> None:
+        """Put back what a cast has replaced."""
+        for parameter, data in self._kept:
+            if parameter.dtype != data.dtype:
+                parameter.data = data
+        self._kept = []
 
     def _add_fused_lm_head(
         self,
@@ -60,6 +82,13 @@ class Seams:
             )
         self.heads.append(fused_head(model, temperature, tuple(outputs), trains=not self.heads))
 
+    def _get_peft_model(self, stock: Any, model: Any, peft_config: Any, *args: Any, **kwargs: Any) -> Any:
+        if find_runtime(model) is None:
+            return stock(model, peft_config, *args, **kwargs)
+        adapted = adapt.get_peft_model(model, peft_config)
+        self.train(adapted)
+        return adapted
+
     def _create_model_from_path(self, stock: Any, path: str, architecture: Any = None, **kwargs: Any) -> Any:
         if self.layout is None:
             raise ConfigError(
@@ -69,6 +98,8 @@ class Seams:
         given = {name: value for name, value in kwargs.items() if name != "device_map" and value is not None}
         dtype = given.pop("dtype", torch.float32)
         dtype = getattr(torch, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
+        if self._policy is not None:  # what is made now is its reference, which it equals before the first step
+            given |= reference_of(self._policy)
         return build.from_pretrained(
             path,
             parallel=self.layout,
@@ -79,10 +110,37 @@ class Seams:
         )
 
 
-def _get_peft_model(stock: Any, model: Any, peft_config: Any, *args: Any, **kwargs: Any) -> Any:
-    if find_runtime(model) is None:
-        return stock(model, peft_config, *args, **kwargs)
-    return adapt.get_peft_model(model, peft_config)
+def reference_of(policy: Runtime) -> dict[str, Any]:
+    """How a second model is loaded that is what the first one was: over the same bits, with the same saved adapter.
+
+    Raises:
+        ConfigError: its adapters are new, and the reference is the model without them.
+    """
+    quantization = getattr(policy.model.config, "quantization_config", None)
+    given = {} if quantization is None else {"quantization_config": quantization}
+    adapters = policy.part(Adapters)
+    if adapters is None:
+        return given
+    if adapters.source is None:
+        raise ConfigError(
+            "the model has new adapters, and a second one would be loaded as its reference: give the trainer the "
+            "model without them, and peft_config=; then the reference is the model with its adapters switched off"
+        )
+    return {**given, "peft_config": adapters.source}
+
+
+def _synchronized(stock: Any, **kwargs: Any) -> Any:
+    """TRL's callback that moves a reference towards the model; where both have whole weights just now, shares first."""
+    callback = stock(**kwargs)
+    mix = callback.sync_target_model
+
+    def sync_target_model(model: Any, target_model: Any, alpha: float) -> None:
+        for each in (model, target_model):
+            reshard(each)
+        mix(model, target_model, alpha)
+
+    callback.sync_target_model = sync_target_model
+    return callback
 
 
 def _hash_module(stock: Any, module: Any) -> str:

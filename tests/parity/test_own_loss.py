@@ -26,7 +26,7 @@ from hfscale.testing.sample_batches import changes_for
 
 Pools = Callable[[int], RankPool]
 CLASSES: dict[str, tuple[Any, plain.Maker, str]] = {
-    "texts": (AutoModelForSequenceClassification, plain.sequence_classification, "rows"),
+    "texts": (AutoModelForSequenceClassification, plain.sequence_classification, "labels"),
     "tokens": (AutoModelForTokenClassification, plain.token_classification, "labels"),
     "masked": (AutoModelForMaskedLM, plain.causal_lm, "labels"),
     "to text": (AutoModelForSeq2SeqLM, plain.sequence_to_sequence, "labels"),

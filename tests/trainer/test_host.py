@@ -10,7 +10,7 @@ from transformers import trainer as module
 import hfscale
 from hfscale._host.transformers import trainer as host
 
-OWN = {"read_best_weights", "read_state", "read_weights", "write_state", "check_loss", "around_inputs"}
+OWN = {"read_best_weights", "read_state", "read_weights", "write_state", "check_loss", "around_inputs", "_divisor"}
 OVERRIDDEN = sorted(
     name
     for kind in (hfscale.TrainerMixin, host.TrainerHooks)

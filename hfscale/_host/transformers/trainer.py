@@ -97,6 +97,15 @@ def has_stock_loss(trainer: Any) -> bool:
     return type(trainer).compute_loss is transformers.Trainer.compute_loss and trainer.compute_loss_func is None
 
 
+def labels_of_step(trainer: Any, batches: Any) -> Any:
+    """How many labels a Trainer takes these microbatches of all distinct batches to have, and divides their loss by.
+
+    Those that a causal model predicts; of classes that it does not know for such (``GPT2LMHeadModel``), the first one
+    of each row too.
+    """
+    return trainer._get_num_items_in_batch(batches, trainer.args.device)
+
+
 def prepared(trainer: Any, inputs: Any) -> Any:
     """A batch as a subclass prepares it; where none does it stays as the loader gave it, on the CPU."""
     known = (TrainerHooks, transformers.Trainer)

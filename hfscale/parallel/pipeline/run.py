@@ -10,7 +10,8 @@ Every stage gets the whole batch (ids, masks, positions) and computes what lies 
 stream travels, and its gradient back.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,7 @@ class Pipeline(Executor):
         self._batches: Sequence[Microbatch] | dict[int, Microbatch] = ()
         self._objective: Objective | None = None
         self._towers = runtime.plan.feature(TowersPlan)
-        self._trains = True
+        self._trains, self._uncut = True, False
         self._losses: list[Tensor] = []
         runtime.model.register_forward_pre_hook(self._refuse_others)
         runtime.model.generate = self._refuse_generate
@@ -133,7 +134,17 @@ class Pipeline(Executor):
     def share_out(self, given: Sequence[Batch]) -> list[dict[str, Any]]:
         """The microbatches of one step: see :func:`hfscale.parallel.pipeline.microbatches.share_out`."""
         accepts, towers = self._accepts, self._towers is not None
-        return share_out(given, self._layout.num_microbatches, self._layout.size("pp"), accepts, towers)
+        wanted = len(given) if self._uncut and accepts(len(given)) else self._layout.num_microbatches
+        return share_out(given, wanted, self._layout.size("pp"), accepts, towers)
+
+    @contextmanager
+    def uncut(self) -> Iterator[None]:
+        """Within: batches are not cut, where the schedule can run so few."""
+        before, self._uncut = self._uncut, True
+        try:
+            yield
+        finally:
+            self._uncut = before
 
     def fewest_rows(self) -> int:
         """As many as there are microbatches."""

@@ -3,5 +3,14 @@
 from .apply import cut_parameters
 from .loss import VocabParallelLoss
 from .part import RandomStreams, TensorParallel, VocabularyLoss
+from .router_loss import router_loss_counted_once, share_of_router_loss
 
-__all__ = ["RandomStreams", "TensorParallel", "VocabParallelLoss", "VocabularyLoss", "cut_parameters"]
+__all__ = [
+    "RandomStreams",
+    "TensorParallel",
+    "VocabParallelLoss",
+    "VocabularyLoss",
+    "cut_parameters",
+    "router_loss_counted_once",
+    "share_of_router_loss",
+]

@@ -31,6 +31,7 @@ from .deferred_weights import Overlap
 from .embedding import install_vocab_parallel_embedding
 from .partial_gradients import PartialSums, install_partial_sums
 from .replicated_heads import install_replica_sums
+from .router_loss import is_counted
 from .sequence_hooks import install_sequence_hooks
 from .sequence_region import SequenceRegion
 
@@ -80,7 +81,8 @@ def _overlap(
 
 
 def _refuse_partial_outputs(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if asked := partial_output(model.config, kwargs):
+    given = {**kwargs, "output_router_logits": False} if is_counted() else kwargs
+    if asked := partial_output(model.config, given):
         raise ConfigError(f"{asked}: leave it out, or load the model with tp_size=1")
 
 

@@ -38,7 +38,7 @@ from .sequence_region import SequenceRegion
 class VocabParallelLoss(KeepsOutputs):
     """Token cross entropy, mean over valid labels like the host's, or over a number set from outside."""
 
-    needs_labels = True
+    needs_labels = ignores = divides = True
 
     def __init__(self, plan: Plan, mesh: Mesh) -> None:
         weight = plan.by_name[f"{plan.head}.weight"]

@@ -53,10 +53,10 @@ class Scoring:
             given = rows.index_select(0, chosen), targets.index_select(0, chosen)
             kept = checkpoint(chunk, *given, use_reentrant=False) if torch.is_grad_enabled() else chunk(*given)
             made.append(kept)
-        # Nothing to score; but gradients, of zeros, are to come to every rank.
-        empty = (rows[:1].sum() * 0).to(compute).expand(len(targets))
-        whole = [empty, empty, *(empty.detach(),) * 2, empty.detach().bool()]
-        if made:
+        if not made:  # nothing to score; but gradients, of zeros, are to come to every rank, of the head too
+            empty = (project(rows[:1]).sum() * 0).to(compute).expand(len(targets))
+            whole = [empty, empty, *(empty.detach(),) * 2, empty.detach().bool()]
+        else:
             found = [torch.cat(parts) for parts in zip(*made, strict=True)]
             whole = [each.new_zeros(len(targets)).index_copy(0, valid, each) for each in found]
         self.scores = TokenScores(*(each.view(shape) for each in whole))

@@ -104,11 +104,11 @@ def _judged(draw: Draw, directory: Path, timeout: float) -> Verdict:
     pids = {f"rank{index}": in_a_child(rank(index), directory, f"rank{index}") for index in range(world)}
     ended = await_all(pids, directory, timeout)
     if any(end.error for end in ended.values()):
-        return _failed(list(ended.values()))
+        return failed(list(ended.values()))
     return compared(draw, [json.loads((directory / f"rank-{index}.json").read_text()) for index in range(world)])
 
 
-def _failed(ended: list[Ended]) -> Verdict:
+def failed(ended: list[Ended]) -> Verdict:
     """Of ranks that did not all return: an error counts more than those it left waiting."""
     errors = [end for end in ended if end.error and not end.refused and not end.hung]
     own = [end for end in errors if not re.search("gloo|Connection (reset|closed)|Broken pipe", end.error)]

@@ -1,0 +1,217 @@
+"""What became of a draw: both scripts run in forked processes, and everything that they leave behind is compared."""
+
+import json
+import math
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ...config import ParallelConfig
+from ..fuzz.children import Ended, Note, await_all, in_a_child, join_group
+from ..fuzz.judge import Verdict as Verdict
+from ..fuzz.judge import failed
+from .data import make_model
+from .draw import Draw
+from .script import Place, run, save_rows
+
+TIMEOUT = 120.0
+STEP = 2
+"""The checkpoint that is gone on from."""
+
+
+def judge(draw: Draw, models: Path, timeout: float = TIMEOUT) -> Verdict:
+    """Run a draw and compare it with one process.
+
+    Args:
+        models: where models are kept between draws.
+    """
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="hfscale-trainers-") as name:
+        verdict = _judged(draw, Path(name), models, timeout)
+    verdict.seconds = time.monotonic() - begin
+    return verdict
+
+
+def _judged(draw: Draw, directory: Path, models: Path, timeout: float) -> Verdict:
+    start = models / draw.model
+
+    def prepare(_: Note) -> None:
+        if not start.exists():
+            make_model(draw.model, start)
+        if draw.source == "datasets":
+            save_rows(draw, directory)
+
+    ended = await_all({"prepare": in_a_child(prepare, directory, "prepare")}, directory, timeout)["prepare"]
+    if ended.error:
+        return Verdict("crash", "prepare", ended.error, ended.trace)
+    place = Place(str(start), str(directory / "stock"), None)
+    stock, failed = _alone(draw, place, directory, timeout)
+    if failed is not None:
+        return Verdict("stock", failed.error[:100], failed.error[:600], failed.trace)
+    place = replace(place, out=str(directory / "ours"), layout=draw.layout)
+    if draw.resume:
+        return _judged_going_on(draw, place, stock, timeout)
+    found, verdict = _ranks(draw, place, directory, timeout)
+    return verdict or compared(draw, place, found, stock)
+
+
+def _judged_going_on(draw: Draw, place: Place, stock: Any, timeout: float) -> Verdict:
+    """Runs that go on: stock code from its own checkpoint, a layout from another's, stock code from that layout's."""
+    directory = Path(place.out).parent
+    writer = "stock"
+    if draw.resume != "stock":
+        writer = "first"
+        first = replace(place, out=str(directory / writer), layout=json.loads(draw.resume))
+        found, verdict = _ranks(draw, first, directory, timeout)
+        verdict = verdict or compared(draw, first, found, stock)
+        if verdict.outcome != "equal":
+            return replace(verdict, detail=f"{verdict.detail} (in {draw.resume})")
+    place = replace(place, resume=f"{directory}/{writer}/checkpoint-{STEP}")
+    verdict = _against_stock(draw, place, STEP, timeout)
+    if verdict.outcome != "equal" or int(draw.arguments["max_steps"]) <= 2 * STEP:
+        return verdict
+    back = replace(place, out=str(directory / "back"), layout=None, resume=f"{place.out}/checkpoint-{2 * STEP}")
+    return _against_stock(draw, back, 2 * STEP, timeout)
+
+
+def _against_stock(draw: Draw, place: Place, step: int, timeout: float) -> Verdict:
+    """A run that goes on from ``step``, and stock code that goes on from its own checkpoint there."""
+    directory = Path(place.out).parent
+    own = replace(place, out=f"{directory}/stock-{step}", layout=None, resume=f"{directory}/stock/checkpoint-{step}")
+    expected, failed = _alone(draw, own, directory, timeout)
+    if failed is not None:
+        return Verdict("stock", failed.error[:100], failed.error[:600], failed.trace)
+    if place.layout is not None:
+        found, verdict = _ranks(draw, place, directory, timeout)
+        return verdict or compared(draw, place, found, expected)
+    back, failed = _alone(draw, place, directory, timeout)
+    if failed is not None:  # an optimizer's state that stock code is not to read
+        kind = "refused" if "parameter group" in failed.error else "crash"
+        return Verdict(kind, f"back: {failed.error[:100]}", failed.error[:600], failed.trace)
+    return compared(draw, place, [back], expected)
+
+
+def _alone(draw: Draw, place: Place, directory: Path, timeout: float) -> tuple[Any, Ended | None]:
+    name = Path(place.out).name
+
+    def stock(note: Note) -> None:
+        (directory / f"{name}.json").write_text(json.dumps(run(draw, place, note)))
+
+    ended = await_all({name: in_a_child(stock, directory, name)}, directory, timeout)[name]
+    return (None, ended) if ended.error else (json.loads((directory / f"{name}.json").read_text()), None)
+
+
+def _ranks(draw: Draw, place: Place, directory: Path, timeout: float) -> tuple[list[Any], Verdict | None]:
+    """What every rank found, or what went wrong."""
+    name = Path(place.out).name
+    try:
+        world = ParallelConfig(**(place.layout or {})).total_size
+    except ValueError as error:
+        return [], Verdict("refused", "config", str(error))
+    (directory / "store").unlink(missing_ok=True)
+
+    def rank(index: int) -> Callable[[Note], None]:
+        def started(note: Note) -> None:
+            join_group(index, world, directory, timeout)
+            (directory / f"{name}-{index}.json").write_text(json.dumps(run(draw, place, note)))
+
+        return started
+
+    pids = {f"{name}-{index}": in_a_child(rank(index), directory, f"{name}-{index}") for index in range(world)}
+    ended = await_all(pids, directory, timeout)
+    if any(end.error for end in ended.values()):
+        return [], failed(list(ended.values()))
+    return [json.loads((directory / f"{name}-{index}.json").read_text()) for index in range(world)], None
+
+
+def compared(draw: Draw, place: Place, found: list[Any], stock: Any) -> Verdict:
+    """Every number of every logged row, predictions, and the weights that are left."""
+    steep = draw.arguments.get("optim") in ("rmsprop", "adagrad")  # which divide by next to nothing
+    loose = _LOOSE if _rounds(draw) else 1e-4 if steep or draw.arguments.get("learning_rate", 0.0) > 0.01 else 1e-5
+    for rank, ours in enumerate(found):
+        problem = _histories(ours, stock, draw, place, loose) or _others(ours, stock, draw, place, loose)
+        if problem:
+            return Verdict("wrong", problem.split(":")[0], f"rank {rank}: {problem}")
+    problem = "" if _rounds(draw) else _weights(Path(place.out), Path(place.out).parent / "stock")
+    return Verdict("wrong", "weights", problem) if problem else Verdict("equal")
+
+
+_LOOSE = 5e-2
+
+
+def _rounds(draw: Draw) -> bool:
+    """Whether something is in bfloat16: all, or adapters over 4-bit weights, as TRL makes them."""
+    return bool(draw.arguments.get("bf16")) or (draw.adapter == "qlora" and draw.trainer != "Trainer")
+
+
+def _histories(ours: Any, stock: Any, draw: Draw, place: Place, loose: float) -> str:
+    ignored = set(_ignored(draw, place))
+    one, other = ours["history"], stock["history"]
+    if place.resume:  # the summary of a run that goes on is of its second part
+        one, other = ([row for row in rows if "train_loss" not in row] for rows in (one, other))
+    if len(one) != len(other):
+        return f"rows: {len(one)} for {len(other)}"
+    for mine, theirs in zip(one, other, strict=True):
+        if mine.keys() != theirs.keys():
+            return f"keys: {sorted(mine)} for {sorted(theirs)}"
+        for name in theirs.keys() - ignored:
+            if "accuracies" in name and abs(theirs[name.replace("accuracies", "margins")]) < 10 * loose:
+                continue  # of what is equal but for rounding
+            if not _close(mine[name], theirs[name], loose):
+                return f"{name}: {mine[name]!r} for {theirs[name]!r} at step {theirs.get('step')}"
+    return ""
+
+
+def _ignored(draw: Draw, place: Place) -> list[str]:
+    """What data ranks pad by lengths of their own, and means of ranks' means, which stock code has too."""
+    if draw.adapter and draw.trainer not in ("Trainer", "SFTTrainer"):  # which has a copy of the adapter
+        return ["total_flos", *_ignored(replace(draw, adapter=""), place)]
+    if place.batches == 1 and Place("", "", draw.layout).batches == 1:  # whose rows a run that goes on has, too
+        return []
+    names = ["total_flos"]
+    if draw.trainer == "SFTTrainer":  # which counts tokens of rows that even out data ranks, too
+        names += ["num_tokens", "eval_num_tokens"]
+    if draw.arguments.get("include_num_input_tokens_seen") in ("all", True):
+        names += ["num_input_tokens_seen"]
+    if draw.collator == "DataCollatorWithFlattening":
+        names += ["eval_rows", "test_rows"]
+    return names
+
+
+def _others(ours: Any, stock: Any, draw: Draw, place: Place, loose: float) -> str:
+    names = {"step", "epoch", "best", "metrics", "labels", "predictions"} & stock.keys()
+    for name in sorted(names):
+        if not _close(ours[name], stock[name], 10 * loose):
+            return f"{name}: {str(ours[name])[:200]} for {str(stock[name])[:200]}"
+    return ""
+
+
+def _close(one: Any, other: Any, loose: float) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_close(one[name], other[name], loose) for name in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(_close(a, b, loose) for a, b in zip(one, other, strict=True))
+    if isinstance(one, int | float) and isinstance(other, int | float):
+        if not math.isfinite(other):
+            return str(one) == str(other)
+        return abs(one - other) <= loose * max(1.0, abs(other))
+    return bool(one == other)
+
+
+def _weights(ours: Path, stock: Path) -> str:
+    from safetensors.torch import load_file
+
+    worst, where = 0.0, ""
+    for file in sorted((stock / "final").glob("*.safetensors")):
+        theirs, mine = load_file(file), load_file(ours / "final" / file.name)
+        if theirs.keys() != mine.keys():
+            return f"names: {sorted(theirs.keys() ^ mine.keys())}"
+        for name, value in theirs.items():
+            if value.shape != mine[name].shape or value.dtype != mine[name].dtype:
+                return f"{name}: {mine[name].shape} {mine[name].dtype} for {value.shape} {value.dtype}"
+            apart = float((value.double() - mine[name].double()).abs().max())
+            worst, where = max((worst, where), (apart, name))
+    return f"{where} is off by {worst:.1e}" if worst > 1e-3 else ""

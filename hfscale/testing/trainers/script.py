@@ -1,0 +1,251 @@
+"""The script of a draw, as people write it: with a stock trainer, or with hfscale's in a layout."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BitsAndBytesConfig,
+    PreTrainedTokenizerFast,
+    TrainerCallback,
+)
+
+import hfscale
+import hfscale.trl
+
+from ...config import ParallelConfig
+from .data import CLASSIFIERS, Rows, Stream, collate, rows_of
+from .draw import Draw
+
+_TIMES = ("runtime", "per_second", "preparation_time", "mem_", "step_time", "profiling")
+
+
+@dataclass
+class Place:
+    """Where a run happens.
+
+    Attributes:
+        start: the directory of the model that it begins with.
+        out: where it writes.
+        layout: fields of the layout; ``None`` for stock code in one process.
+        resume: the checkpoint that it goes on from.
+    """
+
+    start: str
+    out: str
+    layout: dict[str, Any] | None
+    resume: str | None = None
+
+    @property
+    def batches(self) -> int:
+        """Distinct batches of a step."""
+        return 1 if self.layout is None else ParallelConfig(**self.layout).batch_world
+
+
+class Stop(TrainerCallback):
+    """Ends a run early."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Of the optimizer."""
+        control.should_training_stop |= state.global_step >= self._steps
+
+
+class OwnLoss:
+    """A subclass's loss: every row counts alike, however long it is."""
+
+    loss_is_scaled_for_ga = False
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        """The mean of means of rows."""
+        given = {name: value for name, value in inputs.items() if name != "labels"}
+        labels, output = inputs["labels"][:, 1:], model(**given)
+        logits = output.logits[:, :-1].transpose(1, 2).float()
+        entropy = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+        loss = (entropy.sum(-1) / (labels != -100).sum(-1).clamp(min=1)).mean()
+        return (loss, output) if return_outputs else loss
+
+
+def loss_function(output: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    """Cross entropy and a penalty of large logits, as ``compute_loss_func``."""
+    logits, labels = output.logits[:, :-1].float(), labels[:, 1:]
+    valid = labels != -100
+    entropy = torch.nn.functional.cross_entropy(logits[valid], labels[valid], reduction="sum")
+    total = entropy + 0.01 * logits[valid].logsumexp(-1).square().sum()
+    return total / (valid.sum() if num_items_in_batch is None else num_items_in_batch)
+
+
+class Metrics:
+    """``compute_metrics``, of all batches or of one after the other."""
+
+    def __init__(self, kind: str, model: str) -> None:
+        self._kind, self._model = kind, model
+        self._rows: list[dict[str, float]] = []
+
+    def __call__(self, prediction: Any, compute_result: bool = True) -> dict[str, float]:
+        """Of an evaluation; of one batch, until ``compute_result`` ends them."""
+        found, labels = prediction.predictions, prediction.label_ids
+        found, labels = (each.numpy() if isinstance(each, torch.Tensor) else each for each in (found, labels))
+        if self._model in CLASSIFIERS:
+            numbers = {"size": float(np.abs(found).mean()), "rows": float(len(found))}
+        else:
+            valid = labels[:, 1:] != -100
+            chosen = (found if self._kind == "chosen" else found.argmax(-1))[:, :-1]
+            numbers = {"accuracy": float((chosen == labels[:, 1:])[valid].mean()), "rows": float(len(labels))}
+            if self._kind != "chosen":
+                numbers["size"] = float(np.abs(found[:, :-1][valid]).mean())
+        if self._kind != "batches":
+            return numbers
+        self._rows.append(numbers)
+        if not compute_result:
+            return {}
+        rows, self._rows = self._rows, []
+        return {name: float(np.mean([row[name] for row in rows])) for name in numbers}
+
+
+def chosen_tokens(logits: Any, labels: Any) -> Any:
+    """What metrics need of logits."""
+    return (logits[0] if isinstance(logits, tuple) else logits).argmax(-1)
+
+
+def build(draw: Draw, place: Place) -> Any:
+    """The model."""
+    auto = AutoModelForSequenceClassification if draw.model in CLASSIFIERS else AutoModelForCausalLM
+    given: dict[str, Any] = {"dtype": torch.float32}
+    if draw.adapter == "qlora":
+        given["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    adapter = f"{place.start}/adapter" if draw.adapter else None
+    if place.layout is not None:
+        precision = "bf16" if draw.arguments.get("bf16") else "no"
+        return hfscale.from_pretrained(
+            place.start,
+            parallel=ParallelConfig(**place.layout),
+            auto_class=auto,
+            peft_config=adapter,
+            mixed_precision=precision,
+            **given,
+        )
+    model = auto.from_pretrained(place.start, **given)
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):  # a layout that some processors have for evaluation
+            module.support_avx512bf16_for_cpu = False
+    if adapter is None:
+        return model
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(model, adapter, is_trainable=True)
+
+
+def source(draw: Draw, place: Place, train: bool) -> Any:
+    """A data set."""
+    rows = rows_of(draw.data, draw.rows if train else draw.evaluated, 2 * draw.seed + train)
+    if draw.source == "torch":
+        return Rows(rows)
+    if draw.source == "stream":
+        return Stream(rows) if train else Rows(rows)
+    from datasets import load_from_disk
+
+    return load_from_disk(f"{Path(place.out).parent}/rows-{train}")
+
+
+def save_rows(draw: Draw, directory: Path) -> None:
+    """Data sets on disk, where ranks share what is cached beside them."""
+    from datasets import Dataset
+
+    for train, count in ((True, draw.rows), (False, draw.evaluated)):
+        Dataset.from_list(rows_of(draw.data, count, 2 * draw.seed + train)).save_to_disk(directory / f"rows-{train}")
+
+
+def kinds(draw: Draw, place: Place) -> tuple[Any, Any]:
+    """The classes of the trainer and of its arguments."""
+    if draw.trainer == "Trainer":
+        trainer: Any = transformers.Trainer if place.layout is None else hfscale.Trainer
+        return (type("Own", (OwnLoss, trainer), {}) if draw.loss == "own" else trainer), transformers.TrainingArguments
+    import trl
+
+    trainer = getattr(trl if place.layout is None else hfscale.trl, draw.trainer)
+    return trainer, getattr(trl, draw.trainer.replace("Trainer", "Config"))
+
+
+def collator(draw: Draw, tokens: Any) -> Any:
+    """What makes a batch of rows."""
+    if draw.collator == "own":
+        return collate
+    kind = getattr(transformers, draw.collator)
+    if draw.collator == "DataCollatorForLanguageModeling":
+        return kind(tokens, mlm=False)
+    return kind() if draw.collator == "DataCollatorWithFlattening" else kind(tokens)
+
+
+def run(draw: Draw, place: Place, note: Callable[[str], None]) -> dict[str, Any]:
+    """Train, evaluate, predict and save.
+
+    Args:
+        note: is told when training begins, behind which nothing is to be refused.
+    """
+    trainer_class, arguments_class = kinds(draw, place)
+    size = draw.batch // place.batches
+    given = {
+        "logging_steps": 1,
+        "learning_rate": 2e-3,
+        "adam_epsilon": 1e-5,  # what is rounding in a gradient must not become an update
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "save_strategy": "no",
+        **draw.arguments,
+    }
+    args = arguments_class(place.out, per_device_train_batch_size=size, per_device_eval_batch_size=size, **given)
+    tokens = PreTrainedTokenizerFast.from_pretrained(place.start)
+    more: dict[str, Any] = {"processing_class": tokens}
+    if draw.trainer == "Trainer":
+        more["data_collator"] = collator(draw, tokens)
+        if draw.loss == "function":
+            more["compute_loss_func"] = loss_function
+    if draw.metrics:
+        more["compute_metrics"] = Metrics(draw.metrics, draw.model)
+        if draw.metrics == "chosen":
+            more["preprocess_logits_for_metrics"] = chosen_tokens
+    if draw.stops:
+        stop = transformers.EarlyStoppingCallback(-draw.stops) if draw.stops < 0 else Stop(draw.stops)
+        more["callbacks"] = [stop]
+    model = {"model_init": lambda: build(draw, place)} if draw.late else {"model": build(draw, place)}
+    trainer = trainer_class(
+        **model,
+        args=args,
+        train_dataset=source(draw, place, True),
+        eval_dataset=source(draw, place, False),
+        **more,
+    )
+    note("train")
+    trainer.train(resume_from_checkpoint=place.resume)
+    trainer.save_model(f"{place.out}/final")
+    state = trainer.state
+    found: dict[str, Any] = {
+        "history": [_without_times(row) for row in state.log_history],
+        "step": state.global_step,
+        "epoch": state.epoch,
+        "tokens": state.num_input_tokens_seen,
+        "best": [state.best_metric, Path(state.best_model_checkpoint or "").name],
+    }
+    if draw.predicts:
+        predicted = trainer.predict(source(draw, place, False))
+        labels = predicted.label_ids
+        found["metrics"] = _without_times(predicted.metrics or {})
+        found["labels"] = labels.tolist()
+        chosen = predicted.predictions
+        valid = np.ones(chosen.shape[:1], bool) if draw.model in CLASSIFIERS else labels != -100
+        found["predictions"] = chosen[valid].astype(float).tolist()
+    return found
+
+
+def _without_times(row: dict[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in row.items() if not any(part in name for part in _TIMES)}
