@@ -206,9 +206,9 @@ def ended(failed: RanksFailed) -> tuple[str, str]:
     first = (own or errors)[0]
     if not first.refused:
         return "crash", short(first.error)
-    return ("refused" if "load.py" not in first.trace and "train_step" not in first.trace else "late"), first.error[
-        :200
-    ]
+    # What a batch is refused for cannot be known before there is one.
+    early = "load.py" not in first.trace and ("train_step" not in first.trace or "microbatch" in first.error)
+    return ("refused" if early else "late"), first.error[:200]
 
 
 def refusal(error: Exception) -> str:
