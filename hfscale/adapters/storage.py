@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .._host.peft import stored_weights
+from .._host.transformers.classes import input_embedding
 from ..errors import CheckpointError
 from ..mesh import Mesh
 from ..plan import Plan
@@ -38,7 +39,8 @@ def stored_names(whole: Any, name: str, plan: Plan, embeddings: Any) -> dict[str
     marked = {f"{prefix}{key}": torch.tensor(number) for number, key in enumerate(names)}
     adapters = {adapter.name for adapter in plan.adapters}
     found: dict[str, str] = {}
-    for layers in (False, embeddings):  # those of embeddings may come a second time, with a name of the wrapper's
+    # Those of embeddings may come a second time, with a name of the wrapper's.
+    for layers in (False,) if input_embedding(whole.get_base_model()) is None else (False, embeddings):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             kept = get_peft_model_state_dict(whole, state_dict=marked, adapter_name=name, save_embedding_layers=layers)

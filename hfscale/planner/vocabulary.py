@@ -1,10 +1,8 @@
 """Plan the vocabulary: the projection onto it, its loss, and the input embedding."""
 
-from typing import Any
-
 from torch import nn
 
-from .._host.transformers.classes import has_causal_loss
+from .._host.transformers.classes import has_causal_loss, input_embedding
 from ..families.code import has_own_loss, looks_up_like_stock
 from ..families.losses import LOSSES, SHIFTED
 from .draft import Draft
@@ -44,7 +42,7 @@ def _cut_vocabulary(draft: Draft, head: str | None) -> str | None:
         for alias, parameter in draft.named() if module.bias is not None else ():
             if parameter is module.bias:  # some heads keep their bias under a second name
                 draft.cut(alias, 0, module.bias.shape[0])
-    embedding = _input_embedding(draft.model)
+    embedding = input_embedding(draft.model)
     name = next((name for name, module in draft.modules.items() if module is embedding), None)
     if name is None or not isinstance(embedding, nn.Embedding):
         return None
@@ -67,11 +65,3 @@ def _cut_vocabulary(draft: Draft, head: str | None) -> str | None:
         )
     draft.cut(f"{name}.weight", 0, embedding.weight.shape[0])
     return name
-
-
-def _input_embedding(model: Any) -> Any:
-    """What the model looks its tokens up in, where the host can say (a model with two towers cannot)."""
-    try:
-        return model.get_input_embeddings()
-    except NotImplementedError:
-        return None

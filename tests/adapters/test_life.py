@@ -10,7 +10,12 @@ import torch
 from peft import LoHaConfig, LoraConfig, PeftModel, PrefixTuningConfig, VeraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    ResNetConfig,
+    ResNetForImageClassification,
+)
 
 import hfscale
 from hfscale import ConfigError, ParallelConfig
@@ -228,3 +233,20 @@ def test_what_has_adapters(tmp_path: Path) -> None:
     )
     assert "33.3% of expert parameters have adapters" in hfscale.coverage_report(model)
     assert "no expert" not in hfscale.coverage_report(model)
+
+
+def test_around_a_model_that_looks_up_no_tokens(tmp_path: Path) -> None:
+    """PEFT asks for embeddings when it names what is stored, and the host has none to give."""
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1])
+    stock = ResNetForImageClassification(config)
+    stock.save_pretrained(tmp_path / "base")
+    adapted = get_peft_model(stock, LoraConfig(target_modules=["classifier.1"], r=2, init_lora_weights=False))
+    adapted.save_pretrained(tmp_path / "adapter")
+    model = hfscale.from_pretrained(
+        tmp_path / "base", auto_class=AutoModelForImageClassification, peft_config=str(tmp_path / "adapter")
+    )
+    found = dict(model.named_parameters())
+    for name, parameter in stock.named_parameters():
+        assert torch.equal(found[name], parameter), name
+    hfscale.save_pretrained(model, tmp_path / "again")
+    assert (tmp_path / "again" / "adapter_model.safetensors").is_file()

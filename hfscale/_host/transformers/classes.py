@@ -102,3 +102,11 @@ def is_causal_lm(name: str) -> bool:
 def takes_argument(model: nn.Module, name: str) -> bool:
     """Whether the forward pass of a model has a parameter of that name."""
     return name in signature(stock_class(model).forward).parameters
+
+
+def input_embedding(model: Any) -> Any:
+    """What the model looks its tokens up in, where the host can say: one with two towers, or of sounds, cannot."""
+    try:
+        return model.get_input_embeddings()
+    except NotImplementedError:
+        return None
