@@ -67,6 +67,7 @@ RARER = {
         **DPO, layout=DP2, arguments={**TRL, "sync_ref_model": True, "ref_model_sync_steps": 1}
     ),
     "no rewards yet": Draw(**DPO, layout={"pp_size": 2}, arguments={**TRL, "gradient_accumulation_steps": 2}),
+    "odds of pairs": Draw(**{**DPO, "trainer": "ORPOTrainer"}, layout=TP2, arguments={**TRL, **EVALUATED}),
     "packed by length": Draw(
         **SFT, layout=DP2, data="chat", batch=2, arguments={**TRL, "packing": True, "max_length": 16}
     ),

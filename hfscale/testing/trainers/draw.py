@@ -12,7 +12,7 @@ class Draw:
     """What to run. Every default is the ordinary choice.
 
     Attributes:
-        trainer: a class of transformers, or of TRL.
+        trainer: a class of transformers, or of TRL; ``ORPOTrainer`` is one of its experimental ones.
         model: a key of :data:`.data.MODELS`.
         layout: fields of :class:`hfscale.ParallelConfig`.
         arguments: of ``TrainingArguments``, or of TRL's config.

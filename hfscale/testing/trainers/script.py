@@ -171,6 +171,11 @@ def kinds(draw: Draw, place: Place) -> tuple[Any, Any]:
         return (type("Own", (OwnLoss, trainer), {}) if draw.loss == "own" else trainer), transformers.TrainingArguments
     import trl
 
+    if draw.trainer == "ORPOTrainer":  # which is experimental there, and not in hfscale.trl
+        from trl.experimental import orpo
+
+        ours = (hfscale.TrainerMixin, orpo.ORPOTrainer)
+        return (orpo.ORPOTrainer if place.layout is None else type("ORPOTrainer", ours, {})), orpo.ORPOConfig
     trainer = getattr(trl if place.layout is None else hfscale.trl, draw.trainer)
     return trainer, getattr(trl, draw.trainer.replace("Trainer", "Config"))
 
