@@ -6,8 +6,8 @@ holds more than one whole unit.
 
 What the host's code leaves alone has its first values from the constructor of its module, which ran without memory
 here. So a unit is marked before it is initialized, and what still has the mark afterwards is taken from a model in
-which constructors of such modules run over real memory, of all layers at once: of 176 causal-LM families three have any
-(an activation's scalars, a head's bias; openai-gpt alone has large ones).
+which constructors of such modules run over real memory, of all layers at once: of 176 causal-LM families four have any
+(an activation's scalars, a head's bias, multipliers; openai-gpt alone has large ones).
 """
 
 import hashlib
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .._host.transformers.initialization import construct, initialize_weights
+from ..errors import CheckpointError
 from ..files.slices import is_elsewhere
 from ..mesh import Mesh
 from ..plan import Plan
@@ -102,6 +103,11 @@ class _Constructors:
                 self._made = construct(template, self._kinds)
         for name, where in left.items():
             tensors[name].copy_(torch.where(where, _tensor_at(self._made, name), tensors[name]))
+            if _untouched(tensors[name]).any():
+                raise CheckpointError(
+                    f"{type(template).__name__} gives {name} no first value, neither in its constructor nor in its "
+                    "_init_weights: load a checkpoint, or use hfscale.parallelize on a model that has its values"
+                )
 
 
 def _tensor_at(model: Any, name: str) -> Tensor:

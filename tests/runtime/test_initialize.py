@@ -16,25 +16,26 @@ from hfscale.testing.fuzz.choose_family import families
 from hfscale.testing.parity import stored
 from tests.sweeps import cases
 
-# Of the first three, the host's initialization leaves some to constructors.
-OFTEN = ["apertus", "data2vec-text", "openai-gpt", "llama", "gpt2", "mamba2", "bloom"]
+# Of the first three, the host's initialization leaves some to constructors; of falcon_h1, to the model around layers.
+OFTEN = ["apertus", "data2vec-text", "openai-gpt", "falcon_h1", "llama", "gpt2", "mamba2", "bloom"]
 
 
 @pytest.mark.parametrize("family", cases(families(), daily=OFTEN))
 def test_values_are_of_the_kind_of_stock_ones(family: str) -> None:
     """Constants and buffers are stock's; what is random is about as large."""
-    config = config_of(family, 1)
+    config = config_of(family)
     torch.manual_seed(3)
     stock = AutoModelForCausalLM.from_config(config)
     torch.full((1 << 16,), torch.nan)  # memory that nobody fills is full of these
-    ours: Any = hfscale.from_config(config_of(family, 1), seed=5)
+    ours: Any = hfscale.from_config(config_of(family), seed=5)
     wanted = {name: parameter.detach() for name, parameter in stock.named_parameters()}
     for name, parameter in ours.named_parameters():
         found, spread = parameter.detach(), float(wanted[name].float().std(correction=0))
+        assert found.isfinite().all(), name
         if spread == 0.0:
             torch.testing.assert_close(found, wanted[name], msg=name)
-        else:
-            assert float(found.float().std(correction=0)) == pytest.approx(spread, rel=0.5), name
+        elif found.numel() >= 256:  # of a handful, chance decides
+            assert float(found.float().std(correction=0)) == pytest.approx(spread, rel=0.25), name
     buffers = dict(stock.named_buffers())
     for name, found in ours.named_buffers():
         torch.testing.assert_close(found, buffers[name], msg=name)
@@ -45,7 +46,7 @@ def _make(family: str, layout: dict[str, Any], directory: str) -> None:
     hfscale.save_pretrained(model, directory)
 
 
-@pytest.mark.parametrize("family", ["apertus", "openai-gpt"])
+@pytest.mark.parametrize("family", ["openai-gpt", "falcon_h1"])
 @pytest.mark.parametrize("layout", [{"tp_size": 2}, {"pp_size": 2}], ids=["tp", "pp"])
 def test_constructors_values_do_not_depend_on_the_layout(
     pools: Callable[[int], RankPool], tmp_path: Path, family: str, layout: dict[str, Any]

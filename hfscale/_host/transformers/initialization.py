@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers import initialization as host_init
 
 from ..replaced import attribute_replaced
+from ..torch import own_buffers
 from .classes import empty_copy
 
 _LOADED = "_is_hf_initialized"
@@ -57,18 +58,31 @@ def _children_first(module: nn.Module, name: str, owner: Any) -> Iterator[tuple[
 
 
 def construct(model: Any, kinds: Collection[type[nn.Module]]) -> Any:
-    """A model like ``model`` on the meta device, but for modules of these ``kinds``, whose constructors have memory."""
+    """A model like ``model`` on the meta device, but for what modules of these ``kinds`` hold themselves: that has
+    memory, and the values that constructors and then the host's initialization give it, modules around them included;
+    NaN where nothing does.
+    """
     with ExitStack() as stack:
+        stack.enter_context(attribute_replaced(PreTrainedModel, "init_weights", lambda _: None))
         for kind in kinds:
-            stack.enter_context(attribute_replaced(kind, "__init__", _over_memory(kind.__init__)))
-        return empty_copy(model)
+            stack.enter_context(attribute_replaced(kind, "__init__", _over_memory(kind.__init__, kinds)))
+        made = empty_copy(model)
+    for module in made.modules():
+        for name, buffer in own_buffers(module).items() if type(module) in kinds else ():
+            if buffer is not None and buffer.is_meta:  # put there by a module around this one
+                own_buffers(module)[name] = torch.full_like(buffer, torch.nan, device="cpu")
+    initialize_weights(made, made, recurse=True)
+    return made
 
 
-def _over_memory(constructor: Callable[..., None]) -> Callable[..., None]:
+def _over_memory(constructor: Callable[..., None], kinds: Collection[type[nn.Module]]) -> Callable[..., None]:
     @functools.wraps(constructor)
     def construct_really(module: nn.Module, *args: Any, **kwargs: Any) -> None:
         with torch.device("cpu"):
             constructor(module, *args, **kwargs)
+        for inner in module.modules():
+            if type(inner) not in kinds:
+                inner.to_empty(device="meta", recurse=False)
 
     return construct_really
 
