@@ -14,6 +14,10 @@ A frozen norm does not keep its normed input, and a frozen projection without an
 low-rank adapter keeps its ``r`` values, and a copy of its input where its factors have another type. In 16 bits a norm
 keeps its input in 32.
 
+Under autocast over weights of 32 bits, blocks compute in 16, and what is between them (the stream, norms and what they
+return) stays in 32. So every projection that reads a norm's output keeps its own copy in 16 bits, and so does every
+adapter.
+
 Any other layer is estimated from above: twice the rows and columns of every matrix, and the shorter of the two once
 more; of experts, twice both for each that a token is sent to; four times every vector. Scores of attention are never
 counted: SDPA and flash attention keep none. Nor is dropout in front of adapters.
@@ -44,16 +48,21 @@ class Types:
     """In what a forward pass computes.
 
     Attributes:
-        size: bytes of a value of the stream.
-        adapters: bytes of a value of an adapter's factors.
-        exact: whether it is one type throughout; autocast makes copies that are not counted one by one.
+        size: bytes of a value within blocks.
+        adapters: bytes of a value of an adapter's factors, as they are multiplied.
+        autocasts: bytes of a value between blocks, where autocast alone computes in another type within; 0: the same.
         kept: bytes of a value that a layer keeps, of whatever type, where it keeps them in 8 bits.
     """
 
     size: int
     adapters: int
-    exact: bool = True
+    autocasts: int = 0
     kept: float | None = None
+
+    @property
+    def stream(self) -> int:
+        """Bytes of a value between blocks."""
+        return self.autocasts or self.size
 
     def as_kept(self, size: float) -> float:
         """Bytes of a value of ``size`` bytes, as a layer keeps it."""
@@ -96,9 +105,9 @@ def layer_bytes(
     owned = [p for p in plan.parameters if p.name.startswith(f"{layer}.") and p.name not in adapters]
     hidden = stream_width(plan, layer)
     sequence = plan.layout.size("tp") if plan.sequence_regions else 1
-    stream = types.as_kept(types.size) * hidden / sequence
+    stream = types.as_kept(types.stream) * hidden / sequence
     roles = _llama_roles(owned, layer)
-    if roles is None or not types.exact:
+    if roles is None:
         return LayerBytes(_at_most(plan, layer, owned, hidden, ranks, types, routes), stream, False)
     layer_of = _Llama(plan, roles, hidden, ranks, types, frozenset(trained), sequence)
     return LayerBytes(layer_of.norms(first) + layer_of.blocks(), stream, True)
@@ -140,7 +149,8 @@ class _Llama:
             planned, wide = self.roles[name], max(4, self.types.size)
             trains = planned.name in self.trained
             needed = trains or number > 0 or not first
-            total += (self._kept(self.hidden, wide) + wide) * needed + self._kept(self.hidden, self.types.size) * trains
+            normed = self._kept(self.hidden, self.types.stream) * trains
+            total += (self._kept(self.hidden, wide) + wide) * needed + normed
         return total / self.sequence
 
     def blocks(self) -> float:
@@ -162,7 +172,7 @@ class _Llama:
         total += self._read(inner, ("down_proj",))
         again = self.sequence if self.plan.layout.sequence_regather else 1
         for readers in (_ATTENTION[:3], _MLP[:2]):
-            total += self._read(self.hidden, readers, again=again)
+            total += self._read_stream(readers, again)
         return total
 
     def _kept(self, values: float, size: float) -> float:
@@ -176,6 +186,16 @@ class _Llama:
     def _out(self, name: str) -> int:
         return self.roles[name].model_shape(self.ranks)[0]
 
+    def _read_stream(self, readers: tuple[str, ...], again: int) -> float:
+        """Bytes that projections keep of what a norm returns: under autocast a copy each, or what is gathered anew."""
+        if not self.types.autocasts:
+            return self._read(self.hidden, readers, again=again)
+        if again > 1:
+            trains = any(self.roles[name].name in self.trained for name in readers)
+            gathered = self._kept(self.hidden, self.types.stream) / again * trains
+            return gathered + sum(self._read(self.hidden, (name,), kept=True) for name in readers)
+        return sum(self._read(self.hidden, (name,)) for name in readers)
+
     def _read(self, width: int, readers: tuple[str, ...], kept: bool = False, again: int = 1) -> float:
         """Bytes that projections keep of an input of ``width`` values.
 
@@ -186,11 +206,11 @@ class _Llama:
         weights = [self.roles[name].name for name in readers]
         adapted = [self.ranks_of_adapters[name] for name in weights if name in self.ranks_of_adapters]
         size, wide = self.types.size, self.types.adapters
-        if adapted and wide == size:
+        if adapted and wide == size and not self.types.autocasts:
             own = self._kept(width, size)
         else:
             own = self._kept(width, size) / again * any(name in self.trained for name in weights)
-        copies = self._kept(width, wide) * len(adapted) if wide != size else 0
+        copies = self._kept(width, wide) * len(adapted) if wide != size or self.types.autocasts else 0
         return own * (not kept) + copies + sum(self._kept(rank, wide) for rank in adapted)
 
 
@@ -218,7 +238,7 @@ def _at_most(
     often = min(routes or count, count)
     experts = tuple(f"{e.name}." for e in plan.mixtures)
     tensor = plan.layout.size("tp") if plan.layout.slices_tokens else 1
-    values, wide = 2.0 * hidden, 0.0
+    values, wide = 2.0 * hidden * types.stream / types.size, 0.0
     for planned in owned:
         local, inside = planned.model_shape(ranks), planned.name.startswith(experts)
         if len(local) >= 3 and inside:

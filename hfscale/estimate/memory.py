@@ -143,7 +143,7 @@ def estimate_memory(
         gradients=sum(weight_bytes(plan, p, here) for p in training),
         optimizer=state,
         activations=kept,
-        gathered=_gathered(plan, here, held, mixed),
+        gathered=_gathered(plan, here, held, mixed, alive),
         exchanged=_exchanged(plan, here, situation, tokens),
         loss=_loss(plan, here, chosen, chunk_rows or ceil(situation.tokens / 4)),
         notes=(*notes, *more),
@@ -211,7 +211,7 @@ def _activations(plan: Plan, here: dict[str, int], situation: Situation, mixed: 
         if plan.stages is None or index == len(plan.stages.stages) - 1:
             total += alive * tokens * _around(plan, types, situation.trained)
         elif layers:  # what was sent stays until its gradient is back
-            total += alive * tokens * types.size * stream_width(plan, layers[-1]) / _sequence(plan)
+            total += alive * tokens * types.stream * stream_width(plan, layers[-1]) / _sequence(plan)
     if offloaded(plan).activations is not None:
         total, away = _on_host(held, chosen, tokens, total)
         notes_of_host = [f"on the host: {human(away)} of activations; two layers of a microbatch are on the device"]
@@ -248,8 +248,8 @@ def _around(plan: Plan, types: Types, trained: Collection[str]) -> float:
         return 0.0
     width = stream_width(plan, plan.layers[-1])
     norms = [name for name in around_layers(plan) if not is_matrix(plan, name) and name.endswith("weight")]
-    normed = sum(max(4, types.size) + types.size * (name in trained) for name in norms)
-    return width * (normed / _sequence(plan) + types.size)
+    normed = sum(max(4, types.size) + types.stream * (name in trained) for name in norms)
+    return width * (normed / _sequence(plan) + types.stream)
 
 
 def _sequence(plan: Plan) -> int:
@@ -257,14 +257,24 @@ def _sequence(plan: Plan) -> int:
     return plan.layout.size("tp") if plan.sequence_regions else 1
 
 
-def _gathered(plan: Plan, ranks: dict[str, int], held: Sequence[ParameterPlan], mixed: bool) -> int:
+def _copied(plan: Plan, ranks: dict[str, int], held: Sequence[ParameterPlan], alive: Sequence[int]) -> int:
+    """Autocast's copies of matrices of 32 bits, for each microbatch until its backward pass has used them."""
+    head = plan.by_name.get(f"{plan.head}.weight")
+    multiplied = {head.tied_to or head.name} if head is not None else set[str]()
+    looked_up = {name for name in around_layers(plan) if is_matrix(plan, name)} - multiplied
+    packed = frozenset(plan.quantized.weights) if plan.quantized is not None else frozenset[str]()
+    left = looked_up | packed | float8_weights(plan)  # what is in 8 bits for a product is made again
+    copied = [p for p in held if len(p.shape) > 1 and size_of(p.dtype) == 4 and p.name not in left]
+    return sum(2 * prod(p.local_shape(ranks)) * (alive[p.stage] if p.stage < len(alive) else 1) for p in copied)
+
+
+def _gathered(
+    plan: Plan, ranks: dict[str, int], held: Sequence[ParameterPlan], mixed: bool, alive: Sequence[int]
+) -> int:
     """Whole weights of the largest layer and of all that is around the layers; all layers where none is given up."""
     layout = plan.layout
     if layout.data_world == 1:
-        # Autocast keeps a copy of every matrix until the backward pass has used it; in 8 bits they are made again.
-        again = float8_weights(plan)
-        copied = (p for p in held if mixed and len(p.shape) > 1 and p.name not in again)
-        return sum(2 * prod(p.local_shape(ranks)) for p in copied)
+        return _copied(plan, ranks, held, alive) if mixed else 0
     by_layer: dict[str, int] = {}
     for planned in held:
         layer = next((name for name in plan.layers if planned.name.startswith(f"{name}.")), "")

@@ -129,10 +129,12 @@ def types_of(plan: Plan, mixed: bool) -> Types:
     widest = max((p.dtype for p in plan.owned() if p.dtype.is_floating_point), key=size_of, default=torch.float32)
     model = next((p.dtype for p in plan.owned() if p.name.startswith(plan.layers[:1])), widest)
     if mixed and plan.layout.data_world > 1:
-        return Types(2, 2, exact=True)
+        return Types(2, 2)
     size = size_of(model)
     own = max((size_of(plan.by_name[a.name].dtype) for a in plan.adapters), default=size)
-    return Types(size, own, exact=not mixed)
+    if mixed and size == 4:  # autocast leaves 64 bits alone, and 16 are what it computes in
+        return Types(2, 2, autocasts=size)
+    return Types(size, own)
 
 
 def size_of(dtype: torch.dtype) -> int:

@@ -14,8 +14,6 @@ from ..plan import Plan
 from .jobs import gathered_bytes, gradient_bytes, trained_fraction, unpacked_bytes
 from .shapes import shape_of_plan
 
-_COPIES = 2  # of what a layer keeps in 16 bits: the stream in 32, and copies of it
-
 
 @dataclass(frozen=True)
 class Facts:
@@ -29,8 +27,7 @@ class Facts:
         width: bytes of a weight while data ranks have it gathered.
         kept: bytes that a layer keeps of a token, on one rank.
         stream: of these, its input.
-        kept_alone: likewise without data ranks, where mixed precision is autocast, whose copies are not counted one by
-            one: at most twice as much.
+        kept_alone: likewise without data ranks, where mixed precision is autocast.
         head: bytes of the head's gradient for each of its entries, before it is added up.
         trained: fraction of the entries that trains.
         unpacked: bytes moved for every weight of a quantized base.
@@ -88,7 +85,7 @@ def facts_of(
         width=gathered_bytes(plan, mixed_precision != "no"),
         kept=one.kept,
         stream=one.stream,
-        kept_alone=min(alone.kept, _COPIES * one.kept),
+        kept_alone=alone.kept,
         head=max(4, types.size) if f"{plan.head}.weight" in trained else 0,
         trained=trained_fraction(plan),
         unpacked=unpacked_bytes(plan),

@@ -22,6 +22,7 @@ from hfscale.testing.families import config_of
 
 from ..models import tiny
 from ..quantization.models import four_bits, save, wide
+from ..sweeps import pairs
 
 Pools = Callable[[int], RankPool]
 ROWS, LENGTH = 4, 32
@@ -121,6 +122,37 @@ def test_every_optimizer(pools: Pools, layout: str) -> None:
     cases = [(llama(), LAYOUTS[layout], *(name, None, None, torch.float32, made)) for name, made in [*names, *changed]]
     for rank in pools(2).run(several, cases):
         check(rank)
+
+
+def mixed(layout: dict[str, Any], lora: dict[str, Any] | None, precision: str) -> tuple[int, int]:
+    """What is predicted of layers, autocast's copies of their weights included, and what was saved in a step."""
+    adapters = None if lora is None else LoraConfig(**lora)
+    asked: dict[str, Any] = {"mixed_precision": precision, "peft_config": adapters, "attn_implementation": "sdpa"}
+    model = hfscale.from_config(llama(intermediate_size=96), parallel=ParallelConfig(**layout), **asked).train()
+    runtime, rows = runtime_of(model), ROWS * layout.get("num_microbatches", 1)
+    ids = torch.randint(3, 60, (rows, 2 * LENGTH), generator=torch.Generator().manual_seed(0))
+    with count_saved(runtime.model, runtime.plan.layers, runtime.plan.head) as saved:
+        hfscale.train_step(model, {"input_ids": ids, "labels": ids})
+    estimated = hfscale.memory_estimate(model, tokens=ROWS * 2 * LENGTH)
+    held = {planned.name: parameter for planned, parameter in runtime.parameters()}
+    head = 2 * held["lm_head.weight"].numel() if "lm_head.weight" in held else 0
+    return estimated.activations + estimated.gathered - head, saved.layers + saved.around
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    pairs(
+        ["one", "tp2", "sequence", "pp2"],
+        ["bf16", "fp8"],
+        daily=[("sequence", "bf16"), ("pp2", "bf16")],
+    ),
+)
+def test_mixed_precision_without_data_ranks(pools: Pools, layout: str, precision: str) -> None:
+    """Between blocks in 32 bits, within in 16; every projection has a copy of its own of what it reads."""
+    sizes = LAYOUTS[layout]
+    for lora in (None, LORA):
+        for predicted, found in pools(ParallelConfig(**sizes).total_size).run(mixed, sizes, lora, precision):
+            assert found == pytest.approx(predicted, rel=0.02)
 
 
 OTHERS: dict[str, tuple[PreTrainedConfig, dict[str, Any], dict[str, Any] | None, torch.dtype]] = {
