@@ -42,6 +42,12 @@ def plan_sequence(draft: Draft) -> None:
     for layer in draft.layers:
         lists.setdefault(layer.rpartition(".")[0], []).append(layer)
     owners = {path.rpartition(".")[0]: members for path, members in lists.items()}
+    if len(owners) < len(lists):  # XLM's attention is in one, what follows it in another
+        draft.problem(
+            f"sequence_parallel=True does not fit {draft.config.model_type!r}: one module runs several lists of layers "
+            f"({', '.join(lists)}), and computes between them: use sequence_parallel=False"
+        )
+        return
     probe = probe_entry(draft, {members[0]: owner for owner, members in owners.items()}, draft.embedding)
     inside = [*(block.name for block in draft.blocks), *(experts.name for experts in draft.experts)]
     regions = (
@@ -107,12 +113,12 @@ def _mixtures(draft: Draft) -> set[str]:
 def _gathered(draft: Draft, path: str, edges: set[str], mixtures: set[str]) -> Iterator[str]:
     """Modules under ``path`` that are outside of all edges and may compute across tokens."""
     for name in direct_children(draft.modules, path):
-        module = draft.modules[name]
+        module = draft.modules[path].get_submodule(name.rpartition(".")[2])  # layers may share it: it has one name
         if name in edges or name in mixtures or is_tokenwise(module):
             continue
         if any(edge.startswith(f"{name}.") for edge in edges):
             yield from _gathered(draft, name, edges, mixtures)
-        elif _has_parameters(draft, name):
+        elif next(module.parameters(), None) is not None:
             yield name
 
 

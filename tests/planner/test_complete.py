@@ -40,3 +40,12 @@ def test_the_loss_of_a_mixture_is_proved_without_its_experts(monkeypatch: pytest
 
     monkeypatch.setattr(type(model.model.layers[0].mlp.experts), "forward", unable)
     assert passes_on_labels(model) is None
+
+
+def test_what_is_computed_between_lists_of_layers_is_not_cut_along_the_sequence() -> None:
+    """Flaubert has its attention in one list and what follows it in another."""
+    layout = hfscale.ParallelConfig(tp_size=2, sequence_parallel=True)
+    with pytest.raises(
+        hfscale.PlanError, match=r"several lists of layers \(transformer.attentions, transformer.ffns\)"
+    ):
+        hfscale.plan(tiny_clone(AutoConfig.for_model("flaubert")), layout, auto_class=AutoModelForMaskedLM)
