@@ -5,6 +5,7 @@ Pictures are SVG in the page; what a mark stands for is in its ``<title>``, whic
 
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
+from math import floor, log10
 
 from ..parallel.pipeline import Timeline
 from ..plan.table import human
@@ -13,12 +14,15 @@ from .report import Estimate
 from .search import Search
 
 _WIDTH, _LABEL, _ROW = 960, 70, 22
-_COLORS = ("#4a6fa5", "#e08e45", "#6aa84f", "#b04a5a", "#8064a2", "#50a5b1", "#9c8b5e", "#7f7f7f", "#d4a5c9")
+_COLORS = (
+    "#4a6fa5", "#e08e45", "#6aa84f", "#b04a5a", "#8064a2", "#50a5b1", "#9c8b5e", "#7f7f7f", "#d4a5c9", "#1f3d63",
+    "#c9b037", "#2e6b4f", "#c46bb0",
+)  # fmt: skip
 _KINDS = {"forward": "#4a6fa5", "backward": "#e08e45", "backward_input": "#e08e45", "backward_weight": "#6aa84f"}
 _MOST_SPANS = 4000
 _STYLE = (
     "body{font:15px/1.45 system-ui,sans-serif;max-width:1000px;margin:2em auto;padding:0 1em;color:#222}"
-    "pre{background:#f6f6f6;padding:1em;overflow-x:auto;font-size:12px}h1{font-size:1.4em}h2{font-size:1.1em}"
+    "pre{background:#f6f6f6;padding:1em;white-space:pre-wrap;font-size:12px}h1{font-size:1.4em}h2{font-size:1.1em}"
     "svg{display:block;max-width:100%;height:auto}.key span{display:inline-block;margin-right:1em}"
     ".key i{display:inline-block;width:.8em;height:.8em;margin-right:.3em}"
 )
@@ -40,7 +44,7 @@ def _of_estimate(found: Estimate) -> Iterable[tuple[str, str]]:
     terms = {name: seconds for name, seconds in found.time.terms.items() if seconds > 0}
     yield "Seconds of a step, by term", _bars([("step", terms)], found.seconds, _seconds) + _key(terms)
     if found.schedule is not None and sum(1 for _ in found.schedule.spans()) <= _MOST_SPANS:
-        yield f"Schedule: {found.schedule.name}", _schedule(found.schedule) + _key(_KINDS, _KINDS)
+        yield f"Schedule: {found.schedule.name}", _schedule(found.schedule) + _key(_kinds_of(found.schedule), _KINDS)
 
 
 def _of_search(found: Search) -> Iterable[tuple[str, str]]:
@@ -62,7 +66,7 @@ def _bars(
     marks: Sequence[tuple[float, str]] = (),
 ) -> str:
     """Stacked bars, one for each row."""
-    scale, height = (_WIDTH - _LABEL - 10) / most, _ROW * len(rows) + 20
+    scale, height = (_WIDTH - _LABEL - 10) / most, _ROW * len(rows) + (20 if marks else 2)
     parts = []
     for number, (name, values) in enumerate(rows):
         y, x = number * _ROW, float(_LABEL)
@@ -82,6 +86,11 @@ def _bars(
     return _svg(height, parts)
 
 
+def _kinds_of(timeline: Timeline) -> list[str]:
+    played = {span.action.kind for _, span in timeline.spans()}
+    return [kind for kind in _KINDS if kind in played]
+
+
 def _schedule(timeline: Timeline) -> str:
     scale = (_WIDTH - _LABEL - 10) / timeline.makespan
     parts = []
@@ -99,22 +108,54 @@ def _schedule(timeline: Timeline) -> str:
 
 
 def _scatter(found: Search) -> str:
+    """Seconds over memory, both by their logarithms: layouts differ by factors."""
     shown: list[tuple[Found, str]] = [(each, _COLORS[0]) for each in found.frontier]
     shown += [(each, _COLORS[1]) for each in found.best if each not in found.frontier]
-    slowest, height = max(each.seconds for each, _ in shown), 320
-    across, up = (_WIDTH - _LABEL - 30) / (1.05 * found.budget), (height - 50) / (1.05 * slowest)
-    parts = [
-        f'<line x1="{_LABEL}" x2="{_WIDTH}" y1="{height - 30}" y2="{height - 30}" stroke="#999"/>',
-        f'<line x1="{_LABEL}" x2="{_LABEL}" y1="0" y2="{height - 30}" stroke="#999"/>',
-        f'<text x="{_WIDTH}" y="{height - 12}" font-size="12" text-anchor="end">likely memory of a rank, '
-        f"up to {_size(found.budget)}</text>",
-        f'<text x="0" y="12" font-size="12">seconds, up to {slowest:.3g}</text>',
-    ]
+    right, bottom, gib = _WIDTH - 30, 320, 2**30
+    across = _Scale([each.likely / gib for each, _ in shown] + [found.budget / gib], _LABEL, right)
+    up = _Scale([each.seconds for each, _ in shown], bottom, 20)
+    parts = []
+    for value in across.ticks():
+        x = across.at(value)
+        parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="20" y2="{bottom}" stroke="#ddd"/>')
+        parts.append(f'<text x="{x:.1f}" y="{bottom + 16}" font-size="12" text-anchor="middle">{value:g} GiB</text>')
+    for value in up.ticks():
+        y = up.at(value)
+        parts.append(f'<line x1="{_LABEL}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
+        parts.append(f'<text x="{_LABEL - 8}" y="{y + 4:.1f}" font-size="12" text-anchor="end">{value:g} s</text>')
+    x = across.at(found.budget / gib)
+    parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="20" y2="{bottom}" stroke="#222" stroke-dasharray="4 3"/>')
+    parts.append(f'<text x="{x:.1f}" y="14" font-size="12" text-anchor="end">budget {_size(found.budget)}</text>')
     for each, color in shown:
-        x, y = _LABEL + each.likely * across, height - 30 - each.seconds * up
         says = f"{each.candidate.describe()}: {_seconds(each.seconds)}, {_size(each.likely)}"
-        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{color}"><title>{escape(says)}</title></circle>')
-    return _svg(height, parts) + _key(["frontier", "fastest of another kind"])
+        place = f'cx="{across.at(each.likely / gib):.1f}" cy="{up.at(each.seconds):.1f}"'
+        parts.append(f'<circle {place} r="5" fill="{color}"><title>{escape(says)}</title></circle>')
+    parts.append(f'<text x="{right}" y="{bottom + 32}" font-size="12" text-anchor="end">likely memory of a rank</text>')
+    return _svg(bottom + 38, parts) + _key(["frontier", "fastest of another kind"])
+
+
+class _Scale:
+    """By the logarithm, with a margin on both sides."""
+
+    def __init__(self, values: Sequence[float], start: float, end: float) -> None:
+        self._low, self._high = log10(min(values) / 1.1), log10(max(values) * 1.1)
+        self._start, self._end = start, end
+
+    def at(self, value: float) -> float:
+        """Where it is."""
+        share = (log10(value) - self._low) / (self._high - self._low)
+        return self._start + share * (self._end - self._start)
+
+    def ticks(self) -> list[float]:
+        """Round numbers within: ones, twos and fives, or, where these are few, more of them."""
+        decades = range(floor(self._low), floor(self._high) + 1)
+        few, many = (1, 2, 5), (1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 3.5, 4, 4.5, 5, 6, 7, 8, 9)
+        found = self._within(decades, few)
+        return found if len(found) > 2 else self._within(decades, many)
+
+    def _within(self, decades: range, steps: Sequence[float]) -> list[float]:
+        values = [step * 10.0**decade for decade in decades for step in steps]
+        return [value for value in values if self._low <= log10(value) <= self._high]
 
 
 def _key(names: Iterable[str], colors: dict[str, str] | None = None) -> str:
