@@ -2,7 +2,9 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
+from ..errors import ConfigError
 from .flags import add_adapter_arguments, add_machine_arguments, plan_arguments
 from .layout import add_layout_arguments, layout_of
 from .look import add_json, print_json
@@ -26,6 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=int, default=1, metavar="N", help="sequences of one microbatch")
     parser.add_argument("--accumulate", type=int, metavar="N", help="microbatches of a step, also without stages")
     parser.add_argument("--recompute", default="none", metavar="HOW", help="none, selective, full, or every n-th layer")
+    parser.add_argument(
+        "--offload", default="", metavar="WHAT,...", help="to the host: activations, parameters, optimizer"
+    )
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with pictures as well")
     add_json(parser)
 
@@ -50,7 +55,9 @@ def run(arguments: argparse.Namespace) -> int:
             mixed_precision=arguments.mixed_precision,
             auto_class=auto_class_of(arguments.auto_class),
             dtype=arguments.dtype,
-            memory=MemoryConfig(recompute=int(again) if again.isdigit() else again),
+            memory=MemoryConfig(
+                **{"recompute": int(again) if again.isdigit() else again, **_offload(arguments.offload)}
+            ),
             **more,
         )
     if arguments.json:
@@ -62,3 +69,16 @@ def run(arguments: argparse.Namespace) -> int:
 
         arguments.html.write_text(page_of(found, f"{arguments.model}: {found.layout}"))
     return 0
+
+
+def _offload(text: str) -> dict[str, Any]:
+    """``"activations,optimizer"`` as arguments of ``MemoryConfig``.
+
+    Raises:
+        ConfigError: one of them cannot be on the host.
+    """
+    names = [name for name in text.split(",") if name]
+    for name in names:
+        if name not in ("activations", "parameters", "optimizer"):
+            raise ConfigError(f"--offload {name} is unknown: use activations, parameters or optimizer, or several")
+    return {f"offload_{name}": True for name in names}

@@ -31,7 +31,9 @@ class Job:
         gradient_bytes: bytes of a gradient as ranks exchange it.
         gathered_bytes: bytes of a weight as data ranks gather it.
         unpacked: bytes moved for every weight of a quantized base, to have it in 16 bits in both passes.
-        offloaded: bytes that go to the host and back in a step: activations, or weights and gradients.
+        offloaded: bytes that go to the host or come from it beside a step's passes: activations, or shards.
+        handed: bytes that do so when the passes have ended: gradients for an optimizer on the host, and its weights.
+        steps_on_host: whether the optimizer steps in the host's memory.
         ranks_per_node: how many share a node.
     """
 
@@ -57,6 +59,8 @@ class Job:
     gathered_bytes: float = 2
     unpacked: float = 0.0
     offloaded: float = 0.0
+    handed: float = 0.0
+    steps_on_host: bool = False
     ranks_per_node: int = 8
 
     @property

@@ -84,6 +84,7 @@ def step_time(
         bubble = (sum(taken) - taken[slowest]) / job.virtual
     data = data_seconds(max(weights), 2 / 3 * taken[slowest], job, machine, constants)
     moved = constants.update_bytes * job.trained * max(weights) / max(1, job.shards)
+    to_host = constants.memory * machine.host_bandwidth  # for want of a better number, the host's own memory's too
     return StepTime(
         products=many * one.products,
         attention=many * one.attention,
@@ -95,8 +96,8 @@ def step_time(
         handover=many * hop,
         bubble=bubble,
         data=data,
-        update=moved / (constants.memory * machine.memory_bandwidth),
-        offload=max(0.0, job.offloaded / (constants.memory * machine.host_bandwidth) - many * taken[slowest]),
+        update=moved / (to_host if job.steps_on_host else constants.memory * machine.memory_bandwidth),
+        offload=max(0.0, job.offloaded / to_host - many * taken[slowest]) + job.handed / to_host,
         other=constants.step,
     )
 

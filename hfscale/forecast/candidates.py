@@ -1,7 +1,7 @@
 """Every layout that a number of GPUs and a global batch leave open, as plain numbers."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 from ..estimate.machine import Machine
 from .facts import Facts
@@ -10,6 +10,7 @@ SCHEDULES = (("1f1b", 1), ("interleaved1f1b", 2), ("zbv", 2))
 """Schedules that are tried, with stages per rank; the first of them alone where there is one stage."""
 _LONG = 16384  # tokens of a sequence from which on it is worth cutting
 _NODES_OF_TENSOR_RANKS = 2
+_OFFLOADS = (("optimizer",), ("optimizer", "activations"), ("parameters",), ("parameters", "activations"))
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Candidate:
         schedule: of the pipeline.
         virtual: stages of one pipeline rank.
         recompute: whether layers are computed again.
+        offload: what lies on the host: ``optimizer``, ``activations``, ``parameters``.
     """
 
     tp: int
@@ -41,6 +43,7 @@ class Candidate:
     schedule: str
     virtual: int
     recompute: bool
+    offload: tuple[str, ...] = ()
 
     @property
     def dp(self) -> int:
@@ -61,7 +64,8 @@ class Candidate:
         named = " x ".join(f"{name}{size}" for name, size in sizes if size > 1) or "one process"
         extra = f", {self.schedule}" if self.pp > 1 else ""
         again = ", layers recomputed" if self.recompute else ""
-        return f"{named}, {self.microbatches} x {self.batch} sequences{extra}{again}"
+        host = f", {' and '.join(self.offload)} on the host" if self.offload else ""
+        return f"{named}, {self.microbatches} x {self.batch} sequences{extra}{again}{host}"
 
 
 def candidates(facts: Facts, machine: Machine, gpus: int, sequences: int, sequence: int) -> Iterator[Candidate]:
@@ -80,6 +84,14 @@ def candidates(facts: Facts, machine: Machine, gpus: int, sequences: int, sequen
                 dp = gpus // tp // pp // cp
                 if sequences % dp == 0:
                     yield from _of_sizes(facts, machine, (tp, pp, cp, dp), sequences // dp)
+
+
+def offloading(found: Iterable[Candidate]) -> Iterator[Candidate]:
+    """The same with the host's memory, for where nothing fits without; of schedules, 1F1B alone."""
+    for each in found:
+        for what in _OFFLOADS if each.schedule == SCHEDULES[0][0] else ():
+            if "parameters" not in what or each.shard * each.cp > 1:
+                yield replace(each, offload=what)
 
 
 def _of_sizes(facts: Facts, machine: Machine, sizes: tuple[int, int, int, int], sequences: int) -> Iterator[Candidate]:

@@ -68,8 +68,8 @@ class StageRun:
         rank: pipeline rank; ``like``: those that have the same.
         layers: how many it has.
         traffic: axis by axis.
-        activations: the most bytes that its layers kept at once for backward passes; none where layers are recomputed,
-            which is out of sight.
+        activations: the most bytes that its layers, and the last norm, kept at once for backward passes; none where
+            layers are recomputed, which is out of sight.
         beside: bytes of what estimates leave out, by kind: words between hosts, sums of numbers, ties between stages.
     """
 
@@ -220,7 +220,7 @@ def _step(model: Any, sizes: dict[str, int], stream: torch.dtype) -> tuple[Any, 
     with pretence, fused_attention(), count_saved(model, runtime.plan.layers, runtime.plan.head) as saved:
         train_step(model, [{"input_ids": one, "labels": one} for one in ids])
     again = recomputed(runtime.plan)
-    return pretence.traffic, None if again.layers or again.modules else saved.layers
+    return pretence.traffic, None if again.layers or again.modules else saved.layers + saved.around
 
 
 def _compared(

@@ -1,7 +1,6 @@
 """Seconds and bytes of a layout of a model: :func:`estimate`."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from ..estimate.step_time import step_time
 from ..memory.report import memory_of_ranks
 from ..parallel.pipeline import Costs, Timeline, order, simulate
 from ..plan import Plan
-from .jobs import job_of, offloaded_bytes
+from .jobs import job_of, with_host
 from .places import layers_of, places_of
 from .report import Estimate, StageEstimate
 from .shapes import shape_of_plan
@@ -91,7 +90,7 @@ def _of_plan(
 ) -> Estimate:
     """Of a plan whose memory is known."""
     stages, weights = _stages(plan, shape, job, machine, constants)
-    job = replace(job, offloaded=max(offloaded_bytes(plan, rank, job) for rank in range(job.pp)))
+    job = with_host(plan, job)
     hop = constants.hop if job.pp > 1 else 0.0
     taken = [stage.stage(constants) + hop for stage in stages]
     layers, played = layers_of(plan), _played(plan, taken, job)

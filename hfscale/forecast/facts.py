@@ -23,6 +23,7 @@ class Facts:
         shape: of its decoder.
         heads: query heads, which tensor ranks share out.
         states: bytes of weights, adapters, gradients and optimizer, for every entry of a weight.
+        optimizer: of these, the optimizer's.
         weight: bytes of a weight, likewise.
         width: bytes of a weight while data ranks have it gathered.
         kept: bytes that a layer keeps of a token, on one rank.
@@ -39,6 +40,7 @@ class Facts:
     shape: ModelShape
     heads: int
     states: float
+    optimizer: float
     weight: float
     width: float
     kept: float
@@ -81,6 +83,7 @@ def facts_of(
         shape=replace(shape, hidden=stream_width(plan, layer)),
         heads=int(heads),
         states=(held.weights + held.adapters + held.gradients + held.optimizer) / entries,
+        optimizer=held.optimizer / entries,
         weight=held.weights / entries,
         width=gathered_bytes(plan, mixed_precision != "no"),
         kept=one.kept,

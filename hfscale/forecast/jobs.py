@@ -1,5 +1,6 @@
 """From a plan and a batch to the step whose time is estimated."""
 
+from dataclasses import replace
 from math import prod
 
 from ..estimate.job import Job
@@ -11,7 +12,6 @@ from ..plan.recompute import recomputed
 
 _UNPACKED = {4: 9.0, 8: 10.0}  # by bits: read, written in 16 bits and read again, in both passes
 _PACKED = {4: 0.5 + 4 / 64, 8: 1.0}  # bytes of a weight by bits, with a scale for each block
-_COPIES = 8  # bytes of a weight and its gradient that go to where the optimizer steps, and come back
 
 
 def job_of(plan: Plan, machine: Machine, *, sequence: int, batch: int, microbatches: int, mixed: bool = False) -> Job:
@@ -77,19 +77,35 @@ def unpacked_bytes(plan: Plan) -> float:
     return 0.0 if plan.quantized is None else _UNPACKED[plan.quantized.bits]
 
 
-def offloaded_bytes(plan: Plan, rank: int, job: Job) -> float:
-    """Bytes that a pipeline rank sends to its host and back in a step."""
-    found, on_host = 0.0, offloaded(plan)
+def with_host(plan: Plan, job: Job) -> Job:
+    """The job with what goes between device and host, of the pipeline rank where that is most."""
+    on_host = offloaded(plan)
+    ranks = range(job.pp)
+    found = replace(job, steps_on_host=on_host.optimizer or on_host.parameters)
     if on_host.activations is not None:
-        names = frozenset(p.name for p in plan.owned())
-        held = layers_held(plan, {"pp": rank}, Situation(round(job.tokens), trained=names))
-        again = recomputed(plan).layers
-        kept = sum(each.bytes.stream if each.name in again else each.bytes.kept for each in held)
-        found += 2 * kept * job.tokens * job.microbatches
-    if on_host.optimizer or on_host.parameters:
-        entries = sum(prod(plan.by_name[name].local_shape({"pp": rank})) for name in plan.local_names(rank))
-        found += _COPIES * entries * job.trained
-    return found
+        found = replace(found, offloaded=max(_activations(plan, rank, job) for rank in ranks))
+    if not found.steps_on_host:
+        return found
+    entries = max(
+        sum(prod(plan.by_name[name].local_shape({"pp": rank})) for name in plan.local_names(rank)) for rank in ranks
+    )
+    if on_host.parameters:
+        return replace(found, offloaded=found.offloaded + shard_traffic(job) * entries)
+    return replace(found, handed=(job.gradient_bytes + job.gathered_bytes) * job.trained * entries)
+
+
+def shard_traffic(job: Job) -> float:
+    """Bytes between device and host of each weight of a shard that lies there: to be gathered, and its gradient."""
+    return job.gradient_bytes * ((2 * job.microbatches if job.gathers else 1) + job.trained)
+
+
+def _activations(plan: Plan, rank: int, job: Job) -> float:
+    """Bytes of what a pipeline rank's layers keep, to the host and back, in a step."""
+    names = frozenset(p.name for p in plan.owned())
+    held = layers_held(plan, {"pp": rank}, Situation(round(job.tokens), trained=names))
+    again = recomputed(plan).layers
+    kept = sum(each.bytes.stream if each.name in again else each.bytes.kept for each in held)
+    return 2 * kept * job.tokens * job.microbatches
 
 
 def _recomputed_fraction(plan: Plan) -> float:

@@ -4,6 +4,7 @@ What is the same for many candidates is computed once: a layer's seconds, the mi
 bytes are those of :mod:`hfscale.estimate.memory` for layers of one kind; a test compares the two.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..estimate.constants import Constants
@@ -15,6 +16,7 @@ from ..plan import balance
 from ..planner.costs import Cost
 from .candidates import Candidate
 from .facts import Facts
+from .jobs import shard_traffic
 from .report import DOES_NOT_FIT, FITS, FRAGMENTS, OVERHEAD, TIGHT
 
 
@@ -63,6 +65,7 @@ class Quick:
         weights = [self._weights(candidate, rank, count) for rank, count in enumerate(layers)]
         if candidate.schedule == "zbv":  # ranks wait for a forward pass of half their layers, and for nothing else
             job = replace(job, virtual=6)
+        job = self._with_host(candidate, job, layers, weights)
         time = step_time(stages, weights, job, self.machine, self.constants)
         states, activations, needed = max(
             (self._bytes(candidate, rank, count, weights[rank]) for rank, count in enumerate(layers)),
@@ -93,6 +96,26 @@ class Quick:
             unpacked=self.facts.unpacked,
             ranks_per_node=self.machine.ranks_per_node,
         )
+
+    def _with_host(self, c: Candidate, job: Job, layers: Sequence[int], weights: Sequence[float]) -> Job:
+        if not c.offload:
+            return job
+        facts, entries = self.facts, max(weights) / job.shards
+        offloaded, handed = 0.0, 0.0
+        if "activations" in c.offload:
+            offloaded += 2 * job.tokens * c.microbatches * max(layers) * self._kept(c)[c.recompute]
+        if "parameters" in c.offload:
+            offloaded += shard_traffic(job) * entries
+        if "optimizer" in c.offload:
+            handed = (facts.gradient + facts.width) * facts.trained * entries
+        on_host = c.offload[0] != "activations"
+        return replace(job, offloaded=offloaded, handed=handed, steps_on_host=on_host)
+
+    def _kept(self, c: Candidate) -> tuple[float, float]:
+        """Bytes that a layer keeps of a token, and of these its input."""
+        facts = self.facts
+        kept = (facts.kept_alone if c.dp * c.cp == 1 else facts.kept) / c.tp + 2 * facts.stream * (1 - 1 / c.tp)
+        return kept, facts.stream / c.tp
 
     def _seconds(self, c: Candidate, job: Job) -> tuple[Seconds, Seconds, Seconds]:
         key = (c.tp, c.cp, c.ep, c.batch, c.recompute)
@@ -131,14 +154,16 @@ class Quick:
         """States, activations, and all that one rank needs."""
         facts, shape = self.facts, self.facts.shape
         shards = c.shard * c.cp
-        states = facts.states * weights / shards
+        on_host = facts.states if "parameters" in c.offload else facts.optimizer if "optimizer" in c.offload else 0.0
+        states = (facts.states - on_host) * weights / shards
         tokens = c.batch * self.sequence / c.cp
         alone = c.dp * c.cp == 1
-        kept = (facts.kept_alone if alone else facts.kept) / c.tp + 2 * facts.stream * (1 - 1 / c.tp)
-        stream = facts.stream / c.tp
+        kept, stream = self._kept(c)
         one = stream if c.recompute else kept
         alive = alive_of(c.schedule, c.pp, c.microbatches, c.virtual)[rank] / c.virtual
-        activations = tokens * (alive * layers * one + kept * c.recompute + stream)
+        held = alive * layers
+        held = min(held, 2) if "activations" in c.offload else held
+        activations = tokens * (held * one + kept * c.recompute + stream)
         gathered = 2 * weights if alone and facts.width < facts.weight else 0.0
         if c.dp * c.cp > 1:
             whole = layers if c.pp > 1 or shards == 1 else min(layers, 1)

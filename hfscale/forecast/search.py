@@ -9,7 +9,7 @@ from ..errors import ConfigError
 from ..estimate.constants import Constants, fitted
 from ..estimate.machine import Machine, find_machine, machine_names
 from ..plan.table import human
-from .candidates import Candidate, candidates
+from .candidates import Candidate, candidates, offloading
 from .facts import Facts
 from .quick import Found, Quick
 from .report import DOES_NOT_FIT, FITS
@@ -48,6 +48,11 @@ class Search:
         """The fastest."""
         return self.best[0]
 
+    @property
+    def uses_host(self) -> bool:
+        """Whether nothing fits but with something in the host's memory."""
+        return bool(self.winner.candidate.offload)
+
     def to_json(self, indent: int | None = 2) -> str:
         """All of it as JSON: bytes and seconds."""
         return json.dumps(self.to_dict(), indent=indent)
@@ -75,7 +80,8 @@ class Search:
             f"{self.gpus} x {self.machine.title or self.machine.name}, {tokens:,} tokens a step, "
             f"{human(round(self.budget))} for each rank: {self.tried:,} layouts"
         )
-        lines = [head, "", "the fastest of each kind", *self._rows(self.best)]
+        note = ["nothing fits without the host's memory, whose size is not checked"] if self.uses_host else []
+        lines = [head, *note, "", "the fastest of each kind", *self._rows(self.best)]
         lines += ["", "less memory for more time", *self._rows(self.frontier)]
         if self.rejected:
             lines += ["", "what does not fit", *(f"{kind}: {why}" for kind, why in self.rejected.items())]
@@ -132,7 +138,10 @@ def search(
     found = tried(facts, machine, constants or fitted(), gpus, sequences, sequence_length)
     if not found:
         raise ConfigError(_no_candidates(facts, gpus, sequences))
-    fitting = sorted((each for each in found if each.verdict(machine, budget) == FITS), key=lambda each: each.seconds)
+    fitting = _fitting(found, machine, budget)
+    if not fitting:  # the slowest of memories, for where no other is left
+        found += tried(facts, machine, constants or fitted(), gpus, sequences, sequence_length, on_host=True)
+        fitting = _fitting(found, machine, budget)
     if not fitting:
         nearest = _nearest(facts, machine, constants or fitted(), (gpus, sequences, sequence_length), budget, found)
         raise ConfigError(f"{_nothing_fits(machine, gpus, budget, found)}. Nearest that works: {nearest}")
@@ -153,11 +162,27 @@ def search(
 
 
 def tried(
-    facts: Facts, machine: Machine, constants: Constants, gpus: int, sequences: int, sequence: int
+    facts: Facts,
+    machine: Machine,
+    constants: Constants,
+    gpus: int,
+    sequences: int,
+    sequence: int,
+    on_host: bool = False,
 ) -> list[Found]:
-    """Every candidate with what it takes and holds."""
+    """Every candidate with what it takes and holds.
+
+    Args:
+        on_host: those that keep something in the host's memory, instead of all others.
+    """
     quick = Quick(facts, machine, constants, sequence)
-    return [quick.estimate(each) for each in candidates(facts, machine, gpus, sequences, sequence)]
+    plain = candidates(facts, machine, gpus, sequences, sequence)
+    return [quick.estimate(each) for each in (offloading(plain) if on_host else plain)]
+
+
+def _fitting(found: Iterable[Found], machine: Machine, budget: float) -> list[Found]:
+    """Those that fit, the fastest first."""
+    return sorted((each for each in found if each.verdict(machine, budget) == FITS), key=lambda each: each.seconds)
 
 
 def _frontier(fitting: Iterable[Found]) -> tuple[Found, ...]:

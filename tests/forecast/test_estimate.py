@@ -62,9 +62,20 @@ def test_levers_do_what_they_do() -> None:
     adapters = of(peft_config=LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
     assert adapters.time.products == pytest.approx(plain.time.products * 2 / 3, rel=0.02)
     assert adapters.fullest.memory.optimizer < 2**30 < plain.fullest.memory.optimizer * 8
-    away = of({"dp_shard_size": 8}, memory=MemoryConfig(offload_activations=True, offload_optimizer=True))
+    away = of({"dp_shard_size": 8}, memory=MemoryConfig(offload_optimizer=True))
     assert (away.fullest.memory.optimizer, plain.time.offload) == (0, 0.0)
-    assert away.time.offload > 0
+    link = 0.8 * find_machine("h100").host_bandwidth  # the constants' share of a bandwidth
+    entries = plain.fullest.memory.weights / 2
+    assert away.time.offload == pytest.approx((2 + 2) * entries / link, rel=0.01)  # gradients there, weights back
+    assert away.time.update == pytest.approx(36 * entries / link, rel=0.02)
+    kept = of({"dp_shard_size": 8}, memory=MemoryConfig(offload_activations=True))  # what the passes do not hide
+    moved = 2 * plain.fullest.memory.activations / link
+    assert kept.time.offload == pytest.approx(moved - plain.stages[0].seconds, rel=0.1)
+    assert kept.time.update == plain.time.update
+    shards = of({"dp_shard_size": 8}, memory=MemoryConfig(offload_parameters=True))
+    assert shards.needed < away.needed < plain.needed
+    assert shards.time.offload == 0  # hidden: three times a shard of 0.5 GiB
+    assert shards.time.update == pytest.approx(away.time.update)
     sizes = {size: of(batch_size=size) for size in (6, 8, 10)}
     assert {size: found.verdict for size, found in sizes.items()} == {6: "fits", 8: "tight", 10: "does not fit"}
     assert of(batch_size=10, hardware="h200").verdict == "fits"

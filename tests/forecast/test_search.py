@@ -20,6 +20,7 @@ from hfscale.forecast.batch_rules import learning_rates
 from hfscale.forecast.candidates import Candidate, candidates
 from hfscale.forecast.facts import Facts, facts_of
 from hfscale.forecast.quick import Quick, alive_of
+from hfscale.forecast.recipe import recipe_of
 from hfscale.forecast.search import parallel_arguments, search
 from hfscale.parallel.pipeline import fullest_live, order, peak_live, stage_ranks
 from hfscale.recipes.read import read_recipe
@@ -114,11 +115,15 @@ def test_what_it_finds() -> None:
 
 def test_answers_where_nothing_fits() -> None:
     with pytest.raises(ConfigError, match=r"nothing fits.*Nearest that works: (\d+) GPUs \(.*try LoRA") as error:
-        search(large(), 4, tokens_per_step=2**20)
+        search(large(), 1, tokens_per_step=2**20)
     count = int(str(error.value).partition("Nearest that works: ")[2].split()[0])
-    assert search(large(), count, tokens_per_step=2**20).winner
-    with pytest.raises(ConfigError, match="nothing fits"):
-        search(large(), count // 2, tokens_per_step=2**20)
+    assert not search(large(), count, tokens_per_step=2**20).uses_host
+    half = search(large(), count // 2, tokens_per_step=2**20)
+    assert half.uses_host
+    assert "nothing fits without the host's memory" in str(half)
+    assert all(each.candidate.offload and each.likely <= half.budget for each in half.best)
+    with pytest.raises(ConfigError, match=r"offload_\w+=True.* in a script of your own, or use more GPUs"):
+        recipe_of(half, "model")
     with pytest.raises(ConfigError, match=r"a budget of 100.0 GiB is impossible on NVIDIA H100 SXM 80 GB.*79.6 GiB"):
         search(facts(), 4, tokens_per_step=2**20, max_memory=100 * 2**30)
     with pytest.raises(ConfigError, match="less than one sequence of 4,096"):
@@ -127,6 +132,22 @@ def test_answers_where_nothing_fits() -> None:
         search(facts(), 11, tokens_per_step=8 * 4096)
     with pytest.raises(ConfigError, match="hardware='v100' is unknown"):
         search(facts(), 4, "v100", tokens_per_step=2**20)
+
+
+@pytest.mark.parametrize("what", [("optimizer", "activations"), ("parameters",)], ids=" ".join)
+def test_offload_agrees_with_the_plan(what: tuple[str, ...]) -> None:
+    case = Candidate(2, 1, 1, 1, 4, 1, 1, 4, "1f1b", 1, False, what)
+    found = Quick(facts("no"), H100, fitted(), 4096).estimate(case)
+    planned = hfscale.estimate(
+        SMALL,
+        ParallelConfig(**parallel_arguments(case)),
+        num_microbatches=4,
+        dtype=torch.bfloat16,
+        memory=MemoryConfig(**{f"offload_{each}": True for each in what}),
+    )
+    assert planned.time.update > 0.01  # at the host's pace
+    assert found.seconds == pytest.approx(planned.seconds, rel=0.05)
+    assert found.needed == pytest.approx(planned.needed, rel=0.12)
 
 
 def test_the_command_writes_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
