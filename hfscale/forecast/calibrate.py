@@ -101,7 +101,7 @@ def _constants(meter: "_Meter", machine: Machine, latency: float, one_processor:
     host = meter.layer(_TINY, 1)
     share = meter.attention() / machine.flops
     given = replace(fitted(), products=1.0, memory=1.0, attention=share, elementwise=1.0, layer_host=host)
-    job = Job(sequence=sizes.sequence, batch=sizes.batch, microbatches=1)
+    job = Job(sequence=sizes.sequence, batch=sizes.batch, microbatches=1, value_bytes=meter.dtype.itemsize)
     known = layer_seconds(sizes.shape, job, machine, given)
     whole = meter.layer(sizes.sequence, sizes.batch) - (host if one_processor else 0.0)
     rest = max(0.1 * known.elementwise, whole - known.products - known.attention)
@@ -215,16 +215,21 @@ class _Meter:
         return torch.randn(*shape, device=self.device).to(self.dtype)
 
     def _time(self, call: Callable[[], object], parts: int = 1) -> float:
-        """Median seconds of a call, over about as long as one measurement may take."""
+        """Median seconds of a call, over about as long as one measurement may take.
+
+        One thread's are those of its processor, which others on the machine do not lengthen.
+        """
+        alone = self.device.type == "cpu" and torch.get_num_threads() == 1
+        clock = time.thread_time if alone else time.perf_counter
         call()
         found: list[float] = []
         end = time.perf_counter() + self.sizes.seconds / parts
         while len(found) < 3 or (time.perf_counter() < end and len(found) < 200):
             self._wait()
-            start = time.perf_counter()
+            start = clock()
             call()
             self._wait()
-            found.append(time.perf_counter() - start)
+            found.append(clock() - start)
         return statistics.median(found)
 
     def _wait(self) -> None:

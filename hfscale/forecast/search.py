@@ -120,34 +120,28 @@ def search(
     Raises:
         ConfigError: nothing fits; the message names what would.
     """
-    machine = find_machine(hardware)
+    machine, given = find_machine(hardware), constants or fitted()
+    _check_sizes(gpus, tokens_per_step, sequence_length)
     sequences = tokens_per_step // sequence_length
-    for name, value in (("gpus", gpus), ("sequence_length", sequence_length)):
-        if value < 1:
-            raise ConfigError(f"{name}={value} is impossible: use a whole number of at least 1")
-    if sequences < 1:
-        raise ConfigError(
-            f"{tokens_per_step:,} tokens a step are less than one sequence of {sequence_length:,}: use at least so many"
-        )
     budget = machine.budget if max_memory is None else max_memory
     if not 0 < budget <= machine.memory:
         raise ConfigError(
             f"a budget of {human(round(budget))} is impossible on {machine.title or machine.name}: use more than none, "
             f"and at most its {human(round(machine.memory))}"
         )
-    found = tried(facts, machine, constants or fitted(), gpus, sequences, sequence_length)
+    sizes = gpus, sequences, sequence_length
+    found = tried(facts, machine, given, *sizes)
     if not found:
         raise ConfigError(_no_candidates(facts, gpus, sequences))
     fitting = _fitting(found, machine, budget)
     if not fitting:  # the slowest of memories, for where no other is left
-        found += tried(facts, machine, constants or fitted(), gpus, sequences, sequence_length, on_host=True)
+        found += tried(facts, machine, given, *sizes, on_host=True)
         fitting = _fitting(found, machine, budget)
     if not fitting:
-        nearest = _nearest(facts, machine, constants or fitted(), (gpus, sequences, sequence_length), budget, found)
+        nearest = _nearest(facts, machine, given, sizes, budget, found)
         raise ConfigError(f"{_nothing_fits(machine, gpus, budget, found)}. Nearest that works: {nearest}")
-    best: dict[str, Found] = {}
-    for each in fitting:
-        best.setdefault(each.candidate.kind, each)
+    best = {each.candidate.kind: each for each in reversed(fitting)}
+    best = dict(sorted(best.items(), key=lambda item: item[1].seconds))
     return Search(
         machine=machine,
         gpus=gpus,
@@ -159,6 +153,16 @@ def search(
         frontier=_frontier(fitting),
         rejected={kind: why for kind, why in _why(found, machine, budget).items() if kind not in best},
     )
+
+
+def _check_sizes(gpus: int, tokens_per_step: int, sequence_length: int) -> None:
+    for name, value in (("gpus", gpus), ("sequence_length", sequence_length)):
+        if value < 1:
+            raise ConfigError(f"{name}={value} is impossible: use a whole number of at least 1")
+    if tokens_per_step < sequence_length:
+        raise ConfigError(
+            f"{tokens_per_step:,} tokens a step are less than one sequence of {sequence_length:,}: use at least so many"
+        )
 
 
 def tried(
