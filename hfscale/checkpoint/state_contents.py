@@ -71,15 +71,18 @@ def written_parameters(runtime: Runtime) -> list[tuple[ParameterPlan, Tensor]]:
 
 
 def _add_optimizer(found: StateContents, runtime: Runtime, optimizer: torch.optim.Optimizer) -> None:
-    plans = {id(parameter): planned for planned, parameter in runtime.parameters()}
-    given = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if given - plans.keys():
+    plans = {id(parameter): planned for planned, parameter in written_parameters(runtime)}
+    given = moved_parameters(optimizer)
+    strange = {id(parameter) for group in given for parameter in group} - plans.keys()
+    if strange:
         raise CheckpointError(
-            f"the optimizer has {len(given - plans.keys())} parameters that are not the model's: keep them in an "
-            "optimizer of their own, and pass it to save_state under a name"
+            f"the optimizer has {len(strange)} parameters that are not the model's: keep them in an optimizer of their "
+            "own, and pass it to save_state under a name"
         )
     for parameter, values in optimizer.state.items():
-        planned = plans[id(parameter)]
+        planned = plans.get(id(parameter))
+        if planned is None:  # in 4 or 8 bits, which Adagrad has a state of from the beginning
+            continue
         home = runtime.plan.primary_rank(planned.name)
         share = tuple(local_tensor(parameter).shape)
         for key, value in values.items():
@@ -94,8 +97,16 @@ def _add_optimizer(found: StateContents, runtime: Runtime, optimizer: torch.opti
                     f"the optimizer keeps a {type(value).__name__} as {key!r} of {planned.name}, which is neither a "
                     "tensor nor a number: save its state yourself, and pass it to save_state under a name"
                 )
-    found.groups = [[plans[id(p)].name for p in group["params"]] for group in optimizer.param_groups]
+    found.groups = [[plans[id(parameter)].name for parameter in group] for group in given]
     found.options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+
+def moved_parameters(optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:
+    """Of each group, what an optimizer may move: ``model.parameters()`` has weights in 4 or 8 bits as well."""
+    return [
+        [parameter for parameter in group["params"] if parameter.is_floating_point() or parameter.requires_grad]
+        for group in optimizer.param_groups
+    ]
 
 
 def state_lies(

@@ -20,7 +20,7 @@ from ..runtime import Runtime, like_sharded
 from ..runtime.runtime import local_tensor
 from ..runtime.writing import is_writer
 from .random_states import restore_random_states, source_rank
-from .state_contents import parameters_of_state, state_lies, written_parameters
+from .state_contents import moved_parameters, parameters_of_state, state_lies, written_parameters
 from .state_directory import candidates, problems_of
 from .state_index import StateIndex, rest_name
 from .state_reader import StateReader
@@ -200,11 +200,11 @@ class _Found:
                 )
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        names = {id(parameter): name for name, (_, parameter) in self.parameters.items()}
-        here = [{names.get(id(p), "") for p in group["params"]} for group in optimizer.param_groups]
+        names = {id(parameter): planned.name for planned, parameter in written_parameters(self.runtime)}
+        here = [{names.get(id(parameter), "") for parameter in group} for group in moved_parameters(optimizer)]
         if self.index.groups is None:
             raise CheckpointError(f"{self.directory} holds no optimizer: save_state was called without it")
-        there = [set(group) & self.parameters.keys() for group in self.index.groups]
+        there = [set(group) & set(names.values()) for group in self.index.groups]
         if here != there:
             raise CheckpointError(
                 f"{self.directory} was written by an optimizer over other parameters or groups: build it as it was "

@@ -75,8 +75,10 @@ def build(kind: str, layout: str, seed: int, dtype: torch.dtype, path: str | Non
 
 
 def make_optimizer(model: Any, name: str) -> torch.optim.Optimizer:
-    if name == "stock":
-        return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    if name == "stock":  # frozen ones and those in 4 bits as well, as users write it
+        return torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if name == "sums":  # has a state of every parameter from the beginning
+        return torch.optim.Adagrad(model.parameters(), lr=1e-2)
     own: dict[str, Any] = {"min_8bit_size": 256} if "8bit" in name else {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -35,7 +35,7 @@ CHAINS = [
     ("rows", "ademamix_8bit", NARROW, ["shard2", "tp2", "one"]),
     ("mixture", "stock", WIDE, ["ep2", "one", "ep2-tp2", "pp2", "ep2-cut", "ep4", "tp2"]),
     ("lora", "stock", WIDE, ["tp2", "pp2", "shard2", "tp4", "one"]),
-    ("four-bit", "stock", NARROW, ["tp2", "one", "pp2", "shard2"]),  # adapters over a base in 4 bits
+    ("four-bit", "sums", NARROW, ["tp2", "one", "pp2", "shard2"]),  # adapters over a base in 4 bits
 ]
 
 
