@@ -14,6 +14,7 @@ from hfscale.runtime.runtime import local_tensor
 from hfscale.testing import RankPool
 
 from ..models import tiny
+from ..sweeps import cases
 
 Pools = Callable[[int], RankPool]
 DROPOUT = {"resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.2}
@@ -86,7 +87,10 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+DAILY = ("sequence", "shard2", "tp2-replicate2", "cp2-shard2", "interleaved", "zbv", "pipedream_2bw", "pp2-shard2")
+
+
+@pytest.mark.parametrize("layout", cases(LAYOUTS, daily=DAILY))
 def test_resumed_bit_by_bit(pools: Pools, tmp_path: Path, layout: str) -> None:
     parallel = LAYOUTS[layout]
     pools(ParallelConfig(**parallel).total_size).run(stop_and_go, parallel, str(tmp_path / "state"))

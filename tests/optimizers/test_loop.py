@@ -75,9 +75,9 @@ def resume(layout: dict[str, Any], kind: str, directory: str) -> None:
 @pytest.mark.parametrize(
     ("layout", "kind"),
     [
-        ({"dp_shard_size": 2}, "fused"),
+        pytest.param({"dp_shard_size": 2}, "fused", marks=pytest.mark.slow),
         ({"tp_size": 2, "dp_shard_size": 2}, "ragged"),
-        ({"pp_size": 2, "dp_replicate_size": 2}, "fused"),
+        pytest.param({"pp_size": 2, "dp_replicate_size": 2}, "fused", marks=pytest.mark.slow),
         ({"ep_size": 2, "dp_shard_size": 4}, "experts"),
     ],
 )

@@ -20,7 +20,7 @@ from hfscale.testing import Case, RankPool, assert_layout_equal
 from hfscale.testing.parity import ragged_batch
 
 from ..models import tiny
-from ..sweeps import cases
+from ..sweeps import cases, pairs
 
 Pools = Callable[[int], RankPool]
 SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev")
@@ -36,8 +36,12 @@ def _equal(pools: Pools, case: Case, **layout: Any) -> None:
     assert_layout_equal(case, parallel, pools(parallel.total_size))
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])  # gpt2: embedding and head are tied, on two ranks, or on one (V)
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("schedule", "family"),  # gpt2: embedding and head are tied, on two ranks, or on one (V)
+    pairs(
+        SCHEDULES, ("llama", "gpt2"), daily=[*((at, "gpt2") for at in SCHEDULES), ("1f1b", "llama"), ("zbv", "llama")]
+    ),
+)
 def test_schedule(pools: Pools, schedule: str, family: str) -> None:
     _equal(pools, Case(deep(family), accumulation=4), pp_size=2, pipeline_schedule=schedule)
 

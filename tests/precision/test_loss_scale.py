@@ -127,7 +127,7 @@ def run(pools: Pools, layout: dict[str, Any], function: Callable[..., Any], *giv
     return pools(size).run(function, *given) if size > 1 else [function(*given)]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", cases(LAYOUTS, daily=LAYOUTS.keys() - {"tp2", "1f1b", "replicate2"}))
 def test_steps_are_those_of_a_grad_scaler(pools: Pools, start: Any, layout: str) -> None:
     """The first steps overflow, and change nothing; then it trains. Over data ranks gradients overflow a little earlier
     than in one process: these begin where nothing does.
