@@ -37,9 +37,9 @@ DATA = [name for name, layout in LAYOUTS.items() if ParallelConfig(**layout).dat
             LAYOUTS,
             WAYS,
             daily=[
-                *((layout, "activations") for layout in ("sequence", "zbv", "ep2", "cp2", "lora, sequence")),
-                *((layout, "inputs") for layout in ("sequence", "1f1b", "shard2", "ep2, tp2")),
-                *((layout, "parameters") for layout in ("shard2", "replicate2", "ep2", "cp2", "lora, shard2")),
+                *((layout, "activations") for layout in ("zbv", "ep2", "cp2", "lora, sequence")),
+                *((layout, "inputs") for layout in ("1f1b", "ep2, tp2")),
+                *((layout, "parameters") for layout in ("replicate2", "ep2", "cp2", "lora, shard2")),
                 ("shard2", "all"),
                 ("regather", "activations"),
             ],

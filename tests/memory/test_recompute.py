@@ -75,12 +75,12 @@ def case_of(layout: str, way: str) -> Case:
             LAYOUTS,
             WAYS,
             daily=[
-                *((layout, "full") for layout in ("sequence", "zbv", "ep2", "cp2", "lora, sequence")),
-                *((layout, "selective") for layout in ("tp2", "zbv", "shard2")),
-                *((layout, "modules") for layout in ("sequence", "zbv", "ep2, tp2", "lora, shard2", "cp2")),
-                *((layout, "within") for layout in ("sequence", "1f1b")),
-                *((layout, "kept") for layout in ("tp2", "ep2")),
-                *((layout, "budget") for layout in ("pp2, tp2", "shard2", "one")),
+                *((layout, "full") for layout in ("sequence", "zbv", "ep2", "cp2")),
+                *((layout, "selective") for layout in ("tp2", "zbv")),
+                *((layout, "modules") for layout in ("zbv", "ep2, tp2", "lora, shard2")),
+                ("sequence", "within"),
+                ("ep2", "kept"),
+                *((layout, "budget") for layout in ("pp2, tp2", "shard2")),
             ],
         )
         if case.values[::-1] not in REFUSED
