@@ -15,7 +15,8 @@ from hfscale.forecast.dry_run import DryRun, dry_run
 from ..models import tiny
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "vocab_size": 512}
-LLAMA = tiny("llama", **SIZES, num_key_value_heads=2, num_hidden_layers=4)
+# Of fewer layers, what is around them would count as much as the estimate may be off.
+LLAMA = tiny("llama", **SIZES, num_key_value_heads=2, num_hidden_layers=8)
 
 
 def of(sizes: dict[str, Any], **changes: Any) -> DryRun:

@@ -280,7 +280,7 @@ def test_losses_that_nobody_scales_are_refused() -> None:
             "not train with enabled",
         ),
         ({"mixed_precision": "fp16"}, {"pp_size": 2, "pipeline_schedule": "pipedream_2bw"}, "a schedule with a flush"),
-        ({"mixed_precision": "fp8"}, {}, "is unknown: use no, bf16, fp16"),
+        ({"mixed_precision": "fp4"}, {}, "is unknown: use no, bf16, fp16, fp8"),
     ],
 )
 def test_what_does_not_fit(given: dict[str, Any], layout: dict[str, Any], message: str) -> None:
