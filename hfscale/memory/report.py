@@ -22,7 +22,6 @@ from ..errors import ConfigError
 from ..estimate.memory import MemoryEstimate, estimate_memory
 from ..families.expert_modules import experts_per_token
 from ..ops.head_cross_entropy import rows_per_chunk
-from ..parallel.data import reshard
 from ..plan import Plan
 from ..quantization.quantized_modules import beside_quantized
 from ..runtime import find_runtime, local_tensor, runtime_of
@@ -155,7 +154,6 @@ def held_bytes(model: nn.Module, optimizer: Any = None) -> Held:
     """What this rank holds between steps; of a stock model too, whose adapters are told by PEFT's names."""
     runtime = find_runtime(model)
     if runtime is not None:
-        reshard(runtime.model)
         own = {adapter.name for adapter in runtime.plan.adapters}
         pairs = [(planned.name in own, parameter) for planned, parameter in runtime.parameters()]
     else:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError
-from ..parallel.data import reshard
 from ..plan import ParameterPlan
 from ..plan.offload import offloaded
 from ..runtime import Runtime, runtime_of
@@ -74,7 +73,6 @@ def create_optimizer(
     if lr is None and not options.get("relative_step"):
         raise ConfigError(f"lr=None: {name!r} needs a learning rate, lr=1e-4 say")
     runtime = runtime_of(model)
-    reshard(runtime.model)  # or whole weights would be taken for the parameters
     plans = {id(parameter): planned for planned, parameter in runtime.parameters() if parameter.requires_grad}
     by_decay = weight_decay_groups(runtime, weight_decay)
     checked = by_decay if groups is None else _checked(groups, plans, weight_decay, runtime)

@@ -58,7 +58,6 @@ class LossScaling(Part):
 
     @contextmanager
     def _scaled(self, runtime: Runtime) -> Iterator[None]:
-        runtime.release()  # or gathered weights would be taken for the parameters
         parameters = [parameter for _, parameter in runtime.parameters() if parameter.requires_grad]
         with gradients_aside(parameters) as before:
             self._expect(runtime, self.scale)

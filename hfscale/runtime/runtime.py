@@ -274,8 +274,7 @@ class Runtime:
 
     def parameters(self) -> list[tuple[ParameterPlan, Tensor]]:
         """Every owned parameter that this rank holds with its plan, in the plan's order."""
-        for part in self.parts:
-            part.release(self)  # a forward pass without gradients has left gathered weights in their places
+        self.release()  # or gathered weights would be taken for them
         live = self.live_parameters()
         held = self.plan.local_names(self.mesh.ranks["pp"])
         return [(planned, live[held[planned.name]]) for planned in self.plan.owned() if planned.name in held]

@@ -47,7 +47,6 @@ class TensorParallel(Part):
         """Within: gradients that are partial over the tensor ranks stay so; they are summed once, on leaving."""
         if self.sums is None:
             return nullcontext()
-        runtime.release()  # or gathered weights would be taken for the parameters
         partial = [parameter for planned, parameter in runtime.parameters() if "tp" in planned.partial]
         # A hook (an optimizer that steps in backward) must see whole gradients: they are summed at once then.
         if any(map(has_gradient_hook, partial)):

@@ -4,7 +4,6 @@ import copy
 import hashlib
 import json
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from ...runtime.runtime import local_tensor
 from ..differences import difference
 from ..parity import stored
 from .between import look
+from .children import Note
 from .draw import Draw
 from .fuzz_batches import Call, as_given, batches
 from .measures import EXACT, Yardstick, plain
@@ -38,8 +38,6 @@ from .models import (
     torch_options,
 )
 from .reference import Record
-
-Note = Callable[[str], None]
 
 
 def run(draw: Draw, directory: Path, rank: int, note: Note) -> None:
