@@ -29,7 +29,10 @@ MODELS = {
 }
 _STATES = 12  # bytes of a weight: its copy in 32 bits and two moments, which ZeRO-1 shares out
 _WEIGHT = 8  # bytes of a weight and its gradient in 16 bits, and of the gradient's sum in 32
+_STALLS = 32  # nodes: of the runs on more, nine of ten stalled
 _MARGIN = 1.05  # runs are measured so far below and above the likely memory in the median
+_LEAST = 0.82  # of the memory: runs that want more than there is fail if this much cannot be freed
+_ROOM = 0.75  # of the memory: held in the median by runs that wanted more than the budget
 
 
 def shape_of(model: str) -> ModelShape:
@@ -124,38 +127,72 @@ def _parts(row: Row, machine: Machine, constants: Constants, slow: dict[str, flo
     return layer, head_seconds(shape, job, machine, constants)
 
 
+@dataclass(frozen=True)
+class Held:
+    """GiB of the first rank, which is the one that was measured.
+
+    Attributes:
+        wanted: with all gathered inputs that are alive where there is memory enough.
+        least: with none of them.
+    """
+
+    wanted: float
+    least: float
+
+    def likely(self, machine: Machine) -> float:
+        """What is measured: where memory is short, the allocator waits for the device and frees what it can at once."""
+        if self.wanted * GIB <= machine.budget:
+            return self.wanted
+        return min(self.wanted, max(self.least, _ROOM * machine.memory / GIB))
+
+
 def memory_of(
     row: Row, machine: Machine, constants: Constants, slow: dict[str, float], memory: dict[str, float]
-) -> float:
-    """Likely GiB of the first rank, which is the one that was measured.
+) -> Held:
+    """GiB of the first rank.
 
     ::
 
         states       8 bytes for every weight, and 12 more that ZeRO-1 shares out
         activations  (16 h + 8 f) / tp bytes for every token and layer, of the microbatches in flight
-        gathered     2 h bytes for every token and gathered input of a layer that is still alive
-        logits       where there is one stage
+        gathered     2 h bytes for every token and gathered input of a layer that is still alive, and some around them
+        logits       where there is one stage, and those of the microbatch before
     """
     shape, stage = shape_of(row.model), stages_of(shape_of(row.model), row.pp)[0]
     tokens = row.mbs * SEQUENCE
     weights = stage.weights(shape) / row.tp
     states = weights * (_WEIGHT + _STATES / (row.dp if row.zero else 1))
-    kept = memory["kept"] * (16 * shape.hidden + 8 * shape.ffn) / row.tp
-    gathered = memory["gathered"] * _alive(row, machine, constants, slow, memory) * 2 * shape.hidden
-    layers = stage.layers * min(row.pp, row.gradacc) * tokens * (kept + gathered * (row.tp > 1))
+    flying = stage.layers * min(row.pp, row.gradacc) * tokens
+    kept = flying * memory["kept"] * (16 * shape.hidden + 8 * shape.ffn) / row.tp
     buffers = 4 * tokens * 2 * shape.hidden
-    logits = memory["logits"] * tokens * VOCABULARY / row.tp if stage.head else 0.0
-    return memory["fixed"] + (states + layers + buffers + logits) / GIB
+    each = memory["logits"] + memory["again"] * (row.gradacc > 1)
+    logits = each * tokens * VOCABULARY / row.tp if stage.head else 0.0
+    least = memory["fixed"] + (states + kept + buffers + logits) / GIB
+    alive = _alive(row, machine, constants, slow, memory) if row.tp > 1 else 0.0
+    gathered = (memory["gathered"] * flying + memory["wide"] * tokens) * 2 * shape.hidden
+    return Held(least + alive * gathered / GIB, least)
 
 
 def _alive(row: Row, machine: Machine, constants: Constants, slow: dict[str, float], memory: dict[str, float]) -> float:
-    """Which fraction of the gathered inputs is alive: all, but where slow layers give the device time to free them."""
-    if not row.slow:
+    """Which fraction of the gathered inputs is alive until their microbatch's backward pass.
+
+    All of them where the host is ahead of the device, but for a step's only microbatch. In pipelines over nodes layers
+    are slow and the device waits for the host, so the first two microbatches in flight free theirs; the next ones wait
+    behind what is handed to the next stage, and the host is ahead again. So it is once the pipeline is full, if layers
+    keep the device busy. Where exchanges stall nothing stays: tensor ranks of four nodes, or runs on 64.
+    """
+    stalls = row.pp > 1 if row.tp >= 32 else row.nodes > _STALLS
+    if stalls:
+        return 0.0
+    flying = min(row.pp, row.gradacc)
+    if row.gradacc == row.pp == 1:
+        return memory["first"]
+    if not row.slow or flying == 1:
         return 1.0
     layer, _ = _parts(row, machine, constants, slow)
-    far = (min(8, row.tp) / row.tp) ** 2
-    found = far * (memory["ahead"] * layer.device / layer.host + memory["deep"] * (row.pp > 2))
-    return min(found, 1.0)
+    busy = (layer.device / layer.host - memory["idle"]) / (memory["busy"] - memory["idle"])
+    behind = 1 - 2 / flying
+    return behind + (1 - behind) * min(max(busy, 0.0), 1.0) * (row.gradacc > row.pp)
 
 
 def refusal(row: Row) -> str:
@@ -167,11 +204,12 @@ def refusal(row: Row) -> str:
     return ""
 
 
-def verdict(row: Row, likely: float, machine: Machine) -> str:
+def verdict(row: Row, held: Held, machine: Machine) -> str:
     """``fits``, ``tight`` (slowed down by an allocator that is short of memory) or ``does not fit``."""
-    if refusal(row) or likely * GIB > _MARGIN * machine.memory:
+    short = held.wanted * GIB > _MARGIN * machine.memory and held.least * GIB > _LEAST * machine.memory
+    if refusal(row) or short:
         return "does not fit"
-    return "tight" if likely * GIB > machine.budget else "fits"
+    return "tight" if held.wanted * GIB > machine.budget else "fits"
 
 
 def replicas_filter(rows: Sequence[Row], seconds: Sequence[float]) -> list[bool]:

@@ -58,12 +58,12 @@ def predictions(rows: Sequence[Row]) -> list[dict[str, Any]]:
     own = json.loads(CONSTANTS.read_text())["nanotron"]
     found = []
     for row in rows:
-        likely = memory_of(row, machine, constants, own["slow"], own["memory"])
+        held = memory_of(row, machine, constants, own["slow"], own["memory"])
         found.append(
             {
                 "pred_step_s": round(time_of(row, machine, constants, own["slow"]).total, 5),
-                "pred_mem_gb": round(likely, 3),
-                "verdict": verdict(row, likely, machine),
+                "pred_mem_gb": round(held.likely(machine), 3),
+                "verdict": verdict(row, held, machine),
                 "why": refusal(row),
             }
         )

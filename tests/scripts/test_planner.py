@@ -46,7 +46,8 @@ class Judged:
         self.rows = [planner.row_of(line) for line in self.lines]
         time = read_constants(constants)
         self.seconds = [planner.time_of(row, H100, time, own["slow"]).total for row in self.rows]
-        self.gib = [planner.memory_of(row, H100, time, own["slow"], own["memory"]) for row in self.rows]
+        self.held = [planner.memory_of(row, H100, time, own["slow"], own["memory"]) for row in self.rows]
+        self.gib = [held.likely(H100) for held in self.held]
         self.measured = [planner.measured_seconds(line) for line in self.lines]
         self.ran = [i for i, second in enumerate(self.measured) if second]
         clean = planner.replicas_filter([self.rows[i] for i in self.ran], [self.measured[i] for i in self.ran])
@@ -61,7 +62,7 @@ class Judged:
         return self.planner.off([self.gib[i] for i in which], [float(self.lines[i]["mem_gb"]) for i in which])
 
     def refused(self, which: Sequence[int]) -> float:
-        found = [self.planner.verdict(self.rows[i], self.gib[i], H100) for i in which]
+        found = [self.planner.verdict(self.rows[i], self.held[i], H100) for i in which]
         return found.count("does not fit") / len(found)
 
     def cells(self) -> Iterator[list[int]]:
@@ -76,23 +77,24 @@ class Judged:
 
     def chosen(self, cell: Sequence[int], best_of: int) -> float:
         """Speed of the best of so many layouts, those that are predicted to be fastest, over the best measured."""
-        fits = [i for i in cell if self.planner.verdict(self.rows[i], self.gib[i], H100) == "fits"]
+        fits = [i for i in cell if self.planner.verdict(self.rows[i], self.held[i], H100) == "fits"]
         first = sorted(fits, key=lambda i: self.seconds[i])[:best_of]
         return min(self.measured[i] for i in cell) / min(self.measured[i] for i in first)
 
 
 def test_models_that_it_was_not_fitted_on(bench: Any) -> None:
-    """3B, by constants fitted on 1B alone: the goals of held-out runs. Their memory's 90th percentile is missed."""
+    """3B, by constants fitted on 1B alone: the goals of held-out runs."""
     found = Judged(bench, DATA / "fitted_on_1b.json", ["3B"])
     middle, tail = found.time(found.domain)
     assert (middle <= 0.035, tail <= 0.125) == (True, True)  # goals: 6% and 18%
     middle, tail = found.time([i for i in found.domain if found.rows[i].pp == 1])
     assert (middle <= 0.03, tail <= 0.07) == (True, True)  # goals: 5% and 10%
     middle, tail = found.memory(found.ran)
-    assert (middle <= 0.06, tail <= 0.185) == (True, True)  # goals: 8% and 17%
+    assert (middle <= 0.04, tail <= 0.115) == (True, True)  # goals: 8% and 17%
     near = [i for i in found.ran if found.planner.in_domain(found.rows[i])]
     middle, tail = found.memory([i for i in near if found.rows[i].pp == 1])
-    assert (middle <= 0.03, tail <= 0.105) == (True, True)  # goals: 4% and 10%
+    assert (middle <= 0.035, tail <= 0.10) == (True, True)  # goals: 4% and 10%
+    assert found.refused(found.ran) <= 0.002  # goal: 0.5%
 
 
 def test_layouts_that_it_chooses(bench: Any) -> None:
@@ -101,9 +103,11 @@ def test_layouts_that_it_chooses(bench: Any) -> None:
     assert len(cells) == 14
     assert statistics.median(map(found.order, cells)) >= 0.97  # goal: 0.95
     assert statistics.median(found.chosen(cell, 1) for cell in cells) >= 0.99  # goal: 0.97
-    assert min(found.chosen(cell, 3) for cell in cells) >= 0.945  # goal: 0.95
-    assert found.refused(found.ran) <= 0.003  # goal: 0.5%
-    assert found.refused([i for i, line in enumerate(found.lines) if line["status"] == "fail"]) >= 0.78  # the goal
+    # Goal: 0.95. Missed in one cell: of its first three, one took twice as long as its twins.
+    best = sorted(found.chosen(cell, 3) for cell in cells)
+    assert (best[0] >= 0.945, best[1] >= 0.99) == (True, True)
+    assert found.refused(found.ran) <= 0.002  # goal: 0.5%
+    assert found.refused([i for i, line in enumerate(found.lines) if line["status"] == "fail"]) >= 0.785  # goal: 78%
 
 
 @pytest.mark.slow
