@@ -6,6 +6,7 @@
 # make demo-upcycle   the demo's pretrained model goes on as a mixture of experts, beside itself
 # make demo-lora   LoRA over the demo's pretrained model, saved for PEFT and merged
 # make demo-qlora, make demo-8bit   the same over 4-bit weights; all parameters with 8-bit Adam
+# make demo-reward   a reward model from the demo's pretrained model: pairs of texts, of which one is preferred
 # make demo-long   a small model trains on 16,384 tokens at a time, cut over two ranks; memory by length, plotted
 # make test   runs the tests
 
@@ -16,7 +17,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: setup demo demo-compare demo-pipeline demo-experts demo-experts-pipeline demo-upcycle demo-lora demo-qlora demo-8bit demo-long test test-all test-torchao test-weights test-gpu test-oldest lint docs site bench clean
+.PHONY: setup demo demo-compare demo-pipeline demo-experts demo-experts-pipeline demo-upcycle demo-lora demo-qlora demo-8bit demo-reward demo-long test test-all test-torchao test-weights test-gpu test-oldest lint docs site bench clean
 
 setup: $(VENV)/.ready
 
@@ -57,6 +58,9 @@ demo-qlora: setup
 
 demo-8bit: setup
 	RECIPE=demo_8bit bash scripts/demo_lora.sh
+
+demo-reward: setup
+	RECIPE=demo_reward bash scripts/demo_lora.sh
 
 demo-long: setup
 	bash scripts/demo_long.sh

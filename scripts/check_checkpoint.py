@@ -3,7 +3,7 @@
     python scripts/check_checkpoint.py runs/demo-llama-stdlib
 
 The validation loss, computed anew by stock transformers (and PEFT) from what is on disk, must equal the one that the
-run measured last; then the model writes a few lines of Python.
+run measured last, and so must the accuracy of a model that scores or classifies; another writes a few lines of Python.
 """
 
 import argparse
@@ -29,8 +29,14 @@ sys.meta_path.insert(0, NoHfscale())
 import torch  # noqa: E402
 import yaml  # noqa: E402
 from datasets import load_from_disk  # noqa: E402
+from torch.nn.functional import cross_entropy, logsigmoid  # noqa: E402
 from torch.nn.utils.rnn import pad_sequence  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+)
 
 IGNORED = -100
 _FILES = {"adapter": "adapter_config.json", "checkpoint": "config.json"}
@@ -52,29 +58,48 @@ def main() -> None:
     trained = [record["validation_loss"] for record in records if "validation_loss" in record][-1]
     merged = [record["merged_validation_loss"] for record in records if "merged_validation_loss" in record]
     data = load_from_disk(str(run / "data" / "validation")).with_format("torch")
+    scored = yaml.safe_load((run / "recipe.yaml").read_text())["data"]["format"] in ("pairs", "classes")
+    kind = AutoModelForSequenceClassification if scored else AutoModelForCausalLM
     for part in found:
         expected = merged[-1] if part == "checkpoint" and merged else trained
-        model = load_adapter(run) if part == "adapter" else AutoModelForCausalLM.from_pretrained(run / part)
-        compare(model.eval(), run / part, validation_loss(model.eval(), data), expected, arguments.tolerance)
-    print("  it writes:\n")
-    tokenizer = AutoTokenizer.from_pretrained(run / found[-1])
-    for line in write(model, tokenizer, arguments.prompt, arguments.new_tokens).splitlines():
-        print(f"    {line}")
+        model = (load_adapter(run, kind) if part == "adapter" else kind.from_pretrained(run / part)).eval()
+        if not scored:
+            compare(model, run / part, validation_loss(model, data), expected, arguments.tolerance)
+            continue
+        loss, accuracy = scores(model, data)
+        compare(model, run / part, loss, expected, arguments.tolerance)
+        print(f"  accuracy {accuracy:.1%} of {len(data)}")
+        while_training = [record["validation_accuracy"] for record in records if "validation_accuracy" in record][-1]
+        if abs(accuracy - while_training) > 1.5 / len(data):  # a score may round to the other side
+            sys.exit(f"it was {while_training:.1%} while training: this is not the model that was trained")
+    if not scored:
+        show_writing(model, run / found[-1], arguments)
     if "hfscale" in sys.modules:
         sys.exit("hfscale was imported after all")
 
 
-def load_adapter(run: Path) -> Any:
+def show_writing(model: Any, path: Path, arguments: Any) -> None:
+    print("  it writes:\n")
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    for line in write(model, tokenizer, arguments.prompt, arguments.new_tokens).splitlines():
+        print(f"    {line}")
+
+
+def load_adapter(run: Path, kind: Any) -> Any:
     """The adapter of a run around its base, by PEFT, in the types that the recipe says."""
     from peft import PeftModel
 
     # PEFT 0.21 asks by a name that transformers 5.23 has deprecated.
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
     recipe = yaml.safe_load((run / "recipe.yaml").read_text())
-    quantization = recipe["quantization"]
-    base = AutoModelForCausalLM.from_pretrained(
+    quantization, head = recipe["quantization"], {}
+    if kind is AutoModelForSequenceClassification:
+        padding = AutoTokenizer.from_pretrained(run / "adapter").pad_token_id
+        head = {"num_labels": len(recipe["data"]["classes"]) or 1, "pad_token_id": padding}
+    base = kind.from_pretrained(
         recipe["base"],
         dtype=recipe["training"]["dtype"],
+        **head,
         **({"quantization_config": BitsAndBytesConfig(**quantization)} if quantization else {}),
     )
     for module in base.modules():
@@ -91,9 +116,28 @@ def compare(model: Any, path: Path, measured: float, trained: float, tolerance: 
     around = f"{type(model).__module__}.{type(model).__name__} around " if inner is not model else ""
     print(f"{around}{type(inner).__module__}.{type(inner).__name__} from {path}, without hfscale")
     print(f"  validation loss {measured:.6f}, while training {trained:.6f}: relative difference {difference:.1e}")
-    print(f"  perplexity {math.exp(measured):.2f}")
+    if "SequenceClassification" not in type(inner).__name__:
+        print(f"  perplexity {math.exp(measured):.2f}")
     if not difference <= tolerance:
         sys.exit(f"they differ by more than {tolerance:g}: this is not the model that was trained")
+
+
+@torch.no_grad()
+def scores(model: Any, data: Any) -> tuple[float, float]:
+    """Of pairs, the mean of ``-log sigmoid(chosen - rejected)`` and the share that is in order; of texts with a class,
+    the mean cross entropy and the share that is right. One text at a time.
+    """
+    losses, right = [], []
+    for row in data:
+        if "chosen" in row:
+            chosen, rejected = (model(input_ids=row[name][None]).logits[0, 0] for name in ("chosen", "rejected"))
+            losses.append(-logsigmoid(chosen - rejected))
+            right.append(bool(chosen > rejected))
+        else:
+            logits = model(input_ids=row["input_ids"][None]).logits
+            losses.append(cross_entropy(logits, row["label"][None]))
+            right.append(bool(logits.argmax() == row["label"]))
+    return float(torch.stack(losses).mean()), sum(right) / len(right)
 
 
 @torch.no_grad()

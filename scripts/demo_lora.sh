@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # LoRA over the demo's pretrained model on two tensor ranks: trained, saved for PEFT, merged, and both checked with hfscale
 # out of reach. Arguments are recipe overrides for the training: scripts/demo_lora.sh training.steps=20
-# RECIPE names one in scripts/recipes (demo_lora, demo_qlora, demo_8bit); results go to runs/$RUN. The base is trained first
+# RECIPE names one in scripts/recipes (demo_lora, demo_qlora, demo_8bit, demo_reward); results go to runs/$RUN. The base is trained first
 # where it is missing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

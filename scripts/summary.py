@@ -13,10 +13,11 @@ def main() -> None:
         merged = [record["merged_validation_loss"] for record in records if "merged_validation_loss" in record]
         first, last = evaluation[0], evaluation[-1]
         print(f"{run.name}: {training[-1]['step']} steps, train loss {training[-1]['loss']:.4f}")
-        print(
-            f"  validation loss {first['validation_loss']:.4f} -> {last['validation_loss']:.4f} nats per token "
-            f"(unigram entropy {last['unigram_entropy']:.4f})"
-        )
+        own = ("step", "validation_loss", "validation_accuracy")
+        beside = ", ".join(f"{name.replace('_', ' ')} {last[name]:.4f}" for name in last if name not in own)
+        print(f"  validation loss {first['validation_loss']:.4f} -> {last['validation_loss']:.4f} nats ({beside})")
+        if "validation_accuracy" in last:
+            print(f"  accuracy {first['validation_accuracy']:.1%} -> {last['validation_accuracy']:.1%}")
         if merged:
             print(f"  merged into the base: validation loss {merged[-1]:.4f}")
         written = [f"{run}/{part} (card: README.md)" for part in ("adapter", "checkpoint") if (run / part).is_dir()]

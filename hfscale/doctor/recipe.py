@@ -18,6 +18,7 @@ from ..recipes.memory_limit import of_one_microbatch
 from ..recipes.places import check_places
 from ..recipes.pretraining import config_of
 from ..recipes.schema import FinetuneRecipe, PretrainRecipe
+from ..recipes.tasks import model_options
 from .finding import Finding
 
 AnyRecipe = PretrainRecipe | FinetuneRecipe
@@ -83,6 +84,7 @@ def _planned(recipe: AnyRecipe, layout: ParallelConfig, plans: list[Plan]) -> li
     if isinstance(recipe, FinetuneRecipe):
         source = recipe.base
         options |= {"quantization_config": quantization_of(recipe), "peft_config": adapter_of(recipe)}
+        options |= model_options(recipe.data, None)
     else:
         source = config_of(recipe)
     planned = hfscale.plan(source, layout, **{name: value for name, value in options.items() if value is not None})

@@ -9,6 +9,7 @@ from transformers import BitsAndBytesConfig
 
 from ..adapters.peft_config import config_class
 from .schema import FinetuneRecipe, RecipeError
+from .tasks import task_of
 
 
 def adapter_of(recipe: FinetuneRecipe) -> Any:
@@ -21,7 +22,7 @@ def adapter_of(recipe: FinetuneRecipe) -> Any:
         return recipe.adapter.get("path")
     fields = {name: value for name, value in recipe.adapter.items() if name != "method"}
     kind, fixed = config_class(recipe.adapter["method"])
-    return _made("adapter", kind, fields, {"task_type": "CAUSAL_LM", **fixed})
+    return _made("adapter", kind, fields, {"task_type": task_of(recipe.data).adapter, **fixed})
 
 
 def quantization_of(recipe: FinetuneRecipe) -> BitsAndBytesConfig | None:
@@ -49,15 +50,18 @@ def describe_loading(recipe: FinetuneRecipe, base: str) -> str:
     values = "".join(f", {name}={value!r}" for name, value in recipe.quantization.items())
     quantized = f",\n    quantization_config=BitsAndBytesConfig({values.removeprefix(', ')})" if values else ""
     also = ", BitsAndBytesConfig" if values else ""
+    kind, head = task_of(recipe.data).class_name, ""
+    if recipe.data.format in ("pairs", "classes"):
+        head = f", num_labels={len(recipe.data.classes) or 1}, pad_token_id=tokenizer.pad_token_id"
     return f"""```python
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer{also}
+from transformers import {kind}, AutoTokenizer{also}
 
-base = AutoModelForCausalLM.from_pretrained(
-    "{base}", dtype="{recipe.training.dtype}"{quantized}
+tokenizer = AutoTokenizer.from_pretrained("path/of/this/directory")
+base = {kind}.from_pretrained(
+    "{base}", dtype="{recipe.training.dtype}"{head}{quantized}
 )
 model = PeftModel.from_pretrained(base, "path/of/this/directory")
-tokenizer = AutoTokenizer.from_pretrained("path/of/this/directory")
 ```
 
 It is an ordinary adapter of PEFT over `{base}`; hfscale need not be installed."""

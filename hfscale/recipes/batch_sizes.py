@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from .schema import RecipeError
+from .schema import Recipe, RecipeError
 
 
 def per_rank(batch_size: int, batch_world: int, microbatch_size: int | None) -> tuple[int, int]:
@@ -26,6 +26,27 @@ def per_rank(batch_size: int, batch_world: int, microbatch_size: int | None) -> 
             f"distinct batch(es) has of training.batch_size={batch_size}: use a divisor of {share}"
         )
     return share // size, size
+
+
+def microbatches_of_step(recipe: Recipe, batch_world: int) -> tuple[int, int]:
+    """The same for a recipe. Rows that become several, and must not be parted, are shared out to microbatches here, and
+    not by the pipeline.
+
+    Raises:
+        RecipeError: the step does not divide evenly.
+    """
+    training, layout = recipe.training, recipe.parallel
+    microbatches, size = per_rank(training.batch_size, batch_world, training.microbatch_size)
+    stages = int(layout.get("pp_size", 1))
+    if stages == 1 or recipe.data.format != "pairs":
+        return microbatches, size
+    wanted = int(layout.get("num_microbatches") or (microbatches if microbatches > 1 else stages))
+    if microbatches * size % wanted:
+        raise RecipeError(
+            f"the {microbatches * size} pairs that a data rank has of training.batch_size={training.batch_size} do not "
+            f"divide into {wanted} microbatches: change training.batch_size, or set parallel.num_microbatches"
+        )
+    return wanted, microbatches * size // wanted
 
 
 def sequences_of_step(step: int, batch_size: int, available: int, seed: int) -> list[int]:

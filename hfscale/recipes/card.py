@@ -16,6 +16,7 @@ from .adapting import describe_adapter, describe_loading
 from .loop import Outcome
 from .run_log import RunLog, read_metrics
 from .schema import DataRecipe, FinetuneRecipe, Recipe
+from .tasks import Task, task_of
 
 
 @dataclass(frozen=True)
@@ -25,11 +26,13 @@ class Made:
     Attributes:
         kind: ``full`` (all parameters were trained), ``adapter``, or ``merged``: base and adapter in one.
         validation_loss: of these weights.
+        accuracy: likewise, where it is counted.
         coverage: what the adapter covers, in lines.
     """
 
     kind: str
     validation_loss: float
+    accuracy: float | None = None
     coverage: str = ""
 
     @property
@@ -51,15 +54,15 @@ def make_card(
     """The card: what was trained, on what, how, and what was measured."""
     tuned = recipe if isinstance(recipe, FinetuneRecipe) else None
     base = _without_machine(tuned.base) if tuned else ""
-    source = describe_source(recipe.data)
+    source, task = describe_source(recipe.data), task_of(recipe.data)
     text = _TEMPLATE.format(
         yaml=_metadata(config, recipe, source, made).to_yaml(),
         name=recipe.name,
         architecture=(config.architectures or [config.model_type])[0],
-        parameters=_parameters(config),
+        parameters=_parameters(config, task),
         origin=_origin(made.kind, base),
         source=source,
-        loading=describe_loading(tuned, base) if tuned and made.kind == "adapter" else _PLAIN,
+        loading=describe_loading(tuned, base) if tuned and made.kind == "adapter" else _plain(task),
         adapting="".join(f"{line}\n" for line in describe_adapter(tuned, made.coverage))
         if tuned and made.coverage
         else "",
@@ -78,7 +81,11 @@ def make_card(
         last=outcome.validation_loss,
         found=made.validation_loss,
         merged=f"| validation loss once merged | {made.validation_loss:.4f} |\n" if made.kind == "merged" else "",
-        entropy=log.unigram_entropy,
+        each=task.each,
+        baseline=task.baseline,
+        knows=task.knows,
+        entropy=log.baseline,
+        right="" if made.accuracy is None else f" **Accuracy {made.accuracy:.1%}** of the {task.each}s.",
         losses=_loss_table(log.path),
         tokens=outcome.tokens,
         speed=outcome.tokens_per_second,
@@ -103,17 +110,17 @@ def _metadata(config: Any, recipe: Recipe, source: str, made: Made) -> ModelCard
     return ModelCardData(
         model_name=recipe.name,
         library_name="peft" if made.kind == "adapter" else "transformers",
-        pipeline_tag="text-generation",
+        pipeline_tag=task_of(recipe.data).tag,
         tags=tags,
         base_model=tuned.base if tuned and not _is_local(tuned.base) else None,
         datasets=[recipe.data.source] if _is_hub_data(recipe.data) else None,
         eval_results=[
             EvalResult(
-                task_type="text-generation",
+                task_type=task_of(recipe.data).tag,
                 dataset_type="text",
                 dataset_name=f"{source} (validation)",
                 metric_type="loss",
-                metric_name="validation loss (nats per token)",
+                metric_name=f"validation loss (nats per {task_of(recipe.data).each})",
                 metric_value=round(made.validation_loss, 4),
             )
         ],
@@ -161,7 +168,10 @@ def _rows(data: DataRecipe) -> str:
     """How sequences are made, up to their length."""
     if data.is_stream:
         return "Documents are put one after the other, with an end-of-text token after each, and cut into sequences of"
-    what = {"text": "Documents", "chat": "Conversations", "completion": "Prompts with completions"}[data.format]
+    what = {"text": "Documents", "chat": "Conversations", "completion": "Prompts with completions"}.get(data.format)
+    if what is None:
+        what = "Two texts each, of which one is preferred," if data.format == "pairs" else "Texts with a class each"
+        return f"{what} have sequences of at most"
     labels = "" if data.format == "text" or data.train_on == "all" else ", of which only completions have labels,"
     if data.is_packed:
         return f"{what}{labels} are packed, none of them seeing another, into sequences of at most"
@@ -182,9 +192,9 @@ def _is_local(base: str) -> bool:
     return Path(base).is_dir()
 
 
-def _parameters(config: Any) -> int:
+def _parameters(config: Any, task: Task) -> int:
     with torch.device("meta"):
-        return transformers.AutoModelForCausalLM.from_config(config).num_parameters()
+        return int(task.auto_class.from_config(config).num_parameters())
 
 
 def _optimizer(name: str) -> str:
@@ -207,14 +217,17 @@ def _loss_table(metrics: Path) -> str:
     return "\n".join(["| step | train loss | validation loss |", "|---|---|---|", *rows])
 
 
-_PLAIN = """```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+def _plain(task: Task) -> str:
+    """How the checkpoint is loaded."""
+    return f"""```python
+from transformers import {task.class_name}, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("path/of/this/directory")
+model = {task.class_name}.from_pretrained("path/of/this/directory")
 tokenizer = AutoTokenizer.from_pretrained("path/of/this/directory")
 ```
 
 It is an ordinary Hugging Face checkpoint; hfscale need not be installed."""
+
 
 _TEMPLATE = """---
 {yaml}
@@ -225,8 +238,8 @@ _TEMPLATE = """---
 `{architecture}` with {parameters:,} parameters, trained with hfscale: {origin}, on
 {source}.
 {adapting}
-**Validation loss {found:.4f} nats per token.** The unigram entropy of the same text is {entropy:.4f}: the best that
-knowing only how frequent each token is can do.
+**Validation loss {found:.4f} nats per {each}.**{right} The {baseline} of the same data is {entropy:.4f}:
+{knows}.
 
 ## Load it
 
@@ -240,7 +253,7 @@ knowing only how frequent each token is can do.
 | train loss (mean since the previous log line) | {train_loss:.4f} |
 | validation loss before training | {first:.4f} |
 | validation loss after training | {last:.4f} |
-{merged}| unigram entropy of the validation text | {entropy:.4f} |
+{merged}| {baseline} of the validation data | {entropy:.4f} |
 | tokens trained on | {tokens:,} |
 | tokens per second, all processes | {speed:,.0f} |
 | peak memory of the largest process | {memory:.2f} GiB ({before:.2f} GiB before the first step{expected}) |

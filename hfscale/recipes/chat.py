@@ -90,7 +90,7 @@ def encode_chat(tokenizer: Any, messages: Any, train_on: str, where: str) -> Exa
         )
     try:
         if train_on == "all":
-            ids = _render(tokenizer, messages)["input_ids"]
+            ids = render(tokenizer, messages)["input_ids"]
             return Example(ids, list(ids))
         if _MARKER.search(tokenizer.get_chat_template()):
             return _by_markers(tokenizer, messages, where)
@@ -121,7 +121,7 @@ def encode_completion(tokenizer: Any, prompt: Any, completion: Any, train_on: st
 
 
 def _by_markers(tokenizer: Any, messages: list[dict[str, Any]], where: str) -> Example:
-    encoded = _render(tokenizer, messages, return_assistant_tokens_mask=True)
+    encoded = render(tokenizer, messages, return_assistant_tokens_mask=True)
     ids, mask = encoded["input_ids"], encoded["assistant_masks"]
     turns = sum(message["role"] == "assistant" for message in messages)
     spans = sum(marked for marked, _ in groupby(mask))
@@ -146,13 +146,13 @@ def _by_markers(tokenizer: Any, messages: list[dict[str, Any]], where: str) -> E
 
 def _by_prefixes(tokenizer: Any, messages: list[dict[str, Any]], where: str) -> Example:
     """What a turn of the assistant adds to the rendering of the messages before it, its heading left out."""
-    ids = _render(tokenizer, messages)["input_ids"]
+    ids = render(tokenizer, messages)["input_ids"]
     labels = [IGNORED] * len(ids)
     for index, message in enumerate(messages):
         if message["role"] != "assistant" or index == 0:  # nothing asks for what a conversation begins with
             continue
-        before = _render(tokenizer, messages[:index], add_generation_prompt=True)["input_ids"]
-        until = _render(tokenizer, messages[: index + 1])["input_ids"]
+        before = render(tokenizer, messages[:index], add_generation_prompt=True)["input_ids"]
+        until = render(tokenizer, messages[: index + 1])["input_ids"]
         for shorter, longer in ((before, until), (until, ids)):
             if longer[: len(shorter)] != shorter:
                 raise RecipeError(
@@ -164,7 +164,8 @@ def _by_prefixes(tokenizer: Any, messages: list[dict[str, Any]], where: str) -> 
     return Example(ids, labels)
 
 
-def _render(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> Any:
+def render(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> Any:
+    """What the chat template makes of a conversation, as tokens."""
     return tokenizer.apply_chat_template(messages, tokenizer_kwargs={"verbose": False}, **options)
 
 

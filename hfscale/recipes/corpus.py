@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from datasets import load_dataset
 
-from .docstrings import questions
+from .docstrings import disordered, questions
 from .schema import DataRecipe, RecipeError
 
 # Parts of the standard library that are not library code written by hand: tests, tables, tools, other packages.
@@ -87,6 +87,8 @@ def _standard_library_questions(data: DataRecipe) -> Iterator[Document]:
         for name, question, answer in questions(path, text):
             turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
             record = {data.messages_column: turns, data.prompt_column: question, data.completion_column: f" {answer}"}
+            if data.format == "pairs":
+                record |= {data.chosen_column: f" {answer}", data.rejected_column: f" {disordered(answer)}"}
             yield from _document(f"{path}:{name}", record, data)
 
 
@@ -132,7 +134,9 @@ def _document(name: str, record: dict[str, Any], data: DataRecipe) -> Iterator[D
     """The record's columns that its format needs; nothing if it is blank text."""
     _check_columns(name, list(record), data)
     columns = {column: record[column] for column in needed_columns(data).values()}
-    if data.format == "text":
+    if data.format == "pairs" and data.prompt_column in record:
+        columns[data.prompt_column] = record[data.prompt_column]
+    if data.format in ("text", "classes"):
         text = columns[data.text_column]
         if not isinstance(text, str):
             raise RecipeError(f"data.text_column={data.text_column!r} of {name} is no text: {str(text)[:200]!r}")
@@ -147,6 +151,8 @@ def needed_columns(data: DataRecipe) -> dict[str, str]:
         "text": ["text_column"],
         "chat": ["messages_column"],
         "completion": ["prompt_column", "completion_column"],
+        "pairs": ["chosen_column", "rejected_column"],
+        "classes": ["text_column", "label_column"],
     }
     return {field: getattr(data, field) for field in fields[data.format]}
 

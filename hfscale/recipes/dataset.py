@@ -1,5 +1,6 @@
 """From documents to rows of tokens on disk, and the tokenizer that pretraining trains for itself."""
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from .main_process import on_main
 from .packing import Columns, Example, cut, packed_rows, separate_rows
 from .rows import IGNORED
 from .schema import DataRecipe, RecipeError
+from .scored import Pair, encode_classes, encode_pairs
 
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_ID = 0
@@ -75,7 +77,8 @@ def prepare(
 
     Returns:
         the tokenizer, the rows to train on and to validate on (of a stream of text with ``input_ids`` alone, else as
-        :mod:`~hfscale.recipes.packing` makes them), and the unigram entropy of the labels to validate on.
+        :mod:`~hfscale.recipes.packing` or :mod:`~hfscale.recipes.scored` makes them), and what the validation loss is
+        to be compared with: of text, the unigram entropy of its labels.
 
     Raises:
         RecipeError: the source cannot be read, or is too small.
@@ -83,15 +86,24 @@ def prepare(
     disable_progress_bars()  # theirs would get in the way of the one of training
     if tokenizer is None and data.format != "text":
         raise RecipeError(f"data.format={data.format} is for fine-tuning a base model: pretraining uses text")
-    if data.format == "chat":
+    if data.format == "chat" or data.chat_template is not None:
         set_chat_template(tokenizer, data)
     on_main(lambda: _write(data, tokenizer, vocab_size, directory))
     if tokenizer is None:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(directory / "tokenizer")
     train, validation = (load_from_disk(str(directory / "data" / part)) for part in ("train", "validation"))
     train, validation = train.with_format("torch"), validation.with_format("torch")
-    labels = np.concatenate(validation.with_format("numpy")[:]["input_ids" if data.is_stream else "labels"])
-    return tokenizer, train, validation, unigram_entropy(labels[labels != IGNORED])
+    return tokenizer, train, validation, _baseline(data, validation.with_format("numpy"))
+
+
+def _baseline(data: DataRecipe, validation: Dataset) -> float:
+    """What :attr:`.tasks.Task.baseline` is of the rows to validate on."""
+    if data.format == "pairs":
+        return math.log(2)
+    if data.format == "classes":
+        return unigram_entropy(validation[:]["label"])
+    labels = np.concatenate(validation[:]["input_ids" if data.is_stream else "labels"])
+    return unigram_entropy(labels[labels != IGNORED])
 
 
 def _write(data: DataRecipe, tokenizer: Any | None, vocab_size: int, directory: Path) -> None:
@@ -109,7 +121,7 @@ def _write(data: DataRecipe, tokenizer: Any | None, vocab_size: int, directory: 
     Dataset.from_dict(make_rows(data, tokenizer, train, "training")).save_to_disk(str(directory / "data" / "train"))
 
 
-def make_rows(data: DataRecipe, tokenizer: Any, documents: list[Document], use: str) -> Columns | dict[str, np.ndarray]:
+def make_rows(data: DataRecipe, tokenizer: Any, documents: list[Document], use: str) -> Columns | dict[str, Any]:
     """The columns of the rows that the recipe makes of ``documents``.
 
     Args:
@@ -127,6 +139,8 @@ def make_rows(data: DataRecipe, tokenizer: Any, documents: list[Document], use: 
                 f"data.sequence_length={data.sequence_length} tokens: use shorter sequences, or more text"
             )
         return {"input_ids": rows}
+    if data.format in ("pairs", "classes"):
+        return _scored_rows(data, tokenizer, documents, use)
     examples, shortened, dropped = cut(encode(data, tokenizer, documents), data.sequence_length)
     if not examples:
         raise RecipeError(
@@ -140,6 +154,19 @@ def make_rows(data: DataRecipe, tokenizer: Any, documents: list[Document], use: 
         flush=True,
     )
     return columns
+
+
+def _scored_rows(data: DataRecipe, tokenizer: Any, documents: list[Document], use: str) -> dict[str, list[Any]]:
+    if data.format == "classes":
+        return encode_classes(data, tokenizer, documents)
+    pairs, dropped = encode_pairs(data, tokenizer, documents)
+    if not pairs:
+        raise RecipeError(
+            f"none of the {dropped} {use} pairs of data.source={data.source!r} differ in their first "
+            f"data.sequence_length={data.sequence_length} tokens: use longer sequences"
+        )
+    print(f"{use}: {len(pairs):,} pairs; {dropped:,} dropped since both texts were the same", flush=True)
+    return {name: [getattr(pair, name) for pair in pairs] for name in Pair._fields}
 
 
 def encode(data: DataRecipe, tokenizer: Any, documents: list[Document]) -> list[Example]:

@@ -1,6 +1,7 @@
 """Questions about functions of Python modules, answered by their docstrings."""
 
 import ast
+import random
 import warnings
 from collections.abc import Iterator
 
@@ -29,6 +30,13 @@ def questions(path: str, source: str) -> Iterator[tuple[str, str, str]]:
         if answer and name not in seen:  # some are defined once per operating system
             seen.add(name)
             yield name, f"What does {name} do?", answer
+
+
+def disordered(text: str) -> str:
+    """The words of a text in another order, the same one always: what nobody would prefer to the text."""
+    words = text.split()
+    random.Random(text).shuffle(words)
+    return " ".join(words)
 
 
 def _documented(owner: ast.Module | ast.ClassDef, prefix: str) -> Iterator[tuple[str, str]]:

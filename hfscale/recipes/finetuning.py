@@ -18,6 +18,7 @@ from .read import recipe_and_limit
 from .results import finish
 from .run_log import RunLog
 from .schema import FinetuneRecipe, RecipeError
+from .tasks import model_options, task_of
 
 
 def main() -> None:
@@ -50,6 +51,9 @@ def load(recipe: FinetuneRecipe, layout: hfscale.ParallelConfig) -> tuple[Any, A
     quantization = quantization_of(recipe)
     quantized: dict[str, Any] = {} if quantization is None else {"quantization_config": quantization}
     try:
+        tokenizer = AutoTokenizer.from_pretrained(recipe.base)
+        if task_of(recipe.data).loss is not None and tokenizer.pad_token_id is None:
+            tokenizer.pad_token = tokenizer.eos_token  # behind whole texts, whose end a decoder finds by it
         model = hfscale.from_pretrained(
             recipe.base,
             parallel=layout,
@@ -61,7 +65,8 @@ def load(recipe: FinetuneRecipe, layout: hfscale.ParallelConfig) -> tuple[Any, A
             peft_config=adapter_of(recipe),
             dtype=recipe.training.dtype,
             **quantized,
+            **model_options(recipe.data, tokenizer.pad_token_id),
         )
-        return model, AutoTokenizer.from_pretrained(recipe.base)
+        return model, tokenizer
     except OSError as error:
         raise RecipeError(f"base={recipe.base!r} cannot be loaded: {error}") from error

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from datasets import Dataset
@@ -14,12 +14,27 @@ from transformers import get_scheduler
 import hfscale
 
 from ..config import started_processes
-from .batch_sizes import evaluation_steps, per_rank, sequences_of_step, share_of_step
-from .rows import IGNORED, Rows, divided
+from .batch_sizes import evaluation_steps, microbatches_of_step, sequences_of_step, share_of_step
+from .main_process import total
+from .rows import Rows
 from .run_log import RunLog, peak_memory
 from .saving import Saves
 from .schema import Recipe, TrainingRecipe
+from .scored import ClassRows, PairRows
+from .tasks import Task, task_of
 from .utilization import Utilization
+
+
+class Measured(NamedTuple):
+    """What an evaluation found.
+
+    Attributes:
+        loss: the mean over all labels.
+        accuracy: the share of them that the model has right, where the task counts that.
+    """
+
+    loss: float
+    accuracy: float | None
 
 
 @dataclass(frozen=True)
@@ -37,6 +52,7 @@ class Outcome:
     tokens_per_second: float
     memory: int
     memory_before: int
+    accuracy: float | None = None
 
 
 @dataclass
@@ -51,6 +67,7 @@ class Progress:
     train_loss: float = 0.0
     first_validation_loss: float = 0.0
     validation_loss: float = 0.0
+    validation_accuracy: float | None = None
     losses: list[Tensor] = field(default_factory=list)
     """Of the steps since the last line of metrics."""
     started: float = field(default_factory=time.perf_counter)
@@ -80,29 +97,33 @@ class Progress:
     def outcome(self, memory_before: int) -> Outcome:
         """What the run measured; call it on every rank."""
         losses = (self.train_loss, self.first_validation_loss, self.validation_loss)
-        return Outcome(*losses, self.tokens, self.tokens / self.seconds, peak_memory(), memory_before)
+        speed = self.tokens / self.seconds
+        return Outcome(*losses, self.tokens, speed, peak_memory(), memory_before, self.validation_accuracy)
 
 
 def train(model: Any, recipe: Recipe, train_data: Dataset, validation_data: Dataset, log: RunLog) -> Outcome:
     """Train ``model`` as the recipe says, from the start or from the saved state. Call it on every rank.
 
     Rows have ``input_ids``, and where they are not plain text ``labels`` and ``position_ids`` or ``attention_mask``:
-    see :mod:`~hfscale.recipes.packing`. A training loss in the log is the mean over the steps since the one before;
-    time spent evaluating and saving does not count in tokens per second, nor do padding tokens.
+    see :mod:`~hfscale.recipes.packing`, and :mod:`~hfscale.recipes.scored` for pairs and classes. A training loss in
+    the log is the mean over the steps since the one before; time spent evaluating and saving does not count in tokens
+    per second, nor do padding tokens.
     """
     training = recipe.training
     if training.gradient_checkpointing:
         # transformers 5.23 gives it a new name and warns at the old one.
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
-    microbatches, size = per_rank(training.batch_size, hfscale.batch_world(model), training.microbatch_size)
+    task = task_of(recipe.data)
+    microbatches, size = microbatches_of_step(recipe, hfscale.batch_world(model))
     optimizer = make_optimizer(model, training)
     scheduler = make_scheduler(optimizer, training)
-    train_rows, validation_rows = Rows(train_data), Rows(validation_data)
+    train_rows, validation_rows = rows_of(recipe, train_data, model), rows_of(recipe, validation_data, model)
     memory_before, now = peak_memory(), Progress()
     with Saves(model, recipe, log, now, optimizer=optimizer, scheduler=scheduler) as saves:
         if not saves.resume():
-            now.first_validation_loss = now.validation_loss = evaluate(model, validation_rows, microbatches, size)
-            log.evaluated(0, now.validation_loss)
+            now.validation_loss, accuracy = evaluate(model, task, validation_rows, microbatches, size)
+            now.first_validation_loss, now.validation_accuracy = now.validation_loss, accuracy
+            log.evaluated(0, now.validation_loss, accuracy)
         if training.watchdog is not None:
             hfscale.watchdog(model, patience=training.watchdog, end=True)
         now.started = time.perf_counter()
@@ -112,8 +133,8 @@ def train(model: Any, recipe: Recipe, train_data: Dataset, validation_data: Data
             sequences = sequences_of_step(now.step, training.batch_size, len(train_rows), recipe.seed)
             now.step += 1
             share = share_of_step(sequences, hfscale.batch_rank(model), microbatches, size)
-            batch = train_rows.batch([row for rows in share for row in rows])
-            now.losses.append(hfscale.train_step(model, divided(batch, size)))
+            batches = train_rows.step([row for rows in share for row in rows], size)
+            now.losses.append(hfscale.train_step(model, batches, task.loss))
             norm = hfscale.clip_grad_norm_(model, training.max_grad_norm)
             learning_rate = scheduler.get_last_lr()[0]
             optimizer.step()
@@ -125,8 +146,9 @@ def train(model: Any, recipe: Recipe, train_data: Dataset, validation_data: Data
                 _log_step(model, recipe, now, log, learning_rate, norm)
             if _is_due(now.step, training.evaluate_every, training.steps):
                 with now.aside():
-                    now.validation_loss = evaluate(model, validation_rows, microbatches, size)
-                    log.evaluated(now.step, now.validation_loss)
+                    found = evaluate(model, task, validation_rows, microbatches, size)
+                    now.validation_loss, now.validation_accuracy = found
+                    log.evaluated(now.step, *found)
             saves.after_step()
     return now.outcome(memory_before)
 
@@ -157,23 +179,38 @@ def _is_due(step: int, every: int, last: int) -> bool:
     return step % every == 0 or step == last
 
 
-def evaluate(model: Any, data: Rows, microbatches: int, size: int) -> float:
+def rows_of(recipe: Recipe, data: Dataset, model: Any) -> Rows:
+    """The rows of a recipe's data, as the model takes them."""
+    if recipe.data.format in ("pairs", "classes"):
+        kind = PairRows if recipe.data.format == "pairs" else ClassRows
+        return kind(data, model.config.pad_token_id)
+    return Rows(data)
+
+
+def evaluate(model: Any, task: Task, data: Rows, microbatches: int, size: int) -> Measured:
     """The mean loss over all labels of ``data``, the same for every layout. Call it on every rank.
 
     A step has as many microbatches of ``size`` sequences as one of training: a pipeline that runs the one runs the
     other.
     """
     model.eval()
-    total = torch.zeros((), dtype=torch.float64)
+    loss, right = torch.zeros((), dtype=torch.float64), 0
     for rows, counted, everywhere in evaluation_steps(
         len(data), hfscale.batch_rank(model), hfscale.batch_world(model), microbatches * size
     ):
-        batch = data.batch(rows)
-        batch["labels"][counted:] = IGNORED
-        step = divided(batch, size)
+        step = data.step(rows, size, counted)
+        if task.right is None:
+            mean = hfscale.eval_step(model, step, task.loss)
+        else:
+            mean, outputs = hfscale.eval_step(model, step, task.loss, return_outputs=True)
+            right += sum(int(task.right(*each)) for each in zip(outputs, step, strict=True))
         # The mean over the labels of the step, of which steps have more or fewer.
-        total += int(data.labels[everywhere].sum()) * hfscale.eval_step(model, step).double().cpu()
-    return float(total) / int(data.labels.sum())
+        loss += int(data.labels[everywhere].sum()) * mean.double().cpu()
+    labels = int(data.labels.sum())
+    if task.right is None:
+        return Measured(float(loss) / labels, None)
+    copies = started_processes() // hfscale.batch_world(model)  # ranks with the same batch
+    return Measured(float(loss) / labels, total(right) / copies / labels)
 
 
 def make_optimizer(model: Any, training: TrainingRecipe) -> torch.optim.Optimizer:

@@ -54,6 +54,15 @@ def largest(value: float) -> float:
     return max(every)
 
 
+def total(value: float) -> float:
+    """The sum of the processes' values."""
+    every: list[float] = [value]
+    if dist.is_initialized():
+        every *= dist.get_world_size()
+        dist.all_gather_object(every, value)
+    return sum(every)
+
+
 def run(main: Callable[[], None]) -> None:
     """Call ``main``; an error that the user can mend ends the process with its message alone."""
     try:

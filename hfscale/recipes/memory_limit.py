@@ -13,6 +13,7 @@ from .layouts import layout_of
 from .loop import Outcome
 from .main_process import is_main
 from .schema import Recipe, RecipeError
+from .tasks import task_of
 
 GIB = 2**30
 
@@ -56,7 +57,7 @@ def of_one_microbatch(recipe: Recipe, layout: hfscale.ParallelConfig) -> dict[st
     count = microbatches
     if layout.size("pp") > 1:  # which cuts a step anew
         count = layout.num_microbatches or (microbatches if microbatches > 1 else layout.size("pp"))
-    tokens = math.ceil(microbatches * size / count) * recipe.data.sequence_length
+    tokens = math.ceil(microbatches * size / count) * recipe.data.sequence_length * task_of(recipe.data).rows
     again = training.gradient_checkpointing
     return {"tokens": tokens, "num_microbatches": count, "gradient_checkpointing": again}
 

@@ -11,8 +11,9 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from .checks import check_values
 from .flags import add_memory_limit
-from .schema import FinetuneRecipe, PretrainRecipe, Recipe, RecipeError, check_values
+from .schema import FinetuneRecipe, PretrainRecipe, Recipe, RecipeError
 from .shipped import locate
 
 AnyRecipe = TypeVar("AnyRecipe", bound=Recipe)

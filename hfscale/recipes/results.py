@@ -11,14 +11,14 @@ from omegaconf import OmegaConf
 
 import hfscale
 
-from .batch_sizes import per_rank
+from .batch_sizes import microbatches_of_step
 from .card import Made, describe_layout, make_card
-from .loop import Outcome, evaluate
+from .loop import Measured, Outcome, evaluate, rows_of
 from .main_process import barrier, is_main
 from .memory_limit import beside
-from .rows import Rows
-from .run_log import RunLog, plot_losses
+from .run_log import RunLog
 from .schema import FinetuneRecipe, Recipe
+from .tasks import task_of
 
 
 def finish(
@@ -48,19 +48,22 @@ def finish(
         for name in ("adapter", "checkpoint"):
             shutil.rmtree(directory / name, ignore_errors=True)
     barrier()
-    made = [Made("full", outcome.validation_loss)]
+    made = [Made("full", outcome.validation_loss, outcome.accuracy)]
     if adapted:
-        made = [Made("adapter", outcome.validation_loss, hfscale.coverage_report(model))]
+        coverage = hfscale.coverage_report(model)
+        made = [Made("adapter", outcome.validation_loss, outcome.accuracy, coverage)]
     hfscale.save_pretrained(model, directory / made[0].directory)
     if adapted and adapted.merge:
         model = merged(model, adapted)
         hfscale.save_pretrained(model, directory / "checkpoint")
-        loss = outcome.validation_loss if validation_data is None else measure(model, recipe, validation_data)
-        log.merged(recipe.training.steps, loss)
-        made.append(replace(made[0], kind="merged", validation_loss=loss))
+        found = Measured(outcome.validation_loss, outcome.accuracy)
+        if validation_data is not None:
+            found = measure(model, recipe, validation_data)
+        log.merged(recipe.training.steps, found.loss)
+        made.append(replace(made[0], kind="merged", validation_loss=found.loss, accuracy=found.accuracy))
     if is_main():
         OmegaConf.save(OmegaConf.structured(recipe), directory / "recipe.yaml")
-        plot_losses(log.path, directory / "loss.png", f"{recipe.name} ({describe_layout(layout)})")
+        log.plot(directory / "loss.png", f"{recipe.name} ({describe_layout(layout)})")
         log.plot_loads()
         for part in made:
             target = directory / part.directory
@@ -79,11 +82,10 @@ def merged(model: Any, recipe: FinetuneRecipe) -> Any:
     return hfscale.merge_and_unload(model, dtype=dtype)
 
 
-def measure(model: Any, recipe: Recipe, validation_data: Dataset) -> float:
+def measure(model: Any, recipe: Recipe, validation_data: Dataset) -> Measured:
     """The validation loss, in steps as those of training."""
-    training = recipe.training
-    microbatches, size = per_rank(training.batch_size, hfscale.batch_world(model), training.microbatch_size)
-    return evaluate(model, Rows(validation_data), microbatches, size)
+    microbatches, size = microbatches_of_step(recipe, hfscale.batch_world(model))
+    return evaluate(model, task_of(recipe.data), rows_of(recipe, validation_data, model), microbatches, size)
 
 
 def _summary(
@@ -94,12 +96,14 @@ def _summary(
     made: list[Made],
     expected: Any,
 ) -> str:
+    task = task_of(recipe.data)
     lines = [
         f"\n{recipe.name}: {describe_layout(layout)}, {outcome.tokens_per_second:,.0f} tokens/s, peak memory "
         f"{outcome.memory / 2**30:.2f} GiB",
-        f"  validation loss {outcome.first_validation_loss:.4f} -> {outcome.validation_loss:.4f}, unigram entropy "
-        f"{log.unigram_entropy:.4f} (nats per token)",
+        f"  validation loss {outcome.first_validation_loss:.4f} -> {outcome.validation_loss:.4f}, {task.baseline} "
+        f"{log.baseline:.4f} (nats per {task.each})",
     ]
+    lines += [f"  accuracy {outcome.accuracy:.1%}"] if outcome.accuracy is not None else []
     lines += [f"  merged: validation loss {part.validation_loss:.4f}" for part in made if part.kind == "merged"]
     lines += [f"  {beside(expected, outcome)}"] if expected is not None else []
     written: list[Path] = [*(recipe.directory / part.directory for part in made), log.path]

@@ -60,6 +60,16 @@ class Rows:
         batch.setdefault("labels", batch["input_ids"].clone())
         return batch
 
+    def step(self, rows: list[int], size: int, counted: int | None = None) -> list[dict[str, Tensor]]:
+        """The microbatches of a step, of ``size`` rows of the data each.
+
+        Args:
+            counted: so many of the rows count in the loss, the first ones; by default all.
+        """
+        batch = self.batch(rows)
+        batch["labels"][len(rows) if counted is None else counted :] = IGNORED
+        return divided(batch, size)
+
 
 def divided(batch: dict[str, Tensor], size: int) -> list[dict[str, Tensor]]:
     """The microbatches of a step, ``size`` rows each.

@@ -20,6 +20,7 @@ from .main_process import is_main, largest
 from .profile import Profile
 from .profiled_steps import steps_to_profile
 from .schema import Recipe
+from .tasks import TEXT, Task, task_of
 from .tracking import CsvTracker, start_trackers
 
 
@@ -39,12 +40,13 @@ class RunLog:
         directory: Path,
         name: str,
         steps: int,
-        unigram_entropy: float,
+        baseline: float,
         trackers: Sequence[Any] = (),
         profile: Profile | None = None,
+        task: Task = TEXT,
     ) -> None:
         self.path = directory / "metrics.jsonl"
-        self.unigram_entropy = unigram_entropy
+        self.baseline, self._task = baseline, task
         self._active, self._trackers, self._profile = is_main(), trackers, profile
         self._shown: dict[str, str] = {}
         self._loads: hfscale.ExpertLoadHistory | None = None
@@ -56,15 +58,19 @@ class RunLog:
             self.path.touch()
 
     @classmethod
-    def of(cls, recipe: Recipe, unigram_entropy: float) -> "RunLog":
-        """The log of a run, which begins anew unless it has a saved state to go on from."""
+    def of(cls, recipe: Recipe, baseline: float) -> "RunLog":
+        """The log of a run, which begins anew unless it has a saved state to go on from.
+
+        Args:
+            baseline: what the validation loss is to be compared with.
+        """
         trackers, profile, directory = [], None, recipe.directory
         if is_main():
             directory.mkdir(parents=True, exist_ok=True)
             trackers = start_trackers(recipe.tracking, recipe.name, directory, asdict(recipe))
         if recipe.profile:
             profile = Profile(steps_to_profile(recipe.profile, recipe.training.steps), directory / "profile")
-        log = cls(directory, recipe.name, recipe.training.steps, unigram_entropy, trackers, profile)
+        log = cls(directory, recipe.name, recipe.training.steps, baseline, trackers, profile, task_of(recipe.data))
         if recipe.saved_state is None and is_main():
             log.path.write_text("")
             shutil.rmtree(recipe.directory / "state", ignore_errors=True)  # of an earlier run
@@ -120,14 +126,21 @@ class RunLog:
         if self._loads is not None:
             self._loads.plot(self.path.with_name("experts.png"))
 
-    def evaluated(self, step: int, validation_loss: float) -> None:
-        """The loss on the validation sequences after ``step`` steps, beside what the frequencies of tokens give."""
-        self._write({"step": step, "validation_loss": validation_loss, "unigram_entropy": self.unigram_entropy})
+    def evaluated(self, step: int, validation_loss: float, accuracy: float | None = None) -> None:
+        """The loss on the validation sequences after ``step`` steps, beside the task's baseline: in text, what the
+        frequencies of tokens give.
+        """
+        key, right = self._task.baseline.replace(" ", "_"), ""
+        record = {"step": step, "validation_loss": validation_loss, key: self.baseline}
         self._show(val=f"{validation_loss:.3f}")
+        if accuracy is not None:
+            record["validation_accuracy"] = accuracy
+            right = f", accuracy {accuracy:.1%}"
+        self._write(record)
         if self._active:
             tqdm.write(
-                f"step {step}: validation loss {validation_loss:.4f}, unigram entropy {self.unigram_entropy:.4f} "
-                "(nats per token)"
+                f"step {step}: validation loss {validation_loss:.4f}, {self._task.baseline} {self.baseline:.4f} "
+                f"(nats per {self._task.each}){right}"
             )
 
     def checked(self, check: hfscale.SaveCheck) -> None:
@@ -141,6 +154,10 @@ class RunLog:
     def merged(self, step: int, validation_loss: float) -> None:
         """The loss on the validation sequences once the adapter is added to the base."""
         self._write({"step": step, "merged_validation_loss": validation_loss})
+
+    def plot(self, target: Path, title: str) -> None:
+        """Draw the losses so far."""
+        plot_losses(self.path, target, title, self.baseline, self._task)
 
     def close(self) -> None:
         """End the progress bar, and what is left of a profile."""
@@ -171,17 +188,16 @@ def read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]
     return [r for r in records if "loss" in r], [r for r in records if "validation_loss" in r]
 
 
-def plot_losses(metrics: Path, target: Path, title: str) -> None:
-    """Training and validation loss over the steps, and the unigram entropy as the line to get under."""
+def plot_losses(metrics: Path, target: Path, title: str, baseline: float, task: Task = TEXT) -> None:
+    """Training and validation loss over the steps, and the task's baseline as the line to get under."""
     training, evaluation = read_metrics(metrics)
-    entropy = evaluation[-1]["unigram_entropy"]
     figure = Figure(figsize=(7.5, 4.5), layout="constrained")
     axes = figure.subplots()
     axes.plot([r["step"] for r in training], [r["loss"] for r in training], color="#9ab8dc", lw=1.8, label="train")
     steps, losses = [r["step"] for r in evaluation], [r["validation_loss"] for r in evaluation]
     axes.plot(steps, losses, color="#1f4e8c", lw=1.8, marker="o", ms=4, label=f"validation (ends at {losses[-1]:.2f})")
-    axes.axhline(entropy, color="#c2571a", ls="--", lw=1.4, label=f"unigram entropy of the text ({entropy:.2f})")
-    axes.set(title=title, xlabel="optimizer step", ylabel="loss (nats per token)", xlim=(0, steps[-1]))
+    axes.axhline(baseline, color="#c2571a", ls="--", lw=1.4, label=f"{task.baseline} ({baseline:.2f})")
+    axes.set(title=title, xlabel="optimizer step", ylabel=f"loss (nats per {task.each})", xlim=(0, steps[-1]))
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)

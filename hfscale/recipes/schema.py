@@ -11,6 +11,9 @@ from ..errors import HFScaleError
 METHODS = ("lora", "dora", "ia3", "loha")
 """Kinds of adapters."""
 
+FORMATS = ("text", "chat", "completion", "pairs", "classes")
+"""Formats of data."""
+
 DTYPES = ("float32", "bfloat16", "float16")
 """Types of weights; those to train on or over come first."""
 
@@ -25,15 +28,20 @@ class DataRecipe:
 
     Attributes:
         source: ``stdlib`` (the source of the running Python's standard library), ``stdlib-docs`` (questions about its
-            functions, answered by their docstrings: chat or completion), a text file (documents are separated by blank
-            lines), a JSONL file, a directory of such files (each text file is one document), or the id of a data set on
-            the Hub.
-        format: ``text``, ``chat`` (conversations, rendered through the tokenizer's chat template) or ``completion``
-            (prompts with completions). Chat and completion read records only, not text files.
+            functions, answered by their docstrings: chat, completion or pairs), a text file (documents are separated by
+            blank lines), a JSONL file, a directory of such files (each text file is one document), or the id of a data
+            set on the Hub.
+        format: ``text``, ``chat`` (conversations, rendered through the tokenizer's chat template), ``completion``
+            (prompts with completions), ``pairs`` (of answers, of which one is preferred: trains a reward model) or
+            ``classes`` (texts with a class each: trains a classifier). All but ``text`` read records only.
         text_column: the field of JSONL records and Hub data sets that holds the text.
         messages_column: the field that holds a conversation, a list of records with role and content.
         prompt_column: the field that holds the prompt.
         completion_column: the field that holds the completion.
+        chosen_column: the field of pairs that holds the preferred one, a text or a conversation.
+        rejected_column: the field that holds the other. Where records have ``prompt_column``, both go behind it.
+        label_column: the field that holds the class of ``text_column``: its name, or its number.
+        classes: the names of the classes, in the order of their numbers.
         chat_template: a file with a Jinja template, or ``chatml`` or ``plain``, instead of the tokenizer's own.
         train_on: ``completions``: only what the assistant says, or the completion, has labels; ``all``: everything.
         packing: whether rows hold several whole examples, which do not see each other; else every example has a row of
@@ -55,6 +63,10 @@ class DataRecipe:
     messages_column: str = "messages"
     prompt_column: str = "prompt"
     completion_column: str = "completion"
+    chosen_column: str = "chosen"
+    rejected_column: str = "rejected"
+    label_column: str = "label"
+    classes: list[str] = field(default_factory=list)
     chat_template: Optional[str] = None  # noqa: UP045  # OmegaConf reads this spelling in all its versions
     train_on: str = "completions"
     packing: Optional[bool] = None  # noqa: UP045
@@ -74,7 +86,7 @@ class DataRecipe:
     @property
     def is_packed(self) -> bool:
         """Whether rows hold several examples with borders between them."""
-        return self.packing if self.packing is not None else self.format != "text"
+        return self.packing if self.packing is not None else self.format in ("chat", "completion")
 
 
 @dataclass
@@ -223,105 +235,3 @@ class FinetuneRecipe(Recipe):
     adapter: dict[str, Any] = field(default_factory=dict)
     quantization: dict[str, Any] = field(default_factory=dict)
     merge: Any = False
-
-
-def check_values(recipe: Recipe) -> None:
-    """Raise a :class:`RecipeError` for the first value that is impossible in itself."""
-    data, training = recipe.data, recipe.training
-    _check_format(data)
-    _check_weights(recipe)
-    if not 0 < data.validation_fraction < 1:
-        raise RecipeError(
-            f"data.validation_fraction={data.validation_fraction} leaves nothing to validate or to train on: it is a "
-            "share of the documents, between 0 and 1"
-        )
-    if not 0 <= training.warmup_ratio < 1:
-        raise RecipeError(f"training.warmup_ratio={training.warmup_ratio} is impossible: use at least 0 and below 1")
-    counts = {
-        "data.sequence_length": data.sequence_length,
-        "data.validation_sequences": data.validation_sequences,
-        **{
-            f"training.{name}": getattr(training, name)
-            for name in ("steps", "batch_size", "microbatch_size", "log_every", "evaluate_every", "save_every")
-        },
-    }
-    if training.watchdog is not None and training.watchdog <= 0:
-        raise RecipeError(f"training.watchdog={training.watchdog} is no time to wait: give a number of seconds")
-    for name, value in counts.items():
-        if value is not None and value < 1:
-            raise RecipeError(f"{name}={value} is impossible: use a whole number of at least 1")
-    if training.peak_tflops is not None and not training.peak_tflops > 0:
-        raise RecipeError(f"training.peak_tflops={training.peak_tflops} is impossible: use more than 0")
-
-
-def _check_format(data: DataRecipe) -> None:
-    choices = {"format": ("text", "chat", "completion"), "train_on": ("completions", "all")}
-    for name, valid in choices.items():
-        if getattr(data, name) not in valid:
-            raise RecipeError(f"data.{name}={getattr(data, name)!r} is not known: use {' or '.join(valid)}")
-    if data.source in ("stdlib", "stdlib-docs") and (data.source == "stdlib") != (data.format == "text"):
-        fitting = "text" if data.source == "stdlib" else "chat or completion"
-        raise RecipeError(f"data.source={data.source} has no records for data.format={data.format}: use {fitting}")
-    if data.chat_template is not None and data.format != "chat":
-        raise RecipeError(
-            f"data.chat_template={data.chat_template!r} has no use with data.format={data.format}: leave it out, or "
-            "use data.format=chat"
-        )
-
-
-def _check_weights(recipe: Recipe) -> None:
-    """What trains, over what, and in which type."""
-    adapter = recipe.adapter if isinstance(recipe, FinetuneRecipe) else {}
-    if isinstance(recipe, FinetuneRecipe):
-        _check_adapter(adapter)
-        if recipe.quantization and not adapter:
-            raise RecipeError(
-                f"quantization={recipe.quantization} without an adapter: weights in 4 or 8 bits cannot be trained; add "
-                "one (adapter.method=lora adapter.target_modules=all-linear), or leave out quantization"
-            )
-        _check_merge(recipe)
-    dtype = recipe.training.dtype
-    if recipe.float8 and recipe.training.mixed_precision != "fp8":
-        raise RecipeError("float8 is for training.mixed_precision=fp8: set that, or leave it out")
-    if dtype not in DTYPES[:2]:
-        raise RecipeError(f"training.dtype={dtype!r} is not known: use {' or '.join(DTYPES[:2])}")
-    if dtype != "float32" and not adapter and not recipe.training.stochastic_rounding:
-        raise RecipeError(
-            f"training.dtype={dtype} without an adapter: updates smaller than about 1/512 of a bfloat16 weight would "
-            "be lost; use training.dtype=float32 training.mixed_precision=bf16, which computes in bfloat16, or "
-            "training.stochastic_rounding=true"
-        )
-
-
-def _check_adapter(adapter: dict[str, Any]) -> None:
-    if not adapter:
-        return
-    if "path" in adapter:
-        others = [name for name in adapter if name != "path"]
-        if others:
-            raise RecipeError(
-                f"adapter.path={adapter['path']!r} goes on with a saved adapter, whose config is saved with it: leave "
-                f"out {', '.join(f'adapter.{name}' for name in others)}"
-            )
-    elif adapter.get("method") not in METHODS:
-        raise RecipeError(
-            f"adapter.method={adapter.get('method')!r} is not known: use {', '.join(METHODS)}, or adapter.path of a "
-            "saved adapter alone"
-        )
-
-
-def _check_merge(recipe: FinetuneRecipe) -> None:
-    if recipe.merge not in (False, True, *DTYPES):
-        raise RecipeError(f"merge={recipe.merge!r} is not known: use false, true or a type: {', '.join(DTYPES)}")
-    if recipe.merge and not recipe.adapter:
-        raise RecipeError(f"merge={recipe.merge} without an adapter: there is nothing to merge; leave it out")
-    if recipe.merge is True and recipe.quantization:
-        raise RecipeError(
-            "merge=true over a quantized base does not say what type its weights are unpacked into: use merge=bfloat16 "
-            f"or another of {', '.join(DTYPES)}"
-        )
-    if isinstance(recipe.merge, str) and not recipe.quantization:
-        raise RecipeError(
-            f"merge={recipe.merge} names a type, and the base is not quantized: use merge=true, which merges into the "
-            f"base's own ({recipe.training.dtype})"
-        )

@@ -1,0 +1,115 @@
+"""What of a recipe is impossible in itself, refused as it is read."""
+
+from typing import Any
+
+from .schema import DTYPES, FORMATS, METHODS, DataRecipe, FinetuneRecipe, Recipe, RecipeError
+
+
+def check_values(recipe: Recipe) -> None:
+    """Raise a :class:`RecipeError` for the first value that is impossible in itself."""
+    data, training = recipe.data, recipe.training
+    _check_format(data)
+    _check_weights(recipe)
+    if not 0 < data.validation_fraction < 1:
+        raise RecipeError(
+            f"data.validation_fraction={data.validation_fraction} leaves nothing to validate or to train on: it is a "
+            "share of the documents, between 0 and 1"
+        )
+    if not 0 <= training.warmup_ratio < 1:
+        raise RecipeError(f"training.warmup_ratio={training.warmup_ratio} is impossible: use at least 0 and below 1")
+    counts = {
+        "data.sequence_length": data.sequence_length,
+        "data.validation_sequences": data.validation_sequences,
+        **{
+            f"training.{name}": getattr(training, name)
+            for name in ("steps", "batch_size", "microbatch_size", "log_every", "evaluate_every", "save_every")
+        },
+    }
+    if training.watchdog is not None and training.watchdog <= 0:
+        raise RecipeError(f"training.watchdog={training.watchdog} is no time to wait: give a number of seconds")
+    for name, value in counts.items():
+        if value is not None and value < 1:
+            raise RecipeError(f"{name}={value} is impossible: use a whole number of at least 1")
+    if training.peak_tflops is not None and not training.peak_tflops > 0:
+        raise RecipeError(f"training.peak_tflops={training.peak_tflops} is impossible: use more than 0")
+
+
+def _check_format(data: DataRecipe) -> None:
+    choices = {"format": FORMATS, "train_on": ("completions", "all")}
+    for name, valid in choices.items():
+        if getattr(data, name) not in valid:
+            raise RecipeError(f"data.{name}={getattr(data, name)!r} is not known: use {' or '.join(valid)}")
+    formats = {"stdlib": ("text",), "stdlib-docs": ("chat", "completion", "pairs")}
+    if data.format not in formats.get(data.source, FORMATS):
+        fitting = "text" if data.source == "stdlib" else "chat, completion or pairs"
+        raise RecipeError(f"data.source={data.source} has no records for data.format={data.format}: use {fitting}")
+    if data.chat_template is not None and data.format not in ("chat", "pairs"):
+        raise RecipeError(
+            f"data.chat_template={data.chat_template!r} has no use with data.format={data.format}: leave it out, or "
+            "use data.format=chat"
+        )
+    if data.packing and data.format in ("pairs", "classes"):
+        raise RecipeError(f"data.packing=true does not go with data.format={data.format}, whose texts have a row each")
+    if (data.format == "classes") != bool(data.classes):
+        raise RecipeError(
+            f"data.format={data.format} with data.classes={data.classes}: classes are named where, and only where, "
+            "texts are classified (data.format=classes data.classes=[negative,positive])"
+        )
+
+
+def _check_weights(recipe: Recipe) -> None:
+    """What trains, over what, and in which type."""
+    adapter = recipe.adapter if isinstance(recipe, FinetuneRecipe) else {}
+    if isinstance(recipe, FinetuneRecipe):
+        _check_adapter(adapter)
+        if recipe.quantization and not adapter:
+            raise RecipeError(
+                f"quantization={recipe.quantization} without an adapter: weights in 4 or 8 bits cannot be trained; add "
+                "one (adapter.method=lora adapter.target_modules=all-linear), or leave out quantization"
+            )
+        _check_merge(recipe)
+    dtype = recipe.training.dtype
+    if recipe.float8 and recipe.training.mixed_precision != "fp8":
+        raise RecipeError("float8 is for training.mixed_precision=fp8: set that, or leave it out")
+    if dtype not in DTYPES[:2]:
+        raise RecipeError(f"training.dtype={dtype!r} is not known: use {' or '.join(DTYPES[:2])}")
+    if dtype != "float32" and not adapter and not recipe.training.stochastic_rounding:
+        raise RecipeError(
+            f"training.dtype={dtype} without an adapter: updates smaller than about 1/512 of a bfloat16 weight would "
+            "be lost; use training.dtype=float32 training.mixed_precision=bf16, which computes in bfloat16, or "
+            "training.stochastic_rounding=true"
+        )
+
+
+def _check_adapter(adapter: dict[str, Any]) -> None:
+    if not adapter:
+        return
+    if "path" in adapter:
+        others = [name for name in adapter if name != "path"]
+        if others:
+            raise RecipeError(
+                f"adapter.path={adapter['path']!r} goes on with a saved adapter, whose config is saved with it: leave "
+                f"out {', '.join(f'adapter.{name}' for name in others)}"
+            )
+    elif adapter.get("method") not in METHODS:
+        raise RecipeError(
+            f"adapter.method={adapter.get('method')!r} is not known: use {', '.join(METHODS)}, or adapter.path of a "
+            "saved adapter alone"
+        )
+
+
+def _check_merge(recipe: FinetuneRecipe) -> None:
+    if recipe.merge not in (False, True, *DTYPES):
+        raise RecipeError(f"merge={recipe.merge!r} is not known: use false, true or a type: {', '.join(DTYPES)}")
+    if recipe.merge and not recipe.adapter:
+        raise RecipeError(f"merge={recipe.merge} without an adapter: there is nothing to merge; leave it out")
+    if recipe.merge is True and recipe.quantization:
+        raise RecipeError(
+            "merge=true over a quantized base does not say what type its weights are unpacked into: use merge=bfloat16 "
+            f"or another of {', '.join(DTYPES)}"
+        )
+    if isinstance(recipe.merge, str) and not recipe.quantization:
+        raise RecipeError(
+            f"merge={recipe.merge} names a type, and the base is not quantized: use merge=true, which merges into the "
+            f"base's own ({recipe.training.dtype})"
+        )

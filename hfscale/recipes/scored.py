@@ -1,0 +1,161 @@
+"""Texts that are scored or classified whole: pairs of which one is preferred, and texts with a class."""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow.compute
+import torch
+from datasets import Dataset
+from jinja2 import TemplateError
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from .chat import render
+from .corpus import Document
+from .rows import IGNORED, Rows, divided
+from .schema import DataRecipe, RecipeError
+
+
+class Pair(NamedTuple):
+    """Tokens of the preferred text, and of the other."""
+
+    chosen: list[int]
+    rejected: list[int]
+
+
+def encode_pairs(data: DataRecipe, tokenizer: Any, documents: Sequence[Document]) -> tuple[list[Pair], int]:
+    """Pairs of at most ``data.sequence_length`` tokens each, those left out whose texts are then the same.
+
+    Returns:
+        the pairs, and how many were left out.
+
+    Raises:
+        RecipeError: a record holds neither two texts nor two conversations.
+    """
+    pairs = []
+    for document in documents:
+        columns = document.columns
+        prompt = columns.get(data.prompt_column)
+        ids = [
+            _encode(tokenizer, prompt, columns[name], document.name)[: data.sequence_length]
+            for name in (data.chosen_column, data.rejected_column)
+        ]
+        pairs.append(Pair(*ids))
+    kept = [pair for pair in pairs if pair.chosen != pair.rejected and pair.chosen and pair.rejected]
+    return kept, len(pairs) - len(kept)
+
+
+def _encode(tokenizer: Any, prompt: Any, answer: Any, where: str) -> list[int]:
+    whole = answer if prompt is None else prompt + answer if type(prompt) is type(answer) else None
+    if isinstance(whole, str):
+        return list(tokenizer(whole, verbose=False)["input_ids"])
+    if not isinstance(whole, list):
+        raise RecipeError(
+            f"{where} holds neither texts nor conversations: a pair is two of one kind, behind a prompt of that kind "
+            "where there is one; correct the data, or change data.chosen_column, data.rejected_column and "
+            "data.prompt_column"
+        )
+    try:
+        return list(render(tokenizer, whole)["input_ids"])
+    except (TemplateError, TypeError, ValueError) as error:
+        raise RecipeError(
+            f"the chat template does not render {where}: {error}; correct the data, or give another data.chat_template"
+        ) from error
+
+
+def encode_classes(data: DataRecipe, tokenizer: Any, documents: Sequence[Document]) -> dict[str, list[Any]]:
+    """Tokens of every text, at most ``data.sequence_length``, and the number of its class.
+
+    Raises:
+        RecipeError: a record's class is none of ``data.classes``.
+    """
+    columns: dict[str, list[Any]] = {"input_ids": [], "label": []}
+    for document in documents:
+        ids = tokenizer(document.columns[data.text_column], verbose=False)["input_ids"]
+        columns["input_ids"].append(ids[: data.sequence_length])
+        columns["label"].append(_number(document.columns[data.label_column], data.classes, document.name))
+    return columns
+
+
+def _number(label: Any, classes: Sequence[str], where: str) -> int:
+    if isinstance(label, str) and label in classes:
+        return classes.index(label)
+    if isinstance(label, int) and 0 <= label < len(classes):
+        return int(label)
+    raise RecipeError(
+        f"the class of {where} is {label!r}, and data.classes has {', '.join(classes)} (numbers 0 to "
+        f"{len(classes) - 1}): correct data.classes, data.label_column or the data"
+    )
+
+
+class PairRows(Rows):
+    """Pairs; a batch has the preferred text and the other of each in turn, filled up to one length.
+
+    ``counted`` says, for either text, whether its pair counts in the loss; the model does not take it.
+
+    Args:
+        padding: the token that fills up, which is the one that the model finds the end of a row by.
+    """
+
+    def __init__(self, data: Dataset, padding: int) -> None:
+        self._data, self._padding = data, padding
+
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        """How many tokens both texts of each pair have."""
+        return sum(_lengths(self._data, name) for name in Pair._fields)  # type: ignore[return-value]
+
+    @cached_property
+    def labels(self) -> np.ndarray:
+        """One preference for each."""
+        return np.ones(len(self), dtype=np.int64)
+
+    def step(self, rows: list[int], size: int, counted: int | None = None) -> list[dict[str, Tensor]]:
+        """See :meth:`Rows.step`."""
+        columns: dict[str, Any] = self._data[rows]
+        texts = [text for pair in zip(columns["chosen"], columns["rejected"], strict=True) for text in pair]
+        number = 2 * (len(rows) if counted is None else counted)
+        return divided({**_filled(texts, self._padding), "counted": torch.arange(len(texts)) < number}, 2 * size)
+
+
+class ClassRows(Rows):
+    """Texts with a class each, filled up to one length.
+
+    Args:
+        padding: as for :class:`PairRows`.
+    """
+
+    def __init__(self, data: Dataset, padding: int) -> None:
+        self._data, self._padding = data, padding
+
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        """How many tokens each text has."""
+        return _lengths(self._data, "input_ids")
+
+    @cached_property
+    def labels(self) -> np.ndarray:
+        """One class for each."""
+        return np.ones(len(self), dtype=np.int64)
+
+    def step(self, rows: list[int], size: int, counted: int | None = None) -> list[dict[str, Tensor]]:
+        """See :meth:`Rows.step`."""
+        columns: dict[str, Any] = self._data[rows]
+        batch = {**_filled(columns["input_ids"], self._padding), "labels": columns["label"].clone()}
+        batch["labels"][len(rows) if counted is None else counted :] = IGNORED
+        return divided(batch, size)
+
+
+def _filled(texts: Sequence[Tensor], padding: int) -> dict[str, Tensor]:
+    masks = [torch.ones_like(text) for text in texts]
+    return {
+        "input_ids": pad_sequence(list(texts), batch_first=True, padding_value=padding),
+        "attention_mask": pad_sequence(masks, batch_first=True, padding_value=0),
+    }
+
+
+def _lengths(data: Dataset, name: str) -> np.ndarray:
+    table = data.select_columns(name).with_format("arrow")[:]
+    return pyarrow.compute.list_value_length(table[name]).to_numpy()

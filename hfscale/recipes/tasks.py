@@ -1,0 +1,124 @@
+"""What a format of data asks of a model: its class, its loss, what is measured besides, and the words for it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.nn.functional import cross_entropy, logsigmoid
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from ..train.user_loss import LossOfOutputs
+from .rows import IGNORED
+from .schema import DataRecipe, RecipeError
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained, and how it is spoken of.
+
+    Attributes:
+        auto_class: of transformers, which finds the model's class.
+        adapter: PEFT's word for it, ``task_type``.
+        tag: the Hub's, ``pipeline_tag``.
+        each: what losses are means over.
+        baseline: what the validation loss is put beside.
+        knows: who does as well as that.
+        rows: of a batch, that one row of the data becomes.
+        loss: of what the model returns; ``None`` where that is the model's own.
+        right: how much of a microbatch the model has right, of what it returns; ``None`` where that is not counted.
+    """
+
+    auto_class: Any
+    adapter: str = "CAUSAL_LM"
+    tag: str = "text-generation"
+    each: str = "token"
+    baseline: str = "unigram entropy"
+    knows: str = "the best that knowing only how frequent each token is can do"
+    rows: int = 1
+    loss: LossOfOutputs | None = None
+    right: Callable[[Any, Mapping[str, Any]], Tensor] | None = None
+
+    @property
+    def class_name(self) -> str:
+        """Of :attr:`auto_class`."""
+        return str(self.auto_class.__name__)
+
+
+def _scores(outputs: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the preferred texts and of the others, which take turns; and which pairs count."""
+    scores = outputs.logits[:, 0].float()
+    if len(scores) % 2:
+        raise RecipeError(
+            f"a microbatch of {len(scores)} texts has half a pair: the pipeline cut between a pair's texts; use a "
+            "parallel.num_microbatches that divides the pairs of training.batch_size that a data rank has"
+        )
+    return scores[::2], scores[1::2], batch["counted"][::2].to(scores.device)
+
+
+def preference(outputs: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """How improbable the preferences are: ``-log sigmoid(chosen - rejected)`` (Bradley and Terry 1952; Ouyang et al.
+    2022, InstructGPT, section 3.5).
+    """
+    chosen, rejected, counted = _scores(outputs, batch)
+    return -(logsigmoid(chosen - rejected) * counted).sum(), counted.sum()
+
+
+def preferred(outputs: Any, batch: Mapping[str, Any]) -> Tensor:
+    """Pairs of which the preferred text has the higher score."""
+    chosen, rejected, counted = _scores(outputs, batch)
+    return ((chosen > rejected) & counted).sum()
+
+
+def classification(outputs: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Cross entropy of the classes."""
+    logits, labels = outputs.logits.float(), batch["labels"].to(outputs.logits.device)
+    return cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum"), (labels != IGNORED).sum()
+
+
+def classified(outputs: Any, batch: Mapping[str, Any]) -> Tensor:
+    """Texts whose class has the highest logit."""
+    return (outputs.logits.argmax(-1) == batch["labels"].to(outputs.logits.device)).sum()
+
+
+TEXT = Task(AutoModelForCausalLM)
+PAIRS = Task(
+    AutoModelForSequenceClassification,
+    adapter="SEQ_CLS",
+    tag="text-classification",
+    each="pair",
+    baseline="loss of a coin",
+    knows="what scores that tell nothing would have",
+    rows=2,
+    loss=preference,
+    right=preferred,
+)
+CLASSES = Task(
+    AutoModelForSequenceClassification,
+    adapter="SEQ_CLS",
+    tag="text-classification",
+    each="text",
+    baseline="entropy of the classes",
+    knows="the best that knowing only how frequent each class is can do",
+    loss=classification,
+    right=classified,
+)
+
+
+def task_of(data: DataRecipe) -> Task:
+    """The task of a recipe's data."""
+    return {"pairs": PAIRS, "classes": CLASSES}.get(data.format, TEXT)
+
+
+def model_options(data: DataRecipe, pad_token_id: int | None) -> dict[str, Any]:
+    """Keyword arguments for ``from_pretrained``: the class, and what its head takes from the config.
+
+    Args:
+        pad_token_id: that a decoder with such a head finds the last token of each row by.
+    """
+    task = task_of(data)
+    if task.loss is None:
+        return {}
+    names = {"id2label": dict(enumerate(data.classes)), "label2id": {name: i for i, name in enumerate(data.classes)}}
+    head: dict[str, Any] = names if data.format == "classes" else {"num_labels": 1}
+    return {"auto_class": task.auto_class, "pad_token_id": pad_token_id, **head}
