@@ -21,6 +21,9 @@ class Float8Config:
             exact, and slower.
         leave_out: modules within the layers that stay as they are, by the ends of their names, as
             ``["down_proj", "layers.0.mlp"]``. Heads, embeddings, routers and experts always do.
+        fp8_all_gather: whether data ranks that shard such a weight (``dp_shard_size``) send each other 8 bits of an
+            entry instead of 16, with the scale of the whole weight; the arithmetic is the same. By default they do
+            under ``"tensorwise"``; by rows each weight is rounded in two ways, which together are 16 bits.
 
     Raises:
         ConfigError: a value is unknown or impossible.
@@ -28,6 +31,7 @@ class Float8Config:
 
     recipe: str = "tensorwise"
     leave_out: Sequence[str] = ()
+    fp8_all_gather: bool | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "Float8Config":
         """Refuse misspelt fields by name, before the generated ``__init__`` would."""
@@ -47,4 +51,16 @@ class Float8Config:
         given = self.leave_out
         if isinstance(given, str) or not all(isinstance(name, str) and name for name in given):
             raise ConfigError(f'leave_out={given!r} is impossible: pass a list of names, as ["down_proj"]')
+        if self.fp8_all_gather not in (None, True, False):
+            raise ConfigError(f"fp8_all_gather={self.fp8_all_gather!r} is impossible: use True, False, or leave it out")
+        if self.fp8_all_gather and self.recipe == "rowwise":
+            raise ConfigError(
+                "fp8_all_gather=True with recipe='rowwise': a weight has other scales in its output than in the "
+                "gradient of its input, and both in 8 bits are no less than 16: use 'tensorwise', or leave it out"
+            )
         object.__setattr__(self, "leave_out", tuple(given))
+
+    @property
+    def gathers(self) -> bool:
+        """Whether weights are sent in 8 bits where they are sharded."""
+        return self.recipe == "tensorwise" and self.fp8_all_gather is not False

@@ -10,15 +10,16 @@ routers, decays or sinks in 32, and adapters train in 32 bits beside a base in 1
 of a module gets a group of its own there: gathered and given up with the others, reduced by itself.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
@@ -182,3 +183,69 @@ def add_up_gradients(model: nn.Module) -> None:
 
 def _parameters(model: nn.Module) -> Iterator[Any]:
     return (parameter for state in _states(model) for group in _groups(state) for parameter in group.fsdp_params)
+
+
+class Encoding(Protocol):
+    """How a parameter is gathered in another form."""
+
+    def encode(self, shard: Tensor) -> tuple[Tensor, Any]:
+        """A shard -> bytes of its shape, and what every rank knows of the whole."""
+
+    def decode(self, gathered: Tensor, known: Any, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+        """The whole, which keeps the memory of ``gathered``; ``out`` is what it was before, to be made it again."""
+
+
+class _Encoded(FSDPParam):
+    """A parameter that is gathered by FSDP2's extensions, without being a tensor that has them.
+
+    FSDP2 looks for them on the local tensor of the shard. That one stays plain, for all that loads, steps or saves it,
+    and FSDP2 alone is given something else to look at.
+    """
+
+    encoding: Encoding
+
+    @property
+    def _sharded_local_tensor(self) -> Any:
+        return _Shard(self, self._sharded_param_data)
+
+
+class _Shard:
+    """What FSDP2 asks of a local tensor with extensions."""
+
+    def __init__(self, of: _Encoded, flat: Tensor) -> None:
+        self._of, self._flat = of, flat
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "_Shard":
+        """Where it is gathered, if it lies on the host."""
+        return _Shard(self._of, self._flat.to(device, non_blocking=non_blocking))
+
+    def size(self) -> torch.Size:
+        """With the padding that makes all shards one size."""
+        return self._of.padded_sharded_param_size
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        """What is gathered, and what is known of the whole."""
+        sent, known = self._of.encoding.encode(self._flat.view(self.size()))
+        return (sent,), known
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[Tensor, ...], known: Any, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """What computes. Its memory is that of ``outputs``, which FSDP2 frees."""
+        rows = self._of._orig_size[0]
+        return self._of.encoding.decode(outputs[0][:rows], known, dtype, out), ()
+
+
+def gather_encoded(model: nn.Module, encodings: Mapping[nn.Module, Encoding], name: str = "weight") -> None:
+    """Have the parameter called ``name`` of each of some modules gathered in another form; before the first pass."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in _groups(fully_shard.state(module)):  # type: ignore[attr-defined]
+                for parameter in group.fsdp_params:
+                    info = parameter._module_info
+                    if info.module in encodings and info.param_name == name:
+                        parameter.__class__ = _Encoded
+                        parameter.encoding = encodings[info.module]
+                        parameter._init_extensions()

@@ -19,7 +19,7 @@ from typing import Any
 
 from ..plan.compress import compressed
 from ..plan.cut import Cut, cut_shape
-from ..plan.float8 import float8_weights
+from ..plan.float8 import float8_weights, gathered_in_8_bits
 from ..plan.offload import offloaded
 from ..plan.parameter import ParameterPlan
 from ..plan.plan import Plan
@@ -275,13 +275,13 @@ def _gathered(
     layout = plan.layout
     if layout.data_world == 1:
         return _copied(plan, ranks, held, alive) if mixed else 0
-    by_layer: dict[str, int] = {}
+    by_layer, eight = dict[str, int](), gathered_in_8_bits(plan)
     for planned in held:
         layer = next((name for name in plan.layers if planned.name.startswith(f"{name}.")), "")
         size = weight_bytes(plan, planned, ranks, _DATA)
         packed = plan.quantized is not None and planned.name in plan.quantized.weights
         if mixed and not packed:
-            size = size * 2 // planned.dtype.itemsize
+            size = size * (1 if planned.name in eight else 2) // planned.dtype.itemsize
         by_layer[layer] = by_layer.get(layer, 0) + size
     root = by_layer.pop("", 0)
     keeps = layout.size("dp_shard") == 1 or (layout.size("pp") > 1 and not layout.weights_regather)

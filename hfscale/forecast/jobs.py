@@ -7,6 +7,7 @@ from ..estimate.job import Job
 from ..estimate.machine import Machine
 from ..estimate.recompute import Situation, is_matrix, layers_held, trained_names, types_of
 from ..plan import Plan
+from ..plan.float8 import gathered_in_8_bits
 from ..plan.offload import offloaded
 from ..plan.recompute import recomputed
 
@@ -62,12 +63,13 @@ def gradient_bytes(plan: Plan) -> int:
 
 
 def gathered_bytes(plan: Plan, mixed: bool) -> float:
-    """Bytes of a weight of a matrix as data ranks gather it: as it is computed with, or packed."""
+    """Bytes of a weight of a matrix as data ranks gather it: as it is computed with, in 8 bits, or packed."""
     packed, size = frozenset[str](), 0.0
     if plan.quantized is not None:
         packed, size = frozenset(plan.quantized.weights), _PACKED[plan.quantized.bits]
     entries = {p.name: prod(p.shape) for p in plan.owned() if is_matrix(plan, p.name)}
     types = {p.name: 2 if mixed else p.dtype.itemsize for p in plan.owned()}
+    types |= dict.fromkeys(gathered_in_8_bits(plan), 1)
     found = sum(count * (size if name in packed else types[name]) for name, count in entries.items())
     return found / max(1, sum(entries.values()))
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._host.torch import tree_leaves
 from .._host.transformers.hidden_states import hidden_states_of
 from ..plan.compress import FEW, compressed
 from ..plan.offload import offloaded
@@ -64,7 +65,8 @@ class KeptActivations(Part):
                 return forward(*args, **kwargs)
             hidden = hidden_states_of(args, kwargs)
             values = hidden.numel() if isinstance(hidden, Tensor) else 0
-            current = LayerPass(layer, partial(self._store, values), None if self._latest is None else self._latest())
+            before = None if self._latest is None else self._latest()
+            current = LayerPass(layer, partial(self._store, values), before, _masks((args, kwargs)))
             self._latest = weakref.ref(current)
             with torch.autograd.graph.saved_tensors_hooks(current.pack, current.unpack):
                 output = forward(*args, **kwargs)
@@ -74,10 +76,10 @@ class KeptActivations(Part):
         forward_keeping.__wrapped__ = forward  # type: ignore[attr-defined]  # the host inspects forward's signature
         layer.forward = forward_keeping  # type: ignore[method-assign]
 
-    def _store(self, values: int, tensor: Tensor, may_be_weight: bool) -> Stored | None:
+    def _store(self, values: int, tensor: Tensor, stays_exact: bool) -> Stored | None:
         """Where a tensor goes that a layer keeps whose input has so many ``values``."""
         size = tensor.numel() * tensor.element_size()
-        if self._is_rounded(tensor, size, values) and not may_be_weight:
+        if self._is_rounded(tensor, size, values) and not stays_exact:
             found = Compressed(tensor, Here if self._to_host is None else OnHost)
             self.stored, self.given = self.stored + found.size, self.given + size
             self.copied += found.size if self._to_host is not None else 0
@@ -90,3 +92,12 @@ class KeptActivations(Part):
     def _is_rounded(self, tensor: Tensor, size: int, values: int) -> bool:
         least = self._to_bytes
         return least is not None and tensor.is_floating_point() and size >= least and tensor.numel() * FEW > values
+
+
+def _masks(given: Any) -> set[tuple[int, ...]]:
+    """Shapes of what layers are given to be added to the scores of attention, ``[b, heads or 1, queries, keys]``.
+
+    Attention may keep it in another type. It has infinities, or the largest number there is, beside small biases, which
+    no common scale can tell apart.
+    """
+    return {tuple(each.shape) for each in tree_leaves(given) if isinstance(each, Tensor) and each.ndim == 4}

@@ -1,7 +1,7 @@
 """What one pass through one layer keeps for its backward pass, each tensor once, and put elsewhere."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .._host.torch import base_of, own_buffers, own_parameters, storage_key, version_of
-from ..runtime import local_tensor
+from ..runtime import local_tensor, memory_of
 from .compressed import Stored
 
 
@@ -17,12 +17,17 @@ class LayerPass:
     """Saved-tensor hooks for one pass through one layer. Parameters stay, and so does what ``store`` leaves.
 
     Args:
-        store: what becomes of a tensor that is saved: given it, and whether it may be a weight, in a copy.
+        store: what becomes of a tensor that is saved: given it, and whether it may be a weight, in a copy, or a mask.
         before: the pass through a layer that came before this one, while its graph is alive.
+        masks: shapes of the masks of attention that the layer is given.
     """
 
     def __init__(
-        self, layer: nn.Module, store: Callable[[Tensor, bool], Stored | None], before: "LayerPass | None"
+        self,
+        layer: nn.Module,
+        store: Callable[[Tensor, bool], Stored | None],
+        before: "LayerPass | None",
+        masks: Collection[tuple[int, ...]] = (),
     ) -> None:
         self._store, self._before = store, None if before is None else weakref.ref(before)
         held = [
@@ -31,9 +36,10 @@ class LayerPass:
             for tensor in (*own_parameters(module).values(), *own_buffers(module).values())
             if tensor is not None
         ]
-        self._stays = {storage_key(local_tensor(tensor.detach()).untyped_storage()) for tensor in held}
+        self._stays = {storage_key(plain) for tensor in held for plain in memory_of(tensor.detach())}
         shapes = {tuple(local_tensor(tensor.detach()).shape) for tensor in held} | set(map(_shape_of, layer.modules()))
         self._of_weights = {shape for shape in shapes if len(shape) > 1} | {shape[::-1] for shape in shapes}
+        self._of_masks = frozenset(masks)
         self._known: dict[tuple[Any, ...], tuple[StorageWeakRef, Stored]] = {}
         self._waiting: list[weakref.ref[Any]] = []
         self._read = False
@@ -56,7 +62,7 @@ class LayerPass:
         key = storage_key(storage), local.data_ptr(), local.shape, local.stride(), local.dtype, version_of(tensor)
         alive, found = self._known.get(key, (None, None))
         if found is None or alive is None or alive.expired():
-            found = self._store(local, self._may_be_weight(tensor))
+            found = self._store(local, self._may_be_weight(tensor) or tuple(shape) in self._of_masks)
             if found is None:
                 return self, tensor.detach(), None
             self._known[key] = StorageWeakRef(storage), found

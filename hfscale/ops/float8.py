@@ -13,14 +13,17 @@ Rowwise, each row that a product adds up over has a scale of its own, and only r
 asked: ``x`` along ``in`` for the output, along ``n`` for the gradient of the weight.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from .float8_weight import Float8Weight
 from .products import Products
 
 FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
@@ -53,22 +56,86 @@ class _Scaled:
         return self.data.to(dtype) / self.scale
 
 
-class Float8Products(Products):
-    """Of one pass of one projection.
+class Float8Projection:
+    """One projection whose products are in 8 bits: call it for those of a pass.
 
     Args:
         groups: who has the rest of its tensors.
         rowwise: a scale for each row, a power of two, and gradients with as many digits as the rest; or one for each
             tensor, and gradients with fewer digits over a wider range.
+
+    Attributes:
+        shared: between passes that find the same weight, scales of it: the dim they are along -> scales, ``None`` for
+            that of all of it. ``None`` where the weight may have changed since the pass before.
     """
 
     def __init__(self, groups: Float8Groups, rowwise: bool = False) -> None:
-        self._groups, self._rowwise = groups, rowwise
+        self.groups, self.rowwise = groups, rowwise
+        self.shared: dict[int | None, Tensor] | None = None
+
+    def __call__(self) -> "Float8Products":
+        """Those of the pass that begins."""
+        return Float8Products(self.groups, self.rowwise, self.shared)
+
+    def __deepcopy__(self, memo: Any) -> "Float8Projection":
+        """Of the same ranks, with a weight of its own."""
+        return Float8Projection(self.groups, self.rowwise)
+
+    def encode(self, shard: Tensor, owners: Sequence[dist.ProcessGroup]) -> tuple[Tensor, Tensor]:
+        """A data rank's shard of the weight in 8 bits, and the scale of the whole weight.
+
+        Args:
+            owners: who has the other shards.
+        """
+        matrix = shard.to(computed_in(shard.dtype))
+        everyone = (*owners, *self.groups.inputs, *self.groups.outputs)
+        scale = None if self.shared is None else self.shared.get(None)
+        scale = _scale_for(_largest(matrix, None, everyone), FORWARD) if scale is None else scale
+        return _rounded(matrix, scale, FORWARD), scale
+
+
+def computed_in(dtype: torch.dtype) -> torch.dtype:
+    """By way of which type a weight goes to 8 bits: what is around the products computes in it."""
+    return dtype if dtype == torch.float64 else torch.bfloat16
+
+
+def weight_scales(weights: Sequence[Tensor], groups: Sequence[dist.ProcessGroup]) -> list[Tensor]:
+    """The scale of each of some weights as wholes, of which this rank and those of ``groups`` have parts; by one
+    reduction over each group.
+    """
+    largest = torch.stack([_largest_of_all(weight) for weight in weights])
+    for group in groups:
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    return list(_scale_for(largest.to(computed_in(weights[0].dtype)), FORWARD).unbind())
+
+
+def _largest_of_all(weight: Tensor) -> Tensor:
+    """Without a copy of it, in 32 bits or more."""
+    wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    if not weight.numel():
+        return weight.new_zeros((), dtype=wide)
+    return torch.linalg.vector_norm(weight, math.inf, dtype=wide)
+
+
+class Float8Products(Products):
+    """Of one pass of one projection.
+
+    Args:
+        groups: see :class:`Float8Projection`; ``rowwise`` and ``shared`` likewise.
+    """
+
+    def __init__(
+        self, groups: Float8Groups, rowwise: bool = False, shared: dict[int | None, Tensor] | None = None
+    ) -> None:
+        self._groups, self._rowwise, self._of_weight = groups, rowwise, shared
         self._scales: dict[str, Tensor] = {}
         self._dtype = torch.float32
 
     def kept(self, weight: Tensor) -> Tensor:
-        """The parameter itself: no copy in another type."""
+        """The parameter itself, or the 8 bits in which it was gathered: no copy in another type."""
+        if isinstance(weight, Float8Weight):
+            self._scales["weight"] = weight.scale
+            return weight.entries
         return weight
 
     def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -92,22 +159,37 @@ class Float8Products(Products):
         return found.t() if transposed else found
 
     def _weight(self, weight: Tensor, along: int) -> _Scaled:
+        if weight.dtype == FORWARD:  # gathered so
+            return _Scaled(weight, self._scales["weight"])
         # By way of the type of the input, as data ranks gather it, with autocast and, in the backward pass, without.
         return self._scaled("weight", weight.to(self._dtype), along, self._groups.outputs, self._groups.inputs)
 
     def _scaled(self, name: str, matrix: Tensor, along: int, *groups_by_dim: Sequence[dist.ProcessGroup]) -> _Scaled:
         """``matrix``, scaled as a whole, once in a pass, or along a dim, over who has other parts ``along`` it."""
         dtype = GRADIENT if name == "grad" and not self._rowwise else FORWARD
-        if self._rowwise:
-            largest = _largest(matrix, along, groups_by_dim[along])
-            scale = torch.exp2(torch.floor(torch.log2(_scale_for(largest, dtype))))
+        shared = self._of_weight if name == "weight" else None
+        of = along if self._rowwise else None
+        if shared is not None and of in shared:
+            scale = shared[of]
+        elif self._rowwise:
+            scale = _power_of_two(_scale_for(_largest(matrix, along, groups_by_dim[along]), dtype))
         else:
             if name not in self._scales:
                 both = [group for groups in groups_by_dim for group in groups]
                 self._scales[name] = _scale_for(_largest(matrix, None, both), dtype)
             scale = self._scales[name]
-        most = torch.finfo(dtype).max
-        return _Scaled((matrix.to(torch.float32) * scale).clamp(-most, most).to(dtype), scale)
+        if shared is not None:
+            shared[of] = scale
+        return _Scaled(_rounded(matrix, scale, dtype), scale)
+
+
+def _rounded(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    most = torch.finfo(dtype).max
+    return (matrix.to(torch.float32) * scale).clamp(-most, most).to(dtype)
+
+
+def _power_of_two(scale: Tensor) -> Tensor:
+    return torch.exp2(torch.floor(torch.log2(scale)))
 
 
 def _largest(matrix: Tensor, along: int | None, groups: Sequence[dist.ProcessGroup]) -> Tensor:

@@ -41,15 +41,20 @@ def multiply_by(module: nn.Module, products: Callable[[], Products]) -> None:
     """Have a projection's products made by what ``products`` returns for each pass: by whoever makes them apart.
 
     Args:
-        products: a function, since a deep copy of the module is to have the same one.
+        products: a function, or something else that a deep copy of the module may have.
     """
     setattr(module, _ATTRIBUTE, products)
 
 
+def multiplied_by(module: Any) -> Callable[[], Products]:
+    """What :func:`multiply_by` was given, or torch's own."""
+    chosen: Callable[[], Products] = module.__dict__.get(_ATTRIBUTE, Products)
+    return chosen
+
+
 def products_of(module: Any) -> Products:
     """What makes the products of a projection in the pass that begins."""
-    chosen = module.__dict__.get(_ATTRIBUTE)
-    return Products() if chosen is None else chosen()
+    return multiplied_by(module)()
 
 
 def autocasted(x: Tensor) -> Tensor:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from .contents import Feature, PlanContents
 from .parameter import wild_name
 
+_READS = "lora_magnitude_vector"  # DoRA's, of the norms of the weight's rows
+
 
 @dataclass(frozen=True)
 class Float8Plan(Feature):
@@ -14,16 +16,21 @@ class Float8Plan(Feature):
         modules: the projections.
         rowwise: a scale for each row; else one for each tensor.
         left_out: projections of the layers that stay as they are, each with why, in words.
+        gathers: whether data ranks send each other shards of these weights in 8 bits.
     """
 
     modules: tuple[str, ...]
     rowwise: bool = False
     left_out: tuple[tuple[str, str], ...] = ()
+    gathers: bool = False
 
     def describe(self, plan: PlanContents) -> list[str]:
         """What is, and what is not."""
         what = "rows" if self.rowwise else "tensors"
         lines = [f"products in 8 bits, scaled by {what}: {_counted(list(self.modules))}"]
+        if gathered := gathered_in_8_bits(plan):
+            others = ", but for those whose adapters read the weight" if len(gathered) < len(self.modules) else ""
+            lines.append(f"data ranks gather their weights in 8 bits{others}")
         for why in dict.fromkeys(why for _, why in self.left_out):
             lines.append(f"not in 8 bits ({why}): {_counted([name for name, one in self.left_out if one == why])}")
         return lines
@@ -38,3 +45,11 @@ def float8_weights(plan: PlanContents) -> frozenset[str]:
     """Parameters whose products are in 8 bits."""
     found = plan.feature(Float8Plan)
     return frozenset() if found is None else frozenset(f"{name}.weight" for name in found.modules)
+
+
+def gathered_in_8_bits(plan: PlanContents) -> frozenset[str]:
+    """Those that data ranks send each other in 8 bits: what else reads the whole weight (DoRA) reads all its digits."""
+    found = plan.feature(Float8Plan)
+    if found is None or not found.gathers or plan.layout.size("dp_shard") == 1:
+        return frozenset()
+    return float8_weights(plan) - {adapter.base for adapter in plan.adapters if adapter.kept_in == _READS}

@@ -40,7 +40,7 @@ def plan_float8(draft: Draft) -> None:
         )
     _refuse_parts(draft, chosen)
     left_out = tuple((name, why) for name, why in reasons.items() if why)
-    draft.features.append(Float8Plan(chosen, asked.recipe == "rowwise", left_out))
+    draft.features.append(Float8Plan(chosen, asked.recipe == "rowwise", left_out, asked.gathers))
 
 
 def _projections(draft: Draft) -> dict[str, Any]:

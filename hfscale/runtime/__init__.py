@@ -11,7 +11,7 @@ from .runtime import (
     recomputing,
     runtime_of,
 )
-from .shards import like_sharded
+from .shards import like_sharded, memory_of
 
 __all__ = [
     "Batch",
@@ -23,6 +23,7 @@ __all__ = [
     "find_runtime",
     "like_sharded",
     "local_tensor",
+    "memory_of",
     "recomputing",
     "runtime_of",
 ]

@@ -122,6 +122,24 @@ def test_gradients_are_rounded_and_losses_are_not(pools: Pools, layout: str, way
     assert 0 < (apart / whole) ** 0.5 < ERROR
 
 
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp8"])
+def test_masks_of_attention_stay_as_they_are(precision: str) -> None:
+    """Padding gives attention's own kernel a mask with infinities, which has no scale; and fp8 goes with it."""
+    found = []
+    for asked in (None, MemoryConfig(compress_activations="64")):
+        torch.manual_seed(3)
+        config = tiny("llama", hidden_size=64, intermediate_size=96)
+        model = hfscale.from_config(config, mixed_precision=precision, memory=asked, attn_implementation="sdpa").train()
+        loss = hfscale.train_step(model, ragged_batch(torch.Generator().manual_seed(1), 67, 2, 24, False))
+        found.append([loss, *(parameter.grad for parameter in model.parameters())])
+    assert torch.equal(found[0][0], found[1][0])
+    apart, whole = (
+        sum(float(each.pow(2).sum()) for each in parts)
+        for parts in ([a - b for a, b in zip(found[0][1:], found[1][1:], strict=True)], found[0][1:])
+    )
+    assert 0 < (apart / whole) ** 0.5 < (0.1 if precision == "fp8" else ERROR)
+
+
 def kept(layout: dict[str, Any], lora: bool) -> tuple[float, float]:
     """What is saved by 8 bits, as it is counted and as it is estimated."""
     config = tiny("llama", hidden_size=128, intermediate_size=256, num_attention_heads=2, num_key_value_heads=2)

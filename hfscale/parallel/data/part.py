@@ -7,6 +7,7 @@ from ..._host.torch_fsdp import add_up_gradients
 from ...runtime import Part, Runtime
 from ...runtime.local_weights import LocalWeights
 from .compress import PowerSGD, compresses, install_compression
+from .eight_bits import gather_in_8_bits
 from .shard import (
     apply_data_axes,
     install_local_weights,
@@ -29,6 +30,7 @@ class DataParallel(Part):
         apply_data_axes(model, plan, mesh, runtime.options.mixed_precision)
         if weights is not None:
             install_local_weights(model, weights.tensors, plan, mesh)
+        gather_in_8_bits(model, plan, mesh)
         if compresses(plan):
             self._compressing = install_compression(model, plan, mesh)
 

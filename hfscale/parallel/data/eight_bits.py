@@ -1,0 +1,60 @@
+"""Gather weights of products in 8 bits, with one scale, instead of in the type that is computed in.
+
+::
+
+    shard [n / ranks, m] --times the scale, rounded--> 1 byte an entry --all-gather--> Float8Weight [n, m]
+
+The scale is that of the whole weight, over all ranks that have a part of it, so that every entry is rounded as the
+product would have rounded it, and nothing is rounded twice. What trains is the shard, in its own type, as ever.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..._host.torch_fsdp import gather_encoded
+from ...mesh import Mesh
+from ...ops.float8 import FORWARD, Float8Projection
+from ...ops.float8_weight import Float8Weight
+from ...ops.products import multiplied_by
+from ...plan import Plan
+from ...plan.float8 import gathered_in_8_bits
+from ...runtime.names import computing, module_at
+
+
+@dataclass(frozen=True)
+class _InEightBits:
+    """See :class:`hfscale._host.torch_fsdp.Encoding`."""
+
+    projection: Float8Projection
+    owners: list[dist.ProcessGroup]
+
+    def encode(self, shard: Tensor) -> tuple[Tensor, Tensor]:
+        """As bytes, which every backend sends."""
+        entries, scale = self.projection.encode(shard, self.owners)
+        return entries.view(torch.uint8), scale
+
+    def decode(self, gathered: Tensor, known: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+        """With the scale of the whole."""
+        if known.is_cuda:  # made on the stream that gathers
+            known.record_stream(torch.cuda.current_stream(known.device))
+        if out is None:
+            return Float8Weight(gathered.view(FORWARD), known.clone(), dtype)
+        assert isinstance(out, Float8Weight)
+        out.scale.copy_(known)
+        return out
+
+
+def gather_in_8_bits(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
+    """Those weights of which the plan says so, once they are sharded."""
+    encodings: dict[nn.Module, _InEightBits] = {}
+    for name in sorted(gathered_in_8_bits(plan)):
+        if plan.is_local(mesh.ranks["pp"], name):
+            for projection in computing(module_at(model, name.removesuffix(".weight"))):
+                made = multiplied_by(projection)
+                assert isinstance(made, Float8Projection)
+                encodings[projection] = _InEightBits(made, mesh.groups("dp_shard"))
+    if encodings:
+        gather_encoded(model, encodings)
