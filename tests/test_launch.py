@@ -65,7 +65,7 @@ def launch(
             marks=pytest.mark.slow,
         ),
         pytest.param(TORCHRUN, ["--nproc_per_node", "2"], [], marks=pytest.mark.slow),
-        (TORCHRUN, ["--nproc_per_node", "2"], ["accelerator-first"]),
+        pytest.param(TORCHRUN, ["--nproc_per_node", "2"], ["accelerator-first"], marks=pytest.mark.slow),
     ],
 )
 def test_two_ranks_start(tmp_path: Path, launcher: str, options: list[str], arguments: list[str]) -> None:

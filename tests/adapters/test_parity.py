@@ -80,7 +80,7 @@ def test_lora_on_all_linear(pools: Pools, layout: str) -> None:
 
 def _rough() -> list[Any]:
     """Every kind over tensor ranks; in the other layouts those most unlike plain LoRA."""
-    often = {"dora-biases", "embedding", "copies", "lora-bias"}
+    often = {"dora-biases", "copies"}
     return pairs(KINDS, ROUGH, daily=[(k, at) for k in KINDS for at in ROUGH if at == "tp2" or k in often])
 
 

@@ -55,6 +55,7 @@ def large(directory: str) -> None:
     hfscale.save_state(hfscale.from_config(config, parallel=ParallelConfig(tp_size=2)), directory)
 
 
+@pytest.mark.slow
 def test_memory(pools: Pools, tmp_path: Path) -> None:
     """At most twice the largest tensor (128 MiB, of two), and 500 MiB for the process itself."""
     pools(2).run(large, str(tmp_path / "state"))

@@ -87,7 +87,7 @@ LAYOUTS = {
 }
 
 
-DAILY = ("sequence", "shard2", "tp2-replicate2", "cp2-shard2", "interleaved", "zbv", "pipedream_2bw", "pp2-shard2")
+DAILY = ("sequence", "cp2-shard2", "zbv", "pipedream_2bw", "pp2-shard2")
 
 
 @pytest.mark.parametrize("layout", cases(LAYOUTS, daily=DAILY))

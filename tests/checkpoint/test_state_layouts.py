@@ -37,7 +37,13 @@ CHAINS = [
     ("lora", "stock", WIDE, ["tp2", "pp2", "shard2", "tp4", "one"]),
     ("four-bit", "sums", NARROW, ["tp2", "one", "pp2", "shard2"]),  # adapters over a base in 4 bits
 ]
-RARE = [("narrow", "adamw_torch"), ("tied", "adamw_torch"), ("ragged", "stock"), ("rows", "ademamix_8bit")]
+RARE = [
+    ("ragged", "adafactor"),
+    ("narrow", "adamw_torch"),
+    ("tied", "adamw_torch"),
+    ("ragged", "stock"),
+    ("rows", "ademamix_8bit"),
+]
 
 
 def run(pools: Pools, layout: str, *arguments: Any) -> Any:

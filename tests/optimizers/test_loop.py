@@ -76,7 +76,7 @@ def resume(layout: dict[str, Any], kind: str, directory: str) -> None:
     ("layout", "kind"),
     [
         pytest.param({"dp_shard_size": 2}, "fused", marks=pytest.mark.slow),
-        ({"tp_size": 2, "dp_shard_size": 2}, "ragged"),
+        pytest.param({"tp_size": 2, "dp_shard_size": 2}, "ragged", marks=pytest.mark.slow),
         pytest.param({"pp_size": 2, "dp_replicate_size": 2}, "fused", marks=pytest.mark.slow),
         ({"ep_size": 2, "dp_shard_size": 4}, "experts"),
     ],

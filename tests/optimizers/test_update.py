@@ -66,7 +66,16 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return of
 
 
-SLOW = [("fused", "tp2, shard2"), ("fused", "pp2, tp2"), ("rows", "tp4"), ("rows", "tp2, shard2"), ("ragged", "shard4")]
+SLOW = [
+    ("experts", "ep2, tp2 of both"),
+    ("experts", "ep2, shard4"),
+    ("ragged", "tp2, shard2"),
+    ("fused", "tp2, shard2"),
+    ("fused", "pp2, tp2"),
+    ("rows", "tp4"),
+    ("rows", "tp2, shard2"),
+    ("ragged", "shard4"),
+]
 
 
 @pytest.mark.parametrize(

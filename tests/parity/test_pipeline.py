@@ -111,13 +111,14 @@ _BESIDE_SPLIT = [{"tp_size": 2, "sequence_parallel": True}, {"dp_shard_size": 2}
 @pytest.mark.parametrize(
     ("layout", "schedule"),
     [
-        *(pytest.param(layout, "1f1b", id="-".join([*layout, "1f1b"])) for layout in OTHER_AXES),
-        *(
-            pytest.param(
-                layout, "zbv", id="-".join([*layout, "zbv"]), marks=() if layout in _BESIDE_SPLIT else pytest.mark.slow
-            )
-            for layout in OTHER_AXES
-        ),
+        pytest.param(
+            layout,
+            schedule,
+            id="-".join([*layout, schedule]),
+            marks=pytest.mark.slow if (layout in _BESIDE_SPLIT) == (schedule == "1f1b") else (),
+        )
+        for schedule in ("1f1b", "zbv")
+        for layout in OTHER_AXES
     ],
 )
 def test_with_other_axes(pools: Pools, layout: dict[str, Any], schedule: str) -> None:

@@ -127,7 +127,9 @@ def run(pools: Pools, layout: dict[str, Any], function: Callable[..., Any], *giv
     return pools(size).run(function, *given) if size > 1 else [function(*given)]
 
 
-@pytest.mark.parametrize("layout", cases(LAYOUTS, daily=LAYOUTS.keys() - {"tp2", "1f1b", "replicate2"}))
+@pytest.mark.parametrize(
+    "layout", cases(LAYOUTS, daily=LAYOUTS.keys() - {"tp2", "1f1b", "replicate2", "pp2, tp2", "shard2"})
+)
 def test_steps_are_those_of_a_grad_scaler(pools: Pools, start: Any, layout: str) -> None:
     """The first steps overflow, and change nothing; then it trains. Over data ranks gradients overflow a little earlier
     than in one process: these begin where nothing does.
@@ -169,7 +171,7 @@ def gradients_of(layout: dict[str, Any], mixed: str, again: str | None) -> list[
     return [p.grad for p in model.parameters() if p.requires_grad]
 
 
-@pytest.mark.parametrize("layout", cases(EXACT, daily=EXACT.keys() - {"sequence", "pp2, tp2"}))
+@pytest.mark.parametrize("layout", cases(EXACT, daily=EXACT.keys() - {"sequence", "pp2, tp2", "ep2, tp2", "1f1b"}))
 def test_gradients_are_true(pools: Pools, layout: str) -> None:
     """Every factor on the way is a power of two."""
     for again in (None, "full"):
@@ -238,7 +240,7 @@ def poisoned(path: str, layout: dict[str, Any], name: str) -> list[tuple[dict[st
         ("shard2", "adafactor"),
         ("pp2, tp2", "muon"),
         ("replicate2", "sgd"),
-        ("cp2", "adamw_torch_fused"),
+        pytest.param("cp2", "adamw_torch_fused", marks=pytest.mark.slow),
         ("one", "adamw_torch"),
     ],
 )

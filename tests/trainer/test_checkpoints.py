@@ -39,7 +39,7 @@ def without_summary(found: dict[str, Any]) -> dict[str, Any]:
     return {**found, "history": rows, "calls": (0, 0), "writer": False}
 
 
-@pytest.mark.parametrize("layout", [TP2, PP2, DP2])
+@pytest.mark.parametrize("layout", [pytest.param(TP2, marks=pytest.mark.slow), PP2, DP2])
 def test_a_run_goes_on_bit_by_bit(pools: Pools, start: str, layout: Layout, tmp_path: Path) -> None:
     case, out = replace(CASE, dropout=0.1), str(tmp_path / "whole")
     whole = pools(2).run(run, case, start, out, layout)

@@ -85,7 +85,7 @@ def expected(paths: dict[str, str], tmp_path_factory: pytest.TempPathFactory) ->
     ("name", "layout"),
     [
         *(("plain", layout) for layout in (TP2, PP2, ZBV, DP2, CP2, {**TP2, "sequence_parallel": True})),
-        ("plain", {"tp_size": 2, "dp_shard_size": 2}),
+        pytest.param("plain", {"tp_size": 2, "dp_shard_size": 2}, marks=pytest.mark.slow),
         ("own", DP2),
         *(("smoothed", layout) for layout in (PP2, DP2)),
         ("loss_only", TP2),

@@ -55,6 +55,7 @@ CASES = {
 
 
 RARER = [
+    ("completion", PP2),
     ("sft", {"cp_size": 2}),
     *((name, TP2) for name in ("completion", "packed", "assistant", "precomputed", "rloo")),
     *((name, DP2) for name in ("dpo", "reward", "rollouts")),
@@ -109,7 +110,7 @@ def expected(path: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
     [
         *(("sft", layout) for layout in (TP2, PP2)),
         ("completion", BOTH),
-        *((name, layout) for name in ("completion", "packed", "assistant") for layout in (PP2,)),
+        *((name, PP2) for name in ("packed", "assistant")),
         *((name, PP2) for name in ("sft_lora", "dpo", "dpo_lora")),
         *((name, TP2) for name in ("dpo", "kto")),
         *(pytest.param(name, TP2, marks=pytest.mark.slow) for name in ("sft_lora", "dpo_lora")),

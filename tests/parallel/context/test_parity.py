@@ -19,6 +19,7 @@ from hfscale.testing.parity import ragged_batch
 
 from ...mixtures import EAGER, gpt_oss, qwen2_moe, qwen3_moe
 from ...models import tiny
+from ...sweeps import cases
 
 Pools = Callable[[int], RankPool]
 METHODS = ("gather", "ring", "heads")
@@ -55,6 +56,7 @@ def test_heads_in_groups_around_a_ring(pools: Pools, family: str) -> None:
     equal(pools, case, cp_size=4, cp_method="heads_ring")
 
 
+@pytest.mark.slow
 def test_heads_in_groups_with_other_axes(pools: Pools) -> None:
     heads = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2}
     equal(pools, Packed(tiny("llama", **heads), lengths=(17, 9)), cp_size=4, cp_method="heads_ring", dp_shard_size=2)
@@ -76,7 +78,7 @@ AXES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("axes", AXES)
+@pytest.mark.parametrize("axes", cases(AXES, daily=AXES.keys() - {"tp", "replicate", "pp"}))
 def test_with_other_axes(pools: Pools, axes: str) -> None:
     layers = {"num_hidden_layers": 4} if "zbv" in axes else {}
     accumulation = AXES[axes].get("num_microbatches", 2)
@@ -145,7 +147,7 @@ def test_whole_sequences_go_through_each_rank_outside_of_steps(
         ("lfm2", {}, True),
         ("bamba", {}, False),
         ("falcon_h1", {"tp_size": 2}, False),
-        ("recurrent_gemma", {"dp_shard_size": 2}, True),
+        pytest.param("recurrent_gemma", {"dp_shard_size": 2}, True, marks=pytest.mark.slow),
         ("jamba", {"pp_size": 2, "num_microbatches": 2}, False),
     ],
 )
