@@ -113,7 +113,8 @@ def recompute(module: nn.Module, wanted: Callable[[], bool], keep: Sequence[str]
     def forward_recomputed(*args: Any, **kwargs: Any) -> Any:
         if not (module.training and torch.is_grad_enabled() and wanted()):
             return forward(*args, **kwargs)
-        return _checkpointed(forward, *args, operators=operators, **without_cache(kwargs))
+        args, kwargs = without_cache(args, kwargs)
+        return _checkpointed(forward, *args, operators=operators, **kwargs)
 
     forward_recomputed.__wrapped__ = forward  # type: ignore[attr-defined]  # the host inspects forward's signature
     module.forward = forward_recomputed  # type: ignore[method-assign]

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import masking_utils
+from transformers import Cache, masking_utils
 
 
 def uses_flash_attention(model: Any) -> bool:
@@ -53,13 +53,15 @@ def recomputes(model: Any) -> bool:
     return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
-def without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a layer without the cache of keys and values, which a recomputation would fill once more."""
+def without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of a layer without the cache of keys and values, which a recomputation would fill once more; some
+    layers are given it by position.
+    """
     emptied = {
         name: None for name in ("past_key_values", "past_key_value", "layer_past") if kwargs.get(name) is not None
     }
     off = {"use_cache": False} if kwargs.get("use_cache") else {}
-    return {**kwargs, **emptied, **off} if emptied or off else kwargs
+    return tuple(None if isinstance(arg, Cache) else arg for arg in args), {**kwargs, **emptied, **off}
 
 
 def enable_checkpointing(model: Any, **kwargs: Any) -> None:

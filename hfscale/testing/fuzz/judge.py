@@ -117,7 +117,8 @@ def failed(ended: list[Ended]) -> Verdict:
         end = (own or errors)[0]
         return Verdict("crash", f"{end.phase}: {_short(end.error)}", end.error[:600], end.trace)
     if refused:
-        end = refused[0]
+        # the rank that says why, before those that only heard of it
+        end = min(refused, key=lambda end: "other rank(s) refused" in end.error)
         outcome = "refused" if _in_time(end) else "late"
         return Verdict(outcome, f"{end.phase}: {_short(end.error)}", end.error[:600], end.trace)
     end = next(end for end in ended if end.hung)

@@ -73,7 +73,7 @@ class Yardstick:
     def scalar(self, kind: str, step: int, found: float, wanted: float, narrow: float | None) -> None:
         """A loss or a norm."""
         zero = self._zero("gradient", step) if kind == "norm" and self.exact else 0.0
-        scale = max(abs(wanted), 1e-30 if abs(wanted) > zero else zero / EXACT)
+        scale = max(abs(wanted), 1e-30, zero / EXACT if abs(wanted) <= zero else 0.0)
         error = abs(found - wanted) / scale
         if step > 0 and not self.follows():
             self.worst.note("finite", float(found != found), 0.5, f"step {step}: {found!r}")
