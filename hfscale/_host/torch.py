@@ -65,6 +65,13 @@ def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
 
 
+def passes_otherwise(module: nn.Module) -> bool:
+    """Whether this very module does something else in a forward pass than others of its class: by hooks, or by a
+    ``forward`` of its own.
+    """
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+
+
 def counts_forward_hooks(module: nn.Module) -> int:
     """How many hooks look at what ``module`` returns."""
     return len(module._forward_hooks)

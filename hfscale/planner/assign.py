@@ -1,11 +1,12 @@
 """Cut a model into pipeline stages: which layers and which other modules each of them holds."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from .._host.torch import passes_otherwise
 from ..config import ParallelConfig
 from ..errors import PlanError
 from ..plan.stages import Stage, StagePlan, Tie, place_stages
@@ -15,7 +16,10 @@ from .costs import BATCH_TOKENS, SEQUENCE, Costs, layer_costs
 from .draft import Draft, Ranks
 from .layers import find_layers
 from .probe import ALONE, PassageProbe, tiny_model
+from .remembered import Remembered, said_by
 from .resolve import find_blueprint
+
+known = Remembered[PassageProbe]()
 
 
 def assign_stages(
@@ -185,9 +189,11 @@ def stage_problem(draft: Draft, what: str, instead: str = "pp_size=1") -> None:
 def _trace(draft: Draft, layer_list: str) -> _Passage | None:
     """Run the model, or a tiny clone where its code looks at values, and sort what lies around the layers."""
     tensors = {item: set(tensors_of(draft.model, item)) for item in items_around(draft.model, layer_list)}
-    probe = PassageProbe(draft.model, layer_list, tensors)
-    if probe.failure and (clone := tiny_model(draft.model)) is not None:
-        probe = PassageProbe(clone, layer_list, tensors)
+    if any(passes_otherwise(module) for module in draft.modules.values()):
+        probe = _pass_through(draft.model, layer_list, list(tensors))
+    else:
+        key = _structure(draft, layer_list)
+        probe = known.answer(key, lambda: _pass_through(draft.model, layer_list, list(tensors)))
     if probe.failure:
         stage_problem(draft, f"it cannot be traced, so what comes before its layers is unknown ({probe.failure})")
         return None
@@ -206,6 +212,21 @@ def _trace(draft: Draft, layer_list: str) -> _Passage | None:
         returns=probe.returns,
         item_returns=probe.item_returns,
     )
+
+
+def _structure(draft: Draft, layer_list: str) -> Hashable:
+    """What a run without values depends on: the config, classes of modules by name, and which names share a tensor."""
+    modules = tuple((name, type(module), type(module).forward) for name, module in draft.modules.items())
+    firsts: dict[int, str] = {}
+    named = draft.model.named_parameters(remove_duplicate=False)
+    tensors = tuple((name, firsts.setdefault(id(p), name), p.dtype, p.device.type) for name, p in named)
+    return said_by(draft.config), layer_list, modules, tensors
+
+
+def _pass_through(model: Any, layer_list: str, items: list[str]) -> PassageProbe:
+    probe = PassageProbe(model, layer_list, items)
+    clone = tiny_model(model) if probe.failure else None
+    return probe if clone is None else PassageProbe(clone, layer_list, items)
 
 
 def _phases(draft: Draft, probe: PassageProbe, item: str, tensors: dict[str, set[int]]) -> set[str]:

@@ -98,8 +98,8 @@ class Probe(TorchDispatchMode):
         finally:
             for module, training in modes:
                 module.training = training
-            for handle in self._handles:
-                handle.remove()
+            while self._handles:
+                self._handles.pop().remove()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
@@ -190,6 +190,8 @@ class PassageProbe(Probe):
         may_choose = takes_argument(model, "use_cache")
         with skipped_experts(modules.values()):
             self._run(model, **({"use_cache": False} if has_values and may_choose else {}))
+        self._stream = None  # what was seen is remembered longer than the model is
+        self._sources = WeakTensorKeyDictionary()
         if not self.failure and (self._left, self._entered) != (self._count, self._count):
             self._obstacle(f"its {self._count} layers are run {self._entered} times in one pass")
 

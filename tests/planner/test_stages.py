@@ -33,6 +33,7 @@ from hfscale.plan import Plan, Stage, StagePlan, Tie, place_stages, to_json
 from hfscale.planner import assign
 from hfscale.planner.assign import assign_stages
 from hfscale.planner.build import build_plan
+from hfscale.planner.probe import PassageProbe
 from hfscale.schedules import default_virtual_stages
 from tests.models import tiny
 
@@ -405,6 +406,20 @@ def test_it_is_printed() -> None:
     assert "largest stage / mean: 1." in text
     layer = 2 * (32 * 32 + 32 * 16 + 75 * 32) // 2 + 2 * 32
     assert f"largest rank: {3 * layer + 34 * 32:,} parameters" in text
+
+
+def test_models_of_one_structure_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For every stage and layout; one whose tensors are others', or whose modules do something else, once more."""
+    runs: list[str] = []
+    monkeypatch.setattr(assign, "PassageProbe", lambda model, *given: runs.append(model) or PassageProbe(model, *given))
+    assign.known.forget()
+    for tied, layout in ((False, {}), (False, {"virtual_stages": 2, "pipeline_schedule": "zbv"}), (True, {})):
+        assign_stages(on_meta(_config("llama", tie_word_embeddings=tied)), ParallelConfig(pp_size=2, **layout))
+    assert len(runs) == 2
+    model = on_meta(_config("llama"))
+    model.model.norm.register_forward_pre_hook(lambda *_: None)
+    assign_stages(model, ParallelConfig(pp_size=2))
+    assert len(runs) == 3
 
 
 def test_a_large_model_takes_seconds() -> None:
