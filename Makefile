@@ -7,6 +7,7 @@
 # make demo-lora   LoRA over the demo's pretrained model, saved for PEFT and merged
 # make demo-qlora, make demo-8bit   the same over 4-bit weights; all parameters with 8-bit Adam
 # make demo-reward   a reward model from the demo's pretrained model: pairs of texts, of which one is preferred
+# make demo-vision   a small vision-language model learns to answer questions about drawn pictures, over two tensor ranks
 # make demo-long   a small model trains on 16,384 tokens at a time, cut over two ranks; memory by length, plotted
 # make test   runs the tests
 
@@ -16,8 +17,9 @@ BIN := $(VENV)/bin
 # Where pip finds other builds of torch, if not in its own configuration: make setup TORCH_INDEX=<index of CPU builds>
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
+TORCHVISION := $(shell sed -n 's/^torchvision==//p' constraints.txt)
 
-.PHONY: setup demo demo-compare demo-pipeline demo-experts demo-experts-pipeline demo-upcycle demo-lora demo-qlora demo-8bit demo-reward demo-long test test-all test-torchao test-weights test-gpu test-oldest lint docs site bench clean
+.PHONY: setup demo demo-compare demo-pipeline demo-experts demo-experts-pipeline demo-upcycle demo-lora demo-qlora demo-8bit demo-reward demo-vision demo-long test test-all test-torchao test-weights test-gpu test-oldest lint docs site bench clean
 
 setup: $(VENV)/.ready
 
@@ -29,6 +31,11 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	else $(PIP) torch==$(TORCH)+cpu 2>/dev/null || $(PIP) torch==$(TORCH); fi
 	@echo "installing hfscale and its tools"
 	@$(PIP) --editable ".[bitsandbytes,plots,recipes,trl,dev,docs]"
+	@# The rest of the extra vision: torchvision of another build than torch's would break both.
+	@if $(BIN)/python -c "import sys, torch; sys.exit('+cpu' not in torch.__version__)"; then \
+	    $(PIP) torchvision==$(TORCHVISION)+cpu 2>/dev/null \
+	        || echo "no CPU build of torchvision was found: pictures are processed by pillow"; \
+	else $(PIP) torchvision==$(TORCHVISION); fi
 	@touch $@
 
 demo: setup
@@ -61,6 +68,9 @@ demo-8bit: setup
 
 demo-reward: setup
 	RECIPE=demo_reward bash scripts/demo_lora.sh
+
+demo-vision: setup
+	bash scripts/demo_vision.sh
 
 demo-long: setup
 	bash scripts/demo_long.sh

@@ -7,6 +7,7 @@ run measured last, and so must the accuracy of a model that scores or classifies
 """
 
 import argparse
+import io
 import json
 import math
 import sys
@@ -33,7 +34,9 @@ from torch.nn.functional import cross_entropy, logsigmoid  # noqa: E402
 from torch.nn.utils.rnn import pad_sequence  # noqa: E402
 from transformers import (  # noqa: E402
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
+    AutoProcessor,
     AutoTokenizer,
     BitsAndBytesConfig,
 )
@@ -58,11 +61,17 @@ def main() -> None:
     trained = [record["validation_loss"] for record in records if "validation_loss" in record][-1]
     merged = [record["merged_validation_loss"] for record in records if "merged_validation_loss" in record]
     data = load_from_disk(str(run / "data" / "validation")).with_format("torch")
-    scored = yaml.safe_load((run / "recipe.yaml").read_text())["data"]["format"] in ("pairs", "classes")
+    recipe = yaml.safe_load((run / "recipe.yaml").read_text())["data"]
+    scored, pictured = recipe["format"] in ("pairs", "classes"), recipe["images_column"] is not None
     kind = AutoModelForSequenceClassification if scored else AutoModelForCausalLM
+    kind = AutoModelForImageTextToText if pictured else kind
     for part in found:
         expected = merged[-1] if part == "checkpoint" and merged else trained
         model = (load_adapter(run, kind) if part == "adapter" else kind.from_pretrained(run / part)).eval()
+        if pictured:
+            loss = loss_of_pictures(model, AutoProcessor.from_pretrained(run / part), data)
+            compare(model, run / part, loss, expected, arguments.tolerance)
+            continue
         if not scored:
             compare(model, run / part, validation_loss(model, data), expected, arguments.tolerance)
             continue
@@ -72,7 +81,9 @@ def main() -> None:
         while_training = [record["validation_accuracy"] for record in records if "validation_accuracy" in record][-1]
         if abs(accuracy - while_training) > 1.5 / len(data):  # a score may round to the other side
             sys.exit(f"it was {while_training:.1%} while training: this is not the model that was trained")
-    if not scored:
+    if pictured:
+        show_answers(model, AutoProcessor.from_pretrained(run / found[-1]), data)
+    elif not scored:
         show_writing(model, run / found[-1], arguments)
     if "hfscale" in sys.modules:
         sys.exit("hfscale was imported after all")
@@ -83,6 +94,33 @@ def show_writing(model: Any, path: Path, arguments: Any) -> None:
     tokenizer = AutoTokenizer.from_pretrained(path)
     for line in write(model, tokenizer, arguments.prompt, arguments.new_tokens).splitlines():
         print(f"    {line}")
+
+
+@torch.no_grad()
+def loss_of_pictures(model: Any, processor: Any, data: Any) -> float:
+    """The mean loss per label of conversations with pictures, one at a time."""
+    loss, labels = 0.0, 0
+    for row in data:
+        batch = processor(text=[row["text"]], images=pictures_of(row), return_tensors="pt")
+        counted = int((row["labels"][1:] != IGNORED).sum())
+        loss += float(model(**batch, labels=row["labels"][None].long()).loss) * counted
+        labels += counted
+    return loss / labels
+
+
+def pictures_of(row: Any) -> Any:
+    from PIL import Image
+
+    return [[Image.open(io.BytesIO(image)).convert("RGB") for image in row["images"]]] if row["images"] else None
+
+
+@torch.no_grad()
+def show_answers(model: Any, processor: Any, data: Any, number: int = 4) -> None:
+    print("  it answers:\n")
+    for row in data.select(range(number)):
+        batch = processor(text=[row["prompt"]], images=pictures_of(row), return_tensors="pt")
+        said = model.generate(**batch, max_new_tokens=24, do_sample=False)[0, batch["input_ids"].shape[1] :]
+        print(f"    {row['question']} {processor.decode(said, skip_special_tokens=True).strip()} ({row['answer']})")
 
 
 def load_adapter(run: Path, kind: Any) -> Any:

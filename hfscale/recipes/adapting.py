@@ -50,14 +50,16 @@ def describe_loading(recipe: FinetuneRecipe, base: str) -> str:
     values = "".join(f", {name}={value!r}" for name, value in recipe.quantization.items())
     quantized = f",\n    quantization_config=BitsAndBytesConfig({values.removeprefix(', ')})" if values else ""
     also = ", BitsAndBytesConfig" if values else ""
-    kind, head = task_of(recipe.data).class_name, ""
+    task, head = task_of(recipe.data), ""
+    kind, reader = task.class_name, task.reader.__name__
+    name = reader.removeprefix("Auto").lower()
     if recipe.data.format in ("pairs", "classes"):
         head = f", num_labels={len(recipe.data.classes) or 1}, pad_token_id=tokenizer.pad_token_id"
     return f"""```python
 from peft import PeftModel
-from transformers import {kind}, AutoTokenizer{also}
+from transformers import {kind}, {reader}{also}
 
-tokenizer = AutoTokenizer.from_pretrained("path/of/this/directory")
+{name} = {reader}.from_pretrained("path/of/this/directory")
 base = {kind}.from_pretrained(
     "{base}", dtype="{recipe.training.dtype}"{head}{quantized}
 )

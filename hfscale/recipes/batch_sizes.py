@@ -38,12 +38,12 @@ def microbatches_of_step(recipe: Recipe, batch_world: int) -> tuple[int, int]:
     training, layout = recipe.training, recipe.parallel
     microbatches, size = per_rank(training.batch_size, batch_world, training.microbatch_size)
     stages = int(layout.get("pp_size", 1))
-    if stages == 1 or recipe.data.format != "pairs":
+    if stages == 1 or not recipe.data.is_whole:
         return microbatches, size
     wanted = int(layout.get("num_microbatches") or (microbatches if microbatches > 1 else stages))
     if microbatches * size % wanted:
         raise RecipeError(
-            f"the {microbatches * size} pairs that a data rank has of training.batch_size={training.batch_size} do not "
+            f"the {microbatches * size} rows that a data rank has of training.batch_size={training.batch_size} do not "
             f"divide into {wanted} microbatches: change training.batch_size, or set parallel.num_microbatches"
         )
     return wanted, microbatches * size // wanted

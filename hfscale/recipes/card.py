@@ -1,6 +1,7 @@
 """The model card of a run: layout, data, hyperparameters, what was measured, versions, how to load it."""
 
 import platform
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import hfscale
 from .adapting import describe_adapter, describe_loading
 from .loop import Outcome
 from .run_log import RunLog, read_metrics
+from .samples import Sample, describe_samples
 from .schema import DataRecipe, FinetuneRecipe, Recipe
 from .tasks import Task, task_of
 
@@ -50,6 +52,7 @@ def make_card(
     train_sequences: int,
     made: Made,
     expected: Any = None,
+    shown: Sequence[Sample] = (),
 ) -> ModelCard:
     """The card: what was trained, on what, how, and what was measured."""
     tuned = recipe if isinstance(recipe, FinetuneRecipe) else None
@@ -87,6 +90,7 @@ def make_card(
         entropy=log.baseline,
         right="" if made.accuracy is None else f" **Accuracy {made.accuracy:.1%}** of the {task.each}s.",
         losses=_loss_table(log.path),
+        samples=describe_samples(shown),
         tokens=outcome.tokens,
         speed=outcome.tokens_per_second,
         memory=outcome.memory / 2**30,
@@ -168,6 +172,10 @@ def _rows(data: DataRecipe) -> str:
     """How sequences are made, up to their length."""
     if data.is_stream:
         return "Documents are put one after the other, with an end-of-text token after each, and cut into sequences of"
+    if data.images_column is not None:
+        return (
+            "Conversations with pictures have sequences, of which only what the assistant says has labels, of at most"
+        )
     what = {"text": "Documents", "chat": "Conversations", "completion": "Prompts with completions"}.get(data.format)
     if what is None:
         what = "Two texts each, of which one is preferred," if data.format == "pairs" else "Texts with a class each"
@@ -219,11 +227,12 @@ def _loss_table(metrics: Path) -> str:
 
 def _plain(task: Task) -> str:
     """How the checkpoint is loaded."""
+    reader = task.reader.__name__
     return f"""```python
-from transformers import {task.class_name}, AutoTokenizer
+from transformers import {task.class_name}, {reader}
 
 model = {task.class_name}.from_pretrained("path/of/this/directory")
-tokenizer = AutoTokenizer.from_pretrained("path/of/this/directory")
+{reader.removeprefix("Auto").lower()} = {reader}.from_pretrained("path/of/this/directory")
 ```
 
 It is an ordinary Hugging Face checkpoint; hfscale need not be installed."""
@@ -261,7 +270,7 @@ _TEMPLATE = """---
 {losses}
 
 ![losses](loss.png)
-
+{samples}
 ## Data
 
 From: {source}.

@@ -73,6 +73,27 @@ def set_chat_template(tokenizer: Any, data: DataRecipe) -> None:
         ) from error
 
 
+def set_processor_template(processor: Any, data: DataRecipe) -> None:
+    """The same for a processor, whose templates take pictures.
+
+    Raises:
+        RecipeError: there is no such template, or none at all.
+    """
+    if data.chat_template is not None:
+        path = Path(data.chat_template)
+        if not path.is_file():
+            raise RecipeError(
+                f"data.chat_template={data.chat_template!r} is no file here, and none that is built in takes pictures: "
+                "give the path of a Jinja template"
+            )
+        processor.chat_template = path.read_text(encoding="utf-8")
+    if not processor.chat_template:
+        raise RecipeError(
+            "conversations are rendered through the chat template of the base's processor, and it has none: give "
+            "data.chat_template the path of a Jinja template"
+        )
+
+
 def encode_chat(tokenizer: Any, messages: Any, train_on: str, where: str) -> Example:
     """One conversation; the assistant's turns have labels, or all of it.
 

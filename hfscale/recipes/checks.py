@@ -8,7 +8,7 @@ from .schema import DTYPES, FORMATS, METHODS, DataRecipe, FinetuneRecipe, Recipe
 def check_values(recipe: Recipe) -> None:
     """Raise a :class:`RecipeError` for the first value that is impossible in itself."""
     data, training = recipe.data, recipe.training
-    _check_format(data)
+    _check_format(recipe, data)
     _check_weights(recipe)
     if not 0 < data.validation_fraction < 1:
         raise RecipeError(
@@ -34,7 +34,7 @@ def check_values(recipe: Recipe) -> None:
         raise RecipeError(f"training.peak_tflops={training.peak_tflops} is impossible: use more than 0")
 
 
-def _check_format(data: DataRecipe) -> None:
+def _check_format(recipe: Recipe, data: DataRecipe) -> None:
     choices = {"format": FORMATS, "train_on": ("completions", "all")}
     for name, valid in choices.items():
         if getattr(data, name) not in valid:
@@ -47,6 +47,16 @@ def _check_format(data: DataRecipe) -> None:
         raise RecipeError(
             f"data.chat_template={data.chat_template!r} has no use with data.format={data.format}: leave it out, or "
             "use data.format=chat"
+        )
+    if data.images_column is not None and (data.format != "chat" or data.packing):
+        raise RecipeError(
+            f"data.images_column={data.images_column!r} is for conversations, a row each: use data.format=chat, and "
+            "leave out data.packing"
+        )
+    if data.samples and (data.images_column is None or int(recipe.parallel.get("pp_size", 1)) > 1):
+        raise RecipeError(
+            "data.samples is for conversations with pictures (data.images_column), and for layouts without stages, "
+            "whose model can generate: leave it out"
         )
     if data.packing and data.format in ("pairs", "classes"):
         raise RecipeError(f"data.packing=true does not go with data.format={data.format}, whose texts have a row each")

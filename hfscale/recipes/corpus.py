@@ -147,6 +147,8 @@ def _document(name: str, record: dict[str, Any], data: DataRecipe) -> Iterator[D
 
 def needed_columns(data: DataRecipe) -> dict[str, str]:
     """Field of the recipe -> the column that it names, for those that ``data.format`` reads."""
+    if data.images_column is not None:
+        return {"messages_column": data.messages_column, "images_column": data.images_column}
     fields = {
         "text": ["text_column"],
         "chat": ["messages_column"],

@@ -10,10 +10,11 @@ from datasets import Dataset, disable_progress_bars, load_from_disk
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from .chat import encode_chat, encode_completion, set_chat_template
+from .chat import encode_chat, encode_completion, set_chat_template, set_processor_template
 from .corpus import Document, read
 from .main_process import on_main
 from .packing import Columns, Example, cut, packed_rows, separate_rows
+from .pictures import encode_pictures
 from .rows import IGNORED
 from .schema import DataRecipe, RecipeError
 from .scored import Pair, encode_classes, encode_pairs
@@ -72,7 +73,7 @@ def prepare(
     """Tokenized data on disk, written by rank 0 and read by all; call it on every rank, on a file system they share.
 
     Args:
-        tokenizer: ``None`` to train one, of ``vocab_size``, on the texts to train on.
+        tokenizer: of a base, or its processor; ``None`` to train one, of ``vocab_size``, on the texts to train on.
         directory: of the run; gets ``tokenizer/`` if one is trained, ``data/train`` and ``data/validation``.
 
     Returns:
@@ -86,7 +87,9 @@ def prepare(
     disable_progress_bars()  # theirs would get in the way of the one of training
     if tokenizer is None and data.format != "text":
         raise RecipeError(f"data.format={data.format} is for fine-tuning a base model: pretraining uses text")
-    if data.format == "chat" or data.chat_template is not None:
+    if data.images_column is not None:
+        set_processor_template(tokenizer, data)
+    elif data.format == "chat" or data.chat_template is not None:
         set_chat_template(tokenizer, data)
     on_main(lambda: _write(data, tokenizer, vocab_size, directory))
     if tokenizer is None:
@@ -111,7 +114,7 @@ def _write(data: DataRecipe, tokenizer: Any | None, vocab_size: int, directory: 
     if tokenizer is None:
         tokenizer = train_tokenizer((document.columns[data.text_column] for document in train), vocab_size)
         tokenizer.save_pretrained(directory / "tokenizer")
-    if tokenizer.eos_token_id is None:
+    if getattr(tokenizer, "tokenizer", tokenizer).eos_token_id is None:
         raise RecipeError("the tokenizer of the base model has no end-of-text token to put between documents")
     rows = {
         name: column[: data.validation_sequences]
@@ -139,6 +142,8 @@ def make_rows(data: DataRecipe, tokenizer: Any, documents: list[Document], use: 
                 f"data.sequence_length={data.sequence_length} tokens: use shorter sequences, or more text"
             )
         return {"input_ids": rows}
+    if data.images_column is not None:
+        return encode_pictures(data, tokenizer, documents, use)
     if data.format in ("pairs", "classes"):
         return _scored_rows(data, tokenizer, documents, use)
     examples, shortened, dropped = cut(encode(data, tokenizer, documents), data.sequence_length)

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-from transformers import AutoTokenizer
-
 import hfscale
 
 from .adapting import adapter_of, quantization_of
@@ -17,6 +15,7 @@ from .places import check_places
 from .read import recipe_and_limit
 from .results import finish
 from .run_log import RunLog
+from .samples import answers, samples
 from .schema import FinetuneRecipe, RecipeError
 from .tasks import model_options, task_of
 
@@ -40,20 +39,25 @@ def finetune(recipe: FinetuneRecipe, limit: float | None = None) -> None:
     expected = expect_memory(model, recipe, limit)
     if recipe.data.is_packed:
         check_borders(model.config)
-    tokenizer, train_data, validation_data, entropy = prepare(recipe.data, tokenizer, len(tokenizer), recipe.directory)
-    log = RunLog.of(recipe, entropy)
-    outcome = train(model, recipe, train_data, validation_data, log)
-    finish(model, tokenizer, recipe, layout, outcome, log, len(train_data), validation_data, expected)
+    tokenizer, train_data, validation_data, baseline = prepare(recipe.data, tokenizer, 0, recipe.directory)
+    log = RunLog.of(recipe, baseline)
+    asked = recipe.data.samples
+    before = answers(model, tokenizer, validation_data, asked) if asked else []
+    outcome = train(model, recipe, train_data, validation_data, log, tokenizer)
+    shown = samples(validation_data, before, answers(model, tokenizer, validation_data, asked)) if asked else []
+    finish(model, tokenizer, recipe, layout, outcome, log, len(train_data), validation_data, expected, shown)
 
 
 def load(recipe: FinetuneRecipe, layout: hfscale.ParallelConfig) -> tuple[Any, Any]:
-    """The sharded model, in the recipe's type whatever the checkpoint has, and its tokenizer."""
+    """The sharded model, in the recipe's type whatever the checkpoint has, and its tokenizer or processor."""
     quantization = quantization_of(recipe)
     quantized: dict[str, Any] = {} if quantization is None else {"quantization_config": quantization}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(recipe.base)
-        if task_of(recipe.data).loss is not None and tokenizer.pad_token_id is None:
-            tokenizer.pad_token = tokenizer.eos_token  # behind whole texts, whose end a decoder finds by it
+        task = task_of(recipe.data)
+        tokenizer = task.reader.from_pretrained(recipe.base)
+        inner = getattr(tokenizer, "tokenizer", tokenizer)
+        if (task.loss is not None or inner is not tokenizer) and inner.pad_token_id is None:
+            inner.pad_token = inner.eos_token  # behind whole texts, whose end a decoder finds by it
         model = hfscale.from_pretrained(
             recipe.base,
             parallel=layout,
@@ -65,8 +69,8 @@ def load(recipe: FinetuneRecipe, layout: hfscale.ParallelConfig) -> tuple[Any, A
             peft_config=adapter_of(recipe),
             dtype=recipe.training.dtype,
             **quantized,
-            **model_options(recipe.data, tokenizer.pad_token_id),
+            **model_options(recipe.data, inner.pad_token_id),
         )
         return model, tokenizer
-    except OSError as error:
+    except (OSError, ImportError) as error:
         raise RecipeError(f"base={recipe.base!r} cannot be loaded: {error}") from error

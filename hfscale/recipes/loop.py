@@ -101,13 +101,18 @@ class Progress:
         return Outcome(*losses, self.tokens, speed, peak_memory(), memory_before, self.validation_accuracy)
 
 
-def train(model: Any, recipe: Recipe, train_data: Dataset, validation_data: Dataset, log: RunLog) -> Outcome:
+def train(
+    model: Any, recipe: Recipe, train_data: Dataset, validation_data: Dataset, log: RunLog, tokenizer: Any = None
+) -> Outcome:
     """Train ``model`` as the recipe says, from the start or from the saved state. Call it on every rank.
 
     Rows have ``input_ids``, and where they are not plain text ``labels`` and ``position_ids`` or ``attention_mask``:
-    see :mod:`~hfscale.recipes.packing`, and :mod:`~hfscale.recipes.scored` for pairs and classes. A training loss in
-    the log is the mean over the steps since the one before; time spent evaluating and saving does not count in tokens
-    per second, nor do padding tokens.
+    see :mod:`~hfscale.recipes.packing`, :mod:`~hfscale.recipes.scored` for pairs and classes, and
+    :mod:`~hfscale.recipes.pictures`. A training loss in the log is the mean over the steps since the one before; time
+    spent evaluating and saving does not count in tokens per second, nor do padding tokens.
+
+    Args:
+        tokenizer: the processor of the model, where rows have pictures.
     """
     training = recipe.training
     if training.gradient_checkpointing:
@@ -117,7 +122,7 @@ def train(model: Any, recipe: Recipe, train_data: Dataset, validation_data: Data
     microbatches, size = microbatches_of_step(recipe, hfscale.batch_world(model))
     optimizer = make_optimizer(model, training)
     scheduler = make_scheduler(optimizer, training)
-    train_rows, validation_rows = rows_of(recipe, train_data, model), rows_of(recipe, validation_data, model)
+    train_rows, validation_rows = (rows_of(recipe, data, model, tokenizer) for data in (train_data, validation_data))
     memory_before, now = peak_memory(), Progress()
     with Saves(model, recipe, log, now, optimizer=optimizer, scheduler=scheduler) as saves:
         if not saves.resume():
@@ -179,8 +184,16 @@ def _is_due(step: int, every: int, last: int) -> bool:
     return step % every == 0 or step == last
 
 
-def rows_of(recipe: Recipe, data: Dataset, model: Any) -> Rows:
-    """The rows of a recipe's data, as the model takes them."""
+def rows_of(recipe: Recipe, data: Dataset, model: Any, tokenizer: Any) -> Rows:
+    """The rows of a recipe's data, as the model takes them.
+
+    Args:
+        tokenizer: of the model, or its processor.
+    """
+    if recipe.data.images_column is not None:
+        from .pictures import PictureRows  # needs pillow
+
+        return PictureRows(data, tokenizer)
     if recipe.data.format in ("pairs", "classes"):
         kind = PairRows if recipe.data.format == "pairs" else ClassRows
         return kind(data, model.config.pad_token_id)

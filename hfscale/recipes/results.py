@@ -1,6 +1,7 @@
 """What a run leaves behind when training has ended."""
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from .loop import Measured, Outcome, evaluate, rows_of
 from .main_process import barrier, is_main
 from .memory_limit import beside
 from .run_log import RunLog
+from .samples import Sample, write_pictures
 from .schema import FinetuneRecipe, Recipe
 from .tasks import task_of
 
@@ -31,6 +33,7 @@ def finish(
     train_sequences: int,
     validation_data: Dataset | None = None,
     expected: Any = None,
+    shown: Sequence[Sample] = (),
 ) -> None:
     """Write the weights with tokenizer and card, ``loss.png``, ``recipe.yaml``; of a mixture, ``experts.png``.
 
@@ -40,6 +43,7 @@ def finish(
     Args:
         validation_data: what a merged model is measured on once more.
         expected: what memory was expected, to show beside what was measured.
+        shown: answers for the card.
     """
     log.close()
     directory = recipe.directory
@@ -58,7 +62,7 @@ def finish(
         hfscale.save_pretrained(model, directory / "checkpoint")
         found = Measured(outcome.validation_loss, outcome.accuracy)
         if validation_data is not None:
-            found = measure(model, recipe, validation_data)
+            found = measure(model, tokenizer, recipe, validation_data)
         log.merged(recipe.training.steps, found.loss)
         made.append(replace(made[0], kind="merged", validation_loss=found.loss, accuracy=found.accuracy))
     if is_main():
@@ -69,7 +73,8 @@ def finish(
             target = directory / part.directory
             tokenizer.save_pretrained(target)
             shutil.copyfile(directory / "loss.png", target / "loss.png")
-            card = make_card(model.config, recipe, layout, outcome, log, train_sequences, part, expected)
+            write_pictures(shown, target)
+            card = make_card(model.config, recipe, layout, outcome, log, train_sequences, part, expected, shown)
             card.save(target / "README.md")
         log.finish()
         print(_summary(recipe, layout, outcome, log, made, expected), flush=True)
@@ -82,10 +87,10 @@ def merged(model: Any, recipe: FinetuneRecipe) -> Any:
     return hfscale.merge_and_unload(model, dtype=dtype)
 
 
-def measure(model: Any, recipe: Recipe, validation_data: Dataset) -> Measured:
+def measure(model: Any, tokenizer: Any, recipe: Recipe, validation_data: Dataset) -> Measured:
     """The validation loss, in steps as those of training."""
     microbatches, size = microbatches_of_step(recipe, hfscale.batch_world(model))
-    return evaluate(model, task_of(recipe.data), rows_of(recipe, validation_data, model), microbatches, size)
+    return evaluate(model, task_of(recipe.data), rows_of(recipe, validation_data, model, tokenizer), microbatches, size)
 
 
 def _summary(

@@ -42,6 +42,9 @@ class DataRecipe:
         rejected_column: the field that holds the other. Where records have ``prompt_column``, both go behind it.
         label_column: the field that holds the class of ``text_column``: its name, or its number.
         classes: the names of the classes, in the order of their numbers.
+        images_column: the field of conversations that holds their pictures, in order: paths beside the records, or as
+            data sets of the Hub have them. The base is then a vision-language model, whose processor does the rest.
+        samples: so many validation examples with pictures are answered before and after training, for the model card.
         chat_template: a file with a Jinja template, or ``chatml`` or ``plain``, instead of the tokenizer's own.
         train_on: ``completions``: only what the assistant says, or the completion, has labels; ``all``: everything.
         packing: whether rows hold several whole examples, which do not see each other; else every example has a row of
@@ -67,6 +70,8 @@ class DataRecipe:
     rejected_column: str = "rejected"
     label_column: str = "label"
     classes: list[str] = field(default_factory=list)
+    images_column: Optional[str] = None  # noqa: UP045
+    samples: int = 0
     chat_template: Optional[str] = None  # noqa: UP045  # OmegaConf reads this spelling in all its versions
     train_on: str = "completions"
     packing: Optional[bool] = None  # noqa: UP045
@@ -86,7 +91,14 @@ class DataRecipe:
     @property
     def is_packed(self) -> bool:
         """Whether rows hold several examples with borders between them."""
-        return self.packing if self.packing is not None else self.format in ("chat", "completion")
+        if self.packing is not None or self.images_column is not None:
+            return bool(self.packing)
+        return self.format in ("chat", "completion")
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a microbatch is not to be cut between any two of its rows: pairs, and texts with their pictures."""
+        return self.format == "pairs" or self.images_column is not None
 
 
 @dataclass

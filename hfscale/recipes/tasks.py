@@ -6,7 +6,13 @@ from typing import Any
 
 from torch import Tensor
 from torch.nn.functional import cross_entropy, logsigmoid
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    AutoProcessor,
+    AutoTokenizer,
+)
 
 from ..train.user_loss import LossOfOutputs
 from .rows import IGNORED
@@ -24,6 +30,7 @@ class Task:
         each: what losses are means over.
         baseline: what the validation loss is put beside.
         knows: who does as well as that.
+        reader: the class of transformers that reads what it is given: ``AutoTokenizer`` or ``AutoProcessor``.
         rows: of a batch, that one row of the data becomes.
         loss: of what the model returns; ``None`` where that is the model's own.
         right: how much of a microbatch the model has right, of what it returns; ``None`` where that is not counted.
@@ -35,6 +42,7 @@ class Task:
     each: str = "token"
     baseline: str = "unigram entropy"
     knows: str = "the best that knowing only how frequent each token is can do"
+    reader: Any = AutoTokenizer
     rows: int = 1
     loss: LossOfOutputs | None = None
     right: Callable[[Any, Mapping[str, Any]], Tensor] | None = None
@@ -105,8 +113,13 @@ CLASSES = Task(
 )
 
 
+PICTURES = Task(AutoModelForImageTextToText, tag="image-text-to-text", reader=AutoProcessor)
+
+
 def task_of(data: DataRecipe) -> Task:
     """The task of a recipe's data."""
+    if data.images_column is not None:
+        return PICTURES
     return {"pairs": PAIRS, "classes": CLASSES}.get(data.format, TEXT)
 
 
@@ -117,6 +130,8 @@ def model_options(data: DataRecipe, pad_token_id: int | None) -> dict[str, Any]:
         pad_token_id: that a decoder with such a head finds the last token of each row by.
     """
     task = task_of(data)
+    if task is PICTURES:
+        return {"auto_class": task.auto_class}
     if task.loss is None:
         return {}
     names = {"id2label": dict(enumerate(data.classes)), "label2id": {name: i for i, name in enumerate(data.classes)}}

@@ -1,0 +1,174 @@
+"""Conversations with pictures: made into tokens by the processor of the base, which knows what pictures become."""
+
+import io
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from jinja2 import TemplateError
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from .corpus import Document
+from .rows import IGNORED, Rows
+from .schema import DataRecipe, RecipeError
+
+Columns = dict[str, list[Any]]
+
+
+def encode_pictures(data: DataRecipe, processor: Any, documents: Sequence[Document], use: str) -> Columns:
+    """What is kept of conversations: ``text`` as the template renders it, ``images`` as bytes, and ``labels`` of the
+    tokens that the processor makes of both; ``prompt`` is the rendering up to the last turn, ``question`` and
+    ``answer`` are the words of the last two. Those longer than ``data.sequence_length`` are left out.
+
+    Raises:
+        RecipeError: nothing is left, or a record is no conversation with its pictures.
+    """
+    columns: Columns = {name: [] for name in ("text", "images", "labels", "prompt", "question", "answer")}
+    for document in documents:
+        messages, stored = document.columns[data.messages_column], document.columns[data.images_column or ""]
+        try:
+            images = [_bytes(image, data, document.name) for image in stored or ()]
+            text = render(processor, messages)
+            labels = _labels(processor, messages, text, [opened(image) for image in images], data.train_on)
+            asked = (render(processor, messages[:-1], answer=True), _words(messages[-2:-1]), _words(messages[-1:]))
+        except (TemplateError, TypeError, KeyError, ValueError, IndexError, UnidentifiedImageError) as error:
+            raise RecipeError(
+                f"{document.name} is no conversation with its pictures, as the base's processor takes them: "
+                f"{type(error).__name__}: {error}; correct the data, data.messages_column or data.images_column"
+            ) from error
+        if len(labels) <= data.sequence_length and any(label != IGNORED for label in labels):
+            for name, value in zip(columns, (text, images, labels, *asked), strict=True):
+                columns[name].append(value)
+    kept, dropped = len(columns["text"]), len(documents) - len(columns["text"])
+    if not kept:
+        raise RecipeError(
+            f"none of the {dropped} {use} conversations has labels and fits into data.sequence_length="
+            f"{data.sequence_length} tokens, pictures included: use longer sequences"
+        )
+    print(f"{use}: {kept:,} conversations; {dropped:,} dropped, too long or without a label", flush=True)
+    return columns
+
+
+def render(processor: Any, messages: Any, answer: bool = False) -> str:
+    """A conversation as text, with a placeholder for each picture.
+
+    Args:
+        answer: end with the heading of the assistant's turn.
+    """
+    return str(processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer))
+
+
+def processed(processor: Any, texts: Sequence[str], images: Sequence[Sequence[Any]]) -> dict[str, Tensor]:
+    """The arguments of a forward pass that the processor makes of rendered texts, filled up on the right."""
+    start = getattr(processor.tokenizer, "bos_token", None)
+    found = processor(
+        text=list(texts),
+        images=[list(each) for each in images] if any(images) else None,
+        padding=True,
+        return_tensors="pt",
+        add_special_tokens=not (start and texts[0].startswith(start)),
+        padding_side="right",
+    )
+    return dict(found)
+
+
+def opened(image: bytes) -> Image.Image:
+    """A picture of stored bytes."""
+    return Image.open(io.BytesIO(image)).convert("RGB")
+
+
+def _labels(processor: Any, messages: Any, text: str, images: list[Any], train_on: str) -> list[int]:
+    """The tokens of what the assistant says, or all; found by what its turns add to the rendering before them."""
+    ids = _ids(processor, text, images)
+    if train_on == "all":
+        return [IGNORED, *ids[1:]]
+    labels = [IGNORED] * len(ids)
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant" or index == 0:
+            continue
+        before = _ids(processor, render(processor, messages[:index], answer=True), _shown(messages[:index], images))
+        until = _ids(processor, render(processor, messages[: index + 1]), _shown(messages[: index + 1], images))
+        if until[: len(before)] != before or ids[: len(until)] != until:
+            raise ValueError(
+                f"the tokens up to the assistant's turn (message {index}) change when the turn is put behind them: use "
+                "data.train_on=all"
+            )
+        labels[len(before) : len(until)] = ids[len(before) : len(until)]
+    return labels
+
+
+def _ids(processor: Any, text: str, images: list[Any]) -> list[int]:
+    return [int(token) for token in processed(processor, [text], [images])["input_ids"][0]]
+
+
+def _words(messages: Sequence[Any]) -> str:
+    """What is said in turns, pictures left out."""
+    parts = [part for each in messages for part in _parts(each)]
+    return " ".join(part["text"] for part in parts if part["type"] == "text").strip()
+
+
+def _parts(message: Any) -> list[Any]:
+    content = message["content"]
+    return content if isinstance(content, list) else [{"type": "text", "text": content}]
+
+
+def _shown(messages: Sequence[Any], images: list[Any]) -> list[Any]:
+    """The pictures of the first messages."""
+    return images[: sum(part["type"] == "image" for message in messages for part in _parts(message))]
+
+
+def _bytes(image: Any, data: DataRecipe, where: str) -> bytes:
+    """A picture as it is stored: of a path beside the records, or as a data set on the Hub has it."""
+    if isinstance(image, str):
+        source = Path(data.source)
+        path = (source if source.is_dir() else source.parent) / image
+        if not path.is_file():
+            raise RecipeError(f"{where} names the picture {image!r}, and there is no file {path}")
+        return path.read_bytes()
+    if isinstance(image, dict) and image.get("bytes"):
+        return bytes(image["bytes"])
+    stream = io.BytesIO()
+    image.save(stream, format="PNG")
+    return stream.getvalue()
+
+
+class PictureRows(Rows):
+    """Conversations with pictures; each microbatch is made by the processor, of its own texts and pictures."""
+
+    def __init__(self, data: Dataset, processor: Any) -> None:
+        self._data, self._processor = data, processor
+
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        """How many tokens each row has, those of its pictures among them."""
+        return np.array([len(labels) for labels in self._data["labels"]])
+
+    @cached_property
+    def labels(self) -> np.ndarray:
+        """How many labels of each row count in a loss."""
+        return np.array([int((labels[1:] != IGNORED).sum()) for labels in self._data["labels"]])
+
+    def step(self, rows: list[int], size: int, counted: int | None = None) -> list[dict[str, Tensor]]:
+        """See :meth:`Rows.step`."""
+        number = len(rows) if counted is None else counted
+        starts = range(0, len(rows), size)
+        return [self._microbatch(rows[start : start + size], number - start) for start in starts]
+
+    def _microbatch(self, rows: list[int], counted: int) -> dict[str, Tensor]:
+        columns: dict[str, Any] = self._data[rows]
+        images = [[opened(image) for image in each] for each in columns["images"]]
+        batch = processed(self._processor, columns["text"], images)
+        labels = pad_sequence(list(columns["labels"]), batch_first=True, padding_value=IGNORED)
+        if labels.shape != batch["input_ids"].shape:
+            raise RecipeError(
+                f"the processor made {tuple(batch['input_ids'].shape)} tokens of pictures and texts, and "
+                f"{tuple(labels.shape)} of each by itself: use training.microbatch_size=1"
+            )
+        labels[max(counted, 0) :] = IGNORED
+        return {**batch, "labels": labels.to(torch.long)}
