@@ -16,7 +16,8 @@ from hfscale.families.clone import HIDDEN, LAYERS, VOCABULARY, tiny_clone
 from hfscale.testing import plain
 from hfscale.testing.families import CHANGES
 from hfscale.testing.parity import Batch
-from hfscale.testing.pictures import PictureCase, with_pictures
+from hfscale.testing.picture_configs import ALWAYS_PICTURED, with_pictures
+from hfscale.testing.pictures import PictureCase
 
 SIDE = 32
 REWARD = [
@@ -367,7 +368,9 @@ def case_of(kind: Kind, config: Any) -> plain.PlainCase | PictureCase:
     """What is run of a config."""
     if kind.auto == "AutoModelForImageTextToText":
         forward = inspect.signature(classes_by_config(kind.auto_class)[type(config)].forward)
-        asked = forward.parameters["pixel_values"].default is inspect.Parameter.empty or config.model_type == "git"
+        pixels = forward.parameters.get("pixel_values")
+        asked = pixels is not None and pixels.default is inspect.Parameter.empty
+        asked = asked or config.model_type in ALWAYS_PICTURED
         return PictureCase(config, text_alone=frozenset() if asked else _TEXT_ALONE)
     with torch.device(
         "meta"

@@ -33,12 +33,13 @@ from tqdm import tqdm
 import hfscale
 from hfscale._host.transformers.classes import from_config as host_from_config
 from hfscale._host.transformers.experts import use_eager_experts
+from hfscale.families.precision import keep_float64
 from hfscale.plan.own_loss import OwnLossPlan
 from hfscale.testing import measure_parity, plain
 from hfscale.testing.forked import ForkedRanks, RanksFailed
 from hfscale.testing.fuzz.children import await_all, in_a_child
 from hfscale.testing.fuzz.many import import_everything
-from hfscale.testing.parity import Case, Parity
+from hfscale.testing.parity import Case, Parity, in_float64
 from hfscale.testing.pictures import PictureCase
 
 TOLERANCE, TIMEOUT, STAGE_LAYERS = 1e-9, 40.0, 4
@@ -83,14 +84,15 @@ def trainable(kind: Kind, family: str, ranks: ForkedRanks, layers: int = 2) -> t
 def try_stock(kind: Kind, config: Any) -> None:
     """One pass forward and backward in one process."""
     case = case_of(kind, config)
-    model = host_from_config(case.auto_class, case.config, dtype=torch.float64).train()
+    model = in_float64(host_from_config(case.auto_class, case.config, dtype=torch.float64).train())
     use_eager_experts(model)  # the host's grouped matrix products take no float64
     size = sum(parameter.numel() for parameter in model.parameters())
     if size > 1e7:
         raise ValueError(f"the clone has {size / 1e6:.0f} million parameters")
     batch = case.batches(1)[0][0][0]
-    loss = case.loss_of(model, batch) if isinstance(case, plain.PlainCase) else model(**batch).loss
-    loss.backward()
+    with keep_float64():
+        loss = case.loss_of(model, batch) if isinstance(case, plain.PlainCase) else model(**batch).loss
+        loss.backward()
     if not torch.isfinite(loss):
         raise ValueError(f"the loss is {loss}")
 
@@ -185,7 +187,10 @@ def planned_case(case: Case, layout: hfscale.ParallelConfig) -> tuple[Case, floa
     if layout.batch_world > 1:
         with torch.device("meta"):
             model = host_from_config(case.auto_class, case.config)
-        case = replace(case, unlike=tuple(name for name, _ in model.named_buffers()))
+        # Some are stored under names without the prefix of the base model.
+        case = replace(
+            case, unlike=tuple(n.removeprefix(f"{model.base_model_prefix}.") for n, _ in model.named_buffers())
+        )
     axes = {axis: range(layout.size(axis)) for axis in ("pp", "tp", "dp_shard")}
     held = []
     for place in product(*axes.values()):
@@ -207,7 +212,9 @@ def ended(failed: RanksFailed) -> tuple[str, str]:
     if not first.refused:
         return "crash", short(first.error)
     # What a batch is refused for cannot be known before there is one.
-    early = "load.py" not in first.trace and ("train_step" not in first.trace or "microbatch" in first.error)
+    early = not re.search("(load|save)\\.py", first.trace) and (
+        "train_step" not in first.trace or "microbatch" in first.error
+    )
     return ("refused" if early else "late"), first.error[:200]
 
 

@@ -5,10 +5,11 @@ on one.
 """
 
 import copy
+from contextlib import suppress
 from inspect import signature
 from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from .expert_modules import EXPERT_FIELDS
 from .fields import HEAD_FIELDS
@@ -49,6 +50,9 @@ _LAYER_COUNTS = (
 _ROPE = ("rope_parameters", "rope_scaling")
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "n_kv_heads", "n_head_kv", "kv_heads")
 DROPOUT_WORDS = ("dropout", "pdrop", "drop_rate", "drop_path", "layerdrop", "jitter")
+_NAMED = {*_SMALL, *_LAYER_COUNTS, *_KEY_HEADS}
+# Backbones have lists of as many entries as they have stages, and may count those as layers.
+_STAGES = 8
 # One entry per layer: cut to the first layers, and, where kinds alternate, made to show more than one of them.
 _PER_LAYER = (
     "layer_types",
@@ -65,10 +69,10 @@ def tiny_clone(config: PreTrainedConfig, *, layers: int = LAYERS, **changes: Any
 
     Args:
         layers: how many layers, in every list of them.
-        changes: fields to set besides.
+        changes: fields to set besides; of a config inside, a dict of such fields.
     """
     whole = config.to_dict()
-    small = _shrink(copy.deepcopy(whole), layers)
+    small = _shrink(copy.deepcopy(whole), layers, type(config))
     small = {key: value for key, value in small.items() if key not in ("transformers_version", "model_type")}
     if "stage_names" in whole:  # of a backbone, which names its stages by how many layers there are
         small = {
@@ -76,10 +80,19 @@ def tiny_clone(config: PreTrainedConfig, *, layers: int = LAYERS, **changes: Any
         }
     for name in _derived(type(config), whole, small):
         del small[name]
-    made = type(config)(**{**small, **changes})
+    made = type(config)(**merged(small, changes))
     if getattr(made, "classifier_dropout", None) is None:  # heads over tokens drop a tenth where configs say nothing
         made.classifier_dropout = 0.0
     return made
+
+
+def merged(fields: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """``fields`` with ``changes``, which are changes to a config inside where both are dicts."""
+    found = dict(fields)
+    for name, value in changes.items():
+        inside = isinstance(value, dict) and isinstance(found.get(name), dict) and "model_type" in found[name]
+        found[name] = merged(found[name], value) if inside else value
+    return found
 
 
 def _derived(kind: type[PreTrainedConfig], whole: dict[str, Any], small: dict[str, Any]) -> list[str]:
@@ -92,14 +105,17 @@ def _derived(kind: type[PreTrainedConfig], whole: dict[str, Any], small: dict[st
     if not candidates:
         return []
     try:
-        made = kind(**{name: value for name, value in small.items() if name not in candidates})
+        made = kind(**{name: value for name, value in small.items() if name not in (*candidates, "model_type")})
     except Exception:  # whatever stock code says of fields that it wants all the same
         return []
     own = {name: getattr(made, name) for name in candidates if hasattr(made, name)}
     return [name for name, value in own.items() if value != whole[name] or value <= small[name]]
 
 
-def _shrink(fields: dict[str, Any], layers: int) -> dict[str, Any]:
+def _shrink(fields: dict[str, Any], layers: int, kind: type[PreTrainedConfig] | None = None) -> dict[str, Any]:
+    """All fields of a config; ``kind``, its class, knows some of them by the names that most configs give them."""
+    known = _aliases(kind, fields)
+    kept = _kept_layers(fields, known, layers)
     # Backbones in stages have a list of each, which keeps its values.
     heads = next((fields[name] for name in HEAD_FIELDS if fields.get(name) and type(fields[name]) is int), None)
     kinds = fields.get("layer_types")
@@ -107,16 +123,24 @@ def _shrink(fields: dict[str, Any], layers: int) -> dict[str, Any]:
     width = fields.get("head_dim") or (hidden if isinstance(hidden, int) else 0) // (heads or 1)
     for name, value in list(fields.items()):
         if isinstance(value, dict) and "model_type" in value:
-            fields[name] = _shrink(value, layers)
+            fields[name] = _shrink_inside(value, layers, _class_inside(kind, name, value["model_type"]))
         elif isinstance(value, dict) and name in _ROPE and isinstance(width, int) and width:
             fields[name] = {key: _small_sections(key, each, width) for key, each in value.items()}
         elif isinstance(value, (list, tuple)):
-            fields[name] = _small_list(name, value, layers)
+            fields[name] = _small_list(name, value, layers, heads, kept)
         else:
-            fields[name] = _small_value(name, value, layers, heads)
+            fields[name] = _small_value(known.get(name, name), value, layers, heads)
     if isinstance(fields.get("per_layer_config"), dict):
         fields["per_layer_config"] = _follow(fields["per_layer_config"], kinds, fields.get("layer_types"), layers)
     return fields
+
+
+def _shrink_inside(fields: dict[str, Any], layers: int, kind: type[PreTrainedConfig] | None) -> dict[str, Any]:
+    """The same of a config inside, without what its class computes itself."""
+    whole = dict(fields)
+    small = _shrink(fields, layers, kind)
+    left_out = _derived(kind, whole, small) if kind is not None else []
+    return {name: value for name, value in small.items() if name not in left_out}
 
 
 def _small_sections(name: str, value: Any, width: int) -> Any:
@@ -128,15 +152,48 @@ def _small_sections(name: str, value: Any, width: int) -> Any:
     return [total - share * (len(value) - 1), *[share] * (len(value) - 1)]
 
 
-def _small_list(name: str, value: list[Any] | tuple[Any, ...], layers: int) -> Any:
+def _aliases(kind: type[PreTrainedConfig] | None, fields: dict[str, Any]) -> dict[str, str]:
+    """A field's own name -> the one that most configs give it, by the class's ``attribute_map``."""
+    aliases = kind.attribute_map.items() if kind is not None else ()
+    known = {own: name for name, own in aliases if own not in _NAMED and name in _NAMED}
+    few = [own for own, name in known.items() if name in _LAYER_COUNTS and (fields.get(own) or 0) <= _STAGES]
+    return {own: name for own, name in known.items() if own not in few}
+
+
+def _class_inside(kind: type[PreTrainedConfig] | None, name: str, model_type: str) -> type[PreTrainedConfig] | None:
+    """The class of the config that is a field of another one."""
+    own: Any = kind.sub_configs.get(name) if kind is not None else None
+    if own in (None, AutoConfig):
+        with suppress(KeyError):
+            own = CONFIG_MAPPING[model_type]
+    return None if own is AutoConfig else own
+
+
+def _kept_layers(fields: dict[str, Any], known: dict[str, str], layers: int) -> tuple[int, list[int]]:
+    """How many layers there are, and which of them show what the clone's layers are like."""
+    counts = (fields[name] for name in fields if known.get(name, name) in _LAYER_COUNTS)
+    count = next((count for count in counts if type(count) is int), 0)
+    kinds = fields.get("layer_types")
+    if not isinstance(kinds, (list, tuple)) or len(kinds) != count:
+        return count, list(range(min(layers, count)))
+    return count, [list(kinds).index(kind) for kind in _sample(list(kinds), layers)]
+
+
+def _small_list(
+    name: str, value: list[Any] | tuple[Any, ...], layers: int, heads: int | None, kept: tuple[int, list[int]]
+) -> Any:
     if name == "num_attention_heads_per_layer" and isinstance(value, list):
         return [HEADS] * layers
     if name in _PER_LAYER and len(value) > layers:
         return _sample(list(value), layers)
     if name.endswith("_token_id"):
         return [min(token, VOCABULARY - 1) for token in value]
-    if name == "attn_layer_indices" and value:
+    if name in ("attn_layer_indices", "cross_attention_layers") and value:
         return [layers - 1]
+    if list(value) == list(range(kept[0])):  # all layers, by their numbers
+        return list(range(layers))
+    if len(value) == kept[0] > _STAGES:  # one entry for each layer
+        return [_small_value(name, value[index], layers, heads) for index in kept[1]]
     return value
 
 

@@ -12,7 +12,7 @@ class TowersPlan(Feature):
     picture, or a sound, go through.
 
     Attributes:
-        text: name of the model of text.
+        text: name of the model of text; empty where that is the model itself.
         items: modules and parameters around it, its head left out, and layers.
         parameters: how many numbers they hold.
         read_inside: inputs of the model of text by which its layers read them, besides the embeddings that go in.
@@ -28,7 +28,8 @@ class TowersPlan(Feature):
         where = "every tensor rank" if plan.layout.size("tp") > 1 else "every rank"
         gathered = "; data ranks gather them together" if plan.layout.data_world > 1 else ""
         what = f"{', '.join(dict.fromkeys(map(wild_name, self.items)))}, {self.parameters:,} parameters"
-        return [f"beside the text of {self.text}: {what}, whole on {where}{gathered}"]
+        beside = f"beside the text of {self.text}" if self.text else "not used for tokens"
+        return [f"{beside}: {what}, whole on {where}{gathered}"]
 
     def holds(self, name: str) -> bool:
         """Whether a parameter or a module is one of them, or in one."""

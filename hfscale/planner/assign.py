@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from .._host.torch import passes_otherwise
+from .._host.transformers.classes import input_embedding
 from ..config import ParallelConfig
 from ..errors import PlanError
 from ..plan.stages import Stage, StagePlan, Tie, place_stages
@@ -199,6 +200,7 @@ def _trace(draft: Draft, layer_list: str) -> _Passage | None:
         return None
     for obstacle in probe.obstacles:
         stage_problem(draft, obstacle)
+    _refuse_shared_pictures(draft, probe.shared)
     placed = {item: _phases(draft, probe, item, tensors) for item, held in tensors.items() if held}
     if draft.problems:
         return None
@@ -227,6 +229,13 @@ def _pass_through(model: Any, layer_list: str, items: list[str]) -> PassageProbe
     probe = PassageProbe(model, layer_list, items)
     clone = tiny_model(model) if probe.failure else None
     return probe if clone is None else PassageProbe(clone, layer_list, items)
+
+
+def _refuse_shared_pictures(draft: Draft, shared: set[str]) -> None:
+    """Where all layers read what tokens are looked up as, every stage looks them up, and pictures are on the first."""
+    embedding = input_embedding(draft.model)
+    if draft.feature(TowersPlan) is not None and any(draft.modules.get(item) is embedding for item in shared):
+        stage_problem(draft, f"all of its layers read what goes into the first, pictures included{ALONE}")
 
 
 def _phases(draft: Draft, probe: PassageProbe, item: str, tensors: dict[str, set[int]]) -> set[str]:

@@ -34,6 +34,7 @@ from ..runtime.names import stock_name
 from ..runtime.runtime import local_tensor
 from .differences import difference, gradient_difference
 from .pool import RankPool
+from .texts import ragged_batch, vocabulary_of
 
 Batch = dict[str, Tensor]
 
@@ -82,7 +83,7 @@ class Case:
     def batches(self, batch_world: int) -> list[list[list[Batch]]]:
         """``[step][distinct batch][microbatch]``, with uneven labels: see :func:`ragged_batch`."""
         generator = torch.Generator().manual_seed(11)
-        vocabulary = self.config.get_text_config().vocab_size
+        vocabulary = vocabulary_of(self.config)
         result = []
         for step in range(self.steps):
             result.append(
@@ -106,8 +107,10 @@ class Case:
         counts = [self.count(microbatch["labels"]) for microbatch in microbatches]
         loss = torch.zeros((), dtype=torch.float64)
         for microbatch, count in zip(microbatches, counts, strict=True):
+            with torch.set_grad_enabled(count > 0):  # what a model counts itself, it counts without labels too
+                mean = model(**microbatch).loss
             if count:
-                part = model(**microbatch).loss * count / sum(counts)
+                part = mean * count / sum(counts)
                 part.backward()
                 loss += part.detach()
         return [loss] * len(step)
@@ -119,17 +122,6 @@ class Case:
     def layout_step(self, model: Any, microbatches: list[Batch]) -> Tensor:
         """The same by the layout, on a rank with these microbatches."""
         return hfscale.train_step(model, microbatches)
-
-
-def ragged_batch(generator: torch.Generator, vocabulary: int, rows: int, length: int, masked: bool) -> Batch:
-    """Random tokens; about a third of the labels ignored, the second row padded at its end."""
-    ids = torch.randint(0, vocabulary, (rows, length), generator=generator)
-    labels = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.35, -100)
-    mask = torch.ones_like(ids)
-    if rows > 1:
-        mask[1, -3:] = 0
-        labels[1, -3:] = -100
-    return {"input_ids": ids, "attention_mask": mask, "labels": labels.fill_(-100) if masked else labels}
 
 
 @dataclass
@@ -214,7 +206,7 @@ def _portable(case: Case) -> Case:
     return replace(case, config=plain)
 
 
-def _in_float64(model: Any) -> Any:
+def in_float64(model: Any) -> Any:
     """The host keeps some modules in float32."""
     for parameter in model.parameters():
         if parameter.dtype != torch.float64:
@@ -223,7 +215,7 @@ def _in_float64(model: Any) -> Any:
 
 
 def _prepare(model: Any, case: Case) -> Any:
-    for name, parameter in _in_float64(model).named_parameters():
+    for name, parameter in in_float64(model).named_parameters():
         if any(part in name for part in case.frozen):
             parameter.requires_grad_(False)
     use_eager_experts(model)
@@ -301,7 +293,7 @@ def run_rank(case: Case, layout: ParallelConfig, directory: str) -> Parity:
     if case.build == "parallelize":
         whole = case.auto_class.from_pretrained(start, dtype=torch.float64, **case.hf_kwargs)
         # FSDP2 holds parameters whose type cannot be changed like that.
-        model = hfscale.parallelize(_in_float64(whole), layout, memory=case.memory, **case.asked)
+        model = hfscale.parallelize(in_float64(whole), layout, memory=case.memory, **case.asked)
     else:
         adapter = str(Path(directory) / "adapter") if case.peft is not None else None
         later = case.peft_build == "get_peft_model"

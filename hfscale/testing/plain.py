@@ -15,19 +15,15 @@ from torch import Tensor
 import hfscale
 
 from ..train.user_loss import LossOfOutputs
-from .parity import Batch, Case, ragged_batch
+from .parity import Batch, Case
+from .texts import ragged_batch, vocabulary_of
 
 Maker = Callable[["PlainCase", torch.Generator, int], Batch]
 
 
 def causal_lm(case: "PlainCase", generator: torch.Generator, length: int) -> Batch:
     """Tokens whose labels are themselves; also for masked tokens, where they need not be hidden for a gradient."""
-    return ragged_batch(generator, _vocabulary(case), case.rows, length, masked=False)
-
-
-def _vocabulary(case: "PlainCase") -> int:
-    config = case.config.get_text_config() if hasattr(case.config, "get_text_config") else case.config
-    return int(config.vocab_size)
+    return ragged_batch(generator, vocabulary_of(case.config), case.rows, length, masked=False)
 
 
 @dataclass

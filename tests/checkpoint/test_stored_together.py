@@ -10,7 +10,8 @@ from transformers import AutoModelForImageTextToText
 from hfscale import ParallelConfig
 from hfscale._host.transformers.saving import AsStored
 from hfscale.testing import RankPool, assert_layout_equal
-from hfscale.testing.pictures import PictureCase, with_pictures
+from hfscale.testing.picture_configs import with_pictures
+from hfscale.testing.pictures import PictureCase
 
 Pools = Callable[[int], RankPool]
 

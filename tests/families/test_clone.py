@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
-from hfscale.families.clone import tiny_clone
+from hfscale.families.clone import HEADS, HIDDEN, LAYERS, tiny_clone
 
 
 @pytest.mark.parametrize(
@@ -34,3 +34,31 @@ def test_sections_of_rotary_positions_fit_the_heads() -> None:
     small = tiny_clone(AutoConfig.for_model("qwen2_vl", text_config=text)).get_text_config()
     assert small.rope_parameters["mrope_section"] == [2, 1, 1]
     assert 2 * sum([2, 1, 1]) == small.hidden_size // small.num_attention_heads
+
+
+def test_fields_are_known_by_the_names_that_most_configs_give_them() -> None:
+    text = tiny_clone(AutoConfig.for_model("kosmos-2")).text_config
+    assert (text.embed_dim, text.layers, text.attention_heads) == (HIDDEN, LAYERS, HEADS)
+
+
+def test_lists_of_layers_are_as_long_as_there_are_layers() -> None:
+    gemma = tiny_clone(AutoConfig.for_model("gemma3n")).text_config
+    assert gemma.intermediate_size == [48, 48]
+    assert len(gemma.activation_sparsity_pattern) == LAYERS
+    glimmer = tiny_clone(AutoConfig.for_model("muse_glimmer")).text_config
+    # layers with and without rotations are of the kinds that they were of
+    assert dict(zip(glimmer.layer_types, glimmer.layer_rope_theta, strict=True)) == {
+        "sliding_attention": 10000.0,
+        "full_attention": 0,
+    }
+    assert tiny_clone(AutoConfig.for_model("molmo2_text")).rope_scaling_layers == [0, 1]
+
+
+def test_a_config_inside_computes_what_it_would() -> None:
+    text = tiny_clone(AutoConfig.for_model("kimi_k25")).text_config
+    assert text.head_dim == text.qk_rope_head_dim
+
+
+def test_changes_reach_the_configs_inside() -> None:
+    made = tiny_clone(AutoConfig.for_model("llava"), text_config={"hidden_size": 16}, image_token_index=9)
+    assert (made.text_config.hidden_size, made.text_config.num_hidden_layers, made.image_token_index) == (16, LAYERS, 9)

@@ -14,7 +14,8 @@ from hfscale.families.clone import tiny_clone
 from hfscale.plan.towers import TowersPlan
 from hfscale.planner.loss_proof import passes_on_labels
 from hfscale.testing import RankPool, assert_layout_equal
-from hfscale.testing.pictures import PictureCase, with_pictures
+from hfscale.testing.picture_configs import with_pictures
+from hfscale.testing.pictures import PictureCase
 
 pytestmark = pytest.mark.filterwarnings("ignore:`hidden_state` is deprecated:FutureWarning")  # mllama's, in 5.17
 Pools = Callable[[int], RankPool]

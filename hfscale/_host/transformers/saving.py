@@ -1,5 +1,6 @@
 """What the host writes: names and shapes of stored tensors, and configs."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,13 +37,13 @@ class AsStored:
         _note_conversions(model)
         self._model, self._whole = model, contents
         with _whole_shapes(model, contents):
+            expected: dict[str, Tensor] = revert_weight_conversion(model, dict(contents))
             self._together = _together(model, contents)
+            self._together |= _after_another(model, contents, self._together, set(expected))
         self._waiting: dict[str, Tensor] = {}
         self.layout: dict[str, Tensor] = {}
         for name, tensor in contents.items():
             self.layout.update(self.made_of(name, tensor))
-        with _whole_shapes(model, contents):
-            expected: dict[str, Tensor] = revert_weight_conversion(model, dict(contents))
         if {name: t.shape for name, t in expected.items()} != {name: t.shape for name, t in self.layout.items()}:
             odd = sorted(set(expected) ^ set(self.layout))
             raise CheckpointError(
@@ -93,6 +94,25 @@ def _together(model: Any, contents: dict[str, Tensor]) -> dict[str, tuple[str, .
         for stored in [f"{key} of all"] if several else revert_weight_conversion(model, {name: tensor}):
             known.setdefault(stored, []).append(name)
     return {name: tuple(names) for names in known.values() if len(names) > 1 for name in names}
+
+
+def _after_another(
+    model: Any, contents: dict[str, Tensor], known: dict[str, tuple[str, ...]], expected: set[str]
+) -> dict[str, tuple[str, ...]]:
+    """The same of those that the host renames where it has seen another one of their layer before, and not alone (what
+    is stored as ``norm0`` and ``norm1``, and is ``norm1`` and ``norm2`` here).
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    alone = {name: tensor for name, tensor in contents.items() if name not in known}
+    for name, tensor in alone.items():
+        if expected.issuperset(revert_weight_conversion(model, {name: tensor})):
+            continue
+        layer, leaf = re.sub(r"(.*\.\d+\.).*", r"\1", name), name.rpartition(".")[2]
+        others = (other for other in alone if other.startswith(layer) and other.endswith(f".{leaf}") and other != name)
+        pairs = ({other: alone[other], name: tensor} for other in others if other not in found)
+        pair = next((pair for pair in pairs if expected.issuperset(revert_weight_conversion(model, pair))), {})
+        found |= dict.fromkeys(pair, tuple(pair))
+    return found
 
 
 def stored_layout(model: Any, contents: dict[str, Tensor]) -> dict[str, Tensor]:
