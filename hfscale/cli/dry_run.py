@@ -4,11 +4,12 @@ import argparse
 from typing import Any
 
 from ..errors import ConfigError
+from .flags import plan_arguments
 from .layout import layout_of
 from .look import bar, print_json
 from .model import auto_class_of, building, remote_code
 
-_OTHERS = ("lora", "quantize", "rank", "optimizer", "gpu")
+_OTHERS = ("quantize", "optimizer", "gpu")
 
 
 def add_dry_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +26,7 @@ def run(arguments: argparse.Namespace, config: Any) -> int:
     """Count, and print.
 
     Raises:
-        ConfigError: adapters, quantized weights or an optimizer are asked for, which a dry run has not.
+        ConfigError: quantized weights or an optimizer are asked for, which a dry run has not.
     """
     from ..forecast.dry_run import dry_run
     from ..memory_config import MemoryConfig
@@ -33,7 +34,7 @@ def run(arguments: argparse.Namespace, config: Any) -> int:
     beside = [f"--{name}" for name in _OTHERS if getattr(arguments, name) is not None]
     if beside:
         raise ConfigError(
-            f"--dry-run trains all weights as they are, and nothing is updated: leave {', '.join(beside)} out, or use "
+            f"--dry-run takes weights as they are, and nothing is updated: leave {', '.join(beside)} out, or use "
             "hfscale estimate"
         )
     layout = layout_of(arguments)
@@ -47,6 +48,7 @@ def run(arguments: argparse.Namespace, config: Any) -> int:
             memory=MemoryConfig(recompute="full") if arguments.recompute else None,
             auto_class=auto_class_of(arguments.auto_class),
             progress=progress,
+            **plan_arguments(arguments),
             **remote_code(arguments),
         )
     if arguments.json:

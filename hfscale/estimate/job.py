@@ -17,6 +17,7 @@ class Job:
         dp: ranks with distinct batches.
         cp: context ranks: each has a part of every sequence.
         ep: expert ranks.
+        expert_tp: ranks over which each of the experts that are spread is cut; 1 for whole ones.
         shards: data ranks that share the optimizer's state and weights; 1 where each has all of it.
         gathers: whether weights are gathered for every microbatch, in both passes (ZeRO-3).
         virtual: stages of one pipeline rank.
@@ -45,6 +46,7 @@ class Job:
     dp: int = 1
     cp: int = 1
     ep: int = 1
+    expert_tp: int = 1
     shards: int = 1
     gathers: bool = False
     virtual: int = 1
@@ -67,6 +69,31 @@ class Job:
     def tokens(self) -> float:
         """Of a microbatch, on one context rank."""
         return self.sequence * self.batch / self.cp
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks over which the experts of a layer are spread or cut."""
+        return self.ep * self.expert_tp if self.ep > 1 else self.tp
+
+    @property
+    def expert_batches(self) -> int:
+        """Distinct batches whose tokens meet in one group of experts."""
+        return max(1, self.expert_ranks // self.tp)
+
+    @property
+    def expert_shards(self) -> int:
+        """Data ranks that share out an expert's weights."""
+        return max(1, self.shards // self.expert_batches)
+
+    @property
+    def expert_replicas(self) -> int:
+        """Replicas of those."""
+        return max(1, self.dp * self.cp // self.expert_batches // self.expert_shards)
+
+    @property
+    def slices_tokens(self) -> bool:
+        """Whether tensor ranks each send a share of a batch to whole experts."""
+        return self.ep > 1 and self.tp > 1 and self.expert_tp == 1
 
     @property
     def ranks(self) -> int:

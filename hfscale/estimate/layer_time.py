@@ -74,7 +74,7 @@ def layer_seconds(shape: ModelShape, job: Job, machine: Machine, constants: Cons
     stream = 44 * shape.hidden / (tp if job.sequence_parallel else 1)
     inside = 8 * (2 * shape.queries + 2 * shape.keys) + (30 if shape.gated else 14) * shape.mlp_width
     moved = tokens * (stream + inside / tp) * (1 + again / 3) * job.value_bytes / 2
-    own = shape.held(tp, job.ep)
+    own = shape.held(tp) + shape.expert_weights / job.expert_ranks
     return Seconds(
         products=passes * tokens * shape.active_weights / tp / _product_rate(machine, constants),
         attention=attention / (constants.attention * machine.flops),

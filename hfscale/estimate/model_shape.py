@@ -65,9 +65,9 @@ class ModelShape:
         dense = self.attention_weights + self._matrices * self.hidden * width + self.hidden * self.experts
         return dense + self.expert_weights
 
-    def held(self, tp: int, ep: int = 1) -> float:
-        """Entries of one layer on one of ``tp`` tensor ranks, its experts spread over ``ep`` or cut over ``tp``."""
-        return (self.layer_weights - self.expert_weights) / tp + self.expert_weights / max(tp, ep)
+    def held(self, tp: int) -> float:
+        """Entries of one layer on one of ``tp`` tensor ranks, without its experts."""
+        return (self.layer_weights - self.expert_weights) / tp
 
     @property
     def table_weights(self) -> int:

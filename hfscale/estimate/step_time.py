@@ -68,6 +68,7 @@ def step_time(
     machine: Machine,
     constants: Constants,
     bubble: float | None = None,
+    experts: Sequence[float] | None = None,
 ) -> StepTime:
     """Of one step.
 
@@ -75,6 +76,7 @@ def step_time(
         stages: for each pipeline rank, a microbatch's forward and backward pass.
         weights: for each, how many entries of weights it has, over data ranks all together.
         bubble: seconds that the slowest stage waits for others, where a schedule was played through.
+        experts: for each, entries of experts besides, over the data ranks that share these out.
     """
     hop = constants.hop if job.pp > 1 else 0.0
     taken = [stage.stage(constants) + hop for stage in stages]
@@ -82,8 +84,11 @@ def step_time(
     one, many = stages[slowest], job.microbatches
     if bubble is None:
         bubble = (sum(taken) - taken[slowest]) / job.virtual
-    data = data_seconds(max(weights), 2 / 3 * taken[slowest], job, machine, constants)
-    moved = constants.update_bytes * job.trained * max(weights) / max(1, job.shards)
+    spread = experts or [0.0] * len(weights)
+    most = max(range(len(weights)), key=lambda rank: weights[rank] + spread[rank])
+    data = data_seconds(weights[most], spread[most], 2 / 3 * taken[slowest], job, machine, constants)
+    own = max(w / max(1, job.shards) + e / job.expert_shards for w, e in zip(weights, spread, strict=True))
+    moved = constants.update_bytes * job.trained * own
     to_host = constants.memory * machine.host_bandwidth  # for want of a better number, the host's own memory's too
     return StepTime(
         products=many * one.products,
@@ -102,11 +107,13 @@ def step_time(
     )
 
 
-def data_seconds(weights: float, backward: float, job: Job, machine: Machine, constants: Constants) -> float:
+def data_seconds(
+    weights: float, experts: float, backward: float, job: Job, machine: Machine, constants: Constants
+) -> float:
     """Seconds that a step waits for its data ranks, after what the backward pass hides.
 
     Args:
-        weights: entries on one rank, were they not sharded.
+        weights: entries on one rank, were they not sharded; ``experts``: of experts.
         backward: seconds of the last microbatch's backward pass.
     """
     if job.dp * job.cp == 1:
@@ -117,12 +124,13 @@ def data_seconds(weights: float, backward: float, job: Job, machine: Machine, co
     }
     sharded = job.shards > 1
     once = replace(job, gathers=False, gathered_bytes=0 if job.gathers else job.gathered_bytes)
-    moved = sum(size / buses[axis] for axis, size in data_traffic(weights, 0.0, once).items())
+    moved = sum(size / buses[axis] for axis, size in data_traffic(weights, 0.0, experts, once).items())
     latency = (constants.latency_shards if sharded else constants.latency) * (job.dp * job.cp - 1)
     hidden = (constants.hidden_shards if sharded else constants.hidden) * backward
     exposed = max(moved - hidden, 0.0) + latency
     if not job.gathers:
         return exposed
     # Whole layers are gathered while the one before computes: what that does not hide remains, in both passes.
-    gathered = 2 * sent(job.shards) * job.gathered_bytes * weights / buses["dp_shard"]
+    whole = sent(job.shards) * weights + sent(job.expert_shards) * experts
+    gathered = 2 * job.gathered_bytes * whole / buses["dp_shard"]
     return exposed + job.microbatches * max(gathered - 1.5 * backward, 0.0)

@@ -7,20 +7,24 @@ its backward passes, is counted.
 
 import gc
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from .._host.transformers.classes import from_config as stock_from_config
-from ..build import parallelize
+from ..build import from_config
 from ..build import plan as make_plan
 from ..config import ParallelConfig
 from ..errors import ConfigError
+from ..estimate.job import Job
 from ..estimate.machine import find_machine
+from ..estimate.model_shape import ModelShape
 from ..estimate.traffic import Place, rank_traffic
 from ..memory.report import count_saved, memory_of_ranks
 from ..memory_config import MemoryConfig
@@ -31,10 +35,12 @@ from ..runtime import runtime_of
 from ..train import train_step
 from .jobs import job_of
 from .places import places_of
-from .pretend import Pretence, fused_attention, leave_alone, pretended_rank
+from .pretend import Answer, Pretence, fused_attention, leave_alone, pretended_rank
 from .shapes import shape_of_plan
 
-_STAGES = {"stages": "pp"}  # of what is counted, the name in an estimate
+# Of what is counted, the name in an estimate: experts have data axes of their own.
+_NAMES = {"stages": "pp", "edp_shard": "dp_shard", "edp_replicate": "dp_replicate"}
+_AXES = ("tp", "ep", "cp", "pp", "dp_shard", "dp_replicate")
 _BESIDE = ("host", "pp", "ties", "others")  # numbers of the step, and what estimates leave out
 Progress = Callable[[str, int, int], None]
 
@@ -130,6 +136,7 @@ def dry_run(
     mixed_precision: str = "no",
     dtype: Any = None,
     memory: MemoryConfig | None = None,
+    peft_config: Any = None,
     auto_class: Any = AutoModelForCausalLM,
     progress: Progress | None = None,
     **kwargs: Any,
@@ -144,42 +151,45 @@ def dry_run(
         mixed_precision: ``"no"`` or ``"bf16"``.
         dtype: of the weights; by default the config's.
         memory: what is computed again or kept on the host.
+        peft_config: of adapters that train instead of the weights.
         progress: told what is under way, its number, and of how many.
 
     Raises:
-        ConfigError: the model is a mixture, whose routing needs numbers, or sizes are impossible.
+        ConfigError: sizes are impossible.
         PlanError: the layout does not fit the model.
     """
-    for name, value in (("sequence_length", sequence_length), ("batch_size", batch_size)):
-        if value < 1:
-            raise ConfigError(f"{name}={value} is impossible: use a whole number of at least 1")
+    _check_sizes(sequence_length=sequence_length, batch_size=batch_size)
     say = progress or (lambda what, number, of: None)
     say("planning", 0, 1)
-    plan = make_plan(config, parallel, auto_class=auto_class, dtype=dtype, memory=memory, **kwargs)
-    if plan.mixtures:
-        raise ConfigError(
-            f"a dry run computes no numbers, and a {plan.family!r} model sends tokens where its router says: use "
-            "hfscale estimate, or a dry run of a dense model"
-        )
+    given = {"auto_class": auto_class, "memory": memory, "peft_config": peft_config, **kwargs}
+    given |= {} if dtype is None else {"dtype": dtype}
+    plan = make_plan(config, parallel, **given)
     count = num_microbatches or plan.layout.num_microbatches or plan.layout.size("pp")
     shape, mixed = shape_of_plan(plan, config), mixed_precision != "no"
     sizes: dict[str, int] = {"sequence": sequence_length, "batch": batch_size, "microbatches": count}
     job = job_of(plan, find_machine("h100"), **sizes, mixed=mixed)
-    held = memory_of_ranks(
-        plan, tokens=sequence_length * batch_size, num_microbatches=count, mixed_precision=mixed_precision
-    )
-    runs, places, world = [], places_of(plan, shape, job), plan.layout.total_size
+    tokens, routes = sequence_length * batch_size, shape.routed or None
+    numbers: dict[str, Any] = {"num_microbatches": count, "mixed_precision": mixed_precision, "routes": routes}
+    held = memory_of_ranks(plan, tokens=tokens, **numbers)
+    runs, places, world = [], places_of(plan, job), plan.layout.total_size
     kinds = _kinds(plan, places)
     for number, like in enumerate(kinds):
         rank = like[0]
         say(f"stage {rank}", number + 1, len(kinds) + 1)
         with pretended_rank(world, rank * (world // plan.layout.size("pp"))), _quiet():
-            model = _built(config, parallel, auto_class, dtype, memory, mixed_precision, kwargs)
-            counted, saved = _step(model, sizes, torch.bfloat16 if mixed else _stream_type(model))
+            model = from_config(config, parallel=parallel, mixed_precision=mixed_precision, **given).train()
+            stream = torch.bfloat16 if mixed else _stream_type(model)
+            counted, saved = _step(model, sizes, stream, partial(_found, job, shape))
         del model
         gc.collect()
         runs.append(_compared(like, places[rank], counted, saved, rank_traffic(shape, job, places[rank]), held[rank]))
-    return DryRun(plan.layout.describe(), plan.layout.total_size, count, sequence_length * batch_size, tuple(runs))
+    return DryRun(plan.layout.describe(), world, count, tokens, tuple(runs))
+
+
+def _check_sizes(**sizes: int) -> None:
+    for name, value in sizes.items():
+        if value < 1:
+            raise ConfigError(f"{name}={value} is impossible: use a whole number of at least 1")
 
 
 def _kinds(plan: Plan, places: list[Place]) -> list[tuple[int, ...]]:
@@ -191,32 +201,33 @@ def _kinds(plan: Plan, places: list[Place]) -> list[tuple[int, ...]]:
     return [tuple(ranks) for ranks in found.values()]
 
 
-def _built(
-    config: PreTrainedConfig,
-    parallel: ParallelConfig,
-    auto_class: Any,
-    dtype: Any,
-    memory: MemoryConfig | None,
-    mixed_precision: str,
-    kwargs: dict[str, Any],
-) -> Any:
-    given = {} if dtype is None else {"dtype": dtype}
-    with torch.device("meta"):
-        model = stock_from_config(auto_class, config, **given, **kwargs)
-    return parallelize(model, parallel, memory=memory, mixed_precision=mixed_precision).train()
-
-
 def _stream_type(model: Any) -> torch.dtype:
     dtype: torch.dtype = next(model.parameters()).dtype
     return dtype
 
 
-def _step(model: Any, sizes: dict[str, int], stream: torch.dtype) -> tuple[Any, int | None]:
+def _found(job: Job, shape: ModelShape, looked_at: Tensor) -> Tensor:
+    """What the host finds on the device: zeros, or routes ``[2, ranks, experts]`` that are the same for every expert.
+
+    Whoever has all experts of its tensor ranks has all of a batch's tokens, and whoever sends them to others its share.
+    """
+    found = torch.zeros(looked_at.shape, dtype=looked_at.dtype)
+    if not (shape.experts and looked_at.ndim == 3 and len(looked_at) == 2):
+        return found
+    spread = job.slices_tokens and found[0].numel() == shape.experts
+    routes = round(job.tokens / (job.tp if spread else 1) * shape.routed * found[0].numel() / shape.experts)
+    each, rest = divmod(routes, found[0].numel())
+    found[0] = each + (torch.arange(found[0].numel()) < rest).view_as(found[0])
+    found[1] = found[0, :1]  # of rank 0: every other sends it as much as it keeps for itself
+    return found
+
+
+def _step(model: Any, sizes: dict[str, int], stream: torch.dtype, found: Answer) -> tuple[Any, int | None]:
     runtime = runtime_of(model)
     leave_alone(runtime, stream)
     shape = sizes["batch"], sizes["sequence"]
     ids = [torch.zeros(shape, dtype=torch.int64) for _ in range(sizes["microbatches"])]
-    pretence = Pretence(runtime, lambda found: torch.zeros(found.shape, dtype=found.dtype))
+    pretence = Pretence(runtime, found)
     with pretence, fused_attention(), count_saved(model, runtime.plan.layers, runtime.plan.head) as saved:
         train_step(model, [{"input_ids": one, "labels": one} for one in ids])
     again = recomputed(runtime.plan)
@@ -226,14 +237,16 @@ def _step(model: Any, sizes: dict[str, int], stream: torch.dtype) -> tuple[Any, 
 def _compared(
     like: tuple[int, ...], place: Place, counted: Any, saved: int | None, estimated: dict[str, float], held: Any
 ) -> StageRun:
-    sent = {_STAGES.get(axis, axis): size for axis, size in counted.sent.items() if axis not in _BESIDE}
-    calls = {_STAGES.get(axis, axis): found.total() for axis, found in counted.calls.items() if axis not in _BESIDE}
-    axes = [axis for axis in ("tp", "cp", "pp", "dp_shard", "dp_replicate") if axis in {**estimated, **sent}]
+    sent, calls = Counter[str](), Counter[str]()
+    for axis in counted.calls.keys() - set(_BESIDE):
+        sent[_NAMES.get(axis, axis)] += counted.sent[axis]
+        calls[_NAMES.get(axis, axis)] += counted.calls[axis].total()
+    axes = [axis for axis in _AXES if axis in {**estimated, **sent}]
     return StageRun(
         rank=like[0],
         like=like,
         layers=place.layers,
-        traffic=tuple(Compared(a, calls.get(a, 0), sent.get(a, 0.0), estimated.get(a, 0.0)) for a in axes),
+        traffic=tuple(Compared(a, calls[a], sent[a], estimated.get(a, 0.0)) for a in axes),
         activations=None if saved is None else Compared("activations", 0, saved, held.activations),
         beside={axis: size for axis, size in counted.sent.items() if axis in _BESIDE},
     )

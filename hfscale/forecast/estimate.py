@@ -89,7 +89,7 @@ def _of_plan(
     plan: Plan, shape: ModelShape, job: Job, machine: Machine, constants: Constants, held: Sequence[MemoryEstimate]
 ) -> Estimate:
     """Of a plan whose memory is known."""
-    stages, weights = _stages(plan, shape, job, machine, constants)
+    stages, weights, experts = _stages(plan, shape, job, machine, constants)
     job = with_host(plan, job)
     hop = constants.hop if job.pp > 1 else 0.0
     taken = [stage.stage(constants) + hop for stage in stages]
@@ -99,7 +99,7 @@ def _of_plan(
         hardware=machine,
         layout=plan.layout.describe(),
         stages=tuple(StageEstimate(rank, layers[rank], taken[rank], held[rank]) for rank in range(job.pp)),
-        time=step_time(stages, weights, job, machine, constants, bubble=bubble),
+        time=step_time(stages, weights, job, machine, constants, bubble, experts),
         tokens=job.step_tokens,
         ranks=job.ranks,
         flops=step_flops(shape, job),
@@ -139,14 +139,14 @@ def _planned(source: Any, parallel: ParallelConfig | None, kwargs: dict[str, Any
 
 def _stages(
     plan: Plan, shape: ModelShape, job: Job, machine: Machine, constants: Constants
-) -> tuple[list[Seconds], list[float]]:
-    """For each pipeline rank the seconds of a microbatch, and its entries of matrices."""
+) -> tuple[list[Seconds], list[float], list[float]]:
+    """For each pipeline rank the seconds of a microbatch, its entries of matrices, and those of experts besides."""
     layer, head, edge = (part(shape, job, machine, constants) for part in (layer_seconds, head_seconds, edge_seconds))
-    seconds, weights = [], []
-    for place in places_of(plan, shape, job):
+    seconds, places = [], places_of(plan, job)
+    for place in places:
         seconds.append(layer * place.layers + (head if place.head else Seconds()) + edge * place.ends)
-        weights.append(place.layer_weights + place.table_weights)
-    return seconds, weights
+    weights = [place.layer_weights + place.table_weights for place in places]
+    return seconds, weights, [place.expert_weights for place in places]
 
 
 def _played(plan: Plan, taken: list[float], job: Job) -> Timeline | None:

@@ -35,6 +35,7 @@ def job_of(plan: Plan, machine: Machine, *, sequence: int, batch: int, microbatc
         dp=layout.batch_world,
         cp=layout.size("cp"),
         ep=layout.size("ep"),
+        expert_tp=layout.size("expert_tp"),
         shards=shards,
         gathers=shards > 1 and (layout.size("pp") == 1 or bool(layout.weights_regather)),
         virtual=int(layout.virtual_stages or 1),

@@ -63,12 +63,14 @@ class Quick:
         stages[0] += embedding
         stages[last] += head
         weights = [self._weights(candidate, rank, count) for rank, count in enumerate(layers)]
+        experts = [count * self.facts.shape.expert_weights / job.expert_ranks for count in layers]
         if candidate.schedule == "zbv":  # ranks wait for a forward pass of half their layers, and for nothing else
             job = replace(job, virtual=6)
-        job = self._with_host(candidate, job, layers, weights)
-        time = step_time(stages, weights, job, self.machine, self.constants)
+        own = [w / job.shards + e / job.expert_shards for w, e in zip(weights, experts, strict=True)]
+        job = self._with_host(candidate, job, layers, max(own))
+        time = step_time(stages, weights, job, self.machine, self.constants, experts=experts)
         states, activations, needed = max(
-            (self._bytes(candidate, rank, count, weights[rank]) for rank, count in enumerate(layers)),
+            (self._bytes(candidate, job, rank, count, weights[rank]) for rank, count in enumerate(layers)),
             key=lambda held: held[2],
         )
         likely = needed + (FRAGMENTS - 1) * activations
@@ -97,10 +99,10 @@ class Quick:
             ranks_per_node=self.machine.ranks_per_node,
         )
 
-    def _with_host(self, c: Candidate, job: Job, layers: Sequence[int], weights: Sequence[float]) -> Job:
+    def _with_host(self, c: Candidate, job: Job, layers: Sequence[int], entries: float) -> Job:
         if not c.offload:
             return job
-        facts, entries = self.facts, max(weights) / job.shards
+        facts = self.facts
         offloaded, handed = 0.0, 0.0
         if "activations" in c.offload:
             offloaded += 2 * job.tokens * c.microbatches * max(layers) * self._kept(c)[c.recompute]
@@ -144,18 +146,19 @@ class Quick:
         return balance([layer] * shape.layers, stages, before, after)
 
     def _weights(self, c: Candidate, rank: int, layers: int) -> float:
-        """Entries of matrices of one rank, over its data ranks all together."""
+        """Entries of matrices of one rank, over its data ranks all together, without experts."""
         shape = self.facts.shape
         ends = (rank == 0) + (rank == (0 if c.schedule == "zbv" else c.pp - 1))
         tables = min(ends, 1) if shape.tied else ends
-        return layers * shape.held(c.tp, c.ep) + tables * shape.table_weights / c.tp
+        return layers * shape.held(c.tp) + tables * shape.table_weights / c.tp
 
-    def _bytes(self, c: Candidate, rank: int, layers: int, weights: float) -> tuple[float, float, float]:
+    def _bytes(self, c: Candidate, job: Job, rank: int, layers: int, weights: float) -> tuple[float, float, float]:
         """States, activations, and all that one rank needs."""
         facts, shape = self.facts, self.facts.shape
-        shards = c.shard * c.cp
+        expert = shape.expert_weights / job.expert_ranks
+        own = weights / job.shards + layers * expert / job.expert_shards
         on_host = facts.states if "parameters" in c.offload else facts.optimizer if "optimizer" in c.offload else 0.0
-        states = (facts.states - on_host) * weights / shards
+        states = (facts.states - on_host) * own
         tokens = c.batch * self.sequence / c.cp
         alone = c.dp * c.cp == 1
         kept, stream = self._kept(c)
@@ -164,11 +167,11 @@ class Quick:
         held = alive * layers
         held = min(held, 2) if "activations" in c.offload else held
         activations = tokens * (held * one + kept * c.recompute + stream)
-        gathered = 2 * weights if alone and facts.width < facts.weight else 0.0
+        gathered = 2 * (weights + layers * expert) if alone and facts.width < facts.weight else 0.0
         if c.dp * c.cp > 1:
-            whole = layers if c.pp > 1 or shards == 1 else min(layers, 1)
-            tables = weights - layers * shape.held(c.tp, c.ep)
-            gathered = facts.width * (whole * shape.held(c.tp, c.ep) + tables)
+            whole = layers if c.pp > 1 or job.shards == 1 else min(layers, 1)
+            tables = weights - layers * shape.held(c.tp)
+            gathered = facts.width * (whole * (shape.held(c.tp) + expert) + tables)
         loss = 0.0
         if rank == (0 if c.schedule == "zbv" else c.pp - 1):
             loss = facts.head * shape.table_weights / c.tp + 8 * tokens / 4 * shape.vocabulary / c.tp
