@@ -8,6 +8,7 @@ import torch.distributed as dist
 from accelerate.data_loader import BatchSamplerShard, get_sampler
 from torch import nn
 from torch.utils.data import RandomSampler, Sampler
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from .._host.transformers.trainer import seed_workers_by
 from ..accelerator import Accelerator
@@ -81,6 +82,8 @@ class TrainerAccelerator(Accelerator):
 
     def _agree_on_order(self, data_loader: Any) -> None:
         sampler = get_sampler(data_loader)
+        if isinstance(sampler, LengthGroupedSampler):
+            sampler.batch_size *= self.mesh.batch_world  # of a step, as in one process
         drawn = hasattr(sampler, "generator") and sampler.generator is None
         seeded = isinstance(sampler, RandomSampler) and self.use_seedable_sampler  # which Accelerate makes of it
         if not drawn or seeded:

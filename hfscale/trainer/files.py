@@ -3,7 +3,7 @@
 ::
 
     checkpoint-N/   config.json, model.safetensors ... (any layout, and stock transformers, reads them)
-                    tokenizer, training_args.bin, trainer_state.json, rng_state_R.pth: Trainer's own
+                    tokenizer, training_args.bin, trainer_state.json: Trainer's own
                     hfscale_state/: weights, optimizer, schedule and random streams (hfscale.save_state)
                     optimizer.pt, scheduler.pt: what stock Trainer in one process resumes from (:mod:`.stock_state`)
 """

@@ -47,6 +47,7 @@ from .refusals import (
     check_step,
 )
 from .seams import Seams, batches_gathered, count_generations
+from .streams import RandomStreams
 from .work import operations
 
 
@@ -82,6 +83,8 @@ class TrainerMixin(TrainerHooks):
             super().__init__(model, *args, **kwargs)  # type: ignore[call-arg]
         self._while_made = ExitStack()
         self._seams.keep_types()
+        self._streams = RandomStreams(self.runtime.mesh)
+        self.add_callback(self._streams)  # type: ignore[attr-defined]
         self.check_loss()
 
     def check_loss(self) -> None:
@@ -292,6 +295,15 @@ class TrainerMixin(TrainerHooks):
         """The same back, from a checkpoint of hfscale's."""
         trainer: Any = self
         files.read_state(trainer.model, checkpoint, trainer.optimizer, trainer.lr_scheduler)
+        self._streams.read(checkpoint, own=files.has_state(checkpoint))
+
+    def write_random_states(self, directory: Path) -> None:
+        """What stock Trainer reads, and where the epoch began."""
+        self._streams.write(directory)
+
+    def put_back_random_states(self) -> None:
+        """Once the batches before the checkpoint are skipped."""
+        self._streams.put_back()
 
     def read_weights(self, checkpoint: Path) -> None:
         """From a checkpoint that has no state, which would hold them too."""

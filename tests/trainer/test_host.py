@@ -10,7 +10,10 @@ from transformers import trainer as module
 import hfscale
 from hfscale._host.transformers import trainer as host
 
-OWN = {"read_best_weights", "read_state", "read_weights", "write_state", "check_loss", "around_inputs", "_divisor"}
+OWN = {
+    *("read_best_weights", "read_state", "read_weights", "write_state", "write_random_states"),
+    *("put_back_random_states", "check_loss", "around_inputs", "_divisor"),
+}
 OVERRIDDEN = sorted(
     name
     for kind in (hfscale.TrainerMixin, host.TrainerHooks)

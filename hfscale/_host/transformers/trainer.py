@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from torch import nn
 from transformers import trainer as _module
@@ -27,6 +28,12 @@ class TrainerHooks:
     def read_state(self, checkpoint: Path) -> None:
         """Read them; on every rank."""
 
+    def write_random_states(self, directory: Path) -> None:
+        """Write random streams into a checkpoint, for stock Trainer; on every rank."""
+
+    def put_back_random_states(self) -> None:
+        """Go on with those of the checkpoint whose state was read; on every rank."""
+
     def read_weights(self, checkpoint: Path) -> None:
         """Put the weights of a checkpoint that is resumed from into the model; on every rank."""
 
@@ -35,6 +42,13 @@ class TrainerHooks:
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         self.write_state(Path(output_dir))
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        self.write_random_states(Path(output_dir))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            self.put_back_random_states()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
@@ -90,6 +104,17 @@ def seed_workers_by(loader: Any, rank: int) -> None:
     seed = getattr(loader, "worker_init_fn", None)
     if isinstance(seed, partial) and seed.func is _trainer.seed_worker:
         seed.keywords["rank"] = rank
+
+
+RANDOM = "rng_state.pth"  # which stock Trainer reads in one process
+
+
+def read_random_states(checkpoint: Path) -> dict[str, Any] | None:
+    """What stands in a checkpoint's :data:`RANDOM`: states of ``python``, ``numpy``, ``cpu`` and devices, and more."""
+    if not (checkpoint / RANDOM).exists():
+        return None
+    with _trainer.safe_globals():
+        return dict(torch.load(checkpoint / RANDOM, map_location="cpu", weights_only=True))
 
 
 def has_stock_loss(trainer: Any) -> bool:

@@ -4,7 +4,7 @@ import json
 from random import Random
 from typing import Any
 
-from .data import CLASSIFIERS
+from .data import CLASSIFIERS, MIXTURES
 from .draw import Draw
 
 _DATA = ({"dp_shard_size": 2}, {"dp_replicate_size": 2})
@@ -40,7 +40,7 @@ def choose(seed: int, index: int) -> Draw:
     layout = _layout(random, model)
     draw: dict[str, Any] = {"trainer": trainer, "model": model, "layout": layout, "seed": random.randrange(1000)}
     draw["adapter"] = random.choices(("", "lora", "qlora"), (70, 20, 10))[0]
-    if model in ("mixture", "balanced", *CLASSIFIERS) or trainer == "KTOTrainer":
+    if model in (*MIXTURES, *CLASSIFIERS) or trainer == "KTOTrainer":
         draw["adapter"] = ""
     if draw["adapter"] == "qlora":
         draw["model"] = "wide"
@@ -51,7 +51,7 @@ def choose(seed: int, index: int) -> Draw:
     batches = layout.get("dp_shard_size", 1) * layout.get("dp_replicate_size", 1)
     draw["batch"] = random.choice((2, 4, 4, 6)) if "num_microbatches" not in layout else 4 * batches
     spread = layout.get("pp_size", 1) > 1 or batches > 1
-    if trainer != "Trainer" and model in ("mixture", "balanced") and spread:  # a router's loss is a batch's
+    if trainer != "Trainer" and model in MIXTURES and spread:  # a router's loss is a batch's
         arguments["router_aux_loss_coef"] = 0.0
         draw["model"] = "mixture"
     if draw.get("loss") or trainer in ("DPOTrainer", "KTOTrainer"):  # of rows that data ranks repeat, too
@@ -74,7 +74,7 @@ def _layout(random: Random, model: str) -> dict[str, Any]:
         0
     ]
     if kind == "ep":
-        return {"ep_size": 2, "dp_shard_size": 2} if model in ("mixture", "balanced") else random.choice(_DATA)
+        return {"ep_size": 2, "dp_shard_size": 2} if model in MIXTURES else random.choice(_DATA)
     stages = {"pp_size": 2, **random.choice(_STAGES)}
     return {
         "tp": {"tp_size": 2},
@@ -246,8 +246,8 @@ def _resume(random: Random, draw: dict[str, Any], arguments: dict[str, Any]) -> 
     for name in ("num_train_epochs", "save_total_limit", "load_best_model_at_end"):
         arguments.pop(name, None)
     draw["stops"] = 0
-    if "use_seedable_sampler" in str(arguments.get("accelerator_config")):
-        arguments.pop("accelerator_config")  # an order that stock code draws anew
+    if draw["model"] in MIXTURES and "use_seedable_sampler" in str(arguments.get("accelerator_config")):
+        arguments.pop("accelerator_config")  # stock code draws another order, and is no yardstick for them otherwise
     if draw["trainer"] != "Trainer":  # TRL's means since the last row are lost
         arguments |= {"logging_steps": 1, "logging_strategy": "steps"}
         arguments.pop("logging_first_step", None)

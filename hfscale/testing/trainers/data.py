@@ -35,6 +35,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "regression": ("llama", {**_SMALL, "num_labels": 1}),
 }
 CLASSIFIERS = ("classifier", "regression")
+MIXTURES = ("mixture", "balanced")
 _CHAT = """{% for message in messages %}{% if message.role == 'user' %}q {{ message.content }} \
 {% else %}a {% generation %}{{ message.content }} end{% endgeneration %} {% endif %}{% endfor %}"""
 
@@ -49,7 +50,7 @@ def make_model(name: str, path: Path) -> None:
     model = auto.from_config(AutoConfig.for_model(kind, **fields), dtype=torch.float32)
     model.save_pretrained(path)
     tokenizer().save_pretrained(path)
-    if name not in ("mixture", "balanced", *CLASSIFIERS):
+    if name not in (*MIXTURES, *CLASSIFIERS):
         lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
         get_peft_model(model, lora).save_pretrained(str(path / "adapter"))
 

@@ -1,7 +1,7 @@
 """One random script, as plain data."""
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ...config import ParallelConfig
@@ -32,6 +32,7 @@ class Draw:
         predicts: whether ``predict`` is called at the end.
         resume: who wrote the checkpoint that the run begins with: ``stock``, or a layout as JSON; empty for none.
         seed: of weights and data.
+        precise: in float64 throughout, to tell a defect from a rounding that a run amplifies.
     """
 
     trainer: str = "Trainer"
@@ -52,10 +53,19 @@ class Draw:
     predicts: bool = False
     resume: str = ""
     seed: int = 0
+    precise: bool = False
 
     def parallel(self) -> ParallelConfig:
         """The layout."""
         return ParallelConfig(**self.layout)
+
+    def in_float64(self) -> "Draw | None":
+        """The same script in float64; ``None`` where something of it is in few bits whatever the model is in."""
+        few = self.adapter == "qlora" or "8bit" in str(self.arguments.get("optim"))
+        if self.precise or few or self.arguments.get("bf16") or self.arguments.get("fp16"):
+            return None
+        # A recomputed forward pass would be in float32 inside.
+        return replace(self, precise=True, arguments={**self.arguments, "gradient_checkpointing": False})
 
     def write(self) -> str:
         """One line of JSON with what differs from the defaults."""

@@ -1,6 +1,7 @@
 """The script of a draw, as people write it: with a stock trainer, or with hfscale's in a layout."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ from transformers import (
 import hfscale
 import hfscale.trl
 
+from ..._host.transformers.experts import use_eager_experts
 from ...config import ParallelConfig
+from ...families.precision import keep_float64
 from .data import CLASSIFIERS, Rows, Stream, collate, rows_of
 from .draw import Draw
 
@@ -119,13 +122,13 @@ def chosen_tokens(logits: Any, labels: Any) -> Any:
 def build(draw: Draw, place: Place) -> Any:
     """The model."""
     auto = AutoModelForSequenceClassification if draw.model in CLASSIFIERS else AutoModelForCausalLM
-    given: dict[str, Any] = {"dtype": torch.float32}
+    given: dict[str, Any] = {"dtype": torch.float64 if draw.precise else torch.float32}
     if draw.adapter == "qlora":
         given["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     adapter = f"{place.start}/adapter" if draw.adapter else None
     if place.layout is not None:
         precision = "bf16" if draw.arguments.get("bf16") else "no"
-        return hfscale.from_pretrained(
+        model = hfscale.from_pretrained(
             place.start,
             parallel=ParallelConfig(**place.layout),
             auto_class=auto,
@@ -133,15 +136,18 @@ def build(draw: Draw, place: Place) -> Any:
             mixed_precision=precision,
             **given,
         )
-    model = auto.from_pretrained(place.start, **given)
-    for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):  # a layout that some processors have for evaluation
-            module.support_avx512bf16_for_cpu = False
-    if adapter is None:
-        return model
-    from peft import PeftModel
+    else:
+        model = auto.from_pretrained(place.start, **given)
+        for module in model.modules():
+            if hasattr(module, "support_avx512bf16_for_cpu"):  # a layout that some processors have for evaluation
+                module.support_avx512bf16_for_cpu = False
+        if adapter is not None:
+            from peft import PeftModel
 
-    return PeftModel.from_pretrained(model, adapter, is_trainable=True)
+            model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
+    if draw.precise:
+        use_eager_experts(model)
+    return model
 
 
 def source(draw: Draw, place: Place, train: bool) -> Any:
@@ -196,6 +202,11 @@ def run(draw: Draw, place: Place, note: Callable[[str], None]) -> dict[str, Any]
     Args:
         note: is told when training begins, behind which nothing is to be refused.
     """
+    with keep_float64() if draw.precise else nullcontext():
+        return _run(draw, place, note)
+
+
+def _run(draw: Draw, place: Place, note: Callable[[str], None]) -> dict[str, Any]:
     trainer_class, arguments_class = kinds(draw, place)
     size = draw.batch // place.batches
     given = {

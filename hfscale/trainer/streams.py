@@ -1,0 +1,100 @@
+"""The random streams of a run that stops and goes on.
+
+An epoch's order is drawn as it begins, and where a sampler has no generator (groups by length, or
+``use_seedable_sampler=False``) from the stream of the process. A run that goes on within an epoch needs both: what the
+order was drawn from, and, once the batches that were trained on are skipped, the stream as it was saved::
+
+    checkpoint-N/rng_state.pth      {python, numpy, cpu[, cuda]: of the first rank, for stock Trainer in one process,
+                                     "began": the same, where the epoch began}
+    checkpoint-N/hfscale_state/     every rank's own
+"""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import TrainerCallback
+
+from .._host.transformers.trainer import RANDOM, read_random_states
+from ..checkpoint.random_states import random_states, restore_random_states
+from ..mesh import Mesh
+from ..runtime.writing import is_writer
+
+
+class RandomStreams(TrainerCallback):
+    """Knows where an epoch began, and where a checkpoint left off.
+
+    Stock Trainer draws a resumed epoch's order from whatever the stream is at; so does a run here that goes on from a
+    checkpoint of it.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._began: dict[str, Any] | None = None
+        self._before: dict[str, Any] | None = None  # where the epoch began in which the checkpoint was written
+        self._left_off: dict[str, Any] | None = None
+        self._goes_on = False
+
+    def write(self, directory: Path) -> None:
+        """Into a checkpoint, on its first rank."""
+        if is_writer(self._mesh):
+            directory.mkdir(parents=True, exist_ok=True)
+            torch.save({**_written(self._mesh), "began": self._began}, directory / RANDOM)
+
+    def read(self, checkpoint: Path, own: bool) -> None:
+        """From a checkpoint.
+
+        Args:
+            own: whether it had this rank's, which are where they were.
+        """
+        mesh, found = self._mesh, read_random_states(checkpoint)
+        self._goes_on, self._before, self._left_off = True, None, None
+        if own:
+            self._left_off = random_states(mesh)
+        elif found is not None:
+            now, place = random_states(mesh), (mesh.data_rank, mesh.ranks["pp"])
+            restore_random_states(mesh, _read(found), f"{place[0]}, stage {place[1]}" if any(place) else "")
+            self._left_off = random_states(mesh)
+            restore_random_states(mesh, now)
+        if found is not None and found.get("began") is not None:
+            self._before = _read(found["began"])
+
+    def put_back(self) -> None:
+        """Go on where the checkpoint left off."""
+        if self._left_off is not None:
+            restore_random_states(self._mesh, self._left_off)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Before its order is drawn; that of a run that goes on may have begun before."""
+        within = state.epoch is not None and state.epoch % 1 != 0 and not args.ignore_data_skip
+        states = self._before if within else self._left_off
+        if self._goes_on and states is not None:
+            restore_random_states(self._mesh, states)
+        self._goes_on = False
+        self._began = _written(None)
+
+
+def _written(mesh: Mesh | None) -> dict[str, Any]:
+    """This process's streams, as stock Trainer writes them."""
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "cpu": torch.random.get_rng_state(),
+    }
+    if mesh is not None and mesh.device.type == "cuda":
+        states["cuda"] = torch.cuda.random.get_rng_state()
+    return states
+
+
+def _read(written: dict[str, Any]) -> dict[str, Any]:
+    """As :func:`restore_random_states` takes them."""
+    name, keys, *rest = written["numpy"]
+    states = {
+        "torch": written["cpu"],
+        "python": written["python"],
+        "numpy": (name, torch.as_tensor(np.asarray(keys, dtype=np.int64)), *rest),
+    }
+    device = written.get("cuda")
+    return {**states, "device": device} if isinstance(device, torch.Tensor) else states
