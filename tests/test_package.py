@@ -62,10 +62,16 @@ def test_plans_are_data() -> None:
         assert outside <= {"torch", "torch.Tensor"}, file
 
 
-@pytest.mark.parametrize("line", [["--help"], ["--version"], ["plan", "--help"], ["schedule", "--pp"], ["verify"]])
-def test_a_command_line_is_read_without_importing_torch(line: list[str]) -> None:
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [["--help"], ["--version"], ["completion", "bash"], ["plan", "--help"], ["doctor", "--help"], ["verify"]],
+        [["schedule", "--pp"], ["schedule", "--pp", "4"], ["schedule", "--pp", "2", "--schedule", "pipedream"]],
+    ],
+)
+def test_a_command_line_is_read_without_importing_torch(lines: list[list[str]]) -> None:
     code = (
-        f"import sys; from hfscale.cli import main; main({line!r}); "
+        f"import sys; from hfscale.cli import main; [main(line) for line in {lines!r}]; "
         f"print(sorted(set({HEAVY!r}) & set(sys.modules)), file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -1,18 +1,23 @@
 """Pipeline parallelism: schedules as data, what they cost, and how they ran."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from ...schedules import ASYNCHRONOUS, default_virtual_stages
-from .asynchronous import AsynchronousPipeline
-from .chrome_trace import Record, Recorder, merge_records, read_trace, write_trace
-from .communicators import simulate_communicators
-from .csv_table import read_csv, write_csv
-from .formulas import ideal_bubble, peak_formula
-from .orders import order
-from .part import PipelineStages
-from .run import Pipeline, check_stages, stage_places
-from .simulate import Costs, simulate
-from .stand_in import leave_out
-from .timeline import Action, Order, Span, Timeline, fullest_live, peak_live, stage_ranks
-from .weight_versions import stashed_versions, weight_versions
+
+if TYPE_CHECKING:
+    from .asynchronous import AsynchronousPipeline
+    from .chrome_trace import Record, Recorder, merge_records, read_trace, write_trace
+    from .communicators import simulate_communicators
+    from .csv_table import read_csv, write_csv
+    from .formulas import ideal_bubble, peak_formula
+    from .orders import order
+    from .part import PipelineStages
+    from .run import Pipeline, check_stages, stage_places
+    from .simulation import Costs, simulate
+    from .stand_in import leave_out
+    from .timeline import Action, Order, Span, Timeline, fullest_live, peak_live, stage_ranks
+    from .weight_versions import stashed_versions, weight_versions
 
 __all__ = [
     "ASYNCHRONOUS",
@@ -46,3 +51,26 @@ __all__ = [
     "write_csv",
     "write_trace",
 ]
+
+# A schedule is looked at without torch, which what runs it needs.
+_MODULES = {
+    ".asynchronous": ["AsynchronousPipeline"],
+    ".chrome_trace": ["Record", "Recorder", "merge_records", "read_trace", "write_trace"],
+    ".communicators": ["simulate_communicators"],
+    ".csv_table": ["read_csv", "write_csv"],
+    ".formulas": ["ideal_bubble", "peak_formula"],
+    ".orders": ["order"],
+    ".part": ["PipelineStages"],
+    ".run": ["Pipeline", "check_stages", "stage_places"],
+    ".simulation": ["Costs", "simulate"],
+    ".stand_in": ["leave_out"],
+    ".timeline": ["Action", "Order", "Span", "Timeline", "fullest_live", "peak_live", "stage_ranks"],
+    ".weight_versions": ["stashed_versions", "weight_versions"],
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULE_OF[name], __name__), name)

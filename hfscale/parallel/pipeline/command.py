@@ -14,7 +14,7 @@ from .communicators import simulate_communicators
 from .csv_table import read_csv, write_csv
 from .orders import order
 from .plot import draw
-from .simulate import DEFAULT_COSTS, Costs, simulate
+from .simulation import DEFAULT_COSTS, Costs, simulate
 from .terminal import render
 from .timeline import KINDS, Order, Timeline
 

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ...errors import ConfigError
-from .engine import transfers_between
-from .simulate import DEFAULT_COSTS, Costs
+from .simulation import DEFAULT_COSTS, Costs
 from .timeline import Action, Order, Span, Timeline, stage_ranks
 
 Sharing = Literal["ways", "directions"]
@@ -132,6 +131,8 @@ def simulate_communicators(
 
 def _programs(order: Order, homes: dict[int, int]) -> _Programs:
     if not any(action.kind == "update" for row in order for action in row):
+        from .engine import transfers_between  # which imports torch
+
         return transfers_between(order)
     last, programs = max(homes), []
     for row in order:  # without a flush, as AsynchronousPipeline runs it

@@ -38,7 +38,7 @@ def read_csv(path: Path) -> Order:
         ConfigError: the file is missing, a cell is not an action, an action is missing or listed twice, a stage is
             spread over ranks, or the ranks would wait for each other forever.
     """
-    from .simulate import simulate  # which reads nothing from files
+    from .simulation import simulate  # which reads nothing from files
 
     try:
         with open(path, newline="") as file:

@@ -18,7 +18,7 @@ our ``p``). The formulas ask for enough microbatches; below that :func:`ideal_bu
 
 from ...errors import ConfigError
 from ...schedules import ASYNCHRONOUS
-from .simulate import DEFAULT_COSTS, Costs
+from .simulation import DEFAULT_COSTS, Costs
 
 
 def ideal_bubble(

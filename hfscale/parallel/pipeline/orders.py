@@ -5,7 +5,6 @@ from pathlib import Path
 from ...errors import ConfigError
 from ...schedules import ASYNCHRONOUS, SCHEDULES
 from .csv_table import read_csv
-from .engine import engine_order
 from .timeline import Action, Order
 from .weight_versions import asynchronous_order, one_forward_one_backward
 
@@ -41,6 +40,8 @@ def order(schedule: str, pp_size: int, num_microbatches: int, virtual_stages: in
         return tuple(tuple(_gpipe(stage, num_microbatches)) for stage in range(pp_size))
     if schedule == "1f1b":  # torch's own listing starts the last stage at microbatch 1; what it runs is this
         return tuple(tuple(one_forward_one_backward(stage, pp_size, num_microbatches)) for stage in range(pp_size))
+    from .engine import engine_order  # which imports torch
+
     try:
         return engine_order(schedule, pp_size, num_microbatches, virtual_stages)
     except ValueError as error:  # a torch that is stricter than the one these checks were written for

@@ -80,17 +80,19 @@ def _judged_going_on(draw: Draw, place: Place, stock: Any, timeout: float) -> Ve
         found, verdict = _ranks(draw, place, directory, timeout)
         verdict = verdict or compared(draw, place, found, stock)
     else:
-        verdict = _against_stock(draw, place, STEP, timeout)
+        verdict = _against_stock(draw, place, directory / "stock", STEP, timeout)
     if verdict.outcome != "equal" or int(draw.arguments["max_steps"]) <= 2 * STEP:
         return verdict
     back = replace(place, out=str(directory / "back"), layout=None, resume=f"{place.out}/checkpoint-{2 * STEP}")
-    return _against_stock(draw, back, 2 * STEP, timeout)
+    # What TRL counts and copies begins anew wherever it goes on, so stock code goes on twice as well.
+    twice = directory / ("stock" if draw.model in MIXTURES else f"stock-{STEP}")
+    return _against_stock(draw, back, twice, 2 * STEP, timeout)
 
 
-def _against_stock(draw: Draw, place: Place, step: int, timeout: float) -> Verdict:
-    """A run that goes on from ``step``, and stock code that goes on from its own checkpoint there."""
+def _against_stock(draw: Draw, place: Place, before: Path, step: int, timeout: float) -> Verdict:
+    """A run that goes on from ``step``, and stock code that goes on there from what it wrote ``before``."""
     directory = Path(place.out).parent
-    own = replace(place, out=f"{directory}/stock-{step}", layout=None, resume=f"{directory}/stock/checkpoint-{step}")
+    own = replace(place, out=f"{directory}/stock-{step}", layout=None, resume=f"{before}/checkpoint-{step}")
     expected, failed = _alone(draw, own, directory, timeout)
     if failed is not None:
         return Verdict("stock", failed.error[:100], failed.error[:600], failed.trace)

@@ -64,6 +64,6 @@ def test_a_deadlock_of_transfers_is_said() -> None:
     assert simulate_communicators(order_of).makespan == 4.0  # the engine asks for both where they are sent
     crossed = [[("SEND_F", 0, 0), ("SEND_F", 0, 1)], [("RECV_F", 1, 1), ("RECV_F", 1, 0)]]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hfscale.parallel.pipeline.communicators.transfers_between", lambda _: crossed)
+        patch.setattr("hfscale.parallel.pipeline.engine.transfers_between", lambda _: crossed)
         with pytest.raises(ConfigError, match="mine can never end: its transfers wait for each other"):
             simulate_communicators(order_of, name="mine")
