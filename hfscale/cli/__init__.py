@@ -1,6 +1,8 @@
 """The ``hfscale`` command: one file per subcommand, none of which imports torch before it runs."""
 
 import argparse
+import difflib
+import re
 import sys
 import textwrap
 import traceback
@@ -96,10 +98,19 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     arguments, rest = parser.parse_known_args(argv)
     # argparse takes all positionals at the first, so that key=value behind a flag is left over.
     if any(text.startswith("-") or "=" not in text for text in rest) or (rest and "overrides" not in arguments):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        _refuse(arguments.commands[arguments.command], rest)
     if rest:
         arguments.overrides.extend(rest)
     return arguments
+
+
+def _refuse(parser: argparse.ArgumentParser, rest: list[str]) -> None:
+    """End as the subcommand's own parser does, with what may have been meant."""
+    unknown = next((text for text in rest if text.startswith("-")), rest[0])
+    flags = re.findall(r"--[\w-]+", parser.format_usage())
+    close = difflib.get_close_matches(unknown.partition("=")[0], flags, n=1, cutoff=0.5)
+    meant = f" (did you mean {close[0]}?)" if close else ""
+    parser.error(f"unrecognized arguments: {' '.join(rest)}{meant}")
 
 
 def _parser() -> argparse.ArgumentParser:

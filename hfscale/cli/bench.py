@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
 from .amounts import bytes_of
-from .look import add_json, print_json, table, working
+from .look import add_json, check_writable, print_json, table, working
 
 if TYPE_CHECKING:
     from ..bench import Measured
@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, and print."""
+    check_writable(arguments.out)
     sizes = [bytes_of(text, "--sizes") for text in arguments.sizes.split(",")]
     if arguments.processes is not None and arguments.processes < 2:
         raise ConfigError(f"--processes {arguments.processes} is impossible: ranks talk where there are at least 2")

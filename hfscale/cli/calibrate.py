@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from ..errors import ConfigError
-from .look import print_json, working
+from .look import check_writable, print_json, working
 
 HELP = "measure this machine, GPU or CPU, for hfscale estimate and search"
 DESCRIPTION = (
@@ -28,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, and write."""
+    check_writable(arguments.out)
     import json
     from dataclasses import replace
 

@@ -7,7 +7,7 @@ from typing import Any
 from ..errors import ConfigError
 from .flags import add_adapter_arguments, add_machine_arguments, plan_arguments
 from .layout import add_layout_arguments, layout_of
-from .look import add_json, print_json
+from .look import add_json, check_writable, print_json
 from .model import add_model_arguments, auto_class_of, building, load_config, remote_code
 
 HELP = "estimate seconds and bytes of a training step under a layout"
@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the estimate."""
+    check_writable(arguments.html)
     from ..forecast.estimate import estimate
     from ..memory_config import MemoryConfig
 

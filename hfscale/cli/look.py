@@ -5,7 +5,10 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+
+from ..errors import ConfigError
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -16,6 +19,17 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 def print_json(document: Any) -> None:
     """A document for programs, and nothing else on the standard output."""
     print(json.dumps(document, indent=1, default=str))
+
+
+def check_writable(*files: Path | None) -> None:
+    """Refuse files that cannot be written before what goes into them is worked out.
+
+    Raises:
+        ConfigError: one of them is to lie in no folder.
+    """
+    for path in filter(None, files):
+        if not path.absolute().parent.is_dir():
+            raise ConfigError(f"{path} cannot be written: {path.parent} is not a folder")
 
 
 def working(what: str) -> None:

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .look import add_json, print_json, table, working
+from .look import add_json, check_writable, print_json, table, working
 from .model import add_model_arguments, building, check_place, load_config
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Count, print, and draw."""
+    check_writable(arguments.out)
     check_place(arguments.model)
     if arguments.out is not None:
         from ..parallel.pipeline.plot import check_drawing

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from ..schedules import SCHEDULES
+from .look import add_json, check_writable
 
 HELP = "draw what a pipeline schedule does, and beside it how a run went"
 DESCRIPTION = (
@@ -35,10 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--save-trace", type=Path, metavar="FILE", help="write the plan as a trace that Perfetto opens")
     parser.add_argument("--width", type=int, metavar="N", help="columns to draw in (default: the terminal's)")
     parser.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="(default: %(default)s)")
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Draw it."""
+    check_writable(arguments.csv, arguments.out, arguments.save_trace)
     from ..parallel.pipeline.command import run_schedule
 
     return run_schedule(arguments)

@@ -7,7 +7,7 @@ from typing import Any
 from ..errors import ConfigError
 from .amounts import bytes_of, tokens_of
 from .flags import add_adapter_arguments, add_machine_arguments, plan_arguments
-from .look import add_json, print_json, working
+from .look import add_json, check_writable, print_json, working
 from .model import add_model_arguments, auto_class_of, building, load_config, remote_code
 
 HELP = "find the fastest layout of a model on a number of GPUs, before renting them"
@@ -45,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Search, print, and write the recipe."""
+    check_writable(arguments.out, arguments.html)
     from ..build import plan as make_plan
     from ..estimate.machine import find_machine
     from ..forecast.estimate import constants_of

@@ -183,7 +183,11 @@ def test_bad_command_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert "COMMAND" in _refused(capsys)
     assert "invalid choice: 'plain'" in _refused(capsys, "plain")
     assert "MODEL" in _refused(capsys, "plan")
-    assert "unrecognized arguments: --tpp" in _refused(capsys, "plan", "m", "--tpp", "2")
+    message = _refused(capsys, "plan", "m", "--tpp", "2")
+    assert message.startswith("usage: hfscale plan ")
+    assert "unrecognized arguments: --tpp 2 (did you mean --tp?)" in message
+    for line in (["calibrate", "--out"], ["search", "m", "--gpus", "8", "--tokens-per-step", "1", "--html"]):
+        assert "/no/where is not a folder" in _refused(capsys, *line, "/no/where/x")
 
 
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:

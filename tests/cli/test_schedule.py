@@ -42,6 +42,16 @@ def test_in_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
+def test_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schedule", "--pp", "2", "--microbatches", "4", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["planned"]
+    assert found["bubble"] == pytest.approx(1 / 4)
+    assert found["ranks"][1][0] == {
+        **{"stage": 1, "kind": "forward", "microbatch": 0, "paired": False},
+        **{"start": 1.0, "end": 2.0},
+    }
+
+
 def test_transfers_take_their_time(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ("--pp", "2", "--microbatches", "1", "--schedule", "1f1b", "--width", "80")
     without, with_transfers = _run(capsys, *argv), _run(capsys, *argv, "--transfer", "0.5")

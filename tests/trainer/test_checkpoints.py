@@ -41,7 +41,7 @@ def without_summary(found: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "layout, step, more", [pytest.param(TP2, 2, {}, marks=pytest.mark.slow), (PP2, 4, GROUPED), (DP2, 4, GROUPED)]
+    ("layout", "step", "more"), [pytest.param(TP2, 2, {}, marks=pytest.mark.slow), (PP2, 4, GROUPED), (DP2, 4, GROUPED)]
 )
 def test_a_run_goes_on_bit_by_bit(
     pools: Pools, start: str, layout: Layout, step: int, more: dict[str, Any], tmp_path: Path
@@ -58,7 +58,9 @@ def test_a_run_goes_on_bit_by_bit(
 
 
 # Stock code draws the order of an epoch anew in whose middle it goes on: step 3 ends one.
-@pytest.mark.parametrize("layout, step, more", [(TP2, 4, {}), (PP2, 4, {}), (DP2, 3, {**GROUPED, "save_steps": 1})])
+@pytest.mark.parametrize(
+    ("layout", "step", "more"), [(TP2, 4, {}), (PP2, 4, {}), (DP2, 3, {**GROUPED, "save_steps": 1})]
+)
 def test_runs_move_between_stock_and_layouts(
     pools: Pools, start: str, layout: Layout, step: int, more: dict[str, Any], tmp_path: Path
 ) -> None:

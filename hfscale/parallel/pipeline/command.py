@@ -1,6 +1,7 @@
 """``hfscale schedule``: see a pipeline schedule before it runs, and beside it how it ran."""
 
 import argparse
+import json
 import shutil
 import sys
 from dataclasses import dataclass, replace
@@ -59,20 +60,36 @@ def _write(
     arguments: argparse.Namespace, planned_order: Order, planned: Timeline, shown: list[tuple[str, Timeline]]
 ) -> None:
     """The files asked for, and what is shown in the terminal."""
-    for path in filter(None, (arguments.csv, arguments.save_trace)):
-        if not path.absolute().parent.is_dir():
-            raise ConfigError(f"{path} cannot be written: {path.parent} is not a folder")
     if arguments.out:  # first: it may refuse
         draw(arguments.out, shown)
     if arguments.csv:
         write_csv(planned_order, arguments.csv)
     if arguments.save_trace:
         write_trace(arguments.save_trace, planned)
+    if arguments.json:
+        print(json.dumps({name or "planned": described(timeline) for name, timeline in shown}, indent=1))
+        return
     width = arguments.width or shutil.get_terminal_size((100, 24)).columns
     colour = arguments.color == "always" or (arguments.color == "auto" and sys.stdout.isatty())
     print(render(shown, width, colour))
     for path in filter(None, (arguments.csv, arguments.save_trace, arguments.out)):
         print(f"wrote {path}")
+
+
+def described(timeline: Timeline) -> dict[str, Any]:
+    """A timeline as plain data; times in its unit, idle time as a share of the work."""
+    return {
+        "schedule": timeline.name,
+        "unit": timeline.unit,
+        "microbatches": timeline.num_microbatches,
+        "makespan": timeline.makespan,
+        "bubble": timeline.bubble,
+        "peak_live": timeline.peak_live(),
+        "ranks": [
+            [{**span.action._asdict(), "start": span.start, "end": span.end} for span in spans]
+            for spans in timeline.ranks
+        ],
+    }
 
 
 def _measured(trace: Path | None, step: int | None) -> Timeline | None:
