@@ -89,19 +89,25 @@ class TrainerAccelerator(Accelerator):
         if not drawn or seeded:
             super()._agree_on_order(data_loader)
         elif self.mesh.control is not None:  # groups by length, say, in an order of its own
-            data_loader.batch_sampler.sampler = OneOrder(sampler, self.mesh)
+            own_seed = self.mesh.sharing is not None and data_loader.num_workers > 0
+            data_loader.batch_sampler.sampler = OneOrder(sampler, self.mesh, own_seed)
 
 
 class OneOrder(Sampler[int]):
     """The order that the first rank has drawn, on every rank.
 
     Every rank draws, so that its random numbers go on as in one process.
+
+    Args:
+        own_seed: whether the seed of the loader's workers is drawn elsewhere; in one process it is drawn before.
     """
 
-    def __init__(self, sampler: Any, mesh: Mesh) -> None:
-        self.sampler, self._mesh = sampler, mesh
+    def __init__(self, sampler: Any, mesh: Mesh, own_seed: bool) -> None:
+        self.sampler, self._mesh, self._own_seed = sampler, mesh, own_seed
 
     def __iter__(self) -> Iterator[int]:
+        if self._own_seed:
+            torch.empty((), dtype=torch.int64).random_()
         drawn = [torch.tensor(list(self.sampler))]
         dist.broadcast_object_list(drawn, src=0, group=self._mesh.control)
         return iter(drawn[0].tolist())
