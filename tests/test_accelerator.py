@@ -44,14 +44,15 @@ class Stream(IterableDataset):
         return (self.rows[i] for i in range(len(self.rows)))
 
 
-def build(path: str, layout: dict[str, int]) -> Any:
-    return hfscale.from_pretrained(path, parallel=ParallelConfig(**layout), dtype=torch.float64).train()
+def build(path: str, layout: dict[str, int], **asked: Any) -> Any:
+    return hfscale.from_pretrained(path, parallel=ParallelConfig(**layout), dtype=torch.float64, **asked).train()
 
 
-def train(path: str, layout: dict[str, int], out: str) -> dict[str, Any]:
+def train(path: str, layout: dict[str, int], out: str, precision: str = "no") -> dict[str, Any]:
     """The loop of Accelerate's documentation."""
-    accelerator = hfscale.Accelerator(gradient_accumulation_steps=2)
-    model = build(path, layout)
+    around = "bf16" if precision == "fp8" else precision
+    accelerator = hfscale.Accelerator(gradient_accumulation_steps=2, mixed_precision=around)
+    model = build(path, layout, mixed_precision=precision)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     scheduler = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=10)
     loader = DataLoader(Rows(16), batch_size=2)

@@ -36,6 +36,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "lora": {"adapter": LORA, "merge": True},
     "qlora": {"adapter": LORA, "quantization": NF4, "merge": "float32"},
     "adamw_8bit": {"training": {"optimizer": "adamw_8bit"}},
+    "fp8": {"training": {"mixed_precision": "fp8"}, "float8": {"recipe": "tensorwise", "leave_out": ["down_proj"]}},
 }
 # The first is what the others must equal; only the mixture has experts to spread.
 LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
@@ -49,9 +50,13 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "qwen3_moe": {"single": {}, "ep2": {"ep_size": 2}, "ep2-tp2": {"ep_size": 2, "tp_size": 2}},
 }
 # Blocks of 64 values are cut by no layout here; 8-bit states turn rounding into steps of their own size.
-TOLERANCE = {"full": 1e-5, "lora": 1e-5, "qlora": 2e-5, "adamw_8bit": 1e-4}
+TOLERANCE = {"full": 1e-5, "lora": 1e-5, "qlora": 2e-5, "adamw_8bit": 1e-4, "fp8": 1e-2}
 STEPS = 3
-_FAST = {("qlora", "llama"): ["single", "tp2", "cp2"], ("lora", "qwen3_moe"): ["single", "ep2"]}
+_FAST = {
+    ("qlora", "llama"): ["single", "tp2", "cp2"],
+    ("lora", "qwen3_moe"): ["single", "ep2"],
+    ("fp8", "llama"): ["single", "shard2"],
+}
 _CASES = [pytest.param(*case, layouts, id=f"{'-'.join(case)}-fast") for case, layouts in _FAST.items()] + [
     pytest.param(method, family, list(layouts), id=f"{method}-{family}", marks=pytest.mark.slow)
     for family, layouts in LAYOUTS.items()
