@@ -167,8 +167,8 @@ class EmbeddingCase(plain.PlainCase):
 
 
 @dataclass
-class PlainPictureCase(PictureCase, plain.PlainCase):
-    """Texts with pictures, and a loss that the class takes itself; by a plain loop."""
+class OwnLossPictureCase(PictureCase, plain.OwnLossCase):
+    """Texts with pictures by ``train_step``: an encoder and a decoder, whose loss is a mean over labels."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 import transformers
-from class_cases import KINDS, Kind, PlainPictureCase, RewardCase, case_of, configs
+from class_cases import KINDS, Kind, OwnLossPictureCase, RewardCase, case_of, configs
 from tqdm import tqdm
 
 import hfscale
@@ -35,15 +35,18 @@ from hfscale._host.transformers.classes import from_config as host_from_config
 from hfscale._host.transformers.experts import use_eager_experts
 from hfscale.families.precision import keep_float64
 from hfscale.plan.own_loss import OwnLossPlan
+from hfscale.plan.towers import TowersPlan
 from hfscale.testing import measure_parity, plain
 from hfscale.testing.forked import ForkedRanks, RanksFailed
 from hfscale.testing.fuzz.children import await_all, in_a_child
 from hfscale.testing.fuzz.many import import_everything
 from hfscale.testing.parity import Case, Parity, in_float64
-from hfscale.testing.pictures import PictureCase
+from hfscale.testing.pictures import PictureCase, PlainPictureCase
 
 TOLERANCE, TIMEOUT, STAGE_LAYERS = 1e-9, 40.0, 4
 COLUMNS = ("tp2", "dp_shard2", "pp2", "LoRA tp2")
+RECIPE = "recipe"
+_PROJECTORS = "proj|connector|merger|align|adapt|resampler|abstractor"
 DEFECTS = ("wrong", "crash", "hang", "late")
 
 
@@ -111,7 +114,8 @@ def reload_stock(kind: Kind, config: Any) -> None:
 
 def judge_layout(kind: Kind, config: Any, column: str, ranks: ForkedRanks | None) -> tuple[str, str]:
     """Verdict of a column with share, and detail; without ranks, of the plan alone."""
-    return judge_case(kind, config, lambda case: layout_of(case, column), ranks, column.startswith("LoRA"))
+    adapters = RECIPE if column.startswith(RECIPE) else column.startswith("LoRA")
+    return judge_case(kind, config, lambda case: layout_of(case, column), ranks, adapters)
 
 
 def judge_case(
@@ -119,10 +123,10 @@ def judge_case(
     config: Any,
     choose: Callable[[Case], hfscale.ParallelConfig],
     ranks: ForkedRanks | None,
-    adapters: bool = False,
+    adapters: bool | str = False,
     change: Callable[[Case], Case] = lambda case: case,
 ) -> tuple[str, str]:
-    """The same of any layout, with LoRA on all linear layers or without."""
+    """The same of any layout, with LoRA on all linear layers, by the usual recipe (see :func:`recipe`), or without."""
     case = case_of(kind, config)
     try:
         layout = choose(case)
@@ -135,9 +139,7 @@ def judge_case(
     if ranks is None:
         return f"planned {share:.0%}", ""
     if adapters:
-        import peft
-
-        case = replace(case, peft=peft.LoraConfig(r=2, target_modules="all-linear", task_type=kind.task))
+        case = replace(case, peft=recipe(case) if adapters == RECIPE else all_linear(kind))
     try:
         parity = measure_parity(case, layout, ranks)
     except RanksFailed as failed:
@@ -153,6 +155,31 @@ def judge_case(
     return f"equal {share:.0%}", ""
 
 
+def all_linear(kind: Kind) -> Any:
+    """LoRA on all linear layers."""
+    import peft
+
+    return peft.LoraConfig(r=2, target_modules="all-linear", task_type=kind.task)
+
+
+def recipe(case: Case) -> Any:
+    """What vision-language models are fine-tuned by: the tower frozen, LoRA in the text, the projector whole."""
+    import peft
+
+    plan = hfscale.plan(case.config, auto_class=case.auto_class, dtype=torch.float64)
+    towers = plan.feature(TowersPlan)
+    text = towers.text if towers is not None and towers.text else plan.layers[0].rpartition(".")[0]
+    with torch.device("meta"):
+        model = host_from_config(case.auto_class, case.config)
+    named = (name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
+    leaves = sorted({name.rpartition(".")[2] for name in named if name.startswith(f"{text}.")})
+    parts = (item for item in (towers.items if towers is not None else ()) if re.search(_PROJECTORS, item))
+    saved = [part for part in parts if part in dict(model.named_modules())]
+    return peft.LoraConfig(
+        r=2, target_modules=rf"{re.escape(text)}\..*\.({'|'.join(leaves)})", modules_to_save=saved or None
+    )
+
+
 def difference(parity: Parity) -> str:
     """What differs, and by how much."""
     named = {"gradient": parity.worst_gradient, "weight": parity.worst_weight, "replicas": parity.worst_replica}
@@ -162,7 +189,7 @@ def difference(parity: Parity) -> str:
 
 def layout_of(case: Case, column: str) -> hfscale.ParallelConfig:
     """The layout of a column; stages have half of the layers each."""
-    if column != "pp2":
+    if not column.endswith("pp2"):
         return hfscale.ParallelConfig(**{"dp_shard_size" if column.startswith("dp") else "tp_size": 2})
     count = len(hfscale.plan(case.config, auto_class=case.auto_class).layers)
     halves = [count // 2, count - count // 2] if count > 1 else None
@@ -175,6 +202,8 @@ def planned_case(case: Case, layout: hfscale.ParallelConfig) -> tuple[Case, floa
     own = plan.feature(OwnLossPlan)
     if own is not None and type(case) is plain.PlainCase:
         case = plain.OwnLossCase(case.config, auto_class=case.auto_class, make_batch=case.make_batch, over=own.over)
+    if own is not None and type(case) is PictureCase:
+        case = OwnLossPictureCase(case.config, text_alone=case.text_alone, over=own.over)
     if plan.no_step and isinstance(case, PictureCase):
         case = PlainPictureCase(case.config, text_alone=case.text_alone)
     if plan.stages is not None and isinstance(case, RewardCase):
@@ -307,6 +336,19 @@ def count(rows: list[list[str]], column: int) -> str:
     return ", ".join(f"{kinds[kind]} {kind}" for kind in known) or "-"
 
 
+def by_recipe(families: list[str]) -> int:
+    """Print the verdicts on vision-language families by the usual recipe, and how many there are of each."""
+    columns = (f"{RECIPE} tp2", f"{RECIPE} pp2")
+    found: list[list[str]] = []
+    for family in tqdm(families, desc=RECIPE):
+        verdicts = judged(KINDS["pictures"], family, columns, False)
+        tqdm.write(f"{family}: {verdicts}")
+        found += [[verdicts[column] for column in columns]] if len(verdicts) > 1 else []
+    for index, column in enumerate(columns):
+        print(f"{column}: {count(found, index)} of {len(found)}")
+    return int(any(cell in DEFECTS for cells in found for cell in cells))
+
+
 def main() -> int:
     """Write the tables; the exit status is 1 where there is a defect."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -315,12 +357,15 @@ def main() -> int:
     parser.add_argument("--columns", nargs="*", choices=COLUMNS, default=COLUMNS)
     parser.add_argument("--new", action="store_true", help="leave out what the file has")
     parser.add_argument("--defects", action="store_true", help="those alone that are wrong, crash or hang in the file")
+    parser.add_argument("--recipe", action="store_true", help="the usual recipe at tp2 and pp2, and no table")
     parser.add_argument("--plan", action="store_true", help="plan, and train nothing: who is refused, and why")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     import_everything(())
+    if arguments.recipe:
+        return by_recipe(arguments.only or KINDS["pictures"].names())
     rows = read(arguments.out) if arguments.out else {}
     for part in arguments.part:
         own = rows.setdefault(part, {})

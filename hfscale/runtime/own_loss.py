@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._host.transformers.classes import class_name
+from .._host.transformers.classes import class_name, takes_argument
 from ..errors import ConfigError
 from ..plan.own_loss import OwnLossPlan
 from .batches import Microbatch
@@ -48,10 +48,12 @@ class OwnLoss(KeepsOutputs):
                 f"label_smoothing={label_smoothing} is of losses over a vocabulary, and {self._name} takes its own: "
                 "leave it out, or smooth labels in a plain loop"
             )
+        loss: Tensor
         valid = self.look(batch)[0] if batch.valid is None else batch.valid
         if not valid:  # the mean of nothing is no number
-            output = model(**{name: value for name, value in batch.items() if name != "labels"})
-            loss = 0.0 * _first(output).float().sum()
+            kept = "decoder_input_ids" not in batch and takes_argument(model, "decoder_input_ids")  # made of labels
+            output = model(**{name: value for name, value in batch.items() if kept or name != "labels"})
+            loss = 0.0 * output[1 if kept else 0].float().sum()  # behind the loss, if there is one
         else:
             output = model(**batch)
             loss = (output[0] if isinstance(output, tuple) else output.loss) * valid / count
@@ -61,11 +63,6 @@ class OwnLoss(KeepsOutputs):
     def scoring(self, temperature: float) -> AbstractContextManager[Any]:
         """Refused: scores are of tokens of a vocabulary."""
         raise ConfigError(f"scores are of causal language models' tokens, and {self._name} has another loss")
-
-
-def _first(output: Any) -> Tensor:
-    found: Tensor = output[0]
-    return found
 
 
 class ModelsOwnLoss(Part):

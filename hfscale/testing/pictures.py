@@ -18,6 +18,7 @@ from ..families.precision import keep_float64
 from .parity import Batch, Case
 from .picture_configs import IMAGE_TOKEN, LABELS_ONLY, LOWEST, PLACEHOLDERS
 from .picture_inputs import beside_text, join_pictures, make_picture
+from .plain import PlainCase
 
 
 @dataclass
@@ -95,6 +96,11 @@ class PictureCase(Case):
         if key not in _ROWS:
             _ROWS[key] = _count_features(self.config, picture)
         return _ROWS[key]
+
+
+@dataclass
+class PlainPictureCase(PictureCase, PlainCase):
+    """Texts with pictures, and a loss that the class takes itself; by a plain loop."""
 
 
 _ROWS: dict[str, int] = {}

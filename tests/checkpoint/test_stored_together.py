@@ -57,3 +57,12 @@ def test_two_mixtures_that_are_stored_as_one() -> None:
     stored = AsStored(model, {name: parameter.detach() for name, parameter in model.named_parameters()})
     experts = [name for name in stored.layout if "layers.1.mlp.experts." in name and name.endswith("down_proj.weight")]
     assert len(experts) == 2 * model.config.text_config.moe_num_experts
+
+
+def test_what_is_renamed_only_behind_another() -> None:
+    """Kimi's tower stores its norms as norm0 and norm1; alone, the host takes norm2 for one that is stored so."""
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(with_pictures("kimi_k25"))
+    stored = AsStored(model, {name: parameter.detach() for name, parameter in model.named_parameters()})
+    norms = {name.rpartition("norm")[2] for name in stored.layout if ".blocks.1.norm" in name}
+    assert norms == {"0.weight", "0.bias", "1.weight", "1.bias"}

@@ -25,11 +25,19 @@ from hfscale.testing import RankPool, assert_layout_equal, plain
 from hfscale.testing.sample_batches import changes_for
 
 Pools = Callable[[int], RankPool]
+
+
+def to_text(case: plain.PlainCase, generator: torch.Generator, length: int) -> dict[str, torch.Tensor]:
+    """Texts to be made of others; without any label in short ones, of which decoders' inputs are made all the same."""
+    batch = plain.sequence_to_sequence(case, generator, length)
+    return batch if length > 8 else {**batch, "labels": torch.full_like(batch["labels"], -100)}
+
+
 CLASSES: dict[str, tuple[Any, plain.Maker, str]] = {
     "texts": (AutoModelForSequenceClassification, plain.sequence_classification, "labels"),
     "tokens": (AutoModelForTokenClassification, plain.token_classification, "labels"),
     "masked": (AutoModelForMaskedLM, plain.causal_lm, "labels"),
-    "to text": (AutoModelForSeq2SeqLM, plain.sequence_to_sequence, "labels"),
+    "to text": (AutoModelForSeq2SeqLM, to_text, "labels"),
 }
 PP2 = {"pp_size": 2, "num_microbatches": 2}
 

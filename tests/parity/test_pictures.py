@@ -15,7 +15,7 @@ from hfscale.plan.towers import TowersPlan
 from hfscale.planner.loss_proof import passes_on_labels
 from hfscale.testing import RankPool, assert_layout_equal
 from hfscale.testing.picture_configs import with_pictures
-from hfscale.testing.pictures import PictureCase
+from hfscale.testing.pictures import PictureCase, PlainPictureCase
 
 pytestmark = pytest.mark.filterwarnings("ignore:`hidden_state` is deprecated:FutureWarning")  # mllama's, in 5.17
 Pools = Callable[[int], RankPool]
@@ -40,6 +40,23 @@ def test_ranks_with_and_without_pictures(pools: Pools, family: str, axis: str) -
     """llava_next has a parameter beside its modules, and mllama layers that text alone leaves out."""
     case = PictureCase(with_pictures(family), text_alone=APART)
     assert_layout_equal(case, ParallelConfig(**{axis: 2}), pools(2))
+
+
+@pytest.mark.parametrize("family", [pytest.param("chameleon", marks=pytest.mark.slow), "florence2"])
+def test_towers_of_models_that_are_their_own_text(pools: Pools, family: str) -> None:
+    """Codes of pictures beside a decoder, and a tower in front of an encoder and a decoder."""
+    case = PlainPictureCase(with_pictures(family), text_alone=APART)
+    assert_layout_equal(case, ParallelConfig(dp_shard_size=2), pools(2))
+
+
+def test_layers_that_another_model_reads_by_a_cache(pools: Pools) -> None:
+    """PI0's second model attends to keys and values of the first, whose layers' own outputs nothing comes back to."""
+    assert_layout_equal(PlainPictureCase(with_pictures("pi0")), ParallelConfig(dp_shard_size=2), pools(2))
+
+
+def test_what_all_layers_read_pictures_included_is_on_one_stage() -> None:
+    with pytest.raises(PlanError, match=r"all of its layers read what goes into the first, pictures included.*: use"):
+        hfscale.plan(with_pictures("inkling2"), ParallelConfig(pp_size=2), auto_class=AutoModelForImageTextToText)
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])

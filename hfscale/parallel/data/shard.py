@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ..._host.torch_fsdp import agree_on_gradients, reduce_now, shard_by_type
 from ...errors import ConfigError
+from ...families.cached_states import READ_BY_CACHE
 from ...families.precision import WIDENS_INSIDE
 from ...mesh import Mesh
 from ...options import MIXED_PRECISIONS
@@ -48,7 +49,7 @@ def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, mixed_precision: s
     dtype = MIXED_PRECISIONS["no" if as_it_is else mixed_precision]
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else MixedPrecisionPolicy()
     # Whole copies need not be given up after the forward pass where no memory is won by it.
-    reshard = mesh.layout.size("dp_shard") > 1
+    reshard = mesh.layout.size("dp_shard") > 1 and plan.family not in READ_BY_CACHE
     offload = _offload_policy(plan)
     alone = _shard_experts(model, plan, mesh, policy, offload)
     how: dict[str, Any] = {"ignored": alone, "mesh": data_mesh, "mp_policy": policy, "offload_policy": offload}

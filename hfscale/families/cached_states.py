@@ -1,0 +1,5 @@
+"""Families whose layers hand what they compute to layers of another model by a cache, and not by what they return."""
+
+READ_BY_CACHE = ("pi0",)
+"""Backward passes come to such layers by keys and values. FSDP2 gathers weights again where a gradient of what a layer
+returned arrives, so data ranks keep those of these families from the forward pass on."""
