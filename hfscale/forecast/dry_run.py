@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from ..build import from_config
+from .._host.transformers.classes import from_config as stock_from_config
+from ..build import from_config, parallelize
 from ..build import plan as make_plan
 from ..config import ParallelConfig
 from ..errors import ConfigError
@@ -177,13 +178,32 @@ def dry_run(
         rank = like[0]
         say(f"stage {rank}", number + 1, len(kinds) + 1)
         with pretended_rank(world, rank * (world // plan.layout.size("pp"))), _quiet():
-            model = from_config(config, parallel=parallel, mixed_precision=mixed_precision, **given).train()
+            model = _built(config, parallel, mixed_precision, **given).train()
             stream = torch.bfloat16 if mixed else _stream_type(model)
             counted, saved = _step(model, sizes, stream, partial(_found, job, shape))
         del model
         gc.collect()
         runs.append(_compared(like, places[rank], counted, saved, rank_traffic(shape, job, places[rank]), held[rank]))
     return DryRun(plan.layout.describe(), world, count, tokens, tuple(runs))
+
+
+def _built(
+    config: PreTrainedConfig,
+    parallel: ParallelConfig,
+    mixed_precision: str,
+    *,
+    auto_class: Any,
+    memory: MemoryConfig | None,
+    peft_config: Any,
+    **given: Any,
+) -> Any:
+    """The rank's model. Adapters need one that is made layer by layer, and takes the memory of a whole layer."""
+    if peft_config is not None:
+        chosen = {"memory": memory, "peft_config": peft_config, "mixed_precision": mixed_precision, **given}
+        return from_config(config, parallel=parallel, auto_class=auto_class, **chosen)
+    with torch.device("meta"):
+        model = stock_from_config(auto_class, config, **given)
+    return parallelize(model, parallel, memory=memory, mixed_precision=mixed_precision)
 
 
 def _check_sizes(**sizes: int) -> None:
