@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from ..errors import ConfigError
 from ..plan.table import human
 from .candidates import Candidate
 from .search import Search, parallel_arguments
@@ -14,17 +13,8 @@ def recipe_of(found: Search, model: str, candidate: Candidate | None = None, **t
     Args:
         model: a path or an id.
         training: further keys: ``training``, ``adapter`` and ``quantization`` as in the recipe's schema.
-
-    Raises:
-        ConfigError: the layout keeps something in the host's memory.
     """
     chosen = candidate or found.winner.candidate
-    if chosen.offload:
-        raise ConfigError(
-            f"{chosen.describe()}: a recipe has no word for what lies on the host: pass "
-            f"MemoryConfig({', '.join(f'offload_{what}=True' for what in chosen.offload)}) in a script of your own, or "
-            "use more GPUs"
-        )
     own: dict[str, Any] = {"batch_size": found.sequences, "gradient_checkpointing": chosen.recompute}
     if chosen.pp == 1:
         own["microbatch_size"] = chosen.batch
@@ -32,6 +22,7 @@ def recipe_of(found: Search, model: str, candidate: Candidate | None = None, **t
         "name": "searched",
         "base": model,
         "parallel": parallel_arguments(chosen),
+        "memory": {f"offload_{what}": True for what in chosen.offload},
         "data": {"source": "train.jsonl", "sequence_length": found.sequence},
         "training": {**own, **training.get("training", {})},
         **{key: value for key, value in training.items() if key != "training"},

@@ -190,7 +190,7 @@ class Recipe:
             processes (``torchrun --nnodes 1:2 --max_restarts 3 ...``).
         save_check: save and load a state behind the first step, so that a disk without room is found out then.
         routing: what a mixture's router is to do besides, the fields of ``hfscale.RoutingConfig``.
-        memory: what is computed again instead of kept, the fields of ``hfscale.MemoryConfig``.
+        memory: what is computed again instead of kept, or kept on the host, the fields of ``hfscale.MemoryConfig``.
         float8: how ``training.mixed_precision=fp8`` computes, the fields of ``hfscale.Float8Config``.
     """
 

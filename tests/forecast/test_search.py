@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, MixtralConfig
 
 import hfscale
 from hfscale import ConfigError, MemoryConfig, ParallelConfig
@@ -20,7 +20,6 @@ from hfscale.forecast.batch_rules import learning_rates
 from hfscale.forecast.candidates import Candidate, candidates
 from hfscale.forecast.facts import Facts, facts_of
 from hfscale.forecast.quick import Quick, alive_of
-from hfscale.forecast.recipe import recipe_of
 from hfscale.forecast.search import parallel_arguments, search
 from hfscale.parallel.pipeline import fullest_live, order, peak_live, stage_ranks
 from hfscale.recipes.read import read_recipe
@@ -122,8 +121,6 @@ def test_answers_where_nothing_fits() -> None:
     assert half.uses_host
     assert "nothing fits without the host's memory" in str(half)
     assert all(each.candidate.offload and each.likely <= half.budget for each in half.best)
-    with pytest.raises(ConfigError, match=r"offload_\w+=True.* in a script of your own, or use more GPUs"):
-        recipe_of(half, "model")
     with pytest.raises(ConfigError, match=r"a budget of 100.0 GiB is impossible on NVIDIA H100 SXM 80 GB.*79.6 GiB"):
         search(facts(), 4, tokens_per_step=2**20, max_memory=100 * 2**30)
     with pytest.raises(ConfigError, match="less than one sequence of 4,096"):
@@ -169,6 +166,39 @@ def test_the_command_writes_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "give --lora as well" in capsys.readouterr().err
     assert main([*argv, "--max-memory", "much"]) == 2
     assert "--max-memory much is no size" in capsys.readouterr().err
+
+
+MIXTURE = MixtralConfig(
+    hidden_size=1024,
+    intermediate_size=2048,
+    num_hidden_layers=8,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    vocab_size=32000,
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "argv", "wanted"),
+    [
+        (SMALL, "--gpus 8 --hardware a100-40 --tokens-per-step 256K", set()),
+        (SMALL, "--gpus 1 --tokens-per-step 64K --max-memory 8GiB", {"memory"}),
+        (SMALL, "--gpus 4 --hardware h200 --tokens-per-step 256K --lora q_proj,v_proj --quantize nf4", {"adapter"}),
+        (SMALL, "--gpus 8 --tokens-per-step 128K --sequence-length 131072 --max-memory 30GiB", {"cp_size"}),
+        (MIXTURE, "--gpus 8 --hardware b200 --tokens-per-step 256K", set()),
+    ],
+    ids=["a100", "offload", "qlora", "long", "mixture"],
+)
+def test_its_recipes_are_recipes(config: Any, argv: str, wanted: set[str], tmp_path: Path) -> None:
+    """What is written is read again, and a plan takes its layout and its levers."""
+    config.save_pretrained(tmp_path / "model")
+    recipe = tmp_path / "recipe.yaml"
+    assert main(["search", str(tmp_path / "model"), *argv.split(), "--out", str(recipe), "--json"]) == 0
+    read = read_recipe(recipe)
+    layout, memory = ParallelConfig(**read.parallel), MemoryConfig(**read.memory)
+    assert layout.total_size == int(argv.split()[1])
+    assert wanted <= {name for name in ("memory", "adapter") if getattr(read, name, None)} | set(read.parallel)
+    assert hfscale.plan(config, layout, memory=memory, dtype=read.training.dtype).layout == layout
 
 
 def test_amounts_and_rules() -> None:
