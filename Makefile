@@ -126,6 +126,7 @@ docs: setup
 	$(BIN)/python scripts/api_table.py
 	$(BIN)/python scripts/memory_table.py
 	$(BIN)/python scripts/architecture.py
+	$(BIN)/python scripts/drawings.py
 
 # The documentation as a site, build/site/index.html; any warning is an error.
 site: setup

@@ -25,6 +25,8 @@ _REFUSED = {
     "fp16_full_eval": "casts weights that are sharded: leave it out",
     "bf16_full_eval": "casts weights that are sharded: leave it out",
     "eval_use_gather_object": "gathers over all processes, also those that share a batch: leave it out",
+    "use_vllm": "would give vLLM this rank's shares for whole weights: generate with an engine of yours in "
+    "rollout_func, and give it the weights of hfscale.stream_weights (docs/trainer.md)",
     "save_on_each_node": "writes files on every node, and the first rank writes the only ones: save to a directory "
     "that all nodes see",
 }

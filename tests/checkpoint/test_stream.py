@@ -1,12 +1,13 @@
 """Weights streamed out of a run are those that it saves, and the model stays as it is."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
@@ -16,6 +17,7 @@ import hfscale
 from hfscale import ConfigError, ParallelConfig
 from hfscale.testing import RankPool
 
+from ..mixtures import qwen3_moe
 from ..models import tiny
 from .state_runs import LAYOUTS, build
 
@@ -57,6 +59,58 @@ def test_as_saved(pools: Pools, tmp_path: Path, kind: str, layout: str, ranks: A
             continue
         assert tensors.keys() == saved.keys()
         assert all(torch.equal(tensors[name], saved[name]) for name in saved)
+
+
+class Engine:
+    """What vLLM's models have: weights by a checkpoint's names, a few at a time."""
+
+    def __init__(self, files: Path) -> None:
+        self._expected, self.loaded = load_file(files), set[str]()
+
+    def load_weights(self, weights: list[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            expected = self._expected[name]
+            assert (tensor.shape, tensor.dtype, tensor.device.type) == (expected.shape, expected.dtype, "cpu"), name
+            torch.testing.assert_close(tensor, expected)
+            self.loaded.add(name)
+
+    @property
+    def whole(self) -> bool:
+        return self.loaded == self._expected.keys()
+
+
+def filled(path: str, adapter: str | None, layout: dict[str, int], files: str) -> bool:
+    """The function of the guide fills an engine on rank 0."""
+    page = (Path(__file__).parents[2] / "docs" / "trainer.md").read_text()
+    found = {"hfscale": hfscale}
+    exec(next(block for block in re.findall(r"(?ms)^```python\n(.*?)^```", page) if "def fill" in block), found)
+    model = hfscale.from_pretrained(path, parallel=ParallelConfig(**layout), peft_config=adapter, dtype=torch.float32)
+    engine = Engine(Path(files))
+    found["fill"](engine.load_weights, model)  # type: ignore[operator]
+    return engine.whole
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "adapted"),
+    [("llama", {"tp_size": 2}, True), ("qwen3_moe", {"tp_size": 2}, False), ("qwen3_moe", {"ep_size": 2}, False)],
+)
+def test_an_engine_is_filled_with_what_stock_code_saves(
+    pools: Pools, tmp_path: Path, kind: str, layout: dict[str, int], adapted: bool
+) -> None:
+    torch.manual_seed(0)
+    stock: Any = AutoModelForCausalLM.from_config(
+        qwen3_moe(num_hidden_layers=2) if kind == "qwen3_moe" else tiny(kind), dtype=torch.float32
+    )
+    stock.save_pretrained(tmp_path / "base")
+    if adapted:
+        config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+        with_adapter: Any = get_peft_model(stock, config)
+        with_adapter.save_pretrained(tmp_path / "adapter")
+        with_adapter.merge_and_unload().save_pretrained(tmp_path / "merged")
+    adapter = str(tmp_path / "adapter") if adapted else None
+    files = tmp_path / ("merged" if adapted else "base") / "model.safetensors"
+    found = pools(2).run(filled, str(tmp_path / "base"), adapter, layout, str(files))
+    assert found == [True, False]
 
 
 ADAPTERS: dict[str, dict[str, Any]] = {
