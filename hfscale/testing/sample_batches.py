@@ -7,10 +7,13 @@ import transformers
 from transformers import PreTrainedConfig
 
 from ..errors import ConfigError
+from ..families.clone import tiny_clone
 from ..plan import Plan
 from ..plan.own_loss import OwnLossPlan
 from . import plain
-from .parity import Case
+from .parity import Case, in_float64
+from .picture_configs import with_pictures
+from .pictures import PictureCase, PlainPictureCase
 
 # Auto class -> what makes a batch of it. Causal language models that train_step knows are trained by that.
 _MAKERS: dict[str, plain.Maker] = {
@@ -23,6 +26,7 @@ _MAKERS: dict[str, plain.Maker] = {
     "AutoModelForTokenClassification": plain.token_classification,
 }
 _CLASSES = ("AutoModelForImageClassification", "AutoModelForSequenceClassification", "AutoModelForTokenClassification")
+_PICTURES = "AutoModelForImageTextToText"
 _SMALL_INPUTS = {"image_size": 32, "num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 40}
 
 
@@ -37,10 +41,13 @@ def changes_for(config: PreTrainedConfig, auto_class: Any) -> dict[str, Any]:
         ConfigError: there is no making batches for this class.
     """
     name = _name(auto_class)
+    if name == _PICTURES:
+        return {}
     if name not in _MAKERS:
         raise ConfigError(
-            f"--auto-class {name}: verify makes batches for {', '.join(_MAKERS)}, and knows of no batch for this one. "
-            "Compare it in Python: hfscale.testing.assert_layout_equal(hfscale.testing.plain.PlainCase(config, "
+            f"--auto-class {name}: verify makes batches for {', '.join((*_MAKERS, _PICTURES))}, and knows of no batch "
+            "for this one. Compare it in Python: "
+            "hfscale.testing.assert_layout_equal(hfscale.testing.plain.PlainCase(config, "
             f"auto_class=transformers.{name}, make_batch=...), layout, pool)"
         )
     fields = config.to_dict()
@@ -59,10 +66,19 @@ def changes_for(config: PreTrainedConfig, auto_class: Any) -> dict[str, Any]:
     return changes
 
 
+def clone_for(config: PreTrainedConfig, auto_class: Any, layers: int, **changes: Any) -> Any:
+    """A tiny config of the same family; of a vision-language model, one whose pictures are as small."""
+    make = with_pictures if _name(auto_class) == _PICTURES else tiny_clone
+    return make(config, layers=layers, **changes)
+
+
 def case_for(clone: PreTrainedConfig, auto_class: Any, planned: Plan) -> Case:
     """What to train: by ``train_step`` where the loss is one that it knows, else by a plain loop."""
     if planned.loss is not None and _name(auto_class) == "AutoModelForCausalLM":
         return Case(clone, auto_class=auto_class)
+    if _name(auto_class) == _PICTURES:
+        by_loop = planned.no_step or planned.feature(OwnLossPlan) is not None
+        return PlainPictureCase(clone) if by_loop else PictureCase(clone)
     given: dict[str, Any] = {"auto_class": auto_class, "make_batch": _MAKERS[_name(auto_class)]}
     own = planned.feature(OwnLossPlan)
     if own is not None and planned.stages is not None:  # nothing else runs stages
@@ -80,7 +96,7 @@ def check_stock(case: Case) -> None:
     from ..families.precision import keep_float64
 
     try:
-        model = case.auto_class.from_config(case.config, dtype=torch.float64, **case.hf_kwargs)
+        model = in_float64(case.auto_class.from_config(case.config, dtype=torch.float64, **case.hf_kwargs))
         use_eager_experts(model)
         with keep_float64():
             model(**case.batches(1)[0][0][0]).loss.backward()

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from .. import from_config, plan
 from ..config import AXES, ParallelConfig
 from ..errors import ConfigError
-from ..families.clone import EXPERTS, LAYERS, tiny_clone
+from ..families.clone import EXPERTS, LAYERS
 from ..families.expert_modules import EXPERT_FIELDS
 from ..parallel.pipeline import read_csv
 from ..schedules import ASYNCHRONOUS, SCHEDULES
@@ -85,7 +85,7 @@ def verify(
     small = scale_down(layout)
     changes = _heads_that_fit(config, layout.size("tp"), small.size("tp")) | _experts_that_fit(config, small.size("ep"))
     changes |= sample_batches.changes_for(config, auto_class)
-    clone = tiny_clone(config, layers=_layers(small), **changes)
+    clone = sample_batches.clone_for(config, auto_class, _layers(small), **changes)
     planned = plan(clone, small, auto_class=auto_class, **hf_kwargs)  # refuse before any process is started
     case = sample_batches.case_for(clone, auto_class, planned)
     case.hf_kwargs = hf_kwargs

@@ -7,15 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, LlamaConfig
 
+import hfscale
 from hfscale import ParallelConfig
 from hfscale.cli import main
 from hfscale.config import SCHEDULES
 from hfscale.families.clone import tiny_clone
 from hfscale.parallel.pipeline import order, write_csv
 from hfscale.parallel.pipeline.orders import check
-from hfscale.testing import Case, Parity, RankPool, measure_parity, verify
+from hfscale.testing import Case, Parity, RankPool, measure_parity, sample_batches, verify
+from hfscale.testing.pictures import PictureCase
 from hfscale.testing.verify import _heads_that_fit
 
 BIG = LlamaConfig(
@@ -133,6 +135,15 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], layout:
     printed = capsys.readouterr().out
     assert "equal to rounding" in printed
     assert printed.count(" ok") == 5
+
+
+def test_a_vision_language_model_is_verified_with_pictures() -> None:
+    kind = AutoModelForImageTextToText
+    clone = sample_batches.clone_for(AutoConfig.for_model("llava"), kind, 2)
+    case = sample_batches.case_for(clone, kind, hfscale.plan(clone, auto_class=kind))
+    assert type(case) is PictureCase
+    sample_batches.check_stock(case)
+    assert "pixel_values" in case.batches(1)[0][0][0]
 
 
 def test_adapters_are_verified_too(
