@@ -14,7 +14,7 @@ from .facts import Facts
 from .quick import Found, Quick
 from .report import DOES_NOT_FIT, FITS
 
-_MOST_TIMES = 64  # as many GPUs as asked for, tried where nothing fits
+_MOST_TIMES = 256  # as many GPUs as asked for, tried where nothing fits
 
 
 @dataclass(frozen=True)
