@@ -77,11 +77,13 @@ class LayerBytes:
         kept: bytes for the backward pass.
         stream: bytes of its input alone, which is kept where activations are recomputed.
         counted: whether it is counted, and not estimated from above.
+        again: bytes that are kept while its largest block that is recomputed by itself runs its backward pass.
     """
 
     kept: float
     stream: float
     counted: bool
+    again: float = 0.0
 
 
 def layer_bytes(
@@ -110,7 +112,8 @@ def layer_bytes(
     if roles is None:
         return LayerBytes(_at_most(plan, layer, owned, hidden, ranks, types, routes), stream, False)
     layer_of = _Llama(plan, roles, hidden, ranks, types, frozenset(trained), sequence)
-    return LayerBytes(layer_of.norms(first) + layer_of.blocks(), stream, True)
+    blocks, again = layer_of.blocks()
+    return LayerBytes(layer_of.norms(first) + blocks, stream, True, again)
 
 
 def stream_width(plan: Plan, layer: str) -> int:
@@ -153,8 +156,19 @@ class _Llama:
             total += (self._kept(self.hidden, wide) + wide) * needed + normed
         return total / self.sequence
 
-    def blocks(self) -> float:
-        """What the blocks keep, their inputs included."""
+    def blocks(self) -> tuple[float, float]:
+        """What the blocks keep, their inputs included; and, of those that are recomputed by themselves, the most that
+        one keeps while it is.
+        """
+        alone, total, again = recomputed(self.plan).modules, 0.0, 0.0
+        for output, kept in (("o_proj", self._attention()), ("down_proj", self._mlp())):
+            if self.roles[output].name.removesuffix(f".{output}.weight") in alone:
+                total, again = total + self._kept(self.hidden, self.types.stream), max(again, kept)
+            else:
+                total += kept
+        return total, again
+
+    def _attention(self) -> float:
         size = self.types.size
         queries, keys = self._out("q_proj"), self._out("k_proj")
         total = self._kept(queries, size) + 2 * self._kept(keys * replicas(self.plan), size)
@@ -163,17 +177,16 @@ class _Llama:
             if name in self.roles:
                 width, trains = self._out(f"{name[0]}_proj"), self.roles[name].name in self.trained
                 total += self._kept(width, max(4, size)) + self._kept(width, size) * trains
-        inner = self._out("gate_proj")
-        total += 3 * self._kept(inner, size)
         if recomputed(self.plan).attention:  # recomputed: nothing but what the output projection keeps
             total += self._read(queries, ("o_proj",))
         else:  # SDPA keeps its result anyway, and an adapter's copy of it comes on top
             total += self._kept(queries, size) + self._read(queries, ("o_proj",), kept=not shares_heads(self.plan))
-        total += self._read(inner, ("down_proj",))
-        again = self.sequence if self.plan.layout.sequence_regather else 1
-        for readers in (_ATTENTION[:3], _MLP[:2]):
-            total += self._read_stream(readers, again)
-        return total
+        return total + self._read_stream(_ATTENTION[:3])
+
+    def _mlp(self) -> float:
+        inner = self._out("gate_proj")
+        total = 3 * self._kept(inner, self.types.size) + self._read(inner, ("down_proj",))
+        return total + self._read_stream(_MLP[:2])
 
     def _kept(self, values: float, size: float) -> float:
         """Bytes of so many values of a token; few stay as they are."""
@@ -186,8 +199,9 @@ class _Llama:
     def _out(self, name: str) -> int:
         return self.roles[name].model_shape(self.ranks)[0]
 
-    def _read_stream(self, readers: tuple[str, ...], again: int) -> float:
+    def _read_stream(self, readers: tuple[str, ...]) -> float:
         """Bytes that projections keep of what a norm returns: under autocast a copy each, or what is gathered anew."""
+        again = self.sequence if self.plan.layout.sequence_regather else 1
         if not self.types.autocasts:
             return self._read(self.hidden, readers, again=again)
         if again > 1:

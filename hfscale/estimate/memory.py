@@ -28,6 +28,7 @@ from ..plan.recompute import recomputed
 from ..plan.table import human
 from .activations import Types, stream_width
 from .exchanged import exchanged_bytes
+from .gradient_bytes import left_out_bytes
 from .recompute import (
     LayerHeld,
     Situation,
@@ -60,6 +61,7 @@ class MemoryEstimate:
         gathered: whole weights of one layer and of what is around the layers, where data ranks shard them.
         exchanged: keys and values of other context ranks, or what attention sends of its own, of one layer at a time.
         loss: one chunk of logits with its gradient, and the head's gradient before it is ``.grad``.
+        on_host: what lies on the host instead; no part of :attr:`total`.
         notes: what of this is estimated, and how.
     """
 
@@ -71,12 +73,13 @@ class MemoryEstimate:
     gathered: int
     exchanged: int
     loss: int
+    on_host: int = 0
     notes: tuple[str, ...] = ()
 
     @property
     def kinds(self) -> dict[str, int]:
-        """Bytes by kind."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "notes"}
+        """Bytes by kind, on the device."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("on_host", "notes")}
 
     @property
     def total(self) -> int:
@@ -135,17 +138,18 @@ def estimate_memory(
     own_tokens = ceil(tokens / plan.layout.size("cp"))
     again: dict[str, Any] = {"all_recomputed": checkpointing, "chosen": recomputed_layers}
     situation = Situation(own_tokens, tuple(alive), mixed, frozenset(chosen), routes, **again)
-    kept, notes = _activations(plan, here, situation, mixed)
-    state, more = _optimizer(plan, training, here, optimizer, options)
+    kept, away, notes = _activations(plan, here, situation, mixed)
+    state, moved, more = _optimizer(plan, training, here, optimizer, options)
     found = MemoryEstimate(
         weights=sum(weight_bytes(plan, p, here) for p in held if p.name not in adapters),
         adapters=sum(weight_bytes(plan, p, here) for p in held if p.name in adapters),
-        gradients=sum(weight_bytes(plan, p, here) for p in training),
+        gradients=sum(weight_bytes(plan, p, here) for p in training) + left_out_bytes(plan, training, here, mixed),
         optimizer=state,
         activations=kept,
         gathered=_gathered(plan, here, held, mixed, alive),
         exchanged=_exchanged(plan, here, situation, tokens),
         loss=_loss(plan, here, chosen, chunk_rows or ceil(situation.tokens / 4)),
+        on_host=away + moved,
         notes=(*notes, *more),
     )
     return _without_shards(found) if offloaded(plan).parameters else found
@@ -155,17 +159,18 @@ def _without_shards(found: MemoryEstimate) -> MemoryEstimate:
     """What is left on the device where shards lie on the host."""
     away = found.weights + found.adapters + found.gradients + found.optimizer
     note = f"on the host: shards, gradients and optimizer of {human(away)}"
-    return replace(found, weights=0, adapters=0, gradients=0, optimizer=0, notes=(*found.notes, note))
+    none = dict.fromkeys(("weights", "adapters", "gradients", "optimizer"), 0)
+    return replace(found, **none, on_host=found.on_host + away, notes=(*found.notes, note))
 
 
 def _optimizer(
     plan: Plan, training: list[ParameterPlan], ranks: dict[str, int], name: str, options: Mapping[str, Any] | None
-) -> tuple[int, list[str]]:
-    """Bytes of its state, and what is to be said of them."""
+) -> tuple[int, int, list[str]]:
+    """Bytes of its state on the device and on the host, and what is to be said of them."""
     state = optimizer_bytes(training, ranks, name, options, plan.layers)
     if not offloaded(plan).optimizer:
-        return state, []
-    return 0, [f"on the host: the optimizer's state of {human(state)}, and its copies of the largest parameter"]
+        return state, 0, []
+    return 0, state, [f"on the host: the optimizer's state of {human(state)}, and its copies of the largest parameter"]
 
 
 def weight_bytes(plan: Plan, planned: ParameterPlan, ranks: dict[str, int], axes: Collection[str] = ()) -> int:
@@ -201,10 +206,11 @@ def _quantized_bytes(plan: Plan, planned: ParameterPlan, ranks: dict[str, int]) 
     return ceil(values / 2) + (outer if double else 4 * blocks) + _CODE
 
 
-def _activations(plan: Plan, here: dict[str, int], situation: Situation, mixed: bool) -> tuple[int, list[str]]:
+def _activations(plan: Plan, here: dict[str, int], situation: Situation, mixed: bool) -> tuple[int, int, list[str]]:
+    """On the device and on the host, and what is to be said of them."""
     held, types = layers_held(plan, here, situation), types_of(plan, mixed)
     chosen = layers_recomputed(plan, here, situation)
-    tokens, total, again = situation.tokens, 0.0, recomputed(plan)
+    tokens, total = situation.tokens, 0.0
     for each in held:
         total += each.alive * tokens * (each.bytes.stream if each.name in chosen else each.bytes.kept)
     for index, alive, layers in stages_held(plan, here, situation):
@@ -212,26 +218,31 @@ def _activations(plan: Plan, here: dict[str, int], situation: Situation, mixed: 
             total += alive * tokens * _around(plan, types, situation.trained)
         elif layers:  # what was sent stays until its gradient is back
             total += alive * tokens * types.stream * stream_width(plan, layers[-1]) / _sequence(plan)
+    away, notes_of_host = 0, list[str]()
     if offloaded(plan).activations is not None:
         total, away = _on_host(held, chosen, tokens, total)
         notes_of_host = [f"on the host: {human(away)} of activations; two layers of a microbatch are on the device"]
-    else:
-        notes_of_host = []
     total += tokens * max((each.bytes.kept for each in held if each.name in chosen), default=0.0)
-    counted = all(each.bytes.counted for each in held)
+    total += tokens * max((each.bytes.again for each in held), default=0.0)
+    return ceil(total), away, [*notes_of_host, *_notes(plan, tokens, held, chosen)]
+
+
+def _notes(plan: Plan, tokens: int, held: Sequence[LayerHeld], chosen: frozenset[str]) -> list[str]:
+    """What is to be said of what layers keep."""
+    again, counted = recomputed(plan), all(each.bytes.counted for each in held)
     how = "counted for this kind of layer" if counted else "an upper estimate from the shapes of the layers"
-    notes = [*notes_of_host, f"activations: {how}, of {tokens:,} tokens a microbatch; scores of attention are not kept"]
+    notes = [f"activations: {how}, of {tokens:,} tokens a microbatch; scores of attention are not kept"]
     if compressed(plan) is not None:
         notes.append("what layers keep is counted in 8 bits")
     if again.keep:
         notes.append("results of operators that recomputed layers keep are not counted")
-    if again.modules:
+    if any(not counted or not name.endswith((".self_attn", ".mlp")) for name in again.modules):
         notes.append("what modules that are recomputed by themselves do not keep is not deducted")
     if chosen:
         notes.append(
             f"recomputed: {len(chosen)} of {len(held)} layers, of which the input is kept, and one of them whole"
         )
-    return ceil(total), notes
+    return notes
 
 
 def _on_host(held: Sequence[LayerHeld], chosen: frozenset[str], tokens: int, total: float) -> tuple[float, int]:

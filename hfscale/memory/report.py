@@ -22,9 +22,10 @@ from ..errors import ConfigError
 from ..estimate.memory import MemoryEstimate, estimate_memory
 from ..families.expert_modules import experts_per_token
 from ..ops.head_cross_entropy import rows_per_chunk
+from ..parallel.data import DataParallel
 from ..plan import Plan
 from ..quantization.quantized_modules import beside_quantized
-from ..runtime import find_runtime, local_tensor, runtime_of
+from ..runtime import find_runtime, local_tensor, memory_of, runtime_of
 from .alive import alive_together
 from .recompute import Recomputation
 
@@ -140,7 +141,7 @@ class Held:
     Attributes:
         weights: parameters of the model; packed bytes and all that is needed to read them, of quantized ones.
         adapters: parameters of adapters.
-        gradients: of all of them.
+        gradients: of all of them, and what their compression has left out of them so far.
         optimizer: state of the optimizer.
     """
 
@@ -159,11 +160,13 @@ def held_bytes(model: nn.Module, optimizer: Any = None) -> Held:
     else:
         pairs = [(".lora_" in name, parameter) for name, parameter in model.named_parameters()]
     weights = [parameter for adapter, parameter in pairs if not adapter]
+    compressing = None if runtime is None else runtime.part(DataParallel)
+    left_out = [] if compressing is None else compressing.left_out()
     states = [] if optimizer is None else [value for state in optimizer.state.values() for value in state.values()]
     return Held(
         weights=storage_bytes([*weights, *beside_quantized(model)]),
         adapters=storage_bytes(parameter for adapter, parameter in pairs if adapter),
-        gradients=storage_bytes(parameter.grad for _, parameter in pairs),
+        gradients=storage_bytes([*(parameter.grad for _, parameter in pairs), *left_out]),
         optimizer=storage_bytes(states),
     )
 
@@ -249,8 +252,8 @@ class _Counter:
     def _note_parameters(self, module: nn.Module, _: Any) -> None:
         # While data ranks have weights gathered, these are the whole ones.
         for parameter in (*own_parameters(module).values(), *own_buffers(module).values()):
-            if parameter is not None:
-                storage = local_tensor(parameter.detach()).untyped_storage()
+            for plain in [] if parameter is None else memory_of(parameter.detach()):
+                storage = plain.untyped_storage()
                 self._parameters.setdefault(storage_key(storage), StorageWeakRef(storage))
 
     def _enter(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:

@@ -16,22 +16,14 @@ from hfscale.runtime.runtime import local_tensor
 from hfscale.testing import RankPool
 from hfscale.testing.parity import ragged_batch
 
+from ..layouts import named
 from ..mixtures import qwen3_moe
 from ..models import tiny
 from ..quantization.models import four_bits, save, wide
 from ..sweeps import cases
 
 Pools = Callable[[int], RankPool]
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "sequence": {"tp_size": 2, "sequence_parallel": True},
-    "1f1b": {"pp_size": 2},
-    "zbv": {"pp_size": 2, "pipeline_schedule": "zbv"},
-    "pipedream": {"pp_size": 2, "pipeline_schedule": "pipedream_2bw"},
-    "shard2": {"dp_shard_size": 2},
-    "replicate2": {"dp_replicate_size": 2},
-    "ep2": {"ep_size": 2},
-    "cp2": {"cp_size": 2},
-}
+LAYOUTS = named("sequence", "1f1b", "zbv", "pipedream", "shard2", "replicate2", "ep2", "cp2")
 KEEPS: dict[str, dict[str, Any]] = {
     "full": {"recompute": "full"},
     "selective": {"recompute": "selective"},

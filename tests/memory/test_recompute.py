@@ -18,6 +18,7 @@ from hfscale.runtime.runtime import local_tensor
 from hfscale.testing import Case, RankPool, assert_layout_equal
 from hfscale.testing.families import config_of
 
+from ..layouts import named
 from ..mixtures import EAGER, qwen3_moe
 from ..models import tiny
 from ..quantization.models import four_bits, save, wide
@@ -25,21 +26,9 @@ from ..sweeps import pairs
 
 Pools = Callable[[int], RankPool]
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "one": {},
-    "tp2": {"tp_size": 2},
-    "sequence": {"tp_size": 2, "sequence_parallel": True},
-    "regather": {"tp_size": 2, "sequence_parallel": True, "sequence_regather": True},
-    "1f1b": {"pp_size": 2},
-    "zbv": {"pp_size": 2, "pipeline_schedule": "zbv"},
-    "shard2": {"dp_shard_size": 2},
-    "replicate2": {"dp_replicate_size": 2},
-    "ep2": {"ep_size": 2},
-    "ep2, tp2": {"ep_size": 2, "tp_size": 2},
-    "cp2": {"cp_size": 2},
-    "lora, tp2": {"tp_size": 2},
-    "lora, sequence": {"tp_size": 2, "sequence_parallel": True},
-    "lora, shard2": {"dp_shard_size": 2},
-    "pp2, tp2": {"pp_size": 2, "tp_size": 2, "sequence_parallel": True},
+    **named("one", "tp2", "sequence", "regather", "1f1b", "zbv", "shard2", "replicate2", "ep2", "ep2, tp2", "cp2"),
+    **{f"lora, {name}": sizes for name, sizes in named("tp2", "sequence", "shard2").items()},
+    **named("pp2, tp2"),
 }
 WAYS: dict[str, MemoryConfig] = {
     "full": MemoryConfig(recompute="full"),

@@ -22,6 +22,7 @@ from hfscale.precision.float8 import compute
 from hfscale.testing import RankPool
 from hfscale.testing.parity import Batch, Case, assert_layout_equal
 
+from ..layouts import named
 from ..mixtures import qwen3_moe
 from ..models import tiny
 from ..sweeps import cases, pairs
@@ -114,17 +115,7 @@ def case(recipe: str = "tensorwise", left: tuple[str, ...] = (), **changes: Any)
     return Float8Case(config, asked=asked, recipe=recipe, left=left, **changes)
 
 
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "one": {},
-    "tp2": {"tp_size": 2},
-    "sequence": {"tp_size": 2, "sequence_parallel": True},
-    "regather": {"tp_size": 2, "sequence_parallel": True, "sequence_regather": True},
-    "1f1b": {"pp_size": 2},
-    "zbv": {"pp_size": 2, "pipeline_schedule": "zbv"},
-    "shard2": {"dp_shard_size": 2},
-    "replicate2": {"dp_replicate_size": 2},
-    "cp2": {"cp_size": 2},
-}
+LAYOUTS = named("one", "tp2", "sequence", "regather", "1f1b", "zbv", "shard2", "replicate2", "cp2")
 
 
 RECIPES = ("tensorwise", "rowwise")

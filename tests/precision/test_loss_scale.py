@@ -22,20 +22,14 @@ from hfscale.runtime.runtime import local_tensor
 from hfscale.testing import RankPool
 from hfscale.testing.parity import ragged_batch
 
+from ..layouts import named
 from ..mixtures import qwen3_moe
 from ..models import tiny
 from ..sweeps import cases
 
 Pools = Callable[[int], RankPool]
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "one": {},
-    "tp2": {"tp_size": 2},
-    "sequence": {"tp_size": 2, "sequence_parallel": True},
-    "1f1b": {"pp_size": 2},
-    "zbv": {"pp_size": 2, "pipeline_schedule": "zbv"},
-    "shard2": {"dp_shard_size": 2},
-    "replicate2": {"dp_replicate_size": 2},
-    "cp2": {"cp_size": 2},
+    **named("one", "tp2", "sequence", "1f1b", "zbv", "shard2", "replicate2", "cp2"),
     "pp2, tp2": {"pp_size": 2, "tp_size": 2},
     "pp2, shard2": {"pp_size": 2, "dp_shard_size": 2},
 }

@@ -16,30 +16,21 @@ from hfscale.ops.exchange import start_all_gather, start_all_reduce, start_reduc
 from hfscale.runtime import local_tensor, runtime_of
 from hfscale.testing import RankPool
 
+from ..layouts import named
 from ..models import tiny
 from ..sweeps import pairs
 from .collectives import RaceError, backward_on_a_thread, races, strict
 
 Pools = Callable[[int], RankPool]
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "tp2": {"tp_size": 2},
-    "tp2-apart": {"tp_size": 2, "overlap": False},
-    "tp2-sequence": {"tp_size": 2, "sequence_parallel": True},
-    "tp2-regather": {"tp_size": 2, "sequence_parallel": True, "sequence_regather": True},
-    "pp2": {"pp_size": 2},
-    "pp2-zbv": {"pp_size": 2, "pipeline_schedule": "zbv"},
-    "shard2": {"dp_shard_size": 2},
-    "ep2": {"ep_size": 2},
-    "ep2-tp2": {"ep_size": 2, "tp_size": 2},
-}
+LAYOUTS = named("tp2", "apart", "sequence", "regather", "1f1b", "zbv", "shard2", "ep2", "ep2, tp2")
 # What each starts and does not wait for at once; FSDP2 does so on GPUs only.
 ASYNCHRONOUS = {
     "tp2": {"all_reduce"},
-    "tp2-apart": {"all_reduce"},
-    "tp2-sequence": {"all_gather", "all_to_all_single"},
-    "tp2-regather": {"all_gather", "all_to_all_single"},
-    "pp2": {"isend", "irecv"},
-    "pp2-zbv": {"isend", "irecv"},
+    "apart": {"all_reduce"},
+    "sequence": {"all_gather", "all_to_all_single"},
+    "regather": {"all_gather", "all_to_all_single"},
+    "1f1b": {"isend", "irecv"},
+    "zbv": {"isend", "irecv"},
 }
 
 
@@ -80,7 +71,7 @@ def _steps(layout: ParallelConfig, rows: int) -> tuple[Counter[str], Counter[str
 
 
 # Shares of one sample are sent as they lie, without a copy.
-ONE = ("tp2", "tp2-sequence", "tp2-regather", "ep2")
+ONE = ("tp2", "sequence", "regather", "ep2")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from contextlib import AbstractContextManager
 from typing import Any
 
+from torch import Tensor
+
 from ..._host.torch_fsdp import add_up_gradients
 from ...runtime import Part, Runtime
 from ...runtime.local_weights import LocalWeights
@@ -33,6 +35,11 @@ class DataParallel(Part):
         gather_in_8_bits(model, plan, mesh)
         if compresses(plan):
             self._compressing = install_compression(model, plan, mesh)
+
+    def left_out(self) -> list[Tensor]:
+        """What compression keeps: what it has left out of gradients, and factors."""
+        states = [state for each in self._compressing for state in each.state().values()]
+        return [tensor for state in states for tensor in state.values()]
 
     def state(self, runtime: Runtime) -> dict[str, Any]:
         """What compression has left out of gradients so far; it goes on in the same layout only."""
