@@ -62,7 +62,7 @@ def read(runtime: Runtime, checkpoint: Path, optimizer: torch.optim.Optimizer, s
     """Go on from a checkpoint of stock Trainer's; call it on every rank.
 
     Raises:
-        CheckpointError: its state is not one of these parameters.
+        CheckpointError: its state is not one of these parameters, or in blocks that the layout cuts.
     """
     written = torch.load(checkpoint / OPTIMIZER, map_location="cpu", weights_only=True, mmap=True)
     names, groups = _numbers(runtime, optimizer), written["param_groups"]
@@ -82,10 +82,22 @@ def read(runtime: Runtime, checkpoint: Path, optimizer: torch.optim.Optimizer, s
         for parameter, place in zip(group["params"], mine[-1]["params"], strict=True):
             state[place] = {
                 key: _taken(value, planned[id(parameter)], parameter, runtime.mesh.ranks, plain)
-                for key, value in written["state"].get(place, {}).items()
+                for key, value in _flat(written["state"].get(place, {})).items()
             }
+            if "absmax1" in state[place] and planned[id(parameter)].cuts:
+                raise CheckpointError(
+                    f"{checkpoint / OPTIMIZER} has states in 8 bits, in blocks of whole tensors, and this layout cuts "
+                    "them: go on in one process, or from a checkpoint of hfscale.Trainer"
+                )
     optimizer.load_state_dict({"state": state, "param_groups": mine})
     scheduler.load_state_dict(torch.load(checkpoint / SCHEDULER, weights_only=True))
+
+
+def _flat(state: dict[str, Any]) -> dict[str, Any]:
+    """Bitsandbytes wraps what belongs together in a dictionary of its own."""
+    nested = [value for value in state.values() if isinstance(value, dict)]
+    plain = {key: value for key, value in state.items() if not isinstance(value, dict)}
+    return {**plain, **{key: value for each in nested for key, value in each.items()}}
 
 
 def _taken(value: Any, planned: ParameterPlan, parameter: Tensor, ranks: dict[str, int], plain: bool) -> Any:
