@@ -144,6 +144,28 @@ class Tie:
 
 
 @dataclass(frozen=True)
+class TwoStacks:
+    """An encoder and a decoder that are cut as one list of layers, the encoder's first.
+
+    ::
+
+        stages of the encoder      ids --> its stream, [b, s, h] -->
+        stages of the decoder      target ids --> its stream and behind it what the encoder made, [b, t + s, h] -->
+
+    Every stage of the decoder passes on what the encoder made, so that the gradients of all that read it add up on
+    their way back.
+
+    Attributes:
+        encoder, decoder: names of the modules.
+        first: name of the decoder's first layer.
+    """
+
+    encoder: str
+    decoder: str
+    first: str
+
+
+@dataclass(frozen=True)
 class StagePlan:
     """A model cut into pipeline stages. ``print`` it for what each stage costs.
 
@@ -162,6 +184,7 @@ class StagePlan:
         module_returns: the same of each module in :attr:`Stage.modules`, where it was called; 0 for anything else.
         ties: tensors that several stages hold.
         work: what each stage costs, in the unit of :meth:`hfscale.planner.costs.Cost.work`.
+        stacks: of an encoder-decoder, its two; ``None`` where there is one list of layers.
     """
 
     stages: tuple[Stage, ...]
@@ -172,6 +195,23 @@ class StagePlan:
     module_returns: tuple[tuple[str, int | None], ...]
     ties: tuple[Tie, ...]
     work: tuple[int, ...]
+    stacks: TwoStacks | None = None
+
+    @property
+    def places(self) -> dict[str, int]:
+        """Name of each layer -> its number, counted along the model."""
+        return {name: number for number, name in enumerate(name for stage in self.stages for name in stage.layers)}
+
+    def arrives(self, stage: int) -> tuple[bool, bool]:
+        """Whether a stage is in front of, and whether it is behind, the first layer of a decoder.
+
+        What arrives in front is a stream of the source's tokens, as at a decoder's very first layer; behind it, that of
+        the target's and what the encoder made of the source.
+        """
+        if self.stacks is None:
+            return True, False
+        start, border = self.places[self.stages[stage].layers[0]], self.places[self.stacks.first]
+        return start < border, start > border
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -231,7 +271,11 @@ class StagePlan:
 
 def _extent(stage: Stage) -> str:
     """``model.embed_tokens, model.layers.0-4``."""
-    first, last = stage.layers[0], stage.layers[-1].rpartition(".")[2]
-    layers = first if len(stage.layers) == 1 else f"{first}-{last}"
+    lists: dict[str, list[str]] = {}
+    for layer in stage.layers:
+        path, _, number = layer.rpartition(".")
+        lists.setdefault(path, []).append(number)
+    extents = (f"{path}.{own[0]}" + (f"-{own[-1]}" if len(own) > 1 else "") for path, own in lists.items())
+    layers = ", ".join(extents)
     named = [layers, *stage.modules] if stage.index else [*stage.modules, layers]
     return ", ".join(named)

@@ -1,26 +1,23 @@
 """Cut a model into pipeline stages: which layers and which other modules each of them holds."""
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from .._host.torch import passes_otherwise
-from .._host.transformers.classes import input_embedding
 from ..config import ParallelConfig
 from ..errors import PlanError
 from ..plan.stages import Stage, StagePlan, Tie, place_stages
 from ..plan.towers import TowersPlan
-from .around import items_around, tensors_of
+from .around import tensors_of
 from .costs import BATCH_TOKENS, SEQUENCE, Costs, layer_costs
 from .draft import Draft, Ranks
 from .layers import find_layers
-from .probe import ALONE, PassageProbe, tiny_model
-from .remembered import Remembered, said_by
+from .passage import Passage, stage_problem, trace
+from .probe import ALONE
 from .resolve import find_blueprint
-
-known = Remembered[PassageProbe]()
+from .two_stacks import find_stacks, trace_stacks
 
 
 def assign_stages(
@@ -86,14 +83,17 @@ def plan_stages(
     layout = draft.layout
     virtual = int(layout.virtual_stages or 1)
     count = layout.size("pp") * virtual
-    layer_list = _single_list(draft, layers, count)
-    if layer_list is None:
+    lists = _lists(draft, layers, count)
+    if lists is None:
         return None
     places = place_stages(str(layout.pipeline_schedule), layout.size("pp"), virtual) if ranks is None else ranks
     if len(places) != count:
         stage_problem(draft, f"the schedule has {len(places)} stages, and the layout {count}", "a schedule that fits")
         return None
-    passage = _trace(draft, layer_list)
+    stacks = find_stacks(draft, lists) if len(lists) > 1 else None
+    if draft.problems:
+        return None
+    passage = trace(draft, lists[0]) if stacks is None else trace_stacks(draft, lists, stacks)
     if passage is None:
         return None
     costs = layer_costs(
@@ -104,21 +104,10 @@ def plan_stages(
         passage.shared,
         batch_tokens=batch_tokens,
         sequence=sequence,
+        beside=passage.beside,
     )
     counts = layout.stage_layers or costs.balanced(count)
-    return _stages(draft, layers, layer_list, passage, costs, counts, places)
-
-
-@dataclass(frozen=True)
-class _Passage:
-    """What lies around the layers: names of modules and parameters, and what the modules return."""
-
-    before: tuple[str, ...]
-    after: tuple[str, ...]
-    shared: tuple[str, ...]  # what all layers read
-    everywhere: tuple[str, ...]
-    returns: int | None
-    item_returns: dict[str, int | None]
+    return replace(_stages(draft, layers, lists[0], passage, costs, counts, places), stacks=stacks)
 
 
 def check_stage_layers(draft: Draft, layers: list[str]) -> bool:
@@ -133,26 +122,22 @@ def check_stage_layers(draft: Draft, layers: list[str]) -> bool:
     return False
 
 
-def _single_list(draft: Draft, layers: list[str], count: int) -> str | None:
-    """The name of the list that holds all layers, where there is one and it can be cut into ``count``."""
+def _lists(draft: Draft, layers: list[str], count: int) -> list[str] | None:
+    """The name of the list that holds all layers, or of an encoder's and a decoder's, where it can be cut."""
     lists = list(dict.fromkeys(layer.rpartition(".")[0] for layer in layers))
-    if getattr(draft.config, "is_encoder_decoder", False):
-        stage_problem(
-            draft, "an encoder-decoder has two streams, and its decoder's layers all read the encoder's output"
-        )
-    elif len(lists) > 1:
+    if len(lists) > 1 and not getattr(draft.config, "is_encoder_decoder", False):
         stage_problem(draft, f"stages are cut from one list of layers, and there are {len(lists)} ({', '.join(lists)})")
-    elif not lists or not isinstance(draft.modules[lists[0]], nn.ModuleList):
+    elif not lists or not all(isinstance(draft.modules[name], nn.ModuleList) for name in lists):
         stage_problem(draft, "no list of layers was found", "pp_size=1, or a blueprint that names it")
-    elif len(draft.modules[lists[0]]) != len(layers):
-        stage_problem(draft, f"layers in {lists[0]} share parameters with the rest of the model")
+    elif sum(len(draft.modules[name]) for name in lists) != len(layers):
+        stage_problem(draft, f"layers in {', '.join(lists)} share parameters with the rest of the model")
     elif inside := _crosses_borders(draft):
         stage_problem(draft, *inside)
     elif check_stage_layers(draft, layers) and count > len(layers):
         _too_many(draft, len(layers))
     if draft.problems:
         return None
-    return lists[0]
+    return lists
 
 
 def _crosses_borders(draft: Draft) -> tuple[str, str] | None:
@@ -182,85 +167,11 @@ def _too_many(draft: Draft, layers: int) -> None:
     )
 
 
-def stage_problem(draft: Draft, what: str, instead: str = "pp_size=1") -> None:
-    """Note why a model cannot be cut into stages."""
-    draft.problem(f"pp_size={draft.layout.size('pp')} does not fit {type(draft.model).__name__}: {what}: use {instead}")
-
-
-def _trace(draft: Draft, layer_list: str) -> _Passage | None:
-    """Run the model, or a tiny clone where its code looks at values, and sort what lies around the layers."""
-    tensors = {item: set(tensors_of(draft.model, item)) for item in items_around(draft.model, layer_list)}
-    if any(passes_otherwise(module) for module in draft.modules.values()):
-        probe = _pass_through(draft.model, layer_list, list(tensors))
-    else:
-        key = _structure(draft, layer_list)
-        probe = known.answer(key, lambda: _pass_through(draft.model, layer_list, list(tensors)))
-    if probe.failure:
-        stage_problem(draft, f"it cannot be traced, so what comes before its layers is unknown ({probe.failure})")
-        return None
-    for obstacle in probe.obstacles:
-        stage_problem(draft, obstacle)
-    _refuse_shared_pictures(draft, probe.shared)
-    placed = {item: _phases(draft, probe, item, tensors) for item, held in tensors.items() if held}
-    if draft.problems:
-        return None
-    used = {item: order for order, item in enumerate(probe.phases)}
-    ordered = sorted(placed, key=lambda item: used.get(item, len(used)))
-    return _Passage(
-        before=tuple(item for item in ordered if "before" in placed[item] and item not in probe.shared),
-        after=tuple(item for item in ordered if "after" in placed[item]),
-        shared=tuple(item for item in ordered if item in probe.shared),
-        everywhere=tuple(item for item, held in tensors.items() if not held),
-        returns=probe.returns,
-        item_returns=probe.item_returns,
-    )
-
-
-def _structure(draft: Draft, layer_list: str) -> Hashable:
-    """What a run without values depends on: the config, classes of modules by name, and which names share a tensor."""
-    modules = tuple((name, type(module), type(module).forward) for name, module in draft.modules.items())
-    firsts: dict[int, str] = {}
-    named = draft.model.named_parameters(remove_duplicate=False)
-    tensors = tuple((name, firsts.setdefault(id(p), name), p.dtype, p.device.type) for name, p in named)
-    return said_by(draft.config), layer_list, modules, tensors
-
-
-def _pass_through(model: Any, layer_list: str, items: list[str]) -> PassageProbe:
-    probe = PassageProbe(model, layer_list, items)
-    clone = tiny_model(model) if probe.failure else None
-    return probe if clone is None else PassageProbe(clone, layer_list, items)
-
-
-def _refuse_shared_pictures(draft: Draft, shared: set[str]) -> None:
-    """Where all layers read what tokens are looked up as, every stage looks them up, and pictures are on the first."""
-    embedding = input_embedding(draft.model)
-    if draft.feature(TowersPlan) is not None and any(draft.modules.get(item) is embedding for item in shared):
-        stage_problem(draft, f"all of its layers read what goes into the first, pictures included{ALONE}")
-
-
-def _phases(draft: Draft, probe: PassageProbe, item: str, tensors: dict[str, set[int]]) -> set[str]:
-    """When ``item`` is used; refuses what cannot be on one stage, or on all."""
-    phases, held, towers = probe.phases.get(item, set()), tensors[item], draft.feature(TowersPlan)
-    reached = {tensor for used in probe.phases for tensor in tensors.get(used, ())}
-    if "between" in phases:
-        stage_problem(draft, f"{item} is used between layers, so every stage would need it")
-    elif not phases and towers is not None and towers.holds(item):
-        return {"before"}
-    elif not phases and not held <= reached:
-        stage_problem(draft, f"{item} has no part in a pass over tokens, so it belongs to no stage")
-    elif probe.item_returns.get(item) == 0:
-        stage_problem(draft, f"{item} returns neither a tensor nor a tuple that begins with one")
-    elif not phases:  # a second name for what is used under another one
-        twin = next(other for other in probe.phases if held & tensors.get(other, set()))
-        return probe.phases[twin]
-    return phases
-
-
 def _stages(
     draft: Draft,
     layers: list[str],
     layer_list: str,
-    passage: _Passage,
+    passage: Passage,
     costs: Costs,
     counts: Sequence[int],
     ranks: Ranks,
@@ -273,7 +184,8 @@ def _stages(
         own = layers[start : start + count]
         before = passage.before if index == 0 else ()
         after = passage.after if index == len(counts) - 1 else ()
-        modules = tuple(dict.fromkeys((*passage.shared, *before, *after)))
+        beside = [item for layer in own for item in passage.beside.get(layer, ())]
+        modules = tuple(dict.fromkeys((*passage.shared, *before, *beside, *after)))
         held = {tensor for name in (*own, *modules) for tensor in tensors_of(draft.model, name)}
         for tensor in held:
             holders.setdefault(tensor, []).append(index)
@@ -291,7 +203,7 @@ def _stages(
         returns=passage.returns,
         module_returns=tuple(
             (name, passage.item_returns[name])
-            for name in dict.fromkeys((*passage.shared, *passage.before, *passage.after))
+            for name in dict.fromkeys(name for stage in stages for name in stage.modules)
             if name in passage.item_returns
         ),
         ties=tuple(

@@ -1,6 +1,6 @@
 """What the parts of a model cost to train, from the shapes on the meta device: no weights, no run."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +89,7 @@ def layer_costs(
     *,
     batch_tokens: int = BATCH_TOKENS,
     sequence: int = SEQUENCE,
+    beside: Mapping[str, Sequence[str]] | None = None,
 ) -> Costs:
     """What the layers of a model cost, and what lies around them.
 
@@ -100,12 +101,20 @@ def layer_costs(
         shared: names of those that every stage has, since all layers read what they compute.
         batch_tokens: tokens of one optimizer step that go through the pipeline.
         sequence: tokens in one sequence, which attention's FLOPs grow with.
+        beside: names of a layer -> names of what is on its stage besides.
     """
+    beside = beside or {}
 
     def cost(names: Iterable[str]) -> Cost:
         return sum((_named_cost(model, name, sequence) for name in names), Cost())
 
-    return Costs(cost(before), tuple(cost([layer]) for layer in layers), cost(after), batch_tokens, cost(shared))
+    return Costs(
+        cost(before),
+        tuple(cost([layer, *beside.get(layer, ())]) for layer in layers),
+        cost(after),
+        batch_tokens,
+        cost(shared),
+    )
 
 
 def module_cost(module: nn.Module, config: Any, sequence: int = SEQUENCE) -> Cost:

@@ -30,7 +30,7 @@ from hfscale.config import SCHEDULES
 from hfscale.families.clone import tiny_clone
 from hfscale.parallel.pipeline import order, stage_ranks
 from hfscale.plan import Plan, Stage, StagePlan, Tie, place_stages, to_json
-from hfscale.planner import assign
+from hfscale.planner import passage
 from hfscale.planner.assign import assign_stages
 from hfscale.planner.build import build_plan
 from hfscale.planner.probe import PassageProbe
@@ -137,7 +137,7 @@ def test_what_is_around_the_layers(family: str, first: list[str], last: list[str
 
 
 def test_experts_need_no_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assign, "tiny_model", lambda model: None)
+    monkeypatch.setattr(passage, "tiny_model", lambda model: None)
     model = on_meta(_config("mixtral"))
     assert len(assign_stages(model, ParallelConfig(pp_size=5)).stages) == 5
     assert all("forward" not in module.__dict__ for module in model.modules())
@@ -145,7 +145,7 @@ def test_experts_need_no_values(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_experts_in_memory_are_not_run_either(monkeypatch: pytest.MonkeyPatch) -> None:
     """No kernel multiplies theirs in float64."""
-    monkeypatch.setattr(assign, "tiny_model", lambda model: None)
+    monkeypatch.setattr(passage, "tiny_model", lambda model: None)
     model = AutoModelForCausalLM.from_config(_config("mixtral"), dtype=torch.float64)
     assert len(assign_stages(model, ParallelConfig(pp_size=5)).stages) == 5
 
@@ -264,10 +264,33 @@ def test_a_heavy_head_takes_layers_from_the_last_stage() -> None:
 # --- what cannot be cut -----------------------------------------------------------------------------------------------
 
 
-def test_encoder_decoders_are_refused_by_name() -> None:
+def test_encoder_decoders_that_hand_on_more_than_the_stream_are_refused_by_name() -> None:
     config = T5Config(d_model=32, d_ff=48, num_layers=3, num_heads=4, d_kv=8, vocab_size=67)
-    with pytest.raises(PlanError, match="T5ForConditionalGeneration: an encoder-decoder has two streams"):
+    with pytest.raises(PlanError, match="T5ForConditionalGeneration: its layers are given what another layer computed"):
         assign_stages(on_meta(config, AutoModelForSeq2SeqLM), ParallelConfig(pp_size=2))
+
+
+def test_an_encoder_decoder_is_cut_as_one_list() -> None:
+    config = tiny_clone(AutoConfig.for_model("mbart"), layers=3)
+    model = on_meta(config, AutoModelForSeq2SeqLM)
+    plan = assign_stages(model, ParallelConfig(pp_size=3, stage_layers=[2, 2, 2]))
+    encoding, both, decoding = plan.stages
+    assert both.layers == ("model.encoder.layers.2", "model.decoder.layers.0")
+    assert "model.encoder.embed_tokens" in encoding.modules
+    assert {"model.encoder.layer_norm", "model.decoder.embed_tokens", "model.decoder.layernorm_embedding"} <= {
+        *both.modules
+    }
+    assert set(decoding.modules) == {"model.decoder.layer_norm", "lm_head"}
+    assert [tie.stages for tie in plan.ties] == [(0, 1, 2)]  # one table for both stacks and the head
+    assert [plan.arrives(stage) for stage in range(3)] == [(True, False), (True, False), (False, True)]
+    at_the_border = assign_stages(model, ParallelConfig(pp_size=2, stage_layers=[3, 3]))
+    assert at_the_border.arrives(1) == (False, False)
+    for layout, why in (
+        ({"tp_size": 2, "sequence_parallel": True}, "sequence_parallel cuts one stream, and two travel"),
+        ({"pipeline_schedule": "pipedream"}, "pipedream has no flush"),
+    ):
+        with pytest.raises(PlanError, match=why):
+            assign_stages(model, ParallelConfig(pp_size=2, **layout))
 
 
 def test_what_travels_besides_the_stream_is_refused() -> None:
@@ -362,7 +385,7 @@ T5 |= {"decoder_start_token_id": 0, "pad_token_id": 0}
             AutoModelForCausalLM,
             r"train_step does not run its loss \(only that of causal .*: use pp_size=1",
         ),
-        (lambda: T5Config(**T5), AutoModelForSeq2SeqLM, "an encoder-decoder has two streams.*: use pp_size=1"),
+        (lambda: T5Config(**T5), AutoModelForSeq2SeqLM, "its layers are given what another layer .*: use pp_size=1"),
     ],
 )
 def test_a_loss_that_does_not_go_through_stages_is_refused(config: Any, auto_class: Any, why: str) -> None:
@@ -411,8 +434,10 @@ def test_it_is_printed() -> None:
 def test_models_of_one_structure_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """For every stage and layout; one whose tensors are others', or whose modules do something else, once more."""
     runs: list[str] = []
-    monkeypatch.setattr(assign, "PassageProbe", lambda model, *given: runs.append(model) or PassageProbe(model, *given))
-    assign.known.forget()
+    monkeypatch.setattr(
+        passage, "PassageProbe", lambda model, *given: runs.append(model) or PassageProbe(model, *given)
+    )
+    passage.known.forget()
     for tied, layout in ((False, {}), (False, {"virtual_stages": 2, "pipeline_schedule": "zbv"}), (True, {})):
         assign_stages(on_meta(_config("llama", tie_word_embeddings=tied)), ParallelConfig(pp_size=2, **layout))
     assert len(runs) == 2

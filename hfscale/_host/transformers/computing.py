@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import Cache, masking_utils
+from transformers.modeling_outputs import BaseModelOutput
 
 
 def uses_flash_attention(model: Any) -> bool:
@@ -69,3 +70,8 @@ def enable_checkpointing(model: Any, **kwargs: Any) -> None:
     # The host renamed it in 5.2x and warns about the old name.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False, **kwargs})
+
+
+def encoder_outputs(states: Tensor) -> Any:
+    """What an encoder has made, for an encoder-decoder that is not to run its own."""
+    return BaseModelOutput(last_hidden_state=states)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ..._host.torch import is_compiled
 from ..._host.torch_pipelining import run_engine
 from ..._host.transformers.classes import class_name
-from ..._host.transformers.computing import packing, recomputes
+from ..._host.transformers.computing import encoder_outputs, packing, recomputes
 from ...config import ParallelConfig
 from ...errors import ConfigError, PlanError
 from ...plan import Plan, Stage
@@ -40,6 +40,7 @@ from .microbatches import Batch, hidden_shape, is_of_towers, share_out, tokens_o
 from .orders import check, order
 from .split import splits_exactly
 from .stand_in import run_stages_apart
+from .targets import targets_of, with_targets
 from .ties import TiedGradients
 from .timeline import Order, stage_ranks
 from .worker import Place, StageWorker
@@ -134,6 +135,10 @@ class Pipeline(Executor):
     def share_out(self, given: Sequence[Batch]) -> list[dict[str, Any]]:
         """The microbatches of one step: see :func:`hfscale.parallel.pipeline.microbatches.share_out`."""
         accepts, towers = self._accepts, self._towers is not None
+        if self._stages.stacks is not None:
+            model = self._runtime.model
+            decoder = model.get_submodule(self._stages.stacks.decoder)
+            given = [with_targets(model, decoder, batch) for batch in given]
         wanted = len(given) if self._uncut and accepts(len(given)) else self._layout.num_microbatches
         return share_out(given, wanted, self._layout.size("pp"), accepts, towers)
 
@@ -265,12 +270,14 @@ class Pipeline(Executor):
 
     def _compute(self, stage: Stage, arrived: Tensor | None, microbatch: int) -> Tensor:
         batch, last = self._batches[microbatch], stage.index == len(self._stages.stages) - 1
-        samples, tokens = hidden_shape(batch)
+        tokens = hidden_shape(batch)[1]
         inputs = batch.like({name: value for name, value in batch.items() if self._reads(stage, name, value)})
         for part in self._runtime.parts:
             part.begin_stage_pass(tokens if arrived is not None else None, leaves=not last)
         with self._running(stage) as passage:
-            passage.arriving, passage.shape = arrived, tokens_of(batch)
+            passage.arrive(arrived, tokens_of(batch), targets_of(batch))
+            if passage.memory is not None:
+                inputs["encoder_outputs"] = encoder_outputs(passage.memory)
             if last:
                 loss = self._loss(inputs, microbatch)
             else:
@@ -289,7 +296,7 @@ class Pipeline(Executor):
         for part in self._runtime.parts:
             part.end_stage_pass(self._runtime)
         if self._stages.ranks[stage.index + 1] != self._rank:
-            leading, peer = self._leading(samples, tokens), self._peer(stage.index + 1)
+            leading, peer = self._leading(stage.index + 1, batch), self._peer(stage.index + 1)
             self._types.announce(stage.index + 1, leaving, leading, peer, self._trains)
         return leaving
 
@@ -306,12 +313,15 @@ class Pipeline(Executor):
         return loss * self._runtime.loss_factor()
 
     def _shape(self, stage: int, microbatch: int) -> tuple[torch.Size, torch.dtype]:
-        leading = self._leading(*hidden_shape(self._batches[microbatch]))
+        leading = self._leading(stage, self._batches[microbatch])
         tail, dtype = self._types.learn(stage, self._peer(stage - 1), self._trains)
         return torch.Size((*leading, *tail)), dtype
 
-    def _leading(self, samples: int, tokens: int) -> tuple[int, int]:
-        """Samples and tokens of the stream between stages; this rank's share of them where it is cut."""
+    def _leading(self, stage: int, batch: Microbatch) -> tuple[int, int]:
+        """Samples and tokens of what arrives at a stage; this rank's share of them where it is cut."""
+        samples, tokens = hidden_shape(batch)
+        if self._stages.stacks is not None:
+            return samples, tokens + targets_of(batch)[1] * self._stages.arrives(stage)[1]
         if self._trains:
             for part in self._runtime.parts:
                 tokens = part.local_tokens(tokens)

@@ -37,6 +37,9 @@ class Passage:
         arriving: the stream from the stage before; ``None`` on the first stage.
         arrived: whether it was taken.
         leaving: the stream behind the stage's last layer, once it has got there.
+        border: of an encoder-decoder, the index of the decoder's first layer.
+        target: samples and tokens of the decoder.
+        memory: what the encoder made, once it has arrived or is made.
     """
 
     first: int = 0
@@ -44,15 +47,41 @@ class Passage:
     arriving: Tensor | None = None
     arrived: bool = False
     leaving: Tensor | None = None
+    border: int | None = None
+    target: tuple[int, int] = (0, 0)
+    memory: Tensor | None = None
 
-    def blank(self) -> Tensor:
+    def blank(self, target: bool, width: int | None = None) -> Tensor:
         """Zeros for all tokens, ``[b, s, h]``; the stream itself may be cut along the sequence.
 
         In memory of their own, which lives as long as the forward pass: stock code scales an embedding in place.
+
+        Args:
+            target: for those of a decoder.
+            width: other than the stream's.
         """
-        stream = self.leaving if self.arriving is None else self.arriving
-        assert stream is not None  # stand-ins are in front of or behind the layers of another stage
-        return torch.zeros(*self.shape, stream.shape[-1], dtype=stream.dtype, device=stream.device)
+        stream = next(found for found in (self.arriving, self.leaving, self.memory) if found is not None)
+        shape = self.target if target else self.shape
+        return torch.zeros(*shape, width or stream.shape[-1], dtype=stream.dtype, device=stream.device)
+
+    def arrive(self, arrived: Tensor | None, source: tuple[int, int], target: tuple[int, int]) -> None:
+        """Begin with what the stage before has sent; ``source`` and ``target`` are samples and tokens of either."""
+        self.shape, self.target, self.arriving = source, target, arrived
+        if arrived is None or self.border is None or self.first < self.border:
+            return
+        self.memory = arrived if self.first == self.border else arrived[:, target[1] :]
+        self.arriving = None if self.first == self.border else arrived[:, : target[1]]
+        self.arrived = self.first == self.border
+
+    def leave(self, stream: Tensor | None, index: int) -> None:
+        """Note what the first layer that is not the stage's is given: that leaves."""
+        if self.leaving is not None:
+            return
+        if self.border is not None and index >= self.border:
+            assert stream is not None
+            assert self.memory is not None
+            stream = self.memory if index == self.border else torch.cat([stream, self.memory], dim=1)
+        self.leaving = stream
 
 
 class _StandIn(nn.Module):
@@ -93,22 +122,24 @@ class AbsentLayer(_StandIn):
         stream: Tensor | None = hidden_states_of(args, kwargs)
         if self._index < passage.first:
             stream, passage.arrived = passage.arriving, True
-        elif passage.leaving is None:
-            passage.leaving = stream
+        else:
+            passage.leave(stream, self._index)
         return _in_shape(stream, self._returns)
 
 
 class AbsentModule(_StandIn):
     """For what another stage has around its layers: an embedding, the last norm, the head."""
 
-    def __init__(self, absent: nn.Module, passage: Passage, returns: int | None) -> None:
+    def __init__(self, absent: nn.Module, passage: Passage, returns: int | None, target: bool = False) -> None:
         super().__init__(absent, passage)
-        self.__dict__.update(_returns=returns)
+        self.__dict__.update(_returns=returns, _target=target)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Zeros; they are of no consequence."""
         passage: Passage = self._passage
-        return _in_shape(passage.blank(), self._returns)
+        # Heads of encoder-decoders: stock code adds a bias to what they return.
+        wide = passage.border is not None and isinstance(self._absent, nn.Linear)
+        return _in_shape(passage.blank(self._target, self._absent.out_features if wide else None), self._returns)
 
 
 def _in_shape(x: Tensor | None, returns: int | None) -> Any:
@@ -172,29 +203,37 @@ def run_stages_apart(model: nn.Module, stages: StagePlan, own: tuple[Stage, ...]
                 children[child] = module
 
     model.forward = stage_forward  # type: ignore[method-assign]
-    firsts = {stage.index: int(stage.layers[0].rpartition(".")[2]) for stage in own}
+    places = stages.places
+    if stages.stacks is not None:
+        passage.border = places[stages.stacks.first]
+        model.get_submodule(stages.stacks.encoder).register_forward_hook(functools.partial(_encoded, passage))
 
     @contextmanager
     def running(stage: Stage) -> Iterator[Passage]:
         active[:] = [stage]
-        passage.first, passage.arrived, passage.leaving = firsts[stage.index], False, None
+        passage.first, passage.arrived, passage.leaving = places[stage.layers[0]], False, None
         try:
             yield passage
         finally:
             active.clear()
-            passage.arriving = passage.leaving = None
+            passage.arriving = passage.leaving = passage.memory = None
 
     return running
 
 
+def _encoded(passage: Passage, _: nn.Module, args: Any, output: Any) -> None:
+    """What the encoder has made, at its end."""
+    passage.memory = output[0]
+
+
 def _boundary(stages: StagePlan, passage: Passage) -> dict[str, Callable[[nn.Module], nn.Module]]:
     """Every module that is some stage's -> what makes a stand-in for it."""
-    returns = dict(stages.module_returns)
+    returns, places, stacks = dict(stages.module_returns), stages.places, stages.stacks
     made: dict[str, Callable[[nn.Module], nn.Module]] = {}
     for stage in stages.stages:
         for name in stage.layers:
-            index = int(name.rpartition(".")[2])
-            made[name] = functools.partial(AbsentLayer, passage=passage, index=index, returns=stages.returns)
+            made[name] = functools.partial(AbsentLayer, passage=passage, index=places[name], returns=stages.returns)
         for name in stage.modules:
-            made[name] = functools.partial(AbsentModule, passage=passage, returns=returns.get(name))
+            target = stacks is not None and not name.startswith(f"{stacks.encoder}.")
+            made[name] = functools.partial(AbsentModule, passage=passage, returns=returns.get(name), target=target)
     return made

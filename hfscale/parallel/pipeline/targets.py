@@ -1,0 +1,59 @@
+"""What the decoder of an encoder-decoder reads, on stages that have no labels to make it of."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..._host.transformers.classes import class_name
+from ..._host.transformers.computing import encoder_outputs
+from ...errors import ConfigError
+from .microbatches import Batch, tokens_of
+
+_GIVEN = ("decoder_input_ids", "decoder_inputs_embeds")
+
+
+class _Seen(Exception):
+    """The decoder was called."""
+
+
+def targets_of(batch: Batch) -> tuple[int, int]:
+    """Samples, and tokens of each that a decoder reads; those of the encoder where it is given no others."""
+    for name in _GIVEN:
+        found = batch.get(name)
+        if isinstance(found, Tensor) and found.ndim > 1:
+            return found.shape[0], found.shape[1]
+    return tokens_of(batch)
+
+
+def with_targets(model: nn.Module, decoder: nn.Module, batch: Batch) -> Batch:
+    """A batch with what the decoder reads. Stock code makes that of the labels, each family in its own way, and is run
+    up to the decoder to see it; only the last stage of a step has labels.
+
+    Raises:
+        ConfigError: the decoder was not called with tokens.
+    """
+    labels = batch.get("labels")
+    if any(batch.get(name) is not None for name in _GIVEN) or not isinstance(labels, Tensor) or labels.ndim < 2:
+        return batch
+    seen: list[Any] = []
+
+    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen.append(args[0] if args else kwargs.get("input_ids"))
+        raise _Seen
+
+    handle = decoder.register_forward_pre_hook(note, with_kwargs=True, prepend=True)
+    try:
+        with torch.no_grad():  # by the class: a stage's own forward pass, and hooks on the model, are for steps
+            made = encoder_outputs(torch.zeros(*tokens_of(batch), 1, device=labels.device))
+            type(model).forward(model, labels=labels, encoder_outputs=made, use_cache=False)
+    except _Seen:
+        pass
+    finally:
+        handle.remove()
+    if not seen or not isinstance(seen[0], Tensor):
+        raise ConfigError(
+            f"{class_name(model)} does not say what its decoder reads for labels, which only the last stage has: give "
+            "decoder_input_ids"
+        )
+    return {**batch, "decoder_input_ids": seen[0]}

@@ -1,0 +1,127 @@
+"""What lies around the layers of a model: what comes before them, after them, and what all of them read."""
+
+from collections.abc import Collection, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .._host.torch import passes_otherwise
+from .._host.transformers.classes import input_embedding
+from ..plan.towers import TowersPlan
+from .around import items_around, tensors_of
+from .draft import Draft
+from .probe import ALONE, PassageProbe, tiny_model
+from .remembered import Remembered, said_by
+
+
+@dataclass(frozen=True)
+class Passage:
+    """What lies around the layers: names of modules and parameters, and what the modules return."""
+
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    shared: tuple[str, ...]  # what all layers read
+    everywhere: tuple[str, ...]
+    returns: int | None
+    item_returns: dict[str, int | None]
+    beside: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # layer -> what is where that layer is
+
+
+def stage_problem(draft: Draft, what: str, instead: str = "pp_size=1") -> None:
+    """Note why a model cannot be cut into stages."""
+    draft.problem(f"pp_size={draft.layout.size('pp')} does not fit {type(draft.model).__name__}: {what}: use {instead}")
+
+
+known = Remembered[PassageProbe]()
+
+
+def probe_passage(draft: Draft, layer_list: str, items: Iterable[str]) -> PassageProbe | None:
+    """Run the model, or a tiny clone where its code looks at values; ``None`` where neither can be traced.
+
+    Args:
+        items: all that is around the list.
+    """
+    around = list(items)
+    if any(passes_otherwise(module) for module in draft.modules.values()):
+        probe = _pass_through(draft.model, layer_list, around)
+    else:
+        key = _structure(draft, layer_list)
+        probe = known.answer(key, lambda: _pass_through(draft.model, layer_list, around))
+    if probe.failure:
+        stage_problem(draft, f"it cannot be traced, so what comes before its layers is unknown ({probe.failure})")
+        return None
+    return probe
+
+
+def _structure(draft: Draft, layer_list: str) -> Hashable:
+    """What a run without values depends on: the config, classes of modules by name, and which names share a tensor."""
+    modules = tuple((name, type(module), type(module).forward) for name, module in draft.modules.items())
+    firsts: dict[int, str] = {}
+    named = draft.model.named_parameters(remove_duplicate=False)
+    tensors = tuple((name, firsts.setdefault(id(p), name), p.dtype, p.device.type) for name, p in named)
+    return said_by(draft.config), layer_list, modules, tensors
+
+
+def _pass_through(model: Any, layer_list: str, items: list[str]) -> PassageProbe:
+    probe = PassageProbe(model, layer_list, items)
+    clone = tiny_model(model) if probe.failure else None
+    return probe if clone is None else PassageProbe(clone, layer_list, items)
+
+
+def note_obstacles(draft: Draft, probe: PassageProbe, read: Collection[str] = ()) -> None:
+    """What keeps layers from being run by several processes.
+
+    Args:
+        read: modules that layers read, and no stage but one could hold.
+    """
+    for obstacle in probe.obstacles:
+        stage_problem(draft, obstacle)
+    if read:
+        stage_problem(draft, f"its layers read {', '.join(sorted(read))}{ALONE}")
+
+
+def trace(draft: Draft, layer_list: str) -> Passage | None:
+    """Sort what lies around one list of layers."""
+    tensors = {item: set(tensors_of(draft.model, item)) for item in items_around(draft.model, layer_list)}
+    probe = probe_passage(draft, layer_list, tensors)
+    if probe is None:
+        return None
+    note_obstacles(draft, probe)
+    _refuse_shared_pictures(draft, probe.shared)
+    placed = {item: _phases(draft, probe, item, tensors) for item, held in tensors.items() if held}
+    if draft.problems:
+        return None
+    used = {item: order for order, item in enumerate(probe.phases)}
+    ordered = sorted(placed, key=lambda item: used.get(item, len(used)))
+    return Passage(
+        before=tuple(item for item in ordered if "before" in placed[item] and item not in probe.shared),
+        after=tuple(item for item in ordered if "after" in placed[item]),
+        shared=tuple(item for item in ordered if item in probe.shared),
+        everywhere=tuple(item for item, held in tensors.items() if not held),
+        returns=probe.returns,
+        item_returns=probe.item_returns,
+    )
+
+
+def _refuse_shared_pictures(draft: Draft, shared: set[str]) -> None:
+    """Where all layers read what tokens are looked up as, every stage looks them up, and pictures are on the first."""
+    embedding = input_embedding(draft.model)
+    if draft.feature(TowersPlan) is not None and any(draft.modules.get(item) is embedding for item in shared):
+        stage_problem(draft, f"all of its layers read what goes into the first, pictures included{ALONE}")
+
+
+def _phases(draft: Draft, probe: PassageProbe, item: str, tensors: dict[str, set[int]]) -> set[str]:
+    """When ``item`` is used; refuses what cannot be on one stage, or on all."""
+    phases, held, towers = probe.phases.get(item, set()), tensors[item], draft.feature(TowersPlan)
+    reached = {tensor for used in probe.phases for tensor in tensors.get(used, ())}
+    if "between" in phases:
+        stage_problem(draft, f"{item} is used between layers, so every stage would need it")
+    elif not phases and towers is not None and towers.holds(item):
+        return {"before"}
+    elif not phases and not held <= reached:
+        stage_problem(draft, f"{item} has no part in a pass over tokens, so it belongs to no stage")
+    elif probe.item_returns.get(item) == 0:
+        stage_problem(draft, f"{item} returns neither a tensor nor a tuple that begins with one")
+    elif not phases:  # a second name for what is used under another one
+        twin = next(other for other in probe.phases if held & tensors.get(other, set()))
+        return probe.phases[twin]
+    return phases

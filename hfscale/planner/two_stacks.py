@@ -1,0 +1,97 @@
+"""Cut an encoder-decoder into stages: its encoder's layers and then its decoder's, as one list.
+
+The rule of one list holds for each: what an embedding makes is where the first layer is, what follows the last layer is
+where that is. So the encoder's last norm is on the stage of its last layer, the decoder's embedding on that of the
+decoder's first, and a stage of the decoder needs of the encoder only what it made, which travels
+(:class:`hfscale.plan.stages.TwoStacks`).
+"""
+
+from typing import Any
+
+from ..families.expert_modules import EXPERT_FIELDS
+from ..families.fields import first_count, text_config
+from ..plan.stages import TwoStacks
+from ..schedules import ASYNCHRONOUS
+from .around import items_around, tensors_of
+from .draft import Draft
+from .passage import Passage, note_obstacles, probe_passage, stage_problem
+
+
+def find_stacks(draft: Draft, lists: list[str]) -> TwoStacks | None:
+    """The two stacks of an encoder-decoder; where they cannot be cut, ``None`` and a problem that says why."""
+    model: Any = draft.model
+    encoder = _name(draft, getattr(model, "get_encoder", lambda: None)())
+    decoder = _name(draft, getattr(model, "get_decoder", lambda: None)())
+    if len(lists) != 2 or encoder is None or decoder is None:
+        found = ", ".join(lists) or "none"
+        what = f"an encoder-decoder is cut where its encoder and its decoder have a list of layers each ({found})"
+        stage_problem(draft, what)
+    elif not (lists[0].startswith(f"{encoder}.") and lists[1].startswith(f"{decoder}.")):
+        stage_problem(draft, f"its lists of layers ({', '.join(lists)}) are not those of its encoder and its decoder")
+    elif getattr(model, "main_input_name", "input_ids") != "input_ids":
+        stage_problem(draft, f"its encoder reads {model.main_input_name}, and stages of encoder-decoders read tokens")
+    elif first_count(text_config(draft.config), EXPERT_FIELDS):
+        stage_problem(draft, "its encoder returns what its routers say besides, and only hidden states travel")
+    elif draft.layout.sequence_parallel:
+        stage_problem(draft, "sequence_parallel cuts one stream, and two travel", "sequence_parallel=False")
+    elif str(draft.layout.pipeline_schedule) in ASYNCHRONOUS:
+        schedule = f"pipeline_schedule={draft.layout.pipeline_schedule}"
+        stage_problem(draft, f"{schedule} has no flush, and its decoder reads what its encoder makes", "1f1b")
+    else:
+        return TwoStacks(encoder, decoder, f"{lists[1]}.0")
+    return None
+
+
+def trace_stacks(draft: Draft, lists: list[str], stacks: TwoStacks) -> Passage | None:
+    """What lies around the layers of both stacks; ``None`` where they cannot be cut, for reasons that the draft has."""
+    model = draft.model
+    # Around either list is the other stack as a whole.
+    around_encoder, around = (list(items_around(model, path)) for path in lists)
+    of_encoder = [item for item in around_encoder if item.startswith(f"{stacks.encoder}.")]
+    probes = []
+    for path, items in zip(lists, (around_encoder, around), strict=True):
+        probe = probe_passage(draft, path, items)
+        if probe is None:
+            return None
+        note_obstacles(draft, probe, probe.shared - {"", stacks.encoder})
+        probes.append(probe)
+    encoding, decoding = probes
+    if encoding.returns != decoding.returns:
+        stage_problem(draft, "the layers of its encoder and of its decoder do not return the same")
+    if draft.problems:
+        return None
+    held = {item: set(tensors_of(model, item)) for item in (*of_encoder, *around) if item != stacks.encoder}
+    before, beside_last, beside_first, after, everywhere = [], [], [], [], []
+    for item, tensors in held.items():
+        inside = item.startswith(f"{stacks.encoder}.")
+        phases = (encoding if inside else decoding).phases.get(item, set())
+        if not tensors:
+            everywhere.append(item)
+        elif "between" in phases:
+            stage_problem(draft, f"{item} is used between layers, so every stage would need it")
+        elif not phases:  # a second name for what is used under another one: the table that both stacks share
+            if not tensors <= {tensor for other in held if other != item for tensor in held[other]}:
+                stage_problem(draft, f"{item} has no part in a pass over tokens, so it belongs to no stage")
+            before.append(item)
+        else:
+            first, last = (before, beside_last) if inside else (beside_first, after)
+            if "before" in phases:
+                first.append(item)
+            if "after" in phases:
+                last.append(item)
+    if draft.problems:
+        return None
+    last = f"{lists[0]}.{len(draft.modules[lists[0]]) - 1}"  # of the encoder
+    return Passage(
+        before=tuple(before),
+        after=tuple(after),
+        shared=(),
+        everywhere=tuple(everywhere),
+        returns=encoding.returns,
+        item_returns={**encoding.item_returns, **decoding.item_returns},
+        beside={last: tuple(beside_last), stacks.first: tuple(beside_first)},
+    )
+
+
+def _name(draft: Draft, module: Any) -> str | None:
+    return next((name for name, found in draft.modules.items() if found is module and name), None)
