@@ -2,7 +2,8 @@
 # A small vision-language model on two tensor ranks: pictures are drawn, the model learns to describe them, and is then
 # fine-tuned to answer questions: frozen tower, trained projector, LoRA on its model of text. Checked with hfscale out of
 # reach. Arguments are recipe overrides for the fine-tuning, as for QLoRA:
-#   scripts/demo_vision.sh quantization.load_in_4bit=true quantization.bnb_4bit_quant_type=nf4 merge=float32
+#   scripts/demo_vision.sh quantization.load_in_4bit=true quantization.bnb_4bit_quant_type=nf4 merge=float32 \
+#       'quantization.llm_int8_skip_modules=[model.vision_tower,model.multi_modal_projector,lm_head]'
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

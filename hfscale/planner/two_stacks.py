@@ -61,7 +61,7 @@ def trace_stacks(draft: Draft, lists: list[str], stacks: TwoStacks) -> Passage |
     if draft.problems:
         return None
     held = {item: set(tensors_of(model, item)) for item in (*of_encoder, *around) if item != stacks.encoder}
-    before, beside_last, beside_first, after, everywhere = [], [], [], [], []
+    before, beside_last, beside_first, after, everywhere = (list[str]() for _ in range(5))
     for item, tensors in held.items():
         inside = item.startswith(f"{stacks.encoder}.")
         phases = (encoding if inside else decoding).phases.get(item, set())
@@ -74,11 +74,11 @@ def trace_stacks(draft: Draft, lists: list[str], stacks: TwoStacks) -> Passage |
                 stage_problem(draft, f"{item} has no part in a pass over tokens, so it belongs to no stage")
             before.append(item)
         else:
-            first, last = (before, beside_last) if inside else (beside_first, after)
+            in_front, behind = (before, beside_last) if inside else (beside_first, after)
             if "before" in phases:
-                first.append(item)
+                in_front.append(item)
             if "after" in phases:
-                last.append(item)
+                behind.append(item)
     if draft.problems:
         return None
     last = f"{lists[0]}.{len(draft.modules[lists[0]]) - 1}"  # of the encoder
