@@ -184,8 +184,7 @@ def _stages(
         own = layers[start : start + count]
         before = passage.before if index == 0 else ()
         after = passage.after if index == len(counts) - 1 else ()
-        beside = [item for layer in own for item in passage.beside.get(layer, ())]
-        modules = tuple(dict.fromkeys((*passage.shared, *before, *beside, *after)))
+        modules = tuple(dict.fromkeys((*passage.shared, *before, *passage.beside_all(own), *after)))
         held = {tensor for name in (*own, *modules) for tensor in tensors_of(draft.model, name)}
         for tensor in held:
             holders.setdefault(tensor, []).append(index)

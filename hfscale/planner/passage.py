@@ -1,6 +1,6 @@
 """What lies around the layers of a model: what comes before them, after them, and what all of them read."""
 
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,10 @@ class Passage:
     returns: int | None
     item_returns: dict[str, int | None]
     beside: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # layer -> what is where that layer is
+
+    def beside_all(self, layers: Sequence[str]) -> list[str]:
+        """What is where these layers are."""
+        return [item for layer in layers for item in self.beside.get(layer, ())]
 
 
 def stage_problem(draft: Draft, what: str, instead: str = "pp_size=1") -> None:

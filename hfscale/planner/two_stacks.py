@@ -6,6 +6,7 @@ decoder's first, and a stage of the decoder needs of the encoder only what it ma
 (:class:`hfscale.plan.stages.TwoStacks`).
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..families.expert_modules import EXPERT_FIELDS
@@ -15,6 +16,7 @@ from ..schedules import ASYNCHRONOUS
 from .around import items_around, tensors_of
 from .draft import Draft
 from .passage import Passage, note_obstacles, probe_passage, stage_problem
+from .probe import PassageProbe
 
 
 def find_stacks(draft: Draft, lists: list[str]) -> TwoStacks | None:
@@ -48,49 +50,54 @@ def trace_stacks(draft: Draft, lists: list[str], stacks: TwoStacks) -> Passage |
     # Around either list is the other stack as a whole.
     around_encoder, around = (list(items_around(model, path)) for path in lists)
     of_encoder = [item for item in around_encoder if item.startswith(f"{stacks.encoder}.")]
-    probes = []
-    for path, items in zip(lists, (around_encoder, around), strict=True):
-        probe = probe_passage(draft, path, items)
-        if probe is None:
-            return None
-        note_obstacles(draft, probe, probe.shared - {"", stacks.encoder})
-        probes.append(probe)
+    probes = _probed(draft, lists, (around_encoder, around), stacks)
+    if probes is None:
+        return None
     encoding, decoding = probes
-    if encoding.returns != decoding.returns:
-        stage_problem(draft, "the layers of its encoder and of its decoder do not return the same")
-    if draft.problems:
-        return None
     held = {item: set(tensors_of(model, item)) for item in (*of_encoder, *around) if item != stacks.encoder}
-    before, beside_last, beside_first, after, everywhere = (list[str]() for _ in range(5))
-    for item, tensors in held.items():
-        inside = item.startswith(f"{stacks.encoder}.")
-        phases = (encoding if inside else decoding).phases.get(item, set())
-        if not tensors:
-            everywhere.append(item)
-        elif "between" in phases:
-            stage_problem(draft, f"{item} is used between layers, so every stage would need it")
-        elif not phases:  # a second name for what is used under another one: the table that both stacks share
-            if not tensors <= {tensor for other in held if other != item for tensor in held[other]}:
-                stage_problem(draft, f"{item} has no part in a pass over tokens, so it belongs to no stage")
-            before.append(item)
-        else:
-            in_front, behind = (before, beside_last) if inside else (beside_first, after)
-            if "before" in phases:
-                in_front.append(item)
-            if "after" in phases:
-                behind.append(item)
+    phases = {item: (encoding if item in of_encoder else decoding).phases.get(item, set()) for item in held}
+    for item in filter(held.get, held):
+        _check(draft, item, phases[item], held)
     if draft.problems:
         return None
+
+    def placed(phase: str, inside: bool) -> tuple[str, ...]:
+        return tuple(item for item in held if held[item] and phase in phases[item] and (item in of_encoder) == inside)
+
+    # Second names, of the table that both stacks share, are where it is used first.
+    names = tuple(item for item in held if held[item] and not phases[item])
     last = f"{lists[0]}.{len(draft.modules[lists[0]]) - 1}"  # of the encoder
     return Passage(
-        before=tuple(before),
-        after=tuple(after),
+        before=(*placed("before", True), *names),
+        after=placed("after", False),
         shared=(),
-        everywhere=tuple(everywhere),
+        everywhere=tuple(item for item in held if not held[item]),
         returns=encoding.returns,
         item_returns={**encoding.item_returns, **decoding.item_returns},
-        beside={last: tuple(beside_last), stacks.first: tuple(beside_first)},
+        beside={last: placed("after", True), stacks.first: placed("before", False)},
     )
+
+
+def _probed(
+    draft: Draft, lists: list[str], around: Sequence[list[str]], stacks: TwoStacks
+) -> tuple[PassageProbe, PassageProbe] | None:
+    """A run through either list; ``None`` where something keeps it from being cut."""
+    encoding, decoding = (probe_passage(draft, path, items) for path, items in zip(lists, around, strict=True))
+    if encoding is None or decoding is None:
+        return None
+    for probe in (encoding, decoding):
+        note_obstacles(draft, probe, probe.shared - {"", stacks.encoder})
+    if encoding.returns != decoding.returns:
+        stage_problem(draft, "the layers of its encoder and of its decoder do not return the same")
+    return None if draft.problems else (encoding, decoding)
+
+
+def _check(draft: Draft, item: str, phases: set[str], held: Mapping[str, set[int]]) -> None:
+    """Note a problem where an item cannot be on one stage."""
+    if "between" in phases:
+        stage_problem(draft, f"{item} is used between layers, so every stage would need it")
+    elif not phases and not held[item] <= {tensor for other in held if other != item for tensor in held[other]}:
+        stage_problem(draft, f"{item} has no part in a pass over tokens, so it belongs to no stage")
 
 
 def _name(draft: Draft, module: Any) -> str | None:
