@@ -30,6 +30,11 @@ def check_layout(parallel: ParallelConfig | None, kwargs: Mapping[str, Any]) -> 
     """
     if parallel is not None and not isinstance(parallel, ParallelConfig):
         raise ConfigError(f"parallel={parallel!r} is not a layout: pass hfscale.ParallelConfig(tp_size=...)")
+    if kwargs.get("output_loading_info"):
+        raise ConfigError(
+            "output_loading_info=True asks for a pair, and what is returned here is the model: leave it out; what the "
+            "files lack, or have besides, is printed"
+        )
     clashing = [name for name in _EXCLUSIVE if kwargs.get(name) is not None]
     if clashing:
         raise ConfigError(

@@ -184,6 +184,11 @@ def test_distributed_by_the_host_at_once(name: str, value: Any, saved: str) -> N
     _says(ConfigError, lambda: hfscale.from_config(tiny("llama"), **{name: value}), *words)
 
 
+def test_a_report_beside_the_model(saved: str) -> None:
+    words = ("output_loading_info=True asks for a pair", "leave it out", "is printed")
+    _says(ConfigError, lambda: hfscale.from_pretrained(saved, output_loading_info=True), *words)
+
+
 def test_distributed_by_the_host_before(model: Any) -> None:
     model.hf_device_map = {"": 0}
     _says(ConfigError, lambda: hfscale.parallelize(model), "LlamaForCausalLM", "device_map", "hfscale.from_pretrained")
