@@ -250,6 +250,19 @@ def test_batches_that_cannot_be_trained_on(model: Any) -> None:
     _says(ConfigError, lambda: hfscale.train_step(model, _batch(labels=None)), "needs 'labels'")
     _says(ConfigError, lambda: hfscale.train_step(model, [_batch(), no_labels]), *words)
     _says(ConfigError, lambda: hfscale.train_step(model, []), "empty list of microbatches", "pass at least one")
+    _says(ConfigError, lambda: hfscale.train_step(model, "text"), "found a str", "a mapping of tensors")
+    ids = torch.ones(2, 4, dtype=torch.long)
+    for labels, words in (
+        (ids[:, :3], ("labels are [2, 3] beside input_ids [2, 4]", "-100 where")),
+        (ids.numpy(), ("labels is a ndarray: give tensors, [rows, tokens]",)),
+    ):
+        _says(
+            ConfigError, lambda labels=labels: hfscale.train_step(model, _batch(input_ids=ids, labels=labels)), *words
+        )
+    row = {"input_ids": ids[0], "labels": ids[0]}
+    _says(ConfigError, lambda: hfscale.train_step(model, row), "input_ids is [4]: give [rows, tokens]", "unsqueeze(0)")
+    with torch.no_grad():
+        _says(ConfigError, lambda: hfscale.train_step(model, _batch()), "within torch.no_grad()", "hfscale.eval_step")
 
 
 def test_a_loss_that_is_not_over_next_tokens() -> None:

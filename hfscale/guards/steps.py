@@ -22,8 +22,13 @@ def before_step(runtime: Runtime) -> None:
     out when it saves.
 
     Raises:
-        ConfigError: ranks have drifted apart, or the model is in float16.
+        ConfigError: ranks have drifted apart, the model is in float16, or gradients are switched off.
     """
+    if not torch.is_grad_enabled():
+        raise ConfigError(
+            "train_step was called within torch.no_grad() or torch.inference_mode(), where nothing has a gradient: "
+            "call it outside, or hfscale.eval_step for the loss alone"
+        )
     runtime.steps += 1
     if runtime.steps == 1:
         _refuse_float16(runtime)

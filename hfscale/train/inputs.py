@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from numpy import ndarray
 from torch import Tensor
 
 from .._host.transformers.classes import class_name, takes_argument
@@ -92,18 +93,20 @@ def _loss_of(runtime: Runtime, asked: StepLoss | None) -> StepLoss:
 
 def _microbatches(runtime: Runtime, batch: Batch | Sequence[Batch], loss: StepLoss) -> list[dict[str, Any]]:
     """What goes through the model, as it was given."""
-    given = [dict(each) for each in ([batch] if isinstance(batch, Mapping) else batch)]
+    batches = [batch] if isinstance(batch, Mapping) else list(batch)
+    strange = next((each for each in batches if not isinstance(each, Mapping)), None)
+    if strange is not None:
+        raise ConfigError(
+            f"train_step takes a batch, a mapping of tensors, or a list of such microbatches, and found a "
+            f"{type(strange).__name__}"
+        )
+    given = [dict(each) for each in batches]
     if not given:
         raise ConfigError("train_step got an empty list of microbatches: pass at least one")
     for microbatch in given:
         if loss.needs_labels and microbatch.get("labels") is None:
             raise ConfigError(f"train_step needs 'labels' in every batch, and found only {', '.join(microbatch)}")
-        listed = next((name for name, value in microbatch.items() if isinstance(value, list)), None)
-        if listed is not None:
-            raise ConfigError(
-                f"{listed} is a list: give tensors, [rows, tokens], as a collator of transformers makes them of rows "
-                "(DataCollatorForLanguageModeling, default_data_collator), or torch.tensor(...)"
-            )
+        _refuse_what_is_no_tensor(microbatch)
         if microbatch.get("logits_to_keep"):
             raise ConfigError(
                 "logits_to_keep leaves positions without logits, and the loss is over all of them: leave it out"
@@ -115,3 +118,18 @@ def _microbatches(runtime: Runtime, batch: Batch | Sequence[Batch], loss: StepLo
     for part in runtime.parts:
         part.check_step(runtime, given)
     return given
+
+
+def _refuse_what_is_no_tensor(microbatch: Mapping[str, Any]) -> None:
+    listed = next((name for name, value in microbatch.items() if isinstance(value, list | ndarray)), None)
+    if listed is not None:
+        raise ConfigError(
+            f"{listed} is a {type(microbatch[listed]).__name__}: give tensors, [rows, tokens], as a collator of "
+            "transformers makes them of rows (DataCollatorForLanguageModeling, default_data_collator), or "
+            "torch.tensor(...)"
+        )
+    ids = microbatch.get("input_ids")
+    if isinstance(ids, Tensor) and ids.ndim == 1:
+        raise ConfigError(
+            f"input_ids is {list(ids.shape)}: give [rows, tokens], one row by input_ids.unsqueeze(0), and labels alike"
+        )

@@ -70,6 +70,7 @@ class VocabParallelLoss(KeepsOutputs):
         targets = batch.get("shift_labels")
         if targets is None:  # the first ones are no targets
             targets = batch["labels"][..., self.shift :]
+            _check_places(batch["labels"], batch.get("input_ids"), self.shift)
         ids, valid = batch.get("input_ids"), targets != -100
         outside = (valid & (targets.clamp(0, sum(self.lengths) - 1) != targets)).sum()
         if ids is not None and self.tokens is not None:
@@ -290,3 +291,12 @@ def install_loss(runtime: Runtime, regions: Sequence[SequenceRegion]) -> VocabPa
     model.register_forward_hook(loss.after_model)
     model.loss_function = loss
     return loss
+
+
+def _check_places(labels: Tensor, ids: Tensor | None, shift: int) -> None:
+    """Whether every token has a label, where labels are the tokens: the last stage alone would find out later."""
+    if shift and ids is not None and labels.shape[: ids.ndim] != ids.shape:
+        raise ConfigError(
+            f"labels are {list(labels.shape)} beside input_ids {list(ids.shape)}: every token has a label, -100 where "
+            "it does not count"
+        )

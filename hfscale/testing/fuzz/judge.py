@@ -129,6 +129,7 @@ def failed(ended: list[Ended]) -> Verdict:
 def _in_time(refused: Ended) -> bool:
     """Whether a refusal came before anything was computed in vain."""
     early = refused.phase in _EARLY or (refused.phase == "step 0" and _OF_THE_BATCH.search(refused.error))
+    early = early or re.search("recompute=.* cannot be kept", refused.error)  # a budget meets its first tokens there
     return bool(early) or refused.phase in ("eval", "generate", "outputs", "scores", "save", "save_state")
 
 

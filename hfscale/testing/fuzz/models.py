@@ -89,9 +89,18 @@ def round_experts(model: Any, draw: Draw) -> None:
         if not parameter.is_floating_point():
             continue  # which the host has quantized
         for matrix in parameter.data:
-            packed, state = functional.quantize_4bit(matrix.contiguous(), blocksize=64, quant_type=draw.quantize)
-            matrix.copy_(functional.dequantize_4bit(packed, state))
+            # Block after block: on CPUs bitsandbytes misreads matrices whose rows are no whole blocks.
+            row = matrix.reshape(1, -1)
+            packed, state = functional.quantize_4bit(row, blocksize=64, quant_type=draw.quantize)
+            matrix.copy_(functional.dequantize_4bit(packed, state).view_as(matrix))
         parameter.requires_grad_(False)
+
+
+def rectifies(draw: Draw) -> bool:
+    """Whether an activation's derivative jumps."""
+    return not {"relu", "relu6", "leaky_relu"}.isdisjoint(
+        value for value in stock_config(draw).get_text_config().to_dict().values() if isinstance(value, str)
+    )
 
 
 def memory(draw: Draw) -> dict[str, Any]:
