@@ -5,8 +5,10 @@ Read and run with bitsandbytes 0.50. Nothing here imports it before it is asked 
 
 import logging
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .torch import own_parameters
@@ -28,6 +30,18 @@ def functional() -> Any:
     import bitsandbytes.functional
 
     return bitsandbytes.functional
+
+
+@cache
+def misreads_rows(width: int) -> bool:
+    """Whether its kernel for this processor takes wrong scales for 4-bit matrices with rows of ``width`` values: that
+    of 0.50.2 does for many that are no whole blocks of 64, the kernels of GPUs do not.
+    """
+    matrix = torch.linspace(-1, 1, 64 * width).pow(3).view(64, width)
+    packed, state = functional().quantize_4bit(matrix, blocksize=64, quant_type="nf4")
+    found = functional().dequantize_4bit(packed, state)
+    state.shape = torch.Size((1, 64 * width))
+    return not torch.equal(found, functional().dequantize_4bit(packed, state).view_as(found))
 
 
 def optimizers() -> Any:

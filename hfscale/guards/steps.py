@@ -5,8 +5,10 @@ import os
 
 import torch
 
+from .._host.bitsandbytes import misreads_rows
 from ..errors import ConfigError
 from ..plan.lines import describe_quantization
+from ..plan.quantized import BLOCK
 from ..runtime import Runtime
 from .replicas import check_replicas
 
@@ -36,6 +38,7 @@ def before_step(runtime: Runtime) -> None:
             _warn_of_a_base_alone(runtime)
             _warn_of_lost_updates(runtime)
             _warn_of_rounding(runtime)
+            _warn_of_misread_rows(runtime)
     elif runtime.steps in _CHECKED:
         check_replicas(runtime)
 
@@ -61,6 +64,24 @@ def _warn_of_rounding(runtime: Runtime) -> None:
             "ACCELERATE_MIXED_PRECISION=%s (from accelerate launch, its config file or TrainingArguments) does not "
             "change a model that was built with mixed_precision=%r: build it with mixed_precision=%r if that is meant",
             *(asked, own, asked),
+        )
+
+
+def _warn_of_misread_rows(runtime: Runtime) -> None:
+    """Stock models are misread alike, so no comparison shows it."""
+    quantized = runtime.plan.quantized
+    if quantized is None or quantized.bits != 4 or runtime.mesh.device.type != "cpu":
+        return
+    widths = set[int]()
+    for name in quantized.weights:
+        *_, rows, columns = runtime.plan.by_name[name].local_shape(runtime.mesh.ranks)
+        widths.add(rows if name in quantized.transposed else columns)
+    misread = [width for width in sorted(widths) if width % BLOCK and misreads_rows(width)]
+    if misread:
+        _log.warning(
+            "on CPUs this version of bitsandbytes takes wrong scales for 4-bit matrices whose rows are no whole blocks "
+            "of %d values (%s here), in stock models as well: their numbers are not those that a GPU computes",
+            *(BLOCK, ", ".join(map(str, misread))),
         )
 
 

@@ -10,6 +10,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import hfscale
+from hfscale._host.bitsandbytes import misreads_rows
 
 from ..models import tiny
 
@@ -64,13 +65,17 @@ def test_a_precision_that_only_the_launcher_was_told(
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_base_in_4_bits_alone(caplog: pytest.LogCaptureFixture, tmp_path: Path, frozen: bool) -> None:
-    AutoModelForCausalLM.from_config(tiny("llama", hidden_size=64, intermediate_size=128)).save_pretrained(tmp_path)
+    width = 96 if frozen else 128
+    AutoModelForCausalLM.from_config(tiny("llama", hidden_size=64, intermediate_size=width)).save_pretrained(tmp_path)
     four = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
     model = hfscale.from_pretrained(tmp_path, quantization_config=four, dtype=torch.float32).train()
     if frozen:  # who freezes has chosen
         model.get_input_embeddings().requires_grad_(False)
     with caplog.at_level(logging.WARNING, "hfscale"):
         hfscale.train_step(model, BATCH)
+    misread = [record.getMessage() for record in caplog.records if "wrong scales" in record.getMessage()]
+    assert len(misread) == misreads_rows(width)
+    assert all("whole blocks of 64 values (96 here)" in text for text in misread)
     said = [record.getMessage() for record in caplog.records if "has no adapters" in record.getMessage()]
     assert len(said) == (not frozen)
     if said:
