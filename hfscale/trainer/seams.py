@@ -100,6 +100,8 @@ class Seams:
         dtype = getattr(torch, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
         if self._policy is not None:  # what is made now is its reference, which it equals before the first step
             given |= reference_of(self._policy)
+            if dtype == self._policy.model.dtype:  # of the first parameter that this rank has, an adapter's perhaps
+                dtype = self._policy.plan.parameters[0].dtype
         return build.from_pretrained(
             path,
             parallel=self.layout,

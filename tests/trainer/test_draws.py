@@ -62,6 +62,9 @@ RARER = {
         **SFT, model="mixture", layout={**TP2, "sequence_parallel": True}, data="text", arguments=TRL
     ),
     "4-bit weights over data ranks": Draw(**SFT, model="wide", layout=DP2, data="text", adapter="qlora", arguments=TRL),
+    "a reference over the same bits, in the same type": Draw(
+        **DPO, model="wide", layout=PP2, adapter="qlora", arguments={**TRL, "gradient_accumulation_steps": 4}
+    ),
     "a reference that has the adapter too": Draw(**DPO, layout=TP2, adapter="lora", arguments=TRL),
     "a reference that follows": Draw(
         **DPO, layout=DP2, arguments={**TRL, "sync_ref_model": True, "ref_model_sync_steps": 1}
