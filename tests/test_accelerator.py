@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers import AutoModelForCausalLM, get_scheduler
 
@@ -51,6 +52,7 @@ def build(path: str, layout: dict[str, int], **asked: Any) -> Any:
 def train(path: str, layout: dict[str, int], out: str, precision: str = "no") -> dict[str, Any]:
     """The loop of Accelerate's documentation."""
     around = "bf16" if precision == "fp8" else precision
+    AcceleratorState._reset_state(reset_partial_state=True)  # a process has one precision, and this one is used again
     accelerator = hfscale.Accelerator(gradient_accumulation_steps=2, mixed_precision=around)
     model = build(path, layout, mixed_precision=precision)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)

@@ -70,7 +70,7 @@ def test_the_wheel_has_all_files_and_says_what_it_needs(wheel: Path) -> None:
     assert not [name for name in always if name.startswith(("datasets", "omegaconf", "matplotlib", "PyYAML"))]
     assert {"torch<2.14,>=2.11", "transformers<5.24,>=5.17"} <= always
     extra = {name.partition(">")[0] for name, _, condition in needed if 'extra == "recipes"' in condition}
-    assert extra == {"datasets", "matplotlib", "omegaconf", "PyYAML"}
+    assert extra == {"datasets", "matplotlib", "omegaconf", "pillow", "PyYAML"}
 
 
 @pytest.mark.timeout(900)  # three processes that import everything, where many others run

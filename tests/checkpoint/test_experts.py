@@ -175,7 +175,7 @@ def outcome(
     return outcome
 
 
-DAILY = ("tp2", "ep2-tp2-expert_tp2", "ep2-pp2")
+DAILY = ("tp2", "ep2-pp2")
 Outcome = Callable[[str], tuple[Path, list[dict[str, Found]]]]
 
 

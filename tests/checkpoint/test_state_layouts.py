@@ -38,6 +38,8 @@ CHAINS = [
     ("four-bit", "sums", NARROW, ["tp2", "one", "pp2", "shard2"]),  # adapters over a base in 4 bits
 ]
 RARE = [
+    ("tied", "stock"),
+    ("ragged", "muon"),
     ("ragged", "adafactor"),
     ("narrow", "adamw_torch"),
     ("tied", "adamw_torch"),

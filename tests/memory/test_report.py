@@ -114,7 +114,7 @@ def test_context_ranks(pools: Pools, layout: str, lora: dict[str, Any] | None) -
     check(ranks, saved=0.03)
 
 
-@pytest.mark.parametrize("layout", ["tp2", "shard2"])
+@pytest.mark.parametrize("layout", ["tp2", pytest.param("shard2", marks=pytest.mark.slow)])
 def test_every_optimizer(pools: Pools, layout: str) -> None:
     """In ragged shares; with 8 bits also for small tensors, some of which are stepped whole."""
     names = [(name, None) for name in NAMES]

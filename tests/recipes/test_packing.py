@@ -20,6 +20,7 @@ from hfscale.recipes.packing import Example, cut, first_fit, packed_rows, separa
 from hfscale.recipes.rows import IGNORED, Rows, divided
 from hfscale.recipes.run_log import RunLog, read_metrics
 from hfscale.recipes.schema import PretrainRecipe, RecipeError, TrainingRecipe
+from hfscale.recipes.tasks import TEXT
 from hfscale.testing import Case, RankPool, assert_layout_equal
 
 from ..models import tiny
@@ -204,4 +205,4 @@ def test_evaluation_is_the_mean_over_labels():
     whole = float(hfscale.eval_step(model, data.batch(list(range(len(data))))))
     for size in (1, 2, 5):
         assert len(list(evaluation_steps(len(data), 0, 1, size))) > 1
-        assert evaluate(model, data, 1, size) == pytest.approx(whole, rel=1e-6)
+        assert evaluate(model, TEXT, data, 1, size)[0] == pytest.approx(whole, rel=1e-6)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .simulation import Costs, simulate
     from .stand_in import leave_out
     from .timeline import Action, Order, Span, Timeline, fullest_live, peak_live, stage_ranks
-    from .weight_versions import stashed_versions, weight_versions
+    from .versions import stashed_versions, weight_versions
 
 __all__ = [
     "ASYNCHRONOUS",
@@ -65,7 +65,7 @@ _MODULES = {
     ".simulation": ["Costs", "simulate"],
     ".stand_in": ["leave_out"],
     ".timeline": ["Action", "Order", "Span", "Timeline", "fullest_live", "peak_live", "stage_ranks"],
-    ".weight_versions": ["stashed_versions", "weight_versions"],
+    ".versions": ["stashed_versions", "weight_versions"],
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

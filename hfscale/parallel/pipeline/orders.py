@@ -6,7 +6,7 @@ from ...errors import ConfigError
 from ...schedules import ASYNCHRONOUS, SCHEDULES
 from .csv_table import read_csv
 from .timeline import Action, Order
-from .weight_versions import asynchronous_order, one_forward_one_backward
+from .versions import asynchronous_order, one_forward_one_backward
 
 _SINGLE = ("gpipe", "1f1b", *ASYNCHRONOUS)
 _PAIRS = ("zbv", "dualpipev")

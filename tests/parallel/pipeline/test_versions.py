@@ -41,7 +41,7 @@ def test_versions_of_2bw(p: int, m: int) -> None:
 
 
 def test_2bw_needs_as_many_microbatches_as_stages() -> None:
-    from hfscale.parallel.pipeline.weight_versions import asynchronous_order
+    from hfscale.parallel.pipeline.versions import asynchronous_order
 
     with pytest.raises(ValueError, match="stage 0 has no version 1 for microbatch 4 yet"):
         weight_versions("pipedream_2bw", asynchronous_order("pipedream_2bw", 4, 2, 3), 2)
