@@ -2,7 +2,16 @@
 
 from typing import Any
 
-from transformers import GPT2Config, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+import pytest
+from transformers import (
+    CONFIG_MAPPING,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 _SMALL: dict[str, Any] = {
     "hidden_size": 32,
@@ -14,6 +23,11 @@ _SMALL: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+
+
+def needs(family: str) -> pytest.MarkDecorator:
+    """Of a test of ``family``, which the oldest transformers may not have yet."""
+    return pytest.mark.skipif(family not in CONFIG_MAPPING, reason=f"this transformers has no {family}")
 
 
 def tiny(family: str, **changes: Any) -> PreTrainedConfig:

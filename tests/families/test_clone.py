@@ -6,9 +6,19 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClas
 
 from hfscale.families.clone import HEADS, HIDDEN, LAYERS, tiny_clone
 
+from ..models import needs
+
 
 @pytest.mark.parametrize(
-    "family", ["llama", "kimi_linear", "bailing_hybrid", "qwen3_next", "olmo_hybrid", "nemotron_h"]
+    "family",
+    [
+        "llama",
+        "kimi_linear",
+        pytest.param("bailing_hybrid", marks=needs("bailing_hybrid")),
+        "qwen3_next",
+        "olmo_hybrid",
+        "nemotron_h",
+    ],
 )
 def test_every_width_shrinks(family: str) -> None:
     with torch.device("meta"):
@@ -51,6 +61,10 @@ def test_lists_of_layers_are_as_long_as_there_are_layers() -> None:
         "sliding_attention": 10000.0,
         "full_attention": 0,
     }
+
+
+@needs("molmo2_text")
+def test_layers_that_are_named_are_layers_of_the_clone() -> None:
     assert tiny_clone(AutoConfig.for_model("molmo2_text")).rope_scaling_layers == [0, 1]
 
 

@@ -17,6 +17,8 @@ from hfscale.testing import RankPool, assert_layout_equal
 from hfscale.testing.picture_configs import with_pictures
 from hfscale.testing.pictures import PictureCase, PlainPictureCase
 
+from ..models import needs
+
 pytestmark = pytest.mark.filterwarnings("ignore:`hidden_state` is deprecated:FutureWarning")  # mllama's, in 5.17
 Pools = Callable[[int], RankPool]
 # (step, distinct batch, microbatch): a rank without any picture, and ranks that have theirs in other microbatches
@@ -54,6 +56,7 @@ def test_layers_that_another_model_reads_by_a_cache(pools: Pools) -> None:
     assert_layout_equal(PlainPictureCase(with_pictures("pi0")), ParallelConfig(dp_shard_size=2), pools(2))
 
 
+@needs("inkling2")
 def test_what_all_layers_read_pictures_included_is_on_one_stage() -> None:
     with pytest.raises(PlanError, match=r"all of its layers read what goes into the first, pictures included.*: use"):
         hfscale.plan(with_pictures("inkling2"), ParallelConfig(pp_size=2), auto_class=AutoModelForImageTextToText)
