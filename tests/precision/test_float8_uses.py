@@ -55,7 +55,11 @@ def test_an_accelerators_loop_equals_one_process(pools: Pools, layout: dict[str,
         torch.testing.assert_close(saved.state_dict()[name], value, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("layout", cases([{"cp_size": 2}, {"tp_size": 2}, {"pp_size": 2}], daily=[{"cp_size": 2}]))
+# Stages cut a batch, that of an evaluation too, into microbatches, and scales are of a microbatch: one, as in one process.
+STAGES = {"pp_size": 2, "num_microbatches": 1}
+
+
+@pytest.mark.parametrize("layout", cases([{"cp_size": 2}, {"tp_size": 2}, STAGES], daily=[{"cp_size": 2}]))
 def test_trainer_equals_one_process(pools: Pools, layout: dict[str, int], tmp_path: Path) -> None:
     """Arguments say bf16, which is what is around the products; context ranks shard weights."""
     torch.manual_seed(0)
