@@ -15,7 +15,8 @@ from typing import Any
 import peft
 import torch
 import transformers
-from family_sweep import LAYOUT, SEQUENCE, Verdict, deeper, measure, summarize, trainable
+from family_sweep import LAYOUT, SEQUENCE, Verdict, deeper, measure, trainable
+from family_tables import summarize
 from peft import LoraConfig
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM

@@ -84,7 +84,12 @@ def forget_composed(module: nn.Module) -> None:
 
 def has_gradient_hook(tensor: Tensor) -> bool:
     """Whether something runs when the gradient of ``tensor`` is computed or accumulated."""
-    return bool(tensor._backward_hooks) or has_accumulation_hook(tensor)
+    return has_backward_hook(tensor) or has_accumulation_hook(tensor)
+
+
+def has_backward_hook(tensor: Tensor) -> bool:
+    """Whether something runs when the gradient of ``tensor`` is computed."""
+    return bool(tensor._backward_hooks)
 
 
 def has_accumulation_hook(tensor: Tensor) -> bool:

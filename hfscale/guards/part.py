@@ -10,6 +10,7 @@ from ..runtime import Batch, Part, Runtime
 from ..runtime.batches import compare_first
 from ..runtime.local_weights import LocalWeights
 from .changes import refuse_changes
+from .optimizers import refuse_whole_tensor_optimizers
 from .stock_loops import refuse_stock_accelerator, refuse_stock_clipping
 
 
@@ -32,7 +33,7 @@ class SharedBatch(Part):
 
 
 class StockCode(Part):
-    """Stock loops, clipping and changes that would take this rank's part for the model are refused; its own
+    """Stock loops, clipping, optimizers and changes that would take this rank's part for the model are refused; its own
     ``save_pretrained`` saves all of it.
 
     Args:
@@ -48,6 +49,7 @@ class StockCode(Part):
         if layout.total_size > 1:
             refuse_stock_accelerator()
             refuse_stock_clipping(runtime)
+            refuse_whole_tensor_optimizers(runtime)
         refuse_changes(model, layout)
         if layout.total_size > 1 or runtime.plan.adapters:  # with adapters, the host would write its weights wrapped
             model.save_pretrained = _saves_all_of_it(model, self._save)

@@ -55,7 +55,7 @@ def test_an_accelerators_loop_equals_one_process(pools: Pools, layout: dict[str,
         torch.testing.assert_close(saved.state_dict()[name], value, rtol=1e-6, atol=1e-7)
 
 
-# Stages cut a batch, that of an evaluation too, into microbatches, and scales are of a microbatch: one, as in one process.
+# Stages cut a batch, that of an evaluation too, into microbatches, of which scales are: one, as in one process.
 STAGES = {"pp_size": 2, "num_microbatches": 1}
 
 

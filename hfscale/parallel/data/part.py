@@ -1,12 +1,15 @@
 """The data axes as a part."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
 
+from ..._host.torch import has_backward_hook
 from ..._host.torch_fsdp import add_up_gradients
-from ...runtime import Part, Runtime
+from ...errors import ConfigError
+from ...runtime import Batch, Part, Runtime
 from ...runtime.local_weights import LocalWeights
 from .compress import PowerSGD, compresses, install_compression
 from .eight_bits import gather_in_8_bits
@@ -35,6 +38,18 @@ class DataParallel(Part):
         gather_in_8_bits(model, plan, mesh)
         if compresses(plan):
             self._compressing = install_compression(model, plan, mesh)
+
+    def check_step(self, runtime: Runtime, batches: Sequence[Batch]) -> None:
+        """FSDP2 puts gradients where they belong itself, past hooks on parameters."""
+        if runtime.mesh.data_world == 1:
+            return
+        hooked = next((planned.name for planned, p in runtime.parameters() if has_backward_hook(p)), None)
+        if hooked is not None:
+            raise ConfigError(
+                f"{hooked} has a hook on its gradient (register_hook), which would never run: over "
+                f"{runtime.mesh.layout.describe()} FSDP2 reduces gradients by itself. Change parameter.grad between "
+                "train_step and the optimizer's step, or use register_post_accumulate_grad_hook"
+            )
 
     def left_out(self) -> list[Tensor]:
         """What compression keeps: what it has left out of gradients, and factors."""
