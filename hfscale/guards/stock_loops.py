@@ -7,7 +7,8 @@ ones, and clip the part of a norm that each rank sees; nothing of that raises. W
 first step is to hand the model to :meth:`accelerate.Accelerator.prepare`, so that is where the model is refused.
 
 ``torch.nn.utils.clip_grad_norm_`` sees the gradients of one rank. Where ranks hold different ones (tensor, pipeline and
-expert ranks do; of what FSDP2 shards, torch knows the whole norm) each would clip by a norm of its own.
+expert ranks do; of what FSDP2 shards, torch knows the whole norm) each would clip by a norm of its own. A
+``torch.amp.GradScaler`` looks for overflows in the same gradients: one rank would skip a step that others take.
 """
 
 import functools
@@ -36,8 +37,10 @@ def refuse_stock_accelerator() -> None:
 
 
 def refuse_stock_clipping(runtime: Runtime) -> None:
-    """From now on, ``torch.nn.utils.clip_grad_norm_`` refuses parameters of this model, if its ranks have norms of
-    their own. Where a script has imported the function by its name before, :mod:`.replicas` finds what it did.
+    """From now on, ``torch.nn.utils.clip_grad_norm_`` and ``GradScaler`` refuse parameters of this model, if its ranks
+    have norms of their own.
+
+    Where a script has imported the function by its name before, :mod:`.replicas` finds what it did.
     """
     layout = runtime.mesh.layout
     if max(layout.size("tp"), layout.size("pp"), layout.size("ep")) == 1:
@@ -45,6 +48,8 @@ def refuse_stock_clipping(runtime: Runtime) -> None:
     for _, parameter in runtime.parameters():
         setattr(parameter, _SPREAD, layout.describe())
     _check_first(torch.nn.utils, "clip_grad_norm_", _check_parameters)
+    for name in ("unscale_", "step"):
+        _check_first(torch.amp.GradScaler, name, _check_scaler)
 
 
 def _check_first(holder: Any, name: str, check: Callable[..., tuple[Any, ...]]) -> None:
@@ -78,6 +83,18 @@ def _check_parameters(parameters: Any, *args: Any, **kwargs: Any) -> tuple[Any, 
             "norm of the whole model on every rank"
         )
     return given, *args
+
+
+def _check_scaler(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    held = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    spread = next((getattr(each, _SPREAD) for each in held if hasattr(each, _SPREAD)), None)
+    if spread is not None and scaler.is_enabled():
+        raise ConfigError(
+            f"torch.amp.GradScaler would look for overflows, on each rank of {spread}, in what that rank holds, and "
+            'one would skip a step that others take: load the model with mixed_precision="fp16", whose one scale and '
+            "one decision are for all ranks, and leave the scaler out"
+        )
+    return scaler, optimizer, *args
 
 
 def _refuse(model: nn.Module) -> None:

@@ -46,6 +46,11 @@ def train(layout: dict[str, Any], clip: str, steps: int, directory: str) -> str:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             elif clip == "imported before":
                 STOCK_CLIPPING(model.parameters(), 0.1)
+            elif clip == "scaler":
+                torch.amp.GradScaler("cpu", enabled=False).unscale_(optimizer)
+                scaler = torch.amp.GradScaler("cpu")
+                scaler.scale(torch.zeros(()))
+                scaler.unscale_(optimizer)
             else:
                 hfscale.clip_grad_norm_(model, 0.1)
             optimizer.step()
@@ -72,10 +77,16 @@ def test_stock_clipping_is_found(pools: Pools, layout: dict[str, Any], steps: in
 
 
 @pytest.mark.parametrize("layout", [{"tp_size": 2}, {"pp_size": 2}, {"dp_shard_size": 2}])
-def test_stock_clipping_is_refused(pools: Pools, layout: dict[str, Any], tmp_path: Path) -> None:
-    """At its first call; over sharded data alone torch knows the norm of the whole."""
-    refused = "use hfscale.clip_grad_norm_(model, max_norm)" if layout != {"dp_shard_size": 2} else ""
-    for message in pools(2).run(train, layout, "torch", 1, str(tmp_path)):
+@pytest.mark.parametrize(
+    ("clip", "instead"),
+    [("torch", "use hfscale.clip_grad_norm_(model, max_norm)"), ("scaler", 'with mixed_precision="fp16"')],
+)
+def test_stock_clipping_and_scaling_are_refused(
+    pools: Pools, layout: dict[str, Any], clip: str, instead: str, tmp_path: Path
+) -> None:
+    """At the first call; over sharded data alone torch knows all of it."""
+    refused = instead if layout != {"dp_shard_size": 2} else ""
+    for message in pools(2).run(train, layout, clip, 1, str(tmp_path)):
         assert refused in message
         assert bool(message) == bool(refused)
 
