@@ -78,8 +78,9 @@ class _Loader:
             if planned.name not in self.meta:
                 continue
             parameter = self.meta[planned.name]
-            if planned.tied_to in self.meta:  # the host ties only at the very end
-                self.meta[planned.name] = self.meta[planned.tied_to]
+            # The host ties only at the very end, and not what is tied to another stage's: a decoder's embedding and its
+            # head to the encoder's embedding.
+            self.meta[planned.name] = self.meta[self.held[planned.tied_to or planned.name]]
             shape = planned.local_shape(self.mesh.ranks)
             if planned.name in self.converted:
                 put_parameter(model, planned.name, whole[planned.name])
@@ -127,9 +128,11 @@ class _Loader:
             return None if is_elsewhere(self.plan, self.mesh.ranks["pp"], target) else target
         return target if target in self.meta else self.held.get(planned.tied_to or target)
 
-    def present(self, name: str) -> bool:
-        """Whether the model still has a parameter, which another stage may hold."""
-        return name in self.meta or name not in self.plan.by_name
+    def name_of_tie(self, name: str) -> str | None:
+        """The name that a tied parameter has in the model as it is; ``None`` where another stage holds it."""
+        if name in self.meta or name not in self.plan.by_name:
+            return name
+        return self.held.get(self.plan.by_name[name].tied_to or name)
 
     def initialize(self, model: Any) -> None:
         """In the place of the host's initialization: for buffers; missing parameters come later, by their own seed."""
@@ -185,7 +188,7 @@ def load_pretrained(
         CheckpointError: the checkpoint is damaged, or its shapes are not the model's.
     """
     loader = _Loader(plan, mesh, resized)
-    with loading_through(loader.prepare, loader.present, loader.initialize) as report:
+    with loading_through(loader.prepare, loader.name_of_tie, loader.initialize) as report:
         model = auto_class.from_pretrained(path, **kwargs, **_placed(plan, mesh))
     if plan.quantized is None:  # nothing is dispatched, and others would take the model for one that is
         vars(model).pop("hf_device_map", None)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import ConfigError
+from .loans import Loan
 
 V_SCHEDULES = ("zbv", "dualpipev")
 """Schedules whose stages go down the ranks and up again (Qi et al. 2023; DeepSeek 2025)."""
@@ -181,10 +182,12 @@ class StagePlan:
         layer_list: name of the list that the layers are in.
         returns: what a layer returns: ``None`` for a tensor, the stream; ``n`` for a tuple of ``n`` with the stream
             first. A stand-in for an absent layer must return the same.
-        module_returns: the same of each module in :attr:`Stage.modules`, where it was called; 0 for anything else.
+        module_returns: the same of each module in :attr:`Stage.modules`, where it was called, and of each layer of an
+            encoder; 0 for anything else.
         ties: tensors that several stages hold.
         work: what each stage costs, in the unit of :meth:`hfscale.planner.costs.Cost.work`.
         stacks: of an encoder-decoder, its two; ``None`` where there is one list of layers.
+        loans: modules of first layers that every stage with layers of their list holds.
     """
 
     stages: tuple[Stage, ...]
@@ -196,6 +199,7 @@ class StagePlan:
     ties: tuple[Tie, ...]
     work: tuple[int, ...]
     stacks: TwoStacks | None = None
+    loans: tuple[Loan, ...] = ()
 
     @property
     def places(self) -> dict[str, int]:

@@ -202,11 +202,12 @@ def _stages(
         returns=passage.returns,
         module_returns=tuple(
             (name, passage.item_returns[name])
-            for name in dict.fromkeys(name for stage in stages for name in stage.modules)
+            for name in dict.fromkeys(name for stage in stages for name in (*stage.layers, *stage.modules))
             if name in passage.item_returns
         ),
         ties=tuple(
             Tie(tuple(known), tuple(holders[tensor])) for tensor, known in names.items() if len(holders[tensor]) > 1
         ),
         work=tuple(cost.work(costs.batch_tokens) for cost in each),
+        loans=passage.loans,
     )

@@ -6,10 +6,12 @@ from typing import Any
 
 from .._host.torch import passes_otherwise
 from .._host.transformers.classes import input_embedding
+from ..plan.loans import Loan
 from ..plan.towers import TowersPlan
 from .around import items_around, tensors_of
 from .draft import Draft
-from .probe import ALONE, PassageProbe, tiny_model
+from .loans import find_loan
+from .probe import ALONE, GIVEN, PassageProbe, tiny_model
 from .remembered import Remembered, said_by
 
 
@@ -21,13 +23,17 @@ class Passage:
     after: tuple[str, ...]
     shared: tuple[str, ...]  # what all layers read
     everywhere: tuple[str, ...]
-    returns: int | None
+    returns: int | None  # a layer, where item_returns does not say otherwise
     item_returns: dict[str, int | None]
     beside: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # layer -> what is where that layer is
+    loans: tuple[Loan, ...] = ()  # what every stage with layers of a list holds of the list's first layer
 
     def beside_all(self, layers: Sequence[str]) -> list[str]:
         """What is where these layers are."""
-        return [item for layer in layers for item in self.beside.get(layer, ())]
+        items = [item for layer in layers for item in self.beside.get(layer, ())]
+        lists = {layer.rpartition(".")[0] for layer in layers}
+        borrowed = (loan for loan in self.loans if loan.layer_list in lists and loan.lender not in layers)
+        return items + [loan.name for loan in borrowed]
 
 
 def stage_problem(draft: Draft, what: str, instead: str = "pp_size=1") -> None:
@@ -71,16 +77,22 @@ def _pass_through(model: Any, layer_list: str, items: list[str]) -> PassageProbe
     return probe if clone is None else PassageProbe(clone, layer_list, items)
 
 
-def note_obstacles(draft: Draft, probe: PassageProbe, read: Collection[str] = ()) -> None:
+def note_obstacles(draft: Draft, layer_list: str, probe: PassageProbe, read: Collection[str] = ()) -> tuple[Loan, ...]:
     """What keeps layers from being run by several processes.
 
     Args:
         read: modules that layers read, and no stage but one could hold.
+
+    Returns:
+        what the layers of every stage need of the first one, so that it does not.
     """
+    loan = find_loan(draft.model, layer_list) if GIVEN in probe.obstacles else None
     for obstacle in probe.obstacles:
-        stage_problem(draft, obstacle)
+        if obstacle != GIVEN or loan is None:
+            stage_problem(draft, obstacle)
     if read:
         stage_problem(draft, f"its layers read {', '.join(sorted(read))}{ALONE}")
+    return (loan,) if loan is not None else ()
 
 
 def trace(draft: Draft, layer_list: str) -> Passage | None:
@@ -89,7 +101,7 @@ def trace(draft: Draft, layer_list: str) -> Passage | None:
     probe = probe_passage(draft, layer_list, tensors)
     if probe is None:
         return None
-    note_obstacles(draft, probe)
+    loans = note_obstacles(draft, layer_list, probe)
     _refuse_shared_pictures(draft, probe.shared)
     placed = {item: _phases(draft, probe, item, tensors) for item, held in tensors.items() if held}
     if draft.problems:
@@ -103,6 +115,7 @@ def trace(draft: Draft, layer_list: str) -> Passage | None:
         everywhere=tuple(item for item, held in tensors.items() if not held),
         returns=probe.returns,
         item_returns=probe.item_returns,
+        loans=loans,
     )
 
 

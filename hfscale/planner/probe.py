@@ -16,12 +16,23 @@ from .._host.transformers.classes import from_config, takes_argument
 from .._host.transformers.hidden_states import hidden_states_of
 from ..families.clone import tiny_clone
 from ..families.expert_modules import takes_routes
+from ..families.fields import text_config
 from ..plan.parameter import join_path
 from .draft import Draft
 
 PROBED = (1, 2)  # samples, and tokens of each
 _LARGEST = 30_000_000  # parameters of a clone: a second or two of first values
 ALONE = ", and only the stream travels between stages"
+
+
+GIVEN = f"its layers are given what another layer computed, besides the stream{ALONE}"
+
+
+def end_texts(ids: Tensor, config: Any) -> None:
+    """Let texts for an encoder-decoder end with the token for that, by which it classifies them."""
+    end = getattr(text_config(config), "eos_token_id", None)
+    if config.is_encoder_decoder and isinstance(end, int):
+        ids[:, -1] = end
 
 
 class _Reached(Exception):
@@ -85,6 +96,7 @@ class Probe(TorchDispatchMode):
     def _run(self, model: Any, **inputs: Any) -> None:
         device = next(model.parameters()).device
         ids = torch.full(PROBED, 3, dtype=torch.long, device=device)
+        end_texts(ids, model.config)
         modes = [(module, module.training) for module in model.modules()]
         inputs = {"input_ids": ids, **({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}), **inputs}
         try:
@@ -239,7 +251,7 @@ class PassageProbe(Probe):
             for leaf in _tensors_in((args, kwargs)):
                 if leaf is not x and leaf in self._sources:
                     if "" in self._sources[leaf]:
-                        self._obstacle(f"its layers are given what another layer computed, besides the stream{ALONE}")
+                        self._obstacle(GIVEN)
                     self.shared |= self._sources[leaf]
             self._entered, self._inside = self._entered + 1, True
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..families.expert_modules import EXPERT_FIELDS
 from ..families.fields import first_count, text_config
+from ..plan.loans import Loan
 from ..plan.stages import TwoStacks
 from ..schedules import ASYNCHRONOUS
 from .around import items_around, tensors_of
@@ -53,7 +54,7 @@ def trace_stacks(draft: Draft, lists: list[str], stacks: TwoStacks) -> Passage |
     probes = _probed(draft, lists, (around_encoder, around), stacks)
     if probes is None:
         return None
-    encoding, decoding = probes
+    (encoding, decoding), loans = probes
     held = {item: set(tensors_of(model, item)) for item in (*of_encoder, *around) if item != stacks.encoder}
     phases = {item: (encoding if item in of_encoder else decoding).phases.get(item, set()) for item in held}
     for item in filter(held.get, held):
@@ -66,30 +67,30 @@ def trace_stacks(draft: Draft, lists: list[str], stacks: TwoStacks) -> Passage |
 
     # Second names, of the table that both stacks share, are where it is used first.
     names = tuple(item for item in held if held[item] and not phases[item])
-    last = f"{lists[0]}.{len(draft.modules[lists[0]]) - 1}"  # of the encoder
+    layers = [f"{lists[0]}.{number}" for number in range(len(draft.modules[lists[0]]))]  # of the encoder
     return Passage(
         before=(*placed("before", True), *names),
         after=placed("after", False),
         shared=(),
         everywhere=tuple(item for item in held if not held[item]),
-        returns=encoding.returns,
-        item_returns={**encoding.item_returns, **decoding.item_returns},
-        beside={last: placed("after", True), stacks.first: placed("before", False)},
+        returns=decoding.returns,
+        item_returns={**encoding.item_returns, **decoding.item_returns, **dict.fromkeys(layers, encoding.returns)},
+        beside={layers[-1]: placed("after", True), stacks.first: placed("before", False)},
+        loans=loans,
     )
 
 
 def _probed(
     draft: Draft, lists: list[str], around: Sequence[list[str]], stacks: TwoStacks
-) -> tuple[PassageProbe, PassageProbe] | None:
-    """A run through either list; ``None`` where something keeps it from being cut."""
+) -> tuple[tuple[PassageProbe, PassageProbe], tuple[Loan, ...]] | None:
+    """A run through either list, and what its first layer lends; ``None`` where something keeps it from being cut."""
     encoding, decoding = (probe_passage(draft, path, items) for path, items in zip(lists, around, strict=True))
     if encoding is None or decoding is None:
         return None
-    for probe in (encoding, decoding):
-        note_obstacles(draft, probe, probe.shared - {"", stacks.encoder})
-    if encoding.returns != decoding.returns:
-        stage_problem(draft, "the layers of its encoder and of its decoder do not return the same")
-    return None if draft.problems else (encoding, decoding)
+    loans: tuple[Loan, ...] = ()
+    for path, probe in zip(lists, (encoding, decoding), strict=True):
+        loans += note_obstacles(draft, path, probe, probe.shared - {"", stacks.encoder})
+    return None if draft.problems else ((encoding, decoding), loans)
 
 
 def _check(draft: Draft, item: str, phases: set[str], held: Mapping[str, set[int]]) -> None:

@@ -1,6 +1,7 @@
 """Encoder-decoders in stages: the encoder's layers and then the decoder's, equal to one process."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hfscale import ParallelConfig
 from hfscale.families.clone import tiny_clone
 from hfscale.testing import RankPool, assert_layout_equal, plain
 from hfscale.testing.sample_batches import changes_for
+from tests.sweeps import cases
 
 Pools = Callable[[int], RankPool]
 PP2 = {"pp_size": 2, "num_microbatches": 2}
@@ -23,17 +25,41 @@ def case_of(family: str, layers: int = 4) -> plain.OwnLossCase:
     )
 
 
+INTERLEAVED = {**PP2, "pipeline_schedule": "interleaved1f1b", "virtual_stages": 2}
+LAYOUTS: list[tuple[str, dict[str, Any]]] = [
+    ("mbart", {"pp_size": 4, "num_microbatches": 2, "pipeline_schedule": "gpipe"}),
+    ("marian", INTERLEAVED),
+    ("m2m_100", {**PP2, "stage_layers": [4, 4]}),  # its labels are shifted inside of its forward pass
+    # The second stage has the tied embedding under two names, neither the first one's.
+    ("bart", {**PP2, "dp_shard_size": 2, "stage_layers": [4, 4]}),
+    # Tables of relative positions, on every stage of their stack.
+    ("t5", {**PP2, "tp_size": 2, "stage_layers": [2, 6]}),
+    ("t5", {**INTERLEAVED, "dp_shard_size": 2}),
+]
+MORE: list[tuple[str, dict[str, Any]]] = [
+    ("bart", PP2),
+    ("bart", {**PP2, "tp_size": 2}),
+    ("mt5", {**PP2, "pp_size": 4}),
+    ("t5", {**PP2, "dp_shard_size": 2, "weights_regather": True}),
+    ("mvp", {**PP2, "stage_layers": [3, 5]}),  # layers of its encoder return something else than its decoder's
+]
+
+
 @pytest.mark.parametrize(
     ("family", "layout"),
-    [
-        ("bart", PP2),
-        ("mbart", {"pp_size": 4, "num_microbatches": 2, "pipeline_schedule": "gpipe"}),
-        ("marian", {**PP2, "pipeline_schedule": "interleaved1f1b", "virtual_stages": 2}),
-        ("m2m_100", {**PP2, "stage_layers": [4, 4]}),  # its labels are shifted inside of its forward pass
-        ("bart", {**PP2, "tp_size": 2}),
-    ],
+    cases([*LAYOUTS, *MORE], daily=LAYOUTS),
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
 )
 def test_parity(pools: Pools, family: str, layout: dict[str, Any]) -> None:
     parallel = ParallelConfig(**layout)
     assert_layout_equal(case_of(family), parallel, pools(parallel.total_size))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "accumulation"), cases([("zbv", 1), ("interleaved1f1b", 2)], daily=[("interleaved1f1b", 2)])
+)
+def test_tables_are_looked_up_again_by_recomputed_layers(pools: Pools, schedule: str, accumulation: int) -> None:
+    microbatches = accumulation if accumulation > 1 else 3  # a batch of three rows is cut
+    parallel = ParallelConfig(pp_size=2, pipeline_schedule=schedule, virtual_stages=2, num_microbatches=microbatches)
+    case = replace(case_of("t5"), checkpointing=True, accumulation=accumulation)
+    assert_layout_equal(case, parallel, pools(2))

@@ -21,7 +21,7 @@ from ...errors import CheckpointError
 @contextmanager
 def loading_through(
     prepare: Callable[[Any, list[Any], list[str], Any], dict[str, Any]],
-    present: Callable[[str], bool],
+    name_of_tie: Callable[[str], str | None],
     initialize: Callable[[Any], None],
 ) -> Iterator[dict[str, Any]]:
     """Within: ``from_pretrained`` shows every freshly built meta model to ``prepare`` before it reads weights.
@@ -30,7 +30,7 @@ def loading_through(
     the state dict to load from. What the host reports as missing and mismatched is left in the yielded dict.
 
     Args:
-        present: whether a parameter is still there, by name; the host ties only what is.
+        name_of_tie: the name by which a tied parameter is still there, if it is; the host ties only what is.
         initialize: takes the place of the host's initialization of a model whose weights have been read.
     """
     report: dict[str, Any] = {}
@@ -45,7 +45,10 @@ def loading_through(
             )
         shown = prepare(model, load_config.weight_mapping or [], files, load_config.hf_quantizer)
         report["model"], report["ties"] = model, model.all_tied_weights_keys
-        model.all_tied_weights_keys = {a: b for a, b in report["ties"].items() if present(a) and present(b)}
+        named = {name: (name_of_tie(name), name_of_tie(first)) for name, first in report["ties"].items()}
+        model.all_tied_weights_keys = {
+            name: first for name, (here, first) in named.items() if here == name and first not in (None, name)
+        }
         model.initialize_weights = lambda: initialize(model)
         info, index = original.__func__(model, shown, None, load_config, *args, **kwargs)
         report["missing"] = set(info.missing_keys)

@@ -55,15 +55,20 @@ def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, mixed_precision: s
     how: dict[str, Any] = {"ignored": alone, "mesh": data_mesh, "mp_policy": policy, "offload_policy": offload}
     towers = plan.feature(TowersPlan)
     layers = (layer for layer in plan.layers if plan.is_local(mesh.ranks["pp"], layer))
-    for name in (layer for layer in layers if towers is None or not towers.holds(layer)):
-        layer = model.get_submodule(name)
-        shard_by_type(layer, reshard_after_forward=reshard, **how)
+    for name in (*_lent(plan, mesh), *(layer for layer in layers if towers is None or not towers.holds(layer))):
+        shard_by_type(module_at(model, name), reshard_after_forward=reshard, **how)
     shard_by_type(model, reshard_after_forward=False, **how)
     give_up_whole_weights(model)
     if towers is not None:  # a rank's texts may have no pictures
         inside = {module for name, module in model.named_modules() if towers.holds(stock_name(name))}
         owners = {owner_of(model, item)[0] for item in towers.items if not _is_module(model, item)}
         agree_on_gradients(model, inside | owners, partial(_found_by_any, mesh))
+
+
+def _lent(plan: Plan, mesh: Mesh) -> list[str]:
+    """Modules of layers that other layers use too, while the layer that lists them is not run."""
+    loans = plan.stages.loans if plan.stages is not None else ()
+    return [loan.name for loan in loans if plan.is_local(mesh.ranks["pp"], loan.name)]
 
 
 def _is_module(model: nn.Module, name: str) -> bool:

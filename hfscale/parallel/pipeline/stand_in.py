@@ -17,6 +17,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ from torch import Tensor, nn
 from ..._host.torch import own_modules, own_parameters
 from ..._host.transformers.hidden_states import hidden_states_of
 from ...plan import Plan, Stage, StagePlan
+from ...plan.loans import Loan
+from ...planner.loans import lend
+from ...runtime.names import module_at
 
 
 @dataclass
@@ -99,10 +103,23 @@ class _StandIn(nn.Module):
     def __getattr__(self, name: str) -> Any:
         if name in ("_absent", "_passage"):  # asked for by copy, before there is anything here
             raise AttributeError(name)
+        if name in own_modules(self):
+            return own_modules(self)[name]
         found, passage = getattr(self.__dict__["_absent"], name), self.__dict__["_passage"]
         if isinstance(found, nn.Module) and not (passage.arriving is None and passage.leaving is None):
             return AbsentModule(found, passage, None)  # which stock code calls by itself, past what holds it
         return found
+
+    def keep(self, path: str) -> None:
+        """Keep the module at ``path`` of the absent one, under its name."""
+        child, _, rest = path.partition(".")
+        found = getattr(self._absent, child)
+        if rest:
+            inner = own_modules(self).setdefault(child, _StandIn(found, self._passage))
+            assert isinstance(inner, _StandIn)
+            inner.keep(rest)
+        else:
+            own_modules(self)[child] = found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_StandIn":
         """One more for the same absent module, in the same passage: PEFT copies heads that are to be trained whole."""
@@ -161,7 +178,10 @@ def leave_out(model: nn.Module, plan: Plan, rank: int) -> None:
         owner, _, child = name.rpartition(".")
         holder = model.get_submodule(owner)
         if child in own_modules(holder):
-            own_modules(holder)[child] = make(holder.get_submodule(child))
+            own_modules(holder)[child] = stand_in = make(holder.get_submodule(child))
+            for loan in plan.stages.loans:
+                if loan.lender == name and plan.is_local(rank, loan.name):
+                    stand_in.keep(loan.name.removeprefix(f"{name}."))
         else:  # a parameter of the model's own
             absent = holder.get_parameter(child)
             del own_parameters(holder)[child]
@@ -191,6 +211,8 @@ def run_stages_apart(model: nn.Module, stages: StagePlan, own: tuple[Stage, ...]
             for stage in own:
                 if stage not in holders:
                     swaps[stage.index].append((children, child, stand_in))
+    for loan, layer in _borrowers(stages, own):
+        lend(loan, module_at(model, loan.name), module_at(model, layer))
     active: list[Stage] = []
     forward: Callable[..., Any] = model.forward
 
@@ -225,19 +247,30 @@ def run_stages_apart(model: nn.Module, stages: StagePlan, own: tuple[Stage, ...]
     return running
 
 
+def _borrowers(stages: StagePlan, own: tuple[Stage, ...]) -> Iterator[tuple[Loan, str]]:
+    """The first layer of each list in each stage, where it is not the list's first."""
+    for loan, stage in product(stages.loans, own):
+        layers = [layer for layer in stage.layers if layer.rpartition(".")[0] == loan.layer_list]
+        if layers and layers[0] != loan.lender:
+            yield loan, layers[0]
+
+
 def _encoded(passage: Passage, _: nn.Module, args: Any, output: Any) -> None:
     """What the encoder has made, at its end."""
     passage.memory = output[0]
 
 
-def _boundary(stages: StagePlan, passage: Passage) -> dict[str, Callable[[nn.Module], nn.Module]]:
+def _boundary(stages: StagePlan, passage: Passage) -> dict[str, Callable[[nn.Module], _StandIn]]:
     """Every module that is some stage's -> what makes a stand-in for it."""
     returns, places, stacks = dict(stages.module_returns), stages.places, stages.stacks
-    made: dict[str, Callable[[nn.Module], nn.Module]] = {}
+    lent = {loan.name for loan in stages.loans}  # part of a layer
+    made: dict[str, Callable[[nn.Module], _StandIn]] = {}
     for stage in stages.stages:
         for name in stage.layers:
-            made[name] = functools.partial(AbsentLayer, passage=passage, index=places[name], returns=stages.returns)
-        for name in stage.modules:
+            made[name] = functools.partial(
+                AbsentLayer, passage=passage, index=places[name], returns=returns.get(name, stages.returns)
+            )
+        for name in (name for name in stage.modules if name not in lent):
             target = stacks is not None and not name.startswith(f"{stacks.encoder}.")
             made[name] = functools.partial(AbsentModule, passage=passage, returns=returns.get(name), target=target)
     return made
