@@ -183,6 +183,7 @@ class Kind:
         changes: to clones, one after the other until stock code trains one.
         task: PEFT's name of it.
         families: instead of those of the table.
+        recipe: whether it is trained by the usual recipe: the tower frozen, LoRA in the text, the projector whole.
     """
 
     title: str
@@ -193,6 +194,7 @@ class Kind:
     task: str | None = None
     families: tuple[str, ...] = ()
     make: Callable[..., Any] = plain.PlainCase
+    recipe: bool = False
 
     def names(self) -> list[str]:
         """Its families."""
@@ -333,6 +335,10 @@ KINDS: dict[str, Kind] = {
     "ctc": Kind("Speech, by CTC", "AutoModelForCTC", _mapping("CTC"), transcripts, (_SOUND, {})),
     "pictures": Kind(
         "Vision-language models", "AutoModelForImageTextToText", _mapping("IMAGE_TEXT_TO_TEXT"), plain.causal_lm,
+    ),
+    "recipe": Kind(
+        "Vision-language models by the usual recipe", "AutoModelForImageTextToText", _mapping("IMAGE_TEXT_TO_TEXT"),
+        plain.causal_lm, recipe=True,
     ),
 }  # fmt: skip
 

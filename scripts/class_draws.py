@@ -19,7 +19,7 @@ from typing import Any
 
 import transformers
 from class_cases import KINDS, Kind
-from class_sweep import COLUMNS, DEFECTS, TIMEOUT, judge_case, read, short, trainable
+from class_sweep import COLUMNS, DEFECTS, RECIPE, TIMEOUT, judge_case, read, short, trainable
 from tqdm import tqdm
 from transformers import AutoConfig
 
@@ -66,7 +66,7 @@ def families(path: Path, parts: list[str]) -> Table:
             known = {column: cell.split()[0] for column, cell in zip(COLUMNS, cells, strict=False)}
             axes = {axis for axis in ("tp", "pp") if known.get(f"{axis}2") in ("equal", "planned")}
             if known.get("dp_shard2") in ("equal", "planned"):
-                context = {"cp"} if part == "pictures" else set[str]()
+                context = {"cp"} if KINDS[part].auto == "AutoModelForImageTextToText" else set[str]()
                 found.setdefault(part, {})[family] = axes | {"dp_shard", "dp_replicate"} | context
     return found
 
@@ -93,7 +93,7 @@ def judge(kind: Kind, family: str, layout: dict[str, Any], fields: dict[str, Any
     def chosen(case: Case) -> hfscale.ParallelConfig:
         return hfscale.ParallelConfig(**layout)
 
-    if adapters:
+    if adapters or kind.recipe:
         fields = {**fields, "build": "from_pretrained", "frozen": ()}
     microbatches = layout.get("num_microbatches")
     if microbatches and layout.get("pp_size", 1) > 1:
@@ -102,7 +102,7 @@ def judge(kind: Kind, family: str, layout: dict[str, Any], fields: dict[str, Any
     def changed(case: Case) -> Case:  # data ranks build some models in one way only
         return replace(case, **{**fields, "build": case.build if case.build == "parallelize" else fields["build"]})
 
-    return judge_case(kind, config, chosen, ranks, adapters, changed)
+    return judge_case(kind, config, chosen, ranks, RECIPE if kind.recipe else adapters, changed)
 
 
 def judged(*drawn: Any) -> tuple[str, str]:

@@ -114,7 +114,7 @@ def reload_stock(kind: Kind, config: Any) -> None:
 
 def judge_layout(kind: Kind, config: Any, column: str, ranks: ForkedRanks | None) -> tuple[str, str]:
     """Verdict of a column with share, and detail; without ranks, of the plan alone."""
-    adapters = RECIPE if column.startswith(RECIPE) else column.startswith("LoRA")
+    adapters = RECIPE if kind.recipe else column.startswith("LoRA")
     return judge_case(kind, config, lambda case: layout_of(case, column), ranks, adapters)
 
 
@@ -336,19 +336,6 @@ def count(rows: list[list[str]], column: int) -> str:
     return ", ".join(f"{kinds[kind]} {kind}" for kind in known) or "-"
 
 
-def by_recipe(families: list[str]) -> int:
-    """Print the verdicts on vision-language families by the usual recipe, and how many there are of each."""
-    columns = (f"{RECIPE} tp2", f"{RECIPE} pp2")
-    found: list[list[str]] = []
-    for family in tqdm(families, desc=RECIPE):
-        verdicts = judged(KINDS["pictures"], family, columns, False)
-        tqdm.write(f"{family}: {verdicts}")
-        found += [[verdicts[column] for column in columns]] if len(verdicts) > 1 else []
-    for index, column in enumerate(columns):
-        print(f"{column}: {count(found, index)} of {len(found)}")
-    return int(any(cell in DEFECTS for cells in found for cell in cells))
-
-
 def main() -> int:
     """Write the tables; the exit status is 1 where there is a defect."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -357,27 +344,25 @@ def main() -> int:
     parser.add_argument("--columns", nargs="*", choices=COLUMNS, default=COLUMNS)
     parser.add_argument("--new", action="store_true", help="leave out what the file has")
     parser.add_argument("--defects", action="store_true", help="those alone that are wrong, crash or hang in the file")
-    parser.add_argument("--recipe", action="store_true", help="the usual recipe at tp2 and pp2, and no table")
     parser.add_argument("--plan", action="store_true", help="plan, and train nothing: who is refused, and why")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     import_everything(())
-    if arguments.recipe:
-        return by_recipe(arguments.only or KINDS["pictures"].names())
     rows = read(arguments.out) if arguments.out else {}
     for part in arguments.part:
         own = rows.setdefault(part, {})
+        columns = [column for column in arguments.columns if not (KINDS[part].recipe and column.startswith("LoRA"))]
         names = [name for name in KINDS[part].names() if not arguments.only or name in arguments.only]
         names = [name for name in names if not arguments.new or name not in own]
         if arguments.defects:
             names = [name for name in names if any(cell in DEFECTS for cell in own.get(name, ()))]
         for family in tqdm(names, desc=part):
-            verdicts = judged(KINDS[part], family, tuple(arguments.columns), arguments.plan)
+            verdicts = judged(KINDS[part], family, tuple(columns), arguments.plan)
             before = own.get(family) or ["-"] * (len(COLUMNS) + 1)
             cells = [verdicts.get(column, before[i]) for i, column in enumerate(COLUMNS)]
-            remarks = filter(None, [*remarks_but(arguments.columns, before[-1]), verdicts[""]])
+            remarks = filter(None, [*remarks_but(columns, before[-1]), verdicts[""]])
             own[family] = [*cells, "; ".join(remarks)] if len(verdicts) > 1 else []
             if not arguments.out or arguments.only or any(cell in DEFECTS for cell in cells):
                 tqdm.write(f"{family}: {verdicts}")
