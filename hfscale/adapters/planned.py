@@ -10,6 +10,7 @@ from torch import nn
 from .._host.peft import COPY, DORA_MAGNITUDES
 from ..errors import ConfigError
 from ..plan import Plan
+from ..plan.quantized import QuantizedPlan
 from ..planner.adapters import plan_adapters
 from .peft_config import check_config, check_over_quantized
 from .structure import adapter_parameters, check_matches, target_names, wrap
@@ -61,6 +62,7 @@ def _check(config: Any, plan: Plan) -> None:
     _refuse_own_dropout(config, plan)
     if plan.quantized is not None:
         check_over_quantized(config, plan.quantized.bits, plan.layout.data_world)
+        _refuse_quantized_copies(config, plan.quantized, plan.head)
 
 
 def _wrapped(template: nn.Module, config: Any, name: str, plan: Plan) -> Any:
@@ -86,6 +88,19 @@ def _refuse_inner_modules(config: Any, plan: Plan) -> None:
             raise ConfigError(
                 f"modules_to_save={wanted!r} is or holds {inside[0]}, and only modules around the layers and single "
                 "projections can be copied: name those, or train the whole model without adapters"
+            )
+
+
+def _refuse_quantized_copies(config: Any, quantized: QuantizedPlan, head: str | None) -> None:
+    for wanted in getattr(config, "modules_to_save", None) or ():
+        inside = [name for name in quantized.weights if _is_in(name, wanted)]
+        if inside:
+            # The host goes by beginnings of names, and a list takes the place of its own, which has the head.
+            paths = [name[: f".{name}.".index(f".{wanted}.") + len(wanted)] for name in inside]
+            skipped = list(dict.fromkeys([*paths, *([head] if head is not None else [])]))
+            raise ConfigError(
+                f"modules_to_save={wanted!r} is trained whole, and {inside[0]} is in {quantized.bits} bits, which take "
+                f"no gradients: leave it out of quantization, BitsAndBytesConfig(llm_int8_skip_modules={skipped})"
             )
 
 

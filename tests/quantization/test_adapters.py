@@ -1,5 +1,7 @@
 """Adapters over a base in 4 bits (QLoRA): the same losses in every layout as with stock PEFT in one process."""
 
+import ast
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -155,3 +157,15 @@ def test_a_refused_adapter_leaves_a_quantized_model_as_it_was(
     path = save(wide("llama"), tmp_path)
     expected = pools(2).run(refused_between, path, LAYOUTS[layout], bits, False)
     assert pools(2).run(refused_between, path, LAYOUTS[layout], bits, True) == expected
+
+
+def test_what_is_trained_whole_is_not_quantized(tmp_path: Path) -> None:
+    config = LoraConfig(r=4, target_modules=["v_proj"], modules_to_save=["q_proj"])
+    path = save(wide("llama"), tmp_path)
+    words = r"layers.0.self_attn.q_proj.weight is in 4 bits, .*llm_int8_skip_modules=(\[.*\])\)"
+    with pytest.raises(ConfigError, match=words) as caught:
+        load(path, {}, four_bits(), peft_config=config)
+    skipped = ast.literal_eval(re.search(r"\[.*\]", str(caught.value))[0])  # what it says to do does
+    quantization = four_bits(llm_int8_skip_modules=skipped)
+    model = load(path, {}, quantization, peft_config=config)
+    assert any("q_proj" in name and parameter.requires_grad for name, parameter in model.named_parameters())
