@@ -71,14 +71,22 @@ def fake_process_group(world: int, rank: int) -> Iterator[None]:
     new_group = dist.new_group
 
     def fake_group(ranks: Any = None, backend: Any = None, **options: Any) -> Any:
-        return new_group(ranks, backend=_BACKEND, **options)
+        return _named(new_group(ranks, backend=_BACKEND, **options))
 
     with attribute_replaced(dist, "new_group", fake_group):
         dist.init_process_group(_BACKEND, store=FakeStore(), rank=rank, world_size=world)
+        _named(dist.group.WORLD)
         try:
             yield
         finally:
             dist.destroy_process_group()
+
+
+def _named(group: Any) -> Any:
+    """The group, with a backend that it takes for its own: of one by devices it warns that it has none."""
+    if isinstance(group, dist.ProcessGroup):
+        group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+    return group
 
 
 @contextmanager

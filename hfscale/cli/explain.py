@@ -31,6 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ..build import plan as make_plan
     from ..forecast.explain import explain
     from ..forecast.facts import facts_of
+    from ..forecast.stand_in import asked_of
 
     sizes = {flag: getattr(arguments, flag[2:].replace("-", "_")) for flag in _SIZES}
     for flag, size in sizes.items():
@@ -38,12 +39,13 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"{flag} {size} is impossible: use a whole number of at least 1")
     config = load_config(arguments.model, arguments.trust_remote_code)
     dtype = arguments.dtype or "float32"
-    code: dict[str, Any] = remote_code(arguments)
+    more: dict[str, Any] = remote_code(arguments)
+    more |= {"auto_class": auto_class_of(arguments.auto_class), "dtype": dtype}
     with building(arguments, config):
-        plan = make_plan(config, auto_class=auto_class_of(arguments.auto_class), dtype=dtype, **code)
-    mixed = "bf16" if dtype == "float32" else "no"
+        plan = make_plan(config, **more)
+    asked = asked_of(config, mixed_precision="bf16" if dtype == "float32" else "no", **more)
     found = explain(
-        facts_of(plan, config, mixed_precision=mixed),
+        facts_of(plan, asked, sequence=arguments.sequence_length),
         ranks=arguments.data_ranks,
         tp=arguments.tp,
         sequence=arguments.sequence_length,

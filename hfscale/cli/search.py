@@ -51,6 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ..forecast.estimate import constants_of
     from ..forecast.facts import facts_of
     from ..forecast.search import search
+    from ..forecast.stand_in import asked_of
 
     tokens = tokens_of(arguments.tokens_per_step, "--tokens-per-step")
     budget = None if arguments.max_memory is None else bytes_of(arguments.max_memory, "--max-memory")
@@ -62,9 +63,11 @@ def run(arguments: argparse.Namespace) -> int:
     mixed = "bf16" if dtype == "float32" else "no"
     working(f"planning {arguments.model}")
     more: dict[str, Any] = {**plan_arguments(arguments), **remote_code(arguments)}
+    more |= {"auto_class": auto_class_of(arguments.auto_class), "dtype": dtype}
     with building(arguments, config):
-        plan = make_plan(config, auto_class=auto_class_of(arguments.auto_class), dtype=dtype, **more)
-    facts = facts_of(plan, config, arguments.optimizer, mixed_precision=mixed)
+        plan = make_plan(config, **more)
+    asked = asked_of(config, mixed_precision=mixed, **more)
+    facts = facts_of(plan, asked, arguments.optimizer, sequence=arguments.sequence_length)
     found = search(
         facts,
         arguments.gpus,

@@ -18,9 +18,10 @@ Under autocast over weights of 32 bits, blocks compute in 16, and what is betwee
 return) stays in 32. So every projection that reads a norm's output keeps its own copy in 16 bits, and so does every
 adapter.
 
-Any other layer is estimated from above: twice the rows and columns of every matrix, and the shorter of the two once
-more; of experts, twice both for each that a token is sent to; four times every vector. Scores of attention are never
-counted: SDPA and flash attention keep none. Nor is dropout in front of adapters.
+Any other layer is counted (:mod:`.counted`), or, where nobody did, estimated from above: twice the rows and columns of
+every matrix, and the shorter of the two once more; of experts, twice both for each that a token is sent to; four times
+every vector. Scores of attention are not in such an estimate: SDPA and flash attention keep none. Nor is dropout in
+front of adapters.
 
 Context ranks that share out heads keep key heads once more for each rank that reads them, and the result of attention
 twice: of some heads, and of their own tokens. What they run on whole sequences they keep of all tokens.
@@ -114,6 +115,13 @@ def layer_bytes(
     layer_of = _Llama(plan, roles, hidden, ranks, types, frozenset(trained), sequence)
     blocks, again = layer_of.blocks()
     return LayerBytes(layer_of.norms(first) + blocks, stream, True, again)
+
+
+def is_known(plan: Plan, layer: str) -> bool:
+    """Whether a formula says what ``layer`` keeps: LLaMA's."""
+    adapters = {adapter.name for adapter in plan.adapters}
+    owned = [p for p in plan.parameters if p.name.startswith(f"{layer}.") and p.name not in adapters]
+    return _llama_roles(owned, layer) is not None
 
 
 def stream_width(plan: Plan, layer: str) -> int:

@@ -27,6 +27,7 @@ from ..plan.quantized import BLOCK, OUTER_BLOCK, packed_scale_bytes
 from ..plan.recompute import recomputed
 from ..plan.table import human
 from .activations import Types, stream_width
+from .counted import Counted
 from .exchanged import exchanged_bytes
 from .gradient_bytes import left_out_bytes
 from .recompute import (
@@ -108,6 +109,7 @@ def estimate_memory(
     trained: Collection[str] | None = None,
     routes: int | None = None,
     chunk_rows: int | None = None,
+    counted: Counted | None = None,
 ) -> MemoryEstimate:
     """What the rank at ``ranks`` holds.
 
@@ -125,18 +127,18 @@ def estimate_memory(
             is not quantized.
         routes: how many experts a token is sent to; all of them, where it is not known.
         chunk_rows: rows of one chunk of the loss; by default a quarter of the tokens.
+        counted: what the model's own layers were seen to keep on a rank of this layout, where no formula says it.
 
     Raises:
         ConfigError: the optimizer is unknown.
     """
-    here = dict(ranks or {})
+    here, adapters = dict(ranks or {}), {adapter.name for adapter in plan.adapters}
     held = [plan.by_name[name] for name in plan.local_names(here.get("pp", 0))]
-    adapters = {adapter.name for adapter in plan.adapters}
     chosen = trained_names(plan) if trained is None else trained
     training = [planned for planned in held if planned.name in chosen]
     mixed = mixed_precision != "no"
     own_tokens = ceil(tokens / plan.layout.size("cp"))
-    again: dict[str, Any] = {"all_recomputed": checkpointing, "chosen": recomputed_layers}
+    again: dict[str, Any] = {"all_recomputed": checkpointing, "chosen": recomputed_layers, "counted": counted}
     situation = Situation(own_tokens, tuple(alive), mixed, frozenset(chosen), routes, **again)
     kept, away, notes = _activations(plan, here, situation, mixed)
     state, moved, more = _optimizer(plan, training, here, optimizer, options)
@@ -213,9 +215,13 @@ def _activations(plan: Plan, here: dict[str, int], situation: Situation, mixed: 
     tokens, total = situation.tokens, 0.0
     for each in held:
         total += each.alive * tokens * (each.bytes.stream if each.name in chosen else each.bytes.kept)
+    seen = situation.counted
     for index, alive, layers in stages_held(plan, here, situation):
+        if seen is not None:
+            total += alive * tokens * (seen.shared + seen.before * (index == 0))
         if plan.stages is None or index == len(plan.stages.stages) - 1:
-            total += alive * tokens * _around(plan, types, situation.trained)
+            behind = _around(plan, types, situation.trained) if seen is None else seen.behind
+            total += alive * tokens * behind
         elif layers:  # what was sent stays until its gradient is back
             total += alive * tokens * types.stream * stream_width(plan, layers[-1]) / _sequence(plan)
     away, notes_of_host = 0, list[str]()
@@ -224,14 +230,17 @@ def _activations(plan: Plan, here: dict[str, int], situation: Situation, mixed: 
         notes_of_host = [f"on the host: {human(away)} of activations; two layers of a microbatch are on the device"]
     total += tokens * max((each.bytes.kept for each in held if each.name in chosen), default=0.0)
     total += tokens * max((each.bytes.again for each in held), default=0.0)
-    return ceil(total), away, [*notes_of_host, *_notes(plan, tokens, held, chosen)]
+    return ceil(total), away, [*notes_of_host, *_notes(plan, situation, held, chosen)]
 
 
-def _notes(plan: Plan, tokens: int, held: Sequence[LayerHeld], chosen: frozenset[str]) -> list[str]:
+def _notes(plan: Plan, situation: Situation, held: Sequence[LayerHeld], chosen: frozenset[str]) -> list[str]:
     """What is to be said of what layers keep."""
     again, counted = recomputed(plan), all(each.bytes.counted for each in held)
     how = "counted for this kind of layer" if counted else "an upper estimate from the shapes of the layers"
-    notes = [f"activations: {how}, of {tokens:,} tokens a microbatch; scores of attention are not kept"]
+    scores = "scores of attention are not kept"
+    if counted and situation.counted is not None:
+        how, scores = "counted on the model's own layers", "fused attention keeps no scores"
+    notes = [f"activations: {how}, of {situation.tokens:,} tokens a microbatch; {scores}"]
     if compressed(plan) is not None:
         notes.append("what layers keep is counted in 8 bits")
     if again.keep:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ConfigError
+from ..families.expert_modules import EXPERT_FIELDS, experts_per_token
 
 
 @dataclass(frozen=True)
@@ -91,8 +92,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "heads": ("num_attention_heads", "n_head", "n_heads"),
     "ffn": ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"),
     "expert_ffn": ("moe_intermediate_size",),
-    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
-    "routed": ("num_experts_per_tok", "num_experts_per_token", "moe_k"),
+    "experts": EXPERT_FIELDS,
 }
 
 
@@ -124,7 +124,7 @@ def shape_of(config: Any, gated: bool | None = None) -> ModelShape:
         gated=bool(getattr(text, "rms_norm_eps", None)) if gated is None else gated,
         tied=bool(getattr(text, "tie_word_embeddings", False)),
         experts=experts,
-        routed=_first(text, *_NAMES["routed"]) or 1 if experts else 0,
+        routed=experts_per_token(text) or 1 if experts else 0,
         shared=_first(text, "shared_expert_intermediate_size") if experts else 0,
     )
 

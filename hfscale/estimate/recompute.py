@@ -19,6 +19,7 @@ from ..plan.plan import Plan
 from ..plan.recompute import recomputed
 from ..plan.table import human
 from .activations import LayerBytes, Types, layer_bytes
+from .counted import Counted
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Situation:
         routes: how many experts a token is sent to; ``None``: all.
         all_recomputed: whether all layers are recomputed, whatever the plan says.
         chosen: which are, under a budget, where that is known.
+        counted: what the model's own layers were seen to keep, where no formula says it.
     """
 
     tokens: int
@@ -42,6 +44,7 @@ class Situation:
     routes: int | None = None
     all_recomputed: bool = False
     chosen: frozenset[str] | None = None
+    counted: Counted | None = None
 
 
 @dataclass(frozen=True)
@@ -143,6 +146,9 @@ def size_of(dtype: torch.dtype) -> int:
 
 
 def _layer(plan: Plan, layer: str, ranks: dict[str, int], types: Types, situation: Situation) -> LayerBytes:
+    seen = None if situation.counted is None else situation.counted.of_layer(plan, layer)
+    if seen is not None:
+        return seen
     trained = situation.trained
     looked_up = [name for name in around_layers(plan) if is_matrix(plan, name) and name != f"{plan.head}.weight"]
     first = layer == plan.layers[0] and not any(name in trained for name in looked_up)

@@ -86,6 +86,19 @@ def tiny_clone(config: PreTrainedConfig, *, layers: int = LAYERS, **changes: Any
     return made
 
 
+def first_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
+    """The same config with its first ``layers`` layers, in full size."""
+    found = copy.deepcopy(config)
+    for each in {id(each): each for each in (found, found.get_text_config(decoder=True))}.values():
+        count = getattr(each, "num_hidden_layers", None)
+        for name, value in list(vars(each).items()):
+            if name in _LAYER_COUNTS and type(value) is int:
+                setattr(each, name, min(value, layers))
+            elif isinstance(value, (list, tuple)) and (name in _PER_LAYER or len(value) == count) and value:
+                setattr(each, name, value[:layers])
+    return found
+
+
 def merged(fields: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """``fields`` with ``changes``, which are changes to a config inside where both are dicts."""
     found = dict(fields)

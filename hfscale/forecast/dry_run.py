@@ -6,38 +6,28 @@ its backward passes, is counted.
 """
 
 import gc
-import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from .._host.transformers.classes import from_config as stock_from_config
-from ..build import from_config, parallelize
 from ..build import plan as make_plan
 from ..config import ParallelConfig
 from ..errors import ConfigError
-from ..estimate.job import Job
 from ..estimate.machine import find_machine
-from ..estimate.model_shape import ModelShape
 from ..estimate.traffic import Place, rank_traffic
-from ..memory.report import count_saved, memory_of_ranks
+from ..memory.report import SavedBytes, SavedCounter, memory_of_ranks
 from ..memory_config import MemoryConfig
 from ..plan import Plan
 from ..plan.recompute import recomputed
 from ..plan.table import human
-from ..runtime import runtime_of
-from ..train import train_step
+from .counting import counted
 from .jobs import job_of
 from .places import places_of
-from .pretend import Answer, Pretence, fused_attention, leave_alone, pretended_rank
 from .shapes import shape_of_plan
+from .stand_in import asked_of, stand_in, take_step
 
 # Of what is counted, the name in an estimate: experts have data axes of their own.
 _NAMES = {"stages": "pp", "edp_shard": "dp_shard", "edp_replicate": "dp_replicate"}
@@ -171,39 +161,22 @@ def dry_run(
     job = job_of(plan, find_machine("h100"), **sizes, mixed=mixed)
     tokens, routes = sequence_length * batch_size, shape.routed or None
     numbers: dict[str, Any] = {"num_microbatches": count, "mixed_precision": mixed_precision, "routes": routes}
-    held = memory_of_ranks(plan, tokens=tokens, **numbers)
+    asked = asked_of(config, mixed_precision=mixed_precision, **given)
+    held = memory_of_ranks(plan, tokens=tokens, counted=counted(plan, asked, sequence_length, batch_size), **numbers)
     runs, places, world = [], places_of(plan, job), plan.layout.total_size
-    kinds = _kinds(plan, places)
+    kinds, again = _kinds(plan, places), recomputed(plan)
     for number, like in enumerate(kinds):
         rank = like[0]
         say(f"stage {rank}", number + 1, len(kinds) + 1)
-        with pretended_rank(world, rank * (world // plan.layout.size("pp"))), _quiet():
-            model = _built(config, parallel, mixed_precision, **given).train()
-            stream = torch.bfloat16 if mixed else _stream_type(model)
-            counted, saved = _step(model, sizes, stream, partial(_found, job, shape))
-        del model
+        saved = SavedBytes()
+        with stand_in(asked, plan.layout, rank * (world // plan.layout.size("pp"))) as model:
+            counter = SavedCounter(model, plan.layers, plan.head, saved.add)
+            sent = take_step(model, job, shape, counter, mixed)
+            del model, counter
         gc.collect()
-        runs.append(_compared(like, places[rank], counted, saved, rank_traffic(shape, job, places[rank]), held[rank]))
+        kept = None if again.layers or again.modules else saved.layers + saved.around
+        runs.append(_compared(like, places[rank], sent, kept, rank_traffic(shape, job, places[rank]), held[rank]))
     return DryRun(plan.layout.describe(), world, count, tokens, tuple(runs))
-
-
-def _built(
-    config: PreTrainedConfig,
-    parallel: ParallelConfig,
-    mixed_precision: str,
-    *,
-    auto_class: Any,
-    memory: MemoryConfig | None,
-    peft_config: Any,
-    **given: Any,
-) -> Any:
-    """The rank's model. Adapters need one that is made layer by layer, and takes the memory of a whole layer."""
-    if peft_config is not None:
-        chosen = {"memory": memory, "peft_config": peft_config, "mixed_precision": mixed_precision, **given}
-        return from_config(config, parallel=parallel, auto_class=auto_class, **chosen)
-    with torch.device("meta"):
-        model = stock_from_config(auto_class, config, **given)
-    return parallelize(model, parallel, memory=memory, mixed_precision=mixed_precision)
 
 
 def _check_sizes(**sizes: int) -> None:
@@ -219,39 +192,6 @@ def _kinds(plan: Plan, places: list[Place]) -> list[tuple[int, ...]]:
         own = () if plan.stages is None else tuple(len(stage.layers) for stage in plan.stages.of_rank(rank))
         found.setdefault((own, place.embedding, place.head, place.forward, place.backward), []).append(rank)
     return [tuple(ranks) for ranks in found.values()]
-
-
-def _stream_type(model: Any) -> torch.dtype:
-    dtype: torch.dtype = next(model.parameters()).dtype
-    return dtype
-
-
-def _found(job: Job, shape: ModelShape, looked_at: Tensor) -> Tensor:
-    """What the host finds on the device: zeros, or routes ``[2, ranks, experts]`` that are the same for every expert.
-
-    Whoever has all experts of its tensor ranks has all of a batch's tokens, and whoever sends them to others its share.
-    """
-    found = torch.zeros(looked_at.shape, dtype=looked_at.dtype)
-    if not (shape.experts and looked_at.ndim == 3 and len(looked_at) == 2):
-        return found
-    spread = job.slices_tokens and found[0].numel() == shape.experts
-    routes = round(job.tokens / (job.tp if spread else 1) * shape.routed * found[0].numel() / shape.experts)
-    each, rest = divmod(routes, found[0].numel())
-    found[0] = each + (torch.arange(found[0].numel()) < rest).view_as(found[0])
-    found[1] = found[0, :1]  # of rank 0: every other sends it as much as it keeps for itself
-    return found
-
-
-def _step(model: Any, sizes: dict[str, int], stream: torch.dtype, found: Answer) -> tuple[Any, int | None]:
-    runtime = runtime_of(model)
-    leave_alone(runtime, stream)
-    shape = sizes["batch"], sizes["sequence"]
-    ids = [torch.zeros(shape, dtype=torch.int64) for _ in range(sizes["microbatches"])]
-    pretence = Pretence(runtime, found)
-    with pretence, fused_attention(), count_saved(model, runtime.plan.layers, runtime.plan.head) as saved:
-        train_step(model, [{"input_ids": one, "labels": one} for one in ids])
-    again = recomputed(runtime.plan)
-    return pretence.traffic, None if again.layers or again.modules else saved.layers + saved.around
 
 
 def _compared(
@@ -270,18 +210,6 @@ def _compared(
         activations=None if saved is None else Compared("activations", 0, saved, held.activations),
         beside={axis: size for axis, size in counted.sent.items() if axis in _BESIDE},
     )
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Warnings about a run that nobody starts are not shown."""
-    logger = logging.getLogger("hfscale")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
 
 
 def _ranges(numbers: tuple[int, ...]) -> str:

@@ -21,10 +21,12 @@ from ..estimate.step_time import step_time
 from ..memory.report import memory_of_ranks
 from ..parallel.pipeline import Costs, Timeline, order, simulate
 from ..plan import Plan
+from .counting import counted
 from .jobs import job_of, with_host
 from .places import layers_of, places_of
 from .report import Estimate, StageEstimate
 from .shapes import shape_of_plan
+from .stand_in import asked_of
 
 _MOST_ACTIONS = 100_000  # that are played through; a formula says the rest
 
@@ -73,6 +75,10 @@ def estimate(
     shape = shape_of_plan(plan, config)
     mixed = mixed_precision != "no"
     job = job_of(plan, machine, sequence=sequence_length, batch=batch_size, microbatches=count, mixed=mixed)
+    seen = None
+    if config is not None:
+        asked = asked_of(config, mixed_precision=mixed_precision, **plan_kwargs)
+        seen = counted(plan, asked, sequence_length, batch_size)
     held = memory_of_ranks(
         plan,
         optimizer,
@@ -81,6 +87,7 @@ def estimate(
         optim_args=optim_args,
         mixed_precision=mixed_precision,
         routes=shape.routed or None,
+        counted=seen,
     )
     return _of_plan(plan, shape, job, machine, constants, held)
 

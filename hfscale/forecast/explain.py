@@ -125,7 +125,7 @@ def _activations(facts: Facts, tp: int, sequence: int, batch: int) -> Table:
         "full recomputation": "2 s b h: the inputs of layers",
     }
     rows = [(name, layers * size, says[name]) for name, size in found.items()]
-    own = layers * facts.kept * sequence * batch
+    own = layers * facts.kept.cut * sequence * batch
     rows.append((f"{facts.family} in hfscale", own, "one rank, as this class keeps it; scores are not kept"))
     title = f"Activations of {layers} layers of GPT, s = {sequence:,}, b = {batch}, t = {tp} (Korthikanti et al. 2022)"
     return Table(title, tuple(rows))

@@ -110,6 +110,12 @@ class Pretence(TorchDispatchMode):
             return func(*args, **kwargs)
         if any(tensor.ndim and tensor.device != META for tensor in tensors):
             self.mixes(func)
+        return self._computed(func, name, args, kwargs)
+
+    def _computed(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """An operator on the device."""
+        if name == "_grouped_mm":
+            return _grouped(args[0], args[1], args[2] if len(args) > 2 else kwargs.get("offs"))
         if name not in _WAITING:
             if name == "index" and any(index.dtype == torch.bool for index in _tensors(args[1])):
                 self.looked(name)
@@ -159,6 +165,19 @@ def _tensors(values: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
+def _grouped(left: Tensor, right: Tensor, ends: Tensor | None) -> Tensor:
+    """The shape of grouped products, of which the meta device has those of GPUs' kernels alone: 16 bits, aligned rows.
+
+    Args:
+        left: ``[groups, m, k]``, or ``[m, k]`` whose rows or columns the groups share; ``right``: likewise.
+        ends: of each group.
+    """
+    groups = list(left.shape[:1]) if left.ndim == right.ndim == 3 else []
+    if left.ndim == right.ndim == 2 and ends is not None:
+        groups = [len(ends)]
+    return left.new_empty((*groups, left.shape[-2], right.shape[-1]))
+
+
 def _names_of_groups(own: mesh.Mesh) -> dict[str, str]:
     """Name of a group of this rank -> the axis that it is of."""
     axes = [*_AXES, *(_EXPERT_AXES if own.expert_mesh is not None else ()), "cp"]
@@ -172,11 +191,15 @@ class _Fused(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is not functional.scaled_dot_product_attention or args[0].device != META or kwargs.get("dropout_p"):
+        if func is not functional.scaled_dot_product_attention or args[0].device != META:
             return func(*args, **kwargs)
         q, k, v = args[:3]
+        mask = kwargs.get("attn_mask")
+        # Of heads that are broadcast, and of biases that train, there is no such kernel.
+        if (q.shape[1] != k.shape[1] and not kwargs.get("enable_gqa")) or (mask is not None and mask.requires_grad):
+            return func(*args, **kwargs)
         scale = kwargs.get("scale") or q.shape[-1] ** -0.5
-        return flash_on_cpu(q, k, v, bool(kwargs.get("is_causal")), kwargs.get("attn_mask"), scale)[0]
+        return flash_on_cpu(q, k, v, bool(kwargs.get("is_causal")), mask, scale)[0]
 
 
 def fused_attention() -> TorchFunctionMode:

@@ -116,8 +116,8 @@ class Quick:
     def _kept(self, c: Candidate) -> tuple[float, float]:
         """Bytes that a layer keeps of a token, and of these its input."""
         facts = self.facts
-        kept = (facts.kept_alone if c.dp * c.cp == 1 else facts.kept) / c.tp + 2 * facts.stream * (1 - 1 / c.tp)
-        return kept, facts.stream / c.tp
+        kept = facts.kept_spread if c.ep > 1 else facts.kept_alone if c.dp * c.cp == 1 else facts.kept
+        return kept.over(c.tp), facts.stream / c.tp
 
     def _seconds(self, c: Candidate, job: Job) -> tuple[Seconds, Seconds, Seconds]:
         key = (c.tp, c.cp, c.ep, c.batch, c.recompute)

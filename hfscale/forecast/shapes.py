@@ -24,6 +24,8 @@ def shape_of_plan(plan: Plan, config: Any = None) -> ModelShape:
         raise ConfigError(f"a {plan.family!r} model has no layers that hfscale knows: its times cannot be estimated")
     found = shape_of(config) if config is not None else _guessed(plan)
     found = replace(found, layers=len(plan.layers), gated=_gates(plan))
+    if plan.mixtures and not found.experts:  # under a name that no other config gives them
+        found = replace(found, experts=plan.mixtures[0].count, routed=found.routed or 1)
     rows = found.hidden * (3 if found.gated else 2) * len(plan.layers)  # entries that one more of width is
     matrices = list(_matrices(plan, found.experts))
     dense = sum(entries for _, entries, spread in matrices if not spread)

@@ -6,10 +6,10 @@ forward pass keeps for the backward pass is seen by saved-tensor hooks.
 """
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from .._host.torch import own_buffers, own_parameters, storage_key
 from .._host.transformers.computing import recomputes
 from .._host.transformers.hidden_states import hidden_states_of
 from ..errors import ConfigError
+from ..estimate.counted import Counted
 from ..estimate.memory import MemoryEstimate, estimate_memory
 from ..families.expert_modules import experts_per_token
 from ..ops.head_cross_entropy import rows_per_chunk
@@ -101,11 +102,13 @@ def memory_of_ranks(
     mixed_precision: str = "no",
     gradient_checkpointing: bool = False,
     routes: int | None = None,
+    counted: Counted | None = None,
 ) -> list[MemoryEstimate]:
     """What :func:`memory_estimate` says of each pipeline rank of a plan.
 
     Args:
         routes: experts that a token is sent to, where that is known.
+        counted: what the model's own layers were seen to keep, where no formula says it.
     """
     alive = alive_together(plan, num_microbatches)
     return [
@@ -120,6 +123,7 @@ def memory_of_ranks(
             mixed_precision=mixed_precision,
             routes=routes,
             chunk_rows=_chunk_rows(plan, tokens, "cpu"),
+            counted=counted,
         )
         for rank in range(plan.layout.size("pp"))
     ]
@@ -221,16 +225,24 @@ def count_saved(model: nn.Module, layers: Iterable[str], head: str | None = None
         layers: names of the layers; those that this rank does not hold are passed over.
         head: name of the projection onto the vocabulary.
     """
-    with ExitStack() as stack:
-        counter = _Counter(model, layers, head)
-        stack.callback(counter.close)
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(counter.pack, lambda saved: saved.tensor))
-        yield counter.found
+    found = SavedBytes()
+    with SavedCounter(model, layers, head, found.add):
+        yield found
 
 
-class _Counter:
-    def __init__(self, model: nn.Module, layers: Iterable[str], head: str | None) -> None:
-        self.found = SavedBytes()
+class SavedCounter:
+    """Within: saved tensors of ``model`` are counted, each piece of memory once, without parameters.
+
+    Args:
+        layers: names of the layers; those that this rank does not hold are passed over.
+        head: name of the projection onto the vocabulary.
+        note: told the kind, and how many bytes more are kept, or, if negative, fewer.
+    """
+
+    def __init__(
+        self, model: nn.Module, layers: Iterable[str], head: str | None, note: Callable[[str, int], None]
+    ) -> None:
+        self._note = note
         self._kept: dict[int, list[Any]] = {}  # storage -> how often it is saved, bytes, kind
         self._parameters: dict[int, StorageWeakRef] = {}  # alive, so that no other storage takes an address
         self._depth = 0
@@ -242,12 +254,30 @@ class _Counter:
         for module in modules.values():
             self._handles.append(module.register_forward_pre_hook(self._note_parameters))
         for layer in (modules[name] for name in layers if name in modules):
-            self._handles.append(layer.register_forward_pre_hook(self._enter, with_kwargs=True))
-            self._handles.append(layer.register_forward_hook(self._leave, always_call=True))
+            self._handles.append(layer.register_forward_pre_hook(self.enter, with_kwargs=True))
+            self._handles.append(layer.register_forward_hook(self.leave, always_call=True))
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self.unpack)
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._hooks.__exit__(*raised)
         for handle in self._handles:
             handle.remove()
+
+    def kind_of(self, tensor: Tensor) -> str:
+        """Of what kind a tensor is that is saved now."""
+        return "layers" if self._depth else "head" if self.is_of_head(tensor) else "around"
+
+    def is_of_head(self, tensor: Tensor) -> bool:
+        """Whether it is as large as the head's weight."""
+        return tuple(tensor.shape) == self._head
+
+    def unpack(self, saved: _Saved) -> Tensor:
+        """What the backward pass is given."""
+        return saved.tensor
 
     def _note_parameters(self, module: nn.Module, _: Any) -> None:
         # While data ranks have weights gathered, these are the whole ones.
@@ -256,16 +286,18 @@ class _Counter:
                 storage = plain.untyped_storage()
                 self._parameters.setdefault(storage_key(storage), StorageWeakRef(storage))
 
-    def _enter(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def enter(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """A layer begins."""
         self._depth += 1
         stream = hidden_states_of(args, kwargs)
         if isinstance(stream, Tensor) and stream.requires_grad:
             self._count(stream)  # what recomputes a layer keeps it out of sight of the hooks
 
-    def _leave(self, *_: Any) -> None:
+    def leave(self, *_: Any) -> None:
+        """A layer is done."""
         self._depth -= 1
 
-    def pack(self, tensor: Tensor) -> _Saved:
+    def _pack(self, tensor: Tensor) -> _Saved:
         saved = _Saved(tensor)
         key = self._count(tensor, saved)
         if key is not None:
@@ -278,9 +310,9 @@ class _Counter:
         if key in self._parameters:
             return None
         if key not in self._kept:
-            kind = "layers" if self._depth else "head" if tuple(tensor.shape) == self._head else "around"
+            kind = self.kind_of(tensor)
             self._kept[key] = [0, storage.nbytes(), kind]
-            self.found.add(kind, storage.nbytes())
+            self._note(kind, storage.nbytes())
         self._kept[key][0] += 1
         if saved is None:  # as long as the tensor is alive
             weakref.finalize(tensor, self._free, key)
@@ -291,4 +323,4 @@ class _Counter:
         kept[0] -= 1
         if not kept[0]:
             del self._kept[key]
-            self.found.add(kept[2], -kept[1])
+            self._note(kept[2], -kept[1])

@@ -70,7 +70,7 @@ def test_what_a_step_sends_is_what_the_estimate_is_made_of(sizes: dict[str, Any]
 )
 def test_mixtures_send_the_same_to_every_expert(sizes: dict[str, Any]) -> None:
     found = dry_run(MIXTURE, ParallelConfig(**sizes), sequence_length=64, dtype=torch.bfloat16)
-    held_to(found, traffic=0.02, activations=2)  # of layers that are not LLaMA's, activations are an upper bound
+    held_to(found, activations=0.03)
     summed = sizes == {"tp_size": 2, "ep_size": 2}
     assert ("ep" in {each.axis for each in found.stages[0].traffic}) == ("ep_size" in sizes and not summed)
 
@@ -106,8 +106,7 @@ def test_gpt3_on_3072_ranks() -> None:
     layout = ParallelConfig(tp_size=8, pp_size=64, dp_shard_size=6, sequence_parallel=True)
     found = dry_run(gpt3, layout, sequence_length=2048, num_microbatches=64, dtype=torch.bfloat16)
     print(found)
-    # Positions are added before the stream is cut, which stage 0 sums besides; activations are an upper bound.
-    held_to(found, traffic=0.1, activations=0.6)
+    held_to(found, traffic=0.1)  # positions are added before the stream is cut, which stage 0 sums besides
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, MixtralConfig
+from transformers import GPT2Config, LlamaConfig, MixtralConfig
 
 import hfscale
 from hfscale import ConfigError, MemoryConfig, ParallelConfig
@@ -18,11 +18,14 @@ from hfscale.estimate.constants import fitted
 from hfscale.estimate.machine import find_machine
 from hfscale.forecast.batch_rules import learning_rates
 from hfscale.forecast.candidates import Candidate, candidates
-from hfscale.forecast.facts import Facts, facts_of
+from hfscale.forecast.facts import Facts, Kept, facts_of
 from hfscale.forecast.quick import Quick, alive_of
 from hfscale.forecast.search import parallel_arguments, search
+from hfscale.forecast.stand_in import asked_of
 from hfscale.parallel.pipeline import fullest_live, order, peak_live, stage_ranks
 from hfscale.recipes.read import read_recipe
+
+from ..sweeps import pairs
 
 H100 = find_machine("h100")
 SMALL = LlamaConfig(
@@ -35,17 +38,29 @@ SMALL = LlamaConfig(
 )
 
 
+MIXTURE = MixtralConfig(
+    hidden_size=1024,
+    intermediate_size=2048,
+    num_hidden_layers=8,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    vocab_size=32000,
+)
+
+
 @cache
 def facts(mixed_precision: str = "bf16") -> Facts:
     dtype = torch.float32 if mixed_precision == "bf16" else torch.bfloat16
-    return facts_of(hfscale.plan(SMALL, dtype=dtype), SMALL, mixed_precision=mixed_precision)
+    asked = asked_of(SMALL, mixed_precision=mixed_precision, dtype=dtype)
+    return facts_of(hfscale.plan(SMALL, dtype=dtype), asked)
 
 
 @cache
 def large() -> Facts:
     """A model of 70 billion parameters, with the bytes per weight and value of the small one."""
     shape = replace(facts().shape, layers=80, hidden=8192, queries=8192, keys=1024, ffn=28672, vocabulary=128256)
-    return replace(facts(), shape=shape, heads=64, kept=facts().kept * 4, stream=facts().stream * 4)
+    kept = Kept(facts().kept.cut * 4, facts().kept.whole * 4)
+    return replace(facts(), shape=shape, heads=64, kept=kept, stream=facts().stream * 4)
 
 
 CASES = [
@@ -72,6 +87,36 @@ def test_arithmetic_agrees_with_the_plan(case: Candidate, mixed: str) -> None:
     )
     assert found.seconds == pytest.approx(planned.seconds, rel=0.05)
     assert found.needed == pytest.approx(planned.needed, rel=0.12)
+
+
+OTHERS = [
+    Candidate(1, 1, 1, 1, 4, 1, 1, 4, "1f1b", 1, False),
+    Candidate(4, 1, 1, 1, 2, 1, 1, 4, "1f1b", 1, False),
+    Candidate(2, 2, 1, 1, 2, 1, 1, 4, "1f1b", 1, False),
+]
+SPREAD = Candidate(2, 1, 1, 4, 4, 1, 1, 4, "1f1b", 1, False)
+
+
+@pytest.mark.parametrize(
+    ("of", "mixed"), pairs(["mixtral", "gpt2"], ["bf16", "no"], daily=[("mixtral", "no"), ("gpt2", "bf16")])
+)
+def test_activations_of_other_layers_agree_with_the_plan(of: str, mixed: str) -> None:
+    """Counted on one and on two tensor ranks, and of four as of those; experts whole, cut and spread."""
+    config = MIXTURE if of == "mixtral" else GPT2Config(n_embd=512, n_layer=8, n_head=8, vocab_size=1024)
+    given: dict[str, Any] = {"dtype": torch.float32 if mixed == "bf16" else torch.bfloat16}
+    asked = asked_of(config, mixed_precision=mixed, **given)
+    quick = Quick(facts_of(hfscale.plan(config, **given), asked, sequence=1024), H100, fitted(), 1024)
+    for case in (*OTHERS, *([SPREAD] if of == "mixtral" else [])):
+        planned = hfscale.estimate(
+            config,
+            ParallelConfig(**parallel_arguments(case)),
+            sequence_length=1024,
+            num_microbatches=case.microbatches,
+            mixed_precision=mixed,
+            **given,
+        )
+        wanted = max(stage.memory.activations for stage in planned.stages)
+        assert quick.estimate(case).activations == pytest.approx(wanted, rel=0.05), case.describe()
 
 
 @pytest.mark.parametrize(("schedule", "virtual"), [("1f1b", 1), ("interleaved1f1b", 2), ("zbv", 2)])
@@ -166,16 +211,6 @@ def test_the_command_writes_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "give --lora as well" in capsys.readouterr().err
     assert main([*argv, "--max-memory", "much"]) == 2
     assert "--max-memory much is no size" in capsys.readouterr().err
-
-
-MIXTURE = MixtralConfig(
-    hidden_size=1024,
-    intermediate_size=2048,
-    num_hidden_layers=8,
-    num_attention_heads=16,
-    num_key_value_heads=8,
-    vocab_size=32000,
-)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,186 @@
+"""Count what a model's own layers keep for their backward passes, in their real sizes, on a rank of a layout.
+
+The first layers of the model's own class are built by the code that trains, on the meta device and as one rank of the
+layout (:mod:`.stand_in`), and take a step on one sequence, in which saved-tensor hooks see what each layer keeps. Of a
+whole run it is as many times that as there are layers, sequences and microbatches alive. Small are the sizes alone that
+a layer's bytes do not depend on: how many layers, stages and data ranks there are.
+"""
+
+import gc
+import json
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .._host.torch import storage_key, tree_leaves
+from .._host.transformers.hidden_states import hidden_states_of
+from ..config import ParallelConfig
+from ..errors import ConfigError
+from ..estimate.activations import LayerBytes, is_known
+from ..estimate.counted import Counted, Kind, kind_of
+from ..estimate.machine import find_machine
+from ..families.clone import first_layers
+from ..memory.report import SavedCounter
+from ..memory_config import MemoryConfig
+from ..plan import Plan
+from ..plan.compress import compressed
+from ..plan.recompute import recomputed
+from ..runtime import runtime_of
+from .jobs import job_of
+from .shapes import shape_of_plan
+from .stand_in import Asked, stand_in, take_step
+
+_MOST_LAYERS = 16  # that are looked at for another kind
+_BEFORE, _BEHIND, _SHARED, _LOGITS = "before", "behind", "shared", "logits"
+_SEEN: dict[tuple[str, ...], Counted | None] = {}
+_log = logging.getLogger(__name__)
+
+
+def counted(
+    plan: Plan, asked: Asked, sequence: int, batch: int = 1, layout: ParallelConfig | None = None
+) -> Counted | None:
+    """What the layers of a model keep on a rank; ``None`` where a formula says it, or where they cannot be run so.
+
+    Args:
+        plan: of the model, in any layout.
+        asked: its config, and how it is trained.
+        sequence: tokens of a sequence.
+        batch: sequences of a microbatch; several keep as many times what two do, and one may keep less.
+        layout: that is meant; by default the plan's.
+    """
+    if compressed(plan) is not None or all(is_known(plan, layer) for layer in plan.layers):
+        return None
+    few = replace(asked, config=first_layers(asked.config, _layers_to_run(plan)), memory=None)
+    small, again = _small(layout or plan.layout), recomputed(plan)
+    sizes = {"sequence": sequence, "batch": min(batch, 2), "microbatches": 1}
+    whole = _seen(few, small, sizes)
+    if whole is None or not (again.attention or again.modules):
+        return whole
+    assert asked.memory is not None
+    parts = _seen(replace(few, memory=MemoryConfig(recompute=asked.memory.recompute)), small, sizes)
+    return None if parts is None else _with_again(parts, whole)
+
+
+def _layers_to_run(plan: Plan) -> int:
+    """As many as show every kind of layer behind another one."""
+    first: dict[Kind, int] = {}
+    for index, layer in enumerate(plan.layers[1:_MOST_LAYERS], 1):
+        first.setdefault(kind_of(plan, layer), index)
+    return max(first.values(), default=0) + 1
+
+
+def _small(layout: ParallelConfig) -> ParallelConfig:
+    """The layout with as few stages and data ranks as leave a layer what it keeps."""
+    data = max(layout.expert_batches, min(2, layout.batch_world))
+    few: dict[str, Any] = {"pp_size": 1, "dp_replicate_size": 1, "dp_shard_size": data}
+    few |= {"pipeline_schedule": "1f1b", "virtual_stages": 1, "stage_layers": None, "num_microbatches": None}
+    return replace(layout, **few, gradient_compression="no", powersgd_rank=None)
+
+
+def _seen(asked: Asked, layout: ParallelConfig, sizes: dict[str, int]) -> Counted | None:
+    """Counted once for each that differs."""
+    config = json.dumps(asked.config.to_dict(), sort_keys=True, default=str)
+    key = (config, repr(replace(asked, config=None)), repr(layout), repr(sizes))  # type: ignore[arg-type]
+    if key not in _SEEN:
+        try:
+            _SEEN[key] = _count(asked, layout, sizes)
+        except Exception as error:  # whatever a class of anybody's says on a device without numbers
+            _log.info("layers of %s cannot be counted: %s", asked.config.model_type, error)
+            _SEEN[key] = None
+    return _SEEN[key]
+
+
+def _count(asked: Asked, layout: ParallelConfig, sizes: dict[str, int]) -> Counted:
+    if layout.total_size > 1 and dist.is_initialized():
+        raise ConfigError("ranks that are not there cannot be asked beside those of a run")
+    with stand_in(asked, layout) as model:
+        plan = runtime_of(model).plan
+        mixed = asked.mixed_precision != "no"
+        job = job_of(plan, find_machine("h100"), **sizes, mixed=mixed)
+        counter = _LayerCounter(model, plan.layers, plan.head)
+        take_step(model, job, shape_of_plan(plan, asked.config), counter, mixed)
+        found = _of_layers(plan, counter, job.tokens)
+        del model, counter
+    gc.collect()
+    return found
+
+
+def _of_layers(plan: Plan, counter: "_LayerCounter", tokens: float) -> Counted:
+    held = {
+        layer: LayerBytes(counter.kept[layer] / tokens, counter.streams[layer] / tokens, counted=True)
+        for layer in plan.layers
+    }
+    rest = {kind: counter.kept[kind] / tokens for kind in (_SHARED, _BEFORE)}
+    return Counted(
+        first=held[plan.layers[0]],
+        layers={kind_of(plan, layer): held[layer] for layer in plan.layers},
+        shared=rest[_SHARED],
+        before=rest[_BEFORE],
+        behind=counter.most[_BEHIND] / tokens,
+    )
+
+
+def _with_again(parts: Counted, whole: Counted) -> Counted:
+    """What is kept where parts of layers are recomputed, and what such a part keeps while it is."""
+
+    def of(part: LayerBytes, all_of_it: LayerBytes) -> LayerBytes:
+        return replace(part, again=max(0.0, all_of_it.kept - part.kept))
+
+    layers = {kind: of(part, whole.layers[kind]) for kind, part in parts.layers.items()}
+    return replace(parts, first=of(parts.first, whole.first), layers=layers)
+
+
+class _LayerCounter(SavedCounter):
+    """Bytes by the layer that saved them first, when the backward pass begins.
+
+    Attributes:
+        kept: layer, or what is no layer -> bytes.
+        most: likewise, the most at once.
+        streams: layer -> bytes of its input.
+    """
+
+    def __init__(self, model: nn.Module, layers: Sequence[str], head: str | None) -> None:
+        self.kept, self.most, self.streams = Counter[str](), Counter[str](), dict[str, int]()
+        self._names = {id(model.get_submodule(name)): name for name in layers}
+        self._place, self._done = _BEFORE, False
+        self._given = dict[int, Tensor]()  # what several layers read, and is not their stream
+        weight = None if head is None else next(model.get_submodule(head).parameters(recurse=False), None)
+        self._vocabulary = None if weight is None else weight.shape[0]
+        super().__init__(model, layers, head, self._count_kind)
+
+    def enter(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """A layer begins."""
+        self._place = self._names[id(layer)]
+        stream = hidden_states_of(args, kwargs)
+        self.streams[self._place] = stream.numel() * stream.element_size()
+        given = (each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each is not stream)
+        self._given |= {storage_key(each): each for each in given}
+        super().enter(layer, args, kwargs)
+
+    def leave(self, *args: Any) -> None:
+        """A layer is done."""
+        super().leave(*args)
+        self._place = _BEHIND
+
+    def kind_of(self, tensor: Tensor) -> str:
+        """The layer, or what is no layer."""
+        if storage_key(tensor) in self._given:
+            return _SHARED
+        if self._place == _BEHIND and (self.is_of_head(tensor) or self._vocabulary in tensor.shape[-1:]):
+            return _LOGITS
+        return self._place
+
+    def unpack(self, saved: Any) -> Tensor:
+        """The backward pass has begun."""
+        self._done = True
+        return super().unpack(saved)
+
+    def _count_kind(self, kind: str, size: int) -> None:
+        self.most[kind] = max(self.most[kind], self.kept[kind] + size)
+        if not self._done or kind == _BEHIND:
+            self.kept[kind] += size
