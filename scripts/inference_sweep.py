@@ -22,6 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from hfscale import PlanError
 from hfscale.families import FAMILIES
 from hfscale.families.decoders import DECODERS
+from hfscale.families.gpt_decoders import GPT_DECODERS
 from hfscale.planner.infer import infer
 from hfscale.planner.resolve import find_blueprint
 
@@ -73,7 +74,7 @@ def main() -> int:
         model = build(family)
         if model is None:
             continue
-        kind = "own table" if family in DECODERS else "none" if not _has_plan(model) else ""
+        kind = "own table" if family in DECODERS | GPT_DECODERS else "none" if not _has_plan(model) else ""
         if kind or arguments.only:
             rows.append((family, kind or "known", *judge(family, model)))
             tqdm.write(f"{rows[-1]}")
