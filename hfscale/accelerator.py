@@ -25,6 +25,7 @@ from ._host.accelerate import (
     prepared_schedulers,
     registered_objects,
 )
+from ._host.torch import before_iterators
 from ._host.transformers.classes import class_name
 from .checkpoint import load_state, save_pretrained, save_state, wait_for_saves
 from .config import started_processes, without_launcher_switches
@@ -68,6 +69,7 @@ class Accelerator(accelerate.Accelerator):
         if self.mixed_precision not in ("no", "bf16"):
             raise ConfigError(f"mixed_precision={self.mixed_precision!r} cannot be used: use 'no' or 'bf16'")
         self._runtime: Runtime | None = None
+        self._worker_seeds = torch.Generator()
 
     @property
     def mesh(self) -> Mesh:
@@ -121,7 +123,14 @@ class Accelerator(accelerate.Accelerator):
             use_stateful_dataloader=self.use_stateful_dataloader,
         )
         prepared_loaders(self).append(prepared)
+        self._seed_workers_alike(prepared)
         return prepared
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """As Accelerate's: another loader, over the rest of an epoch."""
+        rest = super().skip_first_batches(dataloader, num_batches)
+        self._seed_workers_alike(rest)
+        return rest
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """A schedule that steps once per optimizer step, whatever the layout."""
@@ -285,6 +294,22 @@ class Accelerator(accelerate.Accelerator):
         if self.mesh.control is not None:
             dist.broadcast_object_list(box, src=0, group=self.mesh.control)
         return box[0]
+
+    def _seed_workers_alike(self, data_loader: Any) -> None:
+        """Give workers of ranks that share a batch one seed, each time that they start.
+
+        Each rank draws it from the stream of the process, which so goes on as in one process; the first one's counts.
+        A generator of the user's stays.
+        """
+        loader = getattr(data_loader, "base_dataloader", data_loader)
+        if self.mesh.sharing is None or not loader.num_workers or loader.generator not in (None, self._worker_seeds):
+            return
+
+        def agree() -> None:
+            self._worker_seeds.manual_seed(self._agreed(int(torch.empty((), dtype=torch.int64).random_())))
+
+        loader.generator = self._worker_seeds
+        before_iterators(loader, agree)
 
     def _agree_on_order(self, data_loader: Any) -> None:
         """Shuffle alike on every rank: a sampler without a generator would draw from each process's own stream."""

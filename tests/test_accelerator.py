@@ -1,5 +1,6 @@
 """A stock-looking Accelerate loop gives the right numbers on every layout (traps T4, T5, T18, T19)."""
 
+import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -186,6 +187,41 @@ def test_each_sample_once(pools: Pools, layout: dict[str, int], kind: str, tmp_p
         assert by_batch_rank[0] != by_batch_rank[1]
     if kind == "shuffled":
         assert by_batch_rank[0] != sorted(by_batch_rank[0])
+
+
+class Seeds(Dataset):
+    """What a worker draws."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.randint(3, 1000, (5,))}
+
+
+def seeds_of_workers(path: str, layout: dict[str, int]) -> tuple[list[list[int]], list[int]]:
+    model = build(path, layout)
+    multiprocessing.current_process()._config["daemon"] = False  # or ranks of pools could have no workers
+    accelerator = hfscale.Accelerator()
+    _, loader = accelerator.prepare(model, DataLoader(Seeds(), batch_size=2, num_workers=1))
+    torch.manual_seed(5 + torch.distributed.get_rank())
+    seen = [batch["input_ids"].flatten().tolist() for batch in loader]
+    seen += [batch["input_ids"].flatten().tolist() for batch in accelerator.skip_first_batches(loader, 1)]
+    return seen, torch.randint(1000, (4,)).tolist()
+
+
+def test_workers_of_ranks_that_share_a_batch_draw_alike(pools: Pools, tmp_path: Path) -> None:
+    """And each stream of a process goes on as in one process, which draws a seed each time that workers start."""
+    AutoModelForCausalLM.from_config(tiny("llama")).save_pretrained(tmp_path)
+    results = pools(2).run(seeds_of_workers, str(tmp_path), {"tp_size": 2})
+    for rank, (_, after) in enumerate(results):
+        torch.manual_seed(5 + rank)
+        for _ in range(2):
+            torch.empty((), dtype=torch.int64).random_()
+        assert after == torch.randint(1000, (4,)).tolist()
+    one, other = (seen for seen, _ in results)
+    assert one == other
+    assert len(one) == len({str(batch) for batch in one}) == 3
 
 
 def stop_and_go(path: str, layout: dict[str, int], directory: str) -> None:

@@ -17,6 +17,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import DataLoader
 
 __all__ = ["TorchDispatchMode", "functional_collectives", "tree_leaves", "tree_map"]
 
@@ -38,6 +39,17 @@ HOOKS = (
 
 CONTENTS = ("_parameters", "_buffers", "_modules", "training")
 """Attributes of a module: what it holds."""
+
+
+def before_iterators(loader: DataLoader[Any], function: Callable[[], None]) -> None:
+    """Call ``function`` each time that the loader is about to draw the seed of its workers."""
+    stock = loader._get_iterator
+
+    def get_iterator() -> Any:
+        function()
+        return stock()
+
+    loader._get_iterator = get_iterator  # type: ignore[method-assign]
 
 
 def is_compiled(model: nn.Module) -> bool:

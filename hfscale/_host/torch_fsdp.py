@@ -128,6 +128,26 @@ def parameter_groups(model: nn.Module) -> Iterator[ParameterGroup]:
                 yield ParameterGroup(name, sizes, partial(setattr, group, "_all_reduce_hook"))
 
 
+def cast_shards(model: nn.Module, types: Mapping[nn.Parameter, torch.dtype]) -> None:
+    """Give parameters of wrapped modules other types, each parameter staying the same object; between steps.
+
+    What trains in a group is reduced in one buffer, so where a group's would be of several types it stays as it is.
+    """
+    for module in model.modules():
+        for group in _groups(fully_shard.state(module)) if isinstance(module, FSDPModule) else ():  # type: ignore[attr-defined]
+            for held in group.fsdp_params:
+                held.reset_sharded_param()  # before the first pass they may be those of before loading
+            trained = [held for held in group.fsdp_params if held.sharded_param.requires_grad]
+            wanted = {types.get(held.sharded_param, held.sharded_param.dtype) for held in trained}
+            if len(wanted) != 1 or wanted == {held.sharded_param.dtype for held in trained}:
+                continue
+            for held in trained:
+                cast = nn.Parameter(held.sharded_param.detach().to(next(iter(wanted))))
+                torch.utils.swap_tensors(held.sharded_param, cast)
+                held.reset_sharded_param()
+            group._init_mp_dtypes()
+
+
 def reduce_now(model: nn.Module) -> None:
     """Reduce and shard what gradients backward passes have left, and end the step."""
     for state in _states(model):

@@ -55,11 +55,7 @@ class TrainerAccelerator(Accelerator):
         """As :class:`hfscale.Accelerator`'s; ranks that share a batch augment its samples alike."""
         seed_workers_by(data_loader, self.mesh.batch_rank)
         # Batches stay on the CPU, where a step looks at them without waiting for a device, and moves them in one copy.
-        prepared = super().prepare_data_loader(data_loader, False, slice_fn_for_dispatch)
-        if self.mesh.sharing is not None and prepared.num_workers:
-            seed = self._agreed(torch.random.initial_seed())
-            getattr(prepared, "base_dataloader", prepared).generator = torch.Generator().manual_seed(seed)
-        return prepared
+        return super().prepare_data_loader(data_loader, False, slice_fn_for_dispatch)
 
     def examples_of_data_set(self) -> tuple[int, int] | None:
         """How many examples the batch has that the loader has just given, and how many of them repeat none.
@@ -89,25 +85,19 @@ class TrainerAccelerator(Accelerator):
         if not drawn or seeded:
             super()._agree_on_order(data_loader)
         elif self.mesh.control is not None:  # groups by length, say, in an order of its own
-            own_seed = self.mesh.sharing is not None and data_loader.num_workers > 0
-            data_loader.batch_sampler.sampler = OneOrder(sampler, self.mesh, own_seed)
+            data_loader.batch_sampler.sampler = OneOrder(sampler, self.mesh)
 
 
 class OneOrder(Sampler[int]):
     """The order that the first rank has drawn, on every rank.
 
     Every rank draws, so that its random numbers go on as in one process.
-
-    Args:
-        own_seed: whether the seed of the loader's workers is drawn elsewhere; in one process it is drawn before.
     """
 
-    def __init__(self, sampler: Any, mesh: Mesh, own_seed: bool) -> None:
-        self.sampler, self._mesh, self._own_seed = sampler, mesh, own_seed
+    def __init__(self, sampler: Any, mesh: Mesh) -> None:
+        self.sampler, self._mesh = sampler, mesh
 
     def __iter__(self) -> Iterator[int]:
-        if self._own_seed:
-            torch.empty((), dtype=torch.int64).random_()
         drawn = [torch.tensor(list(self.sampler))]
         dist.broadcast_object_list(drawn, src=0, group=self._mesh.control)
         return iter(drawn[0].tolist())

@@ -22,6 +22,7 @@ from .._host.transformers.classes import class_name, is_causal_lm
 from .._host.transformers.trainer import (
     TrainerHooks,
     accelerator_made_by,
+    batches_skipped_by_accelerator,
     count_processes_on_cpu,
     has_stock_loss,
     labels_of_step,
@@ -82,7 +83,7 @@ class TrainerMixin(TrainerHooks):
         with context, self._seams.while_made(type(self)):
             super().__init__(model, *args, **kwargs)  # type: ignore[call-arg]
         self._while_made = ExitStack()
-        self._seams.keep_types()
+        self._seams.follow_casts()
         self._streams = RandomStreams(self.runtime.mesh)
         self.add_callback(self._streams)  # type: ignore[attr-defined]
         self.check_loss()
@@ -183,7 +184,8 @@ class TrainerMixin(TrainerHooks):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Trainer's."""
         self._waiting = []  # an earlier run may have ended within a step
-        return super().train(*args, **kwargs)  # type: ignore[misc]
+        with batches_skipped_by_accelerator(self):
+            return super().train(*args, **kwargs)  # type: ignore[misc]
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """Trainer's; rows that even out the data ranks at the end of an epoch are left out again."""

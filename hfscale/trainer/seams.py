@@ -8,9 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from .. import adapt, build
+from .._host.torch_fsdp import cast_shards
 from .._host.trl import replaced
 from ..adapters import Adapters
 from ..config import ParallelConfig
@@ -33,7 +35,7 @@ class Seams:
         self.layout, self.precision = layout, precision
         self.heads: list[FusedHead] = []
         self._policy: Runtime | None = None
-        self._kept: list[tuple[nn.Parameter, Tensor]] = []
+        self._made_of: list[tuple[nn.Parameter, Tensor]] = []
 
     def while_made(self, kind: type) -> AbstractContextManager[None]:
         """Within: a trainer of this class is made."""
@@ -49,20 +51,21 @@ class Seams:
         )
 
     def train(self, model: Any) -> None:
-        """Remember the model that trains, and what its parameters are made of.
-
-        TRL casts adapters over 4-bit weights to bfloat16, which FSDP2's own buffers do not follow.
-        """
+        """Remember the model that trains, and what its parameters are made of."""
         self._policy = runtime_of(model)
-        if self._policy.mesh.data_world > 1 or self._policy.mesh.layout.size("cp") > 1:
-            self._kept = [(parameter, parameter.data) for parameter in model.parameters() if parameter.requires_grad]
+        self._made_of = [(parameter, parameter.data) for parameter in model.parameters() if parameter.requires_grad]
 
-    def keep_types(self) -> None:
-        """Put back what a cast has replaced."""
-        for parameter, data in self._kept:
-            if parameter.dtype != data.dtype:
+    def follow_casts(self) -> None:
+        """TRL casts adapters over 4-bit weights to bfloat16 by their ``data``, which FSDP2's own shards do not see."""
+        cast = {parameter: parameter.dtype for parameter, data in self._made_of if parameter.dtype != data.dtype}
+        sharded: dict[nn.Parameter, torch.dtype]
+        sharded = {parameter: dtype for parameter, dtype in cast.items() if isinstance(parameter, DTensor)}
+        for parameter, data in self._made_of:
+            if parameter in sharded:
                 parameter.data = data
-        self._kept = []
+        self._made_of = []
+        if sharded and self._policy is not None:
+            cast_shards(self._policy.model, sharded)
 
     def _add_fused_lm_head(
         self,

@@ -81,6 +81,18 @@ def accelerator_made_by(kind: Any) -> AbstractContextManager[None]:
     return attribute_replaced(_trainer, "Accelerator", kind)
 
 
+def batches_skipped_by_accelerator(trainer: Any) -> AbstractContextManager[None]:
+    """Within: Trainer goes on in the middle of an epoch with the loader that its accelerator makes of the whole one's.
+
+    The accelerator of the moment, since a ``model_init`` makes another one on the way.
+    """
+
+    def skip(loader: Any, count: int = 0) -> Any:
+        return trainer.accelerator.skip_first_batches(loader, count)
+
+    return attribute_replaced(_trainer, "skip_first_batches", skip)
+
+
 def taken_for_adapted(model: Any) -> AbstractContextManager[None]:
     """Within: a quantized model that has adapters inside, and is no ``PeftModel``, is not refused for having none."""
     return attribute_replaced(model, "_hf_peft_config_loaded", True)

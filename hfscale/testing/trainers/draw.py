@@ -32,6 +32,7 @@ class Draw:
         predicts: whether ``predict`` is called at the end.
         resume: who wrote the checkpoint that the run begins with: ``stock``, or a layout as JSON; empty for none.
         seed: of weights and data.
+        nudge: stock code begins with weights one rounding apart, each draw of the number by others; 0 for as they are.
         precise: in float64 throughout, to tell a defect from a rounding that a run amplifies.
     """
 
@@ -53,6 +54,7 @@ class Draw:
     predicts: bool = False
     resume: str = ""
     seed: int = 0
+    nudge: int = 0
     precise: bool = False
 
     def parallel(self) -> ParallelConfig:

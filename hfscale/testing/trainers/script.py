@@ -145,6 +145,11 @@ def build(draw: Draw, place: Place) -> Any:
             from peft import PeftModel
 
             model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
+        if draw.nudge:
+            generator = torch.Generator().manual_seed(draw.nudge)
+            with torch.no_grad():
+                for parameter in filter(lambda each: each.requires_grad, model.parameters()):
+                    parameter.mul_(1 + (torch.rand(parameter.shape, generator=generator) - 0.5) * 2**-22)
     if draw.precise:
         use_eager_experts(model)
     return model
@@ -250,6 +255,7 @@ def _run(draw: Draw, place: Place, note: Callable[[str], None]) -> dict[str, Any
         "step": state.global_step,
         "epoch": state.epoch,
         "tokens": state.num_input_tokens_seen,
+        "types": sorted({str(each.dtype) for each in trainer.model.parameters() if each.requires_grad}),
         "best": [state.best_metric, Path(state.best_model_checkpoint or "").name],
     }
     if draw.predicts:
