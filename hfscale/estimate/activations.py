@@ -105,7 +105,7 @@ def layer_bytes(
         first: whether nothing in front of it trains, so that its input needs no gradient.
     """
     adapters = {adapter.name for adapter in plan.adapters}
-    owned = [p for p in plan.parameters if p.name.startswith(f"{layer}.") and p.name not in adapters]
+    owned = [p for p in plan.of_layers[layer] if p.name not in adapters]
     hidden = stream_width(plan, layer)
     sequence = plan.layout.size("tp") if plan.sequence_regions else 1
     stream = types.as_kept(types.stream) * hidden / sequence
@@ -120,15 +120,15 @@ def layer_bytes(
 def is_known(plan: Plan, layer: str) -> bool:
     """Whether a formula says what ``layer`` keeps: LLaMA's."""
     adapters = {adapter.name for adapter in plan.adapters}
-    owned = [p for p in plan.parameters if p.name.startswith(f"{layer}.") and p.name not in adapters]
+    owned = [p for p in plan.of_layers[layer] if p.name not in adapters]
     return _llama_roles(owned, layer) is not None
 
 
 def stream_width(plan: Plan, layer: str) -> int:
     """Numbers of one token between layers: the length that most vectors of a layer have, or most sides of matrices."""
     counts: dict[int, int] = {}
-    for planned in plan.parameters:
-        if planned.name.startswith(f"{layer}.") and len(planned.shape) >= 2:
+    for planned in plan.of_layers[layer]:
+        if len(planned.shape) >= 2:
             for size in set(planned.shape[-2:]):
                 counts[size] = counts.get(size, 0) + 1
     return max(counts, key=lambda size: (counts[size], -size), default=0)

@@ -37,5 +37,5 @@ class Counted:
 def kind_of(plan: Plan, layer: str) -> Kind:
     """The kind of a layer, whatever the layout."""
     adapters, start = {adapter.name for adapter in plan.adapters}, f"{layer}."
-    owned = (p for p in plan.parameters if p.name.startswith(start) and p.name not in adapters)
+    owned = (p for p in plan.of_layers[layer] if p.name not in adapters)
     return tuple(sorted((planned.name.removeprefix(start), tuple(planned.shape)) for planned in owned))

@@ -149,9 +149,10 @@ def _layer(plan: Plan, layer: str, ranks: dict[str, int], types: Types, situatio
     seen = None if situation.counted is None else situation.counted.of_layer(plan, layer)
     if seen is not None:
         return seen
-    trained = situation.trained
-    looked_up = [name for name in around_layers(plan) if is_matrix(plan, name) and name != f"{plan.head}.weight"]
-    first = layer == plan.layers[0] and not any(name in trained for name in looked_up)
+    trained, first = situation.trained, layer == plan.layers[0]
+    if first:  # of a layer behind it the input needs a gradient
+        looked_up = (name for name in around_layers(plan) if is_matrix(plan, name) and name != f"{plan.head}.weight")
+        first = not any(name in trained for name in looked_up)
     found = layer_bytes(plan, layer, ranks, types, trained, routes=situation.routes, first=first)
     context = plan.feature(ContextPlan)
     if context is not None and any(name.startswith(f"{layer}.") for name in context.whole):

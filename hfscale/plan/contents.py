@@ -77,6 +77,17 @@ class PlanContents:
         return {parameter.name: parameter for parameter in self.parameters}
 
     @cached_property
+    def of_layers(self) -> dict[str, tuple[ParameterPlan, ...]]:
+        """The parameters in each layer, those of its adapters included."""
+        depths = {layer.count(".") + 1 for layer in self.layers}
+        found: dict[str, list[ParameterPlan]] = {layer: [] for layer in self.layers}
+        for parameter in self.parameters:
+            parts = parameter.name.split(".")
+            for depth in depths:
+                found.get(".".join(parts[:depth]), []).append(parameter)
+        return {layer: tuple(parameters) for layer, parameters in found.items()}
+
+    @cached_property
     def replicas(self) -> tuple[int, ...]:
         """On how many consecutive tensor ranks chunks of some parameters are, in ascending order, 1 left out."""
         return tuple(sorted({count for p in self.parameters for cut in p.cuts for count in cut.replicas if count > 1}))

@@ -4,6 +4,7 @@ Integers in, integers out; what a layer costs is measured in :mod:`hfscale.plann
 and after the layers is found in :mod:`hfscale.planner.assign`.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -49,27 +50,24 @@ def balance(work: Sequence[int], stages: int, first: int = 0, last: int = 0) -> 
     ends = range(layers, layers - stages, -1)  # where each stage must stop at the latest, from the last stage on
     least: dict[int, int] = {layers: 0}
     for stage, end in zip(reversed(range(stages)), ends, strict=True):
-        least = {
-            start: min(
-                max(size(stage, start, stop), least[stop]) for stop in range(start + 1, end + 1) if stop in least
-            )
-            for start in range(stage, end)
-        }
+        # A longer stage is larger and what it leaves is not: the least of both is where the one overtakes the other.
+        rest, row = least, dict[int, int]()
+        for start in range(stage, end):
+            stops = range(max(start + 1, min(rest)), end + 1)
+            over = bisect_left(stops, True, key=lambda stop: size(stage, start, stop) >= rest[stop])
+            row[start] = min(max(size(stage, start, stop), rest[stop]) for stop in stops[max(0, over - 1) : over + 1])
+        least = row
     bound = least[0]
     # The same once more, over the partitions within the bound: squares of the counts, then the counts themselves.
     best: dict[int, tuple[int, tuple[int, ...]]] = {layers: (0, ())}
     for stage in reversed(range(stages)):
-        best = {
-            start: min(options)
-            for start in range(stage, layers)
-            if (
-                options := [
-                    (best[stop][0] + (stop - start) ** 2, (stop - start, *best[stop][1]))
-                    for stop in range(start + 1, layers + 1)
-                    if stop in best and size(stage, start, stop) <= bound
-                ]
-            )
-        }
+        rows, best = best, {}
+        for start in range(stage, layers):
+            furthest = bisect_right(total, bound + total[start] - size(stage, start, start))
+            stops = range(start + 1, furthest)
+            options = [(rows[s][0] + (s - start) ** 2, (s - start, *rows[s][1])) for s in stops if s in rows]
+            if options:
+                best[start] = min(options)
     return best[0][1]
 
 
