@@ -2,6 +2,7 @@
 
     python scripts/layout_fuzz.py --seed 1 --draws 100 [--jobs 2] [--out docs/fuzz.md]
     python scripts/layout_fuzz.py --seed 1 --only 17 [--shrink]
+    python scripts/layout_fuzz.py --seed 1 --draws 100 --levers 2
     python scripts/layout_fuzz.py --spec '{"family": "llama", "layout": {"tp_size": 2}}' [--shrink]
 
 Everything of a draw follows from the seed and its index; a draw prints as one line of JSON that can be given back. The
@@ -12,6 +13,7 @@ import argparse
 import sys
 import warnings
 from dataclasses import replace
+from itertools import count, islice
 from pathlib import Path
 
 from tqdm import tqdm
@@ -26,6 +28,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--draws", type=int, default=100)
     parser.add_argument("--first", type=int, default=0, help="index of the first draw")
+    parser.add_argument("--levers", type=int, default=0, help="draws alone that have so many levers of memory or more")
     parser.add_argument("--only", type=int, nargs="*", help="these indices alone")
     parser.add_argument("--spec", nargs="*", help="draws as JSON, instead of a seed's")
     parser.add_argument("--shrink", action="store_true", help="make what fails as small as it still fails")
@@ -39,8 +42,11 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     arguments = parse()
     warnings.filterwarnings("ignore")
-    indices = arguments.only or range(arguments.first, arguments.first + arguments.draws)
-    draws = [read(text) for text in arguments.spec or ()] or [choose(arguments.seed, index) for index in indices]
+    drawn = ((index, choose(arguments.seed, index)) for index in arguments.only or count(arguments.first))
+    wanted = ((index, draw) for index, draw in drawn if draw.levers >= arguments.levers)
+    chosen = [] if arguments.spec else list(islice(wanted, len(arguments.only or ()) or arguments.draws))
+    indices = [index for index, _ in chosen]
+    draws = [read(text) for text in arguments.spec or ()] or [draw for _, draw in chosen]
     names = [f"{arguments.seed}/{index}" for index in indices] if not arguments.spec else [""] * len(draws)
     import_everything({draw.family for draw in draws})
     judged: dict[int, tuple[Draw, Verdict]] = {}

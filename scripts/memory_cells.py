@@ -10,9 +10,14 @@ of everything, and of activations alone. Numbers are kept in scripts/bench/resul
 
 import argparse
 import json
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from memory_table import AXES, LEVERS, PAGE, reason
@@ -20,9 +25,12 @@ from transformers import LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 
 import hfscale
 from hfscale import MemoryConfig, ParallelConfig
-from hfscale.memory.alive import alive_together
-from hfscale.memory.report import count_saved, held_bytes
-from hfscale.runtime import runtime_of
+from hfscale.memory import kept_activations
+from hfscale.memory.compressed import Here, Stored
+from hfscale.memory.kept_activations import KeptActivations
+from hfscale.memory.on_host import OnHost
+from hfscale.memory.report import SavedBytes, count_saved, held_bytes
+from hfscale.runtime import Runtime, runtime_of
 from hfscale.testing import RankPool
 
 RESULTS = Path(__file__).parent / "bench" / "results" / "memory_cells.json"
@@ -47,16 +55,14 @@ def cell(lever: dict[str, Any], axes: dict[str, Any], hidden: int) -> tuple[Byte
     counted, estimated, kept = stepped(lever, memory, axes, hidden)
     if memory.get("recompute") in ("full", ["mlp"], "8GiB"):
         _, _, whole = stepped(lever, {**memory, "recompute": "none"}, axes, hidden)
-        layers = LAYERS // int(axes.get("pp_size", 1)) * counted["alive"]
-        one = whole - kept if memory["recompute"] == ["mlp"] else whole
-        counted["activations"] += one / layers if kept < whole else 0
+        counted["activations"] += whole - kept if memory["recompute"] == ["mlp"] else whole
     return counted, estimated
 
 
 def stepped(
     lever: dict[str, Any], memory: dict[str, Any], axes: dict[str, Any], hidden: int
-) -> tuple[Bytes, Bytes, float]:
-    """The same of a step, and what layers keep; but for what is kept while they are computed again."""
+) -> tuple[Bytes, Bytes, int]:
+    """The same of a step, and the most that one layer keeps; but for what is kept while layers are computed again."""
     torch.manual_seed(0)
     memory = dict(memory)
     flush = axes.get("pipeline_schedule") != "pipedream"
@@ -76,29 +82,107 @@ def stepped(
     ).train()
     optimizer = hfscale.create_optimizer(model, "adamw_torch", lr=1e-4)
     runtime = runtime_of(model)
+    elsewhere = "offload_activations" in memory or "compress_activations" in memory
+    seen = () if elsewhere else runtime.plan.layers
     ids = torch.randint(3, 500, (ROWS * microbatches, LENGTH), generator=torch.Generator().manual_seed(0))
-    with count_saved(runtime.model, runtime.plan.layers, runtime.plan.head) as saved:
-        hfscale.train_step(model, {"input_ids": ids, "labels": ids})
-    for _ in [None] if flush else hfscale.drain(model):
-        optimizer.step()
+    with (
+        count_saved(runtime.model, seen, runtime.plan.head) as saved,
+        _counted_elsewhere(runtime, saved, elsewhere) as back,
+        _one_layer(runtime, saved) as left,
+    ):
+        for _ in range(1 if flush else 3):
+            optimizer.zero_grad()
+            hfscale.train_step(model, {"input_ids": ids, "labels": ids})
+            optimizer.step()
+        held = asdict(held_bytes(model, optimizer))
+        for _ in hfscale.drain(model):
+            optimizer.step()
     found = hfscale.memory_estimate(model, "adamw_torch", tokens=ROWS * LENGTH, num_microbatches=microbatches)
-    held, told = asdict(held_bytes(model, optimizer)), hfscale.metrics(model)
-    alive = (alive_together(runtime.plan, microbatches) or (1,))[runtime.mesh.ranks["pp"]]
-    elsewhere = told.get("offloaded_activation_bytes", 0) + told.get("compressed_activation_bytes", 0)
-    counted = {"held": sum(held.values()), "alive": alive}
-    # Layers' inputs are seen while they are alive, elsewhere or not.
-    counted["activations"] = saved.around + (elsewhere / microbatches * alive if elsewhere else saved.layers)
     weights = {planned.name: parameter for planned, parameter in runtime.parameters()}
     head = 2 * weights["lm_head.weight"].numel() if "lm_head.weight" in weights else 0
     copies = found.gathered - head if lever.get("mixed_precision") and runtime.mesh.data_world == 1 else 0
     on_device = sum(found.kinds[kind] for kind in HELD)
     away = found.on_host - (sum(held.values()) - on_device if on_device < sum(held.values()) * 0.99 else 0)
+    counted = {"held": sum(held.values()), "activations": saved.around + saved.layers + back.layers}
     estimated = {"held": on_device + found.on_host - away, "activations": found.activations + copies + away}
-    return counted, estimated, saved.layers
+    return counted, estimated, max(left)
 
 
-def _total(found: Bytes) -> float:
-    return found["held"] + found["activations"]
+def _at_ends_of_stages(runtime: Runtime, hold: Callable[[torch.Tensor], None]) -> list[Any]:
+    """Hooks: what a stage was sent and sends it holds as it is, whatever becomes of what layers keep."""
+    if runtime.plan.stages is None:
+        return []
+    handles = []
+    for stage in runtime.plan.stages.of_rank(runtime.mesh.ranks["pp"]):
+        first, last = (runtime.model.get_submodule(name) for name in (stage.layers[0], stage.layers[-1]))
+        if stage.index:
+            handles.append(first.register_forward_pre_hook(lambda _, given: hold(given[0])))
+        if stage.index < len(runtime.plan.stages.stages) - 1:
+            handles.append(last.register_forward_hook(lambda _, given, output: hold(output)))
+    return handles
+
+
+class _Fetched(OnHost):
+    """Counts what was copied back as long as it is there."""
+
+    back = SavedBytes()
+
+    def fetch(self) -> None:
+        before = self._here
+        super().fetch()
+        if before is None and self._here is not None:
+            self.back.add("layers", self.size)
+            weakref.finalize(self._here, self.back.add, "layers", -self.size)
+
+
+@contextmanager
+def _counted_elsewhere(runtime: Runtime, saved: SavedBytes, elsewhere: bool) -> Iterator[SavedBytes]:
+    """Within: what is kept in another form or place is counted as long as it is; what was copied back, by itself."""
+    part = runtime.part(KeptActivations)
+    store, known = part.store, Counter[int]()
+
+    def hold(tensor: torch.Tensor) -> None:
+        key = tensor.untyped_storage().data_ptr()
+        add(key, tensor.nbytes, 1)
+        weakref.finalize(tensor, add, key, tensor.nbytes, -1)
+
+    def add(key: int, size: int, sign: int) -> None:
+        known[key] += sign
+        if known[key] == (sign > 0):  # the first that keeps this piece of memory, or the last
+            saved.add("layers", sign * size)
+
+    def counted(values: int, tensor: torch.Tensor, stays_exact: bool) -> Stored:
+        found = store(values, tensor, stays_exact)
+        key = id(found) if found is not None else tensor.untyped_storage().data_ptr()
+        found = found or Here(tensor)
+        add(key, found.size, 1)
+        weakref.finalize(found, add, key, found.size, -1)
+        return found
+
+    part.store, _Fetched.back = counted, SavedBytes()
+    handles = _at_ends_of_stages(runtime, hold) if elsewhere else []
+    try:
+        with patch.object(kept_activations, "OnHost", _Fetched):
+            yield _Fetched.back
+    finally:
+        part.store = store
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _one_layer(runtime: Runtime, saved: SavedBytes) -> Iterator[list[int]]:
+    """Within: what every pass through a layer of this rank leaves, beside its input."""
+    left, handles = [0], []
+    for name in filter(runtime.is_local, runtime.plan.layers):
+        layer = runtime.model.get_submodule(name)
+        handles.append(layer.register_forward_pre_hook(lambda *_: left.append(-saved.now)))
+        handles.append(layer.register_forward_hook(lambda *_: left.append(left.pop() + saved.now)))
+    try:
+        yield left
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def measure(levers: list[str], axes: list[str], hidden: int) -> dict[str, Any]:

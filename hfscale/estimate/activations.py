@@ -79,12 +79,14 @@ class LayerBytes:
         stream: bytes of its input alone, which is kept where activations are recomputed.
         counted: whether it is counted, and not estimated from above.
         again: bytes that are kept while its largest block that is recomputed by itself runs its backward pass.
+        as_input: bytes of :attr:`kept` that are its input, as it was given.
     """
 
     kept: float
     stream: float
     counted: bool
     again: float = 0.0
+    as_input: float = 0.0
 
 
 def layer_bytes(
@@ -114,7 +116,8 @@ def layer_bytes(
         return LayerBytes(_at_most(plan, layer, owned, hidden, ranks, types, routes), stream, False)
     layer_of = _Llama(plan, roles, hidden, ranks, types, frozenset(trained), sequence)
     blocks, again = layer_of.blocks()
-    return LayerBytes(layer_of.norms(first) + blocks, stream, True, again)
+    as_input = stream if types.kept is None and layer_of.keeps_input(first) else 0.0
+    return LayerBytes(layer_of.norms(first) + blocks, stream, True, again, as_input)
 
 
 def is_known(plan: Plan, layer: str) -> bool:
@@ -153,6 +156,10 @@ class _Llama:
                 known = self.ranks_of_adapters.get(adapter.base, 0)
                 self.ranks_of_adapters[adapter.base] = known + adapter.shape[0]
 
+    def keeps_input(self, first: bool) -> bool:
+        """Whether the first norm keeps the layer's input as it is, and no copy in 32 bits."""
+        return self.types.stream >= 4 and (not first or self.roles["input_layernorm"].name in self.trained)
+
     def norms(self, first: bool) -> float:
         """Inputs and normed inputs of both norms, per token of the whole sequence."""
         total = 0.0
@@ -169,9 +176,12 @@ class _Llama:
         one keeps while it is.
         """
         alone, total, again = recomputed(self.plan).modules, 0.0, 0.0
-        for output, kept in (("o_proj", self._attention()), ("down_proj", self._mlp())):
+        blocks = ("o_proj", self._attention(), _ATTENTION[:3]), ("down_proj", self._mlp(), _MLP[:2])
+        for output, kept, readers in blocks:
             if self.roles[output].name.removesuffix(f".{output}.weight") in alone:
-                total, again = total + self._kept(self.hidden, self.types.stream), max(again, kept)
+                given = self._kept(self.hidden, self.types.stream)
+                shared = 0.0 if self.types.autocasts else min(given, self._read_stream(readers))
+                total, again = total + given, max(again, kept - shared)
             else:
                 total += kept
         return total, again

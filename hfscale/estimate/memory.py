@@ -2,7 +2,8 @@
 
 ::
 
-    weights     what the plan leaves of every parameter on the rank; of a quantized one, packed bytes and scales
+    weights     what the plan leaves of every parameter on the rank; of a quantized one, packed bytes and scales; under
+                a schedule without a flush older versions of what trains
     adapters    likewise of adapters
     gradients   of what trains
     optimizer   its state: :mod:`.state_bytes`
@@ -17,28 +18,24 @@ from dataclasses import dataclass, fields, replace
 from math import ceil, prod
 from typing import Any
 
-from ..plan.compress import compressed
 from ..plan.cut import Cut, cut_shape
 from ..plan.float8 import float8_weights, gathered_in_8_bits
 from ..plan.offload import offloaded
 from ..plan.parameter import ParameterPlan
 from ..plan.plan import Plan
 from ..plan.quantized import BLOCK, OUTER_BLOCK, packed_scale_bytes
-from ..plan.recompute import recomputed
 from ..plan.table import human
-from .activations import Types, stream_width
+from ..schedules import ASYNCHRONOUS
+from .activations import stream_width
 from .counted import Counted
 from .exchanged import exchanged_bytes
 from .gradient_bytes import left_out_bytes
+from .kept import kept_bytes
 from .recompute import (
-    LayerHeld,
     Situation,
     around_layers,
     is_matrix,
-    layers_held,
-    layers_recomputed,
     size_of,
-    stages_held,
     trained_names,
     types_of,
 )
@@ -136,16 +133,16 @@ def estimate_memory(
     held = [plan.by_name[name] for name in plan.local_names(here.get("pp", 0))]
     chosen = trained_names(plan) if trained is None else trained
     training = [planned for planned in held if planned.name in chosen]
-    mixed = mixed_precision != "no"
-    own_tokens = ceil(tokens / plan.layout.size("cp"))
+    mixed, own_tokens = mixed_precision != "no", ceil(tokens / plan.layout.size("cp"))
     again: dict[str, Any] = {"all_recomputed": checkpointing, "chosen": recomputed_layers, "counted": counted}
     situation = Situation(own_tokens, tuple(alive), mixed, frozenset(chosen), routes, **again)
-    kept, away, notes = _activations(plan, here, situation, mixed)
+    kept, away, notes = kept_bytes(plan, here, situation, mixed)
     state, moved, more = _optimizer(plan, training, here, optimizer, options)
+    trains, (older, waiting) = sum(weight_bytes(plan, p, here) for p in training), _under_way(plan, here)
     found = MemoryEstimate(
-        weights=sum(weight_bytes(plan, p, here) for p in held if p.name not in adapters),
+        weights=sum(weight_bytes(plan, p, here) for p in held if p.name not in adapters) + older * trains,
         adapters=sum(weight_bytes(plan, p, here) for p in held if p.name in adapters),
-        gradients=sum(weight_bytes(plan, p, here) for p in training) + left_out_bytes(plan, training, here, mixed),
+        gradients=waiting * trains + left_out_bytes(plan, training, here, mixed),
         optimizer=state,
         activations=kept,
         gathered=_gathered(plan, here, held, mixed, alive),
@@ -155,6 +152,19 @@ def estimate_memory(
         notes=(*notes, *more),
     )
     return _without_shards(found) if offloaded(plan).parameters else found
+
+
+def _under_way(plan: Plan, ranks: dict[str, int]) -> tuple[int, int]:
+    """How many older versions of what trains there are between steps, and how many gradients of it.
+
+    PipeDream stashes the weights of every microbatch under way. In 2BW that is one version on all stages but the last,
+    and gradients of a step wait for the end of the next one (Narayanan et al. 2019, 2021).
+    """
+    layout, schedule = plan.layout, plan.layout.pipeline_schedule
+    if layout.size("pp") == 1 or schedule not in ASYNCHRONOUS:
+        return 0, 1
+    behind = layout.size("pp") - 1 - ranks.get("pp", 0)
+    return (behind, 1) if schedule == "pipedream" else (min(behind, 1), 2)
 
 
 def _without_shards(found: MemoryEstimate) -> MemoryEstimate:
@@ -206,75 +216,6 @@ def _quantized_bytes(plan: Plan, planned: ParameterPlan, ranks: dict[str, int]) 
     # scales, their scales, their mean, a table
     outer = blocks + 4 * ceil(blocks / OUTER_BLOCK) + 4 + _OUTER_CODE
     return ceil(values / 2) + (outer if double else 4 * blocks) + _CODE
-
-
-def _activations(plan: Plan, here: dict[str, int], situation: Situation, mixed: bool) -> tuple[int, int, list[str]]:
-    """On the device and on the host, and what is to be said of them."""
-    held, types = layers_held(plan, here, situation), types_of(plan, mixed)
-    chosen = layers_recomputed(plan, here, situation)
-    tokens, total = situation.tokens, 0.0
-    for each in held:
-        total += each.alive * tokens * (each.bytes.stream if each.name in chosen else each.bytes.kept)
-    seen = situation.counted
-    for index, alive, layers in stages_held(plan, here, situation):
-        if seen is not None:
-            total += alive * tokens * (seen.shared + seen.before * (index == 0))
-        if plan.stages is None or index == len(plan.stages.stages) - 1:
-            behind = _around(plan, types, situation.trained) if seen is None else seen.behind
-            total += alive * tokens * behind
-        elif layers:  # what was sent stays until its gradient is back
-            total += alive * tokens * types.stream * stream_width(plan, layers[-1]) / _sequence(plan)
-    away, notes_of_host = 0, list[str]()
-    if offloaded(plan).activations is not None:
-        total, away = _on_host(held, chosen, tokens, total)
-        notes_of_host = [f"on the host: {human(away)} of activations; two layers of a microbatch are on the device"]
-    total += tokens * max((each.bytes.kept for each in held if each.name in chosen), default=0.0)
-    total += tokens * max((each.bytes.again for each in held), default=0.0)
-    return ceil(total), away, [*notes_of_host, *_notes(plan, situation, held, chosen)]
-
-
-def _notes(plan: Plan, situation: Situation, held: Sequence[LayerHeld], chosen: frozenset[str]) -> list[str]:
-    """What is to be said of what layers keep."""
-    again, counted = recomputed(plan), all(each.bytes.counted for each in held)
-    how = "counted for this kind of layer" if counted else "an upper estimate from the shapes of the layers"
-    scores = "scores of attention are not kept"
-    if counted and situation.counted is not None:
-        how, scores = "counted on the model's own layers", "fused attention keeps no scores"
-    notes = [f"activations: {how}, of {situation.tokens:,} tokens a microbatch; {scores}"]
-    if compressed(plan) is not None:
-        notes.append("what layers keep is counted in 8 bits")
-    if again.keep:
-        notes.append("results of operators that recomputed layers keep are not counted")
-    if any(not counted or not name.endswith((".self_attn", ".mlp")) for name in again.modules):
-        notes.append("what modules that are recomputed by themselves do not keep is not deducted")
-    if chosen:
-        notes.append(
-            f"recomputed: {len(chosen)} of {len(held)} layers, of which the input is kept, and one of them whole"
-        )
-    return notes
-
-
-def _on_host(held: Sequence[LayerHeld], chosen: frozenset[str], tokens: int, total: float) -> tuple[float, int]:
-    """What is left on the device, and what waits on the host."""
-    one = [tokens * (each.bytes.stream if each.name in chosen else each.bytes.kept) for each in held]
-    layers = sum(each.alive * size for each, size in zip(held, one, strict=True))
-    here = min(layers, 2 * max(one, default=0.0))
-    return total - layers + here, ceil(layers - here)
-
-
-def _around(plan: Plan, types: Types, trained: Collection[str]) -> float:
-    """What the final norm and the loss keep of one token: the norm's input twice, and the gradient by its output."""
-    if not plan.layers:
-        return 0.0
-    width = stream_width(plan, plan.layers[-1])
-    norms = [name for name in around_layers(plan) if not is_matrix(plan, name) and name.endswith("weight")]
-    normed = sum(max(4, types.size) + types.stream * (name in trained) for name in norms)
-    return width * (normed / _sequence(plan) + types.stream)
-
-
-def _sequence(plan: Plan) -> int:
-    """Over how many tensor ranks the hidden states between blocks are cut."""
-    return plan.layout.size("tp") if plan.sequence_regions else 1
 
 
 def _copied(plan: Plan, ranks: dict[str, int], held: Sequence[ParameterPlan], alive: Sequence[int]) -> int:

@@ -3,7 +3,7 @@
 Of a layer that is recomputed the input is kept, and all that it would keep while its own backward pass runs::
 
     kept        sum over layers of   alive x tokens x (input where recomputed, else all)   +   tokens x the largest
-                                                                                               of those recomputed
+                                                                                     of those recomputed, but its input
 """
 
 from collections.abc import Iterator
@@ -54,11 +54,13 @@ class LayerHeld:
     Attributes:
         bytes: what it keeps of one token.
         alive: microbatches whose backward pass it waits for at once.
+        again: what it keeps beside its input while it is computed again, as it is.
     """
 
     name: str
     bytes: LayerBytes
     alive: int
+    again: float
 
 
 def layers_recomputed(plan: Plan, ranks: dict[str, int], situation: Situation) -> frozenset[str]:
@@ -89,7 +91,7 @@ def layers_to_recompute(plan: Plan, pp_rank: int, situation: Situation) -> froze
 
     def kept() -> float:
         total = sum(each.alive * (each.bytes.stream if each.name in chosen else each.bytes.kept) for each in held)
-        return tokens * (total + max((each.bytes.kept for each in held if each.name in chosen), default=0.0))
+        return tokens * (total + max((each.again for each in held if each.name in chosen), default=0.0))
 
     def cost(each: LayerHeld) -> float:
         return _flops(plan, each.name, situation) / max(each.bytes.kept - each.bytes.stream, 1e-9)
@@ -109,13 +111,17 @@ def layers_to_recompute(plan: Plan, pp_rank: int, situation: Situation) -> froze
 
 def layers_held(plan: Plan, ranks: dict[str, int], situation: Situation) -> list[LayerHeld]:
     """Every layer of the rank at ``ranks``, in order."""
-    types = types_of(plan, situation.mixed)
-    types = types if compressed(plan) is None else replace(types, kept=BYTES)
-    return [
-        LayerHeld(name, _layer(plan, name, ranks, types, situation), alive)
-        for _, alive, layers in stages_held(plan, ranks, situation)
-        for name in layers
-    ]
+    plain = types_of(plan, situation.mixed)
+    found = []
+    for _, alive, layers in stages_held(plan, ranks, situation):
+        for name in layers:
+            whole = _layer(plan, name, ranks, plain, situation)
+            if compressed(plan) is None:
+                found.append(LayerHeld(name, whole, alive, whole.kept - whole.as_input))
+            else:  # what is computed again keeps it as it is, and reads a copy of the input
+                held = _layer(plan, name, ranks, replace(plain, kept=BYTES), situation)
+                found.append(LayerHeld(name, replace(held, again=whole.again), alive, whole.kept))
+    return found
 
 
 def stages_held(plan: Plan, ranks: dict[str, int], situation: Situation) -> Iterator[tuple[int, int, tuple[str, ...]]]:
@@ -156,7 +162,7 @@ def _layer(plan: Plan, layer: str, ranks: dict[str, int], types: Types, situatio
     found = layer_bytes(plan, layer, ranks, types, trained, routes=situation.routes, first=first)
     context = plan.feature(ContextPlan)
     if context is not None and any(name.startswith(f"{layer}.") for name in context.whole):
-        return replace(found, kept=found.kept * plan.layout.size("cp"))
+        return replace(found, kept=found.kept * plan.layout.size("cp"), as_input=0.0)
     return found
 
 

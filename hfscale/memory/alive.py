@@ -2,6 +2,7 @@
 
 from ..parallel.pipeline import Order, fullest_live, order, peak_live
 from ..plan import Plan
+from ..schedules import ASYNCHRONOUS
 
 
 def microbatches_alive(plan: Plan, num_microbatches: int | None) -> tuple[int, ...]:
@@ -23,4 +24,6 @@ def alive_together(plan: Plan, num_microbatches: int | None) -> tuple[int, ...]:
 def _order(plan: Plan, num_microbatches: int | None) -> Order:
     layout = plan.layout
     count = num_microbatches or layout.num_microbatches or layout.size("pp")
-    return order(str(layout.pipeline_schedule), layout.size("pp"), count, layout.virtual_stages or 1)
+    schedule = str(layout.pipeline_schedule)
+    steps = layout.size("pp") if schedule in ASYNCHRONOUS else 1  # those of earlier steps are still under way
+    return order(schedule, layout.size("pp"), count, layout.virtual_stages or 1, steps)

@@ -6,8 +6,9 @@
     backward                            layer 2 <--copy-- host   layer 1 <-- fetched while layer 2 computes
 
 Saved-tensor hooks around each layer, outside of what is recomputed: of a layer that is recomputed, its input is put
-away. What is a parameter, or smaller than the size that was asked, stays. On a CPU the same copies are made, one after
-the other.
+away. What is a parameter, or smaller than the size that was asked, stays, and so does what all layers are given beside
+their input (positions' embeddings, masks): each would put away a copy of its own. On a CPU the same copies are made,
+one after the other.
 """
 
 import weakref
@@ -66,7 +67,8 @@ class KeptActivations(Part):
             hidden = hidden_states_of(args, kwargs)
             values = hidden.numel() if isinstance(hidden, Tensor) else 0
             before = None if self._latest is None else self._latest()
-            current = LayerPass(layer, partial(self._store, values), before, _masks((args, kwargs)))
+            beside = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each is not hidden]
+            current = LayerPass(layer, partial(self.store, values), before, beside)
             self._latest = weakref.ref(current)
             with torch.autograd.graph.saved_tensors_hooks(current.pack, current.unpack):
                 output = forward(*args, **kwargs)
@@ -76,7 +78,7 @@ class KeptActivations(Part):
         forward_keeping.__wrapped__ = forward  # type: ignore[attr-defined]  # the host inspects forward's signature
         layer.forward = forward_keeping  # type: ignore[method-assign]
 
-    def _store(self, values: int, tensor: Tensor, stays_exact: bool) -> Stored | None:
+    def store(self, values: int, tensor: Tensor, stays_exact: bool) -> Stored | None:
         """Where a tensor goes that a layer keeps whose input has so many ``values``."""
         size = tensor.numel() * tensor.element_size()
         if self._is_rounded(tensor, size, values) and not stays_exact:
@@ -92,12 +94,3 @@ class KeptActivations(Part):
     def _is_rounded(self, tensor: Tensor, size: int, values: int) -> bool:
         least = self._to_bytes
         return least is not None and tensor.is_floating_point() and size >= least and tensor.numel() * FEW > values
-
-
-def _masks(given: Any) -> set[tuple[int, ...]]:
-    """Shapes of what layers are given to be added to the scores of attention, ``[b, heads or 1, queries, keys]``.
-
-    Attention may keep it in another type. It has infinities, or the largest number there is, beside small biases, which
-    no common scale can tell apart.
-    """
-    return {tuple(each.shape) for each in tree_leaves(given) if isinstance(each, Tensor) and each.ndim == 4}

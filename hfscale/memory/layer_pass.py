@@ -19,7 +19,9 @@ class LayerPass:
     Args:
         store: what becomes of a tensor that is saved: given it, and whether it may be a weight, in a copy, or a mask.
         before: the pass through a layer that came before this one, while its graph is alive.
-        masks: shapes of the masks of attention that the layer is given.
+        beside: what the layer is given beside its input, and others are given, too. Of four dims it may be a mask,
+            ``[b, heads or 1, queries, keys]``: attention may keep it in another type, and it has infinities, or the
+            largest number there is, beside small biases, which no common scale can tell apart.
     """
 
     def __init__(
@@ -27,7 +29,7 @@ class LayerPass:
         layer: nn.Module,
         store: Callable[[Tensor, bool], Stored | None],
         before: "LayerPass | None",
-        masks: Collection[tuple[int, ...]] = (),
+        beside: Collection[Tensor] = (),
     ) -> None:
         self._store, self._before = store, None if before is None else weakref.ref(before)
         held = [
@@ -36,10 +38,10 @@ class LayerPass:
             for tensor in (*own_parameters(module).values(), *own_buffers(module).values())
             if tensor is not None
         ]
-        self._stays = {storage_key(plain) for tensor in held for plain in memory_of(tensor.detach())}
+        self._stays = {storage_key(plain) for tensor in (*held, *beside) for plain in memory_of(tensor.detach())}
         shapes = {tuple(local_tensor(tensor.detach()).shape) for tensor in held} | set(map(_shape_of, layer.modules()))
         self._of_weights = {shape for shape in shapes if len(shape) > 1} | {shape[::-1] for shape in shapes}
-        self._of_masks = frozenset(masks)
+        self._of_masks = {tuple(tensor.shape) for tensor in beside if tensor.ndim == 4}
         self._known: dict[tuple[Any, ...], tuple[StorageWeakRef, Stored]] = {}
         self._waiting: list[weakref.ref[Any]] = []
         self._read = False

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, Self
 
 import torch
@@ -143,9 +144,10 @@ class Held:
     """Bytes that this rank holds now, by storage, each counted once. The kinds are those of an estimate.
 
     Attributes:
-        weights: parameters of the model; packed bytes and all that is needed to read them, of quantized ones.
+        weights: parameters of the model; packed bytes and all that is needed to read them, of quantized ones; older
+            versions of both, which microbatches under way were computed with.
         adapters: parameters of adapters.
-        gradients: of all of them, and what their compression has left out of them so far.
+        gradients: of all of them, those that wait for a later step, and what their compression has left out so far.
         optimizer: state of the optimizer.
     """
 
@@ -166,11 +168,19 @@ def held_bytes(model: nn.Module, optimizer: Any = None) -> Held:
     weights = [parameter for adapter, parameter in pairs if not adapter]
     compressing = None if runtime is None else runtime.part(DataParallel)
     left_out = [] if compressing is None else compressing.left_out()
+    older, waiting = (
+        ((), ())
+        if runtime is None
+        else (
+            runtime.executor.older_weights(),
+            runtime.executor.waiting_gradients(),
+        )
+    )
     states = [] if optimizer is None else [value for state in optimizer.state.values() for value in state.values()]
     return Held(
-        weights=storage_bytes([*weights, *beside_quantized(model)]),
+        weights=storage_bytes([*weights, *beside_quantized(model), *older]),
         adapters=storage_bytes(parameter for adapter, parameter in pairs if adapter),
-        gradients=storage_bytes([*(parameter.grad for _, parameter in pairs), *left_out]),
+        gradients=storage_bytes([*(parameter.grad for _, parameter in pairs), *left_out, *waiting]),
         optimizer=storage_bytes(states),
     )
 
@@ -209,6 +219,11 @@ class SavedBytes:
     head: int = 0
     total: int = 0
     _now: dict[str, int] = field(default_factory=lambda: {"layers": 0, "around": 0, "head": 0})
+
+    @property
+    def now(self) -> int:
+        """What is kept at this moment."""
+        return sum(self._now.values())
 
     def add(self, kind: str, size: int) -> None:
         """Note that so many bytes of a kind are saved, or, if negative, given up."""
@@ -253,8 +268,12 @@ class SavedCounter:
         self._head = None if weight is None else tuple(weight.shape)  # as the data ranks gather it
         for module in modules.values():
             self._handles.append(module.register_forward_pre_hook(self._note_parameters))
-        for layer in (modules[name] for name in layers if name in modules):
+        names, runtime = [name for name in layers if name in modules], find_runtime(model)
+        for name, behind in zip_longest(names, names[1:]):
+            layer = modules[name]
             self._handles.append(layer.register_forward_pre_hook(self.enter, with_kwargs=True))
+            if behind is not None and runtime is not None and not runtime.is_local(behind):
+                self._handles.append(layer.register_forward_hook(self._send))
             self._handles.append(layer.register_forward_hook(self.leave, always_call=True))
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self.unpack)
 
@@ -292,6 +311,11 @@ class SavedCounter:
         stream = hidden_states_of(args, kwargs)
         if isinstance(stream, Tensor) and stream.requires_grad:
             self._count(stream)  # what recomputes a layer keeps it out of sight of the hooks
+
+    def _send(self, _: nn.Module, given: Any, output: Any) -> None:
+        stream = output[0] if isinstance(output, tuple) else output
+        if isinstance(stream, Tensor) and stream.requires_grad:
+            self._count(stream)  # it stays until its gradient is back
 
     def leave(self, *_: Any) -> None:
         """A layer is done."""

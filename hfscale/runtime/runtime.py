@@ -175,6 +175,14 @@ class Executor:
         """In how many passes of a step data ranks wait for each other: they must have the same number."""
         return microbatches
 
+    def older_weights(self) -> Sequence[Tensor]:
+        """Weights that microbatches under way were computed with, where the parameters have moved on."""
+        return ()
+
+    def waiting_gradients(self) -> Sequence[Tensor]:
+        """Gradients that are in no parameter's ``.grad`` yet."""
+        return ()
+
     def agrees(self, train: bool) -> bool:
         """Whether a step begins with an exchange between the ranks that share its batch."""
         return True

@@ -73,6 +73,15 @@ class _Version:
         for parameter, _ in self._leaves:
             parameter.data = parameter.data.clone()
 
+    def weights(self) -> list[Tensor]:
+        """All that microbatches under way will compute with again."""
+        return [leaf for _, leaf in self._leaves]
+
+    def gradients(self) -> list[Tensor]:
+        """What backward passes have made so far."""
+        made = [leaf.grad for _, leaf in self._leaves] or [gradient for _, gradient in self._gradients]
+        return [gradient for gradient in made if gradient is not None]
+
     def retire(self) -> None:
         """Nothing will compute with these weights any more: keep their gradients, and give up the weights."""
         self._gradients = [(parameter, leaf.grad) for parameter, leaf in self._leaves if leaf.grad is not None]
@@ -129,6 +138,14 @@ class AsynchronousPipeline(Pipeline):
             return [dict(batch) for batch in given]
         pp_size, towers = self._layout.size("pp"), self._towers is not None
         return share_out(given, self._layout.num_microbatches, pp_size, lambda number: number >= pp_size, towers)
+
+    def older_weights(self) -> list[Tensor]:
+        """Of all versions that are under way; the newest may be the parameters' own memory."""
+        return [weight for version in self._versions.values() for weight in version.weights()]
+
+    def waiting_gradients(self) -> list[Tensor]:
+        """Of versions under way, and of those that are over and wait for their turn."""
+        return [each for version in (*self._versions.values(), *self._finished) for each in version.gradients()]
 
     def agrees(self, train: bool) -> bool:
         """Only as long as nothing is under way: stages wait for each other no more than they must."""

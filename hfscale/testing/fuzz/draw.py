@@ -115,6 +115,14 @@ class Draw:
         return any(is_dropout(name) and value for name, value in self.config.items())
 
     @property
+    def levers(self) -> int:
+        """How many of the levers of memory and precision it has, each field of ``memory`` by itself."""
+        asked = self.checkpointing, self.mixed_precision != "no", self.peft, self.quantize
+        return sum(map(bool, (*asked, self.optimizer not in TORCH))) + sum(
+            name != "recompute_keep" for name in self.memory or ()
+        )
+
+    @property
     def distinct(self) -> int:
         """Distinct batches that the layout names; experts may add some."""
         return int(self.layout.get("dp_shard_size", 1) * self.layout.get("dp_replicate_size", 1))
