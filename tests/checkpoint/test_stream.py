@@ -10,12 +10,13 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, FineGrainedFP8Config
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 import hfscale
 from hfscale import ConfigError, ParallelConfig
 from hfscale.testing import RankPool
+from hfscale.testing.picture_configs import with_pictures
 
 from ..mixtures import qwen3_moe
 from ..models import tiny
@@ -161,6 +162,14 @@ def test_refusals() -> None:
     model = hfscale.from_config(tiny("llama"))
     with pytest.raises(ConfigError, match="give some of the ranks 0 to 0"):
         hfscale.stream_weights(model, ranks=(0, 1))
+
+
+def test_what_the_host_cannot_hold_in_eight_bits_is_refused() -> None:
+    # Its two mixtures have experts of different widths, and the host makes both of one.
+    config = with_pictures("ernie4_5_vl_moe")
+    model = hfscale.from_config(config, auto_class=AutoModelForImageTextToText)
+    with pytest.raises(ConfigError, match=r"cannot hold Ernie4_5_VLMoe.* leave quantization_config out"):
+        hfscale.stream_weights(model, quantization_config=FineGrainedFP8Config(weight_block_size=(8, 8)))
 
 
 def encoded(kind: str, layout: str, directory: str, block: int) -> dict[str, Tensor] | str:

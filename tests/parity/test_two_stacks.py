@@ -5,10 +5,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from transformers import AutoConfig, AutoModelForSeq2SeqLM
+import torch
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoModelForTokenClassification
 
 from hfscale import ParallelConfig
 from hfscale.families.clone import tiny_clone
+from hfscale.parallel.pipeline.targets import with_targets
 from hfscale.testing import RankPool, assert_layout_equal, plain
 from hfscale.testing.sample_batches import changes_for
 from tests.sweeps import cases
@@ -63,3 +65,12 @@ def test_tables_are_looked_up_again_by_recomputed_layers(pools: Pools, schedule:
     parallel = ParallelConfig(pp_size=2, pipeline_schedule=schedule, virtual_stages=2, num_microbatches=microbatches)
     case = replace(case_of("t5"), checkpointing=True, accumulation=accumulation)
     assert_layout_equal(case, parallel, pools(2))
+
+
+def test_a_classifier_of_tokens_makes_what_its_decoder_reads_of_the_texts() -> None:
+    config = tiny_clone(AutoConfig.for_model("t5gemma"), layers=2)
+    model = AutoModelForTokenClassification.from_config(config)
+    ids = torch.arange(3, 9)[None]
+    batch = {"input_ids": ids, "labels": ids % 2}
+    found = with_targets(model, model.get_decoder(), batch)["decoder_input_ids"]
+    assert torch.equal(found[:, 1:], ids[:, :-1])

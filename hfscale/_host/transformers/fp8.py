@@ -8,7 +8,7 @@ from transformers import FineGrainedFP8Config
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from ...errors import ConfigError
-from .classes import empty_copy
+from .classes import class_name, empty_copy
 
 
 class Fp8Encoder:
@@ -19,7 +19,7 @@ class Fp8Encoder:
         config: a ``transformers.FineGrainedFP8Config``.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: it is something else, or the host cannot do that with this model.
     """
 
     def __init__(self, model: Any, config: Any) -> None:
@@ -31,7 +31,13 @@ class Fp8Encoder:
         quantizer: Any = AutoHfQuantizer.from_config(copy.deepcopy(config), pre_quantized=False)
         whole = empty_copy(model)
         names = [name for name, _ in whole.named_parameters()]
-        quantizer._process_model_before_weight_loading(whole)
+        try:
+            quantizer._process_model_before_weight_loading(whole)
+        except Exception as error:  # a mixture that its layers do not fit
+            raise ConfigError(
+                f"transformers cannot hold {class_name(model)} in 8-bit floating point ({type(error).__name__}: "
+                f"{error}): leave quantization_config out"
+            ) from error
         self._wanted = {name for name in names if quantizer.param_needs_quantization(whole, name)}
         self._operation = quantizer.get_quantize_ops()
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._host.transformers.classes import class_name
+from ..._host.transformers.classes import class_name, takes_argument
 from ..._host.transformers.computing import encoder_outputs
 from ...errors import ConfigError
 from .microbatches import Batch, tokens_of
@@ -46,7 +46,10 @@ def with_targets(model: nn.Module, decoder: nn.Module, batch: Batch) -> Batch:
     try:
         with torch.no_grad():  # by the class: a stage's own forward pass, and hooks on the model, are for steps
             made = encoder_outputs(torch.zeros(*tokens_of(batch), 1, device=labels.device))
-            type(model).forward(model, labels=labels, encoder_outputs=made, use_cache=False)
+            inputs = {name: batch[name] for name in ("input_ids",) if name in batch}  # of which classifiers make it
+            if takes_argument(model, "use_cache"):
+                inputs["use_cache"] = False
+            type(model).forward(model, **inputs, labels=labels, encoder_outputs=made)
     except _Seen:
         pass
     finally:
