@@ -74,7 +74,15 @@ def find_machine(hardware: "str | Machine") -> Machine:
             f"hardware={hardware!r} is unknown: known are {', '.join(machine_names())} (nearest by name: {near[0]!r}), "
             "or give a JSON file as `hfscale calibrate --out FILE` writes it"
         )
-    return machine_of(json.loads(path.read_text()), str(path))
+    return machine_of(_read(path), str(path))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{path} is no JSON file as `hfscale calibrate --out FILE` writes it: {error}") from None
+    return found if isinstance(found, dict) else {}
 
 
 def machine_of(data: dict[str, Any], source: str = "the data") -> Machine:

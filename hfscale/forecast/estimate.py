@@ -66,8 +66,9 @@ def estimate(
         ConfigError: the hardware or the optimizer is unknown, or a size is impossible.
         PlanError: the layout does not fit the model.
     """
-    for name, value in (("sequence_length", sequence_length), ("batch_size", batch_size)):
-        if value < 1:
+    sizes = {"sequence_length": sequence_length, "batch_size": batch_size, "num_microbatches": num_microbatches}
+    for name, value in sizes.items():
+        if value is not None and value < 1:
             raise ConfigError(f"{name}={value} is impossible: use a whole number of at least 1")
     machine, constants = find_machine(hardware), constants_of(hardware)
     plan, config = _planned(source, parallel, plan_kwargs)

@@ -14,7 +14,7 @@ from hfscale.runtime import runtime_of
 from hfscale.testing import RankPool
 from hfscale.testing.families import config_of
 
-from ..sweeps import cases
+from ..sweeps import cases, pairs
 
 Pools = Callable[[int], RankPool]
 LAYERS, ROWS, LENGTH = 4, 2, 48
@@ -66,8 +66,11 @@ def test_one_process(family: str) -> None:
     assert estimated(family, {})[0] == pytest.approx(kept(family, {})[1], rel=0.03)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("families", cases([(FEW,), (NAMED,), (DRAWN,)], daily=[(FEW,)]), ids=lambda names: names[0])
+@pytest.mark.parametrize(
+    ("families", "layout"),
+    pairs([FEW, NAMED, DRAWN], LAYOUTS, daily=[(FEW, "sequence"), (FEW, "pp2")]),
+    ids=lambda value: value if isinstance(value, str) else value[0],
+)
 def test_ranks(pools: Pools, families: Sequence[str], layout: str) -> None:
     if layout == "sequence":  # of these, what goes into the head is alive for a moment beside its gradient: 4.7%
         families = [family for family in families if "ber" not in family]

@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from peft import IA3Config, LoHaConfig
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
+from hfscale.cli import main
 from hfscale.recipes.adapting import adapter_of, quantization_of
 from hfscale.recipes.finetuning import finetune
 from hfscale.recipes.read import load_recipe, recipe_and_limit
@@ -120,6 +121,33 @@ def losses(start: dict[str, Any], name: str) -> list[float]:
         for record in records
         if kind in record
     ]
+
+
+def trained(path: Path, overrides: list[str]) -> None:
+    """The run of a recipe's file, on this rank."""
+    finetune(load_recipe(FinetuneRecipe, path, overrides))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_searched_recipe_trains(pools: Pools, base: Any, tmp_path: Path, capsys: Any) -> None:
+    """What `hfscale search` writes for two GPUs runs on two processes, and its losses are those of one."""
+    start, recipe = base("llama"), tmp_path / "searched.yaml"
+    os.makedirs(start["runs"])
+    argv = ["search", start["base"], "--gpus", "2", "--tokens-per-step", "128", "--sequence-length", "32"]
+    assert main([*argv, "--lora", "--rank", "4", "--dtype", "float32", "--out", str(recipe), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["best"]
+    more = [f"data.source={start['source']}", "data.validation_fraction=0.3", "data.validation_sequences=6"]
+    more += ["training.steps=3", "training.log_every=1", "training.learning_rate=5e-3", "training.mixed_precision='no'"]
+    pools(2).run(trained, recipe, [*more, f"name={start['runs']}/two"])
+    alone = yaml.safe_load(recipe.read_text())
+    assert alone.pop("parallel")
+    recipe.write_text(yaml.safe_dump(alone))
+    trained(recipe, [*more, f"name={start['runs']}/one"])
+    expected = losses(start, "one")
+    assert len(expected) >= 3
+    assert expected[2] < expected[0]
+    assert losses(start, "two") == pytest.approx(expected, rel=TOLERANCE["lora"])
 
 
 @pytest.mark.filterwarnings("ignore")
