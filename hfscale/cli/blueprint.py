@@ -2,6 +2,7 @@
 
 import argparse
 
+from .look import add_json, print_json
 from .model import add_model_arguments, auto_class_of, building, check_place, load_config, remote_code
 
 HELP = "print which parts of a model tensor parallelism cuts, as an entry for hfscale's table of families"
@@ -16,6 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``hfscale blueprint``."""
     add_model_arguments(parser)
     parser.add_argument("--infer", action="store_true", help="infer it, also where the family is known")
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -23,11 +25,14 @@ def run(arguments: argparse.Namespace) -> int:
     check_place(arguments.model)
     import torch
 
-    from ..planner.entry import describe_blueprint
+    from ..planner.entry import blueprint_entry, describe_blueprint
 
     auto_class = auto_class_of(arguments.auto_class)
     config = load_config(arguments.model, arguments.trust_remote_code)
     with building(arguments, config), torch.device("meta"):
         model = auto_class.from_config(config, **remote_code(arguments))
+    if arguments.json:
+        print_json(blueprint_entry(model, arguments.infer))
+        return 0
     print(describe_blueprint(model, arguments.infer))
     return 0

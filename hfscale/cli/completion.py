@@ -5,6 +5,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from .look import add_json, print_json
+
 HELP = "print what a shell needs to complete hfscale's command lines"
 DESCRIPTION = (
     "Print a script that completes subcommands, flags, their choices and the names of recipes; files everywhere else. "
@@ -35,12 +37,17 @@ complete -o default -F _hfscale hfscale
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``hfscale completion``."""
     parser.add_argument("shell", choices=("bash", "zsh", "fish"))
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the script."""
     commands: Mapping[str, argparse.ArgumentParser] = arguments.commands
-    print(script(arguments.shell, commands), end="")
+    text = script(arguments.shell, commands)
+    if arguments.json:
+        print_json({"shell": arguments.shell, "script": text})
+    else:
+        print(text, end="")
     return 0
 
 

@@ -3,6 +3,8 @@
 import argparse
 from pathlib import Path
 
+from .look import add_json, print_json
+
 HELP = "turn a dense checkpoint into a mixture of experts that computes the same"
 DESCRIPTION = (
     "Write a mixture of experts whose experts start as copies of a dense model's MLPs: llama and mistral become "
@@ -25,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="of router, noise and channels (default: %(default)s)")
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one file (default: %(default)s)")
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -35,5 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
     given = {name: getattr(arguments, name) for name in names}
     written = upcycle(arguments.model, arguments.directory, **given)
     size = sum(file.stat().st_size for file in written.glob("*.safetensors"))
+    if arguments.json:
+        print_json({"directory": str(written), "bytes": size, **given})
+        return 0
     print(f"{written}: {arguments.num_experts} experts, of a token {arguments.top_k}, {size / 2**20:,.0f} MiB")
     return 0

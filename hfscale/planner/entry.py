@@ -1,6 +1,6 @@
 """A blueprint as Python, as it would stand in ``hfscale/families``."""
 
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, asdict, fields
 from typing import Any
 
 from ..families.blueprint import OWN_TABLE, Block, Blueprint
@@ -32,6 +32,22 @@ def describe_blueprint(model: Any, inferred: bool = False) -> str:
     elif blueprint.source == OWN_TABLE:
         lines.append("(it has an entry already: --infer derives one from the model itself)")
     return "\n".join([*lines, "", as_python(family, blueprint)])
+
+
+def blueprint_entry(model: Any, inferred: bool = False) -> dict[str, Any]:
+    """The same for programs: ``family``, ``source``, ``blueprint`` by field, and the proof of one that was inferred.
+
+    Fields that are functions are left out.
+
+    Raises:
+        PlanError: there is none, and none could be inferred.
+    """
+    found = infer(model).blueprint if inferred else find_blueprint(model)
+    written = {name: value for name, value in asdict(found).items() if not callable(value) and name != "source"}
+    entry = {"family": model.config.model_type, "source": found.source, "blueprint": written}
+    if inferred or found.source.startswith("inferred"):
+        entry["proof"] = asdict(infer(model).proof)
+    return entry
 
 
 def _evidence(inference: Inference) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import AutoConfig, BitsAndBytesConfig
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 import hfscale
 from hfscale import ConfigError, ParallelConfig
@@ -218,6 +218,22 @@ def test_shells_complete_commands_flags_choices_and_recipes(shell: str, capsys: 
         line = "COMP_WORDS=(hfscale plan --quantize n) COMP_CWORD=3; _hfscale; echo ${COMPREPLY[@]}"
         done = subprocess.run(["bash", "-c", f"{script}\n{line}"], capture_output=True, text=True, check=True)
         assert done.stdout == "nf4\n"
+
+
+def test_what_commands_find_is_there_as_json(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["blueprint", llama, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["family"] == "llama"
+    assert found["blueprint"]["blocks"]["mlp"]["row"] == ["down_proj"]
+    assert "0x" not in json.dumps(found)
+    assert main(["completion", "bash", "--json"]) == 0
+    assert "complete -o default" in json.loads(capsys.readouterr().out)["script"]
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(llama)).save_pretrained(tmp_path / "dense")
+    capsys.readouterr()
+    assert main(["upcycle", str(tmp_path / "dense"), str(tmp_path / "experts"), "--num-experts", "4", "--json"]) == 0
+    written = json.loads(capsys.readouterr().out)
+    assert (written["num_experts"], written["top_k"]) == (4, 2)
+    assert written["bytes"] == sum(file.stat().st_size for file in Path(written["directory"]).glob("*.safetensors"))
 
 
 def test_with_debug_an_error_is_raised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, TrainingArguments
 
 import hfscale
+import hfscale.trl
 from hfscale import ConfigError, ParallelConfig
 from hfscale.testing import RankPool
 
@@ -55,6 +56,15 @@ def test_arguments(pools: Pools, tmp_path: Path) -> None:
     for messages in pools(2).run(try_arguments, str(tmp_path)):
         for message, (given, advice) in zip(messages, REFUSED, strict=True):
             assert advice in message, (given, message)
+
+
+@pytest.mark.filterwarnings("ignore")  # of TRL's config itself
+def test_an_engine_is_not_given_shares(tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl")
+    config = trl.GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, use_vllm=True, report_to=[])
+    message = attempt(lambda: hfscale.trl.GRPOTrainer(model=None, reward_funcs=len, args=config))
+    assert "use_vllm=True" in message
+    assert "hfscale.stream_weights" in message
 
 
 def try_models(out: str) -> list[str]:
