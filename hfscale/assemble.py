@@ -20,6 +20,7 @@ from .parallel.pipeline import PipelineStages
 from .parallel.tensor import RandomStreams, TensorParallel, VocabularyLoss
 from .plan import Plan
 from .precision.float8 import Float8
+from .precision.liger import LigerKernels
 from .precision.loss_scale import LossScaling
 from .precision.part import Autocast
 from .quantization.part import Quantization
@@ -39,6 +40,7 @@ def parts_of(adapters: Adapters | None) -> tuple[Part, ...]:
     """
     return (
         LossScaling(),
+        LigerKernels(),
         Float8(),
         ExpertParallel(),
         TensorParallel(),

@@ -3,6 +3,7 @@
 import copy
 import inspect
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from accelerate import GradScalerKwargs
@@ -28,6 +29,7 @@ from .memory_config import MemoryConfig
 from .mesh import build_mesh
 from .options import Options
 from .plan import Plan
+from .precision.liger import check_kernels
 from .quantization.quantized_modules import check_quantization, split_quantization
 from .routing_config import RoutingConfig
 from .runtime import find_runtime
@@ -45,6 +47,7 @@ def build(
     plan = source.plan(layout, options.memory, options.products)
     mesh = build_mesh(layout, plan.replicas, plan.ties, plan.neighbours)
     options.check_device(mesh.device)
+    check_kernels(options.use_liger_kernel, plan.family, mesh.device)
     model, weights = source.load(plan, mesh)
     adapters = None
     if adapter is not None:
@@ -68,6 +71,7 @@ def from_pretrained(
     memory: MemoryConfig | None = None,
     loss_scaling: GradScalerKwargs | None = None,
     float8: Float8Config | None = None,
+    use_liger_kernel: bool | Mapping[str, bool] = False,
     peft_config: Any = None,
     resize_token_embeddings: int | None = None,
     seed: int = 0,
@@ -89,6 +93,8 @@ def from_pretrained(
             is on the host; nothing by default.
         loss_scaling: how the loss is scaled under ``"fp16"``; torch's defaults by default.
         float8: how products are scaled under ``"fp8"``, and what is left out; by tensors by default.
+        use_liger_kernel: compute norms, gated activations and rotary embeddings with Liger's kernels, on a GPU: all
+            that there are for the model's family, or but those that are switched off, as ``{"rope": False}``.
         peft_config: a PEFT config, whose adapters are put around the model's modules, or the path or Hub id of a saved
             adapter to go on training; :func:`hfscale.save_pretrained` then writes the adapter.
         resize_token_embeddings: how many tokens the model is to have, where the checkpoint has another number, as
@@ -103,7 +109,7 @@ def from_pretrained(
         ConfigError, PlanError, MeshError, CheckpointError: before any weight is read, except for damaged files.
     """
     layout = check_layout(parallel, hf_kwargs)
-    options = Options(mixed_precision, routing, memory, loss_scaling, float8)
+    options = Options(mixed_precision, routing, memory, loss_scaling, float8, use_liger_kernel)
     quantization = hf_kwargs.get("quantization_config")
     check_quantization(quantization)
     adapter = None if peft_config is None else read_config(peft_config)
@@ -130,6 +136,7 @@ def from_config(
     memory: MemoryConfig | None = None,
     loss_scaling: GradScalerKwargs | None = None,
     float8: Float8Config | None = None,
+    use_liger_kernel: bool | Mapping[str, bool] = False,
     peft_config: Any = None,
     seed: int = 0,
     **hf_kwargs: Any,
@@ -141,7 +148,7 @@ def from_config(
     :func:`from_pretrained`; the model is in training mode, like the host's.
     """
     layout = check_layout(parallel, hf_kwargs)
-    options = Options(mixed_precision, routing, memory, loss_scaling, float8)
+    options = Options(mixed_precision, routing, memory, loss_scaling, float8, use_liger_kernel)
     if hf_kwargs.get("quantization_config") is not None:
         raise ConfigError(
             "from_config(quantization_config=...) would quantize random weights: quantize those of a checkpoint, with "
@@ -161,6 +168,7 @@ def parallelize(
     memory: MemoryConfig | None = None,
     loss_scaling: GradScalerKwargs | None = None,
     float8: Float8Config | None = None,
+    use_liger_kernel: bool | Mapping[str, bool] = False,
 ) -> Any:
     """Shard, in place, a whole stock model that is in memory and the same on every rank; returns it.
 
@@ -169,7 +177,7 @@ def parallelize(
         PlanError, MeshError: the layout does not fit it, or the processes that were started.
     """
     layout = check_layout(parallel, {})
-    options = Options(mixed_precision, routing, memory, loss_scaling, float8)
+    options = Options(mixed_precision, routing, memory, loss_scaling, float8, use_liger_kernel)
     reason = "hfscale already parallelized it" if find_runtime(model) else is_distributed_by_host(model)
     if reason:
         raise ConfigError(

@@ -1,5 +1,6 @@
 """What the user asked for beside the layout."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +31,7 @@ class Options:
         memory: what is computed again instead of kept.
         loss_scaling: of float16.
         float8: how products in 8 bits are scaled.
+        use_liger_kernel: whether modules compute with Liger's kernels, or with which, by the names of its switches.
 
     Raises:
         ConfigError: one of them is unknown.
@@ -40,6 +42,7 @@ class Options:
     memory: MemoryConfig | None = None
     loss_scaling: GradScalerKwargs | None = None
     float8: Float8Config | None = None
+    use_liger_kernel: bool | Mapping[str, bool] = False
 
     def __post_init__(self) -> None:
         if self.routing is not None and not isinstance(self.routing, RoutingConfig):
@@ -52,6 +55,7 @@ class Options:
             raise ConfigError(f"mixed_precision={self.mixed_precision!r} is unknown: use {', '.join(MIXED_PRECISIONS)}")
         self._check_loss_scaling()
         self._check_float8()
+        self._check_liger()
 
     @property
     def scaling(self) -> GradScalerKwargs:
@@ -75,6 +79,21 @@ class Options:
             raise ConfigError(
                 f"float8= is for mixed_precision='fp8', and this is {self.mixed_precision!r}: leave it out"
             )
+
+    def _check_liger(self) -> None:
+        given = self.use_liger_kernel
+        if isinstance(given, bool):
+            return
+        if not (isinstance(given, Mapping) and all(isinstance(value, bool) for value in given.values())):
+            raise ConfigError(
+                f"use_liger_kernel={given!r} is no such choice: use True, or switches as {{'rope': False}}"
+            )
+        for name in ("cross_entropy", "fused_linear_cross_entropy"):
+            if given.get(name):
+                raise ConfigError(
+                    f"use_liger_kernel={given!r}: {name} is for a whole head, which may be cut over ranks: leave it "
+                    "out; head and loss are one operator here as well, and logits are never whole"
+                )
 
     def check_device(self, device: torch.device) -> None:
         """Refuse, by :class:`ConfigError`, what a rank's device has no products for; CPUs have them emulated."""

@@ -66,6 +66,7 @@ def load(recipe: FinetuneRecipe, layout: hfscale.ParallelConfig) -> tuple[Any, A
             routing=hfscale.RoutingConfig(**recipe.routing) if recipe.routing else None,
             memory=hfscale.MemoryConfig(**recipe.memory),
             float8=hfscale.Float8Config(**recipe.float8) if recipe.float8 else None,
+            use_liger_kernel=recipe.training.use_liger_kernel,
             peft_config=adapter_of(recipe),
             dtype=recipe.training.dtype,
             **quantized,

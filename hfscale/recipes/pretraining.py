@@ -37,6 +37,7 @@ def pretrain(recipe: PretrainRecipe, limit: float | None = None) -> None:
         routing=hfscale.RoutingConfig(**recipe.routing) if recipe.routing else None,
         memory=hfscale.MemoryConfig(**recipe.memory),
         float8=hfscale.Float8Config(**recipe.float8) if recipe.float8 else None,
+        use_liger_kernel=recipe.training.use_liger_kernel,
     )
     expected = expect_memory(model, recipe, limit)
     tokenizer, train_data, validation_data, entropy = prepare(

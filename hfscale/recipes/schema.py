@@ -115,6 +115,7 @@ class TrainingRecipe:
         weight_decay: of what HF Trainer lets decay: all but biases and norms.
         max_grad_norm: gradients are scaled down to at most this global norm.
         mixed_precision: ``no``, or ``bf16`` or ``fp16`` to compute in 16 bits over 32-bit weights, or ``fp8``.
+        use_liger_kernel: compute norms, gated activations and rotary embeddings with Liger's kernels, on a GPU.
         dtype: of the weights: ``float32``, or ``bfloat16`` for a base that adapters leave as it is. Factors of adapters
             are in 32 bits either way.
         optimizer: a name of HF Trainer's ``optim``, as ``adamw_8bit``, ``adafactor`` or ``lion_8bit``, or ``muon``.
@@ -140,6 +141,7 @@ class TrainingRecipe:
     weight_decay: float = 0.1
     max_grad_norm: float = 1.0
     mixed_precision: str = "no"
+    use_liger_kernel: bool = False
     dtype: str = "float32"
     optimizer: str = "adamw_torch_fused"
     stochastic_rounding: bool = False

@@ -24,7 +24,9 @@ from .._host.transformers.trainer import (
     accelerator_made_by,
     batches_skipped_by_accelerator,
     count_processes_on_cpu,
+    evaluated_with_logits,
     has_stock_loss,
+    kernels_left_alone,
     labels_of_step,
     prepared,
     taken_for_adapted,
@@ -46,6 +48,7 @@ from .refusals import (
     check_optimizer,
     check_scaled,
     check_step,
+    kernels_of,
 )
 from .seams import Seams, batches_gathered, count_generations
 from .streams import RandomStreams
@@ -76,7 +79,7 @@ class TrainerMixin(TrainerHooks):
             context.enter_context(taken_for_adapted(runtime_of(model).model))
         if arguments is not None and layout is not None:
             count_generations(arguments, layout.batch_world)
-        self._seams = Seams(layout, "no" if arguments is None else str(arguments.mixed_precision))
+        self._seams = Seams(layout, _options_of(arguments))
         if isinstance(model, nn.Module):
             self._seams.train(model)
         self._while_made = context  # which a model that is made on the way enters
@@ -119,8 +122,7 @@ class TrainerMixin(TrainerHooks):
         layout = asked or ParallelConfig()
         check_layout_of(model, layout, started_processes())
         training = model.training
-        precision = "no" if arguments is None else str(arguments.mixed_precision)
-        return build.parallelize(model, layout, mixed_precision=precision).train(training)
+        return build.parallelize(model, layout, **_options_of(arguments)).train(training)
 
     # --- hooks of Trainer ---------------------------------------------------------------------------------------------
 
@@ -184,7 +186,7 @@ class TrainerMixin(TrainerHooks):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Trainer's."""
         self._waiting = []  # an earlier run may have ended within a step
-        with batches_skipped_by_accelerator(self):
+        with batches_skipped_by_accelerator(self), kernels_left_alone():
             return super().train(*args, **kwargs)  # type: ignore[misc]
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
@@ -241,7 +243,7 @@ class TrainerMixin(TrainerHooks):
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Any, Any]:
         """Trainer's; rows that even out the last batch of data ranks do not count."""
-        stock = super().prediction_step  # type: ignore[misc]
+        stock = evaluated_with_logits(self, super().prediction_step)  # type: ignore[misc]
         if self._scores_tokens and "labels" in inputs:
             return evaluation.scored_step(self, model, inputs, prediction_loss_only, ignore_keys, stock)
         if not self.knows_loss:
@@ -330,6 +332,13 @@ def _layout_of_environment() -> ParallelConfig | None:
     """The layout that the environment names, where it fits the processes that were started."""
     found = ParallelConfig()
     return found if found.total_size == started_processes() else None
+
+
+def _options_of(arguments: TrainingArguments | None) -> dict[str, Any]:
+    """How models are built that the arguments' Trainer is to train."""
+    if arguments is None:
+        return {}
+    return {"mixed_precision": str(arguments.mixed_precision), "use_liger_kernel": kernels_of(arguments)}
 
 
 def _check(arguments: TrainingArguments) -> None:

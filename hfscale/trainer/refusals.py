@@ -14,8 +14,6 @@ from ..schedules import ASYNCHRONOUS
 
 _REFUSED = {
     "torch_compile": "would compile forward passes in which ranks talk to each other: leave it out",
-    "use_liger_kernel": "replaces layers and the loss, which are cut over ranks: leave it out; head and loss are one "
-    "operator already, and logits are never whole",
     "fsdp": "would shard the model a second time: use hfscale.ParallelConfig(dp_shard_size=...)",
     "deepspeed": "would shard the model a second time: use hfscale.ParallelConfig(dp_shard_size=...)",
     "parallelism_config": "would shard the model a second time: give the layout to hfscale.from_pretrained(parallel=)",
@@ -64,6 +62,11 @@ def check_arguments(arguments: Any) -> None:
         )
 
 
+def kernels_of(arguments: Any) -> Any:
+    """What the arguments ask of Liger's kernels, as :func:`hfscale.from_pretrained` takes it."""
+    return (arguments.liger_kernel_config or True) if arguments.use_liger_kernel else False
+
+
 def check_optimizer(arguments: Any) -> None:
     """Look at the optimizer that the arguments name.
 
@@ -82,7 +85,7 @@ def check_model(runtime: Runtime, arguments: Any, smoothed_by_host: bool) -> Non
         smoothed_by_host: whether labels would be smoothed by the host's code.
 
     Raises:
-        ConfigError: its precision is not that of the arguments, or its schedule has no end of a step.
+        ConfigError: its precision or its kernels are not those of the arguments, or its schedule has no end of a step.
     """
     built, asked = runtime.options.around_products, str(arguments.mixed_precision)
     if built != asked:
@@ -90,6 +93,11 @@ def check_model(runtime: Runtime, arguments: Any, smoothed_by_host: bool) -> Non
         raise ConfigError(
             f"TrainingArguments has {said[asked]}, and the model was built with mixed_precision={built!r}: give both "
             f"the same: hfscale.from_pretrained(..., mixed_precision={asked!r}), or {said[built]}"
+        )
+    if arguments.use_liger_kernel and runtime.options.use_liger_kernel is False:
+        raise ConfigError(
+            "TrainingArguments(use_liger_kernel=True), and the model was built without Liger's kernels: build it with "
+            "hfscale.from_pretrained(..., use_liger_kernel=True)"
         )
     schedule = runtime.mesh.layout.pipeline_schedule
     if schedule in ASYNCHRONOUS and runtime.plan.stages is not None:

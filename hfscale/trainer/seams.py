@@ -28,11 +28,11 @@ class Seams:
     Attributes:
         heads: the fused heads of its models; the first is of the one that trains.
         layout: of models that it makes itself.
-        precision: likewise, their ``mixed_precision``.
+        options: likewise, what they are built with.
     """
 
-    def __init__(self, layout: ParallelConfig | None, precision: str) -> None:
-        self.layout, self.precision = layout, precision
+    def __init__(self, layout: ParallelConfig | None, options: dict[str, Any]) -> None:
+        self.layout, self.options = layout, options
         self.heads: list[FusedHead] = []
         self._policy: Runtime | None = None
         self._made_of: list[tuple[nn.Parameter, Tensor]] = []
@@ -109,8 +109,8 @@ class Seams:
             path,
             parallel=self.layout,
             auto_class=architecture or AutoModelForCausalLM,
-            mixed_precision=self.precision,
             dtype=dtype,
+            **self.options,
             **given,
         )
 

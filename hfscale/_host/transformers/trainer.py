@@ -3,6 +3,7 @@
 Read and run with transformers 5.17 and 5.23; ``tests/trainer/test_host.py`` compares signatures.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -91,6 +92,21 @@ def batches_skipped_by_accelerator(trainer: Any) -> AbstractContextManager[None]
         return trainer.accelerator.skip_first_batches(loader, count)
 
     return attribute_replaced(_trainer, "skip_first_batches", skip)
+
+
+def kernels_left_alone() -> AbstractContextManager[None]:
+    """Within: Trainer gives its model no kernels of Liger's: it has those that it was built with."""
+    return attribute_replaced(_trainer, "apply_liger_kernel", lambda *_: None)
+
+
+def evaluated_with_logits(trainer: Any, step: Callable[..., Any]) -> Callable[..., Any]:
+    """Trainer's prediction step, which does not ask the model, as it asks Liger's, to leave its logits out."""
+
+    def evaluated(*args: Any) -> Any:
+        with attribute_replaced(trainer.args, "use_liger_kernel", False):
+            return step(*args)
+
+    return evaluated
 
 
 def taken_for_adapted(model: Any) -> AbstractContextManager[None]:

@@ -1,6 +1,7 @@
 """Layers that are compiled: collectives are part of their graphs, and results are what they were."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -8,32 +9,43 @@ from peft import LoraConfig
 from torch._inductor import config as inductor
 
 import hfscale
-from hfscale import ParallelConfig
-from hfscale.runtime import runtime_of
+from hfscale import MemoryConfig, ParallelConfig
+from hfscale.runtime import local_tensor, runtime_of
 from hfscale.testing import RankPool
+from tests.layouts import LAYOUTS
 from tests.models import tiny
+from tests.sweeps import cases
 
 Pools = Callable[[int], RankPool]
 
 
 def _step(
-    family: str, layout: ParallelConfig, compiled: bool, whole: bool, backend: str = "aot_eager", blocks: bool = False
+    family: str,
+    layout: ParallelConfig,
+    compiled: bool,
+    whole: bool,
+    backend: str = "aot_eager",
+    blocks: bool = False,
+    recompute: Any = "none",
 ) -> dict[str, torch.Tensor]:
     lora = LoraConfig(r=2, target_modules="all-linear") if blocks else None
-    config = tiny(family, num_hidden_layers=1) if blocks else tiny(family)
+    config = tiny(family, num_hidden_layers=2 * layout.size("pp")) if blocks else tiny(family)
     torch.manual_seed(0)
-    model = hfscale.from_config(config, parallel=layout, dtype=torch.float64, peft_config=lora).train()
+    memory = MemoryConfig(recompute=recompute)
+    model = hfscale.from_config(config, parallel=layout, dtype=torch.float64, peft_config=lora, memory=memory).train()
     torch.compiler.reset()
     inductor.compile_threads = 1  # of a pool's rank, which starts no processes
-    plan = runtime_of(model).plan
-    inside = [f"{layer}.{block}" for layer in plan.layers for block in ("self_attn", "mlp")]
-    for name in (inside if blocks else plan.layers) if compiled else ():
-        module = runtime_of(model).model.get_submodule(name)
+    runtime = runtime_of(model)
+    layers = [layer for layer in runtime.plan.layers if runtime.is_local(layer)]
+    inside = [f"{layer}.{block}" for layer in layers for block in ("self_attn", "mlp")]
+    for name in (inside if blocks else layers) if compiled else ():
+        module = runtime.model.get_submodule(name)
         module.forward = torch.compile(module.forward, backend=backend, fullgraph=whole)
     ids = torch.arange(24).view(2, 12)
     loss = hfscale.train_step(model, {"input_ids": ids, "labels": ids})
     torch.compiler.reset()
-    return {"loss": loss, **{p.name: x.grad for p, x in runtime_of(model).parameters() if x.grad is not None}}
+    gradients = {p.name: local_tensor(x.grad) for p, x in runtime.parameters() if x.grad is not None}
+    return {"loss": loss, **gradients}
 
 
 def check(plain: list[dict[str, torch.Tensor]], compiled: list[dict[str, torch.Tensor]]) -> None:
@@ -58,3 +70,17 @@ def test_compiled_blocks(pools: Pools) -> None:
     """By torch's own compiler, for this machine's processor, with adapters inside: a block has no collective in it."""
     layout, run = ParallelConfig(tp_size=2, sequence_parallel=True), pools(2).run
     check(*(run(_step, "llama", layout, how, True, "inductor", True) for how in (False, True)))
+
+
+@pytest.mark.parametrize(
+    ("layout", "recompute"),
+    cases(
+        [("tp2", "none"), ("tp2", "full"), ("1f1b", "none"), ("1f1b", "full"), ("zbv", "none"), ("shard2", "none"),
+         ("shard2", "full"), ("sequence", "selective"), ("sequence", ["mlp"])],
+        daily=[("shard2", "full")],
+    ),
+)  # fmt: skip
+def test_compiled_blocks_of_every_layout(pools: Pools, layout: str, recompute: Any) -> None:
+    """With adapters: one graph each (``fullgraph``), whatever is around them."""
+    sizes, run = ParallelConfig(**LAYOUTS[layout]), pools(2).run
+    check(*(run(_step, "llama", sizes, how, True, "aot_eager", True, recompute) for how in (False, True)))

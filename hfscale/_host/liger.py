@@ -1,0 +1,111 @@
+"""Names of Liger Kernel that it does not document: what gives a model's modules its kernels (Hsu et al. 2024).
+
+Read and run with Liger 0.8.5. Nothing here imports it before it is asked for: it brings Triton.
+"""
+
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+
+LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
+"""Its switches that are about the loss."""
+
+
+def is_installed() -> bool:
+    """Whether it can be imported."""
+    return find_spec("liger_kernel") is not None
+
+
+def switches_of(model_type: str) -> list[str] | None:
+    """Its switches of a family's kernels, those of the loss too; ``None`` where it has no kernels for the family."""
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    function = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type)
+    return None if function is None else [name for name in inspect.signature(function).parameters if name != "model"]
+
+
+def computes_in(dtype: torch.dtype) -> bool:
+    """Whether its kernels have backward passes in this type."""
+    from liger_kernel.ops.utils import torch_to_triton_dtype
+
+    return dtype in torch_to_triton_dtype
+
+
+def give_kernels(model: nn.Module, switches: Mapping[str, bool]) -> None:
+    """Let the modules of ``model`` compute with its kernels, and no other model's; the loss stays as it is.
+
+    Its own function says which modules those are. It also puts its classes and its rotary embedding in the place of
+    names in the host's files, for every model of the family: these are put back, and what the files' code does with the
+    embedding is done by the modules of this model.
+    """
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    with _names_of_files() as replaced:
+        _apply_liger_kernel_to_instance(model=model, **{**switches, **dict.fromkeys(LOSSES, False)})
+    for module in model.modules():
+        stock = type(module).forward
+        if "forward" in vars(module) or not isinstance(stock, FunctionType):
+            continue
+        changed = replaced.get(id(stock.__globals__), {})
+        functions = {name: value for name, value in changed.items() if isinstance(value, FunctionType)}
+        used = functions.keys() & set(stock.__code__.co_names)
+        if used:
+            module.forward = MethodType(_with_globals(stock, {name: functions[name] for name in used}), module)
+
+
+def activation_of(module: nn.Module) -> str | None:
+    """Which function the kernel that ``module`` was given applies to its gate; ``None``: it has no gate."""
+    name = module._get_name() if "_get_name" in vars(module) else ""
+    return "silu" if "SwiGLU" in name or "Top2MLP" in name else "gelu_pytorch_tanh" if "GEGLU" in name else None
+
+
+def keep_gradients(module: nn.Module) -> None:
+    """Have a norm with its kernel leave the gradient of its output as it is, instead of writing its input's there."""
+    if vars(module).get("in_place"):
+        module.in_place = False  # type: ignore[assignment]
+
+
+@contextmanager
+def _names_of_files() -> Iterator[dict[int, dict[str, Any]]]:
+    """Within, names in the host's files and in torch's, and of activations, may be replaced; afterwards they are what
+    they were.
+
+    Yields:
+        by the ``id`` of a file's globals: what names had been replaced by, once it is over.
+    """
+    files: list[ModuleType] = [nn, nn.functional]
+    files += [file for name, file in list(sys.modules.items()) if ".modeling_" in name]
+    tables = [vars(file) for file in files if isinstance(file, ModuleType)] + [ACT2FN]
+    before = [(names, dict(names.items())) for names in tables]
+    replaced: dict[int, dict[str, Any]] = {}
+    try:
+        yield replaced
+    finally:
+        for names, stock in before:
+            changed = {name: value for name, value in names.items() if name in stock and value is not stock[name]}
+            replaced[id(names)] = changed
+            names.update({name: stock[name] for name in changed})
+
+
+def _with_globals(function: FunctionType, names: Mapping[str, Any]) -> FunctionType:
+    """The same code, for which these global names mean something else."""
+    globals_ = {**function.__globals__, **names}
+    made = FunctionType(function.__code__, globals_, function.__name__, function.__defaults__, function.__closure__)
+    made.__kwdefaults__, made.__annotations__ = function.__kwdefaults__, function.__annotations__
+    made.__qualname__, made.__module__, made.__doc__ = function.__qualname__, function.__module__, function.__doc__
+    return made
+
+
+def applies(function: Any, name: str) -> bool:
+    """Whether ``function`` is the activation that :func:`activation_of` calls ``name``."""
+    x = torch.linspace(-4, 4, 9)
+    wanted: Tensor = nn.functional.silu(x) if name == "silu" else nn.functional.gelu(x, approximate="tanh")
+    return bool(torch.allclose(function(x), wanted, atol=1e-6))

@@ -1,0 +1,117 @@
+"""Liger's kernels for what lies between products: norms, gated activations, rotary embeddings (Hsu et al. 2024).
+
+Each works on one token, or on one head of one token, so inside of a block it works on a rank's share as on the whole.
+The loss stays hfscale's: Liger's reads a whole head.
+"""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from .._host.liger import LOSSES, activation_of, applies, computes_in, give_kernels, is_installed, keep_gradients
+from .._host.liger import switches_of as switches_of_family
+from .._host.transformers.classes import class_name
+from ..errors import ConfigError
+from ..families.expert_modules import holds_experts, takes_routes
+from ..runtime import Part, Runtime
+from ..runtime.local_weights import LocalWeights
+from ..runtime.names import stock_name
+from ..runtime.snapshot import Undo, watch
+
+_ACTIVATIONS = ("act_fn", "activation_fn", "act")
+"""Under what names stock MLPs hold their activation."""
+
+
+def check_kernels(asked: bool | Mapping[str, bool], family: str, device: torch.device) -> None:
+    """Look at what is asked for, before anything is loaded.
+
+    Args:
+        asked: :attr:`hfscale.options.Options.use_liger_kernel`.
+        family: the config's ``model_type``.
+
+    Raises:
+        ConfigError: the kernels are not installed, are not for this family or device, or would replace the loss.
+    """
+    if asked is False:
+        return
+    said = f"use_liger_kernel={asked!r}"
+    if not is_installed():
+        raise ConfigError(f"{said} needs Liger's kernels, which are not installed: pip install liger-kernel")
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ConfigError(
+            f"{said} needs a GPU, and this rank computes on the CPU: leave it out, or try it with TRITON_INTERPRET=1, "
+            "by which Triton's kernels run in Python, slowly"
+        )
+    known = switches_of_family(family)
+    if known is None:
+        raise ConfigError(f"{said}: Liger has no kernels for {family}: leave it out")
+    given = {} if asked is True else asked
+    for name in given:
+        if name not in known:
+            raise ConfigError(
+                f"{said}: {name} is none of Liger's kernels for {family}: use {', '.join(_without_losses(known))}"
+            )
+
+
+def _without_losses(names: list[str]) -> list[str]:
+    return [name for name in names if name not in LOSSES]
+
+
+class LigerKernels(Part):
+    """Nothing where none are asked for."""
+
+    def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
+        """Inside of everything: edges of blocks, and what is recomputed, find modules with such kernels."""
+        asked = runtime.options.use_liger_kernel
+        if asked is False:
+            return
+        model = runtime.model
+        for parameter in model.parameters():
+            if parameter.is_floating_point() and not computes_in(parameter.dtype) and parameter.dtype.itemsize > 1:
+                raise ConfigError(
+                    f"use_liger_kernel={asked!r}: Liger's kernels compute in 32 bits, and this model has weights in "
+                    f"{parameter.dtype}: leave it out, or load the model with dtype=torch.float32"
+                )
+        look_again, modules = watch(model), set(model.modules())
+        try:
+            give_kernels(model, {} if asked is True else asked)
+        except (
+            AttributeError,
+            ImportError,
+            TypeError,
+        ) as error:  # another class of the family, or of transformers, than it knows
+            raise ConfigError(
+                f"use_liger_kernel={asked!r}: Liger has no kernels for {class_name(model)} ({error}): leave it out"
+            ) from error
+        changes = look_again().changes
+        if modules == set(model.modules()) and not any(changed for *_, changed, _ in changes):
+            raise ConfigError(
+                f"use_liger_kernel={asked!r}: of those of Liger's kernels that are for {class_name(model)} none is left "
+                "but the loss: leave it out"
+            )
+        kept = {id(m) for name, m in model.named_modules() if _is_for_kernels(runtime, stock_name(name), m)}
+        Undo([change for change in changes if id(change[0]) not in kept])()
+        for module, *_ in changes:
+            if id(module) in kept:
+                _check_activation(module)
+                keep_gradients(module)
+
+
+def _is_for_kernels(runtime: Runtime, name: str, module: nn.Module) -> bool:
+    """Not stand-ins for modules of other stages, nor experts, which may be elsewhere and have products of their own."""
+    return runtime.is_local(name) and not holds_experts(module) and not takes_routes(module)
+
+
+def _check_activation(module: nn.Module) -> None:
+    """Liger asks a config for its activation where it makes a module, and not where it changes one."""
+    kernel = activation_of(module)
+    found: Any = next((getattr(module, name) for name in _ACTIVATIONS if hasattr(module, name)), None)
+    if kernel is not None and found is not None and not applies(found, kernel):
+        switch = "swiglu" if kernel == "silu" else "geglu"
+        raise ConfigError(
+            f"use_liger_kernel: Liger's kernel for {type(module).__name__} applies {kernel}, and this model's config "
+            f"asks for {type(found).__name__}: pass use_liger_kernel={{{switch!r}: False}}"
+        )
