@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from .._host.torch import function_modes, operators_named
 from .._host.transformers.attention import answer, implementation_of, set_implementation
@@ -123,15 +123,15 @@ def recompute(module: nn.Module, wanted: Callable[[], bool], keep: Sequence[str]
 def _checkpointed(
     function: Callable[..., Any], *args: Any, operators: frozenset[Any] = frozenset(), **kwargs: Any
 ) -> Any:
+    if torch.compiler.is_compiling():  # a graph has no modes to see again, and takes no closure for the contexts
+        kept = {"context_fn": partial(create_selective_checkpoint_contexts, list(operators))} if operators else {}
+        return checkpoint(function, *args, use_reentrant=False, **kept, **kwargs)
+
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         modes = function_modes()
         if not operators:
             return nullcontext(), _Again(modes)
-        first, again = create_selective_checkpoint_contexts(
-            lambda _, operator, *__, **___: (
-                CheckpointPolicy.MUST_SAVE if operator in operators else CheckpointPolicy.PREFER_RECOMPUTE
-            )
-        )
+        first, again = create_selective_checkpoint_contexts(list(operators))
         return first, _Again(modes, again)
 
     return checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)

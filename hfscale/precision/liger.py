@@ -89,10 +89,10 @@ class LigerKernels(Part):
         changes = look_again().changes
         if modules == set(model.modules()) and not any(changed for *_, changed, _ in changes):
             raise ConfigError(
-                f"use_liger_kernel={asked!r}: of those of Liger's kernels that are for {class_name(model)} none is left "
-                "but the loss: leave it out"
+                f"use_liger_kernel={asked!r}: of Liger's kernels for {class_name(model)} none is left but the loss: "
+                "leave it out"
             )
-        kept = {id(m) for name, m in model.named_modules() if _is_for_kernels(runtime, stock_name(name), m)}
+        kept = {id(m) for name, m in model.named_modules() if _has_kernels(runtime, stock_name(name), m)}
         Undo([change for change in changes if id(change[0]) not in kept])()
         for module, *_ in changes:
             if id(module) in kept:
@@ -100,7 +100,7 @@ class LigerKernels(Part):
                 keep_gradients(module)
 
 
-def _is_for_kernels(runtime: Runtime, name: str, module: nn.Module) -> bool:
+def _has_kernels(runtime: Runtime, name: str, module: nn.Module) -> bool:
     """Not stand-ins for modules of other stages, nor experts, which may be elsewhere and have products of their own."""
     return runtime.is_local(name) and not holds_experts(module) and not takes_routes(module)
 

@@ -32,6 +32,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"optim": "sgd", "optim_args": "speed=3"}, "it takes"),
     ({"bf16": True}, "mixed_precision='bf16'"),
     ({"fp16": True}, "mixed_precision='fp16'"),
+    ({"use_liger_kernel": True}, "from_pretrained(..., use_liger_kernel=True)"),
 ]
 
 
