@@ -89,16 +89,14 @@ def from_pretrained(
             is bfloat16 with products of layers in 8 bits. In float16 :func:`hfscale.train_step` scales the loss; after
             a step in which a gradient overflowed there are no gradients, so that optimizers do nothing.
         routing: how tokens find their experts, and what keeps those evenly busy; the model's own router by default.
-        memory: what the backward pass computes again or fetches from the host instead of keeping it, and what else
-            is on the host; nothing by default.
+        memory: what is computed again instead of kept, or kept on the host or in 8 bits; nothing by default.
         loss_scaling: how the loss is scaled under ``"fp16"``; torch's defaults by default.
         float8: how products are scaled under ``"fp8"``, and what is left out; by tensors by default.
-        use_liger_kernel: compute norms, gated activations and rotary embeddings with Liger's kernels, on a GPU: all
-            that there are for the model's family, or but those that are switched off, as ``{"rope": False}``.
+        use_liger_kernel: norms, gated activations and rotary embeddings by Liger's kernels; or ``{"rope": False}``.
         peft_config: a PEFT config, whose adapters are put around the model's modules, or the path or Hub id of a saved
             adapter to go on training; :func:`hfscale.save_pretrained` then writes the adapter.
-        resize_token_embeddings: how many tokens the model is to have, where the checkpoint has another number, as
-            ``len(tokenizer)``. Rows of new ones are the mean of those that were stored, for the head as well.
+        resize_token_embeddings: how many tokens the model is to have, as ``len(tokenizer)``; rows of new ones are the
+            mean of those that the checkpoint has, for the head as well.
         seed: for parameters that the checkpoint does not have, and for new adapters.
         hf_kwargs: whatever ``from_pretrained`` takes, except what distributes the model.
 
@@ -113,8 +111,7 @@ def from_pretrained(
     quantization = hf_kwargs.get("quantization_config")
     check_quantization(quantization)
     adapter = None if peft_config is None else read_config(peft_config)
-    others = {key: value for key, value in hf_kwargs.items() if key != "quantization_config"}
-    config, rest = load_config(str(path), others)
+    config, rest = load_config(str(path), {k: v for k, v in hf_kwargs.items() if k != "quantization_config"})
     refuse_unknown(rest, auto_class, config, inspect.signature(from_pretrained).parameters)
     code = code_arguments(hf_kwargs)
     outline = _outline(config, auto_class, {"dtype": known_dtype(hf_kwargs), **code}, quantization)

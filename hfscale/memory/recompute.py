@@ -124,7 +124,9 @@ def _checkpointed(
     function: Callable[..., Any], *args: Any, operators: frozenset[Any] = frozenset(), **kwargs: Any
 ) -> Any:
     if torch.compiler.is_compiling():  # a graph has no modes to see again, and takes no closure for the contexts
-        kept = {"context_fn": partial(create_selective_checkpoint_contexts, list(operators))} if operators else {}
+        kept: dict[str, Any] = {}
+        if operators:
+            kept["context_fn"] = partial(create_selective_checkpoint_contexts, list(operators))
         return checkpoint(function, *args, use_reentrant=False, **kept, **kwargs)
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

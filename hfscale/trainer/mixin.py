@@ -48,9 +48,8 @@ from .refusals import (
     check_optimizer,
     check_scaled,
     check_step,
-    kernels_of,
 )
-from .seams import Seams, batches_gathered, count_generations
+from .seams import Seams, batches_gathered, count_generations, options_of
 from .streams import RandomStreams
 from .work import operations
 
@@ -79,7 +78,7 @@ class TrainerMixin(TrainerHooks):
             context.enter_context(taken_for_adapted(runtime_of(model).model))
         if arguments is not None and layout is not None:
             count_generations(arguments, layout.batch_world)
-        self._seams = Seams(layout, _options_of(arguments))
+        self._seams = Seams(layout, options_of(arguments))
         if isinstance(model, nn.Module):
             self._seams.train(model)
         self._while_made = context  # which a model that is made on the way enters
@@ -122,7 +121,7 @@ class TrainerMixin(TrainerHooks):
         layout = asked or ParallelConfig()
         check_layout_of(model, layout, started_processes())
         training = model.training
-        return build.parallelize(model, layout, **_options_of(arguments)).train(training)
+        return build.parallelize(model, layout, **options_of(arguments)).train(training)
 
     # --- hooks of Trainer ---------------------------------------------------------------------------------------------
 
@@ -332,13 +331,6 @@ def _layout_of_environment() -> ParallelConfig | None:
     """The layout that the environment names, where it fits the processes that were started."""
     found = ParallelConfig()
     return found if found.total_size == started_processes() else None
-
-
-def _options_of(arguments: TrainingArguments | None) -> dict[str, Any]:
-    """How models are built that the arguments' Trainer is to train."""
-    if arguments is None:
-        return {}
-    return {"mixed_precision": str(arguments.mixed_precision), "use_liger_kernel": kernels_of(arguments)}
 
 
 def _check(arguments: TrainingArguments) -> None:

@@ -62,11 +62,6 @@ def check_arguments(arguments: Any) -> None:
         )
 
 
-def kernels_of(arguments: Any) -> Any:
-    """What the arguments ask of Liger's kernels, as :func:`hfscale.from_pretrained` takes it."""
-    return (arguments.liger_kernel_config or True) if arguments.use_liger_kernel else False
-
-
 def check_optimizer(arguments: Any) -> None:
     """Look at the optimizer that the arguments name.
 

@@ -115,6 +115,14 @@ class Seams:
         )
 
 
+def options_of(arguments: Any) -> dict[str, Any]:
+    """How models are built that a trainer with these ``TrainingArguments``, if any, is to train."""
+    if arguments is None:
+        return {}
+    kernels = (arguments.liger_kernel_config or True) if arguments.use_liger_kernel else False
+    return {"mixed_precision": str(arguments.mixed_precision), "use_liger_kernel": kernels}
+
+
 def reference_of(policy: Runtime) -> dict[str, Any]:
     """How a second model is loaded that is what the first one was: over the same bits, with the same saved adapter.
 
