@@ -28,8 +28,7 @@ TABLE = """
 | adapters (PEFT) | LoRA and variants, IA3, LoHa; LoRA on all linear layers of {lora} of {lora_all} families |
 | 4-bit and 8-bit weights | bitsandbytes, in every layout, experts too, from `from_pretrained` |
 | optimizers | HF Trainer's names, 8-bit, Adafactor, Muon; equal to one process in every layout |
-| precision | float32, bfloat16, `mixed_precision="bf16"`, `"fp16"` and `"fp8"` with scales over all ranks |
-| kernels | Liger's norms, gated activations and rotary embeddings, in every layout (`use_liger_kernel=True`) |
+| precision | float32, bfloat16, `mixed_precision="bf16"`, `"fp16"`, `"fp8"`, scaled over all ranks; Liger's kernels |
 | memory | recomputation: full, selective, every n-th layer, by name, or to a budget; offload; 8 bits |
 | checkpoints | safetensors, original names, any layout to any layout; runs resume in any layout |
 | Accelerate | `hfscale.Accelerator`: prepare, accumulate, clip, gather for metrics, save and load state |
