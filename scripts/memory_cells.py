@@ -87,8 +87,8 @@ def stepped(
     ids = torch.randint(3, 500, (ROWS * microbatches, LENGTH), generator=torch.Generator().manual_seed(0))
     with (
         count_saved(runtime.model, seen, runtime.plan.head) as saved,
-        _counted_elsewhere(runtime, saved, elsewhere) as back,
-        _one_layer(runtime, saved) as left,
+        counted_elsewhere(runtime, saved, elsewhere) as back,
+        one_layer(runtime, saved) as left,
     ):
         for _ in range(1 if flush else 3):
             optimizer.zero_grad()
@@ -136,7 +136,7 @@ class _Fetched(OnHost):
 
 
 @contextmanager
-def _counted_elsewhere(runtime: Runtime, saved: SavedBytes, elsewhere: bool) -> Iterator[SavedBytes]:
+def counted_elsewhere(runtime: Runtime, saved: SavedBytes, elsewhere: bool) -> Iterator[SavedBytes]:
     """Within: what is kept in another form or place is counted as long as it is; what was copied back, by itself."""
     part = runtime.part(KeptActivations)
     store, known = part.store, Counter[int]()
@@ -171,7 +171,7 @@ def _counted_elsewhere(runtime: Runtime, saved: SavedBytes, elsewhere: bool) -> 
 
 
 @contextmanager
-def _one_layer(runtime: Runtime, saved: SavedBytes) -> Iterator[list[int]]:
+def one_layer(runtime: Runtime, saved: SavedBytes) -> Iterator[list[int]]:
     """Within: what every pass through a layer of this rank leaves, beside its input."""
     left, handles = [0], []
     for name in filter(runtime.is_local, runtime.plan.layers):
