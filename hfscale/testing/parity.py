@@ -286,24 +286,30 @@ def stored(directory: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def run_rank(case: Case, layout: ParallelConfig, directory: str) -> Parity:
-    """One rank's part of :func:`measure_parity`."""
-    reference = torch.load(Path(directory) / "reference.pt", weights_only=False)
+def _built(case: Case, layout: ParallelConfig, directory: str) -> Any:
+    """The model of one rank, as it starts."""
     start = Path(directory) / "start"
+    adapter = str(Path(directory) / "adapter") if case.peft is not None else None
+    later = adapter is not None and (case.build == "parallelize" or case.peft_build == "get_peft_model")
     if case.build == "parallelize":
         whole = case.auto_class.from_pretrained(start, dtype=torch.float64, **case.hf_kwargs)
         # FSDP2 holds parameters whose type cannot be changed like that.
         model = hfscale.parallelize(in_float64(whole), layout, memory=case.memory, **case.asked)
     else:
-        adapter = str(Path(directory) / "adapter") if case.peft is not None else None
-        later = case.peft_build == "get_peft_model"
         model = hfscale.from_pretrained(
             str(start), parallel=layout, auto_class=case.auto_class, dtype=torch.float64,
             peft_config=None if later else adapter, memory=case.memory, **case.asked, **case.hf_kwargs
         )  # fmt: skip
-        if later:
-            model = hfscale.get_peft_model(model, adapter)
+    if later:
+        model = hfscale.get_peft_model(model, adapter)
     _prepare(model, case)
+    return model
+
+
+def run_rank(case: Case, layout: ParallelConfig, directory: str) -> Parity:
+    """One rank's part of :func:`measure_parity`."""
+    reference = torch.load(Path(directory) / "reference.pt", weights_only=False)
+    model = _built(case, layout, directory)
     runtime = runtime_of(model)
     ranks, batch_rank = runtime.mesh.ranks, hfscale.batch_rank(model)
     # With the frozen ones, which optimizers skip: a pipeline stage may have nothing that trains.
