@@ -214,6 +214,8 @@ def _rounds(draw: Draw) -> bool:
 
 def _histories(ours: Any, stock: Any, draw: Draw, place: Place, loose: float) -> str:
     ignored = set(_ignored(draw, place))
+    if place.resume and draw.model in MIXTURES:  # held to a run without a stop, and TRL counts anew wherever it goes on
+        ignored |= {"num_tokens", "eval_num_tokens"}
     one, other = ours["history"], stock["history"]
     if place.resume:  # the summary of a run that goes on is of its second part
         one, other = ([row for row in rows if "train_loss" not in row] for rows in (one, other))
