@@ -45,7 +45,7 @@ demo-compare: setup
 	bash scripts/demo_compare.sh
 
 demo-pipeline: setup
-	RUN=demo-llama-pipeline PROCESSES=4 bash scripts/demo.sh parallel.pp_size=2 parallel.num_microbatches=4
+	RUN=demo-llama-pipeline PROCESSES=4 bash scripts/demo.sh parallel.pp_size=2 parallel.num_microbatches=4 data.samples=0
 
 demo-experts: setup
 	RUN=demo-experts RECIPES=demo_experts bash scripts/demo.sh

@@ -1,6 +1,6 @@
 """Draw random scripts with transformers' Trainer or one of TRL's, and compare each layout with one process.
 
-    python scripts/trainer_fuzz.py --seed 1 --draws 60 [--jobs 2] [--only 17]
+    python scripts/trainer_fuzz.py --seed 1 --draws 60 [--only 17]
     python scripts/trainer_fuzz.py --spec '{"layout": {"tp_size": 2}, "arguments": {"bf16": true}}'
 
 Everything of a draw follows from the seed and its index; a draw prints as one line of JSON that can be given back. The

@@ -53,10 +53,10 @@ def _check_format(recipe: Recipe, data: DataRecipe) -> None:
             f"data.images_column={data.images_column!r} is for conversations, a row each: use data.format=chat, and "
             "leave out data.packing"
         )
-    if data.samples and (data.images_column is None or int(recipe.parallel.get("pp_size", 1)) > 1):
+    if data.samples and (data.format in ("pairs", "classes") or int(recipe.parallel.get("pp_size", 1)) > 1):
         raise RecipeError(
-            "data.samples is for conversations with pictures (data.images_column), and for layouts without stages, "
-            "whose model can generate: leave it out"
+            f"data.samples={data.samples} is for models that write, and for layouts without stages, where they can "
+            "generate: set data.samples=0"
         )
     if data.packing and data.format in ("pairs", "classes"):
         raise RecipeError(f"data.packing=true does not go with data.format={data.format}, whose texts have a row each")

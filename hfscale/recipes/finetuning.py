@@ -44,7 +44,8 @@ def finetune(recipe: FinetuneRecipe, limit: float | None = None) -> None:
     asked = recipe.data.samples
     before = answers(model, tokenizer, validation_data, asked) if asked else []
     outcome = train(model, recipe, train_data, validation_data, log, tokenizer)
-    shown = samples(validation_data, before, answers(model, tokenizer, validation_data, asked)) if asked else []
+    after = answers(model, tokenizer, validation_data, asked) if asked else []
+    shown = samples(tokenizer, validation_data, before, after)
     finish(model, tokenizer, recipe, layout, outcome, log, len(train_data), validation_data, expected, shown)
 
 

@@ -13,6 +13,7 @@ from .places import check_places
 from .read import recipe_and_limit
 from .results import finish
 from .run_log import RunLog
+from .samples import answers, samples
 from .schema import PretrainRecipe, RecipeError
 
 
@@ -44,8 +45,12 @@ def pretrain(recipe: PretrainRecipe, limit: float | None = None) -> None:
         recipe.data, None, recipe.model.vocab_size, recipe.directory
     )
     log = RunLog.of(recipe, entropy)
+    asked = recipe.data.samples
+    before = answers(model, tokenizer, validation_data, asked) if asked else []
     outcome = train(model, recipe, train_data, validation_data, log)
-    finish(model, tokenizer, recipe, layout, outcome, log, len(train_data), expected=expected)
+    after = answers(model, tokenizer, validation_data, asked) if asked else []
+    shown = samples(tokenizer, validation_data, before, after)
+    finish(model, tokenizer, recipe, layout, outcome, log, len(train_data), expected=expected, shown=shown)
 
 
 def config_of(recipe: PretrainRecipe) -> PreTrainedConfig:

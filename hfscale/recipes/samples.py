@@ -1,4 +1,4 @@
-"""Questions about pictures, answered by the model before and after training: what the card shows of a run."""
+"""What the model says before and after training, to questions about pictures or behind texts: for the card of a run."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,14 +6,17 @@ from typing import Any, NamedTuple
 
 import torch
 from datasets import Dataset
+from torch import Tensor
 
 from .pictures import opened, processed
+from .rows import IGNORED
 
 _NEW_TOKENS = 24
+_PROMPT = 32  # tokens of a text that has labels from its beginning
 
 
 class Sample(NamedTuple):
-    """A picture, what is asked about it, what is wanted, and what the model says."""
+    """A picture, or none, what is asked about it, or stands there, what is wanted, and what the model says."""
 
     picture: bytes
     question: str
@@ -23,26 +26,57 @@ class Sample(NamedTuple):
 
 
 @torch.no_grad()
-def answers(model: Any, processor: Any, data: Dataset, number: int) -> list[str]:
-    """The most likely answers to the first ``number`` questions; call it on every rank."""
+def answers(model: Any, reader: Any, data: Dataset, number: int) -> list[str]:
+    """The most likely answers to the first ``number`` rows; call it on every rank.
+
+    Args:
+        reader: the processor, where rows have pictures, else the tokenizer.
+    """
     model.eval()
     found = []
     for row in data.select(range(min(number, len(data)))):
-        inputs = processed(processor, [row["prompt"]], [[opened(image) for image in row["images"]]])
-        asked = inputs["input_ids"].shape[1]
+        if "images" in row:
+            inputs = processed(reader, [row["prompt"]], [[opened(image) for image in row["images"]]])
+        else:
+            asked, _ = _parts(row)
+            inputs = {"input_ids": asked[None], "attention_mask": torch.ones_like(asked)[None]}
         inputs = {name: value.to(model.device) for name, value in inputs.items()}
-        said = model.generate(**inputs, max_new_tokens=_NEW_TOKENS, do_sample=False)
-        found.append(str(processor.decode(said[0][asked:], skip_special_tokens=True)).strip())
+        end = getattr(reader, "tokenizer", reader).eos_token_id
+        said = model.generate(**inputs, max_new_tokens=_NEW_TOKENS, do_sample=False, pad_token_id=end)
+        found.append(_text(reader, said[0][inputs["input_ids"].shape[1] :]))
     return found
 
 
-def samples(data: Dataset, before: Sequence[str], after: Sequence[str]) -> list[Sample]:
+def samples(reader: Any, data: Dataset, before: Sequence[str], after: Sequence[str]) -> list[Sample]:
     """The same beside what was asked and wanted."""
-    rows = data.select(range(len(before)))
-    return [
-        Sample(row["images"][0] if row["images"] else b"", row["question"], row["answer"], *said)
-        for row, *said in zip(rows, before, after, strict=True)
-    ]
+    found = []
+    for row, *said in zip(data.select(range(len(before))), before, after, strict=True):
+        if "images" in row:
+            found.append(Sample(row["images"][0] if row["images"] else b"", row["question"], row["answer"], *said))
+        else:
+            found.append(Sample(b"", *(_text(reader, part) for part in _parts(row)), *said))
+    return found
+
+
+def _parts(row: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """What the model is given of a row, and what follows: its labels, or, of a text, the middle of it."""
+    ids: Tensor = row["input_ids"]
+    if "position_ids" in row:  # packed: the first example
+        ids = ids[: 1 + _first(row["position_ids"][1:] == 0)]
+    labels = row["labels"][: len(ids)] if "labels" in row else ids
+    start = _first(labels != IGNORED)
+    start = start if start > 1 else min(_PROMPT, len(ids) // 2)
+    end = start + min(_NEW_TOKENS, _first(labels[start:] == IGNORED))
+    return ids[:start], ids[start:end]
+
+
+def _first(found: Tensor) -> int:
+    """The place of the first one, or behind all of them."""
+    return int(found.int().argmax()) if found.any() else len(found)
+
+
+def _text(reader: Any, tokens: Tensor) -> str:
+    return str(reader.decode(tokens, skip_special_tokens=True)).strip()
 
 
 def write_pictures(shown: Sequence[Sample], directory: Path) -> None:
@@ -56,6 +90,11 @@ def describe_samples(shown: Sequence[Sample]) -> str:
     """A section of the card; nothing without samples."""
     if not shown:
         return ""
+    if not any(sample.picture for sample in shown):
+        head = ["| given | in the text | before training | after training |", "|---|---|---|---|"]
+        rows = ["| " + " | ".join(_code(text) for text in sample[1:]) + " |" for sample in shown]
+        total = f"The most likely tokens, one after the other, behind the first {len(shown)} texts to validate on."
+        return "\n".join(["\n## Before and after\n", *head, *rows, "", total, ""])
     rows = [
         f"| {f'![picture](sample-{index}.png)' if sample.picture else ''} | "
         + " | ".join(text.replace("|", "/").replace("\n", " ") for text in sample[1:])
@@ -67,3 +106,9 @@ def describe_samples(shown: Sequence[Sample]) -> str:
     earlier = sum(sample.before == sample.wanted for sample in shown)
     total = f"Of these {len(shown)}, the first of those to validate on, {right} are right, and {earlier} were before."
     return "\n".join(["\n## Answers\n", *head, *rows, "", total, ""])
+
+
+def _code(text: str) -> str:
+    """A text in a cell of a table, line by line."""
+    lines = (line.replace("|", "&#124;").replace("<", "&lt;") for line in text.splitlines())
+    return "<br>".join(f"<code>{line}</code>" for line in lines if line.strip())

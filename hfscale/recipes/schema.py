@@ -44,7 +44,8 @@ class DataRecipe:
         classes: the names of the classes, in the order of their numbers.
         images_column: the field of conversations that holds their pictures, in order: paths beside the records, or as
             data sets of the Hub have them. The base is then a vision-language model, whose processor does the rest.
-        samples: so many validation examples with pictures are answered before and after training, for the model card.
+        samples: so many validation examples are answered, or their texts continued, before and after training, for the
+            model card; not through stages.
         chat_template: a file with a Jinja template, or ``chatml`` or ``plain``, instead of the tokenizer's own.
         train_on: ``completions``: only what the assistant says, or the completion, has labels; ``all``: everything.
         packing: whether rows hold several whole examples, which do not see each other; else every example has a row of

@@ -108,6 +108,7 @@ def recipe_for(start: dict[str, Any], name: str, method: dict[str, Any], layout:
     training = {"steps": STEPS, "batch_size": 4, "learning_rate": 5e-3, "log_every": 1, "evaluate_every": STEPS}
     changes["training"] = {**training, **changes.get("training", {})}
     data = {"source": start["source"], "sequence_length": 32, "validation_fraction": 0.3, "validation_sequences": 6}
+    data["samples"] = 0 if "pp_size" in layout else 2
     values = {"name": name, "base": start["base"], "parallel": layout, "data": data, **changes}
     return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(FinetuneRecipe), values))  # type: ignore[return-value]
 
@@ -121,6 +122,12 @@ def losses(start: dict[str, Any], name: str) -> list[float]:
         for record in records
         if kind in record
     ]
+
+
+def shown(start: dict[str, Any], name: str) -> str:
+    """What the card says of texts before and after training."""
+    card = next((Path(start["runs"]) / name).glob("*/README.md")).read_text()
+    return card.partition("## Before and after")[2].partition("##")[0]
 
 
 def trained(path: Path, overrides: list[str]) -> None:
@@ -165,6 +172,9 @@ def test_losses_agree(pools: Pools, base: Any, method: str, family: str, names: 
     assert expected[STEPS + 1] < expected[STEPS]
     for name in names[1:]:
         assert losses(start, name) == pytest.approx(expected, rel=TOLERANCE[method]), name
+        if "pp2" not in name and method in ("full", "lora", "qlora"):
+            assert shown(start, name) == shown(start, "single")
+    assert shown(start, "single").count("| <code>word") == 2
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -242,6 +252,7 @@ _QUANTIZED = (*_ADAPTED, "quantization.load_in_4bit=true")
         (["adapter.path=x", "adapter.r=4"], "leave out adapter.r"),
         (["quantization.load_in_4bit=true"], "without an adapter: weights in 4 or 8 bits cannot be trained"),
         (["merge=true"], "without an adapter: there is nothing to merge"),
+        (["parallel.pp_size=2"], "where they can generate: set data.samples=0"),
         ([*_ADAPTED, "merge=maybe"], "merge='maybe' is not known"),
         ([*_ADAPTED, "merge=bfloat16"], "the base is not quantized: use merge=true"),
         ([*_QUANTIZED, "merge=true"], "does not say what type its weights are unpacked into: use merge=bfloat16"),
