@@ -29,7 +29,7 @@ def look(draw: Draw, model: Any, call: Call, record: Record, yardstick: Yardstic
     if "generate" in draw.between and record.tokens is not None:
         note("generate")
         tokens = model.generate(**prompt(call), **GREEDY)
-        if yardstick.exact:
+        if exact:
             yardstick.worst.note("tokens", float(not torch.equal(tokens, record.tokens)), 0.5, f"{tokens.tolist()}")
     _look_at_tokens(draw, model, own, record, yardstick, note)
     model.train()

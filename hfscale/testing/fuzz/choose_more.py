@@ -25,8 +25,15 @@ def choose_more(random: Random, draw: Draw) -> Draw:
     if random.random() < 0.12 and not draw.delayed:  # one call makes an update there
         draw = draw.change(accelerate=True, calls=1)
     if draw.resume and random.random() < 0.6:
-        draw = draw.change(resume_layout=_another(random, draw))
+        another = _another(random, draw)
+        if another is not None and _knows(draw, another):
+            draw = draw.change(resume_layout=another)
     return draw
+
+
+def _knows(draw: Draw, layout: dict[str, Any]) -> bool:
+    """Whether the draw's loop runs in another layout: own losses want whole sequences, plain loops a model."""
+    return not (draw.user_loss and "cp_size" in layout) and not (draw.loop == "plain" and "pp_size" in layout)
 
 
 def _plain_steps(draw: Draw) -> bool:

@@ -55,7 +55,7 @@ def run(draw: Draw, directory: Path, rank: int, note: Note) -> None:
         second = hfscale.ParallelConfig(**draw.resume_layout)
         hfscale.plan(stock_config(draw), second, dtype=dtype_of(draw), **arguments(draw), **quantization(draw))
     note("build")
-    if draw.dtype == "float64" and layout.batch_world > 1 and any(p.dtype != torch.float64 for p in planned.owned()):
+    if draw.dtype == "float64" and layout.data_world > 1 and any(p.dtype != torch.float64 for p in planned.owned()):
         draw = draw.change(entry="parallelize")  # the data axes hold parameters that cannot be given another type
     built = Rank(draw, directory, note)
     built.build()
@@ -79,6 +79,7 @@ class Rank:
 
     def __init__(self, draw: Draw, directory: Path, note: Note) -> None:
         self.draw, self.directory, self.note = draw, directory, note
+        self.end = directory / f"end-{str(narrow_type(draw)).removeprefix('torch.')}"  # of one process, saved
 
     def build(self) -> None:
         """By the drawn way."""
@@ -246,7 +247,7 @@ class Rank:
         if not record.steps or (torch.distributed.is_initialized() and torch.distributed.get_rank() > 0):
             return
         ours = stored(self.directory / "saved")
-        wanted = stored(self.directory / f"end-{str(narrow_type(self.draw)).removeprefix('torch.')}")
+        wanted = stored(self.end)
         names = f"names differ: {sorted(ours.keys() ^ wanted.keys())[:4]}"
         yardstick.worst.note("saved", float(ours.keys() != wanted.keys()), 0.5, names)
         for name in ours.keys() & wanted.keys():
