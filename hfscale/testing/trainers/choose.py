@@ -171,7 +171,9 @@ def _plain(random: Random, draw: dict[str, Any], arguments: dict[str, Any]) -> N
 def _best(random: Random, draw: dict[str, Any], arguments: dict[str, Any]) -> None:
     """Whether the best model is loaded at the end."""
     if "eval_steps" in arguments and arguments["eval_steps"] and random.random() < 0.25:
-        arguments |= {"load_best_model_at_end": True, "save_strategy": "steps", "learning_rate": 0.1}
+        # So high that the last model may not be the best; an adaptive update does not shrink with its gradient.
+        rate = 0.1 if arguments.get("optim") == "sgd" else 0.005
+        arguments |= {"load_best_model_at_end": True, "save_strategy": "steps", "learning_rate": rate}
         arguments["save_steps"] = arguments["eval_steps"]
         if random.random() < 0.4:
             draw["stops"] = -1

@@ -144,7 +144,8 @@ def build(draw: Draw, place: Place) -> Any:
         if adapter is not None:
             from peft import PeftModel
 
-            model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
+            with torch.random.fork_rng(devices=[]):  # what it draws and then overwrites is not part of a run
+                model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
         if draw.nudge:
             generator = torch.Generator().manual_seed(draw.nudge)
             with torch.no_grad():
