@@ -12,7 +12,7 @@ expert ranks do; of what FSDP2 shards, torch knows the whole norm) each would cl
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import accelerate
@@ -75,7 +75,7 @@ def _check_models(accelerator: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...
 
 def _check_parameters(parameters: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    spread = next((getattr(each, _SPREAD) for each in given if hasattr(each, _SPREAD)), None)
+    spread = _spread_of(given)
     if spread is not None:
         raise ConfigError(
             f"torch.nn.utils.clip_grad_norm_ would clip, on each rank of {spread}, by the norm of what that rank "
@@ -85,9 +85,13 @@ def _check_parameters(parameters: Any, *args: Any, **kwargs: Any) -> tuple[Any, 
     return given, *args
 
 
+def _spread_of(parameters: Iterable[Tensor]) -> str | None:
+    """The layout of a model whose ranks have norms of their own, if one of its parameters is there."""
+    return next((getattr(each, _SPREAD) for each in parameters if hasattr(each, _SPREAD)), None)
+
+
 def _check_scaler(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-    held = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    spread = next((getattr(each, _SPREAD) for each in held if hasattr(each, _SPREAD)), None)
+    spread = _spread_of(parameter for group in optimizer.param_groups for parameter in group["params"])
     if spread is not None and scaler.is_enabled():
         raise ConfigError(
             f"torch.amp.GradScaler would look for overflows, on each rank of {spread}, in what that rank holds, and "

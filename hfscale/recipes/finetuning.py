@@ -42,9 +42,9 @@ def finetune(recipe: FinetuneRecipe, limit: float | None = None) -> None:
     tokenizer, train_data, validation_data, baseline = prepare(recipe.data, tokenizer, 0, recipe.directory)
     log = RunLog.of(recipe, baseline)
     asked = recipe.data.samples
-    before = answers(model, tokenizer, validation_data, asked) if asked else []
+    before = answers(model, tokenizer, validation_data, asked)
     outcome = train(model, recipe, train_data, validation_data, log, tokenizer)
-    after = answers(model, tokenizer, validation_data, asked) if asked else []
+    after = answers(model, tokenizer, validation_data, asked)
     shown = samples(tokenizer, validation_data, before, after)
     finish(model, tokenizer, recipe, layout, outcome, log, len(train_data), validation_data, expected, shown)
 

@@ -46,9 +46,9 @@ def pretrain(recipe: PretrainRecipe, limit: float | None = None) -> None:
     )
     log = RunLog.of(recipe, entropy)
     asked = recipe.data.samples
-    before = answers(model, tokenizer, validation_data, asked) if asked else []
+    before = answers(model, tokenizer, validation_data, asked)
     outcome = train(model, recipe, train_data, validation_data, log)
-    after = answers(model, tokenizer, validation_data, asked) if asked else []
+    after = answers(model, tokenizer, validation_data, asked)
     shown = samples(tokenizer, validation_data, before, after)
     finish(model, tokenizer, recipe, layout, outcome, log, len(train_data), expected=expected, shown=shown)
 

@@ -32,8 +32,10 @@ def answers(model: Any, reader: Any, data: Dataset, number: int) -> list[str]:
     Args:
         reader: the processor, where rows have pictures, else the tokenizer.
     """
+    found: list[str] = []
+    if not number:
+        return found
     model.eval()
-    found = []
     for row in data.select(range(min(number, len(data)))):
         if "images" in row:
             inputs = processed(reader, [row["prompt"]], [[opened(image) for image in row["images"]]])
