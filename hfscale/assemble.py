@@ -23,6 +23,7 @@ from .precision.float8 import Float8
 from .precision.liger import LigerKernels
 from .precision.loss_scale import LossScaling
 from .precision.part import Autocast
+from .precision.shared_casts import SharedCasts
 from .quantization.part import Quantization
 from .runtime import Part, Runtime, local_tensor
 from .runtime.local_loop import LocalLoop
@@ -41,6 +42,7 @@ def parts_of(adapters: Adapters | None) -> tuple[Part, ...]:
     return (
         LossScaling(),
         LigerKernels(),
+        SharedCasts(),
         Float8(),
         ExpertParallel(),
         TensorParallel(),

@@ -3,7 +3,8 @@
 Read and run with torch 2.11 to 2.13. FSDP2 and the pipelines' engine have files of their own beside this one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -50,6 +51,19 @@ def before_iterators(loader: DataLoader[Any], function: Callable[[], None]) -> N
         return stock()
 
     loader._get_iterator = get_iterator  # type: ignore[method-assign]
+
+
+@contextmanager
+def autocast_remembers() -> Iterator[None]:
+    """Within: autocast keeps its copies of weights that train from one use of it to the next; who is within already
+    goes on to keep them.
+    """
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
 
 
 def is_compiled(model: nn.Module) -> bool:

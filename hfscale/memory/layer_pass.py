@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .._host.torch import base_of, own_buffers, own_parameters, storage_key, version_of
+from ..ops.shared_casts import is_shared_cast
 from ..runtime import local_tensor, memory_of
 from .compressed import Stored
 
@@ -55,7 +56,7 @@ class LayerPass:
         local, shape, stride = tensor.detach(), tensor.shape, tensor.stride()
         size = local.numel() * local.element_size()
         storage = local.untyped_storage()
-        if storage_key(storage) in self._stays or storage.nbytes() < size:
+        if storage_key(storage) in self._stays or is_shared_cast(local) or storage.nbytes() < size:
             return self, local, None
         in_order = local.permute(sorted(range(local.ndim), key=lambda dim: stride[dim], reverse=True))
         dense = in_order.is_contiguous()

@@ -23,7 +23,8 @@ from torch.autograd.function import once_differentiable
 
 from .._host.torch import backward_pass, version_of
 from .exchange import Started
-from .products import Products, autocasted
+from .products import Products
+from .shared_casts import autocasted
 
 Start = Callable[[Tensor], Started]
 

@@ -7,9 +7,10 @@ in autograd's graph apart (:mod:`.overlap`) asks for them, and need not know wha
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from .shared_casts import autocasted_weight
 
 _ATTRIBUTE = "_hfscale_products"
 
@@ -22,7 +23,7 @@ class Products:
 
     def kept(self, weight: Tensor) -> Tensor:
         """What the backward pass is to find of a weight."""
-        return autocasted(weight)
+        return autocasted_weight(weight)
 
     def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """``x [..., in]`` -> ``[..., out]``."""
@@ -55,11 +56,3 @@ def multiplied_by(module: Any) -> Callable[[], Products]:
 def products_of(module: Any) -> Products:
     """What makes the products of a projection in the pass that begins."""
     return multiplied_by(module)()
-
-
-def autocasted(x: Tensor) -> Tensor:
-    """``x`` as autocast, where it is on, would give it to a product: it leaves 64 bits alone."""
-    kind = x.device.type
-    if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
-        return x
-    return x.to(torch.get_autocast_dtype(kind))

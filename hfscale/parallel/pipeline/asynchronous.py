@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from ..._host.torch import own_parameters
 from ...errors import ConfigError
+from ...ops.shared_casts import Casts, sharing
 from ...runtime import Objective, Runtime
 from ...runtime.batches import Microbatch
 from .microbatches import Batch, share_out
@@ -52,6 +53,7 @@ class _Version:
                     self._places.append((own_parameters(module), name, leaves[id(parameter)][1]))
         self._leaves = list(leaves.values())
         self._gradients: list[tuple[Tensor, Tensor]] = []
+        self._casts = Casts()
         self.call = call
         self.left = microbatches  # whose backward passes are to come
 
@@ -62,7 +64,8 @@ class _Version:
         for parameters, name, leaf in self._places:
             parameters[name] = leaf
         try:
-            yield
+            with sharing(self._casts):
+                yield
         finally:
             for parameters, name, parameter in newest:
                 parameters[name] = parameter
@@ -85,7 +88,7 @@ class _Version:
     def retire(self) -> None:
         """Nothing will compute with these weights any more: keep their gradients, and give up the weights."""
         self._gradients = [(parameter, leaf.grad) for parameter, leaf in self._leaves if leaf.grad is not None]
-        self._leaves, self._places = [], []
+        self._leaves, self._places, self._casts = [], [], Casts()
 
     def expose(self) -> None:
         """Add the gradients of this version to the parameters'."""
