@@ -5,7 +5,9 @@ from typing import Any
 
 from torch import nn
 
+from .._host.peft import ask_before_state_dicts
 from ..errors import ConfigError
+from ..runtime import find_runtime
 
 _MERGE = "call hfscale.merge_and_unload(model), on every rank"
 _ONE = "a model has one adapter: merge it with hfscale.merge_and_unload(model), or load the model again"
@@ -31,8 +33,23 @@ def guard_methods(peft_model: Any, whole: Any, ranks: int) -> None:
             if hasattr(type(holder), name):
                 setattr(holder, name, _refusing(name, instead))
     if ranks > 1:
+        ask_before_state_dicts(_refuse_parts)
         setattr(peft_model, _SAVE, _refusing(_SAVE, "call hfscale.save_pretrained(model, directory), on every rank"))
     peft_model.get_nb_trainable_parameters = whole.get_nb_trainable_parameters
+
+
+def _refuse_parts(model: Any) -> None:
+    """PEFT's ``get_peft_model_state_dict``, often called on one rank alone, would return what that rank holds."""
+    runtime = find_runtime(model)
+    if runtime is None:
+        return
+    plan = runtime.plan
+    if plan.stages is not None or any(plan.by_name[adapter.name].cuts for adapter in plan.adapters):
+        raise ConfigError(
+            f"{plan.layout.describe()}: PEFT's get_peft_model_state_dict would return this rank's part of the adapter: "
+            "call hfscale.save_pretrained(model, directory), on every rank, which writes the whole one in PEFT's "
+            "format; hfscale.stream_weights(model) yields its tensors under PEFT's keys"
+        )
 
 
 def give_back_methods(stock: nn.Module) -> None:

@@ -15,6 +15,7 @@ from ..accelerator import Accelerator
 from ..mesh import Mesh
 from ..runtime import Runtime
 from ..train import metrics
+from .batches import Collator
 
 
 class TrainerAccelerator(Accelerator):
@@ -54,6 +55,8 @@ class TrainerAccelerator(Accelerator):
     ) -> Any:
         """As :class:`hfscale.Accelerator`'s; ranks that share a batch augment its samples alike."""
         seed_workers_by(data_loader, self.mesh.batch_rank)
+        if self.num_processes > 1:  # which are dealt some examples twice
+            data_loader.collate_fn = Collator(data_loader.collate_fn)
         # Batches stay on the CPU, where a step looks at them without waiting for a device, and moves them in one copy.
         return super().prepare_data_loader(data_loader, False, slice_fn_for_dispatch)
 

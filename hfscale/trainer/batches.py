@@ -1,6 +1,6 @@
-"""Batches with fewer rows than a schedule can run."""
+"""Batches with fewer rows than a schedule can run, or with examples that do not count."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..parallel.pipeline.microbatches import rows_of
 
-__all__ = ["filled_up", "first_rows", "rows_of", "with_rows", "without_labels"]
+__all__ = ["Collator", "filled_up", "first_rows", "rows_of", "with_rows", "without_labels"]
 
 _LABELS = ("labels", "shift_labels")
 _IGNORED = -100
@@ -44,9 +44,34 @@ def first_examples(batch: Mapping[str, Any], known: tuple[int, int], drop: bool 
         return batch
     if rows == given:
         return first_rows(batch, rows, own) if drop else without_labels(batch, since=own)
-    positions = batch.get("position_ids")
-    begins = [] if positions is None else (positions[0] == positions[0, 0]).nonzero().flatten().tolist()
-    return without_tokens(batch, begins[own]) if len(begins) == given else batch
+    return without_tokens(batch, sum(batch.lengths[:own])) if isinstance(batch, Flattened) else batch
+
+
+class Flattened(dict[str, Any]):
+    """A batch whose examples are one row.
+
+    Attributes:
+        lengths: how many tokens each of them has; positions do not tell, since an example may be of several texts.
+    """
+
+    lengths: list[int]
+
+
+class Collator:
+    """``collate``, by which a batch of examples in one row knows which of its tokens are whose."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, examples: Any) -> Any:
+        """What it makes of examples."""
+        batch = self._collate(examples)
+        ids = batch.get("input_ids") if type(batch) is dict else None
+        if not isinstance(ids, Tensor) or ids.ndim != 2 or not 1 == len(ids) < len(examples):
+            return batch
+        batch = Flattened(batch)
+        batch.lengths = [len(example["input_ids"]) for example in examples]
+        return batch
 
 
 def first_rows(batch: Mapping[str, Any], has: int, rows: int) -> Mapping[str, Any]:

@@ -138,6 +138,7 @@ class TrainerMixin(TrainerHooks):
         """Trainer's; a stock model is cut."""
         trainer: Any = self
         model = self._parallelized(super().call_model_init(trial), trainer.args)  # type: ignore[misc]
+        model.config.use_cache = getattr(trainer.args, "use_cache", False)  # Trainer says it to its first one alone
         self._while_made.enter_context(taken_for_adapted(runtime_of(model).model))
         self._adopt(model)
         return model

@@ -73,6 +73,31 @@ def test_methods_of_pefts_model(pools: Pools, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def _state_dicts(start: str, sizes: dict[str, Any]) -> list[str] | None:
+    """What it says where ranks hold parts; else nothing, once it has returned the whole adapter."""
+    layout = {"num_microbatches": 2, **sizes} if "pp_size" in sizes else sizes
+    model = _loaded(start, layout)
+    wrapped = hfscale.get_peft_model(model, _lora())
+    stock = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(start), _lora())
+    if "dp_replicate_size" in sizes:
+        found, expected = (peft.get_peft_model_state_dict(each) for each in (wrapped, stock))
+        assert {name: each.shape for name, each in found.items()} == {n: each.shape for n, each in expected.items()}
+        return None
+    assert len(peft.get_peft_model_state_dict(stock)) == 28
+    return [
+        _message(lambda: peft.get_peft_model_state_dict(wrapped)),
+        _message(lambda: peft.utils.get_peft_model_state_dict(model)),
+    ]
+
+
+@pytest.mark.parametrize("axis", ["tp_size", "pp_size", "dp_shard_size", "dp_replicate_size"])
+def test_a_part_of_an_adapter_is_not_taken_for_all_of_it(pools: Pools, tmp_path: Path, axis: str) -> None:
+    start = _start(tmp_path)
+    for messages in pools(2).run(_state_dicts, start, {axis: 2}):
+        assert (messages is None) == (axis == "dp_replicate_size")
+        assert all("call hfscale.save_pretrained(model, directory)" in message for message in messages or ())
+
+
 def _goes_on(start: str, wrong: str, sizes: dict[str, Any]) -> list[tuple[float, float]]:
     """Loss and norm of a step before and after failures."""
     model = _loaded(start, sizes).train()

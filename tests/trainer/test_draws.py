@@ -56,6 +56,9 @@ DRAWS = {
         batch=4,
         arguments={**TRL, **EVALUATED, "max_length": 8},
     ),
+    "packed rows of several texts, the last ones dealt twice": Draw(
+        **SFT, layout=DP2, evaluated=7, data="text", arguments={**TRL, **EVALUATED, "packing": True, "max_length": 16}
+    ),
 }
 RARER = {
     "a router's loss of cut sequences": Draw(
@@ -71,9 +74,6 @@ RARER = {
     ),
     "no rewards yet": Draw(**DPO, layout={"pp_size": 2}, arguments={**TRL, "gradient_accumulation_steps": 2}),
     "odds of pairs": Draw(**{**DPO, "trainer": "ORPOTrainer"}, layout=TP2, arguments={**TRL, **EVALUATED}),
-    "packed by length": Draw(
-        **SFT, layout=DP2, data="chat", batch=2, arguments={**TRL, "packing": True, "max_length": 16}
-    ),
 }
 
 

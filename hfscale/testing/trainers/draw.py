@@ -61,6 +61,11 @@ class Draw:
         """The layout."""
         return ParallelConfig(**self.layout)
 
+    @property
+    def rounds(self) -> bool:
+        """Whether something is in bfloat16: all, or adapters over 4-bit weights, as TRL makes them."""
+        return bool(self.arguments.get("bf16")) or (self.adapter == "qlora" and self.trainer != "Trainer")
+
     def in_float64(self) -> "Draw | None":
         """The same script in float64; ``None`` where something of it is in few bits whatever the model is in."""
         few = self.adapter == "qlora" or "8bit" in str(self.arguments.get("optim"))

@@ -63,7 +63,7 @@ def _judged(draw: Draw, directory: Path, models: Path, timeout: float) -> Verdic
         return _judged_going_on(draw, place, stock, timeout)
     found, verdict = _ranks(draw, place, directory, timeout)
     verdict = verdict or compared(draw, place, found, stock)
-    few = draw.in_float64() is None and not _rounds(draw)
+    few = draw.in_float64() is None
     if verdict.outcome == "wrong" and few and _amplifies(draw, place, found[0], stock, timeout):
         verdict.outcome = "amplified"
     return verdict
@@ -191,12 +191,12 @@ def compared(draw: Draw, place: Place, found: list[Any], stock: Any, wrote: Path
     if draw.model in MIXTURES and draw.arguments.get("load_best_model_at_end"):  # likewise without its experts
         weights, stock = wrote / stock["best"][1], _without_predictions(stock)
     steep = draw.arguments.get("optim") in ("rmsprop", "adagrad")  # which divide by next to nothing
-    loose = _LOOSE if _rounds(draw) else 1e-4 if steep or draw.arguments.get("learning_rate", 0.0) > 0.01 else 1e-5
+    loose = _LOOSE if draw.rounds else 1e-4 if steep or draw.arguments.get("learning_rate", 0.0) > 0.01 else 1e-5
     for rank, ours in enumerate(found):
         problem = _histories(ours, stock, draw, place, loose) or _others(ours, stock, draw, place, loose)
         if problem:
             return Verdict("wrong", problem.split(":")[0], f"rank {rank}: {problem}")
-    problem = "" if _rounds(draw) else _weights(Path(place.out) / "final", weights)
+    problem = "" if draw.rounds else _weights(Path(place.out) / "final", weights)
     return Verdict("wrong", "weights", problem) if problem else Verdict("equal")
 
 
@@ -205,11 +205,6 @@ _LOOSE = 5e-2
 
 def _without_predictions(stock: Any) -> Any:
     return {name: value for name, value in stock.items() if name not in ("predictions", "metrics")}
-
-
-def _rounds(draw: Draw) -> bool:
-    """Whether something is in bfloat16: all, or adapters over 4-bit weights, as TRL makes them."""
-    return bool(draw.arguments.get("bf16")) or (draw.adapter == "qlora" and draw.trainer != "Trainer")
 
 
 def _histories(ours: Any, stock: Any, draw: Draw, place: Place, loose: float) -> str:
@@ -250,6 +245,8 @@ def _ignored(draw: Draw, place: Place) -> list[str]:
 
 def _others(ours: Any, stock: Any, draw: Draw, place: Place, loose: float) -> str:
     names = {"step", "epoch", "types", "best", "metrics", "labels", "predictions"} & stock.keys()
+    if place.resume and draw.adapter == "qlora":  # which TRL makes bfloat16, and PEFT float32 where stock code goes on
+        names -= {"types"}
     for name in sorted(names):
         if not _close(ours[name], stock[name], 10 * loose):
             return f"{name}: {str(ours[name])[:200]} for {str(stock[name])[:200]}"

@@ -146,11 +146,14 @@ def build(draw: Draw, place: Place) -> Any:
 
             with torch.random.fork_rng(devices=[]):  # what it draws and then overwrites is not part of a run
                 model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
+        if draw.late:  # Trainer says it to the model that it is made with, and the one that trains is another
+            model.config.use_cache = False
         if draw.nudge:
             generator = torch.Generator().manual_seed(draw.nudge)
+            size = 2**-8 if draw.rounds else 2**-22
             with torch.no_grad():
                 for parameter in filter(lambda each: each.requires_grad, model.parameters()):
-                    parameter.mul_(1 + (torch.rand(parameter.shape, generator=generator) - 0.5) * 2**-22)
+                    parameter.mul_(1 + (torch.rand(parameter.shape, generator=generator) - 0.5) * size)
     if draw.precise:
         use_eager_experts(model)
     return model
