@@ -9,6 +9,7 @@ from types import FunctionType
 import pytest
 
 import hfscale
+from hfscale.schedules import SCHEDULES
 
 HEAVY = ("torch", "transformers", "accelerate", "peft", "datasets", "omegaconf", "matplotlib")
 
@@ -66,7 +67,8 @@ def test_plans_are_data() -> None:
     "lines",
     [
         [["--help"], ["--version"], ["completion", "bash"], ["plan", "--help"], ["doctor", "--help"], ["verify"]],
-        [["schedule", "--pp"], ["schedule", "--pp", "4"], ["schedule", "--pp", "2", "--schedule", "pipedream"]],
+        [["schedule", "--pp"], ["schedule", "--pp", "4"], ["schedule", "--pp", "2", "--schedule", "pipedream"]]
+        + [["schedule", "--pp", "2", "--microbatches", "4", "--schedule", name] for name in SCHEDULES],
     ],
 )
 def test_a_command_line_is_read_without_importing_torch(lines: list[list[str]]) -> None:

@@ -1,14 +1,12 @@
 """Names of ``torch.distributed.pipelining`` that it does not promise to keep: its engine, schedules, split backward.
 
-Checked with torch 2.13: ``pipeline_order`` of the schedule classes, the fields of ``schedules._Action``, that the
-classes build their order from the counts of a stage alone, without processes, and
+Checked with torch 2.13: the fields of ``schedules._Action``,
 ``_PipelineScheduleRuntime._prepare_schedule_with_comms``, which adds the sends and receives to an order by
 ``_add_send_recv``, and ``_step_microbatches``, which runs it.
 """
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch
@@ -18,7 +16,6 @@ from torch.distributed.pipelining.schedules import (
     _add_send_recv,
     _ComputationType,
     _PipelineScheduleRuntime,
-    get_schedule_class,
 )
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
@@ -42,30 +39,6 @@ class Engine(_PipelineScheduleRuntime):
     def _initialize_stages(self, *args: Any, **kwargs: Any) -> None:
         if any(isinstance(stage, _PipelineStageBase) for stage in self._stages):
             super()._initialize_stages(*args, **kwargs)
-
-
-def rows_of_class(name: str, pp_size: int, num_microbatches: int, virtual_stages: int) -> list[list[Piece]]:
-    """The order that torch's schedule class of that name runs in; waits are left out.
-
-    Raises:
-        ValueError: the class refuses these numbers.
-    """
-    build: Any = get_schedule_class(name)
-    count = pp_size * virtual_stages
-    stages = [
-        SimpleNamespace(
-            stage_index=index * pp_size,
-            num_stages=count,
-            group_size=pp_size,
-            group_rank=0,
-            is_first=index == 0,
-            is_last=index * pp_size == count - 1,
-            submod=torch.nn.Identity(),
-        )
-        for index in range(virtual_stages)
-    ]
-    lists: dict[int, list[Any]] = build(stages, num_microbatches).pipeline_order
-    return [[_piece(action) for action in lists[rank] if action is not None] for rank in range(pp_size)]
 
 
 def make_engine(

@@ -79,9 +79,8 @@ def verify(
     """
     if layout.size("pp") > 1:
         _refuse_asynchronous(layout)
-        plan(
-            config, layout, auto_class=auto_class, **hf_kwargs
-        )  # the clone gets as many layers as there are stages, whatever the model has
+    # The model itself, first: its clone gets the heads, experts and layers that the layout needs, whatever it has.
+    plan(config, layout, auto_class=auto_class, **hf_kwargs)
     small = scale_down(layout)
     changes = _heads_that_fit(config, layout.size("tp"), small.size("tp")) | _experts_that_fit(config, small.size("ep"))
     changes |= sample_batches.changes_for(config, auto_class)

@@ -180,6 +180,9 @@ def test_a_layout_that_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixtur
     # The clone would have a layer for each stage; the model has not.
     assert main(["verify", str(tmp_path), "--pp", "81"]) == 2
     assert "pp_size=81 exceeds the 80 layers" in capsys.readouterr().err
+    # Nor has it heads for six ranks, which the clone would have.
+    assert main(["verify", str(tmp_path), "--tp", "6"]) == 2
+    assert "tp_size=6 does not divide the 64 attention heads" in capsys.readouterr().err
 
 
 def test_a_clone_of_a_model_with_fewer_key_value_heads_than_ranks_has_fewer_too() -> None:

@@ -1,32 +1,15 @@
-"""Orders of actions as torch's engine runs them, and its own."""
+"""Orders of actions as torch's engine runs them."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from ..._host.torch_pipelining import Engine, Piece, make_engine, rows_of_class, with_transfers
+from ..._host.torch_pipelining import Engine, Piece, make_engine, with_transfers
 from ...errors import ConfigError
-from .timeline import Action, Kind, Order
+from .timeline import Kind, Order
 
 LETTERS: dict[str, Kind] = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
-_CLASSES = {
-    "interleaved1f1b": "Interleaved1F1B",
-    "looped_bfs": "LoopedBFS",
-    "interleaved_zero_bubble": "InterleavedZeroBubble",
-    "zbv": "ZBVZeroBubble",
-    "dualpipev": "DualPipeV",
-}
-
-
-def engine_order(schedule: str, pp_size: int, num_microbatches: int, virtual_stages: int) -> Order:
-    """The order that torch's class for ``schedule`` runs in; waits (``None``) are left out.
-
-    Raises:
-        ValueError: the class refuses these numbers.
-    """
-    rows = rows_of_class(_CLASSES[schedule], pp_size, num_microbatches, virtual_stages)
-    return tuple(tuple(action for piece in row for action in _actions(piece)) for row in rows)
 
 
 def engine_runtime(
@@ -91,8 +74,3 @@ def _rows(order: Order) -> list[list[Piece]]:
                 rows[-1].append(piece)
                 piece = ()
     return rows
-
-
-def _actions(piece: Piece) -> list[Action]:
-    last = len(piece) - 1
-    return [Action(stage, LETTERS[what], index, paired=n < last) for n, (stage, what, index) in enumerate(piece)]

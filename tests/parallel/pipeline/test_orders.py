@@ -1,10 +1,16 @@
 """Orders of actions: complete, able to run, and refused with the values that would do."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+import torch
+from torch.distributed.pipelining.schedules import get_schedule_class
 
 from hfscale.config import SCHEDULES
 from hfscale.errors import ConfigError
 from hfscale.parallel.pipeline import Action, order, peak_live, simulate, stage_ranks
+from hfscale.parallel.pipeline.engine import LETTERS
 from hfscale.parallel.pipeline.orders import allowed_virtual_stages
 from hfscale.parallel.pipeline.timeline import GRADIENT, RELEASE
 from hfscale.schedules import default_virtual_stages
@@ -28,6 +34,58 @@ def test_every_action_once_and_no_deadlock(schedule: str) -> None:
             found = [(a.stage, a.microbatch) for rank in actions for a in rank if a.kind in kinds]
             assert sorted(found) == everything
         simulate(actions)
+
+
+CLASSES = {
+    "interleaved1f1b": "Interleaved1F1B",
+    "looped_bfs": "LoopedBFS",
+    "interleaved_zero_bubble": "InterleavedZeroBubble",
+    "zbv": "ZBVZeroBubble",
+    "dualpipev": "DualPipeV",
+}
+
+
+@pytest.mark.parametrize("schedule", CLASSES)
+def test_orders_are_those_of_torchs_classes(schedule: str) -> None:
+    compared = 0
+    for p, m, v in ((p, m, v) for p in range(1, 6) for m in range(1, 12) for v in (1, 2, 3)):
+        try:
+            mine = order(schedule, p, m, v)
+        except ConfigError:  # which torch refuses as well, or calls by another name
+            continue
+        assert mine == _torchs(CLASSES[schedule], p, m, v), (p, m, v)
+        compared += 1
+    assert compared >= 30
+
+
+def _torchs(name: str, pp_size: int, num_microbatches: int, virtual_stages: int) -> Any:
+    """The order of torch's class, which builds it from the counts of a stage; its waits are left out."""
+    count = pp_size * virtual_stages
+    stages = [
+        SimpleNamespace(
+            stage_index=index * pp_size,
+            num_stages=count,
+            group_size=pp_size,
+            group_rank=0,
+            is_first=index == 0,
+            is_last=index * pp_size == count - 1,
+            submod=torch.nn.Identity(),
+        )
+        for index in range(virtual_stages)
+    ]
+    build: Any = get_schedule_class(name)
+    rows = build(stages, num_microbatches).pipeline_order
+    return tuple(
+        tuple(part for action in rows[rank] if action is not None for part in _parts(action)) for rank in range(pp_size)
+    )
+
+
+def _parts(action: Any) -> list[Action]:
+    parts = action.sub_actions or (action,)
+    return [
+        Action(part.stage_index, LETTERS[part.computation_type.value], part.microbatch_index, paired=n < len(parts) - 1)
+        for n, part in enumerate(parts)
+    ]
 
 
 def test_where_the_stages_live() -> None:
