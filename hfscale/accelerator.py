@@ -12,7 +12,7 @@ from typing import Any
 import accelerate
 import torch
 import torch.distributed as dist
-from accelerate.data_loader import get_sampler, prepare_data_loader
+from accelerate.data_loader import IterableDatasetShard, get_sampler, prepare_data_loader
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
@@ -107,11 +107,12 @@ class Accelerator(accelerate.Accelerator):
                 "dispatch_batches=True slices batches over all processes, also those that share one: leave it out"
             )
         self._agree_on_order(data_loader)
+        dealt = isinstance(data_loader.dataset, IterableDatasetShard)  # to distinct batches already
         prepared = prepare_data_loader(
             data_loader,
             self.device,
-            num_processes=self.mesh.batch_world,
-            process_index=self.mesh.batch_rank,
+            num_processes=1 if dealt else self.mesh.batch_world,
+            process_index=0 if dealt else self.mesh.batch_rank,
             split_batches=self.split_batches,
             put_on_device=self.device_placement if device_placement is None else device_placement,
             rng_types=list(self.rng_types or ()),

@@ -6,22 +6,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate.data_loader import BatchSamplerShard, get_sampler
+from accelerate.utils import recursively_apply
 from torch import nn
-from torch.utils.data import RandomSampler, Sampler
+from torch.utils.data import IterableDataset, RandomSampler, Sampler
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
+from .._host.accelerate import is_prepared
 from .._host.transformers.trainer import seed_workers_by
 from ..accelerator import Accelerator
 from ..mesh import Mesh
 from ..runtime import Runtime
 from ..train import metrics
-from .batches import Collator
+from .batches import Collator, Marked, rows_of
+from .dealt import DealtStream, dealt
 
 
 class TrainerAccelerator(Accelerator):
     """:class:`hfscale.Accelerator` that a Trainer asks for processes and means distinct batches."""
 
     _runtime: Runtime | None = None
+    _last: tuple[int, int] | None = None  # of the batch of a stream that is evaluated
 
     def __init__(self, **kwargs: Any) -> None:
         if kwargs.get("mixed_precision") == "fp16":
@@ -55,29 +59,48 @@ class TrainerAccelerator(Accelerator):
     ) -> Any:
         """As :class:`hfscale.Accelerator`'s; ranks that share a batch augment its samples alike."""
         seed_workers_by(data_loader, self.mesh.batch_rank)
-        if self.num_processes > 1:  # which are dealt some examples twice
+        if self.num_processes > 1 and not is_prepared(data_loader):  # which are dealt some examples twice
+            if isinstance(data_loader.dataset, IterableDataset):
+                data_loader = dealt(data_loader, self.num_processes, self.process_index, self.split_batches)
             data_loader.collate_fn = Collator(data_loader.collate_fn)
         # Batches stay on the CPU, where a step looks at them without waiting for a device, and moves them in one copy.
         return super().prepare_data_loader(data_loader, False, slice_fn_for_dispatch)
 
-    def examples_of_data_set(self) -> tuple[int, int] | None:
+    def examples_of(self, batch: Any, of_stream: bool = False) -> tuple[int, int] | None:
         """How many examples the batch has that the loader has just given, and how many of them repeat none.
 
         Data ranks are dealt batches of one size; the last ones are filled up with examples from the beginning. ``None``
         where none can have been, on every rank alike.
+
+        Args:
+            of_stream: whether it is of a stream that is trained on, whose loader may be at its end already.
         """
-        state = self.gradient_state
-        if self.num_processes == 1 or not self.even_batches or not state.end_of_dataloader:
+        state, self._last = self.gradient_state, None
+        if self.num_processes == 1 or not self.even_batches:
+            return None
+        if of_stream or isinstance(getattr(state.active_dataloader, "dataset", None), DealtStream):
+            known = batch.known if isinstance(batch, Marked) and any(batch.known) else (rows_of(batch),) * 2
+            self._last = None if of_stream else known
+            return known
+        if not state.end_of_dataloader:
             return None
         # Not Accelerate's remainder, which is lost where a run goes on in the middle of an epoch.
-        dealt: Any = state.active_dataloader.batch_sampler
-        while dealt is not None and not isinstance(dealt, BatchSamplerShard):
-            dealt = getattr(dealt, "batch_sampler", None)
-        if dealt is None or dealt.drop_last or not dealt.batch_size:
+        sampler: Any = state.active_dataloader.batch_sampler
+        while sampler is not None and not isinstance(sampler, BatchSamplerShard):
+            sampler = getattr(sampler, "batch_sampler", None)
+        if sampler is None or sampler.drop_last or not sampler.batch_size:
             return None
-        size = dealt.batch_size // self.num_processes if dealt.split_batches else dealt.batch_size
-        left = len(dealt.batch_sampler.sampler) % (size * self.num_processes)
+        size = sampler.batch_size // self.num_processes if sampler.split_batches else sampler.batch_size
+        left = len(sampler.batch_sampler.sampler) % (size * self.num_processes)
         return size, size if left == 0 else min(size, max(0, left - self.process_index * size))
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Also of a stream, whose length nobody knows, what fills up a batch is dropped."""
+        gathered = super().gather_for_metrics(input_data, use_gather_object)
+        if self._last is None:
+            return gathered
+        known = self.gather(torch.tensor([self._last], device=self.device)).sum(0).tolist()
+        return recursively_apply(lambda each: each[: known[1]] if len(each) == known[0] else each, gathered)
 
     def _agree_on_order(self, data_loader: Any) -> None:
         sampler = get_sampler(data_loader)

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from ..parallel.pipeline.microbatches import rows_of
+from .dealt import Repeated
 
-__all__ = ["Collator", "filled_up", "first_rows", "rows_of", "with_rows", "without_labels"]
+__all__ = ["Collator", "Marked", "filled_up", "first_rows", "rows_of", "with_rows", "without_labels"]
 
 _LABELS = ("labels", "shift_labels")
 _IGNORED = -100
@@ -44,34 +45,42 @@ def first_examples(batch: Mapping[str, Any], known: tuple[int, int], drop: bool 
         return batch
     if rows == given:
         return first_rows(batch, rows, own) if drop else without_labels(batch, since=own)
-    return without_tokens(batch, sum(batch.lengths[:own])) if isinstance(batch, Flattened) else batch
+    lengths = batch.lengths if isinstance(batch, Marked) else []
+    return without_tokens(batch, sum(lengths[:own])) if len(lengths) == given else batch
 
 
-class Flattened(dict[str, Any]):
-    """A batch whose examples are one row.
+class Marked(dict[str, Any]):
+    """A batch that knows of which examples it was made.
 
     Attributes:
-        lengths: how many tokens each of them has; positions do not tell, since an example may be of several texts.
+        lengths: how many tokens each example has, where all are one row; positions do not tell, since an example may be
+            of several texts.
+        known: how many examples there are, and how many of them count.
     """
 
-    lengths: list[int]
+    lengths: tuple[int, ...] = ()
+    known: tuple[int, int] = (0, 0)
 
 
 class Collator:
-    """``collate``, by which a batch of examples in one row knows which of its tokens are whose."""
+    """``collate``, whose batches are :class:`Marked` where something is to be known of them."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self._collate = collate
 
     def __call__(self, examples: Any) -> Any:
         """What it makes of examples."""
-        batch = self._collate(examples)
-        ids = batch.get("input_ids") if type(batch) is dict else None
-        if not isinstance(ids, Tensor) or ids.ndim != 2 or not 1 == len(ids) < len(examples):
+        repeats = sum(isinstance(each, Repeated) for each in examples)
+        plain = [each.example if isinstance(each, Repeated) else each for each in examples] if repeats else examples
+        batch = self._collate(plain)
+        ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+        in_one_row = isinstance(ids, Tensor) and ids.ndim == 2 and 1 == len(ids) < len(plain)
+        if not isinstance(batch, Mapping) or not (repeats or in_one_row):
             return batch
-        batch = Flattened(batch)
-        batch.lengths = [len(example["input_ids"]) for example in examples]
-        return batch
+        marked = Marked(batch)
+        marked.known = len(plain), len(plain) - repeats
+        marked.lengths = tuple(len(example["input_ids"]) for example in plain) if in_one_row else ()
+        return marked
 
 
 def first_rows(batch: Mapping[str, Any], has: int, rows: int) -> Mapping[str, Any]:

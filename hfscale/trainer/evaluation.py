@@ -25,7 +25,7 @@ def scored_step(
     stock: Callable[..., tuple[Any, Any, Any]],
 ) -> tuple[Tensor | None, Any, Any]:
     """The same where the loss is a trainer's own mean over the labels of this rank's batch."""
-    known = trainer.accelerator.examples_of_data_set()
+    known = trainer.accelerator.examples_of(inputs)
     counted = inputs if known is None else first_examples(inputs, known, drop=False)
     shifted = counted.get("shift_labels")
     labels: Tensor = counted["labels"][:, 1:] if shifted is None else shifted
@@ -53,7 +53,7 @@ def prediction_step(
     smoothing, stages = trainer.args.label_smoothing_factor, trainer.runtime.plan.stages is not None
     if inputs.get("labels") is None and not stages:
         return stock(model, inputs, loss_only, ignore_keys)
-    loss_of, known = trainer.runtime.loss, trainer.accelerator.examples_of_data_set()
+    loss_of, known = trainer.runtime.loss, trainer.accelerator.examples_of(inputs)
     counted = inputs if known is None else first_examples(inputs, known, drop=not loss_of.ignores)
     if loss_only or stages or smoothing:
         return _by_steps(trainer, model, inputs, counted, loss_only)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 from transformers import TrainingArguments
 
 from .. import build
@@ -23,14 +24,12 @@ from .._host.transformers.trainer import (
     TrainerHooks,
     accelerator_made_by,
     batches_skipped_by_accelerator,
-    count_processes_on_cpu,
     evaluated_with_logits,
     has_stock_loss,
     kernels_left_alone,
     labels_of_step,
     prepared,
     taken_for_adapted,
-    use_one_gpu,
 )
 from ..config import ParallelConfig, started_processes
 from ..errors import ConfigError
@@ -41,11 +40,10 @@ from . import evaluation, files, through_stages
 from .accelerator import TrainerAccelerator
 from .batches import filled_up, first_examples
 from .refusals import (
-    check_arguments,
     check_layout_of,
     check_losses_of_scores,
     check_model,
-    check_optimizer,
+    check_run,
     check_scaled,
     check_step,
 )
@@ -69,8 +67,10 @@ class TrainerMixin(TrainerHooks):
     def __init__(self, model: Any = None, *args: Any, parallel: ParallelConfig | None = None, **kwargs: Any) -> None:
         arguments = next((each for each in (*args, *kwargs.values()) if isinstance(each, TrainingArguments)), None)
         if arguments is not None:
-            _check(arguments)
+            check_run(arguments)
         self._parallel, self._waiting = parallel, list[Any]()
+        self._carried: Tensor | float = 0.0  # the loss of a step that its stream has cut short
+        self._items: Any = None
         layout, context = parallel or _layout_of_environment(), ExitStack()
         if isinstance(model, nn.Module):
             model = self._parallelized(model, arguments)
@@ -128,7 +128,7 @@ class TrainerMixin(TrainerHooks):
     def create_accelerator_and_postprocess(self) -> None:
         """Trainer's; with an accelerator that counts distinct batches."""
         trainer: Any = self
-        _check(trainer.args)
+        check_run(trainer.args)
         with accelerator_made_by(TrainerAccelerator):
             super().create_accelerator_and_postprocess()  # type: ignore[misc]
         if trainer.model is not None:
@@ -185,17 +185,24 @@ class TrainerMixin(TrainerHooks):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Trainer's."""
-        self._waiting = []  # an earlier run may have ended within a step
+        self._waiting, self._carried = [], 0.0  # an earlier run may have ended within a step
         with batches_skipped_by_accelerator(self), kernels_left_alone():
             return super().train(*args, **kwargs)  # type: ignore[misc]
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """Trainer's; rows that even out the data ranks at the end of an epoch are left out again."""
         trainer: Any = self
+        if self._waiting:  # a stream has ended within a step: stock Trainer adds these gradients to the next one's
+            self._carried = self._step(self._items)
         batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]
-        drops, known = self.uses_train_step, trainer.accelerator.examples_of_data_set() if batches else None
-        if known is not None and (drops or (self._scores_tokens and "labels" in batches[-1])):
-            batches[-1] = first_examples(batches[-1], known, drop=drops)
+        drops, stream = self.uses_train_step, isinstance(trainer.train_dataset, IterableDataset)
+        if not batches or not (drops or (self._scores_tokens and "labels" in batches[-1])):
+            return batches, count
+        looked_at = range(len(batches)) if stream else [len(batches) - 1]  # loader workers end one after the other
+        known = {index: trainer.accelerator.examples_of(batches[index], of_stream=stream) for index in looked_at}
+        if any(known.values()):
+            for index in looked_at:
+                batches[index] = first_examples(batches[index], known[index], drop=drops)
             count = labels_of_step(trainer, batches)
         return batches, count
 
@@ -209,10 +216,18 @@ class TrainerMixin(TrainerHooks):
         if callable(getattr(trainer.optimizer, "train", None)):  # those without a schedule
             trainer.optimizer.train()
         self._waiting.append(prepared(self, inputs))
-        if not trainer.accelerator.sync_gradients:
-            return torch.zeros((), device=trainer.args.device)
+        loss, self._carried = self._carried, 0.0
+        if trainer.accelerator.sync_gradients:
+            loss = loss + self._step(num_items_in_batch)
+        else:
+            self._items = num_items_in_batch
+        return torch.as_tensor(loss, dtype=torch.float32, device=trainer.args.device)
+
+    def _step(self, num_items_in_batch: Any) -> Tensor:
+        """Forward and backward over the microbatches that wait."""
+        trainer: Any = self
         batches, self._waiting = self._waiting, []
-        args = trainer.args
+        args, model, staged = trainer.args, trainer.model, self.runtime.plan.stages is not None
         if not self.uses_train_step:
             missing = args.gradient_accumulation_steps - len(batches)
             return through_stages.training_step(self, batches, num_items_in_batch, missing, self._seams.heads)
@@ -222,8 +237,7 @@ class TrainerMixin(TrainerHooks):
         if staged:
             rows, ignores = args.per_device_train_batch_size, loss.ignores
             batches = filled_up(batches, args.gradient_accumulation_steps, rows, ignores)
-        step = train_step(model, batches, label_smoothing=args.label_smoothing_factor, num_items_in_batch=items)
-        return step.to(torch.float32)
+        return train_step(model, batches, label_smoothing=args.label_smoothing_factor, num_items_in_batch=items)
 
     def _divisor(self, items: Any, microbatches: int) -> float | None:
         """What the sum over a step's labels is divided by, where Trainer knows no better than all of them.
@@ -332,18 +346,3 @@ def _layout_of_environment() -> ParallelConfig | None:
     """The layout that the environment names, where it fits the processes that were started."""
     found = ParallelConfig()
     return found if found.total_size == started_processes() else None
-
-
-def _check(arguments: TrainingArguments) -> None:
-    """Refuse what cannot work; make the arguments see the processes that run."""
-    check_arguments(arguments)
-    check_optimizer(arguments)
-    processes = started_processes()
-    if arguments.world_size != processes and not torch.cuda.is_available():
-        count_processes_on_cpu(arguments)
-    if arguments.world_size != processes:
-        raise ConfigError(
-            f"TrainingArguments sees {arguments.world_size} process(es) and {processes} were started: make it once the "
-            "processes are there, and of accelerate's state nothing before"
-        )
-    use_one_gpu(arguments)

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config import ParallelConfig
+from .._host.transformers.trainer import count_processes_on_cpu, use_one_gpu
+from ..config import ParallelConfig, started_processes
 from ..errors import ConfigError
 from ..optimizers.catalog import find_choice, parse_arguments
 from ..parallel.experts import ExpertRouting
@@ -28,6 +29,25 @@ _REFUSED = {
     "save_on_each_node": "writes files on every node, and the first rank writes the only ones: save to a directory "
     "that all nodes see",
 }
+
+
+def check_run(arguments: Any) -> None:
+    """Look through ``TrainingArguments``, and make them see the processes that run.
+
+    Raises:
+        ConfigError: something cannot work, or they see others.
+    """
+    check_arguments(arguments)
+    check_optimizer(arguments)
+    processes = started_processes()
+    if arguments.world_size != processes and not torch.cuda.is_available():
+        count_processes_on_cpu(arguments)
+    if arguments.world_size != processes:
+        raise ConfigError(
+            f"TrainingArguments sees {arguments.world_size} process(es) and {processes} were started: make it once the "
+            "processes are there, and of accelerate's state nothing before"
+        )
+    use_one_gpu(arguments)
 
 
 def check_arguments(arguments: Any) -> None:

@@ -59,8 +59,17 @@ DRAWS = {
     "packed rows of several texts, the last ones dealt twice": Draw(
         **SFT, layout=DP2, evaluated=7, data="text", arguments={**TRL, **EVALUATED, "packing": True, "max_length": 16}
     ),
+    "a stream that ends within a step, and within a batch": Draw(
+        layout=DP2, rows=11, evaluated=7, source="stream", arguments={**EVALUATED, "gradient_accumulation_steps": 2}
+    ),
 }
 RARER = {
+    "likewise, through stages": Draw(
+        layout=PP2, rows=11, source="stream", arguments={"max_steps": 4, "gradient_accumulation_steps": 2}
+    ),
+    "likewise, of two loader workers": Draw(
+        layout=DP2, rows=9, source="stream", arguments={"max_steps": 4, "dataloader_num_workers": 2}
+    ),
     "a router's loss of cut sequences": Draw(
         **SFT, model="mixture", layout={**TP2, "sequence_parallel": True}, data="text", arguments=TRL
     ),
