@@ -17,6 +17,11 @@ ASYNCHRONOUS = ("pipedream", "pipedream_2bw")
 _SEVERAL_STAGES = ("interleaved1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev")
 
 
+def spelled(schedule: str) -> str:
+    """A schedule's name as it is written here, however it was: ``1F1B`` is ``1f1b``; anything else stays."""
+    return schedule.lower() if schedule.lower() in SCHEDULES else schedule
+
+
 def default_virtual_stages(schedule: str) -> int:
     """Stages per rank where the user named none: two for a schedule that is about several, else one."""
     return 2 if schedule in _SEVERAL_STAGES else 1

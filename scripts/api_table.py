@@ -65,12 +65,17 @@ def definition(name: str, module: str) -> ast.FunctionDef | ast.ClassDef:
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
     for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name and not _overload(node):
             return node
         if isinstance(node, ast.ImportFrom) and name in [alias.name for alias in node.names]:
             base = package[: len(package) - node.level + 1] if node.level else []
             return definition(name, ".".join([*base, *([node.module] if node.module else [])]))
     raise SystemExit(f"{module} does not define {name}")
+
+
+def _overload(node: ast.FunctionDef | ast.ClassDef) -> bool:
+    """Whether it says a type only: what it does is said behind it."""
+    return any(isinstance(mark, ast.Name) and mark.id == "overload" for mark in node.decorator_list)
 
 
 def arguments(node: ast.FunctionDef | ast.ClassDef) -> str:

@@ -51,6 +51,17 @@ _COMMANDS: dict[str, ModuleType] = {
 }
 """Each module has ``HELP``, ``DESCRIPTION``, ``EXAMPLE``, ``add_arguments(parser)`` and ``run(arguments)``."""
 
+_ELSEWHERE = {
+    **{
+        f"--{axis}-{ending}": flag
+        for flag, axis in {"--tp": "tensor", "--pp": "pipeline", "--cp": "context"}.items()
+        for ending in ("parallel", "model-parallel")
+    },
+    **{"--expert-parallel": "--ep", "--expert-model-parallel": "--ep", "--fsdp": "--dp-shard", "--dp": "--dp-shard"},
+    **{"--num-microbatches": "--microbatches", "--seq-length": "--sequence-length", "--lora-r": "--rank"},
+}
+"""Flags of other programs -> ours."""
+
 _EXAMPLES = """examples:
   hfscale plan Qwen/Qwen3-8B --tp 2 --dp-shard 4
   hfscale train demo_pretrain
@@ -94,8 +105,14 @@ def _in_a_line(kind: type[BaseException], error: BaseException, trace: Traceback
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = _parser()
-    arguments, rest = parser.parse_known_args(argv)
+    parser, given = _parser(), sys.argv[1:] if argv is None else argv
+    if not given:
+        parser.print_help(sys.stderr)
+        raise SystemExit(2)
+    if not given[0].startswith("-") and given[0] not in _COMMANDS:
+        close = difflib.get_close_matches(given[0], _COMMANDS, n=1) or ["hfscale --help, which lists them"]
+        parser.error(f"invalid choice: {given[0]!r} is no command (did you mean {close[0]}?)")
+    arguments, rest = parser.parse_known_args(given)
     # argparse takes all positionals at the first, so that key=value behind a flag is left over.
     if any(text.startswith("-") or "=" not in text for text in rest) or (rest and "overrides" not in arguments):
         _refuse(arguments.commands[arguments.command], rest)
@@ -108,7 +125,9 @@ def _refuse(parser: argparse.ArgumentParser, rest: list[str]) -> None:
     """End as the subcommand's own parser does, with what may have been meant."""
     unknown = next((text for text in rest if text.startswith("-")), rest[0])
     flags = re.findall(r"--[\w-]+", parser.format_usage())
-    close = difflib.get_close_matches(unknown.partition("=")[0], flags, n=1, cutoff=0.5)
+    name = unknown.partition("=")[0].replace("_", "-").removesuffix("-size")  # as the fields of a layout end
+    name = _ELSEWHERE.get(name, name)
+    close = [name] if name in flags else difflib.get_close_matches(name, flags, n=1, cutoff=0.5)
     meant = f" (did you mean {close[0]}?)" if close else ""
     parser.error(f"unrecognized arguments: {' '.join(rest)}{meant}")
 
@@ -137,4 +156,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _in_the_list(name: str) -> str:
-    return textwrap.fill(_COMMANDS[name].HELP, 100, initial_indent=f"  {name:12}", subsequent_indent=" " * 14)
+    return textwrap.fill(_COMMANDS[name].HELP, 100, initial_indent=f"  {name:15}", subsequent_indent=" " * 17)

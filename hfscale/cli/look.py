@@ -32,6 +32,17 @@ def check_writable(*files: Path | None) -> None:
             raise ConfigError(f"{path} cannot be written: {path.parent} is not a folder")
 
 
+def check_directory(directory: Path, of: str) -> None:
+    """Refuse a directory that is none; imports nothing, so that it is said at once.
+
+    Raises:
+        ConfigError: it does not exist, or is a file.
+    """
+    if not directory.is_dir():
+        found = "is a file" if directory.exists() else "does not exist"
+        raise ConfigError(f"{directory} {found}: give the directory of {of}")
+
+
 def working(what: str) -> None:
     """Say what takes a while, where a person is looking."""
     if sys.stderr.isatty():

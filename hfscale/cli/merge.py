@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from .look import add_json, print_json, working
+from .look import add_json, check_directory, print_json, working
 
 HELP = "merge a saved adapter into its base, one module in memory at a time"
 DESCRIPTION = (
@@ -26,6 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Merge, and compare."""
+    check_directory(arguments.base, "the checkpoint that the adapter is of")
+    check_directory(arguments.adapter, "an adapter, which has adapter_config.json")
     from ..adapters.merge_files import logit_difference, merge_adapter
 
     places = arguments.base, arguments.adapter, arguments.out

@@ -182,12 +182,24 @@ def test_unknown_auto_classes(llama: str, capsys: pytest.CaptureFixture[str]) ->
 def test_bad_command_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert "COMMAND" in _refused(capsys)
     assert "invalid choice: 'plain'" in _refused(capsys, "plain")
+    assert "pln' is no command (did you mean plan?)" in _refused(capsys, "pln")
     assert "MODEL" in _refused(capsys, "plan")
+    for theirs, ours in {
+        "--tp-size": "--tp",
+        "--pp_size": "--pp",
+        "--tensor-parallel": "--tp",
+        "--fsdp": "--dp-shard",
+    }.items():
+        assert f"(did you mean {ours}?)" in _refused(capsys, "plan", "m", theirs, "2")
     message = _refused(capsys, "plan", "m", "--tpp", "2")
     assert message.startswith("usage: hfscale plan ")
     assert "unrecognized arguments: --tpp 2 (did you mean --tp?)" in message
     for line in (["calibrate", "--out"], ["search", "m", "--gpus", "8", "--tokens-per-step", "1", "--html"]):
         assert "/no/where is not a folder" in _refused(capsys, *line, "/no/where/x")
+
+
+def test_a_merge_without_an_adapter(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "nope does not exist: give the directory of an adapter" in _refused(capsys, "merge", llama, "nope", "out")
 
 
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hfscale import ParallelConfig
 from hfscale.cli import main
 from hfscale.parallel.pipeline import Action, Costs, Timeline, order, read_csv, read_trace, simulate, write_trace
 from hfscale.parallel.pipeline.plot import draw, title
@@ -40,6 +41,12 @@ def test_in_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
         "\n"
         "F forward   B backward   . idle\n"
     )
+
+
+def test_torchs_spelling(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schedule", "--pp", "2", "--schedule", "Interleaved1F1B"]) == 0
+    assert capsys.readouterr().out.startswith("interleaved1f1b, p = 2")
+    assert ParallelConfig(pp_size=2, pipeline_schedule="GPipe").pipeline_schedule == "gpipe"
 
 
 def test_as_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
-from ...schedules import ASYNCHRONOUS, SCHEDULES, default_virtual_stages
+from ...schedules import ASYNCHRONOUS, SCHEDULES, default_virtual_stages, spelled
 from .chrome_trace import last_whole_step, read_runs, write_trace
 from .communicators import simulate_communicators
 from .csv_table import read_csv, write_csv
@@ -163,7 +163,7 @@ class _Sizes:
 def _asked(arguments: argparse.Namespace, measured: Timeline | None) -> _Asked:
     """What the arguments say, and where they say nothing, the recorded run or the CSV file."""
     known = measured is not None and (measured.name in SCHEDULES or measured.name.endswith(".csv"))
-    schedule = arguments.schedule or (measured.name if measured and known else "1f1b")
+    schedule = spelled(arguments.schedule or "") or (measured.name if measured and known else "1f1b")
     sizes = _Sizes(arguments.pp, arguments.microbatches, arguments.virtual_stages)
     if measured:
         sizes.fill_from(measured)
