@@ -12,7 +12,7 @@ import hfscale
 from hfscale import ConfigError, ParallelConfig
 from hfscale.families.clone import tiny_clone
 from hfscale.runtime import runtime_of
-from hfscale.runtime.runtime import local_tensor
+from hfscale.runtime.shards import local_tensor
 from hfscale.testing import RankPool
 
 from .models import tiny

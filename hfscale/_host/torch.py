@@ -103,6 +103,12 @@ def counts_forward_hooks(module: nn.Module) -> int:
     return len(module._forward_hooks)
 
 
+def forward_hooks(module: nn.Module) -> list[Any]:
+    """What looks at what ``module`` is given and returns, and at their gradients."""
+    kinds = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    return [hook for held in kinds for hook in held.values()] if any(kinds) else []
+
+
 def forget_composed(module: nn.Module) -> None:
     """Let FSDP2, which marks a module by its class as well, forget that it was put around ``module``."""
     composable._module_state_mapping.pop(module, None)

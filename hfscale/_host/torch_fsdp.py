@@ -205,6 +205,49 @@ def _parameters(model: nn.Module) -> Iterator[Any]:
     return (parameter for state in _states(model) for group in _groups(state) for parameter in group.fsdp_params)
 
 
+@dataclass(frozen=True)
+class ManagedPlace:
+    """A place of a parameter that FSDP2 shards, where now its shard is and now the whole.
+
+    Attributes:
+        module: that holds it.
+        name: the attribute there.
+        first: what was there when this was made; FSDP2 looks at it in its first pass.
+    """
+
+    module: nn.Module
+    name: str
+    first: Any
+    _parameter: Any
+
+    def has_its_own(self) -> bool:
+        """Whether one of them is there."""
+        found, managed = self.module._parameters.get(self.name), self._parameter
+        own = (self.first, managed.sharded_param, getattr(managed, "_unsharded_param", None))
+        return any(found is each for each in own)
+
+    def is_gathered(self) -> bool:
+        """Whether the whole is there."""
+        return not isinstance(self.module._parameters.get(self.name), DTensor)
+
+
+def managed_places(model: nn.Module, inner: bool = True) -> Iterator[ManagedPlace]:
+    """Every place of every parameter that FSDP2 shards, second names included.
+
+    Args:
+        inner: those too that it gathers for modules of the model, not for the model itself.
+    """
+    for wrapped in model.modules() if inner else [model]:
+        if isinstance(wrapped, FSDPModule):
+            state = fully_shard.state(wrapped)  # type: ignore[attr-defined]
+            for parameter in (each for group in _groups(state) for each in group.fsdp_params):
+                place = parameter._module_info
+                names = [(place.module, place.param_name)]
+                names += zip(place.shared_modules, place.shared_param_names, strict=True)
+                for module, name in names:
+                    yield ManagedPlace(module, name, module._parameters.get(name), parameter)
+
+
 class Encoding(Protocol):
     """How a parameter is gathered in another form."""
 

@@ -25,7 +25,7 @@ from ..files.reader import open_tensors
 from ..plan import ParameterPlan
 from ..plan.cut import share_spans
 from ..runtime import Runtime, runtime_of
-from ..runtime.runtime import local_tensor
+from ..runtime.shards import local_tensor
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BLOCK = 1 << 20

@@ -12,7 +12,7 @@ from ..mesh import Mesh
 from ..plan import ParameterPlan
 from ..plan.state_tensor import StateTensor, like, own, whole
 from ..runtime import Runtime
-from ..runtime.runtime import local_tensor
+from ..runtime.shards import local_tensor
 from .state_index import writers
 
 

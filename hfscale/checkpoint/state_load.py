@@ -17,7 +17,7 @@ from ..mesh import Mesh
 from ..plan import ParameterPlan
 from ..plan.state_tensor import StateTensor, like, own, whole
 from ..runtime import Runtime, like_sharded
-from ..runtime.runtime import local_tensor
+from ..runtime.shards import local_tensor
 from ..runtime.writing import is_writer
 from .random_states import restore_random_states, source_rank
 from .state_contents import moved_parameters, parameters_of_state, state_lies, written_parameters

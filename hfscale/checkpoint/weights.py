@@ -10,7 +10,7 @@ from ..adapters import Adapters
 from ..adapters.storage import load_adapter
 from ..errors import CheckpointError
 from ..runtime import Runtime, runtime_of
-from ..runtime.runtime import local_tensor
+from ..runtime.shards import local_tensor
 from .load import load_pretrained
 
 

@@ -1,8 +1,11 @@
 """Guards as parts: what ordinary code around a model would get wrong without a word."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import ConfigError
@@ -10,8 +13,10 @@ from ..runtime import Batch, Part, Runtime
 from ..runtime.batches import compare_first
 from ..runtime.local_weights import LocalWeights
 from .changes import refuse_changes
+from .counts import count_whole
 from .optimizers import refuse_whole_tensor_optimizers
 from .stock_loops import refuse_stock_accelerator, refuse_stock_clipping
+from .structure import Structure
 
 
 class SharedBatch(Part):
@@ -42,6 +47,7 @@ class StockCode(Part):
 
     def __init__(self, save: Callable[..., None]) -> None:
         self._save = save
+        self._structure: Structure | None = None
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Comes last."""
@@ -50,9 +56,28 @@ class StockCode(Part):
             refuse_stock_accelerator()
             refuse_stock_clipping(runtime)
             refuse_whole_tensor_optimizers(runtime)
+            count_whole(runtime)
         refuse_changes(model, layout)
         if layout.total_size > 1 or runtime.plan.adapters:  # with adapters, the host would write its weights wrapped
             model.save_pretrained = _saves_all_of_it(model, self._save)
+        if layout.total_size > 1:
+            self._structure = Structure(runtime)
+            model.register_forward_pre_hook(self._look, prepend=True)
+
+    def _look(self, model: nn.Module, args: Any) -> None:
+        """Plain loops call the model alone."""
+        if self._structure is not None and not torch.compiler.is_compiling():
+            self._structure.check()
+
+    def check_model(self, runtime: Runtime) -> None:
+        """It has the modules, parameters and loss that it was built with."""
+        if self._structure is not None:
+            self._structure.check()
+
+    def save(self, runtime: Runtime, directory: Path) -> bool:
+        """What is in the model is what is saved."""
+        self.check_model(runtime)
+        return False
 
 
 def _saves_all_of_it(model: Any, save: Callable[..., None]) -> Callable[..., None]:

@@ -24,8 +24,10 @@ def before_step(runtime: Runtime) -> None:
     out when it saves.
 
     Raises:
-        ConfigError: ranks have drifted apart, the model is in float16, or gradients are switched off.
+        ConfigError: something else was put into the model since it was built, ranks have drifted apart, the model is in
+            float16, or gradients are switched off.
     """
+    runtime.check_model()
     if not torch.is_grad_enabled():
         raise ConfigError(
             "train_step was called within torch.no_grad() or torch.inference_mode(), where nothing has a gradient: "

@@ -7,13 +7,15 @@ ones, and clip the part of a norm that each rank sees; nothing of that raises. W
 first step is to hand the model to :meth:`accelerate.Accelerator.prepare`, so that is where the model is refused.
 
 ``torch.nn.utils.clip_grad_norm_`` sees the gradients of one rank. Where ranks hold different ones (tensor, pipeline and
-expert ranks do; of what FSDP2 shards, torch knows the whole norm) each would clip by a norm of its own. A
+expert ranks do; of what FSDP2 shards, torch knows the whole norm) each would clip by a norm of its own, and
+``get_total_norm`` return one. A
 ``torch.amp.GradScaler`` looks for overflows in the same gradients: one rank would skip a step that others take.
 """
 
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any
+from weakref import WeakSet
 
 import accelerate
 import torch
@@ -25,6 +27,7 @@ from ..runtime import Runtime, find_runtime
 
 _MARK = "_hfscale_refuses"
 _SPREAD = "_hfscale_spread"
+_spread_models: "WeakSet[nn.Module]" = WeakSet()
 
 
 def refuse_stock_accelerator() -> None:
@@ -47,7 +50,9 @@ def refuse_stock_clipping(runtime: Runtime) -> None:
         return
     for _, parameter in runtime.parameters():
         setattr(parameter, _SPREAD, layout.describe())
+    _spread_models.add(runtime.model)
     _check_first(torch.nn.utils, "clip_grad_norm_", _check_parameters)
+    _check_first(torch.nn.utils, "get_total_norm", _check_gradients)
     for name in ("unscale_", "step"):
         _check_first(torch.amp.GradScaler, name, _check_scaler)
 
@@ -81,6 +86,18 @@ def _check_parameters(parameters: Any, *args: Any, **kwargs: Any) -> tuple[Any, 
             f"torch.nn.utils.clip_grad_norm_ would clip, on each rank of {spread}, by the norm of what that rank "
             "holds, and ranks would drift apart: use hfscale.clip_grad_norm_(model, max_norm), which returns the "
             "norm of the whole model on every rank"
+        )
+    return given, *args
+
+
+def _check_gradients(tensors: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    parts = {id(p.grad): p for model in _spread_models for p in model.parameters() if p.grad is not None}
+    spread = _spread_of([*given, *(parts[id(each)] for each in given if id(each) in parts)])
+    if spread is not None:
+        raise ConfigError(
+            f"torch.nn.utils.get_total_norm would return, on each rank of {spread}, the norm of what that rank holds: "
+            'hfscale.clip_grad_norm_(model, float("inf")) returns the norm of the whole model and clips nothing'
         )
     return given, *args
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..errors import ConfigError
 from ..plan import ParameterPlan
 from ..plan.state_tensor import StateTensor
-from ..runtime.runtime import local_tensor
+from ..runtime.shards import local_tensor
 
 Groups = Sequence[dict[str, Any]]
 State = MutableMapping[Any, dict[str, Any]]

@@ -1,5 +1,6 @@
 """What a parallelized model carries with it: its plan, its ranks, its parts, what runs it, and its names."""
 
+from .forward_passes import recomputing
 from .objective import Objective, StepLoss
 from .runtime import (
     Batch,
@@ -7,11 +8,9 @@ from .runtime import (
     Part,
     Runtime,
     find_runtime,
-    local_tensor,
-    recomputing,
     runtime_of,
 )
-from .shards import like_sharded, memory_of
+from .shards import like_sharded, local_tensor, memory_of
 
 __all__ = [
     "Batch",

@@ -8,9 +8,8 @@ computation made: its number says which pass that was.
 from collections import deque
 from typing import Generic, TypeVar
 
-from .._host.torch import current_node_number, next_node_number
+from .._host.torch import backward_pass, current_node_number, next_node_number
 from ..errors import ConfigError
-from .runtime import recomputing
 
 _KEPT = 1024  # passes that may wait for their backward pass
 _T = TypeVar("_T")
@@ -51,3 +50,8 @@ class ForwardPasses(Generic[_T]):
             f"more than {_KEPT} forward passes wait for their backward passes, and the oldest ones' layers cannot be "
             "recomputed any more: run backward earlier, or do without activation checkpointing"
         )
+
+
+def recomputing() -> bool:
+    """Whether this forward pass is activation checkpointing's second one, inside a backward pass."""
+    return backward_pass() != -1

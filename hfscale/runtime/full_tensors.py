@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._host.transformers.saving import never_stored
 from ..mesh import Mesh
 from ..plan import ParameterPlan, Plan, write_share
-from .runtime import Runtime, local_tensor
+from .runtime import Runtime
+from .shards import local_tensor
 from .writing import is_writer
 
 

@@ -16,9 +16,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from .._host.torch import backward_pass
 from .._host.transformers.classes import class_name
 from ..errors import ConfigError
 from ..mesh import Mesh
@@ -117,6 +115,13 @@ class Part:
     def cuts_tokens(self, module: str) -> bool:
         """Whether the hidden states that a module of the layers reads now are this rank's tokens only."""
         return False
+
+    def local_view(self, module: str) -> str | None:
+        """In words, what a hook on a module sees in this pass, if that is a part of it; which hooks are right then."""
+        return None
+
+    def check_model(self, runtime: "Runtime") -> None:
+        """Refuse, by :class:`ConfigError`, what has become of the model since it was built, alike on every rank."""
 
     def save(self, runtime: "Runtime", directory: Path) -> bool:
         """Whether this part has written, in place of the model, what is to be saved of it; collective.
@@ -265,6 +270,19 @@ class Runtime:
         """Whether the hidden states that a module of the layers reads now are this rank's tokens only."""
         return any(part.cuts_tokens(module) for part in self.parts)
 
+    def local_view(self, module: str) -> str | None:
+        """In words, what a hook on a module sees in this pass, if that is a part of it."""
+        return next((seen for part in self.parts if (seen := part.local_view(module)) is not None), None)
+
+    def check_model(self) -> None:
+        """Look at the model before it is used.
+
+        Raises:
+            ConfigError: it is no longer what was built.
+        """
+        for part in self.parts:
+            part.check_model(self)
+
     def release(self) -> None:
         """Give up what forward passes keep for backward passes that do not come: parameters are this rank's shards."""
         for part in self.parts:
@@ -329,13 +347,3 @@ def find_runtime(model: nn.Module) -> Runtime | None:
             found: Runtime = module.__dict__[_ATTRIBUTE]
             return found
     return None
-
-
-def recomputing() -> bool:
-    """Whether this forward pass is activation checkpointing's second one, inside a backward pass."""
-    return backward_pass() != -1
-
-
-def local_tensor(tensor: Tensor) -> Tensor:
-    """The plain tensor this rank holds of a parameter or gradient."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -18,3 +18,8 @@ def memory_of(tensor: Tensor) -> list[Tensor]:
         return memory_of(tensor.to_local())
     parts = getattr(tensor, "__tensor_flatten__", None)
     return [tensor] if parts is None else [getattr(tensor, name) for name in parts()[0]]
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """The plain tensor this rank holds of a parameter or gradient."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -31,7 +31,7 @@ from ..families.precision import keep_float64
 from ..memory_config import MemoryConfig
 from ..runtime import runtime_of
 from ..runtime.names import stock_name
-from ..runtime.runtime import local_tensor
+from ..runtime.shards import local_tensor
 from .differences import difference, gradient_difference
 from .pool import RankPool
 from .texts import ragged_batch, vocabulary_of

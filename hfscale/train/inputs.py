@@ -26,6 +26,8 @@ def prepare(
     Raises:
         ConfigError: on every rank, where one refuses its batch, or the model cannot be trained so.
     """
+    if not train:  # before a training step that was looked at by itself
+        runtime.check_model()
     loss = _loss_of(runtime, loss)
     mesh, rows, refused = runtime.mesh, list[list[int]](), None
     microbatches = list[Microbatch]()

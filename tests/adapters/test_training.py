@@ -14,7 +14,7 @@ import hfscale
 from hfscale import ParallelConfig
 from hfscale._host.transformers.computing import enable_checkpointing
 from hfscale.runtime import runtime_of
-from hfscale.runtime.runtime import local_tensor
+from hfscale.runtime.shards import local_tensor
 from hfscale.testing import Case, RankPool, assert_layout_equal, plain
 
 from ..mixtures import EAGER, qwen3_moe

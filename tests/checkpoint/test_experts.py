@@ -35,7 +35,7 @@ from hfscale.files.slices import ShareOnDisk
 from hfscale.plan import Cut, ParameterPlan
 from hfscale.plan.cut import share_spans
 from hfscale.runtime import runtime_of
-from hfscale.runtime.runtime import local_tensor
+from hfscale.runtime.shards import local_tensor
 from hfscale.testing import RankPool
 
 from ..sweeps import cases

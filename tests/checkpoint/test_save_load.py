@@ -18,7 +18,7 @@ import hfscale
 from hfscale import CheckpointError, ConfigError, ParallelConfig
 from hfscale.files.reader import SafetensorsFile
 from hfscale.runtime import runtime_of
-from hfscale.runtime.runtime import local_tensor
+from hfscale.runtime.shards import local_tensor
 from hfscale.testing import RankPool
 from hfscale.testing.families import config_of
 

@@ -17,7 +17,7 @@ import hfscale
 from hfscale import CheckpointError, ParallelConfig
 from hfscale.files.reader import SafetensorsFile
 from hfscale.runtime import runtime_of
-from hfscale.runtime.runtime import local_tensor
+from hfscale.runtime.shards import local_tensor
 from hfscale.testing import RankPool
 
 from ..models import tiny

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import hfscale
 from hfscale import CheckpointError, ParallelConfig
-from hfscale.runtime.runtime import local_tensor
+from hfscale.runtime.shards import local_tensor
 from hfscale.testing import RankPool
 
 from ..models import tiny

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 import hfscale
 from hfscale import ParallelConfig
 from hfscale.runtime import runtime_of
-from hfscale.runtime.runtime import local_tensor
+from hfscale.runtime.shards import local_tensor
 from hfscale.testing import RankPool
 
 from ..models import tiny

@@ -14,7 +14,7 @@ from hfscale.memory.compressed import Compressed, Here, compress, decompress
 from hfscale.memory.kept_activations import KeptActivations
 from hfscale.memory.on_host import OnHost
 from hfscale.runtime import runtime_of
-from hfscale.runtime.runtime import local_tensor
+from hfscale.runtime.shards import local_tensor
 from hfscale.testing import RankPool
 from hfscale.testing.parity import ragged_batch
 

@@ -10,7 +10,7 @@ import torch
 import hfscale
 from hfscale import ConfigError, MemoryConfig, ParallelConfig, PlanError
 from hfscale.runtime import runtime_of
-from hfscale.runtime.runtime import local_tensor
+from hfscale.runtime.shards import local_tensor
 from hfscale.testing import RankPool, assert_layout_equal
 
 from ..models import tiny

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import hfscale
 from hfscale import MemoryConfig, ParallelConfig
-from hfscale.runtime.runtime import local_tensor
+from hfscale.runtime.shards import local_tensor
 from hfscale.testing import RankPool
 from hfscale.testing.parity import ragged_batch
 

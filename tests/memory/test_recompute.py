@@ -14,7 +14,7 @@ from hfscale import ConfigError, MemoryConfig, ParallelConfig, PlanError
 from hfscale.memory.recompute import Recomputation
 from hfscale.memory.report import count_saved
 from hfscale.runtime import runtime_of
-from hfscale.runtime.runtime import local_tensor
+from hfscale.runtime.shards import local_tensor
 from hfscale.testing import Case, RankPool, assert_layout_equal
 from hfscale.testing.families import config_of
 

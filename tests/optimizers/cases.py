@@ -15,7 +15,7 @@ from hfscale import ParallelConfig
 from hfscale.optimizers.decay import decays, owners_of
 from hfscale.optimizers.muon import is_hidden_matrix
 from hfscale.runtime import like_sharded, runtime_of
-from hfscale.runtime.runtime import local_tensor
+from hfscale.runtime.shards import local_tensor
 
 from ..mixtures import EAGER, gpt_oss, qwen3_moe
 from ..models import tiny

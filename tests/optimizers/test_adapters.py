@@ -11,7 +11,7 @@ import hfscale
 from hfscale import ParallelConfig
 from hfscale.optimizers.decay import decays, owners_of
 from hfscale.runtime import runtime_of
-from hfscale.runtime.runtime import local_tensor
+from hfscale.runtime.shards import local_tensor
 from hfscale.testing import RankPool
 
 from ..models import tiny

@@ -15,7 +15,7 @@ import hfscale
 from hfscale import ParallelConfig
 from hfscale.families.precision import keep_float64
 from hfscale.runtime import runtime_of
-from hfscale.runtime.runtime import local_tensor
+from hfscale.runtime.shards import local_tensor
 from hfscale.testing import RankPool, Traffic, count_traffic
 
 from .cases import STEPS, build, make, reference, restore, run, set_gradients

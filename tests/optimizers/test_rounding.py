@@ -13,7 +13,7 @@ import hfscale
 from hfscale import ConfigError, MemoryConfig, ParallelConfig
 from hfscale.optimizers.rounding import key_of, places_of, write_rounded
 from hfscale.runtime import runtime_of
-from hfscale.runtime.runtime import local_tensor
+from hfscale.runtime.shards import local_tensor
 from hfscale.testing import RankPool
 
 from .cases import CONFIGS, OWN, build, make, run

@@ -22,7 +22,7 @@ from hfscale._host.transformers.computing import enable_checkpointing
 from hfscale._host.transformers.experts import router_logits, use_eager_experts
 from hfscale.families.precision import keep_float64
 from hfscale.runtime import runtime_of
-from hfscale.runtime.runtime import local_tensor
+from hfscale.runtime.shards import local_tensor
 from hfscale.testing import RankPool
 from hfscale.testing.parity import ragged_batch
 

@@ -13,7 +13,7 @@ from hfscale import ParallelConfig
 from hfscale._host.transformers.computing import enable_checkpointing
 from hfscale.families.precision import keep_float64
 from hfscale.runtime import runtime_of
-from hfscale.runtime.runtime import local_tensor
+from hfscale.runtime.shards import local_tensor
 from hfscale.testing import Case, RankPool, Traffic, assert_layout_equal, count_traffic, plain
 
 from ..mixtures import EAGER, gpt_oss, qwen2_moe, qwen3_moe

@@ -12,7 +12,7 @@ import hfscale
 from hfscale import ConfigError, Float8Config, MemoryConfig, ParallelConfig
 from hfscale.ops.float8_weight import Float8Weight
 from hfscale.runtime import runtime_of
-from hfscale.runtime.runtime import local_tensor
+from hfscale.runtime.shards import local_tensor
 from hfscale.testing import RankPool, Traffic, count_traffic
 from hfscale.testing.parity import ragged_batch
 

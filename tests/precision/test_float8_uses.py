@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, get_scheduler
 import hfscale
 from hfscale import ParallelConfig
 from hfscale.runtime import runtime_of
-from hfscale.runtime.runtime import local_tensor
+from hfscale.runtime.shards import local_tensor
 from hfscale.testing import RankPool
 from hfscale.testing.parity import ragged_batch
 

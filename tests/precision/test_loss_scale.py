@@ -18,7 +18,7 @@ import hfscale
 from hfscale import ConfigError, MemoryConfig, ParallelConfig, RoutingConfig
 from hfscale._host.transformers.experts import use_eager_experts
 from hfscale.runtime import Part, Runtime, runtime_of
-from hfscale.runtime.runtime import local_tensor
+from hfscale.runtime.shards import local_tensor
 from hfscale.testing import RankPool
 from hfscale.testing.parity import ragged_batch
 

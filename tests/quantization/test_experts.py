@@ -14,7 +14,7 @@ import hfscale
 from hfscale import ParallelConfig
 from hfscale.quantization.quantized_modules import dequantized, is_quantized
 from hfscale.runtime import runtime_of
-from hfscale.runtime.runtime import local_tensor
+from hfscale.runtime.shards import local_tensor
 from hfscale.testing import RankPool
 
 from ..tensor_memory import follow_memory

@@ -17,7 +17,7 @@ from hfscale._host.transformers.computing import enable_checkpointing
 from hfscale.files.reader import SafetensorsFile
 from hfscale.quantization.packed import packings_of
 from hfscale.runtime import runtime_of
-from hfscale.runtime.runtime import local_tensor
+from hfscale.runtime.shards import local_tensor
 from hfscale.testing import RankPool
 
 from ..tensor_memory import follow_memory

@@ -94,6 +94,11 @@ def loss_replaced(model: Any, loss: Callable[..., Any]) -> AbstractContextManage
     return attribute_replaced(model, "_loss_function", loss)
 
 
+def loss_function_of(model: Any) -> Any:
+    """What was set as ``model.loss_function``; ``None`` where the class chooses by its config."""
+    return vars(model).get("_loss_function")
+
+
 def is_causal_lm(name: str) -> bool:
     """Whether the host knows a class of that name as a causal language model; its Trainer then shifts labels."""
     return name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()

@@ -104,6 +104,15 @@ class ContextParallel(Part):
         group = runtime.mesh.group("cp")
         return own if group is None else TokenGather(group)(own, batch[_BATCH])
 
+    def local_view(self, module: str) -> str | None:
+        """This rank's tokens, in every module."""
+        if self._attend is None:
+            return None
+        return (
+            "those are this rank's tokens, of sequences that context ranks share: what treats each token by itself is "
+            "right, what mixes them or keeps them is not; cp_size=1 shows it all of them"
+        )
+
     def _learn(self, batch: CutBatch) -> None:
         """Where the text begins, its positions are known."""
         learn(batch)

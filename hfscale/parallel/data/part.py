@@ -20,7 +20,7 @@ from .shard import (
     reduce_microbatch,
     set_gradient_sync,
 )
-from .whole_weights import reshard
+from .whole_weights import refuse_calls_past_the_model, reshard
 
 
 class DataParallel(Part):
@@ -36,6 +36,7 @@ class DataParallel(Part):
         if weights is not None:
             install_local_weights(model, weights.tensors, plan, mesh)
         gather_in_8_bits(model, plan, mesh)
+        refuse_calls_past_the_model(model)
         if compresses(plan):
             self._compressing = install_compression(model, plan, mesh)
 

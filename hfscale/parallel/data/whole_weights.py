@@ -7,12 +7,37 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from ..._host.torch_fsdp import managed_places
+from ..._host.transformers.classes import class_name
+from ...errors import ConfigError
+
 
 def reshard(model: nn.Module) -> None:
     """Leave this rank its shards only, also where a forward pass without a backward pass has kept whole weights."""
     for module in model.modules() if isinstance(model, FSDPModule) else ():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def refuse_calls_past_the_model(model: Any) -> None:
+    """FSDP2 gathers what lies around the layers when the model is called, and not for a part of it."""
+    inside = getattr(model, "base_model", model)
+    if inside is model:
+        return
+    modules = set(inside.modules())
+    around = next((place for place in managed_places(model, inner=False) if place.module in modules), None)
+    if around is None:
+        return
+
+    def refuse(*_: Any) -> None:
+        if not around.is_gathered():
+            raise ConfigError(
+                f"{type(inside).__name__} was called past {class_name(model)}, for which alone FSDP2 gathers the "
+                f"weights around the layers ({around.name} of {type(around.module).__name__}, for one): call the model "
+                "itself (output_hidden_states=True gives what its layers make), or load the class without a head"
+            )
+
+    inside.register_forward_pre_hook(refuse)
 
 
 def give_up_whole_weights(model: Any) -> None:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from ..._host.torch import own_modules, own_parameters
 from ..._host.transformers.hidden_states import hidden_states_of
+from ...errors import ConfigError
 from ...plan import Plan, Stage, StagePlan
 from ...plan.loans import Loan
 from ...planner.loans import lend
@@ -38,6 +39,7 @@ class Passage:
     Attributes:
         first: index of the stage's first layer; the stand-ins of the layers before it give what arrived.
         shape: samples and tokens of the batch.
+        under_way: whether there is one.
         arriving: the stream from the stage before; ``None`` on the first stage.
         arrived: whether it was taken.
         leaving: the stream behind the stage's last layer, once it has got there.
@@ -48,6 +50,7 @@ class Passage:
 
     first: int = 0
     shape: tuple[int, int] = (0, 0)
+    under_way: bool = False
     arriving: Tensor | None = None
     arrived: bool = False
     leaving: Tensor | None = None
@@ -97,7 +100,17 @@ class _StandIn(nn.Module):
         self.training = absent.training
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Without hooks: what somebody hangs on a module runs where the module is."""
+        """Without hooks: what somebody hangs on a module runs where the module is.
+
+        Raises:
+            ConfigError: somebody called a module of the model, and not a stage.
+        """
+        if not self._passage.under_way:
+            raise ConfigError(
+                f"another pipeline stage holds the {type(self._absent).__name__} that is needed: modules of the model "
+                "(model.model, for one) cannot be called by themselves here. Use hfscale.train_step(model, batch, "
+                "loss_fn=...), hfscale.eval_step or hfscale.token_scores, which run all stages"
+            )
         return self.forward(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -238,11 +251,13 @@ def run_stages_apart(model: nn.Module, stages: StagePlan, own: tuple[Stage, ...]
     def running(stage: Stage) -> Iterator[Passage]:
         active[:] = [stage]
         passage.first, passage.arrived, passage.leaving = places[stage.layers[0]], False, None
+        passage.under_way = True
         try:
             yield passage
         finally:
             active.clear()
             passage.arriving = passage.leaving = passage.memory = None
+            passage.under_way = False
 
     return running
 

@@ -27,11 +27,14 @@ class TensorParallel(Part):
         self.sums: PartialSums | None = None
         self.regions: list[SequenceRegion] = []
         self._region_of: dict[str, SequenceRegion | None] = {}
+        self._blocks: list[str] = []
+        self._head: str | None = None
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Edges around blocks."""
         group = runtime.mesh.group("tp")
         if group is not None:
+            self._blocks, self._head = [block.name for block in runtime.plan.blocks], runtime.plan.head
             self.sums = PartialSums(group)
             self.regions = [SequenceRegion(planned, group) for planned in runtime.plan.sequence_regions]
             install_edges(runtime, self.sums, self.regions, self.region_of)
@@ -66,6 +69,23 @@ class TensorParallel(Part):
         """Whether its region is cut in this pass."""
         region = self.region_of(module)
         return region is not None and region.cut
+
+    def local_view(self, module: str) -> str | None:
+        """Inside of blocks, columns or partial sums; in the layers around them, tokens of a cut sequence."""
+        block = next((name for name in self._blocks if module.startswith(f"{name}.")), None)
+        if block is not None:
+            return (
+                f"within {block} that is a share of the heads or columns, or a part of a sum over tensor ranks; a hook "
+                f"on {block} itself sees the whole"
+            )
+        if module == self._head:
+            return "that is a share of the vocabulary; call the model without labels for whole logits"
+        if self.cuts_tokens(module):
+            return (
+                "those are this rank's tokens, of the sequence that sequence_parallel cuts: what treats each token by "
+                "itself is right, what mixes them or keeps them is not; sequence_parallel=False shows it all of them"
+            )
+        return None
 
 
 class VocabularyLoss(Part):

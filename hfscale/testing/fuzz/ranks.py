@@ -13,7 +13,7 @@ from torch import Tensor
 import hfscale
 
 from ...runtime import Runtime, runtime_of
-from ...runtime.runtime import local_tensor
+from ...runtime.shards import local_tensor
 from ..differences import difference
 from ..parity import stored
 from .between import look

@@ -14,7 +14,7 @@ import hfscale
 from hfscale import ConfigError, ParallelConfig
 from hfscale.parallel.data.compress import NarrowMean, PowerSGD, first_factor
 from hfscale.runtime import runtime_of
-from hfscale.runtime.runtime import local_tensor
+from hfscale.runtime.shards import local_tensor
 from hfscale.testing import RankPool, count_traffic
 from hfscale.testing.parity import ragged_batch
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 import hfscale
 from hfscale import ParallelConfig
 from hfscale._host.transformers.computing import enable_checkpointing
-from hfscale.runtime.runtime import local_tensor
+from hfscale.runtime.shards import local_tensor
 from hfscale.testing import RankPool
 from tests.models import tiny
 

@@ -1,0 +1,133 @@
+"""What was put into a model after it was built: other modules, parameters, a loss, hooks.
+
+A layout is installed in modules: a head that somebody put in the place of the one that was cut is no part of it, and
+nobody would sum its gradients over ranks, nor save it. So modules and parameters are looked at again before passes: a
+comparison of dictionaries for each module. Hooks stay where they were hung; of those that see a part of what is
+computed, it is said once.
+"""
+
+import functools
+import logging
+from typing import Any
+
+from torch import nn
+
+from .._host.torch import forward_hooks, own_modules, own_parameters
+from .._host.torch_fsdp import managed_places
+from .._host.transformers.classes import class_name, loss_function_of
+from ..errors import ConfigError
+from ..runtime import Runtime
+
+_LIBRARIES = frozenset({"accelerate", "hfscale", "peft", "torch", "transformers", "trl"})
+_log = logging.getLogger(__name__)
+
+
+class Structure:
+    """A model as it was built."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        modules = list(runtime.model.modules())
+        self._modules = [(module, dict(own_modules(module))) for module in modules]
+        # What FSDP2 manages is now a shard and now whole; of bitsandbytes' weights others take the place by themselves.
+        self._managed = list(managed_places(runtime.model))
+        managed = {(place.module, place.name) for place in self._managed}
+        self._parameters = [
+            (
+                module,
+                {
+                    name: parameter if type(parameter) is nn.Parameter and (module, name) not in managed else None
+                    for name, parameter in own_parameters(module).items()
+                },
+            )
+            for module in modules
+        ]
+        self._loss = loss_function_of(runtime.model)
+        self._hooked = set[int]()
+
+    def check(self) -> None:
+        """Look again, in the order of what is said; also at hooks, of which nothing is refused.
+
+        Raises:
+            ConfigError: something else is there.
+        """
+        if (changed := self._changed()) is not None:
+            layout, kind = self._runtime.mesh.layout.describe(), class_name(self._runtime.model)
+            raise ConfigError(
+                f"{changed} since this {kind} was spread over {layout}, and no rank would cut it, sum its "
+                "gradients with the others' or save it: change a model before hfscale.parallelize(model, parallel), "
+                "change its config before it is loaded (num_hidden_layers=..., tie_word_embeddings=...), or give "
+                "adapters to hfscale.get_peft_model(model, config)"
+            )
+        if loss_function_of(self._runtime.model) is not self._loss:
+            raise ConfigError(
+                f"model.loss_function was set since this {class_name(self._runtime.model)} was spread over "
+                f"{self._runtime.mesh.layout.describe()}, where ranks have parts of the logits or of the labels: use "
+                "hfscale.train_step(model, batch, loss_fn=...), which gives a loss of your own whole logits; "
+                "compute_loss_func of hfscale.Trainer; or call the model without labels, for a loss of its logits"
+            )
+        self._watch_hooks()
+
+    def _changed(self) -> str | None:
+        """In words, the first place where something else is."""
+        for module, held in self._modules:
+            if (inside := own_modules(module)) != held:
+                name = next(name for name in held | inside if held.get(name) is not inside.get(name))
+                return f"{self._place(module, name)} was {_what(name in held, name in inside)}"
+        for module, parameters in self._parameters:
+            now = own_parameters(module)
+            if now.keys() != parameters.keys():
+                name = next(iter(now.keys() ^ parameters.keys()))
+                return f"{self._place(module, name)} was {_what(name in parameters, name in now)}"
+            for name, parameter in parameters.items():
+                if parameter is not None and now[name] is not parameter:
+                    return f"{self._place(module, name)} was replaced"
+        for place in self._managed:
+            if not place.has_its_own():
+                return f"{self._place(place.module, place.name)} was replaced"
+        return None
+
+    def _place(self, module: nn.Module, name: str) -> str:
+        path = self._name(module)
+        return f"{path}.{name}" if path else name
+
+    def _name(self, module: nn.Module) -> str:
+        return next((name for name, found in self._runtime.model.named_modules() if found is module), "")
+
+    def _watch_hooks(self) -> None:
+        """Of hooks that somebody hung on modules since, let the next pass say if they see a part."""
+        for module, _ in self._modules:
+            if id(module) not in self._hooked and any(map(_is_somebodys, forward_hooks(module))):
+                self._hooked.add(id(module))
+                name = self._name(module)
+                if name:  # what the model itself is given and returns is refused elsewhere, where it is a part
+                    _Witness(self._runtime, name, module)
+
+
+class _Witness:
+    """Looks on in the passes of a module that has somebody's hook, until it has something to say."""
+
+    def __init__(self, runtime: Runtime, name: str, module: nn.Module) -> None:
+        self._runtime, self._name = runtime, name
+        self._handle = module.register_forward_pre_hook(self)
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        seen = self._runtime.local_view(self._name)
+        if seen is not None:
+            self._handle.remove()
+            _log.warning(
+                "a hook on %s sees, and may change, this rank's part alone (%s): %s",
+                *(self._name, self._runtime.mesh.layout.describe(), seen),
+            )
+
+
+def _what(was: bool, is_there: bool) -> str:
+    return "replaced" if was and is_there else "taken out" if was else "put in"
+
+
+def _is_somebodys(hook: Any) -> bool:
+    """Whether it is none of the libraries' that know what ranks hold, or ask for nothing."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    place = getattr(hook, "__module__", None) or type(hook).__module__
+    return str(place).partition(".")[0] not in _LIBRARIES
