@@ -62,7 +62,8 @@ class StockCode(Part):
             model.save_pretrained = _saves_all_of_it(model, self._save)
         if layout.total_size > 1:
             self._structure = Structure(runtime)
-            model.register_forward_pre_hook(self._look, prepend=True)
+            if runtime.plan.stages is None:  # stages run in steps alone, with older weights in some schedules
+                model.register_forward_pre_hook(self._look, prepend=True)
 
     def _look(self, model: nn.Module, args: Any) -> None:
         """Plain loops call the model alone."""
