@@ -173,6 +173,24 @@ def dora_modules(wrapper: nn.Module) -> list[nn.Module]:
     return list(getattr(wrapper, DORA_MAGNITUDES, nn.ModuleDict()).values())
 
 
+def first_factors(wrapper: nn.Module) -> list[nn.Module]:
+    """What of a wrapper's low-rank adapters reads the wrapper's input."""
+    return list(getattr(wrapper, LORA_A, nn.ModuleDict()).values())
+
+
+def note_casts(wrapper: Any, note: Callable[[Tensor, Tensor], None]) -> None:
+    """Have ``note`` told the input of a wrapper and the copy of it in another type that its adapters read, if any."""
+    stock = wrapper._cast_input_dtype
+
+    def cast(x: Any, dtype: Any) -> Any:
+        found = stock(x, dtype)
+        if found is not x:
+            note(x, found)
+        return found
+
+    wrapper._cast_input_dtype = cast
+
+
 def dropouts(wrapper: nn.Module) -> list[nn.Module]:
     """What a wrapper has in front of its adapters."""
     return list(getattr(wrapper, "lora_dropout", nn.ModuleDict()).values())

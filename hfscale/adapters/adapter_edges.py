@@ -14,10 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .._host.peft import BASE, COPY, LORA_B, dora_modules, dropouts
+from .._host.peft import BASE, COPY, LORA_B, dora_modules, dropouts, first_factors, note_casts
+from ..ops.drawn_again import drawn_again
 from ..parallel.tensor import TensorParallel
-from ..parallel.tensor.partial_gradients import computes_with, read_partial
-from ..parallel.tensor.random import drop_alike, drop_own
+from ..parallel.tensor.deferred_weights import Overlap
+from ..parallel.tensor.partial_gradients import PartialSums, computes_with, read_partial
+from ..parallel.tensor.random import drop_again, drop_alike, drop_own
 from ..parallel.tensor.sequence_region import SequenceRegion
 from ..plan import BlockPlan
 from ..runtime import Runtime
@@ -43,12 +45,37 @@ def install_adapter_edges(runtime: Runtime) -> None:
                 module = model.get_submodule(adapter.base.rpartition(".")[0])
             read_partial(module, sums, names=(name,), once=once, holder=holder)
     for block in (block for block in plan.blocks if runtime.is_local(block.name)):
-        stream = tensor.region_of(block.name)
-        for name, wrapper in _wrappers(model.get_submodule(block.name), block.name):
-            row = name in block.row
-            if row:
-                sum_norms(wrapper, sums.group)
-            _place_dropout(wrapper, name, row, block, stream, runtime.mesh.ranks["tp"])
+        _install_in_block(runtime, tensor, sums, block)
+
+
+def _install_in_block(runtime: Runtime, tensor: TensorParallel, sums: PartialSums, block: BlockPlan) -> None:
+    stream = tensor.region_of(block.name)
+    for name, wrapper in _wrappers(runtime.model.get_submodule(block.name), block.name):
+        row = name in block.row
+        if row:
+            sum_norms(wrapper, sums.group)
+        overlap = None if row else tensor.overlaps.get(block.name)
+        if overlap is not None and overlap.regather:
+            _keep_shares(wrapper, overlap, sums)
+        _place_dropout(wrapper, name, row, block, stream, runtime.mesh.ranks["tp"], overlap)
+
+
+def _keep_shares(wrapper: nn.Module, overlap: Overlap, sums: PartialSums) -> None:
+    """Where a block's input is gathered again for gradients, adapters keep no more of it than their projection does."""
+
+    def note(x: Tensor, found: Tensor) -> None:
+        if overlap.gathered is not None:
+            overlap.gathered.made(x, found, partial(_to, found.dtype))
+
+    factors = first_factors(wrapper)
+    if factors:
+        note_casts(wrapper, note)
+    for factor in factors:
+        overlap.read_by(factor, sums.read)  # every rank has it whole, and a part of its gradient
+
+
+def _to(dtype: torch.dtype, x: Tensor) -> Tensor:
+    return x.to(dtype)
 
 
 def _wrappers(block: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
@@ -78,7 +105,13 @@ def _norm_over_ranks(
 
 
 def _place_dropout(
-    wrapper: nn.Module, name: str, row: bool, block: BlockPlan, stream: SequenceRegion | None, rank: int
+    wrapper: nn.Module,
+    name: str,
+    row: bool,
+    block: BlockPlan,
+    stream: SequenceRegion | None,
+    rank: int,
+    overlap: Overlap | None,
 ) -> None:
     """Draw masks of a row projection's input, which is cut, from this rank's own stream, and all others alike."""
 
@@ -89,21 +122,30 @@ def _place_dropout(
         if isinstance(dropout, nn.Dropout):
             drop: Callable[[Tensor], Tensor] = dropout.forward
             dropout.forward = partial(  # type: ignore[method-assign]
-                _dropped, dropout, drop, row, in_cut_stream, rank, f"{name}/{number}"
+                _dropped, dropout, drop, row, in_cut_stream, rank, f"{name}/{number}", overlap
             )
 
 
 def _dropped(
-    module: nn.Module,
+    module: nn.Dropout,
     drop: Callable[[Tensor], Tensor],
     row: bool,
     in_cut_stream: Callable[[], bool],
     rank: int,
     key: str,
+    overlap: Overlap | None,
     x: Tensor,
 ) -> Tensor:
     if not module.training:
         return drop(x)
     if row:
         return drop_own(drop, x, rank)
-    return drop_alike(drop, x, key) if in_cut_stream() else drop(x)
+    if not in_cut_stream():
+        return drop(x)
+    again = overlap.gathered if overlap is not None else None
+    if again is None or again.gives(x) is None:
+        return drop_alike(drop, x, key)
+    drawn = drop_again(partial(nn.functional.dropout, p=module.p, training=True), x, key)
+    found = drawn_again(x, drawn)
+    again.made(x, found, drawn)
+    return found

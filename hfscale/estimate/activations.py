@@ -218,22 +218,24 @@ class _Llama:
         return self.roles[name].model_shape(self.ranks)[0]
 
     def _read_stream(self, readers: tuple[str, ...]) -> float:
-        """Bytes that projections keep of what a norm returns: under autocast a copy each, or what is gathered anew."""
-        again = self.sequence if self.plan.layout.sequence_regather else 1
+        """Bytes that projections keep of what a norm returns: this rank's share of it, where it is gathered anew for
+        them and their adapters; under autocast else a copy each.
+        """
+        if self.sequence > 1 and self.plan.layout.sequence_regather:
+            names = [self.roles[name].name for name in readers]
+            adapted = [self.ranks_of_adapters[name] for name in names if name in self.ranks_of_adapters]
+            needed = bool(adapted) or any(name in self.trained for name in names)
+            own = self._kept(self.hidden, self.types.stream) / self.sequence * needed
+            return own + sum(self._kept(rank, self.types.adapters) for rank in adapted)
         if not self.types.autocasts:
-            return self._read(self.hidden, readers, again=again)
-        if again > 1:
-            trains = any(self.roles[name].name in self.trained for name in readers)
-            gathered = self._kept(self.hidden, self.types.stream) / again * trains
-            return gathered + sum(self._read(self.hidden, (name,), kept=True) for name in readers)
+            return self._read(self.hidden, readers)
         return sum(self._read(self.hidden, (name,)) for name in readers)
 
-    def _read(self, width: int, readers: tuple[str, ...], kept: bool = False, again: int = 1) -> float:
+    def _read(self, width: int, readers: tuple[str, ...], kept: bool = False) -> float:
         """Bytes that projections keep of an input of ``width`` values.
 
         Args:
             kept: whether something else keeps it in any case.
-            again: into how many parts it is cut where it is gathered anew for gradients of weights; adapters keep it.
         """
         weights = [self.roles[name].name for name in readers]
         adapted = [self.ranks_of_adapters[name] for name in weights if name in self.ranks_of_adapters]
@@ -241,7 +243,7 @@ class _Llama:
         if adapted and wide == size and not self.types.autocasts:
             own = self._kept(width, size)
         else:
-            own = self._kept(width, size) / again * any(name in self.trained for name in weights)
+            own = self._kept(width, size) * any(name in self.trained for name in weights)
         copies = self._kept(width, wide) * len(adapted) if wide != size or self.types.autocasts else 0
         return own * (not kept) + copies + sum(self._kept(rank, wide) for rank in adapted)
 

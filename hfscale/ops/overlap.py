@@ -27,6 +27,8 @@ from .products import Products
 from .shared_casts import autocasted
 
 Start = Callable[[Tensor], Started]
+Derive = Callable[[Tensor], Tensor]
+"""Makes of a gathered tensor ``[n, h]`` what the forward pass made of it: another type, or with entries dropped."""
 
 
 @dataclass
@@ -36,23 +38,29 @@ class _Flight:
     started: Started | None = None
 
 
-class _Regather:
-    """Gathers a tensor once more in the backward pass, for the projections that read it and nothing else."""
+class Regather:
+    """Gathers a tensor once more in the backward pass, for the projections that read it, or what is made of it."""
 
     def __init__(self, gather: Start, whole: Tensor) -> None:
         self.gather, self.readers, self.left = gather, 0, 0
-        self._first = weakref.ref(whole), version_of(whole)
+        self._known: list[tuple[weakref.ref[Tensor], int, Derive]] = []
+        self._know(whole, _as_it_is)
         self._started: Started | None = None
         self._whole: Tensor | None = None
         self._pass = -1  # the backward pass it was gathered for
 
-    def gives(self, x: Tensor) -> bool:
-        """Whether ``x`` is what was gathered, as it was then, or the same in another shape."""
-        whole, version = self._first[0](), self._first[1]
-        if whole is None or version_of(x) != version or version_of(whole) != version:
-            return False
-        same = x.data_ptr() == whole.data_ptr() and x.numel() == whole.numel() and x.shape[-1] == whole.shape[-1]
-        return x is whole or (same and x.is_contiguous() and whole.is_contiguous())
+    def gives(self, x: Tensor) -> Derive | None:
+        """How ``x`` is made of what was gathered, where it is that, as it was then, or the same in another shape."""
+        return next((derive for known, version, derive in self._known if _is_still(x, known(), version)), None)
+
+    def made(self, x: Tensor, found: Tensor, derive: Derive) -> None:
+        """Note that ``found`` was made of ``x``: a projection that reads it need not keep it either."""
+        before = self.gives(x)
+        if before is not None:
+            self._know(found, lambda whole: derive(before(whole)))
+
+    def _know(self, x: Tensor, derive: Derive) -> None:
+        self._known.append((weakref.ref(x), version_of(x), derive))
 
     def start(self, x: Tensor) -> None:
         """Begin, if no reader has."""
@@ -73,6 +81,17 @@ class _Regather:
         return whole
 
 
+def _as_it_is(whole: Tensor) -> Tensor:
+    return whole
+
+
+def _is_still(x: Tensor, known: Tensor | None, version: int) -> bool:
+    if known is None or version_of(x) != version or version_of(known) != version:
+        return False
+    same = x.data_ptr() == known.data_ptr() and x.numel() == known.numel() and x.shape[-1] == known.shape[-1]
+    return x is known or (same and x.dtype == known.dtype and x.is_contiguous() and known.is_contiguous())
+
+
 class WeightLater:
     """A weight whose gradient is computed apart from its projection's: see :func:`enter_overlapped`.
 
@@ -84,7 +103,8 @@ class WeightLater:
     def __init__(self, weight: Tensor, transposed: bool, own: Tensor | None) -> None:
         self.transposed, self.own = transposed, own
         self.products = Products()
-        self.regather: _Regather | None = None
+        self.regather: Regather | None = None
+        self.derive: Derive = _as_it_is
         self.operands: tuple[Tensor | None, Tensor] | None = None  # input [n, in] (None: regathered), d output [n, out]
         self.token: Any = _Weight.apply(weight, self)
 
@@ -127,7 +147,7 @@ class _Weight(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         later = ctx.later
         (x, grad), later.operands = later.operands, None
-        x = later.regather.take().to(grad.dtype) if x is None else x
+        x = later.derive(later.regather.take()).to(grad.dtype) if x is None else x
         return later.products.to_weight(grad, x, later.transposed).to(ctx.dtype), None
 
 
@@ -181,7 +201,7 @@ def enter_overlapped(
     later = [WeightLater(weight, transposed, own) for weight, transposed in weights]
     whole = _Launch.apply(x, flight, gather, reduce)
     if own is not None and gather is not None:
-        again = _Regather(gather, whole)
+        again = Regather(gather, whole)
         for each in later:
             each.regather = again
     return whole, later
@@ -190,13 +210,15 @@ def enter_overlapped(
 def project(x: Tensor, later: WeightLater, bias: Tensor | None) -> Tensor:
     """``x @ weight.T + bias`` (or ``x @ weight``, where it is stored transposed), ``[..., in]`` -> ``[..., out]``.
 
-    ``x`` is kept for the gradient of the weight, unless it is what was gathered on entering and can be gathered again:
-    a block may compute something else of that first (a norm, a low-rank projection). Under autocast the product, and
-    what is kept for the backward pass, are of its type, as in stock code.
+    ``x`` is kept for the gradient of the weight, unless it is what was gathered on entering and can be gathered again,
+    or known to be made of that: a block may compute something else first (a norm, a low-rank projection). Under
+    autocast the product, and what is kept for the backward pass, are of its type, as in stock code.
     """
     own, later.own = later.own, None  # from here on, autograd's saved tensors keep it
-    if later.regather is not None and later.regather.gives(x):
+    derive = None if later.regather is None else later.regather.gives(x)
+    if later.regather is not None and derive is not None:
         later.regather.readers += 1
+        later.derive = derive
     else:
         own = later.regather = None
     x, bias = autocasted(x), None if bias is None else autocasted(bias)

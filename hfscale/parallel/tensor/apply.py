@@ -41,6 +41,7 @@ def install_edges(
     sums: PartialSums,
     regions: Sequence[SequenceRegion],
     region_of: Callable[[str], SequenceRegion | None],
+    overlaps: dict[str, Overlap],
 ) -> None:
     """Make a model that holds this rank's tensor shards compute with the others.
 
@@ -48,6 +49,7 @@ def install_edges(
         sums: gets the parameters whose gradients are partial.
         regions: whose streams are cut along the sequence.
         region_of: that of a module in the layers.
+        overlaps: gets the entries of blocks whose projections' gradients are taken apart.
     """
     model, plan, mesh = runtime.model, runtime.plan, runtime.mesh
     for stream in regions:
@@ -56,7 +58,10 @@ def install_edges(
     for block in (block for block in plan.blocks if runtime.is_local(block.name)):
         set_local_sizes(model.get_submodule(block.name), block)
         cut = region_of(block.name)
-        install_block_edges(model, block, mesh, cut, _overlap(model, plan, block, sums.group, cut))
+        overlap = _overlap(model, plan, block, sums.group, cut)
+        if overlap is not None:
+            overlaps[block.name] = overlap
+        install_block_edges(model, block, mesh, cut, overlap)
     install_replica_sums(model, plan, mesh, runtime.is_local)
     if plan.blocks:
         model.register_forward_pre_hook(_refuse_partial_outputs, with_kwargs=True)

@@ -1,5 +1,6 @@
 """Hide a block's backward collectives behind the gradients of its column projections' weights."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,13 +10,21 @@ from torch import Tensor, nn
 from ...families.projections import PROJECTIONS, is_transposed
 from ...ops import WeightLater, enter, enter_overlapped, project
 from ...ops.exchange import Started, start_all_reduce
-from ...ops.overlap import narrowed
+from ...ops.overlap import Regather, narrowed
 from ...ops.products import products_of
 from .sequence_region import SequenceRegion
 
 
+def _as_it_is(weight: Tensor) -> Tensor:
+    return weight
+
+
 class Overlap:
-    """The entry of one block: its column projections compute the gradients of their weights late."""
+    """The entry of one block: its column projections compute the gradients of their weights late.
+
+    Attributes:
+        gathered: what gathers the latest input again; ``None`` where nothing does.
+    """
 
     def __init__(
         self, columns: list[nn.Module], group: dist.ProcessGroup, stream: SequenceRegion | None, regather: bool
@@ -23,26 +32,42 @@ class Overlap:
         self.group, self.stream, self.regather = group, stream, regather
         # a subclass may compute something else
         self.columns: list[Any] = [module for module in columns if type(module) in PROJECTIONS]
+        self._low_rank: dict[Any, Callable[[Tensor], Tensor]] = {}
         self._waiting: dict[nn.Module, WeightLater] = {}
+        self.gathered: Regather | None = None
         for module in self.columns:
             self._take_apart(module)
 
     def enter(self, x: Tensor) -> Tensor:
         """The block's input, as its projections see it."""
+        self.gathered = None
         stream = self.stream if self.stream is not None and self.stream.cut else None
         if torch.compiler.is_compiling():  # it puts collectives behind products by itself, and keeps no state for later
             return enter(x, self.group) if stream is None else stream.enter(x)
-        columns = [module for module in self.columns if torch.is_grad_enabled() and module.weight.requires_grad]
-        weights = [(module.weight, is_transposed(module)) for module in columns]
+        regather = self.regather and stream is not None
+        asked = {**dict.fromkeys(self.columns, _as_it_is), **(self._low_rank if regather else {})}
+        reads = {each: read for each, read in asked.items() if torch.is_grad_enabled() and each.weight.requires_grad}
+        weights = [(read(module.weight), is_transposed(module)) for module, read in reads.items()]
         gather, reduce = (None, self._start_sum) if stream is None else stream.collectives(x)
         # The gradient is a sum over projections that ran in the autocast's type, and it travels in that.
         if torch.is_autocast_enabled(x.device.type):
             reduce = narrowed(reduce, torch.get_autocast_dtype(x.device.type))
         x, later = enter_overlapped(x, weights, reduce, gather, self.regather)
-        for module, each in zip(columns, later, strict=True):
+        for module, each in zip(reads, later, strict=True):
             each.products = products_of(module)
-        self._waiting = dict(zip(columns, later, strict=True))
+        self._waiting = dict(zip(reads, later, strict=True))
+        self.gathered = later[0].regather if later else None
         return x
+
+    def read_by(self, low_rank: Any, read: Callable[[Tensor], Tensor]) -> None:
+        """Where the input is gathered again, ``low_rank``, the first factor of an adapter, does not keep it either.
+
+        Args:
+            read: gives its weight as its computation should see it.
+        """
+        if type(low_rank) in PROJECTIONS:
+            self._low_rank[low_rank] = read
+            self._take_apart(low_rank)
 
     def _start_sum(self, grad: Tensor) -> Started:
         # A copy, since autograd may hand the same gradient tensor to another branch.

@@ -8,6 +8,7 @@ from ...runtime import Part, Runtime, local_tensor
 from ...runtime.batches import Microbatch
 from ...runtime.local_weights import LocalWeights
 from .apply import install_edges
+from .deferred_weights import Overlap
 from .generate import install_generate
 from .loss import install_loss
 from .partial_gradients import PartialSums
@@ -21,11 +22,13 @@ class TensorParallel(Part):
     Attributes:
         sums: sums partial gradients over the tensor ranks; ``None`` where there is one.
         regions: what sequence parallelism cuts along the sequence.
+        overlaps: entries of blocks whose projections' gradients are taken apart, by the block's name.
     """
 
     def __init__(self) -> None:
         self.sums: PartialSums | None = None
         self.regions: list[SequenceRegion] = []
+        self.overlaps: dict[str, Overlap] = {}
         self._region_of: dict[str, SequenceRegion | None] = {}
         self._blocks: list[str] = []
         self._head: str | None = None
@@ -37,7 +40,7 @@ class TensorParallel(Part):
             self._blocks, self._head = [block.name for block in runtime.plan.blocks], runtime.plan.head
             self.sums = PartialSums(group)
             self.regions = [SequenceRegion(planned, group) for planned in runtime.plan.sequence_regions]
-            install_edges(runtime, self.sums, self.regions, self.region_of)
+            install_edges(runtime, self.sums, self.regions, self.region_of, self.overlaps)
 
     def region_of(self, name: str) -> SequenceRegion | None:
         """The region whose stream a module in the layers reads and writes, where sequence parallelism cuts it."""

@@ -18,6 +18,7 @@ block, after row   replicated (partial sums)   derived from the layer's replicat
 =================  ==========================  ===========================================
 """
 
+import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,6 +28,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ...mesh import Mesh
+from ...ops.overlap import Derive
 from ...runtime import recomputing
 
 _RANKS = 1 << 16  # seeds of the cut streams of one region differ below this
@@ -124,9 +126,19 @@ def drop_own(dropout: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, r
 
 def drop_alike(dropout: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, key: str) -> torch.Tensor:
     """Drop entries of a whole activation, where a cut stream is in use."""
+    return drop_again(dropout, x, key)(x)
+
+
+def drop_again(dropout: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, key: str) -> Derive:
+    """What drops of ``x``, or of anything in its form, what :func:`drop_alike` would now: at any time."""
+    seed = derive_seed(str(default_generator(x.device).initial_seed() // _RANKS), key)
+    return functools.partial(_drop_from, seed, dropout)
+
+
+def _drop_from(seed: int, dropout: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     generator = default_generator(x.device)
     after = generator.get_state()
-    generator.manual_seed(derive_seed(str(generator.initial_seed() // _RANKS), key))
+    generator.manual_seed(seed)
     try:
         return dropout(x)
     finally:

@@ -1,0 +1,35 @@
+"""Dropout that keeps no mask: the backward pass draws it again.
+
+Dropout multiplies every entry by a number that is drawn for it, in the order of memory. So its gradient is the same
+dropout of the gradient, with the same draws.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .overlap import Derive
+
+
+class _DrawnAgain(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, drop: Derive) -> Tensor:
+        ctx.drop = drop
+        return drop(x.contiguous())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.drop(grads[0].contiguous()), None
+
+
+def drawn_again(x: Tensor, drop: Derive) -> Tensor:
+    """``drop(x)``.
+
+    Args:
+        drop: dropout that draws the same numbers whenever it is called.
+    """
+    found: Tensor = _DrawnAgain.apply(x, drop)
+    return found
