@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from .._host.torch import tree_leaves
 from .._host.transformers.hidden_states import hidden_states_of
+from ..errors import ConfigError
 from ..plan.compress import FEW, compressed
 from ..plan.offload import offloaded
 from ..runtime import Part, Runtime
@@ -48,8 +49,9 @@ class KeptActivations(Part):
         """Put hooks around the layers."""
         self._to_host, self._to_bytes = offloaded(runtime.plan).activations, compressed(runtime.plan)
         if self._to_host is not None or self._to_bytes is not None:
+            rounds_routes = self._to_bytes is not None and bool(runtime.plan.mixtures)
             for name in filter(runtime.is_local, runtime.plan.layers):
-                self._wrap(runtime.model.get_submodule(name))
+                self._wrap(runtime.model.get_submodule(name), rounds_routes)
 
     def metrics(self, runtime: Runtime) -> Mapping[str, float]:
         """How much was copied, and how much compressed into how much."""
@@ -58,12 +60,23 @@ class KeptActivations(Part):
             found |= {"compressed_activation_bytes": float(self.stored), "activation_bytes": float(self.given)}
         return found
 
-    def _wrap(self, layer: nn.Module) -> None:
+    def _wrap(self, layer: nn.Module, rounds_routes: bool) -> None:
+        """Hooks around one layer.
+
+        Args:
+            rounds_routes: whether a mixture's layers keep 8 bits, so that none may be computed again.
+        """
         forward = layer.forward
 
         def forward_keeping(*args: Any, **kwargs: Any) -> Any:
             if not (layer.training and torch.is_grad_enabled()):
                 return forward(*args, **kwargs)
+            if rounds_routes and getattr(layer, "gradient_checkpointing", False):
+                raise ConfigError(
+                    "compress_activations= with model.gradient_checkpointing_enable(): a layer of a mixture that is "
+                    "computed again from a rounded input may send tokens to other experts than before: call "
+                    "model.gradient_checkpointing_disable(), or use offload_activations=True in place of 8 bits"
+                )
             hidden = hidden_states_of(args, kwargs)
             values = hidden.numel() if isinstance(hidden, Tensor) else 0
             before = None if self._latest is None else self._latest()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import hfscale
 from hfscale import MemoryConfig, ParallelConfig, PlanError
+from hfscale._host.transformers.computing import enable_checkpointing
 from hfscale.memory.compressed import Compressed, Here, compress, decompress
 from hfscale.memory.kept_activations import KeptActivations
 from hfscale.memory.on_host import OnHost
@@ -189,6 +190,11 @@ def test_what_does_not_fit_is_refused() -> None:
     memory = MemoryConfig(compress_activations=True, recompute="full")
     with pytest.raises(PlanError, match="may send tokens to other experts than before: use recompute='none' or"):
         hfscale.plan(qwen3_moe(), memory=memory)
+    switched = hfscale.from_config(qwen3_moe(), memory=MemoryConfig(compress_activations=True)).train()
+    enable_checkpointing(switched)
+    ids = torch.arange(8)[None]
+    with pytest.raises(hfscale.ConfigError, match="may send tokens to other experts than before: call"):
+        hfscale.train_step(switched, {"input_ids": ids, "labels": ids})
     with pytest.raises(hfscale.ConfigError, match="compress_activations=3 is impossible: use True, False, or a size"):
         MemoryConfig(compress_activations=3)  # type: ignore[arg-type]
     assert "in 8 bits: what layers keep for the backward pass, in tensors of 65,536" in str(

@@ -8,10 +8,11 @@ over ``dp_replicate`` here::
                   matrix <- P Q^T       error <- M - P Q^T                      (Vogels et al. 2019)
 
 A rank compresses its own shard of a matrix, as DALL-E did (Ramesh et al. 2021, appendix E); vectors, and matrices whose
-factors would be no smaller, are averaged as they are.
+factors would be no smaller, are averaged as they are. Under a loss scale errors are scaled as gradients are, and follow
+it where it changes; of a step whose gradients are no numbers nothing is kept, or no later step would have any.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -47,12 +48,21 @@ class PowerSGD:
         sizes: of the parts of the buffer, in order.
         rank: of the factors.
         seed: of the first factors, the same on all replicas.
+        unit: by what gradients are multiplied now.
     """
 
-    def __init__(self, group: dist.ProcessGroup, sizes: Sequence[Sequence[int]], rank: int, seed: int) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        sizes: Sequence[Sequence[int]],
+        rank: int,
+        seed: int,
+        unit: Callable[[], float] = lambda: 1.0,
+    ) -> None:
         self._group, self._rank, self._sizes, self._seed = group, rank, [tuple(size) for size in sizes], seed
         self._errors: dict[int, Tensor] = {}
         self._factors: dict[int, Tensor] = {}
+        self._unit, self._made_in = unit, 1.0
 
     def __call__(self, flat: Tensor) -> None:
         """In place."""
@@ -61,24 +71,40 @@ class PowerSGD:
             return
         parts = list(flat.split([prod(size) for size in self._sizes]))
         matrices = {i: parts[i].view(size[0], -1) for i, size in enumerate(self._sizes) if self._is_worth_it(size)}
+        self._follow_unit()
         whole = {i: matrix + self._error(i, matrix) for i, matrix in matrices.items()}
         left = {i: matrix @ self._factor(i, matrix) for i, matrix in whole.items()}
-        self._mean([*left.values(), *(part for i, part in enumerate(parts) if i not in matrices)])
+        vectors = [part for i, part in enumerate(parts) if i not in matrices]
+        self._mean([*left.values(), *vectors])
         left = {i: torch.linalg.qr(factor)[0] for i, factor in left.items()}
         right = {i: matrix.T @ left[i] for i, matrix in whole.items()}
         self._mean(list(right.values()))
+        numbers = _are_numbers([*right.values(), *vectors])  # means: alike on all replicas, without another word
         for i, matrix in matrices.items():
+            error, factor = self._error(i, matrix), self._factor(i, matrix)
             matrix.copy_(left[i] @ right[i].T)
-            self._errors[i], self._factors[i] = whole[i] - matrix, right[i]
+            self._errors[i] = torch.where(numbers, whole[i] - matrix, error)
+            self._factors[i] = torch.where(numbers, right[i], factor)
 
-    def state(self) -> dict[str, dict[int, Tensor]]:
+    def tensors(self) -> list[Tensor]:
         """Errors and factors."""
-        return {"errors": self._errors, "factors": self._factors}
+        return [*self._errors.values(), *self._factors.values()]
 
-    def put_state(self, state: Mapping[str, Mapping[int, Tensor]], device: torch.device) -> None:
+    def state(self) -> dict[str, Any]:
+        """Errors and factors, and the unit of the errors."""
+        return {"errors": self._errors, "factors": self._factors, "unit": self._made_in}
+
+    def put_state(self, state: Mapping[str, Any], device: torch.device) -> None:
         """Go on with them."""
         self._errors = {i: each.to(device) for i, each in state["errors"].items()}
         self._factors = {i: each.to(device) for i, each in state["factors"].items()}
+        self._made_in = state.get("unit", self._unit())  # states of before had none
+
+    def _follow_unit(self) -> None:
+        now = self._unit()
+        if now != self._made_in:
+            self._errors = {i: error * (now / self._made_in) for i, error in self._errors.items()}
+            self._made_in = now
 
     def _is_worth_it(self, size: tuple[int, ...]) -> bool:
         rows, columns = (size[0], prod(size[1:])) if len(size) > 1 else (1, 1)
@@ -103,6 +129,11 @@ class PowerSGD:
             tensor.copy_(part.view_as(tensor))
 
 
+def _are_numbers(tensors: Sequence[Tensor]) -> Tensor:
+    """Whether all entries are finite, as a tensor: nobody waits for a device."""
+    return torch.stack([torch.isfinite(tensor).all() for tensor in tensors]).all()
+
+
 def first_factor(seed: int, number: int, columns: int, rank: int) -> Tensor:
     """``[columns, rank]`` of normal numbers, for matrix ``number`` of a buffer."""
     return torch.randn(columns, rank, generator=torch.Generator().manual_seed(1000 * seed + number))
@@ -113,8 +144,11 @@ def compresses(plan: Plan) -> bool:
     return plan.layout.gradient_compression != "no"
 
 
-def install_compression(model: nn.Module, plan: Plan, mesh: Mesh) -> list[PowerSGD]:
+def install_compression(model: nn.Module, plan: Plan, mesh: Mesh, unit: Callable[[], float]) -> list[PowerSGD]:
     """Have what FSDP2 has reduced over shards averaged over replicas.
+
+    Args:
+        unit: by what gradients are multiplied in the step that runs.
 
     Returns:
         what has a state.
@@ -124,14 +158,16 @@ def install_compression(model: nn.Module, plan: Plan, mesh: Mesh) -> list[PowerS
     for number, group in enumerate(parameter_groups(model)):
         replicas = mesh.group(data_axes(f"{group.module}.".startswith(experts) if experts else False)[0])
         if replicas is not None:
-            hook = _hook(plan, replicas, group, number)
+            hook = _hook(plan, replicas, group, number, unit)
             group.average_by(hook)
             kept += [hook] if isinstance(hook, PowerSGD) else []
     return kept
 
 
-def _hook(plan: Plan, replicas: dist.ProcessGroup, group: ParameterGroup, number: int) -> Any:
+def _hook(
+    plan: Plan, replicas: dist.ProcessGroup, group: ParameterGroup, number: int, unit: Callable[[], float]
+) -> Any:
     layout = plan.layout
     if layout.gradient_compression == "powersgd":
-        return PowerSGD(replicas, group.sizes, int(layout.powersgd_rank or 1), number)
+        return PowerSGD(replicas, group.sizes, int(layout.powersgd_rank or 1), number, unit)
     return NarrowMean(replicas, NARROW[str(layout.gradient_compression)])

@@ -38,7 +38,7 @@ class DataParallel(Part):
         gather_in_8_bits(model, plan, mesh)
         refuse_calls_past_the_model(model)
         if compresses(plan):
-            self._compressing = install_compression(model, plan, mesh)
+            self._compressing = install_compression(model, plan, mesh, runtime.loss_factor)
 
     def check_step(self, runtime: Runtime, batches: Sequence[Batch]) -> None:
         """FSDP2 puts gradients where they belong itself, past hooks on parameters."""
@@ -54,8 +54,7 @@ class DataParallel(Part):
 
     def left_out(self) -> list[Tensor]:
         """What compression keeps: what it has left out of gradients, and factors."""
-        states = [state for each in self._compressing for state in each.state().values()]
-        return [tensor for state in states for tensor in state.values()]
+        return [tensor for each in self._compressing for tensor in each.tensors()]
 
     def state(self, runtime: Runtime) -> dict[str, Any]:
         """What compression has left out of gradients so far; it goes on in the same layout only."""

@@ -49,7 +49,9 @@ class _Hooks:
             return None
         if self.region.plan.dropout:
             self.region.random.enter_layer(layer)
-        share = self.region.cut_before(layer, hidden_states_of(args, kwargs))
+        x = hidden_states_of(args, kwargs)
+        share = self.region.cut_before(layer, x)
+        self.region.tell(x if share is None else share)
         return None if share is None else with_hidden_states(args, kwargs, share)
 
     def make_whole(self, _: nn.Module, args: Any, output: Any) -> Any:

@@ -31,7 +31,7 @@ from ...plan import SequencePlan
 from ...planner.sequence import share_evenly
 from ...runtime import recomputing
 from .random import LayerRandom
-from .sequence_passes import TOKENS, ForwardPasses, keep_with_graph
+from .sequence_passes import TOKENS, ForwardPass, ForwardPasses, keep_with_graph
 
 
 class SequenceRegion:
@@ -72,10 +72,14 @@ class SequenceRegion:
         self._leaves = False  # it stays cut where the pass ends, for the next stage
         self._partial = False  # the embedding left its sum over ranks to the first layer
         self._left: tuple[Tensor, Tensor] | None = None  # what it gave out: this rank's share, and the whole
+        self._told: ForwardPass | None = None  # what the layer that runs belongs to, for its compiled code
+        self._told_cut = False
 
     @property
     def cut(self) -> bool:
         """Whether what flows between blocks is this rank's share."""
+        if torch.compiler.is_compiling() and self._told is not None:
+            return self._told_cut
         return bool(self._passes.waiting()) if self._again else self._open and self._total is not None
 
     @property
@@ -94,8 +98,7 @@ class SequenceRegion:
         Args:
             whole: ``x`` has all tokens, and not this rank's only.
         """
-        current = self._passes.of_recomputed(x, whole) if self._again else self._passes.latest
-        assert current is not None
+        current = self._pass_of(x, whole)
         lengths = share_evenly(current.total, self.size)
         if x.ndim == 2:
             lengths = [current.samples * length for length in lengths]
@@ -105,6 +108,20 @@ class SequenceRegion:
                 f"{current.total} are shared out as {lengths}, so its family does not fit: use sequence_parallel=False"
             )
         return lengths
+
+    def _pass_of(self, x: Tensor, whole: bool) -> ForwardPass:
+        if torch.compiler.is_compiling() and self._told is not None:
+            return self._told
+        current = self._passes.of_recomputed(x, whole) if self._again else self._passes.latest
+        assert current is not None
+        return current
+
+    def tell(self, share: Tensor) -> None:
+        """A layer is about to run on ``share``: what its compiled code, which cannot ask autograd, has to know."""
+        self._told = None
+        self._told_cut = self.cut
+        if self._told_cut:
+            self._told = self._pass_of(share, whole=False)
 
     def own_length(self, total: int) -> int:
         """Of ``total`` tokens per sample, this rank's."""
@@ -158,6 +175,7 @@ class SequenceRegion:
     def begin(self) -> None:
         """The owner of the layers is called."""
         self._open, self._total, self._partial, self._left = torch.is_grad_enabled(), None, False, None
+        self._told = None
         self.random.reset()
 
     def cut_before(self, layer: nn.Module, x: Tensor) -> Tensor | None:
@@ -201,6 +219,7 @@ class SequenceRegion:
         Raises:
             ConfigError: it did so without the module behind which the stream is whole.
         """
+        self._told = None
         if self._leaves:
             self._open = False
         if self.cut and not self._again:

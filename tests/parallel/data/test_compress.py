@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import GradScalerKwargs
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -104,6 +105,48 @@ def _of_low_rank() -> float:
     flat = own.reshape(-1).clone()
     PowerSGD(group, [(20, 20)], 2, seed=0)(flat)
     return float((flat.view(20, 20) - 1.5 * left @ right.T).abs().max())
+
+
+def scaled(scales: list[float], overflows: int | None) -> list[Tensor]:
+    """Means over replicas of gradients that come multiplied by ``scales``, divided again; one is infinite."""
+    generator, group = torch.Generator().manual_seed(dist.get_rank()), dist.group.WORLD
+    assert group is not None
+    now = [1.0]
+    hook, found = PowerSGD(group, [(12, 10)], 2, seed=3, unit=lambda: now[0]), []
+    for step, scale in enumerate(scales):
+        now[0] = scale
+        flat = torch.full((120,), float("inf")) if step == overflows else torch.randn(120, generator=generator) * scale
+        hook(flat)
+        found.append(flat / scale)
+    return found
+
+
+def test_errors_follow_the_loss_scale_and_keep_no_overflow(pools: Pools) -> None:
+    plain, changing = pools(2).run(scaled, [1.0] * 3, None), pools(2).run(scaled, [1024.0, 64.0, 64.0, 128.0], 2)
+    for wanted, found in zip(plain, changing, strict=True):
+        assert not found.pop(2).isfinite().any()
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def overflowing(scale: float) -> list[dict[str, float]]:
+    """What steps say that begin with such a loss scale."""
+    model = hfscale.from_config(
+        tiny("llama"),
+        parallel=ParallelConfig(dp_replicate_size=2, gradient_compression="powersgd", powersgd_rank=2),
+        mixed_precision="fp16",
+        loss_scaling=GradScalerKwargs(init_scale=scale, backoff_factor=2.0**-32),
+        dtype=torch.float32,
+    ).train()
+    ids, seen = torch.arange(24).view(2, 12), []
+    for _ in range(3):
+        hfscale.train_step(model, {"input_ids": ids, "labels": ids})
+        seen.append(hfscale.metrics(model))
+    return seen
+
+
+def test_a_step_that_overflows_is_not_remembered(pools: Pools) -> None:
+    for seen in pools(2).run(overflowing, 2.0**40):
+        assert [each["skipped_steps"] for each in seen] == [1, 1, 1]
 
 
 def step_of(path: str, layout: dict[str, Any], kind: dict[str, Any], state: str) -> tuple[Shares, Shares, int]:

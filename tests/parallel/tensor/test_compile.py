@@ -27,8 +27,10 @@ def _step(
     backend: str = "aot_eager",
     blocks: bool = False,
     memory: MemoryConfig | None = None,
+    adapters: bool = False,
+    lengths: tuple[int, ...] = (12,),
 ) -> dict[str, torch.Tensor]:
-    lora = LoraConfig(r=2, target_modules="all-linear") if blocks else None
+    lora = LoraConfig(r=2, target_modules="all-linear") if blocks or adapters else None
     config = tiny(family, num_hidden_layers=2 * layout.size("pp")) if blocks else tiny(family)
     torch.manual_seed(0)
     model = hfscale.from_config(config, parallel=layout, dtype=torch.float64, peft_config=lora, memory=memory).train()
@@ -40,8 +42,8 @@ def _step(
     for name in (inside if blocks else layers) if compiled else ():
         module = runtime.model.get_submodule(name)
         module.forward = torch.compile(module.forward, backend=backend, fullgraph=whole)
-    ids = torch.arange(24).view(2, 12)
-    loss = hfscale.train_step(model, {"input_ids": ids, "labels": ids})
+    every = [torch.arange(2 * length).view(2, length) for length in lengths]
+    loss = hfscale.train_step(model, [{"input_ids": ids, "labels": ids} for ids in every])
     torch.compiler.reset()
     gradients = {p.name: local_tensor(x.grad) for p, x in runtime.parameters() if x.grad is not None}
     return {"loss": loss, **gradients}
@@ -55,13 +57,33 @@ def check(plain: list[dict[str, torch.Tensor]], compiled: list[dict[str, torch.T
 
 
 @pytest.mark.parametrize(
-    ("family", "sequence", "whole"),
-    # The stream of sequence parallelism asks whether it is recomputed, which breaks the graph.
-    [pytest.param("llama", False, True, marks=pytest.mark.slow), ("gpt2", False, True), ("llama", True, False)],
+    ("family", "sequence"),
+    [pytest.param("llama", False, marks=pytest.mark.slow), ("gpt2", False), ("llama", True)],
 )
-def test_a_compiled_layer(pools: Pools, family: str, sequence: bool, whole: bool) -> None:
+def test_a_compiled_layer(pools: Pools, family: str, sequence: bool) -> None:
+    """One graph (``fullgraph``), also where the stream between its blocks is cut along the sequence."""
     layout = ParallelConfig(tp_size=2, sequence_parallel=sequence)
-    check(*(pools(2).run(_step, family, layout, how, whole) for how in (False, True)))
+    check(*(pools(2).run(_step, family, layout, how, True) for how in (False, True)))
+
+
+@pytest.mark.parametrize(
+    ("recompute", "regather", "adapters", "lengths"),
+    cases(
+        [("none", True, True, (13, 7, 12)), ("selective", False, True, (13,)), ("full", False, False, (13, 7, 12)),
+         ("full", False, True, (13,)), (["mlp"], False, False, (13,))],
+        daily=[("none", True, True, (13, 7, 12))],
+    ),
+)  # fmt: skip
+def test_a_compiled_layer_over_a_cut_stream(
+    pools: Pools, recompute: Any, regather: bool, adapters: bool, lengths: tuple[int, ...]
+) -> None:
+    """With shares of uneven and of several lengths; what is recomputed inside may break the graph."""
+    layout, memory = ParallelConfig(tp_size=2, sequence_parallel=True, sequence_regather=regather), None
+    if recompute != "none":
+        memory = MemoryConfig(recompute=recompute)
+    whole = recompute in ("none", "selective")
+    more = "aot_eager", False, memory, adapters, lengths
+    check(*(pools(2).run(_step, "llama", layout, how, whole, *more) for how in (False, True)))
 
 
 @pytest.mark.slow
