@@ -18,7 +18,7 @@ from tqdm import tqdm
 from transformers import LlamaConfig
 
 import hfscale
-from hfscale.memory.report import count_saved
+from hfscale.memory.saved import count_saved
 from hfscale.runtime import runtime_of
 from hfscale.testing import RankPool
 

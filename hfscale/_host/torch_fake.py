@@ -91,18 +91,14 @@ def _named(group: Any) -> Any:
 
 @contextmanager
 def meta_as_accelerator() -> Iterator[None]:
-    """Within: FSDP2 and autocast take the meta device for one that computes."""
-    enabled, device_of_mesh = torch.is_autocast_enabled, _fsdp._get_device_from_mesh
-
-    def is_enabled(*kind: str) -> bool:
-        return enabled(*("cpu" if name == "meta" else name for name in kind))
+    """Within: FSDP2 takes the meta device for one that computes."""
+    device_of_mesh = _fsdp._get_device_from_mesh
 
     def device_from(mesh: Any) -> torch.device:
         return META if mesh.device_type == "meta" else device_of_mesh(mesh)
 
     with ExitStack() as stack:
         for owner, name, value in (
-            (torch, "is_autocast_enabled", is_enabled),
             (torch, "meta", _Device()),
             (_fsdp, "_get_device_from_mesh", device_from),
             (FSDPParamGroup, "_validate_no_meta_params", lambda group: None),

@@ -80,6 +80,7 @@ class LayerBytes:
         counted: whether it is counted, and not estimated from above.
         again: bytes that are kept while its largest block that is recomputed by itself runs its backward pass.
         as_input: bytes of :attr:`kept` that are its input, as it was given.
+        piece: bytes of :attr:`kept` that its backward pass reads at once, at the most: those of one operation.
     """
 
     kept: float
@@ -87,6 +88,7 @@ class LayerBytes:
     counted: bool
     again: float = 0.0
     as_input: float = 0.0
+    piece: float = 0.0
 
 
 def layer_bytes(
@@ -117,7 +119,7 @@ def layer_bytes(
     layer_of = _Llama(plan, roles, hidden, ranks, types, frozenset(trained), sequence)
     blocks, again = layer_of.blocks()
     as_input = stream if types.kept is None and layer_of.keeps_input(first) else 0.0
-    return LayerBytes(layer_of.norms(first) + blocks, stream, True, again, as_input)
+    return LayerBytes(layer_of.norms(first) + blocks, stream, True, again, as_input, layer_of.piece())
 
 
 def is_known(plan: Plan, layer: str) -> bool:
@@ -185,6 +187,16 @@ class _Llama:
             else:
                 total += kept
         return total, again
+
+    def piece(self) -> float:
+        """Of one token, what the operation reads that reads most: the product in the MLP, or attention."""
+        again, size, found = recomputed(self.plan), self.types.size, [self._kept(self.hidden, self.types.stream)]
+        if self.roles["down_proj"].name.removesuffix(".down_proj.weight") not in again.modules:
+            found.append(2 * self._kept(self._out("gate_proj"), size))
+        if not again.attention and self.roles["o_proj"].name.removesuffix(".o_proj.weight") not in again.modules:
+            queries, keys = self._out("q_proj"), self._out("k_proj") * replicas(self.plan)
+            found.append(2 * self._kept(queries, size) + 2 * self._kept(keys, size))
+        return max(found)
 
     def _attention(self) -> float:
         size = self.types.size

@@ -19,6 +19,7 @@ class Counted:
         layers: what any other layer of a kind keeps.
         shared: what layers keep of the same memory: positions, masks.
         before: what is kept in front of the layers; ``behind``: behind them, without logits.
+        in_8_bits: the same where layers keep what they do in 8 bits, if that was asked for.
     """
 
     first: LayerBytes
@@ -26,6 +27,7 @@ class Counted:
     shared: float
     before: float
     behind: float
+    in_8_bits: "Counted | None" = None
 
     def of_layer(self, plan: Plan, layer: str) -> LayerBytes | None:
         """What a layer keeps; ``None`` of a kind that was not seen."""

@@ -111,7 +111,9 @@ def _on_host(held: Sequence[LayerHeld], chosen: frozenset[str], tokens: int) -> 
     """
     one = [tokens * (each.bytes.stream if each.name in chosen else each.bytes.kept) for each in held]
     layers = sum(each.alive * size for each, size in zip(held, one, strict=True))
-    return min(2, len(held) - 1) * max(one, default=0.0), ceil(layers)
+    pieces = (tokens * (each.bytes.stream if each.name in chosen else each.bytes.piece) for each in held)
+    read = max(pieces, default=0.0) if len(held) < 3 else 0.0  # of three, two are there whole later
+    return min(2, len(held) - 1) * max(one, default=0.0) + read, ceil(layers)
 
 
 def _around(plan: Plan, types: Types, trained: Collection[str]) -> float:

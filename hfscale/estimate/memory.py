@@ -219,19 +219,24 @@ def _quantized_bytes(plan: Plan, planned: ParameterPlan, ranks: dict[str, int]) 
 
 
 def _copied(plan: Plan, ranks: dict[str, int], held: Sequence[ParameterPlan], alive: Sequence[int]) -> int:
-    """Autocast's copies of matrices of 32 bits, one for all microbatches that compute with the same weights."""
-    head = plan.by_name.get(f"{plan.head}.weight")
+    """Autocast's copies of matrices of 32 bits, one for all microbatches that compute with the same
+    weights, but of experts' stacked weights one for each.
+    """
+    here = plan.head is not None and plan.is_local(ranks.get("pp", 0), plan.head)
+    head = plan.by_name.get(f"{plan.head}.weight") if here else None
     multiplied = {head.tied_to or head.name} if head is not None else set[str]()
     looked_up = {name for name in around_layers(plan) if is_matrix(plan, name)} - multiplied
     packed = frozenset(plan.quantized.weights) if plan.quantized is not None else frozenset[str]()
     left = looked_up | packed | float8_weights(plan)  # what is in 8 bits for a product is made again
     copied = [p for p in held if len(p.shape) > 1 and size_of(p.dtype) == 4 and p.name not in left]
-    return sum(2 * prod(p.local_shape(ranks)) * _versions(plan, p.stage, alive) for p in copied)
+    return sum(2 * prod(p.local_shape(ranks)) * _copies(plan, p, alive) for p in copied)
 
 
-def _versions(plan: Plan, stage: int, alive: Sequence[int]) -> int:
-    """Of how many versions of a stage's weights microbatches are under way."""
-    count = alive[stage] if stage < len(alive) else 1
+def _copies(plan: Plan, planned: ParameterPlan, alive: Sequence[int]) -> int:
+    """Of how many versions of a weight microbatches are under way, or, where each has its own, how many those are."""
+    count = alive[planned.stage] if planned.stage < len(alive) else 1
+    if len(planned.shape) > 2:
+        return count
     most = {"pipedream": count, "pipedream_2bw": 2}.get(str(plan.layout.pipeline_schedule), 1)
     return min(count, most)
 

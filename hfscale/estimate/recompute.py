@@ -152,7 +152,10 @@ def size_of(dtype: torch.dtype) -> int:
 
 
 def _layer(plan: Plan, layer: str, ranks: dict[str, int], types: Types, situation: Situation) -> LayerBytes:
-    seen = None if situation.counted is None else situation.counted.of_layer(plan, layer)
+    counted = situation.counted
+    if counted is not None and types.kept is not None:
+        counted = counted.in_8_bits
+    seen = None if counted is None else counted.of_layer(plan, layer)
     if seen is not None:
         return seen
     trained, first = situation.trained, layer == plan.layers[0]

@@ -10,7 +10,7 @@ import gc
 import json
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,10 +25,12 @@ from ..estimate.activations import LayerBytes, is_known
 from ..estimate.counted import Counted, Kind, kind_of
 from ..estimate.machine import find_machine
 from ..families.clone import first_layers
-from ..memory.report import SavedCounter
+from ..memory.compressed import Stored
+from ..memory.kept_activations import KeptActivations
+from ..memory.saved import SavedCounter
 from ..memory_config import MemoryConfig
 from ..plan import Plan
-from ..plan.compress import compressed
+from ..plan.compress import BYTES, compressed
 from ..plan.recompute import recomputed
 from ..runtime import runtime_of
 from .jobs import job_of
@@ -53,17 +55,27 @@ def counted(
         batch: sequences of a microbatch; several keep as many times what two do, and one may keep less.
         layout: that is meant; by default the plan's.
     """
-    if compressed(plan) is not None or all(is_known(plan, layer) for layer in plan.layers):
+    if all(is_known(plan, layer) for layer in plan.layers):
         return None
     few = replace(asked, config=first_layers(asked.config, _layers_to_run(plan)), memory=None)
-    small, again = _small(layout or plan.layout), recomputed(plan)
+    small, again, least = _small(layout or plan.layout), recomputed(plan), compressed(plan)
     sizes = {"sequence": sequence, "batch": min(batch, 2), "microbatches": 1}
-    whole = _seen(few, small, sizes)
-    if whole is None or not (again.attention or again.modules):
-        return whole
-    assert asked.memory is not None
-    parts = _seen(replace(few, memory=MemoryConfig(recompute=asked.memory.recompute)), small, sizes)
-    return None if parts is None else _with_again(parts, whole)
+    parts: dict[str, Any] = {}
+    if again.attention or again.modules:
+        assert asked.memory is not None
+        parts = {"recompute": asked.memory.recompute}
+
+    def seen(**memory: Any) -> Counted | None:
+        return _seen(replace(few, memory=MemoryConfig(**memory)) if memory else few, small, sizes)
+
+    found = whole = seen()
+    if parts and whole is not None:
+        found = seen(**parts)
+        found = None if found is None else _with_again(found, whole)
+    if found is None or least is None:
+        return found
+    in_8_bits = seen(**parts, compress_activations=str(least))
+    return None if in_8_bits is None else replace(found, in_8_bits=in_8_bits)
 
 
 def _layers_to_run(plan: Plan) -> int:
@@ -98,11 +110,12 @@ def _seen(asked: Asked, layout: ParallelConfig, sizes: dict[str, int]) -> Counte
 def _count(asked: Asked, layout: ParallelConfig, sizes: dict[str, int]) -> Counted:
     if layout.total_size > 1 and dist.is_initialized():
         raise ConfigError("ranks that are not there cannot be asked beside those of a run")
-    with stand_in(asked, layout) as model:
+    with stand_in(asked, layout) as (model, copies):
         plan = runtime_of(model).plan
         mixed = asked.mixed_precision != "no"
         job = job_of(plan, find_machine("h100"), **sizes, mixed=mixed)
-        counter = _LayerCounter(model, plan.layers, plan.head)
+        counter = _LayerCounter(model, plan.layers, plan.head, copies)
+        counter.follow(runtime_of(model).part(KeptActivations))
         take_step(model, job, shape_of_plan(plan, asked.config), counter, mixed)
         found = _of_layers(plan, counter, job.tokens)
         del model, counter
@@ -112,7 +125,13 @@ def _count(asked: Asked, layout: ParallelConfig, sizes: dict[str, int]) -> Count
 
 def _of_layers(plan: Plan, counter: "_LayerCounter", tokens: float) -> Counted:
     held = {
-        layer: LayerBytes(counter.kept[layer] / tokens, counter.streams[layer] / tokens, counted=True)
+        layer: LayerBytes(
+            kept=counter.kept[layer] / tokens,
+            stream=counter.streams[layer] / tokens,
+            counted=True,
+            as_input=counter.inputs[layer] / tokens,
+            piece=counter.pieces[layer] / tokens,
+        )
         for layer in plan.layers
     }
     rest = {kind: counter.kept[kind] / tokens for kind in (_SHARED, _BEFORE)}
@@ -141,26 +160,33 @@ class _LayerCounter(SavedCounter):
     Attributes:
         kept: layer, or what is no layer -> bytes.
         most: likewise, the most at once.
-        streams: layer -> bytes of its input.
+        streams: layer -> bytes of its input, as it is kept where the layer is computed again.
+        inputs: layer -> bytes of its input among those that it saved, as it was given.
+        pieces: layer -> the most bytes of those that its backward pass reads at once.
     """
 
-    def __init__(self, model: nn.Module, layers: Sequence[str], head: str | None) -> None:
-        self.kept, self.most, self.streams = Counter[str](), Counter[str](), dict[str, int]()
+    def __init__(self, model: nn.Module, layers: Sequence[str], head: str | None, copies: Collection[int] = ()) -> None:
+        self.kept, self.most, self.streams = Counter[str](), Counter[str](), dict[str, float]()
+        self.inputs, self.pieces, self._read = Counter[str](), Counter[str](), Counter[str]()
+        self._inputs, self._reading, self._rounds = dict[str, int](), dict[int, tuple[str, int]](), False
         self._names = {id(model.get_submodule(name)): name for name in layers}
         self._place, self._done = _BEFORE, False
         self._given = dict[int, Tensor]()  # what several layers read, and is not their stream
         weight = None if head is None else next(model.get_submodule(head).parameters(recurse=False), None)
         self._vocabulary = None if weight is None else weight.shape[0]
-        super().__init__(model, layers, head, self._count_kind)
+        super().__init__(model, layers, head, self._count_kind, copies)
 
     def enter(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """A layer begins."""
         self._place = self._names[id(layer)]
         stream = hidden_states_of(args, kwargs)
-        self.streams[self._place] = stream.numel() * stream.element_size()
+        self.streams[self._place] = stream.numel() * (BYTES if self._rounds else stream.element_size())
         given = (each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each is not stream)
         self._given |= {storage_key(each): each for each in given}
+        before = self.kept[self._place]
         super().enter(layer, args, kwargs)
+        self.inputs[self._place] = self.kept[self._place] - before
+        self._inputs[self._place] = storage_key(stream)
 
     def leave(self, *args: Any) -> None:
         """A layer is done."""
@@ -177,8 +203,42 @@ class _LayerCounter(SavedCounter):
 
     def unpack(self, saved: Any) -> Tensor:
         """The backward pass has begun."""
-        self._done = True
-        return super().unpack(saved)
+        if not self._done:  # norms that widen their input keep a copy of it instead
+            self._done = True
+            self.inputs = Counter({name: self.inputs[name] for name, key in self._inputs.items() if self.saved_as(key)})
+        found = super().unpack(saved)
+        key = storage_key(found)
+        kind = self.saved_as(key)
+        if kind is not None and key not in self._reading:  # there until the last that saved it has read it
+            self._reading[key] = kind, found.untyped_storage().nbytes()
+            self._reads(*self._reading[key])
+        return found
+
+    def freed(self, key: int) -> None:
+        """Nobody reads it any more."""
+        kind, size = self._reading.pop(key, ("", 0))
+        self._reads(kind, -size)
+
+    def follow(self, part: KeptActivations | None) -> None:
+        """Count what that keeps in 8 bits, out of sight of other hooks."""
+        if part is None or not part.rounds:
+            return
+        store, known, self._rounds = part.store, set[int](), True
+
+        def counting(values: int, tensor: Tensor, stays_exact: bool) -> Stored | None:
+            found, key = store(values, tensor, stays_exact), storage_key(tensor)
+            if found is not None:
+                self._count_kind(self._place, found.size)
+            elif key not in known:
+                known.add(key)
+                self._count_kind(self._place, tensor.untyped_storage().nbytes())
+            return found
+
+        part.store = counting  # type: ignore[method-assign]
+
+    def _reads(self, kind: str, size: int) -> None:
+        self._read[kind] += size
+        self.pieces[kind] = max(self.pieces[kind], self._read[kind])
 
     def _count_kind(self, kind: str, size: int) -> None:
         self.most[kind] = max(self.most[kind], self.kept[kind] + size)

@@ -18,7 +18,8 @@ from ..config import ParallelConfig
 from ..errors import ConfigError
 from ..estimate.machine import find_machine
 from ..estimate.traffic import Place, rank_traffic
-from ..memory.report import SavedBytes, SavedCounter, memory_of_ranks
+from ..memory.report import memory_of_ranks
+from ..memory.saved import SavedBytes, SavedCounter
 from ..memory_config import MemoryConfig
 from ..plan import Plan
 from ..plan.recompute import recomputed
@@ -169,8 +170,8 @@ def dry_run(
         rank = like[0]
         say(f"stage {rank}", number + 1, len(kinds) + 1)
         saved = SavedBytes()
-        with stand_in(asked, plan.layout, rank * (world // plan.layout.size("pp"))) as model:
-            counter = SavedCounter(model, plan.layers, plan.head, saved.add)
+        with stand_in(asked, plan.layout, rank * (world // plan.layout.size("pp"))) as (model, copies):
+            counter = SavedCounter(model, plan.layers, plan.head, saved.add, copies)
             sent = take_step(model, job, shape, counter, mixed)
             del model, counter
         gc.collect()

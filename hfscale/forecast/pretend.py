@@ -19,6 +19,7 @@ from .. import mesh
 from .._host.replaced import attribute_replaced
 from .._host.torch import TorchDispatchMode, schema_of, tree_leaves
 from .._host.torch_attention import flash_on_cpu
+from .._host.torch_autocast import autocast_on_meta
 from .._host.torch_fake import META, fake_process_group, finished, group_of, meta_as_accelerator
 from ..estimate.links import ring_share
 from ..parallel.pipeline import Pipeline
@@ -52,14 +53,22 @@ class Traffic:
 
 
 @contextmanager
-def pretended_rank(world: int, rank: int = 0) -> Iterator[None]:
-    """Within: this process is rank ``rank`` of ``world``, on a device that has no numbers."""
+def pretended_rank(world: int, rank: int = 0, like: str = "cuda") -> Iterator[dict[int, Any]]:
+    """Within: this process is rank ``rank`` of ``world``, on a device that has no numbers.
+
+    Args:
+        like: the kind of device whose autocast it has.
+
+    Yields:
+        the memory of autocast's copies of weights, by its key.
+    """
     with ExitStack() as stack:
         stack.enter_context(attribute_replaced(mesh, "own_device", lambda: META))
         stack.enter_context(meta_as_accelerator())
+        copies = stack.enter_context(autocast_on_meta(like))
         if world > 1:
             stack.enter_context(fake_process_group(world, rank))
-        yield
+        yield copies
 
 
 def leave_alone(runtime: Runtime, dtype: torch.dtype) -> None:

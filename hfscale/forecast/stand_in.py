@@ -1,7 +1,7 @@
 """One rank of a run that nobody started: built by the code that trains, on the meta device, and let take a step."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -42,6 +42,7 @@ class Asked:
         peft_config: of adapters that train instead of the weights.
         auto_class: of the model.
         stock: arguments of the stock model, such as ``dtype``.
+        device: the kind of device that computes.
     """
 
     config: PreTrainedConfig
@@ -50,6 +51,7 @@ class Asked:
     peft_config: Any = None
     auto_class: Any = AutoModelForCausalLM
     stock: tuple[tuple[str, Any], ...] = ()
+    device: str = "cuda"
 
 
 def asked_of(
@@ -83,13 +85,13 @@ class _WithoutValues(FromSeed):
 
 
 @contextmanager
-def stand_in(asked: Asked, layout: ParallelConfig, rank: int = 0) -> Iterator[Any]:
-    """Within: the model of ``rank`` of a layout, in training."""
+def stand_in(asked: Asked, layout: ParallelConfig, rank: int = 0) -> Iterator[tuple[Any, Mapping[int, Any]]]:
+    """Within: the model of ``rank`` of a layout, in training, and the memory of autocast's copies of its weights."""
     options = Options(asked.mixed_precision, memory=asked.memory)
     adapter = None if asked.peft_config is None else read_config(asked.peft_config)
-    with pretended_rank(layout.total_size, rank), _quiet():
+    with pretended_rank(layout.total_size, rank, asked.device) as copies, _quiet():
         outline = Outline(asked.config, asked.auto_class, dict(asked.stock))
-        yield build(_WithoutValues(outline, 0), layout, options, adapter).train()
+        yield build(_WithoutValues(outline, 0), layout, options, adapter).train(), copies
 
 
 def take_step(

@@ -101,5 +101,5 @@ def decompress(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 @lru_cache(maxsize=8)
 def _values(device: torch.device) -> tuple[Any, int]:
     """What the codes mean, ascending, and which of them is zero."""
-    values = functional().create_dynamic_map().to(device)
-    return values, int((values == 0).nonzero()[0])
+    values = functional().create_dynamic_map()
+    return values.to(device), int((values == 0).nonzero()[0])

@@ -53,6 +53,11 @@ class KeptActivations(Part):
             for name in filter(runtime.is_local, runtime.plan.layers):
                 self._wrap(runtime.model.get_submodule(name), rounds_routes)
 
+    @property
+    def rounds(self) -> bool:
+        """Whether anything is kept in 8 bits."""
+        return self._to_bytes is not None
+
     def metrics(self, runtime: Runtime) -> Mapping[str, float]:
         """How much was copied, and how much compressed into how much."""
         found = {} if self._to_host is None else {"offloaded_activation_bytes": float(self.copied)}

@@ -19,7 +19,8 @@ from ..config import ParallelConfig
 from ..errors import PlanError
 from ..estimate.memory import MemoryEstimate
 from ..families.clone import tiny_clone
-from ..memory.report import SavedBytes, count_saved, held_bytes, memory_estimate
+from ..memory.report import held_bytes, memory_estimate
+from ..memory.saved import SavedBytes, count_saved
 from ..memory_config import MemoryConfig
 from ..runtime import runtime_of
 from ..train.step import batch_world

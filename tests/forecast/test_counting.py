@@ -9,7 +9,7 @@ import torch
 import hfscale
 from hfscale import MemoryConfig, ParallelConfig
 from hfscale.families.clone import HIDDEN
-from hfscale.memory.report import count_saved
+from hfscale.memory.saved import count_saved
 from hfscale.runtime import runtime_of
 from hfscale.testing import RankPool
 from hfscale.testing.families import config_of

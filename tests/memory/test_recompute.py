@@ -12,7 +12,7 @@ from torch import Tensor
 import hfscale
 from hfscale import ConfigError, MemoryConfig, ParallelConfig, PlanError
 from hfscale.memory.recompute import Recomputation
-from hfscale.memory.report import count_saved
+from hfscale.memory.saved import count_saved
 from hfscale.runtime import runtime_of
 from hfscale.runtime.shards import local_tensor
 from hfscale.testing import Case, RankPool, assert_layout_equal

@@ -15,7 +15,8 @@ from hfscale import ParallelConfig
 from hfscale._host.transformers.computing import enable_checkpointing
 from hfscale.errors import ConfigError
 from hfscale.estimate.state_bytes import NAMES
-from hfscale.memory.report import count_saved, held_bytes
+from hfscale.memory.report import held_bytes
+from hfscale.memory.saved import count_saved
 from hfscale.runtime import runtime_of
 from hfscale.testing import RankPool
 from hfscale.testing.families import config_of
@@ -144,7 +145,8 @@ def put_away(way: str) -> tuple[float, float]:
     found, told = hfscale.memory_estimate(model, tokens=ROWS * LENGTH), hfscale.metrics(model)
     elsewhere = told["compressed_activation_bytes" if "compress" in way else "offloaded_activation_bytes"]
     ends = alive * ROWS * LENGTH * 64 * 4  # one of them: the first stage was sent nothing, the last sends nothing
-    fetched = found.on_host / 2 / alive  # one of two layers, of a microbatch
+    read = 2 * ROWS * LENGTH * 176 * 4  # of the other: what the product in its MLP reads
+    fetched = found.on_host / 2 / alive + read * bool(found.on_host)  # one of two layers, of a microbatch
     return found.activations - fetched + found.on_host, saved.around + ends + elsewhere / 2 * alive
 
 

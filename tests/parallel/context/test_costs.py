@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 import hfscale
 from hfscale import ParallelConfig
 from hfscale._host.transformers.attention import causal_mask_function
-from hfscale.memory.report import count_saved
+from hfscale.memory.saved import count_saved
 from hfscale.parallel.context.gathered import GatheredBlocks
 from hfscale.parallel.context.ring import RingBlocks
 from hfscale.runtime import runtime_of

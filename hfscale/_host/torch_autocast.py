@@ -1,0 +1,119 @@
+"""Autocast on the meta device, where torch has none: its lists of operators, by the names of functions.
+
+The lists are those of torch's documentation (Autocast Op Reference), of what language models call. On CPUs and GPUs
+products are narrowed; on GPUs, and not on CPUs, powers, sums and norms are widened besides.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+
+from .replaced import attribute_replaced
+from .torch import base_of, storage_key, tree_map
+
+_NARROWED = {
+    *("linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "einsum", "chain_matmul"),
+    *("addmm", "addmv", "addbmm", "baddbmm", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "prelu"),
+    *("scaled_dot_product_attention", "grouped_mm", "_grouped_mm"),
+}
+_WIDENED = {
+    *("pow", "__pow__", "rsqrt", "reciprocal", "exp", "expm1", "log", "log10", "log2", "log1p", "softplus"),
+    *("layer_norm", "group_norm", "rms_norm", "norm", "softmax", "log_softmax", "logsumexp"),
+    *("sum", "prod", "cumsum", "cumprod"),
+}
+_CAST = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class _Casts(TorchFunctionMode):
+    """Casts what functions of the lists are given; weights once, as autocast keeps its copies until its end.
+
+    Args:
+        dtype: that products are computed in.
+        widens: whether functions of the second list are given 32 bits.
+        copies: the memory of copies of weights is added here, by its key.
+    """
+
+    def __init__(self, dtype: torch.dtype, widens: bool, copies: dict[int, StorageWeakRef]) -> None:
+        super().__init__()
+        self._dtype, self._widens, self._copies = dtype, widens, copies
+        self._of_weights: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, given = getattr(func, "__name__", ""), (args, kwargs or {})
+        if name in _NARROWED:
+            given = tree_map(self._narrowed, given)
+        elif self._widens and name in _WIDENED:
+            given = tree_map(_widened, given)
+        found = func(*given[0], **given[1])
+        if name == "to" and _is_weight(args[0]) and found is not args[0]:  # by code that asks what autocast casts to
+            self._note(found)
+        return found
+
+    def _narrowed(self, tensor: Any) -> Any:
+        if not isinstance(tensor, Tensor) or tensor.dtype not in _CAST or tensor.dtype == self._dtype:
+            return tensor
+        if not _is_weight(tensor):
+            return tensor.to(self._dtype)
+        if not tensor.is_leaf:  # a view, which autocast casts each time
+            return self._note(tensor.to(self._dtype))
+        if id(tensor) not in self._of_weights:
+            self._of_weights[id(tensor)] = tensor, self._note(tensor.to(self._dtype))
+        return self._of_weights[id(tensor)][1]
+
+    def _note(self, copy: Tensor) -> Tensor:
+        storage = copy.untyped_storage()
+        self._copies[storage_key(storage)] = StorageWeakRef(storage)
+        return copy
+
+
+def _is_weight(tensor: Tensor) -> bool:
+    """Or a view of one."""
+    base = base_of(tensor)
+    weight = tensor if base is None else base
+    return weight.is_leaf and weight.requires_grad
+
+
+def _widened(tensor: Any) -> Any:
+    return tensor.float() if isinstance(tensor, Tensor) and tensor.dtype in _CAST else tensor
+
+
+@contextmanager
+def autocast_on_meta(like: str) -> Iterator[dict[int, StorageWeakRef]]:
+    """Within: autocast of the meta device does what that of ``like`` does, ``"cpu"`` or ``"cuda"``.
+
+    Yields:
+        the memory of its copies of weights so far, by its key, which no other has while this is there.
+    """
+    autocast, enabled, chosen = torch.autocast, torch.is_autocast_enabled, torch.get_autocast_dtype
+    active: list[torch.dtype] = []
+    copies: dict[int, StorageWeakRef] = {}
+
+    @contextmanager
+    def casting(dtype: torch.dtype) -> Iterator[None]:
+        with _Casts(dtype, like != "cpu", copies):
+            active.append(dtype)
+            try:
+                yield
+            finally:
+                active.pop()
+
+    def of(device_type: str, dtype: torch.dtype | None = None, enabled: bool = True, cache_enabled: Any = None) -> Any:
+        if device_type != "meta":
+            return autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
+        return casting(dtype or torch.bfloat16)
+
+    def is_enabled(*kind: str) -> bool:
+        return bool(active) if kind == ("meta",) else enabled(*kind)
+
+    def dtype_of(kind: str) -> torch.dtype:
+        return active[-1] if kind == "meta" and active else chosen("cpu" if kind == "meta" else kind)
+
+    with ExitStack() as stack:
+        for name, value in (("autocast", of), ("is_autocast_enabled", is_enabled), ("get_autocast_dtype", dtype_of)):
+            stack.enter_context(attribute_replaced(torch, name, value))
+        yield copies
