@@ -3,6 +3,7 @@
     python scripts/layout_fuzz.py --seed 1 --draws 100 [--jobs 2] [--out docs/fuzz.md]
     python scripts/layout_fuzz.py --seed 1 --only 17 [--shrink]
     python scripts/layout_fuzz.py --seed 1 --draws 100 --levers 2
+    python scripts/layout_fuzz.py --seed 1 --draws 100 --lever fp8 gradient_compression
     python scripts/layout_fuzz.py --spec '{"family": "llama", "layout": {"tp_size": 2}}' [--shrink]
 
 Everything of a draw follows from the seed and its index; a draw prints as one line of JSON that can be given back. The
@@ -29,6 +30,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--draws", type=int, default=100)
     parser.add_argument("--first", type=int, default=0, help="index of the first draw")
     parser.add_argument("--levers", type=int, default=0, help="draws alone that have so many levers of memory or more")
+    parser.add_argument("--lever", nargs="*", default=(), help="draws alone that have one of these levers, by name")
     parser.add_argument("--only", type=int, nargs="*", help="these indices alone")
     parser.add_argument("--spec", nargs="*", help="draws as JSON, instead of a seed's")
     parser.add_argument("--shrink", action="store_true", help="make what fails as small as it still fails")
@@ -43,7 +45,12 @@ def main() -> int:
     arguments = parse()
     warnings.filterwarnings("ignore")
     drawn = ((index, choose(arguments.seed, index)) for index in arguments.only or count(arguments.first))
-    wanted = ((index, draw) for index, draw in drawn if draw.levers >= arguments.levers)
+    asked = set(arguments.lever)
+    wanted = (
+        (index, draw)
+        for index, draw in drawn
+        if len(draw.levers) >= arguments.levers and (not asked or asked & {*draw.levers})
+    )
     chosen = [] if arguments.spec else list(islice(wanted, len(arguments.only or ()) or arguments.draws))
     indices = [index for index, _ in chosen]
     draws = [read(text) for text in arguments.spec or ()] or [draw for _, draw in chosen]

@@ -247,3 +247,8 @@ def patience_of(backend: Any) -> timedelta | None:
 def answer_calls(module: nn.Module, answer: Callable[..., Any]) -> None:
     """From now on ``module(...)`` is ``answer(call, ...)``, where ``call`` is what it was: with all its hooks."""
     module._call_impl = partial(answer, module._call_impl)  # type: ignore[method-assign]
+
+
+def without_function_modes() -> Any:
+    """Within: modes and subclasses that look at functions of torch see none."""
+    return torch._C.DisableTorchFunction()

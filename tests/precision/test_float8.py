@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,11 +14,11 @@ from transformers.pytorch_utils import Conv1D
 
 import hfscale
 from hfscale import ConfigError, Float8Config, MemoryConfig, ParallelConfig, PlanError
-from hfscale.ops import float8
 from hfscale.ops.float8 import Float8Groups, Float8Products, on_tensor_cores
 from hfscale.ops.products import multiply_by
 from hfscale.precision.float8 import compute
 from hfscale.testing import RankPool
+from hfscale.testing.float8_reference import convert, scales_in_32_bits
 from hfscale.testing.parity import Batch, Case, assert_layout_equal
 
 from ..layouts import named
@@ -28,57 +27,6 @@ from ..models import tiny
 from ..sweeps import cases, pairs
 
 Pools = Callable[[int], RankPool]
-
-
-def in_float32(module: Any, name: str) -> Any:
-    """Scales are in 32 bits whatever the harness keeps in 64: it does so in forward passes alone."""
-    function = getattr(module, name)
-
-    def without_modes(*args: Any, **kwargs: Any) -> Any:
-        with torch._C.DisableTorchFunction():
-            return function(*args, **kwargs)
-
-    return mock.patch.object(module, name, without_modes)
-
-
-def rounded(matrix: Tensor, rowwise: bool, along: int, gradient: bool = False) -> Tensor:
-    """As one process rounds it, which has all of it."""
-    dtype = torch.float8_e5m2 if gradient and not rowwise else torch.float8_e4m3fn
-    largest = matrix.abs().amax(along, keepdim=True) if rowwise else matrix.abs().amax()
-    with torch._C.DisableTorchFunction():
-        scale = (torch.finfo(dtype).max / largest.double().clamp(min=1e-12)).float()
-    scale = scale.log2().floor().exp2() if rowwise else scale
-    most = torch.finfo(dtype).max
-    return (matrix.to(torch.float32) * scale).clamp(-most, most).to(dtype).to(matrix.dtype) / scale
-
-
-class OneProcess(torch.autograd.Function):
-    """A product as :func:`rounded` operands give it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, rowwise: bool) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.rowwise = rowwise
-        return rounded(x.flatten(0, -2), rowwise, 1).mm(rounded(weight, rowwise, 1).t()).view(*x.shape[:-1], -1)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        (x, weight), grad, rowwise = ctx.saved_tensors, grads[0].flatten(0, -2), ctx.rowwise
-        to_x = rounded(grad, rowwise, 1, True).mm(rounded(weight, rowwise, 0))
-        to_weight = rounded(grad, rowwise, 0, True).t().mm(rounded(x.flatten(0, -2), rowwise, 0))
-        return to_x.view(x.shape), to_weight, None
-
-
-def convert(model: nn.Module, recipe: str, chosen: Callable[[nn.Module, str], bool]) -> None:
-    """Have one process round, as stock code has no other ranks to think of."""
-
-    def forward(linear: Any, x: Tensor) -> Tensor:
-        found = OneProcess.apply(x, linear.weight, recipe == "rowwise")
-        return found if linear.bias is None else found + linear.bias
-
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and chosen(module, name):
-            module.forward = partial(forward, module)
 
 
 @dataclass
@@ -105,7 +53,7 @@ class Float8Case(Case):
         return super().reference_step(model, step)
 
     def layout_step(self, model: Any, microbatches: list[Batch]) -> Tensor:
-        with in_float32(float8, "_scale_for"):
+        with scales_in_32_bits():
             return super().layout_step(model, microbatches)
 
 

@@ -14,13 +14,13 @@ from hfscale import ParallelConfig
 from hfscale.runtime import runtime_of
 from hfscale.runtime.shards import local_tensor
 from hfscale.testing import RankPool
+from hfscale.testing.float8_reference import convert
 from hfscale.testing.parity import ragged_batch
 
 from .. import test_accelerator as accelerator
 from ..models import tiny
 from ..sweeps import cases
 from ..trainer import script as trainer
-from .test_float8 import convert
 
 Pools = Callable[[int], RankPool]
 SIZES: dict[str, Any] = {"intermediate_size": 48}

@@ -17,9 +17,10 @@ from hfscale.ops.float8 import Float8Groups, Float8Products
 from hfscale.ops.products import multiply_by
 from hfscale.precision.float8 import compute
 from hfscale.testing import RankPool
+from hfscale.testing.float8_reference import in_32_bits
 from hfscale.testing.parity import Batch, assert_layout_equal
 
-from .test_float8 import LAYOUTS, RECIPES, Float8Case, case, in_float32, run
+from .test_float8 import LAYOUTS, RECIPES, Float8Case, case, run
 
 pytestmark = pytest.mark.torchao
 Pools = Callable[[int], RankPool]
@@ -68,7 +69,7 @@ def in_float64() -> Iterator[None]:
 
     table = mock.patch.dict(float8_ops.FLOAT8_OPS_TABLE, {torch.ops.aten.mm.default: product})
     rounding = mock.patch.object(float8_utils, "_round_scale_down_to_power_of_2", power_of_two)
-    with table, rounding, in_float32(float8_utils, "amax_to_scale"):
+    with table, rounding, in_32_bits(float8_utils, "amax_to_scale"):
         yield
 
 

@@ -4,6 +4,7 @@ from random import Random
 from typing import Any
 
 from .choose_family import OWN_LOSS, SLOW, WIDE, choose_config, choose_family, fields_of, has_experts, linear_names
+from .choose_levers import choose_levers
 from .choose_more import choose_more
 from .draw import TORCH, Draw
 from .layouts import choose_layout, choose_stage_layers, stages_of
@@ -30,7 +31,8 @@ def choose(seed: int, index: int) -> Draw:
     draw = Draw(family, config, layers, layout, seed=random.randrange(1000))
     draw = draw.change(**_training(random, draw, experts), **_batches(random, draw))
     draw = _settled(draw.change(**_extras(random, draw)))
-    return choose_more(Random(f"{seed}/{index}/more"), draw)
+    draw = choose_more(Random(f"{seed}/{index}/more"), draw)
+    return choose_levers(Random(f"{seed}/{index}/levers"), draw)
 
 
 def _training(random: Random, draw: Draw, experts: bool) -> dict[str, Any]:

@@ -21,6 +21,8 @@ class Draw:
         layout: fields of :class:`hfscale.ParallelConfig`.
         dtype: ``float64``, ``float32``, ``bfloat16``: of the weights.
         mixed_precision: as in :func:`hfscale.from_pretrained`.
+        float8: fields of a :class:`hfscale.Float8Config`.
+        loss_scaling: fields of Accelerate's ``GradScalerKwargs``.
         entry: ``from_pretrained``, ``from_config`` or ``parallelize``.
         loop: ``train_step``, or ``plain``: ``model(**batch).loss.backward()``.
         accelerate: whether the loop is that of Accelerate's documentation, over :class:`hfscale.Accelerator`.
@@ -40,6 +42,7 @@ class Draw:
         norm_type: of clipping.
         optimizer: a class of ``torch.optim``, or a name for :func:`hfscale.create_optimizer`.
         learning_rate: of the optimizer.
+        stochastic_rounding: whether it rounds bfloat16 weights by chance.
         peft: fields of a ``LoraConfig``.
         peft_later: whether adapters are added to the live model.
         peft_fresh: whether they start anew, instead of from a saved adapter.
@@ -62,6 +65,8 @@ class Draw:
     layout: dict[str, Any] = field(default_factory=dict)
     dtype: str = "float64"
     mixed_precision: str = "no"
+    float8: dict[str, Any] | None = None
+    loss_scaling: dict[str, Any] | None = None
     entry: str = "from_pretrained"
     loop: str = "train_step"
     accelerate: bool = False
@@ -81,6 +86,7 @@ class Draw:
     norm_type: float = 2.0
     optimizer: str = "SGD"
     learning_rate: float = 0.1
+    stochastic_rounding: bool = False
     peft: dict[str, Any] | None = None
     peft_later: bool = False
     peft_fresh: bool = False
@@ -115,12 +121,26 @@ class Draw:
         return any(is_dropout(name) and value for name, value in self.config.items())
 
     @property
-    def levers(self) -> int:
-        """How many of the levers of memory and precision it has, each field of ``memory`` by itself."""
-        asked = self.checkpointing, self.mixed_precision != "no", self.peft, self.quantize
-        return sum(map(bool, (*asked, self.optimizer not in TORCH))) + sum(
-            name != "recompute_keep" for name in self.memory or ()
-        )
+    def levers(self) -> tuple[str, ...]:
+        """The levers of memory and precision it has, by name; each field of ``memory`` is one."""
+        asked = {
+            "checkpointing": self.checkpointing,
+            "bf16": self.mixed_precision == "bf16",
+            "fp16": self.mixed_precision == "fp16",
+            "fp8": self.mixed_precision == "fp8",
+            "gradient_compression": self.compression != "no",
+            "peft": self.peft,
+            "quantize": self.quantize,
+            "optimizer": self.optimizer not in TORCH,
+            "stochastic_rounding": self.stochastic_rounding,
+        }
+        of_memory = (name for name in self.memory or {} if name != "recompute_keep")
+        return (*(name for name, has in asked.items() if has), *of_memory)
+
+    @property
+    def compression(self) -> str:
+        """What replicas send each other of gradients."""
+        return str(self.layout.get("gradient_compression", "no"))
 
     @property
     def distinct(self) -> int:

@@ -33,12 +33,20 @@ from torch import Tensor
 
 from ..differences import difference
 from .draw import Draw
+from .levers import EIGHT_BITS, computes_in, kinds
 from .models import loses_bits, most_gain, rectifies
 from .reference import Record, Step
 
 EXACT = 1e-9
-_ROUNDING = {"float64": 2.0**-52 * 64, "float32": 2.0**-23 * 64, "bfloat16": 2.0**-8 * 4}
-_SMALL = {"float64": 1e-6, "float32": 1e-6, "bfloat16": 1e-3}
+_ROUNDING = {
+    "float64": 2.0**-52 * 64,
+    "float32": 2.0**-23 * 64,
+    "float16": 2.0**-11 * 4,
+    EIGHT_BITS: 1e-2,
+    "bfloat16": 2.0**-8 * 4,
+}
+_SMALL = {"float64": 1e-6, "float32": 1e-6, "float16": 1e-3, EIGHT_BITS: 1e-3, "bfloat16": 1e-3}
+_COARSE = {"float16", EIGHT_BITS, "bfloat16"}
 _FACTOR = 4.0
 _QUANTIZED = {"nf4": 2e-3, "fp4": 2e-3, "int8": 0.1}
 _ROUGH = 0.3
@@ -67,14 +75,17 @@ class Yardstick:
 
     def __init__(self, draw: Draw, record: Record, aligned: bool, mixture: bool) -> None:
         self.draw, self.record, self.worst = draw, record, Worst()
-        self.kind = "bfloat16" if "bf16" in draw.mixed_precision else draw.dtype
+        self.kind = max(kinds(draw), key=_ROUNDING.__getitem__)
         self.exact = self.kind == "float64"
+        forward = str(computes_in(draw)).removeprefix("torch.")
+        self.exact_forward = forward == "float64"
         self.largest = {
             kind: [_largest(_tensors_of(step, kind).values()) for step in record.steps]
             for kind in ("gradient", "weight")
         }
         self.rectified = rectifies(draw)
-        self.rough = not aligned or (mixture and self.kind == "bfloat16")
+        self.rough = not aligned or (mixture and forward in _COARSE)
+        self.strays = mixture and self.kind in _COARSE
 
     def scalar(self, kind: str, step: int, found: float, wanted: float, narrow: float | None) -> None:
         """A loss or a norm."""
@@ -87,7 +98,9 @@ class Yardstick:
         stock = None if narrow is None else abs(narrow - wanted) / scale
         if stock is not None and kind == "norm" and isinf(self.draw.norm_type):
             stock = max(stock, self._largest_noise(step) / scale)
-        self.worst.note(kind, error, self._bound(stock, step), f"step {step}: {found!r} for {wanted!r}")
+        whole = kind == "loss" and step == 0 and self.exact_forward and not self.rough
+        bound = EXACT if whole else self._bound(stock, step)
+        self.worst.note(kind, error, bound, f"step {step}: {found!r} for {wanted!r}")
 
     def tensors(self, kind: str, step: int, pairs: list[tuple[str, Tensor, Tensor, Tensor]]) -> None:
         """Gradients or weights: name, what was found, its counterpart, and the whole of that."""
@@ -135,14 +148,14 @@ class Yardstick:
             if apart:
                 own = max(apart.values()) if _largest([whole]) <= self._zero(kind, step) else apart[name]
                 stock = max(own / scale, ratios[len(ratios) // 2])
-            bound = max(self._bound(stock, step), _ROUGH if self.rectified and self.kind == "bfloat16" else 0.0)
+            bound = max(self._bound(stock, step), _ROUGH if self.rectified and self.kind in _COARSE else 0.0)
             if self.draw.quantize is not None:
                 bound += _ROUNDING[self.kind] * largest / scale
             self.worst.note(kind, error, bound, f"step {step}: {name}")
 
     def follows(self) -> bool:
         """Whether what comes after an update is as exact as the gradient was."""
-        if self.rough or loses_bits(self.draw):
+        if self.rough or self.strays or loses_bits(self.draw):
             return False
         return self.exact or self.draw.optimizer in ("SGD", "sgd")
 

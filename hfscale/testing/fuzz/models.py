@@ -20,6 +20,7 @@ from ...runtime import runtime_of
 from ..families import config_of
 from ..parity import plain_name
 from .draw import Draw
+from .levers import COMPUTES, computes_in, planned_by, scaled_by
 
 AUTO = AutoModelForCausalLM
 DECAY = 0.1
@@ -45,7 +46,8 @@ def dtype_of(draw: Draw) -> torch.dtype:
 def is_autocast(draw: Draw) -> bool:
     """Whether torch's autocast makes its mixed precision; data axes cast weights by themselves."""
     return (
-        draw.mixed_precision == "bf16"
+        draw.mixed_precision in COMPUTES
+        and draw.dtype != "float64"
         and draw.routing is None
         and (draw.parallel().data_world == 1 or draw.family in WIDENS_INSIDE)
     )
@@ -53,7 +55,7 @@ def is_autocast(draw: Draw) -> bool:
 
 def narrow_type(draw: Draw) -> torch.dtype:
     """The type of the weights of stock code in the draw's precision."""
-    return torch.bfloat16 if draw.mixed_precision == "bf16" and not is_autocast(draw) else dtype_of(draw)
+    return dtype_of(draw) if is_autocast(draw) else computes_in(draw)
 
 
 def arguments(draw: Draw) -> dict[str, Any]:
@@ -103,9 +105,11 @@ def rectifies(draw: Draw) -> bool:
     )
 
 
-def memory(draw: Draw) -> dict[str, Any]:
-    """``memory``, where there is one."""
-    return {} if draw.memory is None else {"memory": hfscale.MemoryConfig(**draw.memory)}
+def options(draw: Draw) -> dict[str, Any]:
+    """What the layout is built with beside the type, and stock code knows nothing of."""
+    memory = {} if draw.memory is None else {"memory": hfscale.MemoryConfig(**draw.memory)}
+    routing = {} if draw.routing is None else {"routing": hfscale.RoutingConfig(**draw.routing)}
+    return {**planned_by(draw), **scaled_by(draw), **memory, **routing}
 
 
 def prepared(model: Any, draw: Draw, dtype: torch.dtype) -> Any:
@@ -147,7 +151,8 @@ def named_options(draw: Draw) -> dict[str, Any]:
     """Of a name: arguments of :func:`hfscale.create_optimizer`."""
     own: dict[str, Any] = {"adamw_torch": {"eps": EPS}, "adagrad": {"optim_args": {"eps": EPS}}}
     own |= {"rmsprop": {"optim_args": {"eps": EPS}}, "adafactor": {"optim_args": {"eps": (EPS**2, 1e-3)}}}
-    return {"lr": draw.learning_rate, "weight_decay": DECAY, **own.get(draw.optimizer, {})}
+    by_chance = {"stochastic_rounding": True} if draw.stochastic_rounding else {}
+    return {"lr": draw.learning_rate, "weight_decay": DECAY, **own.get(draw.optimizer, {}), **by_chance}
 
 
 def most_gain(draw: Draw) -> float:

@@ -20,6 +20,8 @@ from .between import look
 from .children import Note
 from .draw import Draw
 from .fuzz_batches import Call, as_given, batches
+from .levers import planned_by, roundings_in_32_bits
+from .low_rank import LowRank
 from .measures import EXACT, Yardstick, plain
 from .models import (
     AUTO,
@@ -29,15 +31,18 @@ from .models import (
     exact,
     in_float64,
     is_named,
-    memory,
     named_options,
     narrow_type,
+    options,
     prepared,
     quantization,
     stock_config,
     torch_options,
 )
-from .reference import Record
+from .reference import Record, Step
+
+_ACCELERATES = {"bf16": "bf16", "fp8": "bf16"}
+"""What an Accelerator is told of a model's mixed precision."""
 
 
 def run(draw: Draw, directory: Path, rank: int, note: Note) -> None:
@@ -50,10 +55,11 @@ def run(draw: Draw, directory: Path, rank: int, note: Note) -> None:
     note("config")
     layout = draw.parallel()
     note("plan")
-    planned = hfscale.plan(stock_config(draw), layout, dtype=dtype_of(draw), **arguments(draw), **quantization(draw))
+    asked = {"dtype": dtype_of(draw), **planned_by(draw), **arguments(draw), **quantization(draw)}
+    planned = hfscale.plan(stock_config(draw), layout, **asked)
     if draw.resume_layout is not None:
         second = hfscale.ParallelConfig(**draw.resume_layout)
-        hfscale.plan(stock_config(draw), second, dtype=dtype_of(draw), **arguments(draw), **quantization(draw))
+        hfscale.plan(stock_config(draw), second, **asked)
     note("build")
     if draw.dtype == "float64" and layout.data_world > 1 and any(p.dtype != torch.float64 for p in planned.owned()):
         draw = draw.change(entry="parallelize")  # the data axes hold parameters that cannot be given another type
@@ -85,9 +91,7 @@ class Rank:
         """By the drawn way."""
         draw, own = self.draw, dtype_of(self.draw)
         layout, start = draw.parallel(), str(self.directory / "start")
-        further: dict[str, Any] = {"mixed_precision": draw.mixed_precision, **memory(draw)}
-        if draw.routing is not None:
-            further["routing"] = hfscale.RoutingConfig(**draw.routing)
+        further = options(draw)
         later = draw.peft is not None and (draw.peft_later or draw.entry != "from_pretrained")
         if draw.entry == "parallelize":
             whole = AUTO.from_pretrained(start, dtype=own, **arguments(draw))
@@ -124,18 +128,19 @@ class Rank:
         if draw.accelerate:
             passes = max(1, draw.microbatches) if draw.loop == "plain" else 1
             self.accelerator = hfscale.Accelerator(
-                gradient_accumulation_steps=passes, mixed_precision=draw.mixed_precision
+                gradient_accumulation_steps=passes, mixed_precision=_ACCELERATES.get(draw.mixed_precision, "no")
             )
             self.model, self.optimizer = self.accelerator.prepare(model, self.optimizer)
 
     def train(self, record: Record, yardstick: Yardstick) -> list[float]:
         """All steps; the losses that this rank was told."""
         draw, compares = self.draw, bool(record.steps)
+        self.factors = LowRank(draw.layout["powersgd_rank"]) if draw.compression == "powersgd" else None
         told: list[float] = []
         vocabulary = stock_config(draw).get_text_config().vocab_size
         if record.dtypes and draw.quantize is None:
             self._compare_types(record, yardstick)
-        with exact(dtype_of(draw)):
+        with exact(dtype_of(draw)), roundings_in_32_bits():
             for index, calls in enumerate(batches(draw, hfscale.batch_world(self.model), vocabulary)):
                 self.note(f"step {index}")
                 losses = [self._call(call, hfscale.batch_rank(self.model)) for call in calls]
@@ -143,7 +148,7 @@ class Rank:
                 if compares:
                     self._compare_gradients(index, losses, record, yardstick)
                 norm = self._clip(draw.max_norm or 1e30, draw.norm_type)
-                if compares:
+                if compares and self.factors is None:
                     narrow = record.narrow[index].norm if record.narrow else None
                     yardstick.scalar("norm", index, float(norm), record.steps[index].norm, narrow)
                 told.append(float(norm))
@@ -153,13 +158,15 @@ class Rank:
                     self._compare_weights(index, record, yardstick)
                 if index == 0:
                     self._between(calls[0], record, yardstick)
-        if draw.delayed:
-            for _ in hfscale.drain(self.model):
-                self.optimizer.step()
-                self.optimizer.zero_grad()
+        self._drain()
         if draw.quantize is None or draw.peft is not None:
             self._save(record, yardstick)
         return told
+
+    def _drain(self) -> None:
+        for _ in hfscale.drain(self.model):  # nothing, but under schedules without a flush
+            self.optimizer.step()
+            self.optimizer.zero_grad()
 
     def _clip(self, max_norm: float, norm_type: float) -> Any:
         if self.draw.accelerate:
@@ -204,7 +211,32 @@ class Rank:
                 yardstick.worst.note("missing gradient", 1.0, 0.5, name)
             elif gradient is not None and wanted is not None:
                 pairs.append((planned.name, local_tensor(gradient), planned.take(wanted, runtime.mesh.ranks), wanted))
-        yardstick.tensors("gradient", index, pairs)
+        if self.factors is None:
+            yardstick.tensors("gradient", index, pairs)
+        else:
+            self._compare_factors(index, pairs, yardstick)
+        if self.draw.mixed_precision == "fp16":
+            self._compare_scales(index, (record.narrow or record.steps)[index], yardstick)
+
+    def _compare_factors(
+        self, index: int, pairs: list[tuple[str, Tensor, Tensor, Tensor]], yardstick: Yardstick
+    ) -> None:
+        assert self.factors is not None
+        planned = runtime_of(self.model).plan
+        for name, found, wanted, whole in pairs:
+            kinds = {step.kind for step in planned.by_name[name].reductions}
+            if kinds & {"sum-stages", "sum-replicas"}:
+                continue  # of what was sent as factors, and is none any more
+            terms = planned.layout.size("tp") if "sum" in kinds else 1
+            floor = yardstick.least_scale("gradient", index, whole)
+            error = self.factors.difference(name, found, wanted, floor, terms)
+            yardstick.worst.note("factors", error, EXACT, f"step {index}: {name}")
+
+    def _compare_scales(self, index: int, wanted: Step, yardstick: Yardstick) -> None:
+        found = hfscale.metrics(self.model)
+        told = float(found["loss_scale"]), bool(found["step_was_skipped"])
+        name = f"step {index}: {told} for {(wanted.scale, wanted.skipped)}"
+        yardstick.worst.note("loss scale", float(told != (wanted.scale, wanted.skipped)), 0.5, name)
 
     def _compare_weights(self, index: int, record: Record, yardstick: Yardstick) -> None:
         runtime, pairs = runtime_of(self.model), []
@@ -234,6 +266,8 @@ class Rank:
             self.note("rebuild")
             if self.draw.resume_layout is not None:
                 self.draw = self.draw.change(layout=self.draw.resume_layout)
+                if self.factors is not None:
+                    self.factors.forget()
             self.build()
             self.note("load_state")
             if self.draw.accelerate:

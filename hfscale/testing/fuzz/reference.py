@@ -3,7 +3,7 @@
 import functools
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,16 @@ from ..._host.bitsandbytes import has_layouts, keep_layout
 from ..parity import plain_name
 from .draw import Draw
 from .fuzz_batches import Batch, Call, as_given, batches, valid_labels
+from .levers import (
+    EIGHT_BITS,
+    LossScale,
+    computes_in,
+    kinds,
+    multiply_in_8_bits,
+    roundings_in_32_bits,
+    send_gradients,
+    unrounded,
+)
 from .models import (
     AUTO,
     adapter,
@@ -44,12 +54,16 @@ class Step:
         gradients: by the plan's names, before clipping.
         norm: before clipping.
         weights: after the step.
+        scale: of the loss, behind it.
+        skipped: whether gradients overflowed, so that it changed nothing.
     """
 
     losses: list[list[float]]
     gradients: dict[str, Tensor]
     norm: float
     weights: dict[str, Tensor]
+    scale: float = 1.0
+    skipped: bool = False
 
 
 @dataclass
@@ -78,17 +92,20 @@ def reference(draw: Draw, directory: Path) -> None:
     warnings.simplefilter("ignore")
     make_start(draw, directory)
     record = Record()
-    own = dtype_of(draw)
+    own, exact_draw = dtype_of(draw), unrounded(draw)
     if draw.drops or draw.delayed:  # only whether it runs in one process at all
         train(draw.change(steps=1), directory, own, Record())
-    elif draw.quantize is not None or own == torch.float64:
+    elif draw.quantize is not None or (own == torch.float64 and kinds(draw) == ["float64"]):
         record.steps = train(draw, directory, own, record)
     else:
         narrow = narrow_type(draw)
         record.narrow = train(draw, directory, narrow, record)
         if narrow != own:
             record.dtypes = dict.fromkeys(record.dtypes, own)
-        record.steps = train(draw, directory, torch.float64, Record())
+        skipped = [step.skipped for step in record.narrow]
+        record.steps = train(exact_draw, directory, torch.float64, Record(), skipped)
+        if draw.mixed_precision == "fp16" and not _finite(record.narrow):
+            raise ArithmeticError("stock code's loss is no number in float16")
         if _finite(record.narrow) and not _finite(record.steps):  # ProphetNet's masks of padding overflow there
             raise ArithmeticError(f"in float64 stock code's loss is no number, and in {narrow} it is")
     torch.save(record, directory / "reference.pt")
@@ -142,15 +159,18 @@ def load(draw: Draw, directory: Path, dtype: torch.dtype) -> Any:
     if draw.loop == "train_step" and hasattr(text, "use_cache"):
         # As train_step does, and as stock trainers do: with a cache, the host overlooks where packed rows begin anew.
         text.use_cache = False
-    if draw.peft is not None:
+    if draw.peft is not None and _own_parts(draw):
+        if dtype == torch.float64:
+            in_float64(model)
+        model = hfscale.get_peft_model(hfscale.parallelize(model, **_own_parts(draw)), str(directory / "adapter"))
+    elif draw.peft is not None:
         import peft
 
         model = peft.PeftModel.from_pretrained(model, str(directory / "adapter"), is_trainable=True)
         _check_adapter(model, directory / "adapter")
     if dtype == torch.float64:
         in_float64(model)
-    elif is_autocast(draw):
-        model.forward = _autocast(model.forward)
+    multiply_in_8_bits(draw, model, stock_config(draw), dtype=dtype_of(draw), **arguments(draw))
     return prepared(model, draw, dtype)
 
 
@@ -172,35 +192,41 @@ def _check_adapter(model: Any, directory: Path) -> None:
         raise ArithmeticError(f"stock PEFT does not load all of an adapter that it saved: {lost[0]}")
 
 
-def _autocast(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _autocast(forward: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
     @functools.wraps(forward)
     def autocast_forward(*args: Any, **kwargs: Any) -> Any:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast("cpu", dtype=dtype):
             return forward(*args, **kwargs)
 
     return autocast_forward
 
 
-def train(draw: Draw, directory: Path, dtype: torch.dtype, record: Record) -> list[Step]:
-    """All steps in one process."""
+def train(draw: Draw, directory: Path, dtype: torch.dtype, record: Record, skipped: Sequence[bool] = ()) -> list[Step]:
+    """All steps in one process; those of ``skipped`` change nothing, as if they had overflowed."""
     model = load(draw, directory, dtype)
-    runs = model if draw.routing is None else _with_routing(model, draw)
+    own = _own_parts(draw)
+    runs = hfscale.parallelize(model, **own) if own and draw.peft is None else model
+    if dtype != torch.float64 and is_autocast(draw):
+        runs.forward = _autocast(runs.forward, computes_in(draw))
     optimizers = stock_optimizers(draw, model, directory)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     record.dtypes = {plain_name(name): p.dtype for name, p in model.named_parameters()}
     world = draw.parallel().batch_world
     steps: list[Step] = []
-    vocabulary = model.config.get_text_config().vocab_size
-    with exact(dtype):
+    vocabulary, scale = model.config.get_text_config().vocab_size, LossScale(draw)
+    with exact(dtype), roundings_in_32_bits():
         for index, calls in enumerate(batches(draw, world, vocabulary)):
-            losses = [_call(draw, runs, call) for call in calls]
-            gradients = {plain_name(n): p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+            losses = [_call(draw, runs, call, scale.scale) for call in calls]
+            skips = scale.over(trained)
+            if skipped and skipped[index]:
+                model.zero_grad()
+            send_gradients(draw, trained)
+            gradients = _gradients(model)
             norm = torch.nn.utils.clip_grad_norm_(trained, draw.max_norm or 1e30, norm_type=draw.norm_type)
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-            weights = {plain_name(n): p.detach().clone() for n, p in model.named_parameters() if p.is_floating_point()}
-            steps.append(Step(losses, gradients, float(norm), weights))
+            steps.append(Step(losses, gradients, float(norm), _weights(model), scale.scale, skips))
             if index == 0:
                 _look(draw, model, runs, calls[0], record)
     if draw.quantize is None or draw.peft is not None:
@@ -208,13 +234,26 @@ def train(draw: Draw, directory: Path, dtype: torch.dtype, record: Record) -> li
     return steps
 
 
-def _with_routing(model: Any, draw: Draw) -> Any:
-    """The losses of routing are hfscale's own: one process of hfscale says what they are."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return hfscale.parallelize(inner, routing=hfscale.RoutingConfig(**(draw.routing or {})))
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {plain_name(n): p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def _call(draw: Draw, model: nn.Module, call: Call) -> list[float]:
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    return {plain_name(n): p.detach().clone() for n, p in model.named_parameters() if p.is_floating_point()}
+
+
+def _own_parts(draw: Draw) -> dict[str, Any]:
+    """Losses of routing, and what layers keep in 8 bits, are hfscale's own: one process of it says what they are."""
+    own: dict[str, Any] = {}
+    if draw.routing is not None:
+        own["routing"] = hfscale.RoutingConfig(**draw.routing)
+    if EIGHT_BITS in kinds(draw):
+        least = (draw.memory or {})["compress_activations"]
+        own["memory"] = hfscale.MemoryConfig(compress_activations=least)
+    return own
+
+
+def _call(draw: Draw, model: nn.Module, call: Call, scale: float) -> list[float]:
     """Forward and backward over all microbatches of all distinct batches."""
     if draw.routing is not None:
         given = [microbatch for rank in call for microbatch in rank if microbatch["labels"].numel()]
@@ -227,7 +266,7 @@ def _call(draw: Draw, model: nn.Module, call: Call) -> list[float]:
     for microbatch in microbatches:
         if valid_labels(microbatch):
             part = _loss(draw, model, microbatch) * (valid_labels(microbatch) / total)
-            part.backward()
+            (part * scale).backward()
             loss += float(part.detach())
     return [loss] * len(call)
 
