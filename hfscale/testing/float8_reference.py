@@ -3,7 +3,8 @@
 Entry by entry the roundings of torchao's float8 training, which has no other ranks to think of.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -17,9 +18,9 @@ from ..ops import float8
 
 
 def in_32_bits(module: Any, name: str) -> Any:
-    """Within: a function of scales stays in 32 bits where :func:`hfscale.families.precision.keep_float64` keeps 64.
+    """Within: what scales or rounds stays in 32 bits where :func:`hfscale.families.precision.keep_float64` keeps 64.
 
-    That keeps them in forward passes alone, and backward passes would find other scales.
+    That keeps them in forward passes alone, and backward passes would find other numbers.
     """
     function = getattr(module, name)
 
@@ -30,21 +31,23 @@ def in_32_bits(module: Any, name: str) -> Any:
     return mock.patch.object(module, name, without_modes)
 
 
-def scales_in_32_bits() -> Any:
-    """The same of hfscale's own scales of products in 8 bits."""
-    return in_32_bits(float8, "_scale_for")
+@contextmanager
+def float8_in_32_bits() -> Iterator[None]:
+    """The same of hfscale's own scales, and of what is multiplied by them: data ranks gather weights in both passes."""
+    with in_32_bits(float8, "_scale_for"), in_32_bits(float8, "_rounded"):
+        yield
 
 
 def rounded(matrix: Tensor, rowwise: bool, along: int, gradient: bool = False) -> Tensor:
     """As one process rounds it, which has all of it."""
     dtype = torch.float8_e5m2 if gradient and not rowwise else torch.float8_e4m3fn
     largest = matrix.abs().amax(along, keepdim=True) if rowwise else matrix.abs().amax()
-    with without_function_modes():
-        scale = (torch.finfo(dtype).max / largest.double().clamp(min=1e-12)).float()
-    scale = scale.log2().floor().exp2() if rowwise else scale
     most = torch.finfo(dtype).max
-    found = (matrix.to(torch.float32) * scale).clamp(-most, most).to(dtype).to(matrix.dtype) / scale
-    return found.to(matrix.dtype)
+    with without_function_modes():
+        scale = (most / largest.double().clamp(min=1e-12)).float()
+        scale = scale.log2().floor().exp2() if rowwise else scale
+        found = (matrix.to(torch.float32) * scale).clamp(-most, most).to(dtype).to(matrix.dtype) / scale
+        return found.to(matrix.dtype)
 
 
 class OneProcess(torch.autograd.Function):

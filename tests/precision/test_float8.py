@@ -18,7 +18,7 @@ from hfscale.ops.float8 import Float8Groups, Float8Products, on_tensor_cores
 from hfscale.ops.products import multiply_by
 from hfscale.precision.float8 import compute
 from hfscale.testing import RankPool
-from hfscale.testing.float8_reference import convert, scales_in_32_bits
+from hfscale.testing.float8_reference import convert, float8_in_32_bits
 from hfscale.testing.parity import Batch, Case, assert_layout_equal
 
 from ..layouts import named
@@ -53,7 +53,7 @@ class Float8Case(Case):
         return super().reference_step(model, step)
 
     def layout_step(self, model: Any, microbatches: list[Batch]) -> Tensor:
-        with scales_in_32_bits():
+        with float8_in_32_bits():
             return super().layout_step(model, microbatches)
 
 

@@ -6,16 +6,22 @@ import pytest
 import torch
 
 from hfscale import MemoryConfig, ParallelConfig
+from hfscale.options import Options
 from hfscale.testing.fuzz import Draw, choose
 from hfscale.testing.fuzz.between import _log_probs
 from hfscale.testing.fuzz.choose_more import _another
+from hfscale.testing.fuzz.levers import planned_by, scaled_by
 from hfscale.testing.fuzz.ranks import sum_of_tokens
 
 
 def test_they_are_possible() -> None:
     draws = [choose(0, index) for index in range(300)]
-    levers = {name for draw in draws for name in MemoryConfig(**(draw.memory or {})).__dict__ if draw.memory}
+    levers = {name for draw in draws for name in (*draw.levers, *(draw.memory or {}))}
     assert levers >= {"recompute", "offload_activations", "offload_optimizer", "offload_parameters"}
+    assert levers >= {"bf16", "fp16", "fp8", "gradient_compression", "compress_activations", "stochastic_rounding"}
+    for draw in draws:
+        MemoryConfig(**(draw.memory or {}))
+        Options(**planned_by(draw), **scaled_by(draw))
     again = [draw for draw in draws if draw.resume_layout is not None]
     assert again
     for draw in again:

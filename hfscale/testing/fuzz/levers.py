@@ -13,7 +13,7 @@ import hfscale
 from ...families.projections import PROJECTIONS
 from ...memory import compressed
 from ...plan.float8 import Float8Plan
-from ..float8_reference import convert, in_32_bits, scales_in_32_bits
+from ..float8_reference import convert, float8_in_32_bits, in_32_bits
 from .draw import Draw
 
 COMPUTES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
@@ -70,6 +70,7 @@ def multiply_in_8_bits(draw: Draw, model: Any, config: Any, **kwargs: Any) -> No
 
     def chosen(module: nn.Module, name: str) -> bool:
         name = name.removeprefix("base_model.model.").removesuffix(".base_layer")
+        name = name.removesuffix(".modules_to_save.default")  # a copy of a projection is one
         return isinstance(module, PROJECTIONS) and name in names
 
     convert(model, (draw.float8 or {}).get("recipe", "tensorwise"), chosen)
@@ -89,7 +90,7 @@ def scaled_by(draw: Draw) -> dict[str, Any]:
 @contextmanager
 def roundings_in_32_bits() -> Iterator[None]:
     """Within: what rounds to 8 bits takes 32 of them, although float64 stays float64 around it."""
-    with scales_in_32_bits(), in_32_bits(compressed, "compress"):
+    with float8_in_32_bits(), in_32_bits(compressed, "compress"):
         yield
 
 

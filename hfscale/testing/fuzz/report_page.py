@@ -29,7 +29,7 @@ def page(judged: Judged, seed: int) -> str:
         ("layout", [kind_of_layout(draw) for draw, _ in judged]),
         ("schedule", [str(d.layout.get("pipeline_schedule", "-")) for d, _ in judged]),
         ("entry point", [draw.entry for draw, _ in judged]),
-        ("weights", [f"{d.dtype}{', computes in bf16' * (d.mixed_precision != 'no')}" for d, _ in judged]),
+        ("weights", [_precision(draw) for draw, _ in judged]),
         ("on top", [_on_top(draw) for draw, _ in judged]),
         ("optimizer", [draw.optimizer for draw, _ in judged]),
     ]
@@ -42,6 +42,8 @@ def page(judged: Judged, seed: int) -> str:
     return "\n".join(lines) + "\n"
 
 
+_NAMED = ("compress_activations", "stochastic_rounding")
+
 _HEAD = """# Random layouts
 
 Written by `scripts/layout_fuzz.py`: per draw a random family, config, layout, schedule, batch, precision, adapters,
@@ -49,7 +51,9 @@ optimizer and way through a run, against plain transformers (PEFT, bitsandbytes)
 
 - equal: loss of every step, gradients, clipped norm, weights and saved checkpoint agree to 1e-9 in float64; in others
   they are as near to stock code in float64 as stock code in that type is (hfscale/testing/fuzz/measures.py). Under
-  dropout and delayed updates, which one process does not repeat, ranks are compared with each other.
+  dropout and delayed updates, which one process does not repeat, ranks are compared with each other. Levers that round
+  are compared with one process that rounds alike (fp8 in float64, loss scales and skipped steps), or may be off by as
+  much as it is (activations in 8 bits, gradients in 16); of PowerSGD, gradients are projections, errors included.
 - refused: hfscale says what does not fit, before anything is trained.
 - stock: stock code cannot train that config in one process.
 - late, wrong, crash, hang: defects. late is a refusal in the first step that the plan could have made.
@@ -59,9 +63,14 @@ optimizer and way through a run, against plain transformers (PEFT, bitsandbytes)
 """
 
 
+def _precision(draw: Draw) -> str:
+    return draw.dtype if draw.mixed_precision == "no" else f"{draw.dtype}, computes in {draw.mixed_precision}"
+
+
 def _on_top(draw: Draw) -> str:
     what = [draw.quantize or "", "LoRA" if draw.peft else "", "frozen" if draw.frozen else ""]
     what += ["routing losses" if draw.routing else "", "resumed" if draw.resume else ""]
+    what += [draw.compression if draw.compression != "no" else "", *(name for name in _NAMED if name in draw.levers)]
     return ", ".join(name for name in what if name) or "-"
 
 
