@@ -111,7 +111,7 @@ class ParallelConfig(ParallelismConfig):
         self.cp_method = _default("cp_method", self.cp_method, "auto")
         if self.cp_method not in CP_METHODS:
             raise ConfigError(f"cp_method={self.cp_method!r} is unknown: use one of {', '.join(CP_METHODS)}")
-        self.pipeline_schedule = spelled(str(_default("pipeline_schedule", self.pipeline_schedule, "1f1b")))
+        self.pipeline_schedule = spelled(_default("pipeline_schedule", self.pipeline_schedule, "1f1b"))
         virtual = default_virtual_stages(str(self.pipeline_schedule)) if self.size("pp") > 1 else 1
         self.virtual_stages = _positive("virtual_stages", _default("virtual_stages", self.virtual_stages, virtual))
         self.stage_layers = _stage_layers(

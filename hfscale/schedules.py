@@ -1,5 +1,7 @@
 """Names of pipeline schedules; imports nothing, so that a command line can name them at once."""
 
+from typing import Any
+
 SCHEDULES = (
     "gpipe",
     "1f1b",
@@ -17,9 +19,9 @@ ASYNCHRONOUS = ("pipedream", "pipedream_2bw")
 _SEVERAL_STAGES = ("interleaved1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev")
 
 
-def spelled(schedule: str) -> str:
+def spelled(schedule: Any) -> Any:
     """A schedule's name as it is written here, however it was: ``1F1B`` is ``1f1b``; anything else stays."""
-    return schedule.lower() if schedule.lower() in SCHEDULES else schedule
+    return schedule.lower() if isinstance(schedule, str) and schedule.lower() in SCHEDULES else schedule
 
 
 def default_virtual_stages(schedule: str) -> int:

@@ -123,7 +123,8 @@ def test_an_unknown_schedule(schedule: Any) -> None:
 
 
 def test_a_schedule_that_is_nearly_right() -> None:
-    _says(ConfigError, lambda: ParallelConfig(pipeline_schedule="1F1B"), "did you mean '1f1b'?")
+    _says(ConfigError, lambda: ParallelConfig(pipeline_schedule="1F1b1"), "did you mean '1f1b'?")
+    assert ParallelConfig(pipeline_schedule="1F1B").pipeline_schedule == "1f1b"
 
 
 def test_another_librarys_axes() -> None:
