@@ -11,7 +11,7 @@ from torch import Tensor
 
 import hfscale
 from hfscale import MemoryConfig, ParallelConfig
-from hfscale.memory.report import count_saved
+from hfscale.memory.saved import count_saved
 from hfscale.parallel.tensor.deferred_weights import Overlap
 from hfscale.runtime import local_tensor, runtime_of
 from hfscale.testing import Case, RankPool, assert_layout_equal

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import hfscale
 from hfscale import MemoryConfig, ParallelConfig
-from hfscale.memory.report import count_saved
+from hfscale.memory.saved import count_saved
 from hfscale.parallel.pipeline import asynchronous
 from hfscale.precision.shared_casts import SharedCasts
 from hfscale.runtime import local_tensor, runtime_of
