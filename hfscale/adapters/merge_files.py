@@ -16,7 +16,7 @@ from .._host.transformers.conversions import Destination, loaded_targets
 from ..config import ParallelConfig
 from ..errors import CheckpointError, ConfigError
 from ..files.reader import TensorOnDisk, open_tensors
-from ..files.writer import INDEX, STALE, CheckpointWriter
+from ..files.writer import INDEX, REPLACED, CheckpointWriter
 from ..planner.adapters import plan_adapters
 from ..planner.build import build_plan
 from ..runtime.atomic_directory import atomic_directory
@@ -86,7 +86,7 @@ def merge_adapter(
         raise CheckpointError(f"{base} is not a checkpoint that a model can be made of: {error}") from error
     contents = {key: torch.empty(t.shape, dtype=t.dtype, device="meta") for key, t in merged.stored.items()}
     changed = 0
-    with atomic_directory(out, stale=STALE, last=INDEX) as staging:
+    with atomic_directory(out, stale=REPLACED, last=INDEX) as staging:
         writer = CheckpointWriter(staging.path, contents, max_shard_size)
         for key in contents:
             writer.add(key, merged[key])

@@ -13,7 +13,7 @@ from ..config import ParallelConfig
 from ..errors import CheckpointError
 from ..files.complete import MARK
 from ..files.writer import INDEX as WEIGHTS_INDEX
-from ..files.writer import STALE, CheckpointWriter
+from ..files.writer import REPLACED, CheckpointWriter
 from ..mesh import MESH_AXES, Mesh
 from ..runtime.atomic_directory import atomic_directory
 from .state_index import INDEX, StateIndex
@@ -52,7 +52,7 @@ def convert_state(
             f"{directory} lacks {len(missing)} weights, {missing[0]} for one, which were held in 4 or 8 bits: they are "
             "in the checkpoint that the model was loaded from"
         )
-    with atomic_directory(target, stale=STALE, last=WEIGHTS_INDEX) as staging:
+    with atomic_directory(target, stale=REPLACED, last=WEIGHTS_INDEX) as staging:
         if index.adapter:
             save_file(
                 {name: reader.whole(key) for name, key in index.stored.items()},

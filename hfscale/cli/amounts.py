@@ -27,13 +27,23 @@ def tokens_of(text: str, flag: str) -> int:
     """``"4M"`` -> 4,194,304.
 
     Raises:
-        ConfigError: it is no positive number, alone or with K, M or G.
+        ConfigError: it is no whole positive number, alone or with K, M or G.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)", text.strip().lower())
-    count = 0 if found is None else int(float(found[1]) * _TOKENS[found[2]])
-    if not count:
+    count = 0.0 if found is None else float(found[1]) * _TOKENS[found[2]]
+    if not count or not count.is_integer():
         raise ConfigError(
-            f"{flag} {text} is no number of tokens: write a positive number, alone or with K, M or G (2^10, 2^20, "
-            "2^30), as 4194304 or 4M"
+            f"{flag} {text} is no number of tokens: use a whole number of at least 1, alone or with K, M or G (2^10, "
+            "2^20, 2^30), as 4194304 or 4M"
         )
-    return count
+    return int(count)
+
+
+def gigabytes_of(text: str, flag: str) -> float:
+    """``"80"`` and ``"80GB"`` -> 80, ``"80GiB"`` -> 85.899: in 10^9 bytes.
+
+    Raises:
+        ConfigError: it is no positive number, alone or with a unit.
+    """
+    alone = text.strip()
+    return bytes_of(f"{alone}GB" if alone[-1:].isdigit() else alone, flag) / 1e9

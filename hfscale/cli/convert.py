@@ -3,7 +3,9 @@
 import argparse
 from pathlib import Path
 
+from .amounts import bytes_of
 from .look import add_json, print_json
+from .targets import add_overwrite, check_target
 
 HELP = "make a Hugging Face directory of a saved state"
 DESCRIPTION = (
@@ -19,17 +21,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", metavar="OUT", type=Path, help="the directory to write")
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one file (default: %(default)s)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code that came with the model")
+    add_overwrite(parser)
     add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write it."""
+    check_target(arguments.out, arguments.overwrite, DIR=arguments.state)
     from ..checkpoint.convert import convert_state
 
     index = convert_state(
         arguments.state,
         arguments.out,
-        max_shard_size=arguments.max_shard_size,
+        max_shard_size=bytes_of(arguments.max_shard_size, "--max-shard-size"),
         trust_remote_code=arguments.trust_remote_code,
     )
     what = "an adapter" if index.adapter else "a model"

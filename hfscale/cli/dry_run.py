@@ -7,6 +7,7 @@ from ..errors import ConfigError
 from .flags import plan_arguments
 from .layout import layout_of
 from .look import bar, print_json
+from .memory import tokens_asked
 from .model import auto_class_of, building, remote_code
 
 _OTHERS = ("quantize", "optimizer", "gpu")
@@ -42,7 +43,7 @@ def run(arguments: argparse.Namespace, config: Any) -> int:
         found = dry_run(
             config,
             layout,
-            sequence_length=2048 if arguments.tokens is None else arguments.tokens,
+            sequence_length=tokens_asked(arguments),
             mixed_precision=arguments.mixed_precision or "no",
             dtype=arguments.dtype,
             memory=MemoryConfig(recompute="full") if arguments.recompute else None,

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from .amounts import tokens_of
 from .flags import add_adapter_arguments, add_machine_arguments, plan_arguments
 from .layout import add_layout_arguments, layout_of
 from .look import add_json, check_writable, print_json
@@ -41,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ..forecast.estimate import estimate
     from ..memory_config import MemoryConfig
 
-    layout = layout_of(arguments)
+    layout, sequence = layout_of(arguments), tokens_of(arguments.sequence_length, "--sequence-length")
     config = load_config(arguments.model, arguments.trust_remote_code)
     again, more = arguments.recompute, {**plan_arguments(arguments), **remote_code(arguments)}
     with building(arguments, config):
@@ -49,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
             config,
             layout,
             arguments.hardware,
-            sequence_length=arguments.sequence_length,
+            sequence_length=sequence,
             batch_size=arguments.batch_size,
             num_microbatches=arguments.accumulate,
             optimizer=arguments.optimizer,

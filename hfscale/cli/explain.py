@@ -4,6 +4,8 @@ import argparse
 from typing import Any
 
 from ..errors import ConfigError
+from .amounts import tokens_of
+from .flags import add_sequence_length
 from .look import add_json, print_json
 from .model import add_model_arguments, auto_class_of, building, load_config, remote_code
 
@@ -14,8 +16,7 @@ DESCRIPTION = (
 )
 EXAMPLE = "hfscale explain meta-llama/Llama-3.1-8B --data-ranks 64 --tp 8"
 _SIZES = {"--data-ranks": (64, "that ZeRO shares over"), "--tp": (8, "tensor ranks")}
-_SIZES |= {"--sequence-length": (4096, "tokens of a sequence"), "--batch-size": (1, "sequences of a microbatch")}
-_SIZES |= {"--rank": (16, "of LoRA's factors")}
+_SIZES |= {"--batch-size": (1, "sequences of a microbatch"), "--rank": (16, "of LoRA's factors")}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     for flag, (default, text) in _SIZES.items():
         parser.add_argument(flag, type=int, default=default, metavar="N", help=f"{text} (default: {default})")
+    add_sequence_length(parser)
     add_json(parser)
 
 
@@ -37,6 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     for flag, size in sizes.items():
         if size < 1:
             raise ConfigError(f"{flag} {size} is impossible: use a whole number of at least 1")
+    sequence = tokens_of(arguments.sequence_length, "--sequence-length")
     config = load_config(arguments.model, arguments.trust_remote_code)
     dtype = arguments.dtype or "float32"
     more: dict[str, Any] = remote_code(arguments)
@@ -45,10 +48,10 @@ def run(arguments: argparse.Namespace) -> int:
         plan = make_plan(config, **more)
     asked = asked_of(config, mixed_precision="bf16" if dtype == "float32" else "no", **more)
     found = explain(
-        facts_of(plan, asked, sequence=arguments.sequence_length),
+        facts_of(plan, asked, sequence=sequence),
         ranks=arguments.data_ranks,
         tp=arguments.tp,
-        sequence=arguments.sequence_length,
+        sequence=sequence,
         batch=arguments.batch_size,
         rank=arguments.rank,
     )

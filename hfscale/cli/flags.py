@@ -60,10 +60,17 @@ def plan_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
     return given
 
 
+def add_sequence_length(parser: Adds) -> None:
+    """``--sequence-length``, which :func:`.amounts.tokens_of` reads."""
+    parser.add_argument(
+        "--sequence-length", default="4096", metavar="N", help="tokens of a sequence, as 8192 or 8K (default: 4K)"
+    )
+
+
 def add_machine_arguments(parser: Adds) -> None:
     """``--hardware``, ``--sequence-length`` and ``--optimizer``: what a step's time depends on beside its layout."""
     parser.add_argument(
         "--hardware", default="h100", metavar="NAME", help="h100, h200, b200, a100-80, a100-40, or a calibration's JSON"
     )
-    parser.add_argument("--sequence-length", type=int, default=4096, metavar="N", help="tokens of a sequence")
+    add_sequence_length(parser)
     parser.add_argument("--optimizer", default=OPTIMIZER, metavar="NAME", help="its name in HF Trainer")

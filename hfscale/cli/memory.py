@@ -3,14 +3,14 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from ..errors import ConfigError
+from .amounts import gigabytes_of, tokens_of
 from .flags import OPTIMIZER, add_adapter_arguments
 
 if TYPE_CHECKING:
     from ..estimate.memory import MemoryEstimate
     from ..plan import Plan
 
-_TOKENS, _GB = 2048, 80.0
+_TOKENS, _GB = "2048", "80"
 
 
 def add_training_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,7 +18,7 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("training (any of these adds what a rank holds, by kind, and whether it fits)")
     add_adapter_arguments(group, "weights in 4 or 8 bits, and where they align")
     group.add_argument(
-        "--tokens", type=int, metavar="N", help=f"of one microbatch of a batch rank (default: {_TOKENS})"
+        "--tokens", metavar="N", help=f"of one microbatch of a batch rank, as 4096 or 4K (default: {_TOKENS})"
     )
     group.add_argument("--optimizer", metavar="NAME", help=f"as adamw_8bit or adafactor (default: {OPTIMIZER})")
     group.add_argument(
@@ -27,7 +27,9 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
         help="compute in bfloat16 over the weights' own type, products of layers in 8 bits",
     )
     group.add_argument("--recompute", action="store_true", default=None, help="recompute layers in the backward pass")
-    group.add_argument("--gpu", type=float, metavar="GB", help=f"memory of one GPU, in 10^9 bytes (default: {_GB:g})")
+    group.add_argument(
+        "--gpu", metavar="SIZE", help=f"memory of one GPU, as 80GB (10^9), 80 or 80GiB (2^30) (default: {_GB}GB)"
+    )
 
 
 def is_asked(arguments: argparse.Namespace) -> bool:
@@ -40,17 +42,14 @@ def estimate(arguments: argparse.Namespace, plan: "Plan") -> "MemoryEstimate":
     """What the rank with most holds.
 
     Raises:
-        ConfigError: the optimizer is unknown, or there are no tokens.
+        ConfigError: the optimizer is unknown, or ``--tokens`` is no number.
     """
     from ..memory.report import memory_estimate
 
-    tokens = _TOKENS if arguments.tokens is None else arguments.tokens
-    if tokens < 1:
-        raise ConfigError(f"--tokens {tokens} is impossible: use a whole number of at least 1")
     return memory_estimate(
         plan,
         arguments.optimizer or OPTIMIZER,
-        tokens=tokens,
+        tokens=tokens_asked(arguments),
         gradient_checkpointing=arguments.recompute,
         mixed_precision=arguments.mixed_precision,
     )
@@ -74,4 +73,23 @@ def describe_fit(arguments: argparse.Namespace, found: "MemoryEstimate") -> str:
 
 
 def _gigabytes(arguments: argparse.Namespace) -> float:
-    return _GB if arguments.gpu is None else float(arguments.gpu)
+    return gigabytes_of(_GB if arguments.gpu is None else arguments.gpu, "--gpu")
+
+
+def tokens_asked(arguments: argparse.Namespace) -> int:
+    """Tokens of one microbatch.
+
+    Raises:
+        ConfigError: ``--tokens`` is no number of them.
+    """
+    return tokens_of(_TOKENS if arguments.tokens is None else arguments.tokens, "--tokens")
+
+
+def check_amounts(arguments: argparse.Namespace) -> None:
+    """Refuse ``--tokens`` and ``--gpu`` that are no amounts before anything is planned.
+
+    Raises:
+        ConfigError: one of them is none.
+    """
+    tokens_asked(arguments)
+    _gigabytes(arguments)

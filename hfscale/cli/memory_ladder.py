@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .amounts import tokens_of
 from .look import add_json, check_writable, print_json, table, working
 from .model import add_model_arguments, building, check_place, load_config
 
@@ -33,7 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``hfscale memory-ladder``."""
     add_model_arguments(parser)
     parser.add_argument(
-        "--tokens", metavar="N", type=int, default=4096, help="of a microbatch of the model itself (default: 4096)"
+        "--tokens",
+        metavar="N",
+        default="4096",
+        help="of a microbatch of the model itself, as 4096 or 4K (default: 4096)",
     )
     parser.add_argument("--out", metavar="FILE", type=Path, help="draw it: a .png or .svg file (needs matplotlib)")
     add_json(parser)
@@ -43,6 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Count, print, and draw."""
     check_writable(arguments.out)
     check_place(arguments.model)
+    tokens = tokens_of(arguments.tokens, "--tokens")
     if arguments.out is not None:
         from ..parallel.pipeline.plot import check_drawing
 
@@ -58,13 +63,13 @@ def run(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.model, arguments.trust_remote_code)
     working(f"training a small {config.model_type} with each of the levers")
     with building(arguments, config):
-        steps = climb(config, arguments.tokens)
+        steps = climb(config, tokens)
     if arguments.json:
         print_json([_document(step) for step in steps])
         return 0
-    print(_text(steps, config.model_type, arguments.tokens))
+    print(_text(steps, config.model_type, tokens))
     if arguments.out is not None:
-        draw(arguments.out, steps, config.model_type, arguments.tokens)
+        draw(arguments.out, steps, config.model_type, tokens)
     return 0
 
 

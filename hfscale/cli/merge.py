@@ -3,7 +3,9 @@
 import argparse
 from pathlib import Path
 
+from .amounts import bytes_of
 from .look import add_json, check_directory, print_json, working
+from .targets import add_overwrite, check_target
 
 HELP = "merge a saved adapter into its base, one module in memory at a time"
 DESCRIPTION = (
@@ -21,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one file (default: %(default)s)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code that comes with the model")
     parser.add_argument("--no-check", action="store_true", help="do not load the models to compare their logits")
+    add_overwrite(parser)
     add_json(parser)
 
 
@@ -28,10 +31,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Merge, and compare."""
     check_directory(arguments.base, "the checkpoint that the adapter is of")
     check_directory(arguments.adapter, "an adapter, which has adapter_config.json")
+    check_target(arguments.out, arguments.overwrite, BASE=arguments.base, ADAPTER=arguments.adapter)
     from ..adapters.merge_files import logit_difference, merge_adapter
 
     places = arguments.base, arguments.adapter, arguments.out
-    size, trusted = arguments.max_shard_size, arguments.trust_remote_code
+    size, trusted = bytes_of(arguments.max_shard_size, "--max-shard-size"), arguments.trust_remote_code
     changed = merge_adapter(*places, max_shard_size=size, trust_remote_code=trusted)
     if not arguments.json:
         print(f"{arguments.out}: {changed} tensors have the adapter in them")

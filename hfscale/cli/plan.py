@@ -8,7 +8,7 @@ from . import dry_run
 from .flags import plan_arguments
 from .layout import add_layout_arguments, layout_of
 from .look import add_json, print_json
-from .memory import add_training_arguments, describe_fit, estimate, fits, is_asked
+from .memory import add_training_arguments, check_amounts, describe_fit, estimate, fits, is_asked
 from .model import add_model_arguments, auto_class_of, building, check_place, load_config, remote_code
 
 HELP = "show what becomes of every parameter under a layout, and whether it fits"
@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan."""
     check_place(arguments.model)
+    check_amounts(arguments)
     if arguments.dry_run:  # before torch is imported: it warns of groups of ranks that are not there
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from ..build import plan as make_plan

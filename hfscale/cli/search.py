@@ -54,6 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ..forecast.stand_in import asked_of
 
     tokens = tokens_of(arguments.tokens_per_step, "--tokens-per-step")
+    sequence = tokens_of(arguments.sequence_length, "--sequence-length")
     budget = None if arguments.max_memory is None else bytes_of(arguments.max_memory, "--max-memory")
     if arguments.quantize is not None and arguments.lora is None:
         raise ConfigError(f"--quantize {arguments.quantize} leaves nothing that trains: give --lora as well")
@@ -67,13 +68,13 @@ def run(arguments: argparse.Namespace) -> int:
     with building(arguments, config):
         plan = make_plan(config, **more)
     asked = asked_of(config, mixed_precision=mixed, **more)
-    facts = facts_of(plan, asked, arguments.optimizer, sequence=arguments.sequence_length)
+    facts = facts_of(plan, asked, arguments.optimizer, sequence=sequence)
     found = search(
         facts,
         arguments.gpus,
         machine,
         tokens_per_step=tokens,
-        sequence_length=arguments.sequence_length,
+        sequence_length=sequence,
         max_memory=budget,
         constants=constants_of(arguments.hardware),
     )

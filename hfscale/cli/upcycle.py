@@ -3,7 +3,9 @@
 import argparse
 from pathlib import Path
 
+from .amounts import bytes_of
 from .look import add_json, print_json
+from .targets import add_overwrite, check_target
 
 HELP = "turn a dense checkpoint into a mixture of experts that computes the same"
 DESCRIPTION = (
@@ -27,15 +29,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="of router, noise and channels (default: %(default)s)")
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one file (default: %(default)s)")
+    add_overwrite(parser)
     add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write it."""
+    check_target(arguments.directory, arguments.overwrite, MODEL=arguments.model)
     from ..upcycle.upcycle import upcycle
 
-    names = ("num_experts", "top_k", "every", "noise", "reinitialize", "seed", "max_shard_size")
+    names = ("num_experts", "top_k", "every", "noise", "reinitialize", "seed")
     given = {name: getattr(arguments, name) for name in names}
+    given["max_shard_size"] = bytes_of(arguments.max_shard_size, "--max-shard-size")
     written = upcycle(arguments.model, arguments.directory, **given)
     size = sum(file.stat().st_size for file in written.glob("*.safetensors"))
     if arguments.json:

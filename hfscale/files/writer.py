@@ -34,6 +34,10 @@ STALE = (
 """Patterns of earlier weights, which the host might prefer to those of a :class:`CheckpointWriter`."""
 
 
+REPLACED = (*STALE, "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+"""And an earlier adapter, which the host would load on top: of commands that make a directory of something else."""
+
+
 class CheckpointWriter:
     """Writes ``contents`` (stored name -> meta tensor) as files in ``directory``."""
 

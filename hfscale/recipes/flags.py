@@ -3,16 +3,18 @@
 import argparse
 import math
 
+from ..memory_config import byte_count
+
 
 def add_memory_limit(parser: argparse.ArgumentParser) -> None:
-    """``--max-memory[=GIB]``, infinite without a number."""
+    """``--max-memory[=SIZE]``, infinite without a number."""
     parser.add_argument(
         "--max-memory",
         nargs="?",
         const=math.inf,
         type=_gibibytes,
-        metavar="GIB",
-        help="say what memory each rank needs; with a number, stop before training where it is more",
+        metavar="SIZE",
+        help="say what memory each rank needs; with a size, as 40GiB, 40 or 40GB, stop before training if it is more",
     )
 
 
@@ -20,14 +22,20 @@ def memory_limit_flags(limit: float | None) -> list[str]:
     """The flags that say ``limit`` on another command line."""
     if limit is None:
         return []
-    return ["--max-memory"] if math.isinf(limit) else [f"--max-memory={limit:g}"]
+    return (
+        ["--max-memory"] if math.isinf(limit) else [f"--max-memory={limit:.12g}"]
+    )  # of a size in 10^9 bytes every digit
 
 
 def _gibibytes(text: str) -> float:
     try:
         return float(text)
     except ValueError:
+        found = byte_count(text)
+    if not found:
         # Where the flag stands before an override, the parser takes that for its number.
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no number of GiB: write --max-memory=40, or --max-memory alone behind everything else"
-        ) from None
+            f"{text!r} is no size: write --max-memory=40GiB (40 means the same), or --max-memory alone behind "
+            "everything else"
+        )
+    return found / 2**30

@@ -55,3 +55,27 @@ def test_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["merge", *(str(tmp_path / name) for name in ("base", "adapter", "out"))]) == 2
     assert "stores in another form" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_what_is_there_stays_unless_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = AutoModelForCausalLM.from_config(tiny("llama"), dtype=torch.float32)
+    base.save_pretrained(tmp_path / "base")
+    config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    get_peft_model(base, config).save_pretrained(tmp_path / "adapter")
+    places = [str(tmp_path / name) for name in ("base", "adapter", "out")]
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "adapter_config.json").write_text("{}")  # which stock transformers would load on top
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    assert main(["merge", *places, "--no-check"]) == 2
+    said = capsys.readouterr().err
+    assert "out has files already (adapter_config.json, notes.txt): name another directory, or replace them" in said
+    assert main(["merge", *places, "--no-check", "--overwrite"]) == 0
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"config.json", "model.safetensors", "notes.txt"} <= names
+    assert "adapter_config.json" not in names
+    for read in places[:2]:
+        assert main(["merge", *places[:2], read, "--overwrite"]) == 2
+        assert "as well, which is read" in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    assert main(["merge", *places[:2], str(tmp_path / "file"), "--overwrite"]) == 2
+    assert "is a file: name a directory" in capsys.readouterr().err

@@ -33,6 +33,10 @@ def test_converted(pools: Pools, tmp_path: Path, kind: str, layout: str, capsys:
     pools(ParallelConfig(**LAYOUTS[layout]).total_size).run(both, kind, layout, str(tmp_path))
     assert main(["convert", f"{tmp_path}/states", f"{tmp_path}/out", "--max-shard-size", "40KB"]) == 0
     assert f"a{'n adapter' if kind == 'lora' else ' model'} of step 1" in capsys.readouterr().out
+    (tmp_path / "out" / ".incomplete").mkdir()  # of a command that was killed
+    for flags, code in {(): 2, ("--overwrite",): 0}.items():
+        assert main(["convert", f"{tmp_path}/states", f"{tmp_path}/out", "--max-shard-size", "40KB", *flags]) == code
+    assert "out has files already (" in capsys.readouterr().err
     saved, out = tmp_path / "saved", tmp_path / "out"
     names = {path.name for path in saved.iterdir()}
     assert {path.name for path in out.iterdir()} >= names - {"README.md"}

@@ -76,7 +76,30 @@ def test_what_a_rank_holds_in_training(llama: str, capsys: pytest.CaptureFixture
     assert "fits 0.0001 GB: no, 0.0 GB, most of it" in capsys.readouterr().out
     assert "q_prj" in _refused(capsys, "plan", llama, "--lora", "q_prj")
     assert "--rank 4 is of adapters" in _refused(capsys, "plan", llama, "--rank", "4")
-    assert "--tokens 0 is impossible" in _refused(capsys, "plan", llama, "--tokens", "0")
+    assert "--tokens 0 is no number of tokens" in _refused(capsys, "plan", llama, "--tokens", "0")
+
+
+def test_amounts_have_units_in_every_command(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def of(*argv: str) -> Any:
+        assert main([*argv, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    plan = ("plan", llama, "--dtype", "bfloat16", "--tokens")
+    assert of(*plan, "2K", "--gpu", "1GiB")["memory"] == of(*plan, "2048", "--gpu", "80")["memory"]
+    for size, fits in {
+        "80GB": "fits 80 GB: yes",
+        "1GiB": "fits 1.07374 GB: yes",
+        "1KiB": "fits 1.024e-06 GB: no",
+    }.items():
+        assert main(["plan", llama, "--gpu", size]) == 0
+        assert fits in capsys.readouterr().out
+    for command in ("estimate", "explain"):
+        assert of(command, llama, "--sequence-length", "2K") == of(command, llama, "--sequence-length", "2048")
+    assert "--gpu much is no size" in _refused(capsys, "plan", llama, "--gpu", "much")
+    assert "--sequence-length 4KB is no number of tokens" in _refused(
+        capsys, "estimate", llama, "--sequence-length", "4KB"
+    )
+    assert "--tokens no is no number of tokens" in _refused(capsys, "memory-ladder", llama, "--tokens", "no")
 
 
 def test_another_auto_class(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -246,6 +269,12 @@ def test_what_commands_find_is_there_as_json(llama: str, tmp_path: Path, capsys:
     written = json.loads(capsys.readouterr().out)
     assert (written["num_experts"], written["top_k"]) == (4, 2)
     assert written["bytes"] == sum(file.stat().st_size for file in Path(written["directory"]).glob("*.safetensors"))
+    again = ["upcycle", str(tmp_path / "dense"), str(tmp_path / "experts")]
+    assert f"OUT {tmp_path}/experts has files already (config.json, generation_config.json" in _refused(capsys, *again)
+    assert main([*again, "--num-experts", "4", "--max-shard-size", "1MiB", "--overwrite"]) == 0
+    capsys.readouterr()
+    again[-1] = again[-2]
+    assert "is MODEL as well, which is read" in _refused(capsys, *again, "--overwrite")
 
 
 def test_with_debug_an_error_is_raised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -244,7 +244,7 @@ def test_amounts_and_rules() -> None:
         60 * 10**9,
         15 * 10**8,
     ]
-    for wrong, of in (("4MB", tokens_of), ("0", tokens_of), ("much", bytes_of), ("0GiB", bytes_of)):
+    for wrong, of in (("4MB", tokens_of), ("0", tokens_of), ("1.5", tokens_of), ("much", bytes_of), ("0GiB", bytes_of)):
         with pytest.raises(ConfigError, match=f"--x {wrong} is no "):
             of(wrong, "--x")
     root, linear = learning_rates(1e-3, 100, 400)

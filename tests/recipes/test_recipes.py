@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 from hfscale.cli import main
 from hfscale.recipes.adapting import adapter_of, quantization_of
 from hfscale.recipes.finetuning import finetune
+from hfscale.recipes.flags import memory_limit_flags
 from hfscale.recipes.read import load_recipe, recipe_and_limit
 from hfscale.recipes.schema import FinetuneRecipe, PretrainRecipe, RecipeError
 from hfscale.testing import RankPool
@@ -275,12 +276,24 @@ def test_what_may_be_is_taken() -> None:
         quantization_of(recipe)
 
 
-@pytest.mark.parametrize(("flags", "limit"), [([], None), (["--max-memory"], math.inf), (["--max-memory=40"], 40.0)])
+@pytest.mark.parametrize(
+    ("flags", "limit"),
+    [
+        ([], None),
+        (["--max-memory"], math.inf),
+        (["--max-memory=40"], 40.0),
+        (["--max-memory=40GiB"], 40.0),
+        (["--max-memory=40GB"], 40e9 / 2**30),
+    ],
+)
 def test_a_limit_is_read(monkeypatch: pytest.MonkeyPatch, flags: list[str], limit: float | None) -> None:
     arguments = ["finetune.py", "--config", str(RECIPES / "demo_lora.yaml"), "training.steps=3", *flags]
     monkeypatch.setattr(sys, "argv", arguments)
     recipe, found = recipe_and_limit(FinetuneRecipe, "x")
     assert (recipe.training.steps, found) == (3, limit)
+    assert all(
+        float(flag.partition("=")[2]) == pytest.approx(limit) for flag in memory_limit_flags(limit) if "=" in flag
+    )
 
 
 def test_a_limit_that_is_no_number_is_explained(
