@@ -17,6 +17,7 @@ import torch
 import transformers
 from family_sweep import LAYOUT, SEQUENCE, Verdict, deeper, measure, trainable
 from family_tables import summarize
+from notes import note
 from peft import LoraConfig
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
@@ -49,7 +50,7 @@ def judge(family: str, lora: dict[str, Any], pool: RankPool) -> Verdict:
         stock = peft.get_peft_model(AutoModelForCausalLM.from_config(config, dtype=torch.float32), LoraConfig(**lora))
         stock(input_ids=IDS, labels=IDS).loss.backward()
     except Exception as error:  # whatever PEFT says of a family that it does not adapt
-        return Verdict("no clone", f"stock PEFT: {type(error).__name__}: {error}".split("\n")[0][:100])
+        return Verdict("no clone", note(f"stock PEFT: {type(error).__name__}: {error}".split("\n")[0], 100))
     cases = {LAYOUT: config, SEQUENCE: config, None: deeper(family, config)}
     found = [_measured(_case(clone, lora), layout, pool) for layout, clone in cases.items()]
     details = dict.fromkeys(detail for kind, detail in found[:1] + [f for f in found[1:] if f[0][:5] != "equal"])

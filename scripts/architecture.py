@@ -18,12 +18,20 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 import tomllib
+from svg_themes import GROUND, INK, in_both
 
 ROOT = Path(__file__).parents[1]
 PACKAGE, PAGE = ROOT / "hfscale", ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- written by scripts/architecture.py -->", "<!-- end -->"
 _SPLIT = ("parallel",)  # rooms whose folders are rooms of their own
 _CELL, _LABEL, _TOP = 27, 250, 120
+_DARK = {
+    'rect[fill="white"]': f"fill: {GROUND}",
+    'rect[fill="#eef3fa"]': "fill: #2a3142",
+    'rect[fill="#ddd"]': "fill: #444a57",
+    'line[stroke="#bbb"]': "stroke: #565d6b",
+    'text:not([fill]), text[fill="#333"], text[fill="#555"]': f"fill: {INK}",
+}
 
 
 @dataclass(frozen=True)
@@ -133,7 +141,7 @@ def picture(rooms: list[Room], imports: Counter[tuple[str, str]]) -> str:
         "The room of a row imports that of a column; numbers are pairs of files."
     )
     lines.append(f'<text x="10" y="{height - 24}" fill="#333">{escape(words)}</text>')
-    return "\n".join([*lines, "</svg>"]) + "\n"
+    return in_both("\n".join([*lines, "</svg>"]) + "\n", _DARK)
 
 
 def _layer(rooms: list[Room], name: str) -> int:

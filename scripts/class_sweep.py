@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import transformers
 from class_cases import KINDS, Kind, OwnLossPictureCase, RewardCase, case_of, configs
+from notes import note
 from tqdm import tqdm
 
 import hfscale
@@ -244,7 +245,7 @@ def ended(failed: RanksFailed) -> tuple[str, str]:
     early = not re.search("(load|save)\\.py", first.trace) and (
         "train_step" not in first.trace or "microbatch" in first.error
     )
-    return ("refused" if early else "late"), first.error[:200]
+    return ("refused" if early else "late"), note(first.error, 200)
 
 
 def refusal(error: Exception) -> str:
@@ -253,13 +254,12 @@ def refusal(error: Exception) -> str:
     # Where there is no blueprint: why none could be inferred.
     why = lines[min(1, len(lines) - 1)].rpartition("Also, ")[2]
     why = re.split(": use (?:tp_size|pp_size|dp_shard)", why)[0]
-    return re.sub("pp_size=2 does not fit .*?:", "stages:", why).replace("|", "/").replace("\n", " ")[:200]
+    return note(re.sub("pp_size=2 does not fit .*?:", "stages:", why), 200)
 
 
 def short(error: Any) -> str:
     """An error in one line of a table."""
-    text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-    return " ".join(text.replace("|", "/").split())[:160]
+    return note(error if isinstance(error, str) else f"{type(error).__name__}: {error}")
 
 
 def judged(kind: Kind, family: str, columns: tuple[str, ...], only_plan: bool) -> dict[str, str]:

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from svg_themes import GROUND, INK, in_both
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 
 import hfscale
 from hfscale import ParallelConfig
 from hfscale.parallel.pipeline import Costs, order, simulate
-from hfscale.parallel.pipeline.plot import draw
+from hfscale.parallel.pipeline.plot import IDLE, draw
 from hfscale.plan import ParameterPlan
 from hfscale.sequences.split import Split
 
@@ -37,6 +38,18 @@ CUTS: dict[str, tuple[PreTrainedConfig, dict[str, int], list[str]]] = {
     "tensor": (LLAMA, {"tp_size": 4}, [*_ATTENTION, *_MLP, "input_layernorm"]),
     "data": (LLAMA, {"dp_shard_size": 2, "tp_size": 2}, [*_ATTENTION, *_MLP, "input_layernorm"]),
     "experts": (MIXTURE, {"ep_size": 4}, ["self_attn.q_proj", "mlp.gate", "experts.gate_up_proj", "experts.down_proj"]),
+}
+_DARK = {
+    'rect[fill="#ffffff"]': f"fill: {GROUND}",
+    'rect[stroke="#ffffff"]': f"stroke: {GROUND}",
+    f'rect[fill="{_SHARED}"]': "fill: #6b7280",
+    'text[fill="#222222"]': f"fill: {INK}",
+}
+_DARK_SCHEDULES = {
+    'path[style="fill: #ffffff"]': f"fill: {GROUND}",
+    'path[style*="stroke: #ffffff"]': f"stroke: {GROUND}",
+    f'path[style="fill: {IDLE}"]': "fill: #3a3f4b",
+    'text[style*="fill: #222222"], text[style*="fill: #444444"], text:not([style*="fill"])': f"fill: {INK}",
 }
 Band = tuple[int, int, int, int, frozenset[int]]
 """Rows from, rows to, columns from, columns to, and who has them."""
@@ -109,9 +122,8 @@ def _page(shapes: list[str], width: float, height: float, legend: list[str]) -> 
     wide = max(width, 500)
     head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{height}" viewBox="0 0 {wide} {height}" '
     head += 'font-family="sans-serif" font-size="11">'
-    return (
-        "\n".join([head, f'<rect width="{wide}" height="{height}" fill="#ffffff"/>', *shapes, *legend, "</svg>"]) + "\n"
-    )
+    ground = f'<rect width="{wide}" height="{height}" fill="#ffffff"/>'
+    return in_both("\n".join([head, ground, *shapes, *legend, "</svg>"]) + "\n", _DARK)
 
 
 def schedules() -> str:
@@ -123,7 +135,8 @@ def schedules() -> str:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "schedules.svg"
         draw(path, shown)
-        return "\n".join(line.rstrip() for line in path.read_text().splitlines()) + "\n"
+        text = "\n".join(line.rstrip() for line in path.read_text().splitlines()) + "\n"
+    return in_both(text, _DARK_SCHEDULES)
 
 
 def drawings() -> dict[str, str]:

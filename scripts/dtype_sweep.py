@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import transformers
 from family_sweep import STAGE_LAYERS, trainable, two_stages
+from notes import note
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
@@ -125,7 +126,7 @@ def judge(family: str, pool: RankPool, columns: dict[str, Any] | None = None) ->
                     ready[layers, mixed] = _reference(directory, mixed)
             except Exception as error:  # stock code that cannot do it in bfloat16
                 kinds.append("no clone")
-                details.append(f"stock: {type(error).__name__}: {error}".split("\n")[0][:100])
+                details.append(note(f"stock: {type(error).__name__}: {error}".split("\n")[0], 100))
                 continue
             kind, detail = _measure(directory, layout_kwargs, kwargs, ready[layers, mixed], pool)
             kinds.append(kind)
@@ -176,7 +177,7 @@ def _measure(
         found = pool.run(layout_step, directory, layout, kwargs, types)
     except Exception as error:  # a family that breaks is a row, not the end of the sweep
         lines = [line for line in str(error).splitlines() if "Error" in line]
-        return "FAILS", f"{layout.describe()}: {lines[-1] if lines else error}"[:200]
+        return "FAILS", note(f"{layout.describe()}: {lines[-1] if lines else error}", 200)
     for what, index in (("loss", 0), ("gradient norm", 1)):
         off = max(abs(step[index] - expected[index]) for step in found)
         if not off <= FACTOR * noise[index]:

@@ -24,6 +24,7 @@ import transformers
 from family_clones import OTHERS
 from family_tables import CONTEXT, EXPERTS, STAGE_LAYERS, Section, Verdict, count, section_of, written
 from family_variants import CONFIGS, OPTIONS, PICKS, applies, in_stages, layout_of, pairs
+from notes import note
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -57,7 +58,7 @@ def trainable(family: str, **changes: Any) -> tuple[Any, str]:
         mask = torch.ones_like(ids).index_put((torch.tensor(1), torch.tensor(7)), torch.tensor(0))
         model(input_ids=ids, attention_mask=mask, labels=ids).loss.backward()
     except Exception as error:  # whatever stock code says of a clone it cannot train
-        return None, f"{type(error).__name__}: {error}".split("\n")[0][:100]
+        return None, note(f"{type(error).__name__}: {error}".split("\n")[0], 100)
     return config, ""
 
 
@@ -140,9 +141,9 @@ def measure(case: Case, layout: hfscale.ParallelConfig | None, pool: RankPool) -
     except hfscale.HFScaleError as error:
         why = str(error).split("\n  - ")[1]
         why = re.split(": use (?:tp_size|pp_size|ep_size|cp_size|sequence_parallel)", why)[0]
-        return "refused", re.sub("pp_size=2 does not fit .*?:", "stages:", why)[:160]
+        return "refused", note(re.sub("pp_size=2 does not fit .*?:", "stages:", why))
     except Exception as error:  # planning must say what is missing, and nothing else
-        return "FAILS", f"plan: {type(error).__name__}: {error}"[:160]
+        return "FAILS", note(f"plan: {type(error).__name__}: {error}")
     verdict = "equal"
     if planned.loss is None:
         verdict = "equal (plain loop)"
@@ -161,9 +162,9 @@ def measure(case: Case, layout: hfscale.ParallelConfig | None, pool: RankPool) -
         parity = measure_parity(case, layout, pool)
     except Exception as error:  # a family that breaks is a row, not the end of the sweep
         lines = [line for line in str(error).splitlines() if "Error" in line]
-        return "FAILS", (lines[-1] if lines else str(error))[:160]
+        return "FAILS", note(lines[-1] if lines else str(error))
     if parity.worst() > TOLERANCE:
-        return "DIFFERS", str(parity)[:160]
+        return "DIFFERS", note(str(parity))
     shares = f"{spread} spread, {cut} cut of {total} parameters" if spread else f"{cut} of {total} parameters cut"
     return verdict, f"{parity.worst():.0e}, {shares}"
 

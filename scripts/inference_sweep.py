@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import transformers
 from family_sweep import config_of
+from notes import note
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -43,7 +44,7 @@ def judge(family: str, model: Any) -> tuple[bool, bool, str, float]:
         inference = infer(model)
     except PlanError as error:
         reason = str(error).partition(f"inferred from {type(model).__name__}: ")[2]
-        return False, False, reason.replace("|", "/")[:160], time.monotonic() - start
+        return False, False, note(reason), time.monotonic() - start
     blocks = inference.blueprint.blocks
     written = FAMILIES[family].blocks if family in FAMILIES else {}
     missing = [path or "the layer" for path in written if path not in blocks]

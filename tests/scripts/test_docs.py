@@ -8,6 +8,7 @@ import api_table
 import architecture
 import pytest
 import support_table
+from notes import note
 
 from hfscale.cli import _parser
 from hfscale.runtime import Part
@@ -153,3 +154,15 @@ def test_decisions_are_numbered() -> None:
     assert len(numbers) == len(set(numbers))
     listed = re.findall(r"(?m)^- \[(.*)\]\(#.*\): ", text.partition("\n## ")[0])
     assert listed == re.findall(r"(?m)^## (.*)$", text)
+
+
+def test_notes_in_tables_end_with_a_whole_word() -> None:
+    assert note("one\n  line | of a cell") == "one line / of a cell"
+    text = "BartForCausalLM takes a cross entropy"
+    assert note(text, len(text)) == text
+    assert {note(text, most) for most in range(28, 37)} == {
+        "BartForCausalLM takes a ...",
+        "BartForCausalLM takes a cross ...",
+    }
+    assert all(len(note(text, most)) <= most for most in range(8, 40))
+    assert note("x" * 50, 10) == "xxxxxx ..."
