@@ -43,6 +43,7 @@ _SMALL = {name: size for size, names in _BECOMES.items() for name in names.split
     EXPERT_FIELDS, EXPERTS
 )
 _CHOSEN = _BECOMES[2].split()
+_EMBEDDED = "word_embed_proj_dim"
 _LAYER_COUNTS = (
     *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks"),
     *("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers"),
@@ -127,7 +128,7 @@ def _derived(kind: type[PreTrainedConfig], whole: dict[str, Any], small: dict[st
 
 def _shrink(fields: dict[str, Any], layers: int, kind: type[PreTrainedConfig] | None = None) -> dict[str, Any]:
     """All fields of a config; ``kind``, its class, knows some of them by the names that most configs give them."""
-    known = _aliases(kind, fields)
+    projected, known = _projected(fields), _aliases(kind, fields)
     kept = _kept_layers(fields, known, layers)
     # Backbones in stages have a list of each, which keeps its values.
     heads = next((fields[name] for name in HEAD_FIELDS if fields.get(name) and type(fields[name]) is int), None)
@@ -143,9 +144,16 @@ def _shrink(fields: dict[str, Any], layers: int, kind: type[PreTrainedConfig] | 
             fields[name] = _small_list(name, value, layers, heads, kept)
         else:
             fields[name] = _small_value(known.get(name, name), value, layers, heads)
+    fields.update(projected)
     if isinstance(fields.get("per_layer_config"), dict):
         fields["per_layer_config"] = _follow(fields["per_layer_config"], kinds, fields.get("layer_types"), layers)
     return fields
+
+
+def _projected(fields: dict[str, Any]) -> dict[str, int]:
+    """Where OPT has projections into its stream and out of it, the width that gives a clone some as well."""
+    apart = type(fields.get(_EMBEDDED)) is int and fields[_EMBEDDED] != fields.get("hidden_size")
+    return {_EMBEDDED: HIDDEN // 2} if apart else {}
 
 
 def _shrink_inside(fields: dict[str, Any], layers: int, kind: type[PreTrainedConfig] | None) -> dict[str, Any]:

@@ -190,6 +190,7 @@ class PassageProbe(Probe):
         self._inside = False
         self._stream: Tensor | None = None  # what the last layer returned
         self._sources = WeakTensorKeyDictionary()  # tensor -> the items that it depends on; "" for the layers
+        self._offered: list[Tensor] = []  # by layers before, in a mapping, to the one that runs
         self._calling: list[str] = []
         self._uses: dict[int, str] = {}  # parameters that one item alone has -> the item
         for item in items:
@@ -202,7 +203,7 @@ class PassageProbe(Probe):
         may_choose = takes_argument(model, "use_cache")
         with skipped_experts(modules.values()):
             self._run(model, **({"use_cache": False} if has_values and may_choose else {}))
-        self._stream = None  # what was seen is remembered longer than the model is
+        self._stream, self._offered = None, []  # what was seen is remembered longer than the model is
         self._sources = WeakTensorKeyDictionary()
         if not self.failure and (self._left, self._entered) != (self._count, self._count):
             self._obstacle(f"its {self._count} layers are run {self._entered} times in one pass")
@@ -248,11 +249,16 @@ class PassageProbe(Probe):
                 self._obstacle("its layers do not get the stream as first argument")
             elif self._stream is not None and x is not self._stream:
                 self._obstacle(f"it computes between its layers{ALONE}")
-            for leaf in _tensors_in((args, kwargs)):
-                if leaf is not x and leaf in self._sources:
+            given = tree_leaves((args, kwargs))
+            for leaf in given:
+                if isinstance(leaf, Tensor) and leaf is not x and leaf in self._sources:
                     if "" in self._sources[leaf]:
                         self._obstacle(GIVEN)
                     self.shared |= self._sources[leaf]
+            # Layers may write to a mapping what no other reads (Gemma 4, where none share keys and values).
+            lying = [leaf for leaf in _tensors_in_mappings(given) if leaf in self._sources]
+            self._offered = [leaf for leaf in lying if "" in self._sources[leaf]]
+            self.shared |= frozenset().union(*(self._sources[leaf] for leaf in lying)) - {""}
             self._entered, self._inside = self._entered + 1, True
 
         return hook
@@ -277,6 +283,8 @@ class PassageProbe(Probe):
         items = [self._uses[id(leaf)] or "".join(self._calling[-1:]) for leaf in tensors if id(leaf) in self._uses]
         for item in filter(None, items):
             self._used(item)
+        if self._inside and any(leaf is other for leaf in tensors for other in self._offered):
+            self._obstacle(GIVEN)
         result = func(*args, **(kwargs or {}))
         known = (self._sources.get(leaf, frozenset()) for leaf in tensors)
         sources = frozenset([""]) if self._inside else frozenset(items).union(*known)
@@ -301,13 +309,13 @@ def skipped_experts(modules: Iterable[nn.Module]) -> Iterator[None]:
             del module.forward
 
 
-def _tensors_in(arguments: Any) -> Iterator[Tensor]:
-    """Tensors among arguments of a call, also in mappings of the model's own: keys and values that layers share."""
-    for leaf in tree_leaves(arguments):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif isinstance(leaf, Mapping):
-            yield from _tensors_in(dict(leaf))
+def _tensors_in_mappings(leaves: Iterable[Any]) -> Iterator[Tensor]:
+    """Tensors in mappings of the model's own among arguments of a call: keys and values that layers share."""
+    for leaf in leaves:
+        if isinstance(leaf, Mapping):
+            inside = tree_leaves(dict(leaf))
+            yield from (each for each in inside if isinstance(each, Tensor))
+            yield from _tensors_in_mappings(inside)
 
 
 def _structure(output: Any) -> int | None:

@@ -32,6 +32,14 @@ def test_a_head_over_tokens_drops_nothing() -> None:
     assert model.dropout.p == 0.0
 
 
+def test_projections_into_the_stream_and_out_of_it_stay() -> None:
+    """OPT-350m's, whose stages a clone is traced for where the model's own code looks at values."""
+    config = AutoConfig.for_model("opt", hidden_size=1024, word_embed_proj_dim=512)
+    assert tiny_clone(config).word_embed_proj_dim == tiny_clone(config).hidden_size // 2
+    alike = tiny_clone(AutoConfig.for_model("opt"))
+    assert alike.word_embed_proj_dim == alike.hidden_size
+
+
 def test_backbones_in_stages_keep_their_lists() -> None:
     config = tiny_clone(AutoConfig.for_model("swin"), embed_dim=8)
     assert config.num_heads == [3, 6, 12, 24]

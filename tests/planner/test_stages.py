@@ -3,6 +3,7 @@
 import copy
 import json
 import time
+from collections import UserDict
 from collections.abc import Callable
 from typing import Any
 
@@ -322,6 +323,21 @@ def test_what_all_layers_read_is_on_every_stage() -> None:
     layers = [sum(p.numel() for p in layer.parameters()) for layer in model.model.layers]
     # The head is tied to the embedding, which is there already.
     assert [stage.parameters - held for stage in plan.stages] == [sum(layers[:2]), sum(layers[2:]) + 32]
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_what_layers_write_to_a_mapping_matters_where_it_is_read(read: bool) -> None:
+    """Gemma 4 of transformers 5.17 notes keys and values also where no layers share them."""
+    model, notes = on_meta(_config("llama")), UserDict[str, torch.Tensor]()
+    first, second = model.model.layers[0], model.model.layers[1]
+    first.register_forward_hook(lambda *_: notes.update(first=_[2].clone()))
+    second.register_forward_pre_hook(lambda _, args, named: (args, {**named, "notes": notes}), with_kwargs=True)
+    if not read:
+        assert assign_stages(model, ParallelConfig(pp_size=2)).stages
+        return
+    second.mlp.register_forward_pre_hook(lambda _, args: (args[0] + notes["first"],))
+    with pytest.raises(PlanError, match="its layers are given what another layer computed"):
+        assign_stages(model, ParallelConfig(pp_size=2))
 
 
 def test_layers_run_twice_or_used_between_are_refused() -> None:
