@@ -90,3 +90,13 @@ def test_what_is_rounded_backward_has_an_exact_loss() -> None:
         yardstick.scalar(kind, 0, found, 1.0, 1.01)
         assert (yardstick.worst.ratios[kind][0] <= 1) == right
     assert Yardstick(draw, record, aligned=True, mixture=False).kind == "8 bits"
+
+
+def test_a_norm_may_be_off_by_as_much_as_stock_codes_gradients() -> None:
+    """Where they are off, their norm is right by luck alone."""
+    draw, exact = Draw("llama", dtype="float32", mixed_precision="fp8"), torch.tensor([1.0, 0.0])
+    for narrow, right in ((torch.tensor([0.9, 0.43589]), True), (torch.tensor([1.0, 1e-3]), False)):
+        steps = [[Step([[1.0]], {"w": each}, 1.0, {"w": each})] for each in (exact, narrow)]
+        yardstick = Yardstick(draw, Record(*steps), aligned=True, mixture=False)
+        yardstick.scalar("norm", 0, 1.3, 1.0, 1.0)
+        assert (yardstick.worst.ratios["norm"][0] <= 1) == right
