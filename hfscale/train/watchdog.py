@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,11 @@ from .group_names import group_names
 _CODE = 75  # as of a process that is to be started again
 _HEAD = "[hfscale watchdog] ranks have waited for more than {:g} s"
 _PACKAGE = str(Path(__file__).parents[1])
-_LIBRARIES = tuple({str(Path(sysconfig.get_path(name))) for name in ("stdlib", "purelib", "platlib")})
+_PLACES = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
+# Libraries may lie elsewhere too: beside their sources, or where PYTHONPATH finds another version.
+_SPECS = [find_spec(name) for name in ("torch", "transformers", "accelerate", "peft", "trl")]
+_FOLDERS = [os.path.dirname(spec.origin) for spec in _SPECS if spec is not None and spec.origin]
+_LIBRARIES = tuple({os.path.join(folder, "") for folder in (*_PLACES, *_FOLDERS)})
 
 
 def watchdog(model: nn.Module, *, patience: float = 300.0, end: bool = False) -> None:

@@ -14,7 +14,7 @@ from hfscale._host import torch_fsdp
 from hfscale.runtime import local_tensor, runtime_of
 from hfscale.testing import RankPool
 from hfscale.testing.families import config_of
-from tests.models import tiny
+from tests.models import needs, tiny
 
 Pools = Callable[[int], RankPool]
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -133,6 +133,7 @@ def _mixed_step(name: str) -> tuple[float, str]:
     return float(loss), str(next(p.grad.dtype for p in model.parameters() if p.grad is not None))
 
 
+@needs("inkling2_text")
 def test_layers_that_widen_inside_train_in_mixed_precision(pools: Pools) -> None:
     """The wrapper casts what a layer is given; these go on in 32 bits, and multiply by weights in 16."""
     alone = hfscale.from_config(config_of("inkling2_text"))
