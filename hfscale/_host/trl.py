@@ -16,6 +16,23 @@ _RECORDS = ("_metrics", "_total_train_tokens", "_logs", "_step")
 """What a trainer keeps of the losses that it has computed."""
 
 
+class DataHooks:
+    """What TRL's trainers call as they make their data sets: put in front of one."""
+
+    def arguments_of_data(self, arguments: Any) -> Any:
+        """The config that rows are prepared by."""
+        return arguments
+
+    def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, *rest: Any) -> Any:
+        prepare = super()._prepare_dataset  # type: ignore[misc]
+        return prepare(dataset, processing_class, self.arguments_of_data(args), *rest)
+
+
+def pairs_rows_of_a_batch(trainer: Any) -> bool:
+    """Whether rows are paired with others of their batch, by its size, before they are dealt: KTO's."""
+    return bool(getattr(trainer, "calculate_KL", False))
+
+
 def is_trl(kind: type) -> bool:
     """Whether a trainer is one of TRL's."""
     return bool(_modules(kind))

@@ -1,36 +1,88 @@
 """Batches with fewer rows than a schedule can run, or with examples that do not count."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..parallel.pipeline.microbatches import rows_of
+from ..runtime import Executor
 from .dealt import Repeated
 
-__all__ = ["Collator", "Marked", "filled_up", "first_rows", "rows_of", "with_rows", "without_labels"]
+__all__ = [
+    "Collator",
+    "Marked",
+    "cut_by_schedule",
+    "filled_up",
+    "first_rows",
+    "pieces",
+    "rows_of",
+    "with_rows",
+    "without_labels",
+]
 
 _LABELS = ("labels", "shift_labels")
 _IGNORED = -100
 
 
-def filled_up(
-    batches: Sequence[Mapping[str, Any]], count: int, rows: int, ignores: bool = True
-) -> list[Mapping[str, Any]]:
+def filled_up(batches: Sequence[Mapping[str, Any]], count: int, rows: int) -> list[Mapping[str, Any]]:
     """``count`` batches of ``rows`` rows: at the end of an epoch there may be fewer of both.
 
     A schedule cannot run any number of microbatches, nor cut any number of rows into them. Rows that are added repeat
-    the last one and have no labels: they count nothing, and so change neither loss nor gradients.
-
-    Args:
-        ignores: whether the loss has labels that count nothing; of another, rows cannot be added, batches without any
-            can.
+    the last one and have no labels: they count nothing, and so change neither loss nor gradients. Of a loss that has no
+    label for that, see :func:`pieces`.
     """
-    if not ignores:
-        return [*batches, *[first_rows(batches[-1], rows_of(batches[-1]), 0)] * (count - len(batches))]
     full = [with_rows(batch, rows) for batch in batches]
     return full + [without_labels(full[-1])] * (count - len(full))
+
+
+@contextmanager
+def cut_by_schedule(
+    executor: Executor, batches: Sequence[Mapping[str, Any]], arguments: Any, ignores: bool
+) -> Iterator[list[Mapping[str, Any]]]:
+    """Within: the batches of a step through stages, as many and as large as ``TrainingArguments`` say.
+
+    Args:
+        ignores: whether the loss has labels that count nothing.
+    """
+    count, rows = arguments.gradient_accumulation_steps, arguments.per_device_train_batch_size
+    if ignores:
+        yield filled_up(batches, count, rows)
+        return
+    with executor.uncut():
+        yield [*chain(*pieces(executor, batches, count, rows))]
+
+
+def pieces(
+    executor: Executor, batches: Sequence[Mapping[str, Any]], count: int, rows: int
+) -> list[list[Mapping[str, Any]]]:
+    """The microbatches of each of ``count`` batches of ``rows`` rows, of which the last ones may have fewer, or none.
+
+    For losses that have no label that counts nothing, so that no row can be added: 3 rows in 4 microbatches are
+    1 + 1 + 1 + 0. Run them within ``executor.uncut()``.
+    """
+    row = torch.zeros(rows, 2, dtype=torch.int64)
+    each = len(executor.share_out([{"input_ids": row, "labels": row}] * count)) // count
+    given = [*batches, *[first_rows(batches[-1], rows_of(batches[-1]), 0)] * (count - len(batches))]
+    return [_cut(batch, rows_of(batch), each) for batch in given]
+
+
+def _cut(batch: Mapping[str, Any], rows: int, parts: int) -> list[Mapping[str, Any]]:
+    ends = [rows * (index + 1) // parts for index in range(parts)]
+    starts = [0, *ends[:-1]]
+    if rows == 0:
+        return [batch] * parts
+
+    def part(value: Any, start: int, end: int) -> Any:
+        return value[start:end] if isinstance(value, Tensor) and value.ndim and len(value) == rows else value
+
+    return [
+        {name: part(value, start, end) for name, value in batch.items()}
+        for start, end in zip(starts, ends, strict=True)
+    ]
 
 
 def first_examples(batch: Mapping[str, Any], known: tuple[int, int], drop: bool = True) -> Mapping[str, Any]:

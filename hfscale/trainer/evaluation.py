@@ -12,8 +12,12 @@ from accelerate.utils import convert_to_fp32
 from torch import Tensor, nn
 
 from .._host.transformers.trainer import labels_of_step
+from ..errors import ConfigError
+from ..runtime import Executor
 from ..train import eval_step, predict_step
-from .batches import first_examples, rows_of, with_rows
+from .batches import first_examples, pieces, rows_of, with_rows
+
+_MOST_ADDED = 64
 
 
 def scored_step(
@@ -70,14 +74,47 @@ def _by_steps(
 ) -> tuple[Tensor | None, Any, Any]:
     """By :func:`hfscale.eval_step`; ``counted`` is the batch without what repeats other rows."""
     loss_of, rows, labelled = trainer.runtime.loss, rows_of(inputs), inputs.get("labels") is not None
-    filled = trainer.runtime.plan.stages is not None and loss_of.ignores
-    full = with_rows(counted, trainer.args.per_device_eval_batch_size) if filled else counted
+    staged, most = trainer.runtime.plan.stages is not None, trainer.args.per_device_eval_batch_size
+    full = counted
+    if staged:
+        most = _fitting(trainer.runtime.executor, most)
+        full = with_rows(counted, most) if loss_of.ignores else counted
     if not labelled:
         full = {**full, "labels": torch.full_like(full["input_ids"], -100)}
     items = float(labels_of_step(trainer, [full])) if loss_of.shift else None
     given: dict[str, Any] = {"label_smoothing": trainer.args.label_smoothing_factor, "num_items_in_batch": items}
+    if staged and not loss_of.ignores:
+        return _by_pieces(trainer, model, inputs, pieces(trainer.runtime.executor, [full], 1, most)[0], loss_only)
     if loss_only:
         return eval_step(model, full, **given).float(), None, None
     loss, logits = predict_step(model, full, **given)
     logits = convert_to_fp32(logits)[:rows]
-    return (loss.float(), logits, inputs["labels"].to(logits.device)) if labelled else (None, logits, None)
+    if not labelled:
+        return None, logits, None
+    # Of examples that are packed into one row, those that repeat others have no labels.
+    return loss.float(), logits, (counted if loss_of.ignores else inputs)["labels"].to(logits.device)
+
+
+def _by_pieces(
+    trainer: Any, model: nn.Module, inputs: Mapping[str, Any], given: list[Mapping[str, Any]], loss_only: bool
+) -> tuple[Tensor | None, Any, Any]:
+    """Of a loss that has no label for rows that count nothing, through stages."""
+    with trainer.runtime.executor.uncut():
+        if loss_only:
+            return eval_step(model, given).float(), None, None
+        loss, outputs = eval_step(model, given, return_outputs=True)
+    found = [each.logits[: rows_of(piece)] for each, piece in zip(outputs, given, strict=True)]
+    logits = convert_to_fp32(torch.cat(found))
+    return loss.float(), logits, inputs["labels"].to(logits.device)
+
+
+def _fitting(executor: Executor, rows: int) -> int:
+    """So many rows, or as few more as the schedule can cut into microbatches."""
+    for more in range(_MOST_ADDED):
+        row = torch.zeros(rows + more, 2, dtype=torch.int64)
+        try:
+            executor.share_out([{"input_ids": row, "labels": row}])
+        except ConfigError:
+            continue
+        return rows + more
+    return rows

@@ -8,6 +8,7 @@ Data flow of a step where the loss is the model's own (any layout)::
 Where a subclass or a function makes the loss, Trainer's own step runs, over every axis but stages.
 """
 
+import copy
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
@@ -31,15 +32,17 @@ from .._host.transformers.trainer import (
     prepared,
     taken_for_adapted,
 )
+from .._host.trl import DataHooks, pairs_rows_of_a_batch
 from ..config import ParallelConfig, started_processes
 from ..errors import ConfigError
-from ..optimizers import create_optimizer
 from ..runtime import Runtime, find_runtime, runtime_of
 from ..train import train_step
-from . import evaluation, files, through_stages
+from . import evaluation, files, optimizers, through_stages
 from .accelerator import TrainerAccelerator
-from .batches import filled_up, first_examples
+from .batches import cut_by_schedule, first_examples
+from .divisor import divisor
 from .refusals import (
+    check_generation,
     check_layout_of,
     check_losses_of_scores,
     check_model,
@@ -52,7 +55,7 @@ from .streams import RandomStreams
 from .work import operations
 
 
-class TrainerMixin(TrainerHooks):
+class TrainerMixin(TrainerHooks, DataHooks):
     """Makes a Trainer that knows hfscale's models: ``class MyTrainer(hfscale.TrainerMixin, transformers.Trainer)``.
 
     Args:
@@ -94,6 +97,7 @@ class TrainerMixin(TrainerHooks):
         """Refuse a loss that needs what no rank has."""
         trainer: Any = self
         runtime, own = self.runtime, not has_stock_loss(self)
+        check_generation(trainer, runtime)
         if runtime.plan.stages is None:
             check_scaled(trainer, runtime, own_step=not self.uses_train_step)
             check_step(trainer, runtime, self.uses_train_step)
@@ -187,7 +191,16 @@ class TrainerMixin(TrainerHooks):
         """Trainer's."""
         self._waiting, self._carried = [], 0.0  # an earlier run may have ended within a step
         with batches_skipped_by_accelerator(self), kernels_left_alone():
-            return super().train(*args, **kwargs)  # type: ignore[misc]
+            output = super().train(*args, **kwargs)  # type: ignore[misc]
+        return output._replace(training_loss=output.metrics["train_loss"])
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Trainer's; the run's mean loss is that of all data ranks, also since the last row."""
+        accelerator = self.accelerator  # type: ignore[attr-defined]
+        if "train_loss" in logs and accelerator.num_processes > 1:
+            own = torch.tensor(logs["train_loss"], dtype=torch.float64, device=accelerator.device)
+            logs["train_loss"] = accelerator.reduce(own, "mean").item()
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """Trainer's; rows that even out the data ranks at the end of an epoch are left out again."""
@@ -233,25 +246,12 @@ class TrainerMixin(TrainerHooks):
             return through_stages.training_step(self, batches, num_items_in_batch, missing, self._seams.heads)
         loss = self.runtime.loss
         assert loss is not None  # or it would not be train_step's
-        items = self._divisor(num_items_in_batch, len(batches))
-        if staged:
-            rows, ignores = args.per_device_train_batch_size, loss.ignores
-            batches = filled_up(batches, args.gradient_accumulation_steps, rows, ignores)
-        return train_step(model, batches, label_smoothing=args.label_smoothing_factor, num_items_in_batch=items)
-
-    def _divisor(self, items: Any, microbatches: int) -> float | None:
-        """What the sum over a step's labels is divided by, where Trainer knows no better than all of them.
-
-        A loss that is not divided by it, though the model takes it, is a mean for each microbatch, and Trainer adds
-        these up.
-        """
-        trainer: Any = self
-        loss = self.runtime.loss
-        if items is None or loss is None or not trainer.model_accepts_loss_kwargs:
-            return None
-        if loss.divides:
-            return float(items) if loss.shift else None
-        return float(items) / microbatches
+        items = divisor(self, num_items_in_batch, len(batches))
+        given: dict[str, Any] = {"label_smoothing": args.label_smoothing_factor, "num_items_in_batch": items}
+        if not staged:
+            return train_step(model, batches, **given)
+        with cut_by_schedule(self.runtime.executor, batches, args, ignores=loss.ignores) as microbatches:
+            return train_step(model, microbatches, **given)
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -269,20 +269,19 @@ class TrainerMixin(TrainerHooks):
         trainer: Any = self
         return batches_gathered(type(self), trainer.accelerator)
 
+    def arguments_of_data(self, arguments: Any) -> Any:
+        """The config that TRL prepares rows by: pairs are made within the batch of one process, of all data ranks."""
+        if not pairs_rows_of_a_batch(self):
+            return arguments
+        own = copy.copy(arguments)
+        own.per_device_train_batch_size *= 1 if self._seams.layout is None else self._seams.layout.batch_world
+        return own
+
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
-        """Trainer's; by name, over shards."""
+        """Trainer's; by name, over shards. What a subclass chooses otherwise is made by Trainer."""
         trainer: Any = self
-        args = trainer.args
-        if trainer.optimizer is None and trainer.optimizer_cls_and_kwargs is None:
-            trainer.optimizer = create_optimizer(
-                trainer.model if model is None else model,
-                args.optim,
-                lr=args.learning_rate,
-                weight_decay=args.weight_decay,
-                betas=(args.adam_beta1, args.adam_beta2),
-                eps=args.adam_epsilon,
-                optim_args=args.optim_args,
-            )
+        if trainer.optimizer is None:
+            trainer.optimizer = optimizers.named(trainer, trainer.model if model is None else model)
         return super().create_optimizer(model)  # type: ignore[misc]
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:

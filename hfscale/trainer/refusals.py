@@ -142,6 +142,20 @@ def check_layout_of(model: nn.Module, layout: ParallelConfig, processes: int) ->
         )
 
 
+def check_generation(trainer: Any, runtime: Runtime) -> None:
+    """Look at a trainer that generates what it learns from.
+
+    Raises:
+        ConfigError: over context ranks, which draw numbers of their own, as their tokens are others.
+    """
+    if hasattr(trainer, "reward_funcs") and runtime.mesh.layout.size("cp") > 1:
+        raise ConfigError(
+            f"{runtime.mesh.layout.describe()}: {type(trainer).__name__} generates and shuffles what it trains on, and "
+            "context ranks draw different random numbers; they would compute whole sequences, too: use tp_size or "
+            "dp_shard_size in the place of cp_size"
+        )
+
+
 def check_losses_of_scores(trainer: Any, runtime: Runtime) -> None:
     """Look at what TRL's trainers do beside their loss, where a model is cut into stages.
 

@@ -75,13 +75,12 @@ def read(runtime: Runtime, checkpoint: Path, optimizer: torch.optim.Optimizer, s
     numbers = [number for group in groups for number in group["params"]]
     number = dict(zip((name for group in names for name in group), numbers, strict=True))
     planned = {id(parameter): planned for planned, parameter in runtime.parameters()}
-    plain = bool(getattr(optimizer, "keeps_plain_state", False))
     state, mine = dict[int, dict[str, Any]](), list[dict[str, Any]]()
     for group, options in zip(optimizer.param_groups, groups, strict=True):
         mine.append({**options, "params": [number[planned[id(p)].name] for p in group["params"]]})
         for parameter, place in zip(group["params"], mine[-1]["params"], strict=True):
             state[place] = {
-                key: _taken(value, planned[id(parameter)], parameter, runtime.mesh.ranks, plain)
+                key: _taken(key, value, planned[id(parameter)], parameter, runtime.mesh.ranks, optimizer)
                 for key, value in _flat(written["state"].get(place, {})).items()
             }
             _refuse_blocks(checkpoint, state[place], planned[id(parameter)])
@@ -104,12 +103,22 @@ def _flat(state: dict[str, Any]) -> dict[str, Any]:
     return {**plain, **{key: value for each in nested for key, value in each.items()}}
 
 
-def _taken(value: Any, planned: ParameterPlan, parameter: Tensor, ranks: dict[str, int], plain: bool) -> Any:
-    """This rank's share of a state that has the shape of the whole parameter; others as they are."""
-    if not isinstance(value, Tensor) or value.ndim == 0 or tuple(value.shape) != tuple(planned.shape):
+def _taken(
+    key: str, value: Any, planned: ParameterPlan, parameter: Tensor, ranks: dict[str, int], optimizer: Any
+) -> Any:
+    """This rank's share of a state of the whole parameter: of its shape, or, in hfscale's optimizers, as they say."""
+    if not isinstance(value, Tensor) or value.ndim == 0:
         return value
-    share = planned.take(value, ranks).clone()
-    return share if plain else like_sharded(share, parameter)
+    plain = bool(getattr(optimizer, "keeps_plain_state", False))
+    if tuple(value.shape) == tuple(planned.shape):
+        share = planned.take(value, ranks).clone()
+        return share if plain else like_sharded(share, parameter)
+    lies = optimizer.lies(planned, key, tuple(value.shape)) if plain else None
+    if lies is not None and not lies.own and tuple(lies.shape) == tuple(value.shape):
+        for cut in () if lies.block else lies.cuts:
+            value = cut.take(value, ranks.get(cut.axis, 0))
+        return value.clone()
+    return value
 
 
 def _numbers(runtime: Runtime, optimizer: torch.optim.Optimizer) -> Names | None:

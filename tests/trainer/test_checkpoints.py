@@ -76,6 +76,14 @@ def test_runs_move_between_stock_and_layouts(
         torch.testing.assert_close(weights(tmp_path / "back" / "final")[name], value, rtol=1e-4, atol=1e-5)
 
 
+def test_averages_of_rows_and_columns_are_cut(pools: Pools, start: str, tmp_path: Path) -> None:
+    case = replace(CASE, arguments={**CASE.arguments, "optim": "adafactor", "eval_strategy": "no"})
+    whole = run(case, start, str(tmp_path / "stock"), None)
+    resumed = replace(case, resume=str(tmp_path / "stock" / "checkpoint-2"))
+    for found in pools(2).run(run, resumed, start, str(tmp_path / "ours"), TP2):
+        assert_equal(without_summary(found), without_summary(whole), TP2)
+
+
 def test_runs_move_between_layouts(pools: Pools, start: str, tmp_path: Path) -> None:
     whole = pools(2).run(run, CASE, start, str(tmp_path / "tp"), TP2)[0]
     resumed = replace(CASE, resume=str(tmp_path / "tp" / "checkpoint-2"))

@@ -47,6 +47,30 @@ DRAWS = {
         metrics="logits",
         arguments={**EVALUATED, "gradient_accumulation_steps": 2},
     ),
+    "rows that no label leaves out, in uneven microbatches": Draw(
+        model="regression", layout=PP2, rows=11, evaluated=7, data="number", arguments=EVALUATED, metrics="logits"
+    ),
+    "what a subclass lets decay": Draw(layout=TP2, brings="decay", arguments={"max_steps": 3, "weight_decay": 0.5}),
+    "examples in one row that are dealt twice, as metrics see them": Draw(
+        layout=DP2,
+        rows=8,
+        evaluated=7,
+        collator="DataCollatorWithFlattening",
+        metrics="logits",
+        arguments={**EVALUATED, "max_steps": 2, "label_smoothing_factor": 0.1},
+    ),
+    "an optimizer that a subclass chooses": Draw(layout=PP2, brings="choice", arguments={"max_steps": 3}),
+    "an option that Trainer makes nothing of": Draw(
+        layout=TP2, batch=2, arguments={"max_steps": 6, "optim": "adamw_torch", "optim_args": "amsgrad=true"}
+    ),
+    "the mean loss of a run that ends between two rows": Draw(
+        layout=DP2, loss="function", arguments={"max_steps": 3, "logging_steps": 2}
+    ),
+    "pairs of rows of all data ranks": Draw(
+        **{**DPO, "trainer": "KTOTrainer", "data": "label"},
+        layout=DP2,
+        arguments={**TRL, "loss_type": "kto", "learning_rate": 0.02},
+    ),
     "a router's loss over tensor ranks": Draw(**SFT, model="mixture", layout=TP2, data="chat", arguments=TRL),
     "a rank without labels": Draw(
         **{**SFT, "rows": 11},
@@ -80,6 +104,15 @@ RARER = {
     "a reference that has the adapter too": Draw(**DPO, layout=TP2, adapter="lora", arguments=TRL),
     "a reference that follows": Draw(
         **DPO, layout=DP2, arguments={**TRL, "sync_ref_model": True, "ref_model_sync_steps": 1}
+    ),
+    "groups of a subclass": Draw(layout=PP2, brings="groups", arguments={"max_steps": 3}),
+    "several data sets": Draw(layout=DP2, brings="sets", arguments=EVALUATED, evaluated=7),
+    "a regression in a split backward pass": Draw(
+        model="regression",
+        layout={**PP2, "pipeline_schedule": "zbv", "virtual_stages": 2},
+        rows=11,
+        data="number",
+        arguments={"max_steps": 4, "gradient_accumulation_steps": 2},
     ),
     "no rewards yet": Draw(**DPO, layout={"pp_size": 2}, arguments={**TRL, "gradient_accumulation_steps": 2}),
     "odds of pairs": Draw(**{**DPO, "trainer": "ORPOTrainer"}, layout=TP2, arguments={**TRL, **EVALUATED}),

@@ -12,7 +12,7 @@ from hfscale._host.transformers import trainer as host
 
 OWN = {
     *("read_best_weights", "read_state", "read_weights", "write_state", "write_random_states"),
-    *("put_back_random_states", "check_loss", "around_inputs", "_divisor", "_step"),
+    *("put_back_random_states", "check_loss", "around_inputs", "_step", "arguments_of_data"),
 }
 OVERRIDDEN = sorted(
     name

@@ -12,6 +12,7 @@ import hfscale
 import hfscale.trl
 from hfscale import ConfigError, ParallelConfig
 from hfscale.testing import RankPool
+from hfscale.trainer.optimizers import heard_options
 
 from ..models import tiny
 from .script import Rows, collate
@@ -66,6 +67,14 @@ def test_an_engine_is_not_given_shares(tmp_path: Path) -> None:
     message = attempt(lambda: hfscale.trl.GRPOTrainer(model=None, reward_funcs=len, args=config))
     assert "use_vllm=True" in message
     assert "hfscale.stream_weights" in message
+
+
+def test_options_that_make_no_difference_are_said(tmp_path: Path) -> None:
+    given = arguments(str(tmp_path), optim="adamw_torch", optim_args="amsgrad=true")
+    with pytest.warns(UserWarning, match="makes nothing of amsgrad"):
+        assert heard_options(given) == {}
+    given = arguments(str(tmp_path), optim="sgd", optim_args="momentum=0.9,nesterov=true")
+    assert heard_options(given) == {"momentum": "0.9", "nesterov": "true"}
 
 
 def try_models(out: str) -> list[str]:

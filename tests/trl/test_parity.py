@@ -139,9 +139,9 @@ def test_data_ranks_generate_each_for_itself(pools: Pools, path: str, layout: La
     assert all(row["completions/mean_length"] > 0 for row in one if "loss" in row)
 
 
-def refused(path: str, out: str, name: str) -> str:
+def refused(path: str, out: str, name: str, layout: Layout) -> str:
     try:
-        run(replace(CASES[name], arguments={**CASES[name].arguments, "max_steps": 1}), path, out, PP2)
+        run(replace(CASES[name], arguments={**CASES[name].arguments, "max_steps": 1}), path, out, layout)
     except ConfigError as error:
         return str(error)
     return "accepted"
@@ -149,9 +149,15 @@ def refused(path: str, out: str, name: str) -> str:
 
 @pytest.mark.parametrize(("name", "advice"), [("grpo", "generates with the model"), ("reward", "whole output")])
 def test_what_stages_cannot_do_is_refused(pools: Pools, path: str, name: str, advice: str, tmp_path: Path) -> None:
-    for message in pools(2).run(refused, start_of(name, path), str(tmp_path), name):
+    for message in pools(2).run(refused, start_of(name, path), str(tmp_path), name, PP2):
         assert advice in message
         assert "pp_size=1" in message
+
+
+def test_context_ranks_do_not_generate(pools: Pools, path: str, tmp_path: Path) -> None:
+    for message in pools(2).run(refused, path, str(tmp_path), "rollouts", {"cp_size": 2}):
+        assert "draw different random numbers" in message
+        assert "tp_size" in message
 
 
 def trained_from_a_path(path: str, out: str) -> list[float]:

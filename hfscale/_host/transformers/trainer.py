@@ -3,7 +3,8 @@
 Read and run with transformers 5.17 and 5.23; ``tests/trainer/test_host.py`` compares signatures.
 """
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -148,6 +149,36 @@ def read_random_states(checkpoint: Path) -> dict[str, Any] | None:
 def has_stock_loss(trainer: Any) -> bool:
     """Whether the loss is the model's own, computed as ``transformers.Trainer`` does."""
     return type(trainer).compute_loss is transformers.Trainer.compute_loss and trainer.compute_loss_func is None
+
+
+def chooses_optimizer(trainer: Any) -> bool:
+    """Whether a subclass says itself what ``optim`` stands for."""
+    own, stock = type(trainer).get_optimizer_cls_and_kwargs, transformers.Trainer.get_optimizer_cls_and_kwargs
+    return own is not stock
+
+
+def unheard_options(arguments: Any, given: Mapping[str, Any]) -> list[str]:
+    """Of the options in ``optim_args``, those that make no difference to what Trainer makes of ``optim``."""
+
+    def made(options: str | None) -> Any:
+        asked = copy.copy(arguments)
+        asked.optim_args = options
+        return transformers.Trainer.get_optimizer_cls_and_kwargs(asked)
+
+    usual = made(None) if given else None
+    return [name for name, value in given.items() if made(f"{name}={value}") == usual]
+
+
+def groups_by_decay(trainer: Any, model: nn.Module) -> list[dict[str, Any]] | None:
+    """Trainer's two parameter groups, where a subclass says itself what decays; ``None`` where none does."""
+    if type(trainer).get_decay_parameter_names is transformers.Trainer.get_decay_parameter_names:
+        return None
+    names = set(trainer.get_decay_parameter_names(model))
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return [
+        {"params": [each for name, each in trained if (name in names) == decays], "weight_decay": rate}
+        for decays, rate in ((True, trainer.args.weight_decay), (False, 0.0))
+    ]
 
 
 def labels_of_step(trainer: Any, batches: Any) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 
 from .data import CLASSIFIERS, MIXTURES
 from .draw import Draw
+from .wider import widen
 
 _DATA = ({"dp_shard_size": 2}, {"dp_replicate_size": 2})
 _STAGES: tuple[dict[str, Any], ...] = (
@@ -35,19 +36,18 @@ _BY_BATCH = ("aot", "aot_unpaired", "sft")
 def choose(seed: int, index: int) -> Draw:
     """Everything follows from the two numbers."""
     random = Random(f"{seed}/{index}")
-    trainer = random.choices(("Trainer", "SFTTrainer", "DPOTrainer", "KTOTrainer"), (60, 20, 16, 4))[0]
+    trainer = random.choices(tuple(_TRAINERS), (46, 20, 16, 4, 4, 7, 3))[0]
     model = _model(random, trainer)
     layout = _layout(random, model)
     draw: dict[str, Any] = {"trainer": trainer, "model": model, "layout": layout, "seed": random.randrange(1000)}
     draw["adapter"] = random.choices(("", "lora", "qlora"), (70, 20, 10))[0]
-    if model in (*MIXTURES, *CLASSIFIERS) or trainer == "KTOTrainer":
+    if model in (*MIXTURES, *CLASSIFIERS) or trainer not in ("Trainer", "SFTTrainer", "DPOTrainer"):
         draw["adapter"] = ""
     if draw["adapter"] == "qlora":
         draw["model"] = "wide"
-    if layout.get("pp_size", 1) > 1 and trainer != "Trainer":
-        layout.pop("num_microbatches", None)  # as many as batches are accumulated
+    layout = draw["layout"] = _of_scores(trainer, layout)
     arguments = _arguments(random, draw["adapter"])
-    {"Trainer": _plain, "SFTTrainer": _sft, "DPOTrainer": _dpo, "KTOTrainer": _kto}[trainer](random, draw, arguments)
+    _TRAINERS[trainer](random, draw, arguments)
     batches = layout.get("dp_shard_size", 1) * layout.get("dp_replicate_size", 1)
     draw["batch"] = random.choice((2, 4, 4, 6)) if "num_microbatches" not in layout else 4 * batches
     spread = layout.get("pp_size", 1) > 1 or batches > 1
@@ -56,13 +56,40 @@ def choose(seed: int, index: int) -> Draw:
         draw["model"] = "mixture"
     if draw.get("loss") or trainer in ("DPOTrainer", "KTOTrainer"):  # of rows that data ranks repeat, too
         draw["rows"], draw["evaluated"] = 24, 12
-    if random.random() < 0.3 and draw["source"] != "stream":
+    if random.random() < 0.3 and draw["source"] != "stream" and trainer not in ("GRPOTrainer", "RLOOTrainer"):
         _resume(random, draw, arguments)
+    draw.setdefault("metrics", "")
+    widen(random, draw, arguments)
+    if trainer != "Trainer" and layout.get("pp_size", 1) > 1:
+        _whole_batches(random, layout, arguments)
     draw["arguments"] = arguments
     return Draw(**draw)
 
 
+def _of_scores(trainer: str, layout: dict[str, Any]) -> dict[str, Any]:
+    """A layout for losses of TRL's."""
+    if trainer == "RLOOTrainer":  # generates by itself, which data ranks do with numbers of their own
+        return {"tp_size": 2}
+    if layout.get("pp_size", 1) == 1 or trainer == "Trainer":
+        return layout
+    left_out = ["num_microbatches"]  # as many as batches are accumulated
+    if trainer in ("RewardTrainer", "GRPOTrainer"):  # which refuse stages
+        left_out += ["pp_size", "pipeline_schedule", "virtual_stages"]
+        layout = {"tp_size": 2, **layout}
+    return {name: value for name, value in layout.items() if name not in left_out}
+
+
+def _whole_batches(random: Random, layout: dict[str, Any], arguments: dict[str, Any]) -> None:
+    """A loss of TRL's has a microbatch for each batch that is accumulated: mostly as many as stages need."""
+    if random.random() < 0.9:
+        arguments["gradient_accumulation_steps"] = 4
+
+
 def _model(random: Random, trainer: str) -> str:
+    if trainer == "RewardTrainer":
+        return "regression"
+    if trainer in ("GRPOTrainer", "RLOOTrainer"):  # GPT-2's positions count what pads prompts on the left
+        return random.choice(("llama", "tied"))
     names = ["llama", "tied", "gpt2", "mixture", "balanced"]
     if trainer == "Trainer":
         names += CLASSIFIERS
@@ -244,6 +271,29 @@ def _kto(random: Random, draw: dict[str, Any], arguments: dict[str, Any]) -> Non
     arguments |= {"loss_type": random.choice(("kto", "apo_zero_unpaired")), "bf16": False}
 
 
+def _reward(random: Random, draw: dict[str, Any], arguments: dict[str, Any]) -> None:
+    draw["rows"], draw["evaluated"], draw["source"], draw["data"] = 24, 8, "datasets", "pair"
+    arguments["bf16"] = False
+
+
+def _policy(random: Random, draw: dict[str, Any], arguments: dict[str, Any]) -> None:
+    """GRPO and RLOO, with the same completions everywhere."""
+    draw["rows"], draw["evaluated"], draw["source"], draw["data"] = 24, 8, "datasets", "prompt"
+    given = {
+        "num_generations": 2,
+        "max_completion_length": 6,
+        "beta": 0.1,
+        "bf16": False,
+        "remove_unused_columns": False,
+    }
+    arguments |= {**given, "learning_rate": 0.05, "optim": "sgd", "eval_strategy": "no"}
+    arguments |= {"max_steps": 4, "gradient_accumulation_steps": random.choice((1, 2))}
+    for name in ("eval_steps", "eval_on_start", "eval_accumulation_steps", "train_sampling_strategy"):
+        arguments.pop(name, None)
+    if arguments["lr_scheduler_type"] == "reduce_lr_on_plateau":
+        arguments["lr_scheduler_type"] = "linear"
+
+
 def _resume(random: Random, draw: dict[str, Any], arguments: dict[str, Any]) -> None:
     draw["resume"] = random.choice(("stock", json.dumps(draw["layout"]), json.dumps(_layout(random, draw["model"]))))
     arguments |= {"save_strategy": "steps", "save_steps": 2, "max_steps": random.choice((4, 5, 6))}
@@ -255,3 +305,14 @@ def _resume(random: Random, draw: dict[str, Any], arguments: dict[str, Any]) -> 
     if draw["trainer"] != "Trainer":  # TRL's means since the last row are lost
         arguments |= {"logging_steps": 1, "logging_strategy": "steps"}
         arguments.pop("logging_first_step", None)
+
+
+_TRAINERS = {
+    "Trainer": _plain,
+    "SFTTrainer": _sft,
+    "DPOTrainer": _dpo,
+    "KTOTrainer": _kto,
+    "RewardTrainer": _reward,
+    "GRPOTrainer": _policy,
+    "RLOOTrainer": _policy,
+}

@@ -118,8 +118,8 @@ def rows_of(data: str, count: int, seed: int) -> list[dict[str, Any]]:
             turns = ({"role": role, "content": words()} for role in ("user", "assistant", "user", "assistant"))
             row = {"messages": list(turns)[: 2 + 2 * (index % 2)]}
         else:
-            row = {"prompt": words() + " "}
-            names = {"pair": ("chosen", "rejected")}.get(data, ("completion",))
+            row = {"prompt": words() + ("" if data == "prompt" else " ")}
+            names = {"pair": ("chosen", "rejected"), "prompt": ()}.get(data, ("completion",))
             row |= {name: words() for name in names}
             if data == "label":
                 row["label"] = bool(index % 2)

@@ -20,14 +20,15 @@ class Draw:
         rows: of the data set that is trained on.
         evaluated: rows of the other.
         data: what a row is: ``masked`` (ids and labels), ``plain`` (ids alone), ``text``, ``completion``, ``chat``,
-            ``pair``, ``label``.
+            ``pair``, ``label``, ``prompt``.
         source: ``torch``, ``datasets``, ``stream``: what the rows are in.
         collator: ``own``, or a class of transformers.
         metrics: what ``compute_metrics`` is given: ``logits``, ``chosen`` (what ``preprocess_logits_for_metrics``
             leaves of them), ``batches`` (one after the other); empty for none.
         adapter: ``lora`` or ``qlora``.
         late: whether the model is made by ``model_init``.
-        loss: ``own`` of a subclass, ``function`` given to the trainer; empty for the model's.
+        loss: ``own`` of a subclass, ``watched`` by one, ``function`` given to the trainer; empty for the model's.
+        brings: what else the script has of its own (:data:`.own.BRINGS`); empty for nothing.
         stops: a callback stops the run after so many steps, or, below zero, when the evaluation is no better.
         predicts: whether ``predict`` is called at the end.
         resume: who wrote the checkpoint that the run begins with: ``stock``, or a layout as JSON; empty for none.
@@ -50,6 +51,7 @@ class Draw:
     adapter: str = ""
     late: bool = False
     loss: str = ""
+    brings: str = ""
     stops: int = 0
     predicts: bool = False
     resume: str = ""

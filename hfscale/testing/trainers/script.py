@@ -25,6 +25,7 @@ from ...config import ParallelConfig
 from ...families.precision import keep_float64
 from .data import CLASSIFIERS, Rows, Stream, collate, rows_of
 from .draw import Draw
+from .own import Begin, digit_reward, length_reward, optimizers, rollouts, subclass, wide
 
 _TIMES = ("runtime", "per_second", "preparation_time", "mem_", "step_time", "profiling")
 
@@ -62,24 +63,9 @@ class Stop(TrainerCallback):
         control.should_training_stop |= state.global_step >= self._steps
 
 
-class OwnLoss:
-    """A subclass's loss: every row counts alike, however long it is."""
-
-    loss_is_scaled_for_ga = False
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
-        """The mean of means of rows."""
-        given = {name: value for name, value in inputs.items() if name != "labels"}
-        labels, output = inputs["labels"][:, 1:], model(**given)
-        logits = output.logits[:, :-1].transpose(1, 2).float()
-        entropy = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
-        loss = (entropy.sum(-1) / (labels != -100).sum(-1).clamp(min=1)).mean()
-        return (loss, output) if return_outputs else loss
-
-
 def loss_function(output: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
     """Cross entropy and a penalty of large logits, as ``compute_loss_func``."""
-    logits, labels = output.logits[:, :-1].float(), labels[:, 1:]
+    logits, labels = wide(output.logits)[:, :-1], labels[:, 1:]
     valid = labels != -100
     entropy = torch.nn.functional.cross_entropy(logits[valid], labels[valid], reduction="sum")
     total = entropy + 0.01 * logits[valid].logsumexp(-1).square().sum()
@@ -183,7 +169,7 @@ def kinds(draw: Draw, place: Place) -> tuple[Any, Any]:
     """The classes of the trainer and of its arguments."""
     if draw.trainer == "Trainer":
         trainer: Any = transformers.Trainer if place.layout is None else hfscale.Trainer
-        return (type("Own", (OwnLoss, trainer), {}) if draw.loss == "own" else trainer), transformers.TrainingArguments
+        return subclass(draw, trainer), transformers.TrainingArguments
     import trl
 
     if draw.trainer == "ORPOTrainer":  # which is experimental there, and not in hfscale.trl
@@ -192,7 +178,7 @@ def kinds(draw: Draw, place: Place) -> tuple[Any, Any]:
         ours = (hfscale.TrainerMixin, orpo.ORPOTrainer)
         return (orpo.ORPOTrainer if place.layout is None else type("ORPOTrainer", ours, {})), orpo.ORPOConfig
     trainer = getattr(trl if place.layout is None else hfscale.trl, draw.trainer)
-    return trainer, getattr(trl, draw.trainer.replace("Trainer", "Config"))
+    return subclass(draw, trainer), getattr(trl, draw.trainer.replace("Trainer", "Config"))
 
 
 def collator(draw: Draw, tokens: Any) -> Any:
@@ -229,26 +215,13 @@ def _run(draw: Draw, place: Place, note: Callable[[str], None]) -> dict[str, Any
         **draw.arguments,
     }
     args = arguments_class(place.out, per_device_train_batch_size=size, per_device_eval_batch_size=size, **given)
-    tokens = PreTrainedTokenizerFast.from_pretrained(place.start)
-    more: dict[str, Any] = {"processing_class": tokens}
-    if draw.trainer == "Trainer":
-        more["data_collator"] = collator(draw, tokens)
-        if draw.loss == "function":
-            more["compute_loss_func"] = loss_function
-    if draw.metrics:
-        more["compute_metrics"] = Metrics(draw.metrics, draw.model)
-        if draw.metrics == "chosen":
-            more["preprocess_logits_for_metrics"] = chosen_tokens
-    if draw.stops:
-        stop = transformers.EarlyStoppingCallback(-draw.stops) if draw.stops < 0 else Stop(draw.stops)
-        more["callbacks"] = [stop]
-    model = {"model_init": lambda: build(draw, place)} if draw.late else {"model": build(draw, place)}
+    held = source(draw, place, False)
     trainer = trainer_class(
-        **model,
+        **_models(draw, place),
         args=args,
         train_dataset=source(draw, place, True),
-        eval_dataset=source(draw, place, False),
-        **more,
+        eval_dataset={"one": held, "two": source(draw, place, True)} if draw.brings == "sets" else held,
+        **_given(draw, place),
     )
     note("train")
     trainer.train(resume_from_checkpoint=place.resume)
@@ -271,6 +244,48 @@ def _run(draw: Draw, place: Place, note: Callable[[str], None]) -> dict[str, Any
         valid = np.ones(chosen.shape[:1], bool) if draw.model in CLASSIFIERS else labels != -100
         found["predictions"] = chosen[valid].astype(float).tolist()
     return found
+
+
+def _given(draw: Draw, place: Place) -> dict[str, Any]:
+    """What else the trainer is given."""
+    tokens = PreTrainedTokenizerFast.from_pretrained(place.start)
+    more: dict[str, Any] = {"processing_class": tokens}
+    if draw.trainer == "Trainer":
+        more["data_collator"] = collator(draw, tokens)
+        if draw.loss == "function":
+            more["compute_loss_func"] = loss_function
+    if draw.metrics:
+        more["compute_metrics"] = Metrics(draw.metrics, draw.model)
+        if draw.metrics == "chosen":
+            more["preprocess_logits_for_metrics"] = chosen_tokens
+    if draw.stops:
+        stop = transformers.EarlyStoppingCallback(-draw.stops) if draw.stops < 0 else Stop(draw.stops)
+        more["callbacks"] = [stop]
+    if "LOO" in draw.trainer or "GRPO" in draw.trainer:
+        many = len(draw.arguments.get("reward_weights") or [1])
+        more["reward_funcs"] = [length_reward, digit_reward][:many]
+        if draw.trainer == "GRPOTrainer":
+            more["rollout_func"] = rollouts
+    return more
+
+
+def _models(draw: Draw, place: Place) -> dict[str, Any]:
+    """The model, and what is made of it or belongs to it."""
+    if draw.late:
+        return {"model_init": lambda: build(draw, place)}
+    if draw.brings == "path":
+        layout = {} if place.layout is None else {"parallel": ParallelConfig(**place.layout)}
+        return {"model": place.start, **layout}
+    model = build(draw, place)
+    given = {"model": model, **optimizers(draw, model)}
+    if draw.brings == "reference":
+        given["ref_model"] = build(draw, place)
+    if draw.brings == "peft":
+        from peft import LoraConfig
+
+        given["peft_config"] = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+        given["callbacks"] = [Begin(f"{place.start}/adapter", place.layout is None)]
+    return given
 
 
 def _without_times(row: dict[str, Any]) -> dict[str, float]:

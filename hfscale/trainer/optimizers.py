@@ -1,0 +1,44 @@
+"""The optimizer that ``TrainingArguments`` name, over shards."""
+
+import warnings
+from typing import Any
+
+from torch import nn
+
+from .._host.transformers.trainer import chooses_optimizer, groups_by_decay, unheard_options
+from ..optimizers import create_optimizer
+from ..optimizers.catalog import parse_arguments
+
+
+def named(trainer: Any, model: nn.Module) -> Any:
+    """What ``args.optim`` stands for; ``None`` where the script chooses otherwise, and Trainer makes it.
+
+    Parameters decay that a subclass says decay.
+    """
+    args = trainer.args
+    if trainer.optimizer_cls_and_kwargs is not None or chooses_optimizer(trainer):
+        return None
+    return create_optimizer(
+        model,
+        args.optim,
+        groups=groups_by_decay(trainer, model),
+        lr=args.learning_rate,
+        weight_decay=args.weight_decay,
+        betas=(args.adam_beta1, args.adam_beta2),
+        eps=args.adam_epsilon,
+        optim_args=heard_options(args),
+    )
+
+
+def heard_options(arguments: Any) -> dict[str, Any]:
+    """Those of ``optim_args`` that ``transformers.Trainer`` heeds: a script is to log what it logged there."""
+    given = parse_arguments(arguments.optim_args)
+    unheard = unheard_options(arguments, given)
+    if unheard:
+        warnings.warn(
+            f"TrainingArguments(optim_args={arguments.optim_args!r}): transformers.Trainer makes nothing of "
+            f"{', '.join(unheard)} for this optimizer, and nor does this one; to have it, give the trainer "
+            "optimizers=(hfscale.create_optimizer(model, name, lr=..., optim_args=...), None)",
+            stacklevel=4,
+        )
+    return {name: value for name, value in given.items() if name not in unheard}
