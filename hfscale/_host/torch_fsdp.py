@@ -226,6 +226,11 @@ class ManagedPlace:
         own = (self.first, managed.sharded_param, getattr(managed, "_unsharded_param", None))
         return any(found is each for each in own)
 
+    def has_another_type(self) -> bool:
+        """Whether its shard was given another type since a pass, for whose type FSDP2 keeps its buffers."""
+        managed = self._parameter
+        return hasattr(managed, "_unsharded_param") and managed.sharded_param.dtype != managed.orig_dtype
+
     def is_gathered(self) -> bool:
         """Whether the whole is there."""
         return not isinstance(self.module._parameters.get(self.name), DTensor)

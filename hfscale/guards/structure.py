@@ -49,7 +49,7 @@ class Structure:
         """Look again, in the order of what is said; also at hooks, of which nothing is refused.
 
         Raises:
-            ConfigError: something else is there.
+            ConfigError: something else is there, or it has another type.
         """
         if (changed := self._changed()) is not None:
             layout, kind = self._runtime.mesh.layout.describe(), class_name(self._runtime.model)
@@ -66,7 +66,19 @@ class Structure:
                 "hfscale.train_step(model, batch, loss_fn=...), which gives a loss of your own whole logits; "
                 "compute_loss_func of hfscale.Trainer; or call the model without labels, for a loss of its logits"
             )
+        self._refuse_other_types()
         self._watch_hooks()
+
+    def _refuse_other_types(self) -> None:
+        """FSDP2 sends all it gathers through buffers of the type that the first pass found."""
+        other = next((place for place in self._managed if place.has_another_type()), None)
+        if other is not None:
+            name, now = self._place(other.module, other.name), getattr(other.module, other.name).dtype
+            raise ConfigError(
+                f"{name} was given another type ({now}) behind a pass, and over "
+                f"{self._runtime.mesh.layout.describe()} its shards travel in the type of the first one: call "
+                'model.to(...) before the first pass, or load the model with dtype=... or mixed_precision="bf16"'
+            )
 
     def _changed(self) -> str | None:
         """In words, the first place where something else is."""

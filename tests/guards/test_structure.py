@@ -199,3 +199,27 @@ def test_a_norm_of_parts_is_refused(pools: Pools, layout: dict[str, Any]) -> Non
 
 def test_of_what_fsdp_shards_torch_knows_the_norm(pools: Pools) -> None:
     assert pools(2).run(total_norm, {"dp_shard_size": 2}) == ["accepted"] * 2
+
+
+def retyped() -> list[str]:
+    """Types before and behind the first pass."""
+    model, batch, said = built({"dp_shard_size": 2}), {"input_ids": IDS, "labels": IDS}, []
+    model.to(torch.float32)
+    hfscale.train_step(model, batch)
+    model.to(torch.float32)
+    hfscale.train_step(model, batch)
+    model.to(torch.bfloat16)
+    for call in (lambda: hfscale.train_step(model, batch), lambda: model(**batch)):
+        with pytest.raises(ConfigError) as refusal:
+            call()
+        said.append(str(refusal.value))
+    model.to(torch.float32)
+    hfscale.train_step(model, batch)
+    return said
+
+
+def test_another_type_behind_a_pass_is_refused_where_data_ranks_shard(pools: Pools) -> None:
+    for said in pools(2).run(retyped):
+        for message in said:
+            assert "was given another type (torch.bfloat16) behind a pass, and over dp_shard2" in message
+            assert "call model.to(...) before the first pass" in message
