@@ -286,7 +286,8 @@ def test_recomputed_layers_keep_their_inputs() -> None:
     with count_saved(model, runtime.plan.layers, runtime.plan.head) as saved:
         hfscale.train_step(model, {"input_ids": ids, "labels": ids})
     one = 128 * 64 * 4
-    assert saved.layers == pytest.approx(3 * one, rel=0.1)
+    # Transformers 5.17 keeps a layer's input before the layer is called, and so around the layers.
+    assert saved.layers + saved.around - whole.around == pytest.approx(3 * one, rel=0.1)
     beside = whole.layers / 3 - one  # of a layer that is computed again, whose input is kept anyway
     assert recomputed.activations == pytest.approx(saved.layers + saved.around + beside, rel=0.02)
     assert recomputed.activations < without.activations
