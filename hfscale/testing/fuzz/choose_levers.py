@@ -5,13 +5,10 @@ They are drawn by themselves, behind everything else, and bring along what they 
 
 from collections.abc import Callable
 from random import Random
-from typing import Any
 
+from . import lever_values
 from .choose_family import fields_of
 from .draw import TORCH, Draw
-
-_ROUNDED = ("sgd", "sgd", "adamw_torch", "adagrad", "rmsprop", "lion_32bit", "adamw_8bit")
-"""Optimizers that step a copy of a weight, and can round it by chance."""
 
 
 def choose_levers(random: Random, draw: Draw) -> Draw:
@@ -29,13 +26,11 @@ def _trains_by_steps(draw: Draw) -> bool:
 
 def _float8(random: Random, draw: Draw) -> Draw:
     """In float64, where rounding to 8 bits is the same everywhere; over float32 weights now and then."""
-    wide = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "ffn_dim": 48, "n_inner": 48}
     found = fields_of(draw.family)
-    config = {**draw.config, **{name: size for name, size in wide.items() if isinstance(found.get(name), int)}}
+    wide = {name: size for name, size in lever_values.WIDE.items() if isinstance(found.get(name), int)}
+    config = {**draw.config, **wide}
     single = draw.optimizer.endswith("bit") or (draw.routing is None and random.random() < 0.2)
-    asked = {"recipe": random.choice(("tensorwise", "rowwise"))}
-    if asked["recipe"] == "tensorwise" and random.random() < 0.3:
-        asked["fp8_all_gather"] = False  # type: ignore[assignment]
+    asked = lever_values.float8(random)
     dtype = "float32" if single else "float64"
     # A user's loss is summed, and divided behind the backward pass: no power of two, so 8 bits round what is another.
     draw = draw.change(config=config, mixed_precision="fp8", float8=asked, dtype=dtype, user_loss=False)
@@ -43,30 +38,24 @@ def _float8(random: Random, draw: Draw) -> Draw:
 
 
 def _float16(random: Random, draw: Draw) -> Draw:
-    """With a scale that no gradient overflows, or one that the first step's overflow whatever they are."""
-    scales = random.choice(({"init_scale": 2.0**8}, {"init_scale": 2.0**40, "backoff_factor": 2.0**-32}))
-    if random.random() < 0.5:
-        scales["growth_interval"] = 1
+    scales = lever_values.loss_scaling(random)
     dtype = "float64" if draw.dtype == "float64" and random.random() < 0.5 else "float32"
     return draw.change(mixed_precision="fp16", loss_scaling=scales, dtype=dtype, float8=None, calls=1)
 
 
 def _compressed_activations(random: Random, draw: Draw) -> Draw:
-    memory = {**(draw.memory or {}), "compress_activations": random.choice(("1B", "256B", "1KiB"))}
+    memory = {**(draw.memory or {}), **lever_values.compress_activations(random)}
     return _in_given_microbatches(draw.change(memory=memory))
 
 
 def _compressed_gradients(random: Random, draw: Draw) -> Draw:
-    kind = random.choice(("bf16", "fp16", "powersgd", "powersgd"))
-    asked: dict[str, Any] = {"gradient_compression": kind}
-    if kind == "powersgd":
-        asked["powersgd_rank"] = random.choice((1, 2, 3))
+    asked = lever_values.gradient_compression(random)
     again = draw.resume_layout
     if again is not None and again.get("dp_replicate_size", 1) > 1:
         again = {**again, **asked}
     at_once = {name: value for name, value in draw.layout.items() if name != "reduce_each_microbatch"}
     draw = draw.change(layout={**at_once, **asked}, resume_layout=again)
-    if kind != "powersgd":
+    if draw.compression != "powersgd":
         return draw
     # Weights that stay: every step's gradient is known then, and what errors make of it can be told.
     still = {"optimizer": "SGD", "learning_rate": 0.0, "steps": 3, "dtype": "float64", "stochastic_rounding": False}
@@ -81,7 +70,8 @@ _CHANGES_NOTHING = ("recompute", "recompute_keep", "offload_activations", "offlo
 
 
 def _rounds_by_chance(random: Random, draw: Draw) -> Draw:
-    optimizer = draw.optimizer if draw.optimizer in _ROUNDED else random.choice(_ROUNDED)
+    rounds = draw.optimizer in lever_values.BY_CHANCE
+    optimizer = draw.optimizer if rounds else lever_values.stochastic_rounding(random)["optimizer"]
     rate = 0.1 if optimizer == "sgd" else 0.01
     narrow = {"dtype": "bfloat16", "mixed_precision": "no", "float8": None, "loss_scaling": None}
     return draw.change(stochastic_rounding=True, optimizer=optimizer, learning_rate=rate, **narrow)
@@ -109,4 +99,4 @@ _LEVERS: list[tuple[float, Callable[[Draw], bool], _Add]] = [
 ]
 """How often, where it can be, and how."""
 
-assert not set(_ROUNDED) & set(TORCH)
+assert not set(lever_values.BY_CHANCE) & set(TORCH)

@@ -3,6 +3,12 @@
 A draw is twelve steps: six, a save, some more until ranks are killed, between two steps or while the next save is
 written; then the rest in a second layout, from whatever whole state is found. Losses, norms and weights must be those
 of one process, and no state that a save had reported may be lost.
+
+Half of the draws with a lever that rounds or scales numbers (fp8, fp16, 8-bit activations, compressed gradients,
+rounding by chance) go on in the same layout, bit by bit as if nothing had come between: states of loss scales, errors
+of factors and seeds are theirs. In another layout fp8 and fp16 in float64 are those of one process. What a layout
+rounds in other places is off by four times, at most, what the same run that nothing interrupted is off from one
+process without levers.
 """
 
 import json
@@ -10,16 +16,28 @@ import os
 import signal
 import threading
 import warnings
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from random import Random
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from ...families.precision import keep_float64
 from ..pool import RankError, RankPool
+from .lever_values import WIDE
+from .resume_compared import differences, further_off, not_bit_by_bit
+from .resume_levers import (
+    Levers,
+    are_exact,
+    arithmetic_of,
+    built_with,
+    choose_levers,
+    dtype_with,
+    layout_with,
+    planned_with,
+)
 
 STEPS, SAVED, ROWS, TOKENS = 12, 6, 8, 16
 KINDS = ("dense", "tied", "lora", "8-bit", "mixture")
@@ -44,6 +62,7 @@ class ResumeDraw:
         while_saving: whether it is killed while it saves once more.
         seconds: from the sixth step, or the beginning of that save, to the kill.
         victims: the ranks that are killed.
+        levers: that round or scale numbers, by name: see :data:`hfscale.testing.fuzz.lever_values.LEVERS`.
     """
 
     kind: str
@@ -54,6 +73,7 @@ class ResumeDraw:
     while_saving: bool
     seconds: float
     victims: tuple[int, ...]
+    levers: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def write(self) -> str:
         """As one line."""
@@ -71,12 +91,33 @@ def choose_resume(seed: int, index: int) -> ResumeDraw:
     victims = tuple(range(world)) if random.random() < 0.5 else (random.randrange(world),)
     optimizer = random.choice(_OPTIMIZERS.get(kind, ("adamw_torch", "stock")))
     behind, saving = random.random() < 0.5, random.random() < 0.6
-    return ResumeDraw(kind, optimizer, first, second, behind, saving, random.uniform(0, 0.15), victims)
+    draw = ResumeDraw(kind, optimizer, first, second, behind, saving, random.uniform(0, 0.15), victims)
+    return draw if kind == "8-bit" else _with_levers(Random(f"{seed}/{index}/levers"), draw)
+
+
+def _with_levers(random: Random, draw: ResumeDraw) -> ResumeDraw:
+    """The same draw with some of them, in layouts that they fit."""
+    levers = choose_levers(random)
+    if not levers:
+        return draw
+
+    def drawn(fits: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        while not fits(layout := layout_with(levers, _layout(random, draw.kind, levers))):
+            pass
+        return layout
+
+    first = drawn(lambda layout: "gradient_compression" not in levers or "gradient_compression" in layout)
+    # Where a rounding sends a token to another expert, nothing but the same layout can be compared.
+    same = random.random() < 0.5 or (draw.kind == "mixture" and not are_exact(levers))
+    second = first if same else drawn(lambda layout: _one(layout) != _one(first))
+    world = _world(first)
+    victims = tuple(range(world)) if len(draw.victims) > 1 else (random.randrange(world),)
+    optimizer = levers.get("stochastic_rounding", {}).get("optimizer", draw.optimizer)
+    return replace(draw, first=first, second=second, victims=victims, levers=levers, optimizer=optimizer)
 
 
 def judge_resume(draw: ResumeDraw, directory: Path, pools: dict[int, RankPool]) -> str:
     """What is wrong with a draw, in words; empty where nothing is."""
-    expected = leg(draw, {}, None, 0)
     reported = directory / "reported"
     try:
         _pool(pools, draw.first).run(leg, draw, draw.first, str(directory), 0)
@@ -92,33 +133,54 @@ def judge_resume(draw: ResumeDraw, directory: Path, pools: dict[int, RankPool]) 
         found = _pool(pools, draw.second).run(leg, draw, draw.second, str(directory), 1)
     except RankError as error:
         return f"going on: {error}"
-    return _differences(draw, expected, found, acknowledged)
+    lost = next((rank for rank, told in enumerate(found) if told["start"] < acknowledged), None)
+    if lost is not None:
+        return f"rank {lost} went on from step {found[lost]['start']}, and step {acknowledged} had been reported"
+    return _compared(draw, found, pools)
 
 
-def leg(draw: ResumeDraw, layout: dict[str, Any], directory: str | None, number: int) -> dict[str, Any]:
-    """What one rank does; the first leg is killed, and the one without a directory goes through."""
+def _compared(draw: ResumeDraw, found: list[dict[str, Any]], pools: dict[int, RankPool]) -> str:
+    """With the run that nothing interrupted: in the same layout, in one process, or as far off as that is."""
+    if draw.levers and (draw.second == draw.first or not are_exact(draw.levers)):
+        whole = _pool(pools, draw.first).run(leg, draw, draw.first, None, 0)
+        if draw.second == draw.first:
+            return not_bit_by_bit(whole, found)
+        skipped = [step for step, (_, skips) in enumerate(whole[0]["scales"]) if skips]
+        exact = leg(replace(draw, levers={}), {}, None, 0, skipped)
+        return further_off(exact, whole, found)
+    return differences(draw.kind == "8-bit", leg(draw, {}, None, 0), found)
+
+
+def leg(
+    draw: ResumeDraw, layout: dict[str, Any], directory: str | None, number: int, skipped: Collection[int] = ()
+) -> dict[str, Any]:
+    """What one rank does; the first leg is killed, and the one without a directory goes through.
+
+    Args:
+        skipped: steps that change nothing, as if their gradients had overflowed.
+    """
     import hfscale
 
-    wide = draw.kind != "8-bit"
-    with keep_float64() if wide else nullcontext(), warnings.catch_warnings():
+    dtype = dtype_with(draw.levers) if draw.kind != "8-bit" else torch.float32
+    with arithmetic_of(dtype), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = _model(draw, layout, seed=number, dtype=torch.float64 if wide else torch.float32)
+        model = _model(draw, layout, seed=number, dtype=dtype)
         optimizer = _optimizer(draw, model)
         scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.2, total_iters=STEPS)
         start = 0
         if number:
             resumed = hfscale.load_state(model, f"{directory}/states", optimizer=optimizer, scheduler=scheduler)
             start = int(resumed.step or 0)
-        done: dict[str, Any] = {"start": start, "losses": [], "norms": []}
+        done: dict[str, Any] = {"start": start, "losses": [], "norms": [], "scales": []}
         for step in range(start, STEPS):
-            _step(model, optimizer, scheduler, step, done)
+            _step(model, optimizer, scheduler, step, done, step in skipped)
             if directory is not None and not number and step + 1 == SAVED:
                 _be_killed(draw, model, optimizer, scheduler, directory)
         done["weights"] = {name: tensor.clone() for name, tensor in hfscale.stream_weights(model, ranks="all")}
     return done
 
 
-def _step(model: Any, optimizer: Any, scheduler: Any, step: int, done: dict[str, Any]) -> None:
+def _step(model: Any, optimizer: Any, scheduler: Any, step: int, done: dict[str, Any], skips: bool = False) -> None:
     import hfscale
 
     generator = torch.Generator().manual_seed(1000 + step)
@@ -127,6 +189,10 @@ def _step(model: Any, optimizer: Any, scheduler: Any, step: int, done: dict[str,
     rank, world = hfscale.batch_rank(model), hfscale.batch_world(model)
     batch = {"input_ids": ids[rank::world], "labels": labels[rank::world]}
     done["losses"].append(float(hfscale.train_step(model, batch)))
+    told = hfscale.metrics(model)
+    done["scales"].append((told.get("loss_scale"), told.get("step_was_skipped")))
+    if skips:
+        model.zero_grad()
     done["norms"].append(float(hfscale.clip_grad_norm_(model, 0.5)))
     optimizer.step()
     scheduler.step()
@@ -149,7 +215,7 @@ def _be_killed(draw: ResumeDraw, model: Any, optimizer: Any, scheduler: Any, dir
     hfscale.wait_for_saves()
     if rank == 0:
         reported.write_text(f"{SAVED}\n")
-    ignored: dict[str, Any] = {"losses": [], "norms": []}
+    ignored: dict[str, Any] = {"losses": [], "norms": [], "scales": []}
     for step in range(SAVED, 10**6):
         if step == SAVED + 2 * draw.while_saving and rank in draw.victims:
             threading.Timer(draw.seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
@@ -166,7 +232,8 @@ def _model(draw: ResumeDraw, layout: dict[str, Any], seed: int, dtype: torch.dty
 
     extra: dict[str, Any] = {"experts_implementation": "eager"} if draw.kind == "mixture" else {}
     parallel = hfscale.ParallelConfig(**layout)
-    model = hfscale.from_config(_config(draw.kind), parallel=parallel, seed=seed, dtype=dtype, **extra)
+    config, extra = _config(draw.kind, "fp8" in draw.levers), {**extra, **built_with(draw.levers)}
+    model = hfscale.from_config(config, parallel=parallel, seed=seed, dtype=dtype, **extra)
     if draw.kind == "lora":
         from peft import LoraConfig
 
@@ -180,11 +247,13 @@ def _optimizer(draw: ResumeDraw, model: Any) -> torch.optim.Optimizer:
     if draw.optimizer == "stock":
         return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     own: dict[str, Any] = {"min_8bit_size": 256} if draw.kind == "8-bit" else {}
+    if "stochastic_rounding" in draw.levers:
+        own["stochastic_rounding"] = True
     made: torch.optim.Optimizer = hfscale.create_optimizer(model, draw.optimizer, lr=1e-2, weight_decay=0.1, **own)
     return made
 
 
-def _config(kind: str) -> Any:
+def _config(kind: str, in_8_bits: bool = False) -> Any:
     from transformers import GPT2Config, LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
     sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 67}
@@ -201,10 +270,11 @@ def _config(kind: str) -> Any:
         return Qwen3MoeConfig(**sizes, **experts, intermediate_size=32, num_key_value_heads=2)
     if kind == "8-bit":
         return LlamaConfig(**{**sizes, "vocab_size": 128}, intermediate_size=512, num_key_value_heads=2)
-    return Qwen2Config(**sizes, intermediate_size=50, num_key_value_heads=1 if kind == "lora" else 2)
+    inner = WIDE["intermediate_size"] if in_8_bits else 50
+    return Qwen2Config(**sizes, intermediate_size=inner, num_key_value_heads=1 if kind == "lora" else 2)
 
 
-def _layout(random: Random, kind: str) -> dict[str, Any]:
+def _layout(random: Random, kind: str, levers: Levers = MappingProxyType({})) -> dict[str, Any]:
     """Of one, two or four ranks, such as the model fits."""
     import hfscale
     from hfscale.errors import HFScaleError
@@ -223,7 +293,8 @@ def _layout(random: Random, kind: str) -> dict[str, Any]:
         if layout.get("num_microbatches", 1) > ROWS // (sizes["dp_shard"] * sizes["dp_replicate"]):
             continue
         try:
-            hfscale.plan(_config(kind), hfscale.ParallelConfig(**layout))
+            asked = hfscale.ParallelConfig(**layout_with(levers, layout))
+            hfscale.plan(_config(kind, "fp8" in levers), asked, dtype=dtype_with(levers), **planned_with(levers))
         except (HFScaleError, ValueError):
             continue
         return layout
@@ -242,22 +313,3 @@ def _world(layout: dict[str, Any]) -> int:
 
 def _pool(pools: dict[int, RankPool], layout: dict[str, Any]) -> RankPool:
     return pools.setdefault(_world(layout), RankPool(_world(layout)))
-
-
-def _differences(draw: ResumeDraw, expected: dict[str, Any], found: list[dict[str, Any]], acknowledged: int) -> str:
-    """In float64 to rounding; states in 8 bits step where a rounding moves them to the next value."""
-    loss, norm, weight = (1e-12, 1e-11, 1e-10) if draw.kind != "8-bit" else (2e-5, 1e-3, 0.05)
-    for rank, told in enumerate(found):
-        start = told["start"]
-        if start < acknowledged:
-            return f"rank {rank} went on from step {start}, and step {acknowledged} had been reported"
-        for kind, limit in (("losses", loss), ("norms", norm)):
-            for step, (mine, theirs) in enumerate(zip(told[kind], expected[kind][start:], strict=True), start + 1):
-                if abs(mine - theirs) > limit * abs(theirs):
-                    return f"{kind} of step {step} on rank {rank}: {mine!r} and {theirs!r}"
-        if told["weights"].keys() != expected["weights"].keys():
-            return f"names on rank {rank}: {sorted(told['weights'].keys() ^ expected['weights'].keys())[:3]}"
-        for name, theirs in expected["weights"].items():
-            if float((told["weights"][name] - theirs).abs().max()) > weight * float(theirs.abs().max()):
-                return f"{name} on rank {rank}"
-    return ""
