@@ -37,6 +37,7 @@ from .resume_levers import (
     dtype_with,
     layout_with,
     planned_with,
+    row_by_row,
 )
 
 STEPS, SAVED, ROWS, TOKENS = 12, 6, 8, 16
@@ -173,14 +174,16 @@ def leg(
             start = int(resumed.step or 0)
         done: dict[str, Any] = {"start": start, "losses": [], "norms": [], "scales": []}
         for step in range(start, STEPS):
-            _step(model, optimizer, scheduler, step, done, step in skipped)
+            _step(draw, model, optimizer, scheduler, step, done, step in skipped)
             if directory is not None and not number and step + 1 == SAVED:
                 _be_killed(draw, model, optimizer, scheduler, directory)
         done["weights"] = {name: tensor.clone() for name, tensor in hfscale.stream_weights(model, ranks="all")}
     return done
 
 
-def _step(model: Any, optimizer: Any, scheduler: Any, step: int, done: dict[str, Any], skips: bool = False) -> None:
+def _step(
+    draw: ResumeDraw, model: Any, optimizer: Any, scheduler: Any, step: int, done: dict[str, Any], skips: bool = False
+) -> None:
     import hfscale
 
     generator = torch.Generator().manual_seed(1000 + step)
@@ -188,7 +191,9 @@ def _step(model: Any, optimizer: Any, scheduler: Any, step: int, done: dict[str,
     labels = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.3, -100)
     rank, world = hfscale.batch_rank(model), hfscale.batch_world(model)
     batch = {"input_ids": ids[rank::world], "labels": labels[rank::world]}
-    done["losses"].append(float(hfscale.train_step(model, batch)))
+    rows = [{name: value[row : row + 1] for name, value in batch.items()} for row in range(len(batch["labels"]))]
+    given: Any = rows if row_by_row(draw.levers) else batch
+    done["losses"].append(float(hfscale.train_step(model, given)))
     told = hfscale.metrics(model)
     done["scales"].append((told.get("loss_scale"), told.get("step_was_skipped")))
     if skips:
@@ -219,7 +224,7 @@ def _be_killed(draw: ResumeDraw, model: Any, optimizer: Any, scheduler: Any, dir
     for step in range(SAVED, 10**6):
         if step == SAVED + 2 * draw.while_saving and rank in draw.victims:
             threading.Timer(draw.seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
-        _step(model, optimizer, scheduler, step, ignored)
+        _step(draw, model, optimizer, scheduler, step, ignored)
         if draw.while_saving and SAVED + 2 <= step + 1 < STEPS:
             save(step + 1)
             if not draw.behind and rank == 0:

@@ -47,8 +47,15 @@ def dtype_with(levers: Levers) -> torch.dtype:
 
 
 def layout_with(levers: Levers, layout: dict[str, Any]) -> dict[str, Any]:
-    """The same layout, whose replicas, if there are any, compress what they send."""
+    """The same layout: replicas compress what they send, and stages run the microbatches they get."""
+    if row_by_row(levers):
+        layout = {name: value for name, value in layout.items() if name != "num_microbatches"}
     return {**layout, **levers.get("gradient_compression", {})} if layout.get("dp_replicate_size", 1) > 1 else layout
+
+
+def row_by_row(levers: Levers) -> bool:
+    """Whether each row is a microbatch: what is multiplied in 8 bits has one scale, in whatever layout it is."""
+    return "fp8" in levers
 
 
 def planned_with(levers: Levers) -> dict[str, Any]:
