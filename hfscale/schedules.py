@@ -1,4 +1,4 @@
-"""Names of pipeline schedules; imports nothing, so that a command line can name them at once."""
+"""Names of pipeline schedules, without torch, so that a command line can name them at once."""
 
 from typing import Any
 

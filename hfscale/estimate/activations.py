@@ -237,7 +237,8 @@ class _Llama:
             names = [self.roles[name].name for name in readers]
             adapted = [self.ranks_of_adapters[name] for name in names if name in self.ranks_of_adapters]
             needed = bool(adapted) or any(name in self.trained for name in names)
-            own = self._kept(self.hidden, self.types.stream) / self.sequence * needed
+            size = self.types.stream if adapted else self.types.size  # dropout may come before the cast
+            own = self._kept(self.hidden, size) / self.sequence * needed
             return own + sum(self._kept(rank, self.types.adapters) for rank in adapted)
         if not self.types.autocasts:
             return self._read(self.hidden, readers)

@@ -52,18 +52,18 @@ class StockCode(Part):
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Comes last."""
         model, layout = runtime.model, runtime.mesh.layout
-        if layout.total_size > 1:
-            refuse_stock_accelerator()
-            refuse_stock_clipping(runtime)
-            refuse_whole_tensor_optimizers(runtime)
-            count_whole(runtime)
         refuse_changes(model, layout)
         if layout.total_size > 1 or runtime.plan.adapters:  # with adapters, the host would write its weights wrapped
             model.save_pretrained = _saves_all_of_it(model, self._save)
-        if layout.total_size > 1:
-            self._structure = Structure(runtime)
-            if runtime.plan.stages is None:  # stages run in steps alone, with older weights in some schedules
-                model.register_forward_pre_hook(self._look, prepend=True)
+        if layout.total_size == 1:
+            return
+        refuse_stock_accelerator()
+        refuse_stock_clipping(runtime)
+        refuse_whole_tensor_optimizers(runtime)
+        count_whole(runtime)
+        self._structure = Structure(runtime)
+        if runtime.plan.stages is None:  # stages run in steps alone, with older weights in some schedules
+            model.register_forward_pre_hook(self._look, prepend=True)
 
     def _look(self, model: nn.Module, args: Any) -> None:
         """Plain loops call the model alone."""

@@ -3,11 +3,12 @@
 A layout is installed in modules: a head that somebody put in the place of the one that was cut is no part of it, and
 nobody would sum its gradients over ranks, nor save it. So modules and parameters are looked at again before passes: a
 comparison of dictionaries for each module. Hooks stay where they were hung; of those that see a part of what is
-computed, it is said once.
+computed, it is said once for each way of seeing one.
 """
 
 import functools
 import logging
+import re
 from typing import Any
 
 from torch import nn
@@ -33,17 +34,13 @@ class Structure:
         self._managed = list(managed_places(runtime.model))
         managed = {(place.module, place.name) for place in self._managed}
         self._parameters = [
-            (
-                module,
-                {
-                    name: parameter if type(parameter) is nn.Parameter and (module, name) not in managed else None
-                    for name, parameter in own_parameters(module).items()
-                },
-            )
+            (module, {name: held if _stays(held) and (module, name) not in managed else None
+                      for name, held in own_parameters(module).items()})
             for module in modules
-        ]
+        ]  # fmt: skip
         self._loss = loss_function_of(runtime.model)
         self._hooked = set[int]()
+        self._said = set[str]()
 
     def check(self) -> None:
         """Look again, in the order of what is said; also at hooks, of which nothing is refused.
@@ -52,22 +49,24 @@ class Structure:
             ConfigError: something else is there, or it has another type.
         """
         if (changed := self._changed()) is not None:
-            layout, kind = self._runtime.mesh.layout.describe(), class_name(self._runtime.model)
             raise ConfigError(
-                f"{changed} since this {kind} was spread over {layout}, and no rank would cut it, sum its "
-                "gradients with the others' or save it: change a model before hfscale.parallelize(model, parallel), "
+                f"{changed} since {self._spread()}, and no rank would cut it, sum its gradients with the others' or "
+                "save it: change a model before hfscale.parallelize(model, parallel), "
                 "change its config before it is loaded (num_hidden_layers=..., tie_word_embeddings=...), or give "
                 "adapters to hfscale.get_peft_model(model, config)"
             )
         if loss_function_of(self._runtime.model) is not self._loss:
             raise ConfigError(
-                f"model.loss_function was set since this {class_name(self._runtime.model)} was spread over "
-                f"{self._runtime.mesh.layout.describe()}, where ranks have parts of the logits or of the labels: use "
-                "hfscale.train_step(model, batch, loss_fn=...), which gives a loss of your own whole logits; "
-                "compute_loss_func of hfscale.Trainer; or call the model without labels, for a loss of its logits"
+                f"model.loss_function was set since {self._spread()}, where ranks have parts of the logits or of the "
+                "labels: use hfscale.train_step(model, batch, loss_fn=...), which gives a loss of your own whole "
+                "logits; compute_loss_func of hfscale.Trainer; or call the model without labels, for a loss of its "
+                "logits"
             )
         self._refuse_other_types()
         self._watch_hooks()
+
+    def _spread(self) -> str:
+        return f"this {class_name(self._runtime.model)} was spread over {self._runtime.mesh.layout.describe()}"
 
     def _refuse_other_types(self) -> None:
         """FSDP2 sends all it gathers through buffers of the type that the first pass found."""
@@ -113,24 +112,36 @@ class Structure:
                 self._hooked.add(id(module))
                 name = self._name(module)
                 if name:  # what the model itself is given and returns is refused elsewhere, where it is a part
-                    _Witness(self._runtime, name, module)
+                    _Witness(self._runtime, name, module, self._said)
 
 
 class _Witness:
-    """Looks on in the passes of a module that has somebody's hook, until it has something to say."""
+    """Looks on in the passes of a module that has somebody's hook, until it has something to say.
 
-    def __init__(self, runtime: Runtime, name: str, module: nn.Module) -> None:
-        self._runtime, self._name = runtime, name
+    Args:
+        said: what others had to say, in any layer.
+    """
+
+    def __init__(self, runtime: Runtime, name: str, module: nn.Module, said: set[str]) -> None:
+        self._runtime, self._name, self._said = runtime, name, said
         self._handle = module.register_forward_pre_hook(self)
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         seen = self._runtime.local_view(self._name)
         if seen is not None:
             self._handle.remove()
+            everywhere = re.sub(r"\d+", "*", seen)
+            if everywhere in self._said:
+                return
+            self._said.add(everywhere)
             _log.warning(
-                "a hook on %s sees, and may change, this rank's part alone (%s): %s",
+                "a hook on %s sees, and may change, this rank's part alone (%s), as others like it would: %s",
                 *(self._name, self._runtime.mesh.layout.describe(), seen),
             )
+
+
+def _stays(parameter: Any) -> bool:
+    return type(parameter) is nn.Parameter
 
 
 def _what(was: bool, is_there: bool) -> str:

@@ -141,6 +141,8 @@ class SavedCounter:
     def enter(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """A layer begins."""
         self._depth += 1
+        for module in layer.modules():  # an adapter reads the weights of what it wraps without calling it
+            self._note_parameters(module, None)
         stream = hidden_states_of(args, kwargs)
         if isinstance(stream, Tensor) and stream.requires_grad:
             self._count(stream)  # what recomputes a layer keeps it out of sight of the hooks

@@ -41,10 +41,11 @@ class _Flight:
 class Regather:
     """Gathers a tensor once more in the backward pass, for the projections that read it, or what is made of it."""
 
-    def __init__(self, gather: Start, whole: Tensor) -> None:
+    def __init__(self, gather: Start, whole: Tensor | None = None) -> None:
         self.gather, self.readers, self.left = gather, 0, 0
         self._known: list[tuple[weakref.ref[Tensor], int, Derive]] = []
-        self._know(whole, _as_it_is)
+        if whole is not None:
+            self._know(whole, as_it_is)
         self._started: Started | None = None
         self._whole: Tensor | None = None
         self._pass = -1  # the backward pass it was gathered for
@@ -81,8 +82,9 @@ class Regather:
         return whole
 
 
-def _as_it_is(whole: Tensor) -> Tensor:
-    return whole
+def as_it_is(x: Tensor) -> Tensor:
+    """``x``."""
+    return x
 
 
 def _is_still(x: Tensor, known: Tensor | None, version: int) -> bool:
@@ -98,13 +100,16 @@ class WeightLater:
     Attributes:
         token: the weight, as the projection must use it: by :func:`project`, once.
         products: who makes the projection's products.
+        regather: gathers ``own``, this rank's share of the input, again; ``None`` where the input is kept.
+        narrow: the same share in the type that autocast multiplies in, and what gathers that.
     """
 
     def __init__(self, weight: Tensor, transposed: bool, own: Tensor | None) -> None:
         self.transposed, self.own = transposed, own
         self.products = Products()
         self.regather: Regather | None = None
-        self.derive: Derive = _as_it_is
+        self.narrow: tuple[Tensor, Regather] | None = None
+        self.derive: Derive = as_it_is
         self.operands: tuple[Tensor | None, Tensor] | None = None  # input [n, in] (None: regathered), d output [n, out]
         self.token: Any = _Weight.apply(weight, self)
 
@@ -201,9 +206,10 @@ def enter_overlapped(
     later = [WeightLater(weight, transposed, own) for weight, transposed in weights]
     whole = _Launch.apply(x, flight, gather, reduce)
     if own is not None and gather is not None:
-        again = Regather(gather, whole)
+        again, cast = Regather(gather, whole), autocasted(own)
+        narrow = None if cast is own else (cast, Regather(gather))
         for each in later:
-            each.regather = again
+            each.regather, each.narrow = again, narrow
     return whole, later
 
 
@@ -212,15 +218,18 @@ def project(x: Tensor, later: WeightLater, bias: Tensor | None) -> Tensor:
 
     ``x`` is kept for the gradient of the weight, unless it is what was gathered on entering and can be gathered again,
     or known to be made of that: a block may compute something else first (a norm, a low-rank projection). Under
-    autocast the product, and what is kept for the backward pass, are of its type, as in stock code.
+    autocast the product, and what is kept for the backward pass, are of its type, as in stock code; so is what is
+    gathered again, where nothing was made of it before.
     """
-    own, later.own = later.own, None  # from here on, autograd's saved tensors keep it
+    own, narrow, later.own, later.narrow = later.own, later.narrow, None, None  # autograd's saved tensors keep it
     derive = None if later.regather is None else later.regather.gives(x)
+    if derive is None:
+        own = later.regather = None
+    elif derive is as_it_is and narrow is not None:
+        own, later.regather = narrow
     if later.regather is not None and derive is not None:
         later.regather.readers += 1
         later.derive = derive
-    else:
-        own = later.regather = None
     x, bias = autocasted(x), None if bias is None else autocasted(bias)
     return _Project.apply(x, later.token, bias, own, later)
 

@@ -10,10 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import hfscale
-from hfscale import ConfigError, ParallelConfig
+from hfscale import ParallelConfig
 from hfscale.testing import RankPool
 
 from ..models import tiny
+from ..refusals import refusal_of
 
 Pools = Callable[[int], RankPool]
 
@@ -50,15 +51,7 @@ def try_trainers(layout: dict[str, int], directory: str) -> list[str]:
         lambda: accelerate.Accelerator().prepare(model, torch.optim.SGD(model.parameters(), lr=0.1)),
         lambda: accelerate.Accelerator().prepare(torch.nn.ModuleDict({"inside": model})),
     ]
-    return [_refusal(call) for call in calls]
-
-
-def _refusal(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except ConfigError as error:
-        return str(error)
-    return "accepted"
+    return [refusal_of(call) for call in calls]
 
 
 @pytest.mark.parametrize("layout", [{"tp_size": 2}, {"dp_shard_size": 2}, {"pp_size": 2}])

@@ -11,10 +11,11 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import hfscale
-from hfscale import ConfigError, ParallelConfig
+from hfscale import ParallelConfig
 from hfscale.testing import RankPool
 
 from ..models import tiny
+from ..refusals import refusal_of
 
 Pools = Callable[[int], RankPool]
 LAYOUTS = [{"tp_size": 2, "sequence_parallel": True}, {"dp_shard_size": 2}, {"dp_replicate_size": 2}, {"pp_size": 2}]
@@ -58,16 +59,8 @@ def refused(layout: dict[str, Any]) -> dict[str, list[str]]:
         calls = [lambda: hfscale.train_step(model, batch), lambda: hfscale.eval_step(model, batch)]  # noqa: B023
         if "pp_size" not in layout:
             calls.append(lambda: model(**batch))  # noqa: B023
-        said[name] = [_refusal(call) for call in calls]
+        said[name] = [refusal_of(call) for call in calls]
     return said
-
-
-def _refusal(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except ConfigError as error:
-        return str(error)
-    return "accepted"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -115,7 +108,8 @@ class _Heard(logging.Handler):
 
 def hooked(layout: dict[str, Any], where: str) -> list[str]:
     model = built(layout)
-    model.get_submodule(where).register_forward_hook(lambda module, args, output: None)
+    for module in model.modules() if where == "*" else [model.get_submodule(where)]:
+        module.register_forward_hook(lambda module, args, output: None)
     heard = _Heard()
     log = logging.getLogger("hfscale.guards.structure")
     log.addHandler(heard)
@@ -152,8 +146,13 @@ def test_a_hook_that_sees_a_part_is_named_once(
             assert seen in said[0]
 
 
+def test_hooks_everywhere_are_named_once_for_each_way_of_seeing_a_part(pools: Pools) -> None:
+    for said in pools(2).run(hooked, {"tp_size": 2, "sequence_parallel": True}, "*"):
+        assert len(said) == 4, said  # tokens between blocks, attention, MLP, the head
+
+
 def part_called(layout: dict[str, Any]) -> str:
-    return _refusal(lambda: built(layout).model(input_ids=IDS))
+    return refusal_of(lambda: built(layout).model(input_ids=IDS))
 
 
 def test_a_part_of_the_model_cannot_be_called_where_it_is_not_whole(pools: Pools) -> None:
@@ -188,7 +187,7 @@ def total_norm(layout: dict[str, Any]) -> str:
     model = built(layout)
     hfscale.train_step(model, {"input_ids": IDS, "labels": IDS})
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return _refusal(lambda: torch.nn.utils.get_total_norm(gradients))
+    return refusal_of(lambda: torch.nn.utils.get_total_norm(gradients))
 
 
 @pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[3]], ids=str)

@@ -10,11 +10,12 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 
 import hfscale
 import hfscale.trl
-from hfscale import ConfigError, ParallelConfig
+from hfscale import ParallelConfig
 from hfscale.testing import RankPool
 from hfscale.trainer.optimizers import heard_options
 
 from ..models import tiny
+from ..refusals import refusal_of
 from .script import Rows, collate
 
 Pools = Callable[[int], RankPool]
@@ -41,17 +42,9 @@ def arguments(out: str, **given: Any) -> TrainingArguments:
     return TrainingArguments(out, use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no", **given)
 
 
-def attempt(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except ConfigError as error:
-        return str(error)
-    return "accepted"
-
-
 def try_arguments(out: str) -> list[str]:
     model = hfscale.from_config(tiny("llama"), parallel=ParallelConfig(tp_size=2))
-    return [attempt(lambda given=given: hfscale.Trainer(model, arguments(out, **given))) for given, _ in REFUSED]
+    return [refusal_of(lambda given=given: hfscale.Trainer(model, arguments(out, **given))) for given, _ in REFUSED]
 
 
 def test_arguments(pools: Pools, tmp_path: Path) -> None:
@@ -64,7 +57,7 @@ def test_arguments(pools: Pools, tmp_path: Path) -> None:
 def test_an_engine_is_not_given_shares(tmp_path: Path) -> None:
     trl = pytest.importorskip("trl")
     config = trl.GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, use_vllm=True, report_to=[])
-    message = attempt(lambda: hfscale.trl.GRPOTrainer(model=None, reward_funcs=len, args=config))
+    message = refusal_of(lambda: hfscale.trl.GRPOTrainer(model=None, reward_funcs=len, args=config))
     assert "use_vllm=True" in message
     assert "hfscale.stream_weights" in message
 
@@ -83,9 +76,9 @@ def try_models(out: str) -> list[str]:
     late = hfscale.from_config(tiny("llama"), parallel=ParallelConfig(pp_size=2, pipeline_schedule="pipedream"))
     two = ParallelConfig(dp_shard_size=2)
     return [
-        attempt(lambda: hfscale.Trainer(stock, arguments(out))),
-        attempt(lambda: hfscale.Trainer(held, arguments(out), parallel=two)),
-        attempt(lambda: hfscale.Trainer(late, arguments(out))),
+        refusal_of(lambda: hfscale.Trainer(stock, arguments(out))),
+        refusal_of(lambda: hfscale.Trainer(held, arguments(out), parallel=two)),
+        refusal_of(lambda: hfscale.Trainer(late, arguments(out))),
     ]
 
 
@@ -104,7 +97,7 @@ class OwnLoss(hfscale.Trainer):
 
 def try_own_loss(out: str) -> str:
     model = hfscale.from_config(tiny("llama"), parallel=ParallelConfig(pp_size=2))
-    return attempt(lambda: OwnLoss(model, arguments(out), data_collator=collate, train_dataset=Rows(8, 1)))
+    return refusal_of(lambda: OwnLoss(model, arguments(out), data_collator=collate, train_dataset=Rows(8, 1)))
 
 
 def test_own_losses_through_stages(pools: Pools, tmp_path: Path) -> None:

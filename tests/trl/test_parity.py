@@ -14,10 +14,11 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 import hfscale
-from hfscale import ConfigError, ParallelConfig
+from hfscale import ParallelConfig
 from hfscale.testing import RankPool
 
 from ..models import tiny
+from ..refusals import refusal_of
 from .script import Case, assert_equal, length_reward, rollouts, rows, run, save_rows, tokenizer
 
 Pools = Callable[[int], RankPool]
@@ -140,11 +141,8 @@ def test_data_ranks_generate_each_for_itself(pools: Pools, path: str, layout: La
 
 
 def refused(path: str, out: str, name: str, layout: Layout) -> str:
-    try:
-        run(replace(CASES[name], arguments={**CASES[name].arguments, "max_steps": 1}), path, out, layout)
-    except ConfigError as error:
-        return str(error)
-    return "accepted"
+    short = replace(CASES[name], arguments={**CASES[name].arguments, "max_steps": 1})
+    return refusal_of(lambda: run(short, path, out, layout))
 
 
 @pytest.mark.parametrize(("name", "advice"), [("grpo", "generates with the model"), ("reward", "whole output")])

@@ -10,13 +10,9 @@ from torch import Tensor, nn
 from ...families.projections import PROJECTIONS, is_transposed
 from ...ops import WeightLater, enter, enter_overlapped, project
 from ...ops.exchange import Started, start_all_reduce
-from ...ops.overlap import Regather, narrowed
+from ...ops.overlap import Regather, as_it_is, narrowed
 from ...ops.products import products_of
 from .sequence_region import SequenceRegion
-
-
-def _as_it_is(weight: Tensor) -> Tensor:
-    return weight
 
 
 class Overlap:
@@ -45,7 +41,7 @@ class Overlap:
         if torch.compiler.is_compiling():  # it puts collectives behind products by itself, and keeps no state for later
             return enter(x, self.group) if stream is None else stream.enter(x)
         regather = self.regather and stream is not None
-        asked = {**dict.fromkeys(self.columns, _as_it_is), **(self._low_rank if regather else {})}
+        asked = {**dict.fromkeys(self.columns, as_it_is), **(self._low_rank if regather else {})}
         reads = {each: read for each, read in asked.items() if torch.is_grad_enabled() and each.weight.requires_grad}
         weights = [(read(module.weight), is_transposed(module)) for module, read in reads.items()]
         gather, reduce = (None, self._start_sum) if stream is None else stream.collectives(x)

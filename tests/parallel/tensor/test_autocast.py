@@ -66,3 +66,16 @@ def test_autocast_is_as_near_as_stock(pools: Pools, tmp_path: Path, family: str,
         if (family, layout) == ("llama", "tp"):
             # Blocks are entered and left in bfloat16, both ways; the embedding's sum and the head's gradient are wide.
             assert traffic.payload["allreduce"] == B * S * H * (4 * LAYERS * 2 + 2 * 4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_what_is_gathered_again_is_of_the_products_type(pools: Pools, tmp_path: Path, family: str) -> None:
+    path = str(tmp_path)
+    AutoModelForCausalLM.from_config(tiny(family), dtype=torch.float32).save_pretrained(path)
+    kept, again = (pools(2).run(_rank, path, LAYOUTS[layout]) for layout in ("sequence", "regather"))
+    for (loss, grads, before), (same_loss, same, traffic) in zip(kept, again, strict=True):
+        assert loss == same_loss
+        for name, (share, *_) in grads.items():
+            assert torch.equal(share, same[name][0]), name
+        more = sum(traffic.payload.values()) - sum(before.payload.values())
+        assert more == B * S // 2 * H * 2 * 2 * LAYERS  # this rank's share in 16 bits, of two blocks in each layer
