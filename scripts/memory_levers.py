@@ -29,17 +29,20 @@ from hfscale.testing import RankPool
 RESULTS = Path(__file__).parent / "bench" / "results" / "memory_levers.json"
 BEGIN, END = "<!-- written by scripts/memory_levers.py -->", "<!-- end of levers -->"
 ROWS, LENGTH, STEPS = 8, 32, 3
+_TENSOR = {"tp_size": 2, "sequence_parallel": True, "sequence_regather": True}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},
-    "tp2": {"tp_size": 2, "sequence_parallel": True, "sequence_regather": True},
+    "tp2": _TENSOR,
     "pp2": {"pp_size": 2},
     "dp_shard2": {"dp_shard_size": 2},
     "dp_replicate2": {"dp_replicate_size": 2},
     "cp2": {"cp_size": 2},
     "ep2": {"ep_size": 2, "dp_shard_size": 2},
+    "tp2, ep2": {**_TENSOR, "ep_size": 2},
 }
 MODELS: dict[str, tuple[str, Callable[[], PreTrainedConfig]]] = {
     "llama": ("Llama, four layers, hidden 512, MLP of 1,408", partial(llama, 512)),
+    "wide": ("Llama, two layers, hidden 1,024, MLP of 4,096", partial(llama, 1024, 2, 4096)),
     "mixture": ("Mixture of four experts, four layers, hidden 256", partial(mixture, 256)),
     "gpt2": ("GPT-2, four layers, hidden 256", partial(gpt2, 256)),
 }
@@ -87,7 +90,7 @@ def case_of(name: str, layout: str, config: PreTrainedConfig, budget: int, path:
         lever["memory"] = {"recompute": f"{budget // (1024 if layout == 'one' else 2048)}KiB"}
     if "lora" in lever and experts:
         lever["lora"] = {**_LORA, **_EXPERTS, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
-    halves = layout not in ("one", "tp2", "cp2")
+    halves = layout not in ("one", "cp2") and "tp_size" not in axes
     return Case(
         config,
         lever,
@@ -169,7 +172,7 @@ def main() -> None:
     parser.add_argument("--levers", nargs="*", default=list(LEVERS))
     parser.add_argument("--layouts", nargs="*", default=list(LAYOUTS))
     parser.add_argument("--missing", action="store_true", help="only what was not measured yet")
-    parser.add_argument("--untimed", action="store_true", help="bytes alone")
+    parser.add_argument("--untimed", action="store_true", help="bytes alone; times stay as they were")
     given = parser.parse_args()
     torch.set_num_threads(1)
     for model in given.models:
@@ -191,7 +194,9 @@ def main() -> None:
                         continue
                     found = measured(pool, case, beside, model == _TIMED and not given.untimed)
                     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-                    results.setdefault(model, {}).setdefault(name, {})[layout] = found
+                    cells = results.setdefault(model, {}).setdefault(name, {})
+                    before = {"time": cells[layout]["time"]} if "time" in cells.get(layout, {}) else {}
+                    cells[layout] = {**before, **found}
                     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
                     print(model, layout, name, found, flush=True)
     results = json.loads(RESULTS.read_text())

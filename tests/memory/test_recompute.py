@@ -215,6 +215,7 @@ def test_what_does_not_fit_is_refused_with_the_plan(
         ({"recompute": []}, "names nothing"),
         ({"recompute": ["mlp", 3]}, "pass a list of names"),
         ({"recompute_keep": ["aten.mm"]}, "recompute='none' recomputes none"),
+        ({"recompute": "full", "recompute_keep": True}, "recompute_keep=True is impossible: pass a list of names"),
         ({"tokens": 12}, "is for a budget"),
         ({"recompute": "1GB", "tokens": 0}, "at least 1"),
         ({"recomputes": "full"}, "did you mean 'recompute'"),

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -11,13 +12,14 @@ from peft import LoraConfig
 from torch import Tensor
 
 import hfscale
-from hfscale import MemoryConfig, ParallelConfig
+from hfscale import MemoryConfig, ParallelConfig, RoutingConfig
 from hfscale.memory.saved import count_saved
 from hfscale.parallel.pipeline import asynchronous
 from hfscale.precision.shared_casts import SharedCasts
 from hfscale.runtime import local_tensor, runtime_of
 from hfscale.testing import RankPool
 
+from ..mixtures import qwen3_moe
 from ..models import tiny
 from ..sweeps import cases
 
@@ -37,6 +39,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fp16": ({}, {"mixed_precision": "fp16"}),
     "fp8": ({}, {"mixed_precision": "fp8"}),
     "gpt2": ({}, {"family": "gpt2"}),
+    "mixture": ({}, {"config": qwen3_moe, "routing": RoutingConfig(force_balanced=True)}),
     "tp2": ({"tp_size": 2, "sequence_parallel": True, "sequence_regather": True}, {}),
     "cp2": ({"cp_size": 2}, {}),
 }
@@ -62,7 +65,7 @@ def trained(layout: dict[str, Any], asked: dict[str, Any]) -> tuple[list[float],
     asked = dict(asked)
     lora, frozen, reentrant = (asked.pop(name, None) for name in ("lora", "frozen", "reentrant"))
     model = hfscale.from_config(
-        tiny(asked.pop("family", "llama"), **asked.pop("sizes", {})),
+        asked.pop("config", partial(tiny, asked.pop("family", "llama")))(**asked.pop("sizes", {})),
         parallel=ParallelConfig(**{**PP, **layout}),
         dtype=torch.float32,
         peft_config=lora and LoraConfig(**lora),

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..._host.peft import terms_of_experts
 from ..._host.transformers.experts import apply_gate
 from ...ops import grouped_linear
+from ...ops.shared_casts import cast_weight
 from ...quantization.frozen_linear import frozen_grouped_linear
 from ...quantization.packed import packings_of, read_packed
 from ...runtime import local_tensor
@@ -51,7 +52,7 @@ def run_experts(experts: Any, x: Tensor, counts: Sequence[int]) -> Tensor:
         bias = local_tensor(getattr(experts, f"{name}_bias")).to(dtype) if biased else None
         if name in packings_of(experts):
             return frozen_grouped_linear(x, partial(_dequantized, experts, name), bias, counts, transposed=transposed)
-        weight = local_tensor(getattr(experts, name)).to(dtype)
+        weight = cast_weight(local_tensor(getattr(experts, name)), dtype)
         return grouped_linear(x, weight, bias, counts, transposed=transposed)
 
     if experts.has_gate:
