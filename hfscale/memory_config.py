@@ -139,7 +139,11 @@ def byte_count(text: str) -> int | None:
 
 
 def _names(field: str, given: Any, like: str, may_be_empty: bool = False) -> tuple[str, ...]:
-    if isinstance(given, str) or not isinstance(given, Sequence) or not all(isinstance(name, str) and name for name in given):
+    if (
+        isinstance(given, str)
+        or not isinstance(given, Sequence)
+        or not all(isinstance(name, str) and name for name in given)
+    ):
         raise ConfigError(f"{field}={given!r} is impossible: pass a list of names, as {like}")
     if not given and not may_be_empty:
         raise ConfigError(f"{field}=[] names nothing: pass names, as {like}, or 'none'")

@@ -219,9 +219,7 @@ def _quantized_bytes(plan: Plan, planned: ParameterPlan, ranks: dict[str, int]) 
 
 
 def _copied(plan: Plan, ranks: dict[str, int], held: Sequence[ParameterPlan], alive: Sequence[int]) -> int:
-    """Autocast's copies of matrices of 32 bits, one for all microbatches that compute with the same
-    weights, but of experts' stacked weights one for each.
-    """
+    """Autocast's copies of matrices of 32 bits, one for all microbatches that compute with the same weights."""
     here = plan.head is not None and plan.is_local(ranks.get("pp", 0), plan.head)
     head = plan.by_name.get(f"{plan.head}.weight") if here else None
     multiplied = {head.tied_to or head.name} if head is not None else set[str]()
@@ -235,8 +233,8 @@ def _copied(plan: Plan, ranks: dict[str, int], held: Sequence[ParameterPlan], al
 def _copies(plan: Plan, planned: ParameterPlan, alive: Sequence[int]) -> int:
     """Of how many versions of a weight microbatches are under way, or, where each has its own, how many those are."""
     count = alive[planned.stage] if planned.stage < len(alive) else 1
-    if len(planned.shape) > 2:
-        return count
+    if len(planned.shape) > 2 and not planned.name.startswith(tuple(f"{each.name}." for each in plan.mixtures)):
+        return count  # stacked weights of a mixture that nobody described, which the host casts in every pass
     most = {"pipedream": count, "pipedream_2bw": 2}.get(str(plan.layout.pipeline_schedule), 1)
     return min(count, most)
 

@@ -20,7 +20,6 @@ from .._host.torch import autocast_remembers, own_parameters
 from .._host.transformers.computing import recomputes
 from ..families.projections import PROJECTIONS
 from ..ops.shared_casts import Casts, autocasted_weight, is_sharing, sharing
-from ..options import MIXED_PRECISIONS
 from ..runtime import Part, Runtime
 from ..runtime.local_weights import LocalWeights
 
@@ -33,8 +32,7 @@ class SharedCasts(Part):
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Inside of everything: who takes a projection's products apart casts its weight by itself."""
-        mixed = MIXED_PRECISIONS[runtime.options.mixed_precision] is not None
-        self._active = mixed and runtime.plan.stages is not None and runtime.mesh.data_world == 1
+        self._active = runtime.shares_casts
         if not self._active:
             return
         for module in runtime.model.modules():

@@ -111,7 +111,7 @@ def through_experts(experts: Any, hidden: Tensor, weights: Tensor, routes: Route
 def install_experts(runtime: Runtime, options: RoutingConfig | None = None) -> Routing | None:
     """Spread experts: their modules, which hold this rank's, exchange tokens with the others. No-op for one rank whose
     routing nobody has asked for and whose experts are neither quantized nor adapted, nor cut to sizes that the host's
-    grouped products refuse.
+    grouped products refuse, nor cast for several microbatches at once.
 
     Comes before the edges of tensor parallelism, which may read parameters of experts in their own way.
 
@@ -125,7 +125,8 @@ def install_experts(runtime: Runtime, options: RoutingConfig | None = None) -> R
     narrow = mesh.group("tp") is not None and any(
         _too_narrow(module, runtime.options.mixed_precision) for module in modules
     )
-    if group is None and options is None and not changed and not narrow:
+    copies = runtime.shares_casts  # of which the host would make one for each microbatch
+    if group is None and options is None and not (changed or narrow or copies):
         return None
     shares = mesh.group("tp") if layout.slices_tokens else None
     routing, layers = routing_of_layers(runtime, options)
