@@ -125,7 +125,7 @@ def install_experts(runtime: Runtime, options: RoutingConfig | None = None) -> R
     narrow = mesh.group("tp") is not None and any(
         _too_narrow(module, runtime.options.mixed_precision) for module in modules
     )
-    copies = runtime.shares_casts  # of which the host would make one for each microbatch
+    copies = bool(modules) and runtime.shares_casts  # of which the host would make one for each microbatch
     if group is None and options is None and not (changed or narrow or copies):
         return None
     shares = mesh.group("tp") if layout.slices_tokens else None
