@@ -22,6 +22,7 @@ from ..families.projections import PROJECTIONS
 from ..ops.shared_casts import Casts, autocasted_weight, is_sharing, sharing
 from ..runtime import Part, Runtime
 from ..runtime.local_weights import LocalWeights
+from ..runtime.mixed_weights import shares_casts
 
 
 class SharedCasts(Part):
@@ -32,7 +33,7 @@ class SharedCasts(Part):
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Inside of everything: who takes a projection's products apart casts its weight by itself."""
-        self._active = runtime.shares_casts
+        self._active = shares_casts(runtime)
         if not self._active:
             return
         for module in runtime.model.modules():

@@ -250,14 +250,6 @@ class Runtime:
     steps: int = 0
     keeps_small_updates: bool = False
 
-    @property
-    def shares_casts(self) -> bool:
-        """Whether microbatches under way in stages compute with one copy of each weight, of mixed precision's type:
-        data ranks cast what they gather.
-        """
-        mixed = self.options.mixed_precision != "no"
-        return mixed and self.plan.stages is not None and self.mesh.data_world == 1
-
     def attach(self) -> None:
         """Make this runtime findable from the model."""
         setattr(self.model, _ATTRIBUTE, self)

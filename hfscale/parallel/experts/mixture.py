@@ -21,6 +21,7 @@ from ...planner.sequence import share_evenly
 from ...quantization.packed import packings_of
 from ...routing_config import RoutingConfig
 from ...runtime import Runtime
+from ...runtime.mixed_weights import shares_casts
 from ...runtime.names import unwrapped
 from .capacity_buffers import through_slots
 from .dispatch import combine, dispatch
@@ -125,7 +126,7 @@ def install_experts(runtime: Runtime, options: RoutingConfig | None = None) -> R
     narrow = mesh.group("tp") is not None and any(
         _too_narrow(module, runtime.options.mixed_precision) for module in modules
     )
-    copies = bool(modules) and runtime.shares_casts  # of which the host would make one for each microbatch
+    copies = bool(modules) and shares_casts(runtime)  # of which the host would make one for each microbatch
     if group is None and options is None and not (changed or narrow or copies):
         return None
     shares = mesh.group("tp") if layout.slices_tokens else None
