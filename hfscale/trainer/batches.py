@@ -1,5 +1,6 @@
 """Batches with fewer rows than a schedule can run, or with examples that do not count."""
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -20,6 +21,7 @@ __all__ = [
     "first_rows",
     "pieces",
     "rows_of",
+    "warn_of_repeated",
     "with_rows",
     "without_labels",
 ]
@@ -99,6 +101,23 @@ def first_examples(batch: Mapping[str, Any], known: tuple[int, int], drop: bool 
         return first_rows(batch, rows, own) if drop else without_labels(batch, since=own)
     lengths = batch.lengths if isinstance(batch, Marked) else []
     return without_tokens(batch, sum(lengths[:own])) if len(lengths) == given else batch
+
+
+def warn_of_repeated(trainer: Any, known: tuple[int, int] | None) -> None:
+    """Say once that examples count twice, in losses that hfscale does not know how to leave them out of.
+
+    Args:
+        known: how many the last batch has, and how many of them repeat none.
+    """
+    if known is None or known[1] >= known[0] or vars(trainer).setdefault("_told_of_repeated", False):
+        return
+    vars(trainer)["_told_of_repeated"] = True
+    warnings.warn(
+        f"data ranks are given as many examples each, so {known[0] - known[1]} of an epoch's last batch are dealt "
+        f"twice, and the loss of {type(trainer).__name__} counts them twice, as over data ranks of stock Trainer: give "
+        "it data sets of whole steps, or dataloader_drop_last=True",
+        stacklevel=2,
+    )
 
 
 class Marked(dict[str, Any]):

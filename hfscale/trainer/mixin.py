@@ -39,7 +39,7 @@ from ..runtime import Runtime, find_runtime, runtime_of
 from ..train import train_step
 from . import evaluation, files, optimizers, through_stages
 from .accelerator import TrainerAccelerator
-from .batches import cut_by_schedule, first_examples
+from .batches import cut_by_schedule, first_examples, warn_of_repeated
 from .divisor import divisor
 from .refusals import (
     check_generation,
@@ -187,11 +187,12 @@ class TrainerMixin(TrainerHooks, DataHooks):
         """Whether the loss is the model's own, and a mean that hfscale knows."""
         return has_stock_loss(self) and self.runtime.loss is not None
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Trainer's."""
+        files.check_complete(resume_from_checkpoint, self.args.output_dir)  # type: ignore[attr-defined]
         self._waiting, self._carried = [], 0.0  # an earlier run may have ended within a step
         with batches_skipped_by_accelerator(self), kernels_left_alone():
-            output = super().train(*args, **kwargs)  # type: ignore[misc]
+            output = super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
         return output._replace(training_loss=output.metrics["train_loss"])
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -210,6 +211,8 @@ class TrainerMixin(TrainerHooks, DataHooks):
         batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]
         drops, stream = self.uses_train_step, isinstance(trainer.train_dataset, IterableDataset)
         if not batches or not (drops or (self._scores_tokens and "labels" in batches[-1])):
+            if batches and not stream:
+                warn_of_repeated(self, trainer.accelerator.examples_of(batches[-1]))
             return batches, count
         looked_at = range(len(batches)) if stream else [len(batches) - 1]  # loader workers end one after the other
         known = {index: trainer.accelerator.examples_of(batches[index], of_stream=stream) for index in looked_at}

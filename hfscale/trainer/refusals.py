@@ -1,5 +1,6 @@
 """What a Trainer is asked for and hfscale's cannot do, refused before anything is built."""
 
+import os
 from typing import Any
 
 import torch
@@ -24,6 +25,9 @@ _REFUSED = {
     "fp16_full_eval": "casts weights that are sharded: leave it out",
     "bf16_full_eval": "casts weights that are sharded: leave it out",
     "eval_use_gather_object": "gathers over all processes, also those that share a batch: leave it out",
+    "enable_jit_checkpoint": "saves on each rank when its own signal comes, and ranks that are told at different steps "
+    "would wait for each other: leave it out, and ask hfscale.preempted(model) in a callback's on_step_end, which all "
+    "ranks answer alike: where it is true, control.should_save = control.should_training_stop = True",
     "use_vllm": "would give vLLM this rank's shares for whole weights: generate with an engine of yours in "
     "rollout_func, and give it the weights of hfscale.stream_weights (docs/trainer.md)",
     "save_on_each_node": "writes files on every node, and the first rank writes the only ones: save to a directory "
@@ -105,9 +109,11 @@ def check_model(runtime: Runtime, arguments: Any, smoothed_by_host: bool) -> Non
     built, asked = runtime.options.around_products, str(arguments.mixed_precision)
     if built != asked:
         said = {"no": "neither bf16 nor fp16", "bf16": "bf16=True", "fp16": "fp16=True"}
+        told = os.environ.get("ACCELERATE_MIXED_PRECISION") == asked != "no"
+        launcher = " (accelerate launch may say so: ACCELERATE_MIXED_PRECISION, of its config file)" if told else ""
         raise ConfigError(
-            f"TrainingArguments has {said[asked]}, and the model was built with mixed_precision={built!r}: give both "
-            f"the same: hfscale.from_pretrained(..., mixed_precision={asked!r}), or {said[built]}"
+            f"TrainingArguments has {said[asked]}{launcher}, and the model was built with mixed_precision={built!r}: "
+            f"give both the same: hfscale.from_pretrained(..., mixed_precision={asked!r}), or {said[built]}"
         )
     if arguments.use_liger_kernel and runtime.options.use_liger_kernel is False:
         raise ConfigError(
@@ -199,7 +205,15 @@ def check_step(trainer: Any, runtime: Runtime, uses_train_step: bool) -> None:
             f"{runtime.mesh.layout.describe()}: a loss of {type(trainer).__name__}'s is about whole batches, so a step "
             f"has gradient_accumulation_steps={count} microbatches, and the schedule would make {len(given)} of them: "
             f"leave num_microbatches out, and use gradient_accumulation_steps={len(given)}"
+            f"{_same_rows(args, len(given))}"
         )
+
+
+def _same_rows(args: Any, microbatches: int) -> str:
+    """How a step keeps its rows."""
+    rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    same = f" and per_device_train_batch_size={rows // microbatches}, for as many rows in a step as now"
+    return "" if rows % microbatches else same
 
 
 def check_scaled(trainer: Any, runtime: Runtime, own_step: bool) -> None:

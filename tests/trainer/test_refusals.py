@@ -1,5 +1,6 @@
 """What a Trainer cannot do in a layout is refused when it is made, on every rank, and says what to do."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 
 import hfscale
 import hfscale.trl
-from hfscale import ParallelConfig
+from hfscale import CheckpointError, ParallelConfig
 from hfscale.testing import RankPool
+from hfscale.trainer.files import check_complete
 from hfscale.trainer.optimizers import heard_options
 
 from ..models import tiny
@@ -30,6 +32,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"average_tokens_across_devices": False}, "mean over all tokens"),
     ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches"),
     ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, "use_reentrant"),
+    ({"enable_jit_checkpoint": True}, "hfscale.preempted(model)"),
     ({"optim": "lomo"}, "Use one of"),
     ({"optim": "sgd", "optim_args": "speed=3"}, "it takes"),
     ({"bf16": True}, "mixed_precision='bf16'"),
@@ -68,6 +71,33 @@ def test_options_that_make_no_difference_are_said(tmp_path: Path) -> None:
         assert heard_options(given) == {}
     given = arguments(str(tmp_path), optim="sgd", optim_args="momentum=0.9,nesterov=true")
     assert heard_options(given) == {"momentum": "0.9", "nesterov": "true"}
+
+
+def try_precision_of_launcher(out: str) -> str:
+    model = hfscale.from_config(tiny("llama"), parallel=ParallelConfig(tp_size=2))
+    held = os.environ.get("ACCELERATE_MIXED_PRECISION")
+    os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
+    try:
+        return refusal_of(lambda: hfscale.Trainer(model, arguments(out)))
+    finally:
+        os.environ.pop("ACCELERATE_MIXED_PRECISION")
+        if held is not None:
+            os.environ["ACCELERATE_MIXED_PRECISION"] = held
+
+
+def test_a_precision_that_a_config_file_says_is_told_from_an_argument(pools: Pools, tmp_path: Path) -> None:
+    for message in pools(2).run(try_precision_of_launcher, str(tmp_path)):
+        assert "of its config file" in message
+
+
+def test_a_checkpoint_that_was_not_finished_is_named_with_one_that_was(tmp_path: Path) -> None:
+    for step in (2, 4):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    (tmp_path / "checkpoint-2" / "trainer_state.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"checkpoint-4 has no .*checkpoint-2' is complete"):
+        check_complete(True, str(tmp_path))
+    check_complete(str(tmp_path / "checkpoint-2"), str(tmp_path))
+    check_complete(None, str(tmp_path))
 
 
 def try_models(out: str) -> list[str]:

@@ -1,6 +1,7 @@
 """Other ways to use a Trainer: predictions, models made late or wrapped by PEFT, workers that augment."""
 
 import multiprocessing
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -133,3 +134,26 @@ def test_ranks_that_share_a_batch_are_given_the_same(pools: Pools, start: str, k
     one, other = pools(2).run(trained, start, str(tmp_path), kind)
     assert len(one) == 3
     assert one == other
+
+
+class WatchedLoss(hfscale.Trainer):
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs)
+
+
+def what_is_said(path: str, out: str, kind: type, rows: int) -> list[str]:
+    model = hfscale.from_pretrained(path, dtype=torch.float32, parallel=ParallelConfig(**DP2))
+    trainer = kind(model, arguments(out, 2, num_train_epochs=2), data_collator=collate, train_dataset=Rows(rows, 1))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trainer.train()
+    return [str(each.message) for each in said if "counts them twice" in str(each.message)]
+
+
+def test_a_loss_of_ones_own_is_told_of_examples_that_count_twice(pools: Pools, start: str, tmp_path: Path) -> None:
+    first, second = pools(2).run(what_is_said, start, str(tmp_path), WatchedLoss, 6)
+    assert first == []
+    assert len(second) == 1
+    assert "dataloader_drop_last=True" in second[0]
+    for kind, rows in ((WatchedLoss, 8), (hfscale.Trainer, 6)):
+        assert pools(2).run(what_is_said, start, str(tmp_path), kind, rows) == [[], []]

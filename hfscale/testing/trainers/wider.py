@@ -194,7 +194,7 @@ def _go_on(draw: dict[str, Any], arguments: dict[str, Any]) -> None:
 def _may_bring(draw: dict[str, Any], arguments: dict[str, Any]) -> list[str]:
     can = ["decay", "choice", "groups"]
     if draw["adapter"] == "" and not draw.get("late"):
-        can += ["optimizers", "class"]
+        can += ["optimizers", *(["class"] if draw["trainer"] == "Trainer" else [])]
     if draw["trainer"] == "Trainer" and draw["source"] != "stream":
         can += ["sampler", "loader"]
     if arguments.get("eval_steps") and draw["metrics"] == "" and "eval_loss" not in str(arguments):
