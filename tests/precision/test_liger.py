@@ -107,13 +107,16 @@ def test_families(pools: Pools, family: str) -> None:
     assert_layout_equal(mixed, ParallelConfig(tp_size=2), pools(2), ROUNDING)
 
 
-def train(path: str, out: str, kind: Any, rows: list[dict[str, Tensor]]) -> list[float]:
+def train(path: str, out: str, kind: Any, rows: list[dict[str, Tensor]], layout: Any = None) -> list[float]:
     args = TrainingArguments(
         out, use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no", max_steps=2, logging_steps=1,
         per_device_train_batch_size=2, use_liger_kernel=True, liger_kernel_config={"fused_linear_cross_entropy": False},
         eval_on_start=True, eval_strategy="steps", eval_steps=2,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    if layout is not None:
+        kernels, parallel = args.liger_kernel_config, ParallelConfig(**layout)
+        model = hfscale.from_pretrained(path, dtype=torch.float64, parallel=parallel, use_liger_kernel=kernels)
     data = {"train_dataset": rows, "eval_dataset": rows[:2]}
     if kind is hfscale.Trainer:
         trainer = kind(model, args, **data)
@@ -125,11 +128,53 @@ def train(path: str, out: str, kind: Any, rows: list[dict[str, Tensor]]) -> list
     return [each[key] for each in trainer.state.log_history for key in ("loss", "eval_loss") if key in each]
 
 
-def test_a_trainer_asks_for_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", [{"tp_size": 2}, {"pp_size": 2, "num_microbatches": 2}])
+def test_a_trainer_asks_for_them(pools: Pools, layout: dict[str, int], tmp_path: Path) -> None:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(tiny("llama"), dtype=torch.float64).save_pretrained(tmp_path / "in")
     ids = torch.arange(48).view(4, 12)
     rows = [{"input_ids": row, "labels": row} for row in ids]
     path = str(tmp_path / "in")
     expected = train(path, str(tmp_path / "stock"), transformers.Trainer, rows)
+    for found in pools(2).run(train, path, str(tmp_path / "cut"), hfscale.Trainer, rows, layout):
+        assert found == pytest.approx(expected, rel=1e-6)
     assert train(path, str(tmp_path / "ours"), hfscale.Trainer, rows) == pytest.approx(expected, rel=1e-6)
+
+
+def fine_tune(path: str, out: str, layout: Any = None) -> list[float]:
+    import trl
+    from datasets import Dataset
+
+    import hfscale.trl
+
+    from ..trl.script import tokenizer
+
+    config = trl.SFTConfig(
+        out, use_cpu=True, bf16=False, report_to=[], disable_tqdm=True, save_strategy="no", max_steps=2,
+        logging_steps=1, per_device_train_batch_size=2, gradient_accumulation_steps=2, use_liger_kernel=True,
+        max_length=None,
+    )  # fmt: skip
+    rows = Dataset.from_dict({"input_ids": torch.arange(96).view(8, 12).remainder(60).tolist()})
+    given = {"args": config, "train_dataset": rows, "processing_class": tokenizer(Path(out))}
+    model: Any
+    if layout is None:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        trainer = trl.SFTTrainer(model, **given)
+        with stock_liger(model):
+            trainer.train()
+    else:
+        trainer = hfscale.trl.SFTTrainer(path, parallel=ParallelConfig(**layout), **given)
+        trainer.train()
+    return [each[key] for each in trainer.state.log_history for key in ("loss", "grad_norm") if key in each]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("layout", [{"tp_size": 2}, {"pp_size": 2}])
+def test_a_trainer_of_trl_asks_for_them(pools: Pools, layout: dict[str, int], tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    torch.manual_seed(0)
+    tokens = {"eos_token_id": 1, "bos_token_id": None, "pad_token_id": 0}
+    AutoModelForCausalLM.from_config(tiny("llama", **tokens), dtype=torch.float32).save_pretrained(tmp_path / "in")
+    expected = fine_tune(str(tmp_path / "in"), str(tmp_path / "stock"))
+    for found in pools(2).run(fine_tune, str(tmp_path / "in"), str(tmp_path / "cut"), layout):
+        assert found == pytest.approx(expected, rel=1e-5)
