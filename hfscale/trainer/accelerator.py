@@ -95,7 +95,12 @@ class TrainerAccelerator(Accelerator):
         return size, size if left == 0 else min(size, max(0, left - self.process_index * size))
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Also of a stream, whose length nobody knows, what fills up a batch is dropped."""
+        """Also of a stream, whose length nobody knows, what fills up a batch is dropped.
+
+        A number of each rank's is none of an example's: Accelerate would drop those of all ranks but the first few.
+        """
+        if isinstance(input_data, torch.Tensor) and input_data.ndim == 0:
+            return self.gather(input_data)
         gathered = super().gather_for_metrics(input_data, use_gather_object)
         if self._last is None:
             return gathered

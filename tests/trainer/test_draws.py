@@ -21,6 +21,8 @@ TRL: dict[str, Any] = {"bf16": False, "max_steps": 3}
 SFT: dict[str, Any] = {"trainer": "SFTTrainer", "source": "datasets", "rows": 24}
 DPO: dict[str, Any] = {"trainer": "DPOTrainer", "source": "datasets", "rows": 24, "data": "pair"}
 
+_WRAPPED = {"packing_strategy": "wrapped", "assistant_only_loss": True, "optim": "sgd"}
+
 DRAWS = {
     "a class that Trainer does not know to shift labels": Draw(
         model="gpt2", layout=DP2, rows=11, evaluated=7, arguments={**EVALUATED, "label_smoothing_factor": 0.1}
@@ -96,6 +98,14 @@ RARER = {
     ),
     "a router's loss of cut sequences": Draw(
         **SFT, model="mixture", layout={**TP2, "sequence_parallel": True}, data="text", arguments=TRL
+    ),
+    "numbers of ranks in an epoch's last step": Draw(
+        **SFT,
+        layout={"dp_replicate_size": 2},
+        batch=6,
+        data="chat",
+        arguments={**TRL, "gradient_accumulation_steps": 4, "packing": True, "max_length": 8, **_WRAPPED},
+        seed=359,
     ),
     "4-bit weights over data ranks": Draw(**SFT, model="wide", layout=DP2, data="text", adapter="qlora", arguments=TRL),
     "a reference over the same bits, in the same type": Draw(
