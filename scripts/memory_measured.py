@@ -145,7 +145,7 @@ class Seen:
         bytes: by kind, wherever it is; ``activations`` are those kept for the backward pass.
         layer: the most that a pass through one layer left.
         stage: its pipeline rank.
-        chosen: the layers that were computed again, where a budget chose them.
+        chosen: the layers of this rank that were computed again.
         head: entries of its share of the head.
     """
 
@@ -172,8 +172,9 @@ def seen(case: Case) -> Seen:
     kept = {name: value for name, value in case.lever["memory"].items() if name != "recompute"}
     plain = replace(case, lever={**case.lever, "memory": kept})
     whole = stepped(plain, *plain.built())
-    again = whole.layer - found.layer * (isinstance(case.recompute, list) or case.recompute == "selective")
-    if str(case.recompute).endswith("KiB") and not found.chosen:  # all of this stage is within its budget
+    in_parts = isinstance(case.recompute, list) or case.recompute == "selective"
+    again = whole.layer - found.layer * in_parts
+    if not in_parts and not found.chosen:  # this stage keeps all of its layers
         again = 0
     return replace(found, bytes={**found.bytes, "activations": found.bytes["activations"] + again})
 
@@ -202,7 +203,7 @@ def stepped(case: Case, model: Any, optimizer: Any) -> Seen:
         layer=max(left),
         stage=runtime.mesh.ranks.get("pp", 0),
         head=_of_head(runtime),
-        chosen=None if part is None else part.chosen,
+        chosen=None if part is None or part.chosen is None else frozenset(filter(runtime.is_local, part.chosen)),
     )
 
 
