@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from ..errors import ConfigError
 from ..schedules import SCHEDULES
 from .look import add_json, check_writable
 
@@ -11,14 +12,16 @@ DESCRIPTION = (
     "Draw the timeline of a pipeline schedule: rows are ranks, the number in a box is the microbatch. Reads no model "
     "and starts no processes."
 )
-EXAMPLE = "hfscale schedule --pp 4 --microbatches 8 --schedule zbv"
+EXAMPLE = "hfscale schedule zbv --pp 4 --microbatches 8"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``hfscale schedule``."""
     parser.add_argument(
-        "--schedule", help=f"one of {', '.join(SCHEDULES)}, or a .csv file (default: the trace's, 1f1b)"
-    )
+        "name", nargs="?", metavar="NAME",
+        help=f"one of {', '.join(SCHEDULES)}, or a .csv file (default: the trace's, 1f1b)",
+    )  # fmt: skip
+    parser.add_argument("--schedule", metavar="NAME", help="the same, named as other commands name it")
     parser.add_argument("--pp", type=int, metavar="N", help="pipeline ranks")
     parser.add_argument("--microbatches", type=int, metavar="N", help="microbatches of one step (default: 2 per rank)")
     parser.add_argument("--virtual-stages", type=int, metavar="N", help="stages per rank")
@@ -40,7 +43,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Draw it."""
+    """Draw it.
+
+    Raises:
+        ConfigError: two schedules are named.
+    """
+    asked = {arguments.name, arguments.schedule} - {None}
+    if len(asked) > 1:
+        raise ConfigError(f"two schedules are named, {arguments.name} and --schedule {arguments.schedule}: draw one")
+    arguments.schedule = next(iter(asked), None)
     check_writable(arguments.csv, arguments.out, arguments.save_trace)
     from ..parallel.pipeline.command import run_schedule
 

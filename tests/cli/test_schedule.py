@@ -49,6 +49,15 @@ def test_torchs_spelling(capsys: pytest.CaptureFixture[str]) -> None:
     assert ParallelConfig(pp_size=2, pipeline_schedule="GPipe").pipeline_schedule == "gpipe"
 
 
+def test_named_in_either_way(capsys: pytest.CaptureFixture[str]) -> None:
+    named = _run(capsys, "zbv", "--pp", "2")
+    assert (
+        named == _run(capsys, "--pp", "2", "--schedule", "zbv") == _run(capsys, "zbv", "--pp", "2", "--schedule", "zbv")
+    )
+    assert named.startswith("zbv, p = 2")
+    assert "two schedules are named, zbv and --schedule 1f1b" in _refused(capsys, "zbv", "--schedule", "1f1b")
+
+
 def test_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schedule", "--pp", "2", "--microbatches", "4", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["planned"]
