@@ -192,6 +192,7 @@ def _serve(
             "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=2 * timeout)
         )
         gc.freeze()  # what is imported stays: tests that collect need not go through it again
+        multiprocessing.set_start_method(None, force=True)  # or a loader's workers would import all of it once more
         while True:
             try:
                 function, args, kwargs = pipe.recv()

@@ -223,7 +223,9 @@ def test_a_rank_reads_its_own_experts_only(checkpoints: dict[str, Path], outcome
             assert sum(found.read.get(key, 0) for key in expert_keys) == expected, (name, rank)
 
 
-@pytest.mark.parametrize(("case", "ranks"), [("ep2", 2), ("ep4", 4), ("ep2-shard4", 4)])
+@pytest.mark.parametrize(
+    ("case", "ranks"), cases([("ep2", 2), ("ep4", 4), ("ep2-shard4", 4)], daily=[("ep2-shard4", 4)])
+)
 def test_a_checkpoint_is_read_once_in_all(
     checkpoints: dict[str, Path], outcome: Outcome, case: str, ranks: int
 ) -> None:

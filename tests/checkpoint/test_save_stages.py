@@ -18,7 +18,7 @@ from hfscale.runtime import runtime_of
 from hfscale.testing import RankPool
 
 from ..tensor_memory import follow_memory
-from .test_stages import LAYOUTS, Layout, experts, four_layers
+from .test_stages import FAMILIES_CUT, LAYOUTS, Layout, experts, four_layers
 
 Pools = Callable[[int], RankPool]
 
@@ -53,10 +53,7 @@ def load_and_save(source: str, target: str, layout: Layout) -> None:
     hfscale.save_pretrained(model, target, max_shard_size="12KB")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    ("family", "tied"), [("llama", False), ("qwen3", True), ("gpt2", True), ("deepseek_v3", False)]
-)
+@pytest.mark.parametrize(("family", "tied", "layout"), FAMILIES_CUT)
 def test_round_trip_is_bit_exact(pools: Pools, tmp_path: Path, family: str, tied: bool, layout: str) -> None:
     parallel = LAYOUTS[layout]
     if family == "deepseek_v3" and "tp_size" in parallel:

@@ -21,6 +21,7 @@ from hfscale.runtime.shards import local_tensor
 from hfscale.testing import RankPool
 
 from ..models import tiny
+from ..sweeps import cases
 from ..tensor_memory import follow_memory
 
 Pools = Callable[[int], RankPool]
@@ -34,6 +35,13 @@ LAYOUTS = {
     "pp2-tp2": {"pp_size": 2, "tp_size": 2},
     "pp2-shard2": {"pp_size": 2, "dp_shard_size": 2},
 }
+FAMILIES = [("llama", False), ("qwen3", True), ("gpt2", True), ("deepseek_v3", False)]
+FAMILIES_CUT = cases(
+    [(*family, layout) for family in FAMILIES for layout in LAYOUTS],
+    daily=[*((*FAMILIES[2], layout) for layout in LAYOUTS), *((*family, "pp2") for family in FAMILIES),
+           ("qwen3", True, "pp2-shard2"), ("deepseek_v3", False, "zbv")],
+)  # fmt: skip
+EMBEDDINGS = [("llama", "model.embed_tokens"), ("gpt2", "transformer.wte")]
 
 
 def four_layers(family: str, tied: bool) -> PreTrainedConfig:
@@ -166,10 +174,7 @@ def initialized(family: str, tied: bool, layout: Layout, out: str, seed: int) ->
     return [unit for unit in units if "Layer " in unit or "Block " in unit], held, model.training
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    ("family", "tied"), [("llama", False), ("qwen3", True), ("gpt2", True), ("deepseek_v3", False)]
-)
+@pytest.mark.parametrize(("family", "tied", "layout"), FAMILIES_CUT)
 def test_random_weights_do_not_depend_on_stages(
     pools: Pools, tmp_path: Path, family: str, tied: bool, layout: str
 ) -> None:
@@ -245,9 +250,14 @@ def test_missing_weights_are_what_one_process_makes(pools: Pools, tmp_path: Path
     assert "lm_head" in last[0]
 
 
-@pytest.mark.parametrize("layout", ["pp2", "pp2-tp2"])
 @pytest.mark.parametrize("names", ["embedding", "head", "both", "neither", "embedding without prefix"])
-@pytest.mark.parametrize(("family", "embedding"), [("llama", "model.embed_tokens"), ("gpt2", "transformer.wte")])
+@pytest.mark.parametrize(
+    ("family", "embedding", "layout"),
+    cases(
+        [(*named, layout) for named in EMBEDDINGS for layout in ("pp2", "pp2-tp2")],
+        daily=[(*EMBEDDINGS[0], "pp2"), (*EMBEDDINGS[1], "pp2-tp2")],
+    ),
+)
 def test_a_tied_tensor_reaches_both_ends(
     pools: Pools, tmp_path: Path, family: str, embedding: str, names: str, layout: str
 ) -> None:

@@ -45,6 +45,8 @@ RARE = [
     ("tied", "adamw_torch"),
     ("ragged", "stock"),
     ("rows", "ademamix_8bit"),
+    ("rows", "adamw_8bit"),
+    ("lora", "stock"),
 ]
 
 

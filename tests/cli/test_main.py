@@ -296,10 +296,10 @@ def test_what_nobody_foresaw_is_a_line(capsys: pytest.CaptureFixture[str]) -> No
     assert "Traceback" in said[1]
 
 
-def test_runs_as_a_module(llama: str) -> None:
-    command = [sys.executable, "-m", "hfscale", "plan", llama, "--tp", "3"]
+def test_runs_as_a_module() -> None:
+    command = [sys.executable, "-m", "hfscale", "schedule", "zbv", "--pp", "0"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stdout == ""
-    assert "use tp_size 1, 2" in done.stderr
+    assert "pp_size=0 is impossible" in done.stderr
     assert "Traceback" not in done.stderr

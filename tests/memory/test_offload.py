@@ -37,9 +37,9 @@ DATA = [name for name, layout in LAYOUTS.items() if ParallelConfig(**layout).dat
             LAYOUTS,
             WAYS,
             daily=[
-                *((layout, "activations") for layout in ("zbv", "ep2", "cp2", "lora, sequence")),
+                *((layout, "activations") for layout in ("zbv", "ep2", "lora, sequence")),
                 *((layout, "inputs") for layout in ("1f1b", "ep2, tp2")),
-                *((layout, "parameters") for layout in ("replicate2", "ep2", "cp2", "lora, shard2")),
+                *((layout, "parameters") for layout in ("replicate2", "cp2", "lora, shard2")),
                 ("shard2", "all"),
                 ("regather", "activations"),
             ],

@@ -65,10 +65,9 @@ def case_of(layout: str, way: str) -> Case:
             LAYOUTS,
             WAYS,
             daily=[
-                *((layout, "full") for layout in ("sequence", "zbv", "ep2", "cp2")),
+                *((layout, "full") for layout in ("sequence", "zbv", "cp2")),
                 *((layout, "selective") for layout in ("tp2", "zbv")),
                 *((layout, "modules") for layout in ("zbv", "ep2, tp2", "lora, shard2")),
-                ("sequence", "within"),
                 ("ep2", "kept"),
                 *((layout, "budget") for layout in ("pp2, tp2", "shard2")),
             ],

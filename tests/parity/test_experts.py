@@ -37,7 +37,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ep2, tp2, shard2, sequence": {**SEQUENCE, "dp_shard_size": 2},
 }
 RARE = {"ep2, tp2", "ep2, shard4", "ep2, shard2, replicate2", "ep4, tp2"}  # others hold the same, and more
-THREE = pytest.mark.parametrize("layout", [EP2, WHOLE, SEQUENCE], ids=["data", "tensor", "sequence"])
+WAYS: dict[str, dict[str, Any]] = {"data": EP2, "tensor": WHOLE, "sequence": SEQUENCE}
+THREE = pytest.mark.parametrize("layout", WAYS.values(), ids=WAYS)
 
 
 def equal(pools: Pools, case: Case, **sizes: Any) -> None:
@@ -155,10 +156,21 @@ FROZEN = {
 }
 
 
-@THREE
-@pytest.mark.parametrize("frozen", FROZEN)
-def test_frozen(pools: Pools, layout: dict[str, Any], frozen: str) -> None:
-    equal(pools, Case(qwen3_moe(), frozen=FROZEN[frozen]), **layout)
+@pytest.mark.parametrize(
+    ("layout", "frozen"),
+    pairs(
+        ("data", "tensor", "sequence"),
+        FROZEN,
+        daily=[
+            *(("data", kind) for kind in FROZEN),
+            ("tensor", "experts"),
+            ("sequence", "experts"),
+            ("sequence", "routers"),
+        ],
+    ),
+)
+def test_frozen(pools: Pools, layout: str, frozen: str) -> None:
+    equal(pools, Case(qwen3_moe(), frozen=FROZEN[frozen]), **WAYS[layout])
 
 
 @pytest.mark.parametrize(

@@ -168,6 +168,7 @@ def test_how_a_rank_ended_is_how_the_command_ends(
     assert len(captured.splitlines()) == bool(said)
 
 
+@pytest.mark.slow  # three processes start
 def test_what_a_rank_refuses_is_said_once_without_the_launcher(tmp_path: Path) -> None:
     """Two real ranks: the recipe and the layout are right, and the model cannot be cut so."""
     recipe = yaml.safe_load((LIBRARY / "demo_pretrain.yaml").read_text())

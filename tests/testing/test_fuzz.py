@@ -124,11 +124,11 @@ def test_experts_in_few_bits_are_those_of_one_process(tmp_path: Path) -> None:
         assert not experts.requires_grad
 
 
-@pytest.mark.timeout(900)  # a minute alone, several beside another worker's ranks
-def test_forty_draws_are_equal_or_refused() -> None:
-    """In a process of their own, which forks while no thread runs; as many as fit a minute (1,000 in make test-all)."""
+@pytest.mark.timeout(900)  # half a minute alone, several beside another worker's ranks
+def test_draws_are_equal_or_refused() -> None:
+    """In a process of their own, which forks while no thread runs; a few (1,000 in make test-all)."""
     script = Path(__file__).parents[2] / "scripts" / "layout_fuzz.py"
-    command = [sys.executable, str(script), "--seed", "13", "--draws", "40", "--jobs", "2"]
+    command = [sys.executable, str(script), "--seed", "13", "--draws", "16", "--jobs", "2"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout or done.stderr
     print(done.stdout)

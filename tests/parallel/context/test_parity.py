@@ -19,7 +19,7 @@ from hfscale.testing.parity import ragged_batch
 
 from ...mixtures import EAGER, gpt_oss, qwen2_moe, qwen3_moe
 from ...models import tiny
-from ...sweeps import cases
+from ...sweeps import cases, pairs
 
 Pools = Callable[[int], RankPool]
 METHODS = ("gather", "ring", "heads")
@@ -45,7 +45,7 @@ def test_four_ranks(pools: Pools, method: str) -> None:
     equal(pools, Case(tiny("llama"), lengths=(17, 7)), cp_size=4, cp_method=method)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gpt_oss"])
+@pytest.mark.parametrize("family", cases(["llama", "mistral", "gpt_oss"], daily=["llama", "gpt_oss"]))
 def test_heads_in_groups_around_a_ring(pools: Pools, family: str) -> None:
     """Six heads are shared out to groups of two of four ranks."""
     heads = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2}
@@ -108,8 +108,10 @@ class Packed(Case):
         return super().reference_step(model, [[{**m, "use_cache": False} for m in rank] for rank in step])
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize(
+    ("family", "method"),
+    pairs(["llama", "mistral"], METHODS, daily=[*(("mistral", method) for method in METHODS), ("llama", "heads")]),
+)
 def test_packed_rows(pools: Pools, family: str, method: str) -> None:
     """Windows count from where an example begins."""
     changes = {"sliding_window": 3} if family == "mistral" else {}
