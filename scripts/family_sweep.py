@@ -4,7 +4,7 @@ speech, images); write docs/families.md.
 
     python scripts/family_sweep.py [--only gemma opt] [--part families experts context classes] [--out docs/families.md]
 
-With ``--part``, other tables of the file stay as they are.
+With ``--part``, other tables of the file stay as they are; with ``--only``, other rows of the first three.
 
 Equal: loss, every gradient, norm, weights after two steps and the saved checkpoint agree with plain transformers in one
 process to 1e-9 in float64; by a plain loop (``loss = model(**batch).loss; loss.backward()``) where the class keeps a
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import transformers
 from family_clones import OTHERS
-from family_tables import CONTEXT, EXPERTS, STAGE_LAYERS, Section, Verdict, count, section_of, written
+from family_tables import CONTEXT, EXPERTS, STAGE_LAYERS, Section, Verdict, count, section_of, with_others, written
 from family_variants import CONFIGS, OPTIONS, PICKS, applies, in_stages, layout_of, pairs
 from notes import note
 from tqdm import tqdm
@@ -301,6 +301,8 @@ def main() -> int:
         print(f"{part}: {section.summary}")
     if arguments.out:
         before = arguments.out.read_text() if arguments.out.exists() else ""
+        if arguments.only:
+            found = {part: with_others(part, section, before) for part, section in found.items()}
         arguments.out.write_text(written(found, before))
     return int(any(kind in ("DIFFERS", "FAILS") for section in found.values() for kind in section.kinds))
 

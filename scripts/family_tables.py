@@ -51,9 +51,34 @@ def section_of(verdicts: list[Verdict], rows: list[str]) -> Section:
     return Section(summarize(verdicts), rows, [kind for v in verdicts for kind in (v.kind, v.sequence, v.stages)])
 
 
+def with_others(part: str, section: Section, before: str) -> Section:
+    """A section of some families, with the rows that others had in the file ``before``, and counted again."""
+    _, _, old = _parts(before).get(TEXTS[part][0], "").partition(f"{TEXTS[part][-1]}\n")
+    rows = {_cells(row)[0]: row for row in [*old.splitlines(), *section.rows] if row}
+    kinds = [list(each) for each in zip(*(_cells(row)[1:4] for row in rows.values()), strict=True)]
+    ordered = [rows[family] for family in sorted(rows)]
+    if part == "families":
+        first, second, third = kinds
+        summary = f"{count(first)} of {len(rows)}; with the sequence cut {count(second)}; in stages {count(third)}"
+    else:
+        names = EXPERTS if part == "experts" else CONTEXT
+        counted = (f"{name}: {count(each)}" for name, each in zip(names, kinds, strict=True))
+        summary = f"{len(rows)} families; {'; '.join(counted)}"
+    return Section(summary, ordered, section.kinds)
+
+
+def _cells(row: str) -> list[str]:
+    return [cell.strip() for cell in row.strip("| ").split("|")]
+
+
+def _parts(text: str) -> dict[str, str]:
+    """The sections of the file by their first lines."""
+    return {part.splitlines()[0]: part for part in re.split("(?m)^(?=#)", text) if part}
+
+
 def written(found: dict[str, Section], before: str) -> str:
     """The file with the sections ``found``, and what was in it ``before`` of the others."""
-    old = {text.splitlines()[0]: text for text in re.split("(?m)^(?=#)", before) if text}
+    old = _parts(before)
     texts = []
     for part, lines in TEXTS.items():
         if part in found:

@@ -33,9 +33,11 @@ def building(arguments: argparse.Namespace, config: Any) -> Iterator[None]:
     except HFScaleError:
         raise
     except ValueError as error:
+        reason = str(error).strip().partition("\n")[0].partition("Unrecognized configuration class")
+        if not reason[1]:
+            raise ConfigError(f"no {config.model_type!r} model can be built: {reason[0]}") from error
         fitting = [name for name in _auto_classes() if type(config) in (_classes(name) or ())]
         others = f"--auto-class {', '.join(fitting)}" if fitting else "another --auto-class"
-        reason = str(error).strip().partition("\n")[0].partition("Unrecognized configuration class")
         raise ConfigError(
             f"{arguments.auto_class} cannot build a {config.model_type!r} model: {reason[0]}use {others}"
         ) from error

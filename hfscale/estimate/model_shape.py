@@ -6,6 +6,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..families.expert_modules import EXPERT_FIELDS, experts_per_token
+from ..families.fields import counts
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,5 @@ def shape_of(config: Any, gated: bool | None = None) -> ModelShape:
 
 
 def _first(config: Any, *names: str) -> int:
-    """The first of these numbers that a config has; 0 where it has none."""
-    values = (getattr(config, name, None) for name in names)
-    return next((value for value in values if isinstance(value, int) and value), 0)
+    """The first of these numbers that a config has, of layers that differ the smallest; 0 where it has none."""
+    return min(counts(config, names), default=0)

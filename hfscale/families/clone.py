@@ -12,7 +12,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from .expert_modules import EXPERT_FIELDS
-from .fields import HEAD_FIELDS
+from .fields import HEAD_FIELDS, field, text_config
 
 HEADS, HEAD_DIM, LAYERS, VOCABULARY, EXPERTS = 4, 8, 2, 67, 4
 HIDDEN = HEADS * HEAD_DIM
@@ -44,6 +44,7 @@ _SMALL = {name: size for size, names in _BECOMES.items() for name in names.split
 )
 _CHOSEN = _BECOMES[2].split()
 _EMBEDDED = "word_embed_proj_dim"
+_SHARED = "num_kv_shared_layers"
 _LAYER_COUNTS = (
     *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks"),
     *("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers"),
@@ -87,11 +88,26 @@ def tiny_clone(config: PreTrainedConfig, *, layers: int = LAYERS, **changes: Any
     return made
 
 
+def layers_of_every_kind(config: Any) -> int:
+    """How many layers a clone needs to have every kind of them that the model has, as far as its config lists them."""
+    text = text_config(config)
+    listed = (field(text, name) for name in ("layer_types", "layers_block_type"))
+    kinds = max((len(set(each)) for each in listed if isinstance(each, (list, tuple))), default=1)
+    return max(LAYERS, kinds + shares_keys(config))
+
+
+def shares_keys(config: Any) -> bool:
+    """Whether some layers read the keys and values of others."""
+    return bool(field(text_config(config), _SHARED))
+
+
 def first_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
     """The same config with its first ``layers`` layers, in full size."""
     found = copy.deepcopy(config)
     for each in {id(each): each for each in (found, found.get_text_config(decoder=True))}.values():
         count = getattr(each, "num_hidden_layers", None)
+        if type(count) is int and type(getattr(each, _SHARED, None)) is int:  # the last ones share
+            setattr(each, _SHARED, max(0, min(count, layers) - (count - getattr(each, _SHARED))))
         for name, value in list(vars(each).items()):
             if name in _LAYER_COUNTS and type(value) is int:
                 setattr(each, name, min(value, layers))
@@ -128,7 +144,7 @@ def _derived(kind: type[PreTrainedConfig], whole: dict[str, Any], small: dict[st
 
 def _shrink(fields: dict[str, Any], layers: int, kind: type[PreTrainedConfig] | None = None) -> dict[str, Any]:
     """All fields of a config; ``kind``, its class, knows some of them by the names that most configs give them."""
-    projected, known = _projected(fields), _aliases(kind, fields)
+    whole, known = dict(fields), _aliases(kind, fields)
     kept = _kept_layers(fields, known, layers)
     # Backbones in stages have a list of each, which keeps its values.
     heads = next((fields[name] for name in HEAD_FIELDS if fields.get(name) and type(fields[name]) is int), None)
@@ -144,16 +160,41 @@ def _shrink(fields: dict[str, Any], layers: int, kind: type[PreTrainedConfig] | 
             fields[name] = _small_list(name, value, layers, heads, kept)
         else:
             fields[name] = _small_value(known.get(name, name), value, layers, heads)
-    fields.update(projected)
+    fields.update(_related(whole, fields, layers, kept[0]))
     if isinstance(fields.get("per_layer_config"), dict):
         fields["per_layer_config"] = _follow(fields["per_layer_config"], kinds, fields.get("layer_types"), layers)
     return fields
 
 
-def _projected(fields: dict[str, Any]) -> dict[str, int]:
-    """Where OPT has projections into its stream and out of it, the width that gives a clone some as well."""
-    apart = type(fields.get(_EMBEDDED)) is int and fields[_EMBEDDED] != fields.get("hidden_size")
-    return {_EMBEDDED: HIDDEN // 2} if apart else {}
+def _related(whole: dict[str, Any], small: dict[str, Any], layers: int, count: int) -> dict[str, int]:
+    """Numbers that a clone has from others of its own, as the ``whole`` model of ``count`` layers has from its."""
+    found = dict[str, int]()
+    if type(whole.get(_EMBEDDED)) is int and whole[_EMBEDDED] != whole.get("hidden_size"):
+        found[_EMBEDDED] = HIDDEN // 2  # OPT has projections into its stream and out of it
+    if _heads_are_inner(whole):
+        found["num_heads"] = small["expand"] * HIDDEN // small["head_dim"]
+    if type(whole.get(_SHARED)) is int:
+        found[_SHARED] = _shared_layers(whole[_SHARED], count, layers, whole.get("layer_types"))
+    return found
+
+
+def _heads_are_inner(fields: dict[str, Any]) -> bool:
+    """Whether heads make up a width that is a multiple of the stream's, which Mamba-2 insists on."""
+    numbers = [fields.get(name) for name in ("expand", "hidden_size", "num_heads", "head_dim")]
+    if not all(type(number) is int for number in numbers):
+        return False
+    expand, hidden, heads, width = numbers
+    return expand * hidden == heads * width  # type: ignore[operator]
+
+
+def _shared_layers(shared: int, count: int, layers: int, kinds: Any) -> int:
+    """How many of a clone's layers read keys and values of earlier ones, as the last ``shared`` of ``count`` do: before
+    them is one of each kind.
+    """
+    if shared >= count:  # all: a model that reads those of another one
+        return layers
+    different = len(set(kinds)) if isinstance(kinds, (list, tuple)) else 1
+    return min(shared, max(0, layers - different))
 
 
 def _shrink_inside(fields: dict[str, Any], layers: int, kind: type[PreTrainedConfig] | None) -> dict[str, Any]:

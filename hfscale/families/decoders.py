@@ -76,6 +76,12 @@ DECODERS: dict[str, Blueprint] = {
     ),
     # The state-space mixer beside the attention stays whole.
     "falcon_h1": Blueprint(layers="layers", blocks={"self_attn": _LLAMA_ATTENTION, "feed_forward": _LLAMA_MLP}),
+    # The MLP stays whole: some layers keep those of its numbers that stand out of their row.
+    "gemma3n_text": Blueprint(
+        layers="layers",
+        # some layers read the keys and values of others, of the same heads
+        blocks={"self_attn": replace(_LLAMA_ATTENTION, shared=("q_norm", "k_norm"), optional=True)},
+    ),
     "glm": Blueprint(layers="layers", blocks={"self_attn": _LLAMA_ATTENTION, "mlp": _FUSED_MLP}),
     "glm4": Blueprint(layers="layers", blocks={"self_attn": _LLAMA_ATTENTION, "mlp": _FUSED_MLP}),
     "granite_swa": Blueprint(

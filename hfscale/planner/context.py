@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from .._host.transformers.experts import use_eager_experts
-from ..families.clone import LAYERS
+from ..families.clone import layers_of_every_kind
 from ..families.fields import HEAD_FIELDS, field, first_count, text_config
 from ..families.unwritable import UNWRITABLE
 from ..plan.context import ContextPlan
@@ -95,7 +95,7 @@ def _find(draft: Draft, text: str, layers: dict[str, nn.Module]) -> _Reading:
     """What reads other tokens, found on a clone that has every kind of module that is in the model's ``layers``."""
     own_class: Any = type(draft.model)
     unseen = list[str]()
-    for count in (_kinds_of_layers(draft.config), _MANY):  # some kinds come every few layers only
+    for count in (layers_of_every_kind(draft.config), _MANY):  # some kinds come every few layers only
         question = own_class, draft.config, text, count
         found = _known.answer((own_class, said_by(draft.config), text, count), partial(_proved, *question))
         if found.mixing:
@@ -147,12 +147,6 @@ def _in_layers(model: nn.Module, text: str) -> dict[str, nn.Module]:
 def _short(config: Any) -> dict[str, int]:
     """Windows and chunks that are shorter than what is tried."""
     return {name: _WINDOW for name in _WINDOWS if isinstance(field(config, name), int)}
-
-
-def _kinds_of_layers(config: Any) -> int:
-    """Layers of a clone that has every kind of them that the model has, as far as its config lists them."""
-    listed = (field(text_config(config), name) for name in ("layer_types", "layers_block_type"))
-    return max(LAYERS, *(len(set(kinds)) for kinds in listed if isinstance(kinds, (list, tuple))), 0)
 
 
 def _heads(draft: Draft) -> tuple[int, int]:

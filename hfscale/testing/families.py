@@ -4,7 +4,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from ..families.clone import LAYERS, tiny_clone
+from ..families.clone import LAYERS, layers_of_every_kind, shares_keys, tiny_clone
 
 # What a default config needs besides to build and train as a decoder.
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8}
@@ -75,7 +75,10 @@ def config_of(family: str, layers: int = LAYERS, **further: Any) -> Any:
             changes[name] = (value * layers)[:layers]
     if changes.get("num_hidden_layers", layers) < layers:
         del changes["num_hidden_layers"]
-    config = tiny_clone(AutoConfig.for_model(family).get_text_config(), layers=layers, **changes)
+    whole = AutoConfig.for_model(family).get_text_config()
+    if shares_keys(whole):
+        layers = max(layers, layers_of_every_kind(whole))
+    config = tiny_clone(whole, layers=layers, **changes)
     config.pad_token_id = changes["pad_token_id"]
     if hasattr(config, "is_decoder"):
         config.is_decoder = True

@@ -67,9 +67,20 @@ def changes_for(config: PreTrainedConfig, auto_class: Any) -> dict[str, Any]:
 
 
 def clone_for(config: PreTrainedConfig, auto_class: Any, layers: int, **changes: Any) -> Any:
-    """A tiny config of the same family; of a vision-language model, one whose pictures are as small."""
+    """A tiny config of the same family; of a vision-language model, one whose pictures are as small.
+
+    Raises:
+        ConfigError: its class takes no such numbers.
+    """
     make = with_pictures if _name(auto_class) == _PICTURES else tiny_clone
-    return make(config, layers=layers, **changes)
+    try:
+        return make(config, layers=layers, **changes)
+    except Exception as error:  # of any kind: it is the host's, of a config that nobody has tried
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise ConfigError(
+            f"no tiny clone of this {config.model_type!r} can be built on which to compare ({type(error).__name__}: "
+            f"{' '.join(lines[:2])}): hfscale plan shows what becomes of the model itself"
+        ) from error
 
 
 def case_for(clone: PreTrainedConfig, auto_class: Any, planned: Plan) -> Case:

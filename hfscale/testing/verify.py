@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from .. import from_config, plan
 from ..config import AXES, ParallelConfig
 from ..errors import ConfigError
-from ..families.clone import EXPERTS, LAYERS
+from ..families.clone import EXPERTS, layers_of_every_kind
 from ..families.expert_modules import EXPERT_FIELDS
 from ..parallel.pipeline import read_csv
 from ..schedules import ASYNCHRONOUS, SCHEDULES
@@ -84,7 +84,7 @@ def verify(
     small = scale_down(layout)
     changes = _heads_that_fit(config, layout.size("tp"), small.size("tp")) | _experts_that_fit(config, small.size("ep"))
     changes |= sample_batches.changes_for(config, auto_class)
-    clone = sample_batches.clone_for(config, auto_class, _layers(small), **changes)
+    clone = sample_batches.clone_for(config, auto_class, _layers(config, small), **changes)
     planned = plan(clone, small, auto_class=auto_class, **hf_kwargs)  # refuse before any process is started
     case = sample_batches.case_for(clone, auto_class, planned)
     case.hf_kwargs = hf_kwargs
@@ -124,11 +124,11 @@ def _refuse_asynchronous(layout: ParallelConfig) -> None:
         )
 
 
-def _layers(layout: ParallelConfig) -> int:
-    """Layers of the clone: as few as let every stage have some."""
+def _layers(config: PreTrainedConfig, layout: ParallelConfig) -> int:
+    """Layers of the clone: as few as show every kind of them, and let every stage have some."""
     if layout.stage_layers is not None:
         return sum(layout.stage_layers)
-    return max(LAYERS, layout.size("pp") * int(layout.virtual_stages or 1))
+    return max(min(layers_of_every_kind(config), MAX_LAYERS), layout.size("pp") * int(layout.virtual_stages or 1))
 
 
 def _heads_that_fit(config: PreTrainedConfig, asked: int, tensor: int) -> dict[str, int]:

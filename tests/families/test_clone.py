@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
-from hfscale.families.clone import HEADS, HIDDEN, LAYERS, tiny_clone
+from hfscale.families.clone import HEADS, HIDDEN, LAYERS, first_layers, layers_of_every_kind, shares_keys, tiny_clone
 
 from ..models import needs
 
@@ -69,6 +69,18 @@ def test_lists_of_layers_are_as_long_as_there_are_layers() -> None:
         "sliding_attention": 10000.0,
         "full_attention": 0,
     }
+
+
+def test_layers_that_read_the_keys_of_others_stay() -> None:
+    whole = AutoConfig.for_model("gemma3n_text")
+    assert (layers_of_every_kind(whole), shares_keys(whole)) == (3, True)
+    assert [tiny_clone(whole, layers=layers).num_kv_shared_layers for layers in (2, 3, 6)] == [0, 1, 4]
+    assert [first_layers(whole, layers).num_kv_shared_layers for layers in (4, 22)] == [0, 2]  # 15 of 35
+
+
+def test_heads_that_make_up_the_inner_width_do_in_a_clone() -> None:
+    small = tiny_clone(AutoConfig.for_model("mamba2"))
+    assert small.num_heads * small.head_dim == small.expand * small.hidden_size
 
 
 @needs("molmo2_text")

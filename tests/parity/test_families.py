@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from hfscale import ParallelConfig, PlanError, plan
 from hfscale.families import FAMILIES as FAMILIES_OF_PLAN
-from hfscale.families.clone import LAYERS, tiny_clone
+from hfscale.families.clone import LAYERS, layers_of_every_kind, shares_keys, tiny_clone
 from hfscale.testing import Case, RankPool, assert_layout_equal
 
 from ..sweeps import cases
@@ -50,6 +50,8 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ctrl": ({}, {}),  # the embedding is scaled in place
     "deepseek_v4": ({}, EAGER),  # several streams side by side
     "gemma4_text": ({}, {}),  # a second embedding, which all layers read
+    # the same; layers that read others' keys and values; MLPs that keep what stands out of its row
+    "gemma3n_text": ({}, {}),
     "roberta-prelayernorm": ({"pad_token_id": 1, "is_decoder": True}, {}),  # norms inside of blocks
 }
 # What tensor ranks run; the others are for stages.
@@ -59,6 +61,8 @@ TENSOR = [family for family in FAMILIES if family not in _OTHERS]
 
 def case(family: str, layers: int = LAYERS) -> Case:
     changes, kwargs = FAMILIES[family]
+    if shares_keys(AutoConfig.for_model(family)):
+        layers = max(layers, layers_of_every_kind(AutoConfig.for_model(family)))
     changes = {name: value * (layers // LAYERS) if name == "layer_types" else value for name, value in changes.items()}
     config = tiny_clone(AutoConfig.for_model(family), layers=layers, **{"pad_token_id": None, **changes})
     return Case(config, hf_kwargs=kwargs)
