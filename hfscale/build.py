@@ -203,9 +203,10 @@ def plan(
     """What would become of a model under a layout: no weights, no process group, no GPU. ``print`` it for a table.
 
     Raises:
-        ConfigError: adapters or quantization that hfscale does not know, or that match nothing.
+        ConfigError: an argument, adapters or quantization that hfscale does not know, or that match nothing.
         PlanError: the layout does not fit; every problem is listed with the valid values.
     """
+    layout = check_layout(parallel, hf_kwargs)
     options = Options(mixed_precision, memory=memory, float8=float8)
     quantization = hf_kwargs.pop("quantization_config", None)
     check_quantization(quantization)
@@ -213,8 +214,9 @@ def plan(
         config, rest = source, hf_kwargs
     else:
         config, rest = load_config(str(source), hf_kwargs)
+    refuse_unknown(rest, auto_class, config, inspect.signature(plan).parameters)
     outline = _outline(config, auto_class, rest, quantization)
-    planned = outline.plan(parallel or ParallelConfig(), memory, options.products)
+    planned = outline.plan(layout, memory, options.products)
     if peft_config is None:
         return planned
     adapter, saved = read_config(peft_config)

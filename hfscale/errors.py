@@ -35,3 +35,23 @@ def refuse_misspelt(kind: str, given: Iterable[str], fields: list[str]) -> None:
             close = difflib.get_close_matches(name, fields, 1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ConfigError(f"{kind} has no field {name!r}{hint} Its fields are {', '.join(fields)}")
+
+
+def check_count(name: str, given: object) -> None:
+    """Refuse what counts nothing: an argument called ``name`` that is no whole number of at least 1.
+
+    Raises:
+        ConfigError: with the value.
+    """
+    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+        raise ConfigError(f"{name}={given!r} is impossible: use a whole number of at least 1")
+
+
+def check_switch(name: str, given: object) -> None:
+    """Refuse what is neither ``True`` nor ``False`` for an argument called ``name``.
+
+    Raises:
+        ConfigError: with the value.
+    """
+    if not isinstance(given, bool):
+        raise ConfigError(f"{name}={given!r} is not a switch: use True or False")

@@ -49,7 +49,11 @@ class Float8Config:
             hint = f"did you mean {close[0]!r}? " if close else ""
             raise ConfigError(f"recipe={self.recipe!r} is unknown: {hint}use one of {', '.join(FLOAT8_RECIPES)}")
         given = self.leave_out
-        if isinstance(given, str) or not all(isinstance(name, str) and name for name in given):
+        if (
+            isinstance(given, str)
+            or not isinstance(given, Sequence)
+            or not all(isinstance(name, str) and name for name in given)
+        ):
             raise ConfigError(f'leave_out={given!r} is impossible: pass a list of names, as ["down_proj"]')
         if self.fp8_all_gather not in (None, True, False):
             raise ConfigError(f"fp8_all_gather={self.fp8_all_gather!r} is impossible: use True, False, or leave it out")

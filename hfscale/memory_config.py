@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from .errors import ConfigError, refuse_misspelt
+from .errors import ConfigError, check_count, check_switch, refuse_misspelt
 
 RECOMPUTE = ("none", "full", "selective")
 """Ways to recompute that have a name."""
@@ -75,15 +75,14 @@ class MemoryConfig:
                 f"recompute_keep={list(kept)} is of layers that are recomputed whole, and recompute={given!r} "
                 "recomputes none: use recompute='full', a number or a budget with it"
             )
-        if self.tokens is not None and (isinstance(self.tokens, bool) or self.tokens < 1):
-            raise ConfigError(f"tokens={self.tokens!r} is impossible: use a whole number of at least 1")
+        if self.tokens is not None:
+            check_count("tokens", self.tokens)
         if self.tokens is not None and self.budget is None:
             raise ConfigError(f"tokens={self.tokens} is for a budget, and recompute={given!r} is none: leave it out")
 
     def _check_switches(self) -> None:
         for name in ("offload_optimizer", "offload_parameters"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name}={getattr(self, name)!r} is not a switch: use True or False")
+            check_switch(name, getattr(self, name))
         for name in ("offload_activations", "compress_activations"):
             given = getattr(self, name)
             if not isinstance(given, bool) and (not isinstance(given, str) or byte_count(given) is None):

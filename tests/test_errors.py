@@ -12,7 +12,16 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BertConfig, BertForPreTraining, MambaConfig
 
 import hfscale
-from hfscale import CheckpointError, ConfigError, HFScaleError, MeshError, ParallelConfig, PlanError
+from hfscale import (
+    CheckpointError,
+    ConfigError,
+    Float8Config,
+    HFScaleError,
+    MemoryConfig,
+    MeshError,
+    ParallelConfig,
+    PlanError,
+)
 from tests.models import tiny
 
 
@@ -90,6 +99,19 @@ def test_a_misspelt_field(misspelt: str, meant: str) -> None:
         "valid fields are dp_replicate_size",
         "pipeline_schedule",
     )
+
+
+@pytest.mark.parametrize(
+    ("nonsense", "says"),
+    [
+        (lambda: MemoryConfig(recompute="8GiB", tokens="4K"), "tokens='4K' is impossible: use a whole number"),
+        (lambda: Float8Config(leave_out=None), "leave_out=None is impossible: pass a list of names"),
+        (lambda: hfscale.plan(tiny("llama"), recompute="full"), "recompute= is no argument of hfscale's"),
+        (lambda: hfscale.plan(tiny("llama"), "tp2"), "parallel='tp2' is not a layout"),
+    ],
+)
+def test_nonsense_is_refused_with_the_plan(nonsense: Callable[[], Any], says: str) -> None:
+    _says(ConfigError, nonsense, says)
 
 
 def test_a_field_that_is_like_no_other() -> None:

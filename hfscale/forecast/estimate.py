@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from ..arguments import load_config
 from ..build import plan as make_plan
 from ..config import ParallelConfig
-from ..errors import ConfigError
+from ..errors import ConfigError, check_count
 from ..estimate.constants import Constants, fitted, read_constants
 from ..estimate.job import Job
 from ..estimate.layer_time import Seconds, edge_seconds, head_seconds, layer_seconds
@@ -68,8 +68,8 @@ def estimate(
     """
     sizes = {"sequence_length": sequence_length, "batch_size": batch_size, "num_microbatches": num_microbatches}
     for name, value in sizes.items():
-        if value is not None and value < 1:
-            raise ConfigError(f"{name}={value} is impossible: use a whole number of at least 1")
+        if value is not None:
+            check_count(name, value)
     machine, constants = find_machine(hardware), constants_of(hardware)
     plan, config = _planned(source, parallel, plan_kwargs)
     count = num_microbatches or plan.layout.num_microbatches or plan.layout.size("pp")

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from .._host.torch import storage_key
 from .._host.transformers.computing import recomputes
-from ..errors import ConfigError
+from ..errors import ConfigError, check_count, check_switch
 from ..estimate.counted import Counted
 from ..estimate.memory import MemoryEstimate, estimate_memory
 from ..families.expert_modules import experts_per_token
 from ..ops.head_cross_entropy import rows_per_chunk
+from ..options import Options
 from ..parallel.data import DataParallel
 from ..plan import Plan
 from ..quantization.quantized_modules import beside_quantized
@@ -55,8 +56,10 @@ def memory_estimate(
         optim_args: the optimizer's options, where they change its state: ``momentum``, ``amsgrad``, ``min_8bit_size``.
 
     Raises:
-        ConfigError: the optimizer is unknown, or what is given is neither a model of hfscale's nor a plan.
+        ConfigError: the optimizer or a precision is unknown, a number is impossible, or what is given is neither a
+            model of hfscale's nor a plan.
     """
+    _check_asked(tokens, num_microbatches, gradient_checkpointing, mixed_precision, optim_args)
     if isinstance(model_or_plan, Plan):
         found = memory_of_ranks(
             model_or_plan,
@@ -86,6 +89,18 @@ def memory_estimate(
     return estimate_memory(
         plan, runtime.mesh.ranks, chunk_rows=_chunk_rows(plan, tokens, runtime.mesh.device.type), **given
     )
+
+
+def _check_asked(tokens: Any, microbatches: Any, checkpointing: Any, mixed_precision: Any, optim_args: Any) -> None:
+    check_count("tokens", tokens)
+    if microbatches is not None:
+        check_count("num_microbatches", microbatches)
+    if checkpointing is not None:
+        check_switch("gradient_checkpointing", checkpointing)
+    if mixed_precision is not None:
+        Options(mixed_precision)  # refuses what is unknown
+    if not isinstance(optim_args, Mapping | None):
+        raise ConfigError(f"optim_args={optim_args!r} cannot be read: pass a mapping, as {{'momentum': 0.9}}")
 
 
 def memory_of_ranks(

@@ -200,8 +200,10 @@ def parse_arguments(optim_args: str | Mapping[str, Any] | None) -> Options:
     """HF Trainer's ``optim_args``: ``"momentum=0.9, nesterov=true"``, or a mapping.
 
     Raises:
-        ConfigError: text that is not a list of ``name=value``.
+        ConfigError: it is neither a mapping nor a list of ``name=value``.
     """
+    if not isinstance(optim_args, str | Mapping | None):
+        raise ConfigError(f"optim_args={optim_args!r} cannot be read: write 'name=value,name=value'")
     if not isinstance(optim_args, str):
         return dict(optim_args or {})
     pairs = [pair.split("=") for pair in optim_args.replace(" ", "").split(",") if pair]

@@ -4,12 +4,13 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConfigError
+from ..errors import ConfigError, check_switch
 from ..plan import ParameterPlan
 from ..plan.offload import offloaded
 from ..runtime import Runtime, runtime_of
@@ -72,6 +73,10 @@ def create_optimizer(
     options = choice.options(name, {"betas": betas, "eps": eps}, {**parse_arguments(optim_args), **kwargs})
     if lr is None and not options.get("relative_step"):
         raise ConfigError(f"lr=None: {name!r} needs a learning rate, lr=1e-4 say")
+    _check_numbers(lr, weight_decay, betas, eps)
+    check_switch("stochastic_rounding", stochastic_rounding)
+    if isinstance(rounding_seed, bool) or not isinstance(rounding_seed, int) or rounding_seed < 0:
+        raise ConfigError(f"rounding_seed={rounding_seed!r} is impossible: use a whole number of at least 0")
     runtime = runtime_of(model)
     plans = {id(parameter): planned for planned, parameter in runtime.parameters() if parameter.requires_grad}
     by_decay = weight_decay_groups(runtime, weight_decay)
@@ -83,6 +88,17 @@ def create_optimizer(
         return _ENGINES[choice.engine](order)
     except ValueError as error:  # of the stock class, about a value
         raise ConfigError(f"{name!r} cannot be made: {error}") from error
+
+
+def _check_numbers(lr: Any, weight_decay: Any, betas: Any, eps: Any) -> None:
+    """Refuse what no optimizer can calculate with; which numbers are too large is the stock class's to say."""
+    for option, value in (("lr", lr), ("weight_decay", weight_decay), ("eps", eps)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, Real | Tensor)):
+            raise ConfigError(f"{option}={value!r} is no number: use one like 1e-4")
+    if weight_decay is None or weight_decay < 0:
+        raise ConfigError(f"weight_decay={weight_decay!r} is impossible: use a number of at least 0")
+    if not isinstance(betas, Sequence) or not all(isinstance(beta, Real | Tensor) for beta in betas):
+        raise ConfigError(f"betas={betas!r} is impossible: pass numbers, as (0.9, 0.999)")
 
 
 @dataclass(frozen=True)

@@ -299,3 +299,19 @@ def test_what_cannot_be_estimated_is_refused() -> None:
         hfscale.memory_estimate("llama")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="optimizer 'adamx' is unknown: use one of adafactor"):
         hfscale.memory_estimate(hfscale.plan(tiny("llama")), "adamx")
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"tokens": -1}, "tokens=-1 is impossible: use a whole number"),
+        ({"tokens": "4K"}, "tokens='4K' is impossible"),
+        ({"num_microbatches": 0}, "num_microbatches=0 is impossible"),
+        ({"gradient_checkpointing": "full"}, "gradient_checkpointing='full' is not a switch"),
+        ({"mixed_precision": "bf17"}, "mixed_precision='bf17' is unknown"),
+        ({"optim_args": 3}, "optim_args=3 cannot be read"),
+    ],
+)
+def test_nonsense_is_not_estimated(asked: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        hfscale.memory_estimate(hfscale.plan(tiny("llama")), **asked)
