@@ -187,6 +187,11 @@ def test_a_plain_loop_over_a_model_in_memory(pools: Pools, layout: dict[str, Any
     equal(pools, case, **layout)
 
 
+def test_a_plain_loop_over_biases_of_cut_experts(pools: Pools) -> None:
+    """One of the tensor ranks adds such a bias, and data ranks share it out."""
+    equal(pools, plain.PlainCase(gpt_oss(), hf_kwargs=EAGER), **CUT)
+
+
 def saved(config: PreTrainedConfig, directory: Path) -> str:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

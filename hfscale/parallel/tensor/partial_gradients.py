@@ -24,6 +24,7 @@ from ...ops import enter
 from ...plan import Plan
 from ...runtime.gradients import add_back, gradients_aside
 from ...runtime.names import computing, module_at
+from ...runtime.shards import local_tensor
 
 
 class PartialSums:
@@ -38,8 +39,10 @@ class PartialSums:
         self.group, self.deferred = group, False
 
     def read(self, parameter: Tensor) -> Tensor:
-        """The parameter as a computation should see it."""
-        return parameter if self.deferred else enter(parameter, self.group)
+        """The parameter as a computation should see it; of one that data ranks share out and nobody gathers, as of
+        experts, the share: groups exchange plain tensors.
+        """
+        return parameter if self.deferred else enter(local_tensor(parameter), self.group)
 
     @contextmanager
     def at_the_end(self, parameters: Sequence[Tensor], local: Callable[[Tensor], Tensor]) -> Iterator[None]:
