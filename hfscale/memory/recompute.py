@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from .._host.torch import function_modes, operators_named
+from .._host.torch_checkpoint import kept_results
 from .._host.transformers.attention import answer, implementation_of, set_implementation
 from .._host.transformers.computing import without_cache
 from ..estimate.recompute import Situation, layers_to_recompute
@@ -133,7 +134,7 @@ def _checkpointed(
         modes = function_modes()
         if not operators:
             return nullcontext(), _Again(modes)
-        first, again = create_selective_checkpoint_contexts(list(operators))
+        first, again = kept_results(operators)
         return first, _Again(modes, again)
 
     return checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from torch import Tensor
+from transformers import DeepseekV3Config
 
 import hfscale
 from hfscale import ConfigError, MemoryConfig, ParallelConfig, PlanError
@@ -79,6 +80,31 @@ def test_equal_to_one_process(pools: Pools, layout: str, way: str) -> None:
     parallel = ParallelConfig(**LAYOUTS[layout])
     pool = pools(parallel.total_size) if parallel.total_size > 1 else None
     assert_layout_equal(case_of(layout, way), parallel, pool)
+
+
+def test_results_are_kept_though_a_recomputation_gathers_more(pools: Pools) -> None:
+    """Replicas' experts are gathered inside of a layer, where the first pass has some of them gathered already."""
+    config = DeepseekV3Config(
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        vocab_size=67,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+        first_k_dense_replace=1,
+    )
+    layout = ParallelConfig(ep_size=2, dp_shard_size=2, dp_replicate_size=2)
+    assert_layout_equal(Case(config, hf_kwargs=EAGER, memory=WAYS["kept"]), layout, pools(4))
 
 
 def kept(
