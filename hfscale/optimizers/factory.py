@@ -92,7 +92,8 @@ def create_optimizer(
 
 def _check_numbers(lr: Any, weight_decay: Any, betas: Any, eps: Any) -> None:
     """Refuse what no optimizer can calculate with; which numbers are too large is the stock class's to say."""
-    for option, value in (("lr", lr), ("weight_decay", weight_decay), ("eps", eps)):
+    several = list(eps) if isinstance(eps, Sequence) and not isinstance(eps, str) else [eps]  # Adafactor's are two
+    for option, value in (("lr", lr), ("weight_decay", weight_decay), *(("eps", each) for each in several)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, Real | Tensor)):
             raise ConfigError(f"{option}={value!r} is no number: use one like 1e-4")
     if weight_decay is None or weight_decay < 0:
