@@ -56,8 +56,7 @@ def memory_estimate(
         optim_args: the optimizer's options, where they change its state: ``momentum``, ``amsgrad``, ``min_8bit_size``.
 
     Raises:
-        ConfigError: the optimizer or a precision is unknown, a number is impossible, or what is given is neither a
-            model of hfscale's nor a plan.
+        ConfigError: something is unknown or impossible, or what is given is neither a model of hfscale's nor a plan.
     """
     _check_asked(tokens, num_microbatches, gradient_checkpointing, mixed_precision, optim_args)
     if isinstance(model_or_plan, Plan):

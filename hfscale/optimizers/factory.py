@@ -73,15 +73,12 @@ def create_optimizer(
     options = choice.options(name, {"betas": betas, "eps": eps}, {**parse_arguments(optim_args), **kwargs})
     if lr is None and not options.get("relative_step"):
         raise ConfigError(f"lr=None: {name!r} needs a learning rate, lr=1e-4 say")
-    _check_numbers(lr, weight_decay, betas, eps)
-    check_switch("stochastic_rounding", stochastic_rounding)
-    if isinstance(rounding_seed, bool) or not isinstance(rounding_seed, int) or rounding_seed < 0:
-        raise ConfigError(f"rounding_seed={rounding_seed!r} is impossible: use a whole number of at least 0")
+    _check_numbers({"lr": lr, "weight_decay": weight_decay, **({"eps": eps} if "eps" in choice.adam else {})}, betas)
     runtime = runtime_of(model)
     plans = {id(parameter): planned for planned, parameter in runtime.parameters() if parameter.requires_grad}
     by_decay = weight_decay_groups(runtime, weight_decay)
     checked = by_decay if groups is None else _checked(groups, plans, weight_decay, runtime)
-    aside = _aside(name, choice, runtime, rounding_seed if stochastic_rounding else None)
+    aside = _aside(name, choice, runtime, _seed(stochastic_rounding, rounding_seed))
     _warn_of_narrow_weights(name, runtime)
     order = _Order(name, choice, lr, options, checked, plans, runtime, aside)
     try:
@@ -90,16 +87,24 @@ def create_optimizer(
         raise ConfigError(f"{name!r} cannot be made: {error}") from error
 
 
-def _check_numbers(lr: Any, weight_decay: Any, betas: Any, eps: Any) -> None:
+def _check_numbers(given: Mapping[str, Any], betas: Any) -> None:
     """Refuse what no optimizer can calculate with; which numbers are too large is the stock class's to say."""
-    several = list(eps) if isinstance(eps, Sequence) and not isinstance(eps, str) else [eps]  # Adafactor's are two
-    for option, value in (("lr", lr), ("weight_decay", weight_decay), *(("eps", each) for each in several)):
+    weight_decay = given["weight_decay"]
+    for option, value in given.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, Real | Tensor)):
             raise ConfigError(f"{option}={value!r} is no number: use one like 1e-4")
     if weight_decay is None or weight_decay < 0:
         raise ConfigError(f"weight_decay={weight_decay!r} is impossible: use a number of at least 0")
     if not isinstance(betas, Sequence) or not all(isinstance(beta, Real | Tensor) for beta in betas):
         raise ConfigError(f"betas={betas!r} is impossible: pass numbers, as (0.9, 0.999)")
+
+
+def _seed(stochastic: Any, seed: Any) -> int | None:
+    """Of rounding by chance, where that is asked for."""
+    check_switch("stochastic_rounding", stochastic)
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise ConfigError(f"rounding_seed={seed!r} is impossible: use a whole number of at least 0")
+    return seed if stochastic else None
 
 
 @dataclass(frozen=True)
