@@ -27,6 +27,13 @@ class DataHooks:
         prepare = super()._prepare_dataset  # type: ignore[misc]
         return prepare(dataset, processing_class, self.arguments_of_data(args), *rest)
 
+    def check_cached(self, dataset: Any) -> None:
+        """Look at rows that the first rank is about to cache a reference's scores beside, for all ranks to read."""
+
+    def _precompute_ref_logps(self, dataset: Any, *rest: Any) -> Any:
+        self.check_cached(dataset)
+        return super()._precompute_ref_logps(dataset, *rest)  # type: ignore[misc]
+
 
 def pairs_rows_of_a_batch(trainer: Any) -> bool:
     """Whether rows are paired with others of their batch, by its size, before they are dealt: KTO's."""

@@ -76,7 +76,12 @@ class TrainerAccelerator(Accelerator):
             of_stream: whether it is of a stream that is trained on, whose loader may be at its end already.
         """
         state, self._last = self.gradient_state, None
-        if self.num_processes == 1 or not self.even_batches:
+        if self.num_processes == 1:
+            size = getattr(state.active_dataloader, "batch_size", None)
+            if state.end_of_dataloader and state.remainder == -1 and size and not of_stream:
+                self._last = size, rows_of(batch)  # of a stream, whose last batch may have fewer rows
+            return None
+        if not self.even_batches:
             return None
         if of_stream or isinstance(getattr(state.active_dataloader, "dataset", None), DealtStream):
             known = batch.known if isinstance(batch, Marked) and any(batch.known) else (rows_of(batch),) * 2
@@ -98,9 +103,10 @@ class TrainerAccelerator(Accelerator):
         """Also of a stream, whose length nobody knows, what fills up a batch is dropped.
 
         A number of each rank's is none of an example's: Accelerate would drop those of all ranks but the first few.
+        Such numbers travel in one type: of no rows TRL makes another one (KTO, where a rank has no desirable ones).
         """
         if isinstance(input_data, torch.Tensor) and input_data.ndim == 0:
-            return self.gather(input_data)
+            return self.gather(input_data.double() if input_data.is_floating_point() else input_data)
         gathered = super().gather_for_metrics(input_data, use_gather_object)
         if self._last is None:
             return gathered

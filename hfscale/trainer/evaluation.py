@@ -59,7 +59,8 @@ def prediction_step(
         return stock(model, inputs, loss_only, ignore_keys)
     loss_of, known = trainer.runtime.loss, trainer.accelerator.examples_of(inputs)
     counted = inputs if known is None else first_examples(inputs, known, drop=not loss_of.ignores)
-    if loss_only or stages or smoothing:
+    by_host = bool(smoothing) and trainer.runtime.plan.loss is None  # of a class that takes its loss itself
+    if stages or ((loss_only or smoothing) and not by_host):
         return _by_steps(trainer, model, inputs, counted, loss_only)
     masked = loss_of.ignores or known is None
     loss, logits, labels = stock(model, counted if masked else inputs, loss_only, ignore_keys)

@@ -8,7 +8,6 @@ Data flow of a step where the loss is the model's own (any layout)::
 Where a subclass or a function makes the loss, Trainer's own step runs, over every axis but stages.
 """
 
-import copy
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,6 @@ from .._host.transformers.trainer import (
     prepared,
     taken_for_adapted,
 )
-from .._host.trl import DataHooks, pairs_rows_of_a_batch
 from ..config import ParallelConfig, started_processes
 from ..errors import ConfigError
 from ..runtime import Runtime, find_runtime, runtime_of
@@ -40,6 +38,7 @@ from ..train import train_step
 from . import evaluation, files, optimizers, through_stages
 from .accelerator import TrainerAccelerator
 from .batches import cut_by_schedule, first_examples, warn_of_repeated
+from .data_sets import DataSets
 from .divisor import divisor
 from .refusals import (
     check_generation,
@@ -55,7 +54,7 @@ from .streams import RandomStreams
 from .work import operations
 
 
-class TrainerMixin(TrainerHooks, DataHooks):
+class TrainerMixin(TrainerHooks, DataSets):
     """Makes a Trainer that knows hfscale's models: ``class MyTrainer(hfscale.TrainerMixin, transformers.Trainer)``.
 
     Args:
@@ -264,6 +263,7 @@ class TrainerMixin(TrainerHooks, DataHooks):
         if self._scores_tokens and "labels" in inputs:
             return evaluation.scored_step(self, model, inputs, prediction_loss_only, ignore_keys, stock)
         if not self.knows_loss:
+            self.accelerator.examples_of(inputs)  # type: ignore[attr-defined]
             return stock(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[no-any-return]
         return evaluation.prediction_step(self, model, inputs, prediction_loss_only, ignore_keys, stock)
 
@@ -271,14 +271,6 @@ class TrainerMixin(TrainerHooks, DataHooks):
         """Around Trainer's way of preparing a batch, in which some gather rewards."""
         trainer: Any = self
         return batches_gathered(type(self), trainer.accelerator)
-
-    def arguments_of_data(self, arguments: Any) -> Any:
-        """The config that TRL prepares rows by: pairs are made within the batch of one process, of all data ranks."""
-        if not pairs_rows_of_a_batch(self):
-            return arguments
-        own = copy.copy(arguments)
-        own.per_device_train_batch_size *= 1 if self._seams.layout is None else self._seams.layout.batch_world
-        return own
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
         """Trainer's; by name, over shards. What a subclass chooses otherwise is made by Trainer."""
@@ -290,8 +282,7 @@ class TrainerMixin(TrainerHooks, DataHooks):
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Rows of a step, over the distinct batches."""
         trainer: Any = self
-        rows = int(trainer.accelerator.num_processes * args.gradient_accumulation_steps)
-        return rows * int(args.train_batch_size)
+        return int(trainer.accelerator.num_processes * args.gradient_accumulation_steps * args.train_batch_size)
 
     def floating_point_ops(self, inputs: Any) -> Any:
         """This rank's share of a batch's operations: ranks that share the batch do them between them."""

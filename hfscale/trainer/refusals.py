@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._host.transformers.trainer import count_processes_on_cpu, use_one_gpu
+from .._host.transformers.classes import class_name
+from .._host.transformers.trainer import count_processes_on_cpu, unheard_options, use_one_gpu
 from ..config import ParallelConfig, started_processes
 from ..errors import ConfigError
 from ..optimizers.catalog import find_choice, parse_arguments
@@ -94,7 +95,9 @@ def check_optimizer(arguments: Any) -> None:
     """
     name = str(getattr(arguments.optim, "value", arguments.optim))
     adam = {"betas": (arguments.adam_beta1, arguments.adam_beta2), "eps": arguments.adam_epsilon}
-    find_choice(name).options(name, adam, parse_arguments(arguments.optim_args))
+    choice, given = find_choice(name), parse_arguments(arguments.optim_args)
+    unheard = {*unheard_options(arguments, given)} & {*choice.adam}  # which have arguments of their own
+    choice.options(name, adam, {option: value for option, value in given.items() if option not in unheard})
 
 
 def check_model(runtime: Runtime, arguments: Any, smoothed_by_host: bool) -> None:
@@ -162,6 +165,20 @@ def check_generation(trainer: Any, runtime: Runtime) -> None:
         )
 
 
+def check_cached(dataset: Any, processes: int) -> None:
+    """Look at rows beside which the first rank is about to cache what all ranks then read.
+
+    Raises:
+        ConfigError: they are in memory, and every rank would look for the file in a directory of its own.
+    """
+    if processes > 1 and getattr(dataset, "cache_files", None) == []:
+        raise ConfigError(
+            f"precompute_ref_log_probs=True in {processes} processes: the first one caches the reference's scores "
+            "beside the rows, which are in memory: give the trainer rows of a file, "
+            "datasets.load_dataset(...), or dataset.save_to_disk(path) and datasets.load_from_disk(path)"
+        )
+
+
 def check_losses_of_scores(trainer: Any, runtime: Runtime) -> None:
     """Look at what TRL's trainers do beside their loss, where a model is cut into stages.
 
@@ -184,13 +201,30 @@ def check_losses_of_scores(trainer: Any, runtime: Runtime) -> None:
         raise ConfigError(f"{layout}: activation_offloading is not for passes between stages: leave it out")
 
 
+def check_smoothing(trainer: Any, runtime: Runtime) -> None:
+    """Look at labels that are smoothed, in steps that hfscale makes.
+
+    Raises:
+        ConfigError: the model takes its loss itself, which nobody smooths there.
+    """
+    if trainer.args.label_smoothing_factor and runtime.plan.loss is None:
+        name, layout = class_name(runtime.model), runtime.mesh.layout.describe()
+        raise ConfigError(
+            f"TrainingArguments(label_smoothing_factor={trainer.args.label_smoothing_factor}): {name} takes its loss "
+            f"itself, and over {layout} nobody smooths it: leave it out, or use tensor ranks alone, where Trainer does"
+        )
+
+
 def check_step(trainer: Any, runtime: Runtime, uses_train_step: bool) -> None:
     """Look at the microbatches that a step will have.
 
     Raises:
-        ConfigError: the schedule cannot run them, or they would add the router's loss several times.
+        ConfigError: the schedule cannot run them, they would add the router's loss several times, or their labels are
+            smoothed and nobody does it.
     """
     args = trainer.args
+    if uses_train_step:
+        check_smoothing(trainer, runtime)
     if trainer.train_dataset is None or (runtime.plan.stages is None and not uses_train_step):
         return
     row = torch.zeros(args.per_device_train_batch_size, 2, dtype=torch.int64)

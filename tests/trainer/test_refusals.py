@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, TrainingArguments
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainingArguments
 
 import hfscale
 import hfscale.trl
@@ -15,6 +16,7 @@ from hfscale import CheckpointError, ParallelConfig
 from hfscale.testing import RankPool
 from hfscale.trainer.files import check_complete
 from hfscale.trainer.optimizers import heard_options
+from hfscale.trainer.refusals import check_cached, check_optimizer
 
 from ..models import tiny
 from ..refusals import refusal_of
@@ -71,6 +73,7 @@ def test_options_that_make_no_difference_are_said(tmp_path: Path) -> None:
         assert heard_options(given) == {}
     given = arguments(str(tmp_path), optim="sgd", optim_args="momentum=0.9,nesterov=true")
     assert heard_options(given) == {"momentum": "0.9", "nesterov": "true"}
+    check_optimizer(arguments(str(tmp_path), optim="adamw_torch", optim_args="eps=1e-6"))  # which nothing hears
 
 
 def try_precision_of_launcher(out: str) -> str:
@@ -118,6 +121,24 @@ def test_models(pools: Pools, tmp_path: Path) -> None:
         assert "parallel=layout" in stock
         assert "leave parallel out" in held
         assert "'1f1b' or 'zbv'" in late
+
+
+def try_smoothing(out: str) -> str:
+    config, layout = tiny("llama", num_labels=3, pad_token_id=0), ParallelConfig(pp_size=2)
+    model = hfscale.from_config(config, parallel=layout, auto_class=AutoModelForSequenceClassification)
+    return refusal_of(lambda: hfscale.Trainer(model, arguments(out, label_smoothing_factor=0.1)))
+
+
+def test_a_loss_that_nobody_smooths_is_refused_before_a_stage_waits(pools: Pools, tmp_path: Path) -> None:
+    for message in pools(2).run(try_smoothing, str(tmp_path)):
+        assert "label_smoothing_factor=0.1" in message
+        assert "tensor ranks alone" in message
+
+
+def test_rows_in_memory_are_not_cached_beside() -> None:
+    rows = Dataset.from_dict({"prompt": ["a"]})
+    assert "load_from_disk" in refusal_of(lambda: check_cached(rows, 2))
+    check_cached(rows, 1)
 
 
 class OwnLoss(hfscale.Trainer):
