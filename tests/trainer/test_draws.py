@@ -91,11 +91,7 @@ DRAWS = {
 }
 RARER = {
     "likewise, through stages": Draw(
-        layout=PP2,
-        rows=11,
-        evaluated=7,
-        source="stream",
-        arguments={**EVALUATED, "max_steps": 4, "gradient_accumulation_steps": 2},
+        layout=PP2, rows=11, source="stream", arguments={"max_steps": 4, "gradient_accumulation_steps": 2}
     ),
     "likewise, of two loader workers": Draw(
         layout=DP2, rows=9, source="stream", arguments={"max_steps": 4, "dataloader_num_workers": 2}

@@ -157,3 +157,20 @@ def test_a_loss_of_ones_own_is_told_of_examples_that_count_twice(pools: Pools, s
     assert "dataloader_drop_last=True" in second[0]
     for kind, rows in ((WatchedLoss, 8), (hfscale.Trainer, 6)):
         assert pools(2).run(what_is_said, start, str(tmp_path), kind, rows) == [[], []]
+
+
+class Few(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter([dict(row) for row in Rows(3, 1)])
+
+
+def evaluated(out: str) -> list[float]:
+    model = hfscale.from_config(tiny("llama"), parallel=ParallelConfig(tp_size=2))
+    given = TrainingArguments(out, use_cpu=True, report_to=[], disable_tqdm=True, per_device_eval_batch_size=2)
+    trainer = hfscale.Trainer(model, given, data_collator=collate)
+    return [trainer.evaluate(rows)["eval_loss"] for rows in (Rows(3, 1), Few())]
+
+
+def test_a_streams_last_rows_count_once_in_evaluation(pools: Pools, tmp_path: Path) -> None:
+    for listed, streamed in pools(2).run(evaluated, str(tmp_path)):
+        assert streamed == pytest.approx(listed, rel=1e-6)
