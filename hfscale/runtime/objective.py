@@ -38,6 +38,9 @@ class StepLoss(Protocol):
     def of(self, model: nn.Module, batch: Microbatch, count: Tensor, label_smoothing: float) -> Tensor:
         """The loss of one microbatch, as a share of a step with ``count`` valid labels."""
 
+    def check_smoothing(self, label_smoothing: float) -> None:
+        """Raise :class:`ConfigError` where its labels cannot be smoothed, on all ranks alike."""
+
     def scoring(self, temperature: float) -> AbstractContextManager[Any]:
         """Within: a pass scores its tokens, and its loss is not what counts."""
 

@@ -41,24 +41,29 @@ class OwnLoss(KeepsOutputs):
     def refuse_outside(self, wrong: int) -> None:
         """Nothing is cut."""
 
-    def of(self, model: nn.Module, batch: Microbatch, count: Tensor, label_smoothing: float) -> Tensor:
-        """The loss of one microbatch, as a share of a step with ``count`` rows or labels."""
+    def check_smoothing(self, label_smoothing: float) -> None:
+        """Refused: it is taken inside of the model."""
         if label_smoothing:
             raise ConfigError(
                 f"label_smoothing={label_smoothing} is of losses over a vocabulary, and {self._name} takes its own: "
                 "leave it out, or smooth labels in a plain loop"
             )
+
+    def of(self, model: nn.Module, batch: Microbatch, count: Tensor, label_smoothing: float) -> Tensor:
+        """The loss of one microbatch, as a share of a step with ``count`` rows or labels."""
         loss: Tensor
         valid = self.look(batch)[0] if batch.valid is None else batch.valid
         if not valid:  # the mean of nothing is no number
             kept = "decoder_input_ids" not in batch and takes_argument(model, "decoder_input_ids")  # made of labels
             output = model(**{name: value for name, value in batch.items() if kept or name != "labels"})
-            loss = 0.0 * output[1 if kept else 0].float().sum()  # behind the loss, if there is one
+            scores = output[1 if kept else 0]  # behind the loss, if there is one
+            loss = 0.0 * scores.float().sum()
         else:
             output = model(**batch)
-            loss = (output[0] if isinstance(output, tuple) else output.loss) * valid / count
+            scores, loss = output[1], (output[0] if isinstance(output, tuple) else output.loss) * valid / count
         self._keep(output)
-        return loss
+        # Of one type on all ranks, which add theirs up, whether they have labels or not.
+        return loss.to(torch.float64 if getattr(scores, "dtype", None) == torch.float64 else torch.float32)
 
     def scoring(self, temperature: float) -> AbstractContextManager[Any]:
         """Refused: scores are of tokens of a vocabulary."""

@@ -22,7 +22,7 @@ def train_step(
     loss_fn: LossOfOutputs | None = None,
     *,
     label_smoothing: float = 0.0,
-    num_items_in_batch: float | None = None,
+    num_items_in_batch: float | Sequence[float] | None = None,
     score_loss: LossOfScores | None = None,
     temperature: float = 1.0,
 ) -> Tensor:
@@ -51,7 +51,8 @@ def train_step(
         label_smoothing: share, 0 to 1, of every target's probability that is spread evenly over the whole vocabulary,
             as in ``torch.nn.functional.cross_entropy``.
         num_items_in_batch: what the sum over all valid labels of the step is divided by, on every rank the same; by
-            default, how many there are.
+            default, how many there are. Or a list, of what the sum over each batch of the list is divided by: 4 of them
+            of 10, 30, 20 and 20 labels with ``[40, 120, 80, 80]`` add up to the mean of their means.
         score_loss: a loss of your own: from the scores of a microbatch (:class:`hfscale.TokenScores`) and its place in
             the list, a scalar. The step's is their sum, and the mean of that over the distinct batches. It is called
             where the model's head is: through stages, on the last one.
@@ -68,7 +69,7 @@ def train_step(
             raise ConfigError("loss_fn is all of the loss: leave label_smoothing, num_items_in_batch, score_loss out")
         return UserLoss(runtime, loss_fn).run(model, batch, train=True)
     microbatches, count = prepare(runtime, batch, train=True)
-    objective = token_mean(runtime, _divisor(count, num_items_in_batch), label_smoothing)
+    objective = token_mean(runtime, _divisors(count, num_items_in_batch, len(microbatches)), label_smoothing)
     if score_loss is not None:
         given = 1 if isinstance(batch, Mapping) else len(batch)
         objective = loss_of_scores(runtime, count, score_loss, temperature, given, len(microbatches))
@@ -147,7 +148,7 @@ def eval_step(
         loss = UserLoss(runtime, loss_fn, kept).run(model, batch, train=False)
     else:
         microbatches, count = prepare(runtime, batch, train=False)
-        mean = token_mean(runtime, _divisor(count, num_items_in_batch), label_smoothing)
+        mean = token_mean(runtime, _divisors(count, num_items_in_batch, len(microbatches)), label_smoothing)
         objective = mean if kept is None else _keeping(mean, kept)
         with runtime.around(lambda part: part.around_step(runtime, microbatches, train=False)):
             loss = runtime.executor.run(model, microbatches, objective, backward=False)
@@ -166,15 +167,26 @@ def _keeping(mean: Objective, kept: KeptOutputs) -> Objective:
     return Objective(loss)
 
 
-def _divisor(count: Tensor, asked: float | None) -> Tensor:
-    return count if asked is None else torch.tensor(float(asked) or 1.0, device=count.device)
+def _divisors(count: Tensor, asked: float | Sequence[float] | None, microbatches: int) -> list[Tensor]:
+    """What the sum over the labels of each microbatch is divided by: of those cut from one batch the same."""
+    if asked is None:
+        return [count] * microbatches
+    given = list(asked) if isinstance(asked, Sequence) else [asked]
+    if not given or microbatches % len(given):
+        raise ConfigError(
+            f"num_items_in_batch has {len(given)} numbers for a step of {microbatches} microbatches: give one, or one "
+            "for each batch of the list"
+        )
+    values = [torch.tensor(float(each) or 1.0, device=count.device) for each in given]
+    return [values[index * len(given) // microbatches] for index in range(microbatches)]
 
 
-def token_mean(runtime: Runtime, count: Tensor, label_smoothing: float) -> Objective:
-    """The model's own loss, of which the step's is a mean over ``count`` valid labels."""
+def token_mean(runtime: Runtime, counts: Sequence[Tensor], label_smoothing: float) -> Objective:
+    """The model's own loss, of which a step is the sum over valid labels, each microbatch's divided by its count."""
     loss = runtime.loss
     assert loss is not None  # checked as the step was prepared
-    return Objective(lambda model, batch, _: loss.of(model, batch, count, label_smoothing))
+    loss.check_smoothing(label_smoothing)
+    return Objective(lambda model, batch, index: loss.of(model, batch, counts[index], label_smoothing))
 
 
 def batch_rank(model: nn.Module) -> int:

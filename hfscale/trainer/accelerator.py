@@ -87,10 +87,11 @@ class TrainerAccelerator(Accelerator):
             known = batch.known if isinstance(batch, Marked) and any(batch.known) else (rows_of(batch),) * 2
             self._last = None if of_stream else known
             return known
-        if not state.end_of_dataloader:
-            return None
-        # Not Accelerate's remainder, which is lost where a run goes on in the middle of an epoch.
-        sampler: Any = state.active_dataloader.batch_sampler
+        return self._dealt_last(state.active_dataloader) if state.end_of_dataloader else None
+
+    def _dealt_last(self, loader: Any) -> tuple[int, int] | None:
+        """Of the last batch. Accelerate's remainder is lost where a run goes on in the middle of an epoch."""
+        sampler: Any = loader.batch_sampler
         while sampler is not None and not isinstance(sampler, BatchSamplerShard):
             sampler = getattr(sampler, "batch_sampler", None)
         if sampler is None or sampler.drop_last or not sampler.batch_size:

@@ -171,7 +171,8 @@ class TrainerMixin(TrainerHooks, DataSets):
         """Whether steps are :func:`hfscale.train_step`'s: the loss is the model's own mean over labels.
 
         Of a model that is not divided by a step's number of labels, Trainer's is a mean of means, or their sum, which
-        its own step makes wherever it can: not through stages, over data ranks, nor where labels are smoothed.
+        its own step makes wherever it can: not through stages, over data ranks, nor where labels are smoothed. There
+        :func:`.divisor.divisor` says what each batch is divided by.
         """
         trainer: Any = self
         runtime = self.runtime
@@ -248,7 +249,9 @@ class TrainerMixin(TrainerHooks, DataSets):
             return through_stages.training_step(self, batches, num_items_in_batch, missing, self._seams.heads)
         loss = self.runtime.loss
         assert loss is not None  # or it would not be train_step's
-        items = divisor(self, num_items_in_batch, len(batches))
+        items = divisor(self, num_items_in_batch, batches)
+        if staged and isinstance(items, list):
+            items += [1.0] * (args.gradient_accumulation_steps - len(batches))  # of those that fill it up
         given: dict[str, Any] = {"label_smoothing": args.label_smoothing_factor, "num_items_in_batch": items}
         if not staged:
             return train_step(model, batches, **given)

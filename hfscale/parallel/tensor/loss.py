@@ -101,6 +101,9 @@ class VocabParallelLoss(KeepsOutputs):
         finally:
             self.count, self.label_smoothing = None, 0.0
 
+    def check_smoothing(self, label_smoothing: float) -> None:
+        """Any can be."""
+
     def of(self, model: nn.Module, batch: Microbatch, count: Tensor, label_smoothing: float) -> Tensor:
         """The loss of one microbatch, as a share of a step with ``count`` valid labels."""
         given = batch.get("labels") if batch.get("shift_labels") is None else batch["shift_labels"]
