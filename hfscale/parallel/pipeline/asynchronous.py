@@ -22,6 +22,7 @@ stash. It has ``p - s`` versions on stage ``s`` in PipeDream, and two in PipeDre
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,6 +38,11 @@ from .microbatches import Batch, share_out
 from .orders import order
 from .run import Pipeline
 from .timeline import Order
+
+
+def _of_call(objective: Objective, first: int) -> Objective:
+    """What a call makes of its microbatches, whose numbers here go on from those of earlier calls."""
+    return replace(objective, loss=lambda called, batch, index: objective.loss(called, batch, index - first))
 
 
 class _Version:
@@ -187,7 +193,7 @@ class AsynchronousPipeline(Pipeline):
         self._tell_workers(backward=True)
         version = _Version(self._runtime.model, self._calls, len(batches))
         try:
-            self._batches, self._objective = self._held, objective
+            self._batches, self._objective = self._held, _of_call(objective, self._forward)
             for batch in batches:
                 index = self._forward
                 self._held[index], self._versions[index] = batch, version
