@@ -1,6 +1,5 @@
 """A stock-looking Accelerate loop gives the right numbers on every layout (traps T4, T5, T18, T19)."""
 
-import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -201,7 +200,6 @@ class Seeds(Dataset):
 
 def seeds_of_workers(path: str, layout: dict[str, int]) -> tuple[list[list[int]], list[int]]:
     model = build(path, layout)
-    multiprocessing.current_process()._config["daemon"] = False  # or ranks of pools could have no workers
     accelerator = hfscale.Accelerator()
     _, loader = accelerator.prepare(model, DataLoader(Seeds(), batch_size=2, num_workers=1))
     torch.manual_seed(5 + torch.distributed.get_rank())

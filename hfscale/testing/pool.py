@@ -178,6 +178,7 @@ def _serve(
         from tqdm import tqdm
         from transformers.utils import logging
 
+        from .._host.children import may_have_children
         from .._host.torch_gloo import share_gloo_thread
 
         # Or each bar would own a lock of the machine's, which a rank that is stopped leaves behind.
@@ -193,6 +194,7 @@ def _serve(
         )
         gc.freeze()  # what is imported stays: tests that collect need not go through it again
         multiprocessing.set_start_method(None, force=True)  # or a loader's workers would import all of it once more
+        may_have_children()
         while True:
             try:
                 function, args, kwargs = pipe.recv()

@@ -1,6 +1,5 @@
 """Other ways to use a Trainer: predictions, models made late or wrapped by PEFT, workers that augment."""
 
-import multiprocessing
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -117,7 +116,6 @@ class Stream(IterableDataset):
 def trained(path: str, out: str, kind: str) -> list[float]:
     """A step of ranks that share a batch compares it: it would not run otherwise."""
     model = hfscale.from_pretrained(path, parallel=ParallelConfig(pp_size=2, num_microbatches=2), dtype=torch.float32)
-    multiprocessing.current_process()._config["daemon"] = False  # or ranks of pools could have no workers
     workers = {"dataloader_num_workers": 1} if kind == "workers" else {}
     rows = Augmented(16, 1) if kind == "workers" else Stream()
     torch.manual_seed(torch.distributed.get_rank())
