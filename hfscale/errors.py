@@ -1,7 +1,8 @@
 """The exceptions hfscale raises. Every message says what was asked, what was found and what to do."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 
 class HFScaleError(Exception):
@@ -45,6 +46,20 @@ def check_count(name: str, given: object) -> None:
     """
     if isinstance(given, bool) or not isinstance(given, int) or given < 1:
         raise ConfigError(f"{name}={given!r} is impossible: use a whole number of at least 1")
+
+
+def check_names(name: str, given: Any, like: str) -> None:
+    """Refuse what is no list of names, for an argument called ``name``.
+
+    Args:
+        like: what is, in a message.
+
+    Raises:
+        ConfigError: with the value.
+    """
+    listed = isinstance(given, Sequence) and not isinstance(given, str)
+    if not listed or not all(isinstance(each, str) and each for each in given):
+        raise ConfigError(f"{name}={given!r} is impossible: pass a list of names, as {like}")
 
 
 def check_switch(name: str, given: object) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from .errors import ConfigError, refuse_misspelt
+from .errors import ConfigError, check_names, refuse_misspelt
 
 FLOAT8_RECIPES = ("tensorwise", "rowwise")
 """What has a scale of its own; by torchao's names."""
@@ -48,13 +48,7 @@ class Float8Config:
             close = difflib.get_close_matches(str(self.recipe), FLOAT8_RECIPES, 1)
             hint = f"did you mean {close[0]!r}? " if close else ""
             raise ConfigError(f"recipe={self.recipe!r} is unknown: {hint}use one of {', '.join(FLOAT8_RECIPES)}")
-        given = self.leave_out
-        if (
-            isinstance(given, str)
-            or not isinstance(given, Sequence)
-            or not all(isinstance(name, str) and name for name in given)
-        ):
-            raise ConfigError(f'leave_out={given!r} is impossible: pass a list of names, as ["down_proj"]')
+        check_names("leave_out", self.leave_out, '["down_proj"]')
         if self.fp8_all_gather not in (None, True, False):
             raise ConfigError(f"fp8_all_gather={self.fp8_all_gather!r} is impossible: use True, False, or leave it out")
         if self.fp8_all_gather and self.recipe == "rowwise":
@@ -62,7 +56,7 @@ class Float8Config:
                 "fp8_all_gather=True with recipe='rowwise': a weight has other scales in its output than in the "
                 "gradient of its input, and both in 8 bits are no less than 16: use 'tensorwise', or leave it out"
             )
-        object.__setattr__(self, "leave_out", tuple(given))
+        object.__setattr__(self, "leave_out", tuple(self.leave_out))
 
     @property
     def gathers(self) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from .errors import ConfigError, check_count, check_switch, refuse_misspelt
+from .errors import ConfigError, check_count, check_names, check_switch, refuse_misspelt
 
 RECOMPUTE = ("none", "full", "selective")
 """Ways to recompute that have a name."""
@@ -138,12 +138,7 @@ def byte_count(text: str) -> int | None:
 
 
 def _names(field: str, given: Any, like: str, may_be_empty: bool = False) -> tuple[str, ...]:
-    if (
-        isinstance(given, str)
-        or not isinstance(given, Sequence)
-        or not all(isinstance(name, str) and name for name in given)
-    ):
-        raise ConfigError(f"{field}={given!r} is impossible: pass a list of names, as {like}")
+    check_names(field, given, like)
     if not given and not may_be_empty:
         raise ConfigError(f"{field}=[] names nothing: pass names, as {like}, or 'none'")
     return tuple(given)

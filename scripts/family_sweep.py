@@ -22,7 +22,18 @@ from typing import Any
 import torch
 import transformers
 from family_clones import OTHERS
-from family_tables import CONTEXT, EXPERTS, STAGE_LAYERS, Section, Verdict, count, section_of, with_others, written
+from family_tables import (
+    CONTEXT,
+    EXPERTS,
+    STAGE_LAYERS,
+    Section,
+    Verdict,
+    by_column,
+    count,
+    section_of,
+    with_others,
+    written,
+)
 from family_variants import CONFIGS, OPTIONS, PICKS, applies, in_stages, layout_of, pairs
 from notes import note
 from tqdm import tqdm
@@ -206,8 +217,7 @@ def sweep_mixtures(chosen: list[str], pool: RankPool) -> Section:
             rows.append(f"| {family} | {' | '.join(judged[0])} | {judged[1]} |")
         if chosen:
             tqdm.write(f"{family}: {judged}")
-    summary = "; ".join(f"{name}: {count([kinds[index] for kinds in columns])}" for index, name in enumerate(EXPERTS))
-    return Section(f"{len(rows)} families; {summary}", rows, [kind for kinds in columns for kind in kinds])
+    return Section(by_column(EXPERTS, columns), rows, [kind for kinds in columns for kind in kinds])
 
 
 def sweep_context(chosen: list[str], pool: RankPool) -> Section:
@@ -224,8 +234,7 @@ def sweep_context(chosen: list[str], pool: RankPool) -> Section:
         rows.append(f"| {family} | {' | '.join(columns[-1])} | {'; '.join([*remarks, *details])} |")
         if chosen:
             tqdm.write(rows[-1])
-    summary = "; ".join(f"{name}: {count([kinds[index] for kinds in columns])}" for index, name in enumerate(CONTEXT))
-    return Section(f"{len(rows)} families; {summary}", rows, [kind for kinds in columns for kind in kinds])
+    return Section(by_column(CONTEXT, columns), rows, [kind for kinds in columns for kind in kinds])
 
 
 def cut_case(config: Any) -> tuple[Case, list[str]]:

@@ -1,6 +1,7 @@
 """The tables of docs/families.md, for scripts/family_sweep.py."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import transformers
@@ -51,20 +52,22 @@ def section_of(verdicts: list[Verdict], rows: list[str]) -> Section:
     return Section(summarize(verdicts), rows, [kind for v in verdicts for kind in (v.kind, v.sequence, v.stages)])
 
 
+def by_column(names: Iterable[str], columns: list[list[str]]) -> str:
+    """``172 families; gather: 126 equal, ...``: of each family what became of it under each of ``names``."""
+    counted = (f"{name}: {count([kinds[index] for kinds in columns])}" for index, name in enumerate(names))
+    return f"{len(columns)} families; {'; '.join(counted)}"
+
+
 def with_others(part: str, section: Section, before: str) -> Section:
     """A section of some families, with the rows that others had in the file ``before``, and counted again."""
     _, _, old = _parts(before).get(TEXTS[part][0], "").partition(f"{TEXTS[part][-1]}\n")
     rows = {_cells(row)[0]: row for row in [*old.splitlines(), *section.rows] if row}
-    kinds = [list(each) for each in zip(*(_cells(row)[1:4] for row in rows.values()), strict=True)]
-    ordered = [rows[family] for family in sorted(rows)]
+    columns = [_cells(row)[1:4] for row in rows.values()]
     if part == "families":
-        first, second, third = kinds
-        summary = f"{count(first)} of {len(rows)}; with the sequence cut {count(second)}; in stages {count(third)}"
+        summary = summarize([Verdict(first, "", second, third) for first, second, third in columns])
     else:
-        names = EXPERTS if part == "experts" else CONTEXT
-        counted = (f"{name}: {count(each)}" for name, each in zip(names, kinds, strict=True))
-        summary = f"{len(rows)} families; {'; '.join(counted)}"
-    return Section(summary, ordered, section.kinds)
+        summary = by_column(EXPERTS if part == "experts" else CONTEXT, columns)
+    return Section(summary, [rows[family] for family in sorted(rows)], section.kinds)
 
 
 def _cells(row: str) -> list[str]:

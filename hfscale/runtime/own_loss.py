@@ -60,7 +60,8 @@ class OwnLoss(KeepsOutputs):
             loss = 0.0 * scores.float().sum()
         else:
             output = model(**batch)
-            scores, loss = output[1], (output[0] if isinstance(output, tuple) else output.loss) * valid / count
+            loss = (output[0] if isinstance(output, tuple) else output.loss) * valid / count
+            scores = output[1] if len(output) > 1 else loss
         self._keep(output)
         # Of one type on all ranks, which add theirs up, whether they have labels or not.
         return loss.to(torch.float64 if getattr(scores, "dtype", None) == torch.float64 else torch.float32)

@@ -6,7 +6,7 @@ import torch
 import transformers
 from transformers import PreTrainedConfig
 
-from ..errors import ConfigError
+from ..errors import ConfigError, HFScaleError
 from ..families.clone import tiny_clone
 from ..plan import Plan
 from ..plan.own_loss import OwnLossPlan
@@ -75,6 +75,8 @@ def clone_for(config: PreTrainedConfig, auto_class: Any, layers: int, **changes:
     make = with_pictures if _name(auto_class) == _PICTURES else tiny_clone
     try:
         return make(config, layers=layers, **changes)
+    except HFScaleError:
+        raise
     except Exception as error:  # of any kind: it is the host's, of a config that nobody has tried
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise ConfigError(

@@ -54,11 +54,8 @@ def choose(seed: int, index: int) -> Draw:
     if trainer != "Trainer" and model in MIXTURES and spread:  # a router's loss is a batch's
         arguments["router_aux_loss_coef"] = 0.0
         draw["model"] = "mixture"
-    if draw.get("loss") or trainer in (
-        "DPOTrainer",
-        "KTOTrainer",
-        "RewardTrainer",
-    ):  # of rows that data ranks repeat, too
+    # A loss of rows that data ranks repeat, too
+    if draw.get("loss") or trainer in ("DPOTrainer", "KTOTrainer", "RewardTrainer"):
         draw["rows"], draw["evaluated"] = 24, 12
     if random.random() < 0.3 and draw["source"] != "stream" and trainer not in ("GRPOTrainer", "RLOOTrainer"):
         _resume(random, draw, arguments)
