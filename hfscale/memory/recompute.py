@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from .._host.torch import function_modes, operators_named
+from .._host.torch import function_modes, operators_named, tree_leaves
 from .._host.torch_checkpoint import kept_results
 from .._host.transformers.attention import answer, implementation_of, set_implementation
 from .._host.transformers.computing import without_cache
@@ -124,6 +124,7 @@ def recompute(module: nn.Module, wanted: Callable[[], bool], keep: Sequence[str]
 def _checkpointed(
     function: Callable[..., Any], *args: Any, operators: frozenset[Any] = frozenset(), **kwargs: Any
 ) -> Any:
+    function, args, kwargs = _with_tensor_by_position(function, args, kwargs)
     if torch.compiler.is_compiling():  # a graph has no modes to see again, and takes no closure for the contexts
         kept: dict[str, Any] = {}
         if operators:
@@ -138,6 +139,30 @@ def _checkpointed(
         return first, _Again(modes, again)
 
     return checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+def _with_tensor_by_position(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """Return an equal call that passes at least one tensor by position, if it passes tensors at all.
+
+    Torch keeps the random state of the devices of positional tensors alone, and most hosts call attention by keyword:
+    without this, dropout on a GPU would drop other entries in the recomputation.
+    """
+    if _has_tensor(args):
+        return function, args, kwargs
+    name = next((name for name, value in kwargs.items() if _has_tensor(value)), None)
+    if name is None:
+        return function, args, kwargs
+
+    def by_position(moved: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **{name: moved}, **kwargs)
+
+    return by_position, (kwargs[name], *args), {key: value for key, value in kwargs.items() if key != name}
+
+
+def _has_tensor(value: Any) -> bool:
+    return any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
 
 
 class _Again:

@@ -1,18 +1,23 @@
 """What is computed again in the backward pass changes no gradient, in any layout; and what is kept is a formula."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from peft import LoraConfig
 from torch import Tensor
-from transformers import DeepseekV3Config
+from transformers import AutoModelForCausalLM, DeepseekV3Config
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import hfscale
 from hfscale import ConfigError, MemoryConfig, ParallelConfig, PlanError
-from hfscale.memory.recompute import Recomputation
+from hfscale._host.torch import tree_leaves
+from hfscale.memory.recompute import Recomputation, recompute
 from hfscale.memory.saved import count_saved
 from hfscale.runtime import runtime_of
 from hfscale.runtime.shards import local_tensor
@@ -23,7 +28,7 @@ from ..layouts import named
 from ..mixtures import EAGER, qwen3_moe
 from ..models import tiny
 from ..quantization.models import four_bits, save, wide
-from ..sweeps import pairs
+from ..sweeps import cases, pairs
 
 Pools = Callable[[int], RankPool]
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -262,3 +267,39 @@ def test_a_plan_says_what_is_computed_again() -> None:
     assert "attention between its projections" in lines(recompute="selective")
     assert MemoryConfig(recompute="8GiB").budget == 8 << 30
     assert "computed again" not in str(hfscale.plan(tiny("llama")))
+
+
+# Families without a tiny clone that runs by token ids alone.
+_NOT_RUN = {
+    *("blt", "cohere_compass_text", "emu3", "gemma4_assistant", "gemma4_unified_assistant", "longcat_flash", "mllama"),
+    *("musicgen", "musicgen_melody", "qwen4_exp", "reformer", "xlm", "zamba", "zamba2"),
+}
+
+
+@pytest.mark.parametrize(
+    "family",
+    cases(
+        sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - _NOT_RUN),
+        daily=["llama", "gpt2", "qwen3_moe", "bert", "nemotron_h"],
+    ),
+)
+def test_random_state_of_the_device_is_kept_for_every_module(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    """Torch keeps it for the devices of positional tensors only, and hosts call modules of layers by keyword too."""
+    model = AutoModelForCausalLM.from_config(config_of(family), experts_implementation="eager").train()
+    called, without = list[str](), list[str]()
+    for name, module in model.named_modules():
+        if re.search(r"\.\d+\.", f"{name}."):  # a layer, or within one
+            module.register_forward_pre_hook(lambda *_, name=name: called.append(name))  # type: ignore[misc]
+            recompute(module, lambda: True)
+
+    def device_states(*args: Any) -> tuple[list[int], list[Tensor]]:
+        if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(args)):
+            without.append(called[-1])
+        return [], []
+
+    used = SimpleNamespace(_initialized=True)  # as the module of a GPU is once something has run there
+    monkeypatch.setattr(torch.utils.checkpoint, "_get_device_module", lambda _: used)
+    monkeypatch.setattr(torch.utils.checkpoint, "get_device_states", device_states)
+    model(input_ids=torch.arange(3, 11)[None], use_cache=False)
+    assert called
+    assert not without
