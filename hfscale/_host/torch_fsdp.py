@@ -24,6 +24,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigError
+from .torch_device import keep_for_current_stream
 
 Agree = Callable[[list[bool]], list[bool]]
 
@@ -125,7 +126,17 @@ def parameter_groups(model: nn.Module) -> Iterator[ParameterGroup]:
             for group in _groups(fully_shard.state(module)):  # type: ignore[attr-defined]
                 trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
                 sizes = [p.padded_sharded_param_size for p in trained]
-                yield ParameterGroup(name, sizes, partial(setattr, group, "_all_reduce_hook"))
+                yield ParameterGroup(name, sizes, partial(_average_by, group))
+
+
+def _average_by(group: Any, hook: Callable[[Tensor], None]) -> None:
+    def averaged(flat: Tensor) -> None:
+        # The buffer belongs to the stream that reduce-scatters, and hooks run on another. FSDP2 gives it back as soon
+        # as they are called, unless gradients are views of it, and the next group's reduction would write into it.
+        keep_for_current_stream(flat)
+        hook(flat)
+
+    group._all_reduce_hook = averaged
 
 
 def cast_shards(model: nn.Module, types: Mapping[nn.Parameter, torch.dtype]) -> None:

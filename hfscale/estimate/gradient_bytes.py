@@ -11,7 +11,7 @@ _DATA = ("dp_shard", "edp_shard")
 
 
 def left_out_bytes(plan: Plan, training: Iterable[ParameterPlan], ranks: dict[str, int], mixed: bool) -> int:
-    """What PowerSGD has left out of this rank's gradients so far, in the type of reductions, and its factors."""
+    """What PowerSGD has left out of this rank's gradients so far, in 32 bits at least, and its factors."""
     if plan.layout.gradient_compression != "powersgd":
         return 0
     total, rank = 0, int(plan.layout.powersgd_rank or 1)
@@ -22,6 +22,6 @@ def left_out_bytes(plan: Plan, training: Iterable[ParameterPlan], ranks: dict[st
         rows, columns = (size[0], prod(size[1:])) if len(size) > 1 else (1, 1)
         worth = rank * (rows + columns) < rows * columns and rank <= min(rows, columns)
         if worth and plan.layout.size("edp_replicate" if spread else "dp_replicate") > 1:
-            wide = 4 if mixed else planned.dtype.itemsize
+            wide = 4 if mixed else max(4, planned.dtype.itemsize)
             total += wide * (rows * columns + rank * columns)
     return total

@@ -9,7 +9,8 @@ over ``dp_replicate`` here::
 
 A rank compresses its own shard of a matrix, as DALL-E did (Ramesh et al. 2021, appendix E); vectors, and matrices whose
 factors would be no smaller, are averaged as they are. Under a loss scale errors are scaled as gradients are, and follow
-it where it changes; of a step whose gradients are no numbers nothing is kept, or no later step would have any.
+it where it changes; of a step whose gradients are no numbers nothing is kept, or no later step would have any. Matrices
+in 16 bits are factored in 32, in which their errors are kept too.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -72,7 +73,7 @@ class PowerSGD:
         parts = list(flat.split([prod(size) for size in self._sizes]))
         matrices = {i: parts[i].view(size[0], -1) for i, size in enumerate(self._sizes) if self._is_worth_it(size)}
         self._follow_unit()
-        whole = {i: matrix + self._error(i, matrix) for i, matrix in matrices.items()}
+        whole = {i: self._error(i, matrix) + matrix for i, matrix in matrices.items()}
         left = {i: matrix @ self._factor(i, matrix) for i, matrix in whole.items()}
         vectors = [part for i, part in enumerate(parts) if i not in matrices]
         self._mean([*left.values(), *vectors])
@@ -81,7 +82,7 @@ class PowerSGD:
         self._mean(list(right.values()))
         numbers = _are_numbers([*right.values(), *vectors])  # means: alike on all replicas, without another word
         for i, matrix in matrices.items():
-            error, factor = self._error(i, matrix), self._factor(i, matrix)
+            error, factor = self._error(i, matrix), self._factor(i, whole[i])
             matrix.copy_(left[i] @ right[i].T)
             self._errors[i] = torch.where(numbers, whole[i] - matrix, error)
             self._factors[i] = torch.where(numbers, right[i], factor)
@@ -111,7 +112,9 @@ class PowerSGD:
         return self._rank * (rows + columns) < rows * columns and self._rank <= min(rows, columns)
 
     def _error(self, i: int, matrix: Tensor) -> Tensor:
-        return self._errors[i] if i in self._errors else torch.zeros_like(matrix)
+        if i not in self._errors:  # in 32 bits at least: roundings of matrices in 16 are among the errors
+            self._errors[i] = torch.zeros_like(matrix, dtype=torch.promote_types(matrix.dtype, torch.float32))
+        return self._errors[i]
 
     def _factor(self, i: int, matrix: Tensor) -> Tensor:
         if i not in self._factors:

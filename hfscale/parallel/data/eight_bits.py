@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..._host.torch_device import keep_for_current_stream
 from ..._host.torch_fsdp import gather_encoded
 from ...mesh import Mesh
 from ...ops.float8 import FORWARD, Float8Projection
@@ -38,8 +39,7 @@ class _InEightBits:
 
     def decode(self, gathered: Tensor, known: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
         """With the scale of the whole."""
-        if known.is_cuda:  # made on the stream that gathers
-            known.record_stream(torch.cuda.current_stream(known.device))
+        keep_for_current_stream(known)  # made on the stream that gathers
         if out is None:
             return Float8Weight(gathered.view(FORWARD), known.clone(), dtype)
         assert isinstance(out, Float8Weight)

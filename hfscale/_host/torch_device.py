@@ -1,0 +1,22 @@
+"""What is an accelerator, and torch's module for it: streams, events, generators and memory, as ``torch.cuda`` has."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether tensors on ``device`` are computed by another processor, in streams, while the host goes on."""
+    return device.type not in ("cpu", "meta")
+
+
+def device_module(device: torch.device) -> Any:
+    """Return the module of torch for ``device``: ``torch.cuda`` for a GPU."""
+    return torch.get_device_module(device)
+
+
+def keep_for_current_stream(tensor: Tensor) -> None:
+    """Keep the memory of ``tensor``, made on another stream, until what the current stream does with it has ended."""
+    if is_accelerator(tensor.device):
+        tensor.record_stream(device_module(tensor.device).current_stream(tensor.device))
