@@ -1,12 +1,14 @@
 """A watchdog names the ranks, the axis and the collective that wait, and where the others are."""
 
 import io
+import json
 import re
 import threading
 import time
 from collections.abc import Callable
 from contextlib import redirect_stderr
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import torch
 
 import hfscale
 from hfscale import ConfigError, ParallelConfig
+from hfscale._host import torch_flight
 from hfscale.testing import RankPool
 from hfscale.train.watchdog import Seen, report
 
@@ -95,3 +98,57 @@ def test_patience_is_a_time() -> None:
         hfscale.watchdog(model, patience=0)
     hfscale.watchdog(model)  # one process waits for nobody
     assert not [thread for thread in threading.enumerate() if thread.name == "hfscale-watchdog"]
+
+
+def _recorded(call: str, seconds: float, group: str = "5", state: str = "completed", **more: Any) -> dict[str, Any]:
+    """An entry of NCCL's flight recorder, of a call some seconds ago."""
+    return {
+        "profiling_name": f"nccl:{call}",
+        "process_group": [group, "pp"],
+        "input_dtypes": [] if call == "coalesced" else ["Float"],
+        "input_sizes": [] if call == "coalesced" else [[4]],
+        "retired": state == "completed",
+        "state": state,
+        "is_p2p": call.startswith(("send", "recv")),
+        "thread_id": "1",
+        "time_created_ns": int((1000 - seconds) * 1e9),
+        **more,
+    }
+
+
+_HALVES = [_recorded("send 0->1", 400, state="scheduled"), _recorded("recv 0<-1", 400, state="scheduled")]
+_WAITS = _recorded("all_reduce", 9, group="2", state="started")
+_ALONE = _recorded("recv 0<-1", 5, state="scheduled")
+_BOTH = [("all_reduce", "Float [4]"), ("recv 0<-1", "Float [4]")]
+
+
+@pytest.mark.parametrize(
+    ("entries", "waits"),
+    [
+        ([*_HALVES, _recorded("coalesced", 400), _recorded("all_reduce", 1, group="2")], []),
+        # a pause between two steps, then a batch under way: its halves have no state of their own
+        (
+            [*_HALVES, _recorded("coalesced", 400), *_HALVES[:1], _recorded("coalesced", 30, state="started")],
+            [("send 0->1", "Float [4]"), ("coalesced", "")],
+        ),
+        # another group's batch says nothing of this one's
+        ([*_HALVES[:1], _recorded("coalesced", 300, group="6")], [("send 0->1", "Float [4]")]),
+        (
+            [*_HALVES, _recorded("coalesced", 400), _WAITS, _ALONE],
+            [("all_reduce", "Float [4]"), ("recv 0<-1", "Float [4]")],
+        ),
+        ([_recorded("all_reduce", 9, state="scheduled", retired=True)], []),
+    ],
+    ids=["finished", "under way", "other group", "others wait", "retired"],
+)
+def test_halves_of_batches_end_with_their_batch(
+    monkeypatch: pytest.MonkeyPatch, entries: list[Any], waits: list[tuple[str, str]]
+) -> None:
+    """NCCL records the halves of batch_isend_irecv without events: they stay scheduled for ever."""
+
+    def dump(collectives: bool, only_active: bool) -> str:
+        kept = [entry for entry in entries if not only_active or entry["state"] != "completed"]
+        return json.dumps({"entries": kept if collectives else []})
+
+    monkeypatch.setattr(torch_flight, "_c10d", SimpleNamespace(_dump_nccl_trace_json=dump))
+    assert [(one.call, one.shapes) for one in torch_flight.collectives_under_way()] == waits

@@ -7,7 +7,7 @@ NCCL's are where ``TORCH_FR_BUFFER_SIZE`` is not 0.
 import json
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -46,9 +46,9 @@ def collectives_under_way(leave_out: Iterable[int] = ()) -> list[UnderWay]:
     """
     threads, found = {str(ident) for ident in leave_out}, []
     for dump in filter(None, (getattr(_c10d, name, None) for name in _DUMPS)):
-        told: Any = json.loads(dump(True, True) or "{}")
-        for entry in told.get("entries", ()):
-            if entry.get("retired") or entry.get("state") == "completed" or entry.get("thread_id") in threads:
+        told: Any = json.loads(dump(True, False) or "{}")
+        for entry in _unfinished(told.get("entries", ())):
+            if entry.get("thread_id") in threads:
                 continue
             call = str(entry["profiling_name"]).partition(":")[2]
             shapes = ", ".join(
@@ -56,6 +56,22 @@ def collectives_under_way(leave_out: Iterable[int] = ()) -> list[UnderWay]:
             )
             found.append(UnderWay(call, str(entry["process_group"][0]), shapes, int(entry["time_created_ns"])))
     return sorted(found, key=lambda entry: entry.created)
+
+
+def _unfinished(entries: Sequence[Any]) -> list[Any]:
+    """Return the ``entries``, given in the order of their calls, that have not ended.
+
+    NCCL records the halves of a ``batch_isend_irecv`` without events, so they never end by themselves (pytorch#137969):
+    each has ended with the next entry called ``coalesced`` of its group.
+    """
+    found, batches_ended = [], set[str]()
+    for entry in reversed(entries):
+        group, ended = str(entry["process_group"][0]), entry.get("retired") or entry.get("state") == "completed"
+        if ended and str(entry["profiling_name"]).endswith(":coalesced"):
+            batches_ended.add(group)
+        if not ended and not (entry.get("is_p2p") and group in batches_ended):
+            found.append(entry)
+    return found
 
 
 def ranks_of_group(name: str) -> list[int]:
