@@ -39,6 +39,19 @@ def flash_on_cpu_backward(
     return found
 
 
+def flash_takes(head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> bool:
+    """Whether :func:`flash_on_cuda` and its backward pass compute heads of that width on a GPU of that capability.
+
+    The operators check it in their kernels only (``flash_api.cpp``; what is asked here is what torch's own choice of a
+    kernel asks, ``sdp_utils.cpp``): their meta functions take any width. Widths between two multiples of 8 are padded
+    by whoever calls them.
+    """
+    if dtype not in (torch.float16, torch.bfloat16) or capability < (8, 0) or head_dim % 8:
+        return False
+    few_registers = capability in ((8, 6), (8, 9)) or capability >= (12, 0)  # gaming and workstation chips
+    return head_dim <= (192 if few_registers else 256)
+
+
 def flash_on_cuda(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Output and lse, in 16 bits."""
     out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)

@@ -20,3 +20,9 @@ def keep_for_current_stream(tensor: Tensor) -> None:
     """Keep the memory of ``tensor``, made on another stream, until what the current stream does with it has ended."""
     if is_accelerator(tensor.device):
         tensor.record_stream(device_module(tensor.device).current_stream(tensor.device))
+
+
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a GPU, as ``(9, 0)``."""
+    major, minor = device_module(device).get_device_capability(device)
+    return int(major), int(minor)

@@ -1,19 +1,30 @@
 """Attention over one block of keys: the output and the logarithm of the sum of exponentials that normalizes it.
 
 Torch's flash kernels (Dao et al. 2022) never hold scores; they take no softcap and no dropout, and on CUDA no mask of
-ours. :class:`ScoreKernel` holds the scores of one block and takes everything.
+ours, so each pair of intervals there takes the kernel that it can. :class:`ScoreKernel` takes everything, and holds the
+scores of some rows.
 
 Shapes: queries ``[b, h, rows, d]``, keys and values ``[b, h / g, columns, d]``, outputs like queries, logarithms
 ``[b, h, rows]``. A row that reads nothing has the logarithm minus infinity.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from .._host.torch_attention import flash_on_cpu, flash_on_cpu_backward, flash_on_cuda, flash_on_cuda_backward
+from .._host.torch_attention import (
+    flash_on_cpu,
+    flash_on_cpu_backward,
+    flash_on_cuda,
+    flash_on_cuda_backward,
+    flash_takes,
+)
+from .._host.torch_device import capability_of
+
+_SCORES = 1 << 25  # entries in memory at once, of which a backward pass has about five tensors
 
 
 @dataclass(frozen=True)
@@ -25,12 +36,22 @@ class Block:
         bias: ``[b, 1, rows, columns]``, 0 or minus infinity, added to scores; ``None``: nothing else is hidden.
         seed: of what dropout hides.
         idle: ``[b, 1, rows]``: queries for which all keys score alike; ``None``: there are none.
+        first: the number of the first row.
     """
 
     causal: bool = False
     bias: Tensor | None = None
     seed: int = 0
     idle: Tensor | None = None
+    first: int = 0
+
+    def of(self, rows: slice) -> "Block":
+        """Return what some of the rows read."""
+        if rows.start == 0 and rows.stop is None:
+            return self
+        bias = None if self.bias is None else self.bias[:, :, rows]
+        idle = None if self.idle is None else self.idle[:, :, rows]
+        return Block(self.causal, bias, (self.seed * 1_000_003 + rows.start) % 2**63, idle, rows.start)
 
 
 class Kernel(Protocol):
@@ -45,17 +66,42 @@ class Kernel(Protocol):
         """Gradients of q, k and v through this block, where ``out`` and ``lse`` are those over all blocks."""
 
 
-def kernel_for(
-    q: Tensor, scale: float, softcap: float | None, dropout: float, masked: bool, idle: bool = False
-) -> Kernel:
-    """The fastest that can do it."""
+def kernel_for(q: Tensor, scale: float, softcap: float | None, dropout: float, idle: bool = False) -> Kernel:
+    """Return the fastest kernel that takes such queries, for pairs of intervals of every kind."""
+    scores = ScoreKernel(scale, softcap, dropout)
     if softcap is not None or dropout or idle:
-        return ScoreKernel(scale, softcap, dropout)
+        return scores
     if q.device.type == "cpu":
         return FlashOnCpu(scale)
-    if q.device.type == "cuda" and not masked and q.dtype in (torch.float16, torch.bfloat16):
-        return FlashOnCuda(scale)
-    return ScoreKernel(scale)
+    if q.device.type == "cuda" and flash_takes(q.shape[-1], q.dtype, capability_of(q.device)):
+        return ByPair(FlashOnCuda(scale), scores)
+    return scores
+
+
+def padded_width(width: int, device: torch.device) -> int:
+    """Return the width of heads to pad with zeros to: kernels of GPUs take multiples of 8."""
+    return width if device.type == "cpu" else -(-width // 8) * 8
+
+
+@dataclass(frozen=True)
+class ByPair:
+    """One kernel for pairs of which all or a triangle is read, and another for those with a mask of their own."""
+
+    plain: Kernel
+    masked: Kernel
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        """See :class:`Kernel`."""
+        return self._of(block).forward(q, k, v, block)
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See :class:`Kernel`."""
+        return self._of(block).backward(grad, q, k, v, out, lse, block)
+
+    def _of(self, block: Block) -> Kernel:
+        return self.plain if block.bias is None else self.masked
 
 
 @dataclass(frozen=True)
@@ -104,7 +150,9 @@ class FlashOnCuda:
 
 @dataclass(frozen=True)
 class ScoreKernel:
-    """Scores of one block in memory, in 32 bits at least; softcap (Gemma Team 2024) and dropout on probabilities."""
+    """Scores of some rows of a block in memory at a time, in 32 bits at least; softcap (Gemma Team 2024) and dropout
+    on probabilities.
+    """
 
     scale: float
     softcap: float | None = None
@@ -112,6 +160,10 @@ class ScoreKernel:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         """See :class:`Kernel`."""
+        out, lse = zip(*(self._forward(q[:, :, rows], k, v, block.of(rows)) for rows in _row_blocks(q, k)), strict=True)
+        return _joined(out), _joined(lse)
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         scores, _ = self._scores(q, k, block)
         lse = scores.logsumexp(-1)
         p = torch.exp(scores - finite(lse)[..., None])
@@ -124,11 +176,27 @@ class ScoreKernel:
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See :class:`Kernel`."""
+        found = []
+        dk: Tensor | None = None
+        dv: Tensor | None = None
+        for rows in _row_blocks(q, k):
+            parts = (x[:, :, rows] for x in (grad, q, out, lse))
+            dq, more_k, more_v = self._backward(*parts, k, v, block.of(rows))
+            found.append(dq)
+            dk, dv = (more_k, more_v) if dk is None or dv is None else (dk.add_(more_k), dv.add_(more_v))
+        assert dk is not None
+        assert dv is not None
+        return _joined(found), dk.to(k.dtype), dv.to(v.dtype)
+
+    def _backward(
+        self, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, block: Block
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of some queries, and what they add to those of keys and values, in the type of scores."""
         scores, slope = self._scores(q, k, block)
         wide = scores.dtype
         grad_, k_, v_ = _grouped(grad, k).to(wide), k.to(wide), v.to(wide)
         delta = (grad.to(wide) * out.to(wide)).sum(-1).view(scores.shape[:-1])
-        p = torch.exp(scores - finite(lse).view(scores.shape[:-1])[..., None])
+        p = torch.exp(scores - finite(lse).reshape(scores.shape[:-1])[..., None])
         dp = torch.einsum("bkgqd,bksd->bkgqs", grad_, v_)
         kept = p
         if self.dropout:
@@ -139,7 +207,7 @@ class ScoreKernel:
         ds = (ds if slope is None else ds * slope) * self.scale
         dq = torch.einsum("bkgqs,bksd->bkgqd", ds, k_).flatten(1, 2)
         dk = torch.einsum("bkgqs,bkgqd->bksd", ds, _grouped(q, k).to(wide))
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+        return dq.to(q.dtype), dk, dv
 
     def _scores(self, q: Tensor, k: Tensor, block: Block) -> tuple[Tensor, Tensor | None]:
         """``[b, h / g, g, rows, columns]``, and what a softcap multiplies their gradient by."""
@@ -152,7 +220,7 @@ class ScoreKernel:
         if block.bias is not None:
             scores = scores + block.bias[:, :, None].to(wide)
         if block.causal:
-            above = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+            above = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1 + block.first)
             scores = scores.masked_fill(above, float("-inf"))
         if block.idle is not None:
             scores = scores.masked_fill(block.idle[:, :, None, :, None], 0.0)
@@ -162,6 +230,16 @@ class ScoreKernel:
         generator = torch.Generator(p.device).manual_seed(block.seed)
         drawn = torch.rand(p.shape, generator=generator, device=p.device)
         return (drawn >= self.dropout).to(p.dtype) / (1 - self.dropout)
+
+
+def _row_blocks(q: Tensor, k: Tensor) -> list[slice]:
+    """The rows of a block whose scores are in memory at once."""
+    rows = max(1, _SCORES // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
+    return [slice(0, None)] if q.shape[2] <= rows else [slice(i, i + rows) for i in range(0, q.shape[2], rows)]
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), 2)
 
 
 def finite(lse: Tensor) -> Tensor:

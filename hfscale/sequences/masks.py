@@ -108,14 +108,19 @@ class MaskBlocks:
         return self._kinds[rows, columns]
 
     def _look(self, rows: Interval, columns: Interval) -> str:
-        some, every = False, True
+        some, every, triangle = False, True, rows == columns
         for start in range(rows[0], rows[1], _ROWS):
-            found = self.block((start, min(start + _ROWS, rows[1])), columns)
-            here, all_here = torch.stack((found.any(), found.all())).tolist()
-            some, every = some or here, every and all_here
-            if some and not every:
+            stop = min(start + _ROWS, rows[1])
+            found = self.block((start, stop), columns)
+            flags = [found.any(), found.all()]
+            if triangle:  # a window or a document that is no shorter than the interval hides nothing else
+                below = torch.ones_like(found[0, 0]).tril(start - columns[0])
+                flags.append((found == below).all())
+            here, all_here, *same = torch.stack(flags).tolist()
+            some, every, triangle = some or here, every and all_here, triangle and all(same)
+            if some and not every and not triangle:
                 return MASKED
-        return FULL if every else SKIPPED
+        return FULL if every else CAUSAL if triangle else SKIPPED
 
     def block(self, rows: Interval, columns: Interval) -> Tensor:
         """``[b, 1, rows, columns]``, True where a query attends to a key."""

@@ -1,11 +1,17 @@
 """Attention over parts of sequences: the arithmetic, in one process."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
-from hfscale.sequences import CutBatch, MaskBlocks, Split, choose
+from hfscale._host.torch_attention import flash_takes
+from hfscale.sequences import CutBatch, MaskBlocks, Split, choose, kernels
 from hfscale.sequences.attention import read
 from hfscale.sequences.engine import OwnBlocks, Reading, attend, wide_zeros
 from hfscale.sequences.kernels import Block, FlashOnCpu, ScoreKernel
@@ -109,6 +115,92 @@ def test_heads_of_values_may_have_another_width(width: int, values: int) -> None
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-13)
 
 
+class Largest(TorchDispatchMode):
+    """The most entries that a tensor had."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        found = func(*args, **(kwargs or {}))
+        self.most = max(self.most, *(leaf.numel() for leaf in tree_leaves(found) if isinstance(leaf, Tensor)), 0)
+        return found
+
+
+@pytest.mark.parametrize(("softcap", "dropout"), [(None, 0.0), (1.5, 0.3)])
+@pytest.mark.parametrize("window", [None, 4])
+def test_scores_of_few_rows_are_in_memory(
+    monkeypatch: pytest.MonkeyPatch, softcap: float | None, dropout: float, window: int | None
+) -> None:
+    """Two rows at a time give what all give, dropout included: its backward pass drops what the forward pass did."""
+    q, k, v = draw()
+    reading = Reading(mask_of(1, 0, window), ScoreKernel(SCALE, softcap, dropout), OwnBlocks(), seed=5)
+    whole = attend(q, k, v, None, reading)
+    bound = 2 * 2 * 4 * TOTAL
+    monkeypatch.setattr(kernels, "_SCORES", bound)
+    assert torch.autograd.gradcheck(lambda *x: attend(*x, None, reading), (q, k, v))
+    with Largest() as seen:
+        parts = attend(q, k, v, None, reading)
+        parts.sum().backward()
+    assert seen.most <= max(bound, *(x.numel() for x in (q, k, v)), 2 * TOTAL * TOTAL)  # nor more than the mask
+    if not dropout:
+        torch.testing.assert_close(parts, whole, rtol=0, atol=1e-13)
+
+
+def test_pairs_without_a_mask_of_their_own_hold_no_scores_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window, padding or documents leave most pairs whole or a triangle: those take the flash kernel."""
+    monkeypatch.setattr(kernels, "capability_of", lambda _: (9, 0))
+    on_gpu = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(2, 4, TOTAL, 8))
+    chosen = kernels.kernel_for(on_gpu, SCALE, None, 0.0)  # type: ignore[arg-type]
+    seen: list[tuple[str, bool]] = []
+
+    def note(kernel: type, run: Any) -> Any:
+        def see(self: Any, q: Tensor, k: Tensor, v: Tensor, block: Block) -> Any:
+            seen.append((kernel.__name__, block.bias is not None))
+            return FlashOnCpu.forward(self, q, k, v, block)
+
+        return see
+
+    for kernel in (kernels.FlashOnCuda, ScoreKernel):
+        monkeypatch.setattr(kernel, "forward", note(kernel, kernel.forward))
+    q, k, v = (x.detach() for x in draw())
+    padding = torch.ones(2, TOTAL, dtype=torch.bool)
+    padding[1, -2:] = False
+    attend(q, k, v, None, Reading(mask_of(1, 0), chosen, OwnBlocks()))
+    for rank in range(2):
+        source = Parts(Split(TOTAL, 2), k, v)
+        own = [x[:, :, source.split.places(rank)] for x in (q, k, v)]
+        attend(*own, None, Reading(mask_of(2, rank, padding=padding), chosen, source))
+    assert ("FlashOnCuda", False) in seen[1:]
+    assert set(seen) == {("FlashOnCuda", False), ("ScoreKernel", True)}
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype", "capability", "takes"),
+    [
+        (64, torch.bfloat16, (8, 0), True),
+        (256, torch.float16, (9, 0), True),
+        (512, torch.bfloat16, (9, 0), False),  # Gemma 4's layers that read everything
+        (60, torch.bfloat16, (9, 0), False),
+        (64, torch.float16, (7, 5), False),  # a T4
+        (256, torch.bfloat16, (8, 9), False),
+        (192, torch.bfloat16, (12, 0), True),
+        (64, torch.float32, (9, 0), False),
+    ],
+)
+def test_what_flash_attention_takes(
+    monkeypatch: pytest.MonkeyPatch, width: int, dtype: torch.dtype, capability: tuple[int, int], takes: bool
+) -> None:
+    assert flash_takes(width, dtype, capability) == takes
+    monkeypatch.setattr(kernels, "capability_of", lambda _: capability)
+    device = torch.device("cuda")
+    padded = kernels.padded_width(width, device)
+    assert padded % 8 == 0
+    assert padded - width < 8
+    on_gpu = SimpleNamespace(device=device, dtype=dtype, shape=(2, 4, TOTAL, padded))
+    chosen = kernels.kernel_for(on_gpu, SCALE, None, 0.0)  # type: ignore[arg-type]
+    assert isinstance(chosen, kernels.ByPair if takes or width == 60 else ScoreKernel)
+
+
 def test_dropout_drops_the_same_in_the_backward_pass() -> None:
     q, k, v = draw()
     reading = Reading(mask_of(1, 0), ScoreKernel(SCALE, None, 0.3), OwnBlocks(), seed=5)
@@ -138,6 +230,8 @@ def test_kinds_of_pairs() -> None:
     assert plain.kind((3, 3), (0, 3)) == SKIPPED  # nobody there
     assert window.kind((3, 6), (0, 3)) == MASKED
     assert window.kind((9, 12), (0, 3)) == SKIPPED
+    assert window.kind((3, 6), (3, 6)) == CAUSAL
+    assert window.kind((3, 7), (3, 7)) == MASKED
 
 
 @pytest.mark.parametrize("total", [4, 7, 16, 33])
