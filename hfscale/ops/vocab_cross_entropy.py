@@ -101,9 +101,12 @@ class RowTerms:
         # On a GPU passes over the logits are what the loss costs: the fewest are those of the fused kernel, whose
         # result then is what the gradient is made of. On a CPU a block stays in the cache between passes.
         self._kept: Tensor | None = None
-        if keep and logits.device.type != "cpu" and len(logits) <= _rows_per_block(logits):
+        if keep and logits.numel() and _is_fused(logits.device) and len(logits) <= _rows_per_block(logits):
             self._kept = torch.log_softmax(logits, -1, dtype=compute)
-            lse = logits[:, :1].to(compute) - self._kept[:, :1]
+            # At the largest logit: a masked one is as far from the sum as numbers go, and rounds it away.
+            top, place = logits.max(-1, keepdim=True)
+            lse = top.to(compute) - self._kept.gather(1, place)
+            lse = torch.where(torch.isneginf(top), float("-inf"), lse)  # no number where all of a slice is masked
         else:
             parts = [
                 torch.logsumexp(block.to(compute), -1, keepdim=True) for block in _cut(logits, _rows_per_block(logits))
@@ -134,7 +137,7 @@ class RowTerms:
         hit = self.targets.kept((self.vocabulary.smoothing - 1) * scale)
         if kept is not None:
             if self.vocabulary.group is not None:
-                kept.add_(self._own - self.lse)
+                kept.add_(self._own - self.lse).masked_fill_(torch.isneginf(self._own), float("-inf"))
             self._finish(kept.exp_(), scale, self.targets.places, hit)
             out.copy_(kept)
             return
@@ -169,6 +172,11 @@ def _over_ranks(terms: Tensor, group: dist.ProcessGroup) -> Tensor:
     dist.all_gather(pieces, terms, group=group)
     everyone = torch.stack(pieces)  # [t, k, n, 1]
     return torch.cat((everyone[:, :1].logsumexp(0), everyone[:, 1:].sum(0)))
+
+
+def _is_fused(device: torch.device) -> bool:
+    """Whether losses are made by one fused kernel, whose result is kept for the gradient."""
+    return device.type != "cpu"
 
 
 def _cut(x: Tensor, rows: int) -> Sequence[Tensor]:

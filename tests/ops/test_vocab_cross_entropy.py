@@ -1,6 +1,8 @@
 """Cross entropy, in one process and over two: torch's own, without the second buffer."""
 
+import importlib
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,8 @@ from hfscale.ops import VocabularySlice, vocab_cross_entropy
 from hfscale.testing import RankPool
 
 from .pieces import piece
+
+losses: Any = importlib.import_module("hfscale.ops.vocab_cross_entropy")
 
 
 def _case(rows: int, vocabulary: int, ignored: float = 0.3, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,3 +138,67 @@ def test_two_ranks_equal_torch(pools: Callable[[int], RankPool], smoothing: floa
     for rank, (loss, grad) in enumerate(pools(2).run(over_two, smoothing)):
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-13, atol=1e-13)
         torch.testing.assert_close(grad, piece(logits.grad, LENGTHS, 1, rank), rtol=1e-12, atol=1e-14)
+
+
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The branch of accelerators, on the CPU."""
+    monkeypatch.setattr(losses, "_is_fused", lambda _: True)
+
+
+def terms(logits: torch.Tensor, targets: torch.Tensor, vocabulary: VocabularySlice) -> tuple[torch.Tensor, ...]:
+    """Losses and gradients, as the operator that runs the head has them made."""
+    found = losses.RowTerms(logits, losses.Targets.of(targets, vocabulary, logits.shape[1]), vocabulary, keep=True)
+    gradient = torch.empty_like(logits)
+    loss = found.losses()
+    found.gradient(logits, torch.tensor(-3.0, dtype=logits.dtype), gradient)
+    return loss.squeeze(1), gradient
+
+
+@pytest.mark.usefixtures("fused")
+@pytest.mark.parametrize(
+    ("masked", "smoothing"),
+    [(None, 0.0), (None, 0.2), (-1e4, 0.0), (torch.finfo(torch.bfloat16).min, 0.0), (-float("inf"), 0.0)],
+)
+def test_the_fused_kernel_equals_torch(masked: float | None, smoothing: float) -> None:
+    """Also where the first entry of the vocabulary is masked, as padding of it may be."""
+    logits, targets = _case(9, 8, ignored=0.0)
+    logits = logits.float()
+    if masked is not None:
+        logits[:, 0], targets = masked, targets.clamp(min=1)
+    reference = logits.double().requires_grad_()
+    expected = F.cross_entropy(reference, targets, reduction="none", label_smoothing=smoothing)
+    (-3 * expected.sum()).backward()
+    found, gradient = terms(logits, targets, VocabularySlice(0, 8, 8, None, smoothing))
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(gradient.double(), reference.grad, rtol=1e-5, atol=1e-6)
+
+
+def fused_over_two(masked: float, last: int) -> tuple[torch.Tensor, ...]:
+    rank, before = dist.get_rank(), losses._is_fused
+    logits, targets = _masked_case(masked, last)
+    vocabulary = VocabularySlice(sum(LENGTHS[:rank]), sum(LENGTHS), max(LENGTHS), dist.group.WORLD)
+    losses._is_fused = lambda _: True
+    try:
+        return terms(piece(logits, LENGTHS, 1, rank).clone(), targets, vocabulary)
+    finally:
+        losses._is_fused = before
+
+
+def _masked_case(masked: float, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The second slice is masked from its first entry to the ``last``."""
+    logits, targets = _case(9, sum(LENGTHS), ignored=0.0)
+    logits[:, LENGTHS[0] : last] = masked
+    return logits, targets % LENGTHS[0]
+
+
+@pytest.mark.parametrize("last", [LENGTHS[0] + 1, sum(LENGTHS)])
+@pytest.mark.parametrize("masked", [torch.finfo(torch.float32).min, -float("inf")])
+def test_the_fused_kernel_of_a_slice_that_is_masked(pools: Callable[[int], RankPool], masked: float, last: int) -> None:
+    logits, targets = _masked_case(masked, last)
+    logits.requires_grad_()
+    expected = F.cross_entropy(logits, targets, reduction="none")
+    (-3 * expected.sum()).backward()
+    for rank, (loss, gradient) in enumerate(pools(2).run(fused_over_two, masked, last)):
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(gradient, piece(logits.grad, LENGTHS, 1, rank), rtol=1e-12, atol=1e-14)
