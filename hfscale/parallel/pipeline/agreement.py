@@ -2,7 +2,7 @@
 
 Every rank reports, in the one exchange that a step begins with, a list of whole numbers::
 
-    [rank in stage | per stage: does it train here? | per tied tensor: its state | per tied tensor: bits of its sum]
+    [rank in stage | per stage: does it train here? | per tied tensor: its state | per tied tensor: sum of its bits]
 
 The last part is on the device, where the sums are made; the exchange puts it behind the others.
 """
@@ -18,6 +18,8 @@ from ...runtime import Runtime, local_tensor
 
 _ABSENT, _FROZEN, _TRAINS, _CHANGED = 0, 1, 2, 2  # states of a tied tensor; _CHANGED is added to one that was changed
 
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # as wide as an entry
+
 
 @dataclass(frozen=True)
 class _Report:
@@ -28,7 +30,7 @@ class _Report:
         trains: per stage, whether something of the rank's own in it trains.
         ties: per tied tensor, :data:`_ABSENT`, :data:`_FROZEN` or :data:`_TRAINS`, plus :data:`_CHANGED` where that is
             another one than in the last step.
-        sums: per tied tensor, the bits of its sum.
+        sums: per tied tensor, the sum of its bits.
     """
 
     rank_in_stage: int
@@ -84,7 +86,7 @@ class StageAgreement:
                     tied = live[self._held[name]]
                     states[index] = _TRAINS if tied.requires_grad else _FROZEN
                     states[index] += _CHANGED * (tied.requires_grad != self._tie_trains[name])
-                    sums[index] = _bits_of_sum(tied)
+                    sums[index] = _sum_of_bits(tied)
         return [self._runtime.mesh.rank_in_stage, *trains, *states], sums
 
     def _training_stages(self, live: dict[str, nn.Parameter]) -> set[int]:
@@ -163,5 +165,7 @@ class StageAgreement:
         )
 
 
-def _bits_of_sum(parameter: Tensor) -> Tensor:
-    return local_tensor(parameter.detach()).sum(dtype=torch.float64).view(1).view(torch.int64)
+def _sum_of_bits(parameter: Tensor) -> Tensor:
+    """Return the sum of the entries' bits as integers, ``[1]``: exact in any order, which a GPU may change."""
+    share = local_tensor(parameter.detach())
+    return share.view(_INTEGERS[share.element_size()]).sum(dtype=torch.int64).view(1)
