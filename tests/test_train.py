@@ -297,6 +297,18 @@ def test_another_head(pools: Pools, tmp_path: Path) -> None:
     assert expected[3:] == pytest.approx(expected[:2], rel=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_clipping_multiplies_by_a_factor_that_is_not_rounded(dtype: torch.dtype) -> None:
+    model = hfscale.from_config(tiny("llama"), dtype=dtype).train()
+    hfscale.train_step(model, {"input_ids": torch.arange(24).view(2, 12), "labels": torch.arange(24).view(2, 12)})
+    before = {name: parameter.grad.double() for name, parameter in model.named_parameters()}
+    factor = 0.3337 / (hfscale.clip_grad_norm_(model, 0.3337).double() + 1e-6)
+    assert factor < 1
+    for name, parameter in model.named_parameters():
+        wanted = (before[name] * factor.float().double()).to(dtype)
+        torch.testing.assert_close(parameter.grad, wanted, rtol=1e-6, atol=0)
+
+
 GOLDEN = Path(__file__).parent / "golden"
 
 

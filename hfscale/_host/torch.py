@@ -221,8 +221,13 @@ def unscale_and_check(gradients: list[Tensor], factor: float) -> bool:
 
 
 def multiply_all(tensors: list[Tensor], factor: Tensor) -> None:
-    """Multiply ``tensors``, which are alike, in place by one launch."""
-    torch._foreach_mul_(tensors, factor)
+    """Multiply ``tensors``, which are alike, in place by one launch, in 32 bits at least."""
+    first = tensors[0]
+    if first.element_size() > 2:
+        torch._foreach_mul_(tensors, factor.to(first))
+    else:  # `_foreach_mul_` would round the factor to the type of the tensors; gradients are unscaled by a wide one
+        found = torch.zeros(1, device=first.device)
+        torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, factor.to(first.device, torch.float32))
 
 
 def backend_for(group: dist.ProcessGroup, device: torch.device) -> Any:

@@ -238,8 +238,8 @@ def on_tensor_cores(
         recipe = F.ScalingType.RowWise
         given_a, given_b = inverse_a, F.pad(inverse_b, (0, b.shape[1] - columns), value=1.0)
     found = F.scaled_mm(
-        a.contiguous(),
-        b.t().contiguous().t(),
+        _by_rows(a),
+        _by_rows(b.t()).t(),
         given_a,
         recipe,
         given_b,
@@ -248,6 +248,11 @@ def on_tensor_cores(
         use_fast_accum=fast,
     )[:, :columns]
     return (found * inverse_a * inverse_b if rowwise and not fast else found).to(dtype)
+
+
+def _by_rows(matrix: Tensor) -> Tensor:
+    """Return the matrix with rows side by side in memory, and strides that say so where it has one row or column."""
+    return matrix.contiguous().as_strided(matrix.shape, (matrix.shape[1], 1))
 
 
 def _padded(matrix: Tensor, *dims: int) -> Tensor:

@@ -24,7 +24,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     norm, gradients = _global_norm(runtime, here, float(norm_type)), [gradient for _, gradient in here]
     coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for same in _alike(gradients):
-        multiply_all([gradients[i] for i in same], coefficient.to(gradients[same[0]]))
+        multiply_all([gradients[i] for i in same], coefficient)
     return norm
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 import hfscale
 from hfscale import ConfigError, Float8Config, MemoryConfig, ParallelConfig, PlanError
-from hfscale.ops.float8 import Float8Groups, Float8Products, on_tensor_cores
+from hfscale.ops.float8 import FORWARD, Float8Groups, Float8Products, on_tensor_cores
 from hfscale.ops.products import multiply_by
 from hfscale.precision.float8 import compute
 from hfscale.testing import RankPool
@@ -147,6 +148,22 @@ def test_torchs_kernel_is_what_is_emulated(rowwise: bool, fast: bool) -> None:
     of_a, of_b = (torch.rand(5, 1) + 1, torch.rand(1, 21) + 1) if rowwise else (torch.tensor(2.0), torch.tensor(3.0))
     found = on_tensor_cores(a, of_a, b, of_b, torch.bfloat16, fast)
     torch.testing.assert_close(found, ((a.float() / of_a) @ (b.float() / of_b)).bfloat16(), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("rowwise", [True, False])
+@pytest.mark.parametrize("columns", [(1, 1), (16, 1), (1, 40), (40, 17)], ids=str)
+def test_torchs_kernel_takes_every_shape(rowwise: bool, columns: tuple[int, int]) -> None:
+    """Its meta function checks strides, multiples and scales as a GPU does; a size of 1 leaves strides undecided."""
+    k, m = columns
+    for n, fast, a_transposed, b_transposed in product((0, 1, 17), *[(False, True)] * 3):
+        a = torch.empty(k, n, device="meta", dtype=FORWARD).t() if a_transposed else _empty(n, k)
+        b = torch.empty(m, k, device="meta", dtype=FORWARD).t() if b_transposed else _empty(k, m)
+        scales = [torch.empty(shape if rowwise else (), device="meta") for shape in ((n, 1), (1, m))]
+        assert on_tensor_cores(a, scales[0], b, scales[1], torch.bfloat16, fast).shape == (n, m)
+
+
+def _empty(rows: int, columns: int) -> Tensor:
+    return torch.empty(rows, columns, device="meta", dtype=FORWARD)
 
 
 def test_a_matrix_without_entries_has_a_scale() -> None:
