@@ -7,6 +7,7 @@ from torch import nn
 
 from .adapters import Adapters
 from .checkpoint import save_pretrained
+from .guards.packed_rows import PackedRows
 from .guards.part import SharedBatch, StockCode
 from .memory.kept_activations import KeptActivations
 from .memory.offload_optimizer import OffloadOptimizer
@@ -53,6 +54,7 @@ def parts_of(adapters: Adapters | None) -> tuple[Part, ...]:
         Recomputation(),
         KeptActivations(),
         RandomStreams(),
+        PackedRows(),
         SharedBatch(),
         ExpertRouting(),
         DataParallel(),

@@ -2,12 +2,14 @@
 
 from .changes import refuse_changes
 from .empty import without_gaps
+from .packed_rows import check_packed_rows
 from .replicas import check_replicas
 from .steps import before_step
 from .stock_loops import refuse_stock_accelerator, refuse_stock_clipping
 
 __all__ = [
     "before_step",
+    "check_packed_rows",
     "check_replicas",
     "refuse_changes",
     "refuse_stock_accelerator",

@@ -3,9 +3,9 @@
 from typing import Any
 
 import hfscale
+from hfscale.guards import check_packed_rows
 
 from .adapting import adapter_of, quantization_of
-from .borders import check_borders
 from .dataset import prepare
 from .layouts import layout_of
 from .loop import train
@@ -38,7 +38,7 @@ def finetune(recipe: FinetuneRecipe, limit: float | None = None) -> None:
         print(hfscale.coverage_report(model), flush=True)
     expected = expect_memory(model, recipe, limit)
     if recipe.data.is_packed:
-        check_borders(model.config)
+        check_packed_rows(model)
     tokenizer, train_data, validation_data, baseline = prepare(recipe.data, tokenizer, 0, recipe.directory)
     log = RunLog.of(recipe, baseline)
     asked = recipe.data.samples

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from .._host.transformers.computing import begins_anew, text_positions
 from ..errors import ConfigError
 
 Look = Callable[[Mapping[str, Any]], tuple[Tensor, Tensor]]
@@ -51,7 +52,7 @@ class Microbatch(dict[str, Any]):
     def packed(self) -> bool | None:
         """Whether the model's positions restart within rows; ``None``: it takes a look."""
         # Other inputs than of text may make positions of their own.
-        return self.restarts if self.keys() <= _PLAIN or self.shifted else None
+        return self.restarts if self.restarts or self.keys() <= _PLAIN or self.shifted else None
 
     def like(self, values: Mapping[str, Any]) -> "Microbatch":
         """Other arguments of which the same is known."""
@@ -83,9 +84,11 @@ def look_at(batches: Sequence[Mapping[str, Any]], look: Look, hashed: bool) -> T
 
 def _restarts(batch: Mapping[str, Any], zero: Tensor) -> Tensor:
     positions = batch.get("position_ids")
-    if not isinstance(positions, Tensor) or positions.ndim != 2 or positions.shape[1] < 2:
+    positions = text_positions(positions) if isinstance(positions, Tensor) else None
+    if positions is None or positions.shape[1] < 2:
         return zero
-    return (positions.diff() != 1).any().to(zero.dtype)
+    found = begins_anew(positions, batch.get("attention_mask")).any().to(zero.dtype)
+    return found if found.device == zero.device else found.to(zero.device)
 
 
 def _hash(batch: Mapping[str, Any], zero: Tensor) -> Tensor:

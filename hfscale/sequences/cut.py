@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .._host.transformers.computing import number_examples
+from .._host.transformers.computing import begins_anew, text_positions
 from ..errors import ConfigError
 from .split import Split
 
@@ -34,7 +34,6 @@ _AT_MARKED = {"deepstack_visual_embeds": "visual_pos_masks"}
 CUT_INSIDE = ("visual_pos_masks", "per_layer_inputs", *_AT_MARKED)
 """Of what models of text are given besides embeddings where there are pictures, what can be cut."""
 LABELS = ("labels", "shift_labels")
-_WITH_TEXT = 4  # rows of positions: text, time, height, width
 _NO_TOKENS = ("use_cache", "return_dict", "output_hidden_states", "num_items_in_batch", "output_attentions")
 
 
@@ -103,9 +102,8 @@ def cut_batch(
         )
     split = Split(total, size)
     padding, positions = _padding(batch.get("attention_mask")), batch.get("position_ids")
-    documents, of_text = None, None if positions is None else positions_of_text(positions)
-    if of_text is not None and batch.get("attention_mask") is None:  # where there is a mask, the host looks for none
-        documents = _documents(of_text.expand(samples, -1))
+    of_text = None if positions is None else text_positions(positions)
+    documents = None if of_text is None else _documents(of_text.expand(samples, -1), batch.get("attention_mask"))
     whole = dict(batch)
     if padding is None:
         whole.pop("attention_mask", None)
@@ -135,13 +133,6 @@ def cut_inputs(batch: CutBatch, given: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def positions_of_text(positions: Tensor) -> Tensor | None:
-    """The positions in which the host looks for examples of packed rows: ``[1 or b, s]``."""
-    if positions.ndim == 2:
-        return positions
-    return positions[0] if len(positions) == _WITH_TEXT else None
-
-
 def shape_of(batch: Mapping[str, Any]) -> tuple[int, int]:
     """Rows and tokens."""
     for name in ("input_ids", "inputs_embeds"):
@@ -162,10 +153,10 @@ def _padding(mask: Any) -> Tensor | None:
     return None if bool(mask.all()) else mask.bool()
 
 
-def _documents(positions: Tensor) -> Tensor | None:
-    """Which example of its row each token is in; ``None`` where every row is one."""
-    documents = number_examples(positions)
-    return documents if bool(documents[:, -1].any()) else None
+def _documents(positions: Tensor, mask: Tensor | None) -> Tensor | None:
+    """Return which document of its row each token is in; ``None`` where every row is one."""
+    begins = begins_anew(positions, mask)
+    return F.pad(begins.cumsum(-1), (1, 0)) if bool(begins.any()) else None
 
 
 def _marked(rows: list[Tensor], marks: Tensor, places: Tensor) -> list[Tensor]:

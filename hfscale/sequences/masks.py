@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from .._host.transformers.attention import and_masks, causal_mask_function, keep_documents_apart, leave_out_padding
-from .cut import CutBatch, positions_of_text
+from .._host.transformers.computing import text_positions
+from .cut import CutBatch
 from .split import Interval, Split
 
 SKIPPED, FULL, CAUSAL, MASKED = "skipped", "full", "causal", "masked"
@@ -50,13 +51,10 @@ class MaskBlocks:
         samples: int,
         device: torch.device,
         attend: Callable[..., Any],
-        packs: bool,
     ) -> "MaskBlocks":
-        """What the host's ``function`` becomes with the padding of the whole sequences and, where the host looks for
-        them (``packs``), their documents.
-        """
-        if batch.documents is not None and packs:
-            positions = positions_of_text(batch.whole_positions(device))
+        """Return the mask of the host's ``function`` without padding and across no document of the whole sequences."""
+        if batch.documents is not None:
+            positions = text_positions(batch.whole_positions(device))
             assert positions is not None  # in which the documents were found
             positions = positions.expand(samples, -1)
             function = keep_documents_apart(function, positions, batch.documents)

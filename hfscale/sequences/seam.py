@@ -59,7 +59,6 @@ Attend = Callable[[nn.Module, Tensor, Tensor, Tensor, MaskBlocks, AttentionCall]
 class _Passage:
     batch: CutBatch
     attend: Attend
-    looked: bool = False
 
 
 _passage: ContextVar[_Passage | None] = ContextVar("a pass over parts of sequences", default=None)
@@ -88,7 +87,7 @@ class Seam:
         passage = _Passage(batch, attend)
         token = _passage.set(passage)
         try:
-            with masks_made_here(MaskBlocks, lambda: setattr(passage, "looked", True)):
+            with masks_made_here(MaskBlocks):
                 yield
         finally:
             _passage.reset(token)
@@ -125,8 +124,7 @@ def _mask(host: Callable[..., Any], fills: bool, *args: Any, **kwargs: Any) -> A
     function = kwargs["mask_function"]
     if kwargs.get("use_vmap"):  # which the host does not know to take more than one place at a time
         function = place_by_place(function)
-    looked, passage.looked = passage.looked, False  # some masks keep packed examples apart, and others do not
-    found = MaskBlocks.of(passage.batch, function, kwargs["batch_size"], kwargs["device"], passage.attend, packs=looked)
+    found = MaskBlocks.of(passage.batch, function, kwargs["batch_size"], kwargs["device"], passage.attend)
     return found.filled() if fills and passage.batch.padding is not None else found
 
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from .._host.transformers.classes import class_name, takes_argument
 from .._host.transformers.computing import uses_flash_attention
 from ..errors import ConfigError
-from ..guards import without_gaps
+from ..guards import check_packed_rows, without_gaps
 from ..runtime import Batch, Runtime, StepLoss
-from ..runtime.batches import Microbatch, agree, known, look_at, to_device, total_of, with_borders
+from ..runtime.batches import BORDERS, Microbatch, agree, known, look_at, to_device, total_of, with_borders
 
 
 def prepare(
@@ -35,6 +35,8 @@ def prepare(
         given, rows = _agreed(runtime, loss, batch, train)
         loss.refuse_outside(sum(outside for _, outside, _ in rows))
         microbatches = [known(each, row) for each, row in zip(given, rows, strict=True)]
+        if packed := [microbatch for microbatch in microbatches if microbatch.restarts]:
+            check_packed_rows(runtime.model, packed)
         for part in runtime.parts:
             microbatches = [part.own_tokens(runtime, each) for each in microbatches]
     except ConfigError as error:  # ranks with other batches must not wait for this one
@@ -129,6 +131,12 @@ def _refuse_what_is_no_tensor(microbatch: Mapping[str, Any]) -> None:
             f"{listed} is a {type(microbatch[listed]).__name__}: give tensors, [rows, tokens], as a collator of "
             "transformers makes them of rows (DataCollatorForLanguageModeling, default_data_collator), or "
             "torch.tensor(...)"
+        )
+    borders = microbatch.get(BORDERS[0])
+    if isinstance(borders, Tensor) and len(borders) > 2 and microbatch.get("position_ids") is None:
+        raise ConfigError(
+            f"{BORDERS[0]} says that a row holds {len(borders) - 1} documents, and without position_ids most models "
+            "count positions on from one to the next: give position_ids too (return_position_ids=True)"
         )
     ids = microbatch.get("input_ids")
     if isinstance(ids, Tensor) and ids.ndim == 1:

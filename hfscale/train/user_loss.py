@@ -107,7 +107,7 @@ class UserLoss:
             part.check_user_loss(self._runtime)
 
     def _loss(self, called: Any, inputs: Microbatch, index: int) -> Tensor:
-        with packing(inputs.packed, "position_ids" in inputs):
+        with packing(inputs.packed, inputs):
             output = called(**inputs)
         if self._kept is not None:
             self._kept.keep(output, inputs, index)

@@ -45,6 +45,7 @@ from .refusals import (
     check_layout_of,
     check_losses_of_scores,
     check_model,
+    check_packing,
     check_run,
     check_scaled,
     check_step,
@@ -96,6 +97,7 @@ class TrainerMixin(TrainerHooks, DataSets):
         """Refuse a loss that needs what no rank has."""
         trainer: Any = self
         runtime, own = self.runtime, not has_stock_loss(self)
+        check_packing(trainer, runtime)
         check_generation(trainer, runtime)
         if runtime.plan.stages is None:
             check_scaled(trainer, runtime, own_step=not self.uses_train_step)

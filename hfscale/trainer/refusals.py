@@ -5,11 +5,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import DataCollatorWithFlattening
 
 from .._host.transformers.classes import class_name
 from .._host.transformers.trainer import count_processes_on_cpu, unheard_options, use_one_gpu
 from ..config import ParallelConfig, started_processes
 from ..errors import ConfigError
+from ..guards import check_packed_rows
 from ..optimizers.catalog import find_choice, parse_arguments
 from ..parallel.experts import ExpertRouting
 from ..runtime import Runtime
@@ -261,3 +263,15 @@ def check_scaled(trainer: Any, runtime: Runtime, own_step: bool) -> None:
             f"TrainingArguments(fp16=True): hfscale.train_step scales the loss, and {type(trainer).__name__} runs the "
             "backward pass of a loss of its own: use bf16=True, and mixed_precision='bf16' where the model is built"
         )
+
+
+def check_packing(trainer: Any, runtime: Runtime) -> None:
+    """Refuse collators that put several documents into one row, for models that do not keep them apart.
+
+    Raises:
+        ConfigError: see :func:`hfscale.guards.check_packed_rows`.
+    """
+    collator = getattr(trainer, "data_collator", None)
+    flattens = isinstance(collator, DataCollatorWithFlattening) or getattr(collator, "padding_free", False)
+    if flattens:
+        check_packed_rows(runtime.model, start=getattr(collator, "position_ids_start", 0))

@@ -9,17 +9,15 @@ import pytest
 import torch
 from datasets import Dataset
 from torch import Tensor
-from transformers import AutoConfig
 
 import hfscale
 from hfscale import ParallelConfig
 from hfscale.recipes.batch_sizes import evaluation_steps
-from hfscale.recipes.borders import check_borders
 from hfscale.recipes.loop import evaluate, train
 from hfscale.recipes.packing import Example, cut, first_fit, packed_rows, separate_rows
 from hfscale.recipes.rows import IGNORED, Rows, divided
 from hfscale.recipes.run_log import RunLog, read_metrics
-from hfscale.recipes.schema import PretrainRecipe, RecipeError, TrainingRecipe
+from hfscale.recipes.schema import PretrainRecipe, TrainingRecipe
 from hfscale.recipes.tasks import TEXT
 from hfscale.testing import Case, RankPool, assert_layout_equal
 
@@ -159,17 +157,6 @@ def test_both_ways_to_attend(family: str, attention: str) -> None:
 def test_padded_rows_compute_what_their_examples_do(pools: Pools) -> None:
     layout = ParallelConfig(tp_size=2, sequence_parallel=True)
     assert_layout_equal(ExamplesCase(tiny("llama"), packed=False), layout, pools(2))
-
-
-def test_families_that_keep_examples_apart_are_told_from_those_that_do_not():
-    state = torch.random.get_rng_state()
-    for family in ("llama", "qwen3", "gpt2", "mistral", "qwen3_moe"):
-        check_borders(AutoConfig.for_model(family))
-    assert torch.equal(torch.random.get_rng_state(), state)
-    # Takes no positions; does not make its mask from them; carries a state over the border.
-    for family in ("bloom", "gpt_oss", "qwen3_next"):
-        with pytest.raises(RecipeError, match=f"models of type {family} do not keep them apart.*data.packing=false"):
-            check_borders(AutoConfig.for_model(family))
 
 
 def _train(directory: str, layout: dict[str, Any], packed: bool) -> tuple[float, float, int]:

@@ -107,14 +107,11 @@ def set_implementation(config: Any, name: str) -> None:
 
 
 @contextmanager
-def masks_made_here(kind: type, looked: Callable[[], None]) -> Iterator[None]:
+def masks_made_here(kind: type) -> Iterator[None]:
     """Within: the host takes a mask of ``kind`` for one that is made already, where one function of a model hands it to
-    another; and it finds no packed examples in the positions it has: ``looked`` is told that it asked.
+    another; and it looks for no packed examples in the positions it has.
     """
     examples, prepared = masking_utils.find_packed_sequence_indices, masking_utils._preprocess_mask_arguments
-
-    def noted(position_ids: Tensor) -> None:
-        looked()
 
     def unless_made(config: Any, inputs_embeds: Tensor, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(attention_mask, kind):
@@ -123,7 +120,7 @@ def masks_made_here(kind: type, looked: Callable[[], None]) -> Iterator[None]:
         leaves, _, *rest = prepared(config, inputs_embeds, of_four_dims, *args, **kwargs)
         return leaves, attention_mask, *rest
 
-    masking_utils.find_packed_sequence_indices = noted
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
     masking_utils._preprocess_mask_arguments = unless_made
     try:
         yield

@@ -281,7 +281,7 @@ class Pipeline(Executor):
             if last:
                 loss = self._loss(inputs, microbatch)
             else:
-                with packing(inputs.packed, "position_ids" in inputs):
+                with packing(inputs.packed, inputs):
                     self._runtime.model(**inputs)
             leaving = passage.leaving
             missed = arrived is not None and not passage.arrived

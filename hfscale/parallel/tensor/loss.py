@@ -110,7 +110,7 @@ class VocabParallelLoss(KeepsOutputs):
         self._known = None if batch.valid is None else (given, batch.valid)
         self._shifted = batch.shifted
         try:
-            with self.normalized_by(count, label_smoothing), packing(batch.packed, "position_ids" in batch):
+            with self.normalized_by(count, label_smoothing), packing(batch.packed, batch):
                 output = model(**batch)
         finally:
             self._known, self._shifted = None, False
