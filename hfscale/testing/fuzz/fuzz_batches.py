@@ -1,5 +1,6 @@
 """The batches of a draw."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -73,6 +74,7 @@ def _microbatch(
         batch["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
         if draw.packed:
             batch["position_ids"] %= length // 2 + 1
+            labels[begins(batch)] = -100
     if draw.empty_rank and last:
         batch = {name: value[:0] for name, value in batch.items()}
     return batch
@@ -85,3 +87,22 @@ def _padding(side: str, rows: int, length: int) -> torch.Tensor:
         out = min(row * 2 - 1, length - 1)
         mask[row, slice(length - out, length) if side == "right" else slice(0, out)] = 0
     return mask
+
+
+def spans(batch: Batch) -> Iterator[tuple[int, int, int]]:
+    """Yield row, start and end of every document."""
+    positions, mask = batch["position_ids"], batch.get("attention_mask")
+    for row, numbers in enumerate(positions.tolist()):
+        seen = [1] * len(numbers) if mask is None else mask[row].tolist()
+        pairs = zip(numbers, numbers[1:], seen, seen[1:], strict=False)
+        begins = [i for i, (one, two, *both) in enumerate(pairs, start=1) if two <= one and all(both)]
+        yield from ((row, start, end) for start, end in zip([0, *begins], [*begins, len(numbers)], strict=True))
+
+
+def begins(batch: Batch) -> Tensor:
+    """Return flags ``[b, s]`` of tokens that no token of their document predicts: the first, also after padding."""
+    mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
+    found = torch.nn.functional.pad(mask[:, :-1] == 0, (1, 0), value=True)
+    for row, start, _ in spans(batch):
+        found[row, start] = True
+    return found

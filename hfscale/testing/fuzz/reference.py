@@ -16,6 +16,7 @@ import hfscale
 
 from ..._host.bitsandbytes import has_layouts, keep_layout
 from ..parity import plain_name
+from .documents import by_document
 from .draw import Draw
 from .fuzz_batches import Batch, Call, as_given, batches, valid_labels
 from .levers import (
@@ -208,6 +209,8 @@ def train(draw: Draw, directory: Path, dtype: torch.dtype, record: Record, skipp
     runs = hfscale.parallelize(model, **own) if own and draw.peft is None else model
     if dtype != torch.float64 and is_autocast(draw):
         runs.forward = _autocast(runs.forward, computes_in(draw))
+    if draw.packed and draw.positions and not own:
+        runs.forward = by_document(runs.forward)
     optimizers = stock_optimizers(draw, model, directory)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     record.dtypes = {plain_name(name): p.dtype for name, p in model.named_parameters()}
