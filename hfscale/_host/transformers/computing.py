@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from transformers import Cache, masking_utils
@@ -68,7 +68,7 @@ def packing(restarts: bool | None, batch: Mapping[str, Any]) -> Iterator[None]:
 
     masking_utils.find_packed_sequence_indices = known
     if restarts:
-        masking_utils.ALL_MASK_ATTENTION_FUNCTIONS = _DocumentMasks(masks, batch)
+        masking_utils.ALL_MASK_ATTENTION_FUNCTIONS = cast(Any, _DocumentMasks(masks, batch))
     try:
         yield
     finally:

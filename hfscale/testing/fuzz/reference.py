@@ -202,15 +202,21 @@ def _autocast(forward: Callable[..., Any], dtype: torch.dtype) -> Callable[..., 
     return autocast_forward
 
 
-def train(draw: Draw, directory: Path, dtype: torch.dtype, record: Record, skipped: Sequence[bool] = ()) -> list[Step]:
-    """All steps in one process; those of ``skipped`` change nothing, as if they had overflowed."""
-    model = load(draw, directory, dtype)
+def _computing(draw: Draw, model: Any, dtype: torch.dtype) -> Any:
+    """Return ``model`` as the reference runs it."""
     own = _own_parts(draw)
     runs = hfscale.parallelize(model, **own) if own and draw.peft is None else model
     if dtype != torch.float64 and is_autocast(draw):
         runs.forward = _autocast(runs.forward, computes_in(draw))
     if draw.packed and draw.positions and not own:
         runs.forward = by_document(runs.forward)
+    return runs
+
+
+def train(draw: Draw, directory: Path, dtype: torch.dtype, record: Record, skipped: Sequence[bool] = ()) -> list[Step]:
+    """All steps in one process; those of ``skipped`` change nothing, as if they had overflowed."""
+    model = load(draw, directory, dtype)
+    runs = _computing(draw, model, dtype)
     optimizers = stock_optimizers(draw, model, directory)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     record.dtypes = {plain_name(name): p.dtype for name, p in model.named_parameters()}
