@@ -37,6 +37,17 @@ DAILY = [
     ("gpt_oss", "cp2"),
 ]
 
+# Stock code computes part of these in float32, whose rounding depends on what else is in the batch.
+TOLERANCES = {"modernbert-decoder": 1e-6}
+# Routers that stay in float32, which the comparison in float64 does not run over shards; a loss of texts with pictures.
+NOT_COMPARED = {
+    ("ernie4_5_moe", "shard2"),
+    ("hunyuan_v1_moe", "shard2"),
+    ("ernie4_5_moe", "cp2"),
+    ("hunyuan_v1_moe", "cp2"),
+}
+NOT_COMPARED |= {("git", layout) for layout in LAYOUTS}
+
 
 @dataclass
 class PackedCase(Case):
@@ -101,7 +112,7 @@ def test_documents_in_one_row_compute_what_each_does_by_itself(pools: Pools, fam
         assert (family, layout) not in DAILY
         return
     pool = pools(2) if parallel.total_size > 1 else None
-    assert_layout_equal(PackedCase(config, start=start), parallel, pool)
+    assert_layout_equal(PackedCase(config, start=start), parallel, pool, TOLERANCES.get(family, 1e-10))
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
