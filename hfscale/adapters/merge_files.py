@@ -86,7 +86,7 @@ def merge_adapter(
         raise CheckpointError(f"{base} is not a checkpoint that a model can be made of: {error}") from error
     contents = {key: torch.empty(t.shape, dtype=t.dtype, device="meta") for key, t in merged.stored.items()}
     changed = 0
-    with atomic_directory(out, stale=REPLACED, last=INDEX) as staging:
+    with atomic_directory(out, stale=REPLACED) as staging:
         writer = CheckpointWriter(staging.path, contents, max_shard_size)
         for key in contents:
             writer.add(key, merged[key])

@@ -12,7 +12,6 @@ from .._host.transformers.saving import AsStored
 from ..config import ParallelConfig
 from ..errors import CheckpointError
 from ..files.complete import MARK
-from ..files.writer import INDEX as WEIGHTS_INDEX
 from ..files.writer import REPLACED, CheckpointWriter
 from ..mesh import MESH_AXES, Mesh
 from ..runtime.atomic_directory import atomic_directory
@@ -52,7 +51,7 @@ def convert_state(
             f"{directory} lacks {len(missing)} weights, {missing[0]} for one, which were held in 4 or 8 bits: they are "
             "in the checkpoint that the model was loaded from"
         )
-    with atomic_directory(target, stale=REPLACED, last=WEIGHTS_INDEX) as staging:
+    with atomic_directory(target, stale=REPLACED) as staging:
         if index.adapter:
             save_file(
                 {name: reader.whole(key) for name, key in index.stored.items()},

@@ -8,7 +8,7 @@ from pathlib import Path
 from ..errors import CheckpointError
 from ..files.complete import content_problems, read_mark
 from ..files.reader import SafetensorsFile, open_tensors
-from .state_directory import candidates, problems_of, written_at
+from .state_directory import candidates, problems_of, states_in, written_at
 from .state_index import INDEX, StateIndex
 from .state_reader import StateReader
 
@@ -25,7 +25,7 @@ def inspect(source: Path, verify: bool = True) -> tuple[str, bool]:
     files = sorted(source.glob("*.safetensors"))
     if files and not (source / INDEX).exists():
         return _checkpoint(source, files)
-    states = candidates(source)
+    states = states_in(source) or candidates(source)
     if states[0] == source or len(states) == 1:
         text, problems = _state(states[0], verify)
         return "\n".join([*text, *(f"  not whole: {problem}" for problem in problems)]), not problems

@@ -3,7 +3,7 @@
 Data flow: shapes and types of all tensors are known from the plan, so rank 0 writes each file's header first and then
 streams. For one parameter after the other, every rank whose share no other rank sends (replica 0 of the data axes)
 sends it to rank 0, which puts it in its place in one whole tensor and writes that to its file. No rank ever holds more
-than one whole tensor. Files grow in a hidden directory inside the target and move into place when all are whole.
+than one whole tensor. Files grow aside and are put into place all at once (:mod:`hfscale.files.replace`).
 """
 
 from datetime import timedelta
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from .. import guards
 from .._host.transformers.saving import AsStored, write_configs
-from ..files.writer import INDEX, STALE, CheckpointWriter
+from ..files.directories import target_of
+from ..files.writer import STALE, CheckpointWriter
 from ..runtime import Runtime, runtime_of
 from ..runtime.atomic_directory import atomic_directory
 from ..runtime.full_tensors import full_tensors, tensors_to_save
@@ -33,8 +34,8 @@ def save_pretrained(
 ) -> None:
     """Write ``model`` as an ordinary Hugging Face directory that loads with hfscale uninstalled.
 
-    Call it on every rank. Weights that ``directory`` holds already are replaced at the very end. Of a model with
-    adapters, the adapter is written, in PEFT's format.
+    Call it on every rank. Weights that ``directory`` holds already are replaced at the very end, all at once;
+    other files in it stay. Of a model with adapters, the adapter is written, in PEFT's format.
 
     Args:
         max_shard_size: the most bytes in one file, as for the host's ``save_pretrained``.
@@ -42,13 +43,14 @@ def save_pretrained(
         check_replicas: compare, bit by bit, what several ranks hold together.
 
     Raises:
+        ConfigError: ``directory`` is empty, the root of the file system, or no path.
         CheckpointError: a rank did not arrive, ranks have drifted apart, or writing failed; ``directory`` is then as it
             was before.
     """
-    runtime, target = runtime_of(model), Path(directory)
-    everyone_arrives(runtime.mesh, timeout, f"save_pretrained({str(target)!r})")
+    runtime, target, call = runtime_of(model), target_of(directory), f"save_pretrained({str(directory)!r})"
+    everyone_arrives(runtime.mesh, timeout, call)
     if check_replicas:
-        guards.check_replicas(runtime, f"save_pretrained({str(target)!r})")
+        guards.check_replicas(runtime, call)
     if any(part.save(runtime, target) for part in runtime.parts):
         return
     _write(runtime, target, max_shard_size)
@@ -58,7 +60,7 @@ def _write(runtime: Runtime, target: Path, max_shard_size: str | int) -> None:
     entries = tensors_to_save(runtime)
     contents = {entry.name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for entry in entries}
     stored = AsStored(runtime.model, contents)
-    with atomic_directory(target, runtime.mesh, stale=STALE, last=INDEX) as staging:
+    with atomic_directory(target, runtime.mesh, stale=STALE) as staging:
         writer = None
         if is_writer(runtime.mesh):
             writer = staging.attempt(CheckpointWriter, staging.path, stored.layout, max_shard_size)

@@ -12,6 +12,7 @@ other kind finds its own shares in them::
 """
 
 import logging
+import operator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,13 @@ from torch.utils.data import DataLoader
 
 from .. import guards
 from .._host.accelerate import stock_optimizer
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ConfigError, check_count
+from ..files.directories import target_of
 from ..parallel.data import reshard
 from ..runtime import Runtime, runtime_of
 from ..runtime.writing import everyone_arrives
 from .background import apart, begin_save, on_host, wait_for_saves
+from .state_directory import new_run, run_of
 from .state_load import Resumed, load_from, none_there, together
 from .state_take import take_state
 from .state_write import write_state
@@ -56,7 +59,7 @@ def save_state(
         directory: of this state. A state that it holds already is replaced, once the new one is whole.
         optimizer: over parameters of ``model``.
         step: what :func:`load_state` will say the run had come to.
-        keep_last: remove older states beside this one, but so many of the newest.
+        keep_last: remove states of this run beside this one, except this many of the highest steps.
         keep_every: keep those of steps that this divides as well.
         check_replicas: compare, bit by bit, what several ranks hold together.
         asynchronous: return once everything is copied to the host's memory, and write it behind the steps that follow.
@@ -66,20 +69,23 @@ def save_state(
             states are plain data. What is ``None`` is left out.
 
     Raises:
+        ConfigError: ``directory``, ``step``, ``keep_last`` or ``keep_every`` is impossible; nothing was written.
         CheckpointError: a rank did not arrive, or could not write, ranks have drifted apart, or a schedule without a
             flush has microbatches under way; what ``directory`` held is then still there.
     """
-    runtime, target = runtime_of(model), Path(directory)
+    runtime, target, call = runtime_of(model), target_of(directory), f"save_state({str(directory)!r})"
+    count = _check_numbers(step, keep_last, keep_every)
     refuse_under_way(runtime, "save_state")
     wait_for_saves()
-    everyone_arrives(runtime.mesh, timeout, f"save_state({str(target)!r})")
+    everyone_arrives(runtime.mesh, timeout, call)
     if check_replicas:
-        guards.check_replicas(runtime, f"save_state({str(target)!r})")
+        guards.check_replicas(runtime, call)
     for part in runtime.parts:
         part.before_state(runtime, resumed=False)
     reshard(runtime.model)  # or whole weights would be taken for the shares
-    given, count = _given(others), None if step is None else int(step)
+    given = _given(others)
     taken = together(runtime.mesh, lambda: take_state(runtime, stock_optimizer(optimizer), count, given))
+    runtime.run = runtime.run or new_run()
     if asynchronous:
         taken.mesh, taken.contents.held = apart(taken.mesh), on_host(taken.contents.held)
         begin_save(str(target), lambda: write_state(taken, target, keep_last, keep_every))
@@ -118,7 +124,10 @@ def load_state(
     if missing_ok and none_there(Path(directory), runtime.mesh):
         return Resumed(None, 0, runtime.mesh.batch_world, True)
     reshard(runtime.model)
-    return load_from(runtime, Path(directory), stock_optimizer(optimizer), _given(others), verify)
+    resumed = load_from(runtime, Path(directory), stock_optimizer(optimizer), _given(others), verify)
+    if resumed.directory is not None:
+        runtime.run = run_of(resumed.directory)
+    return resumed
 
 
 def refuse_under_way(runtime: Runtime, call: str) -> None:
@@ -128,6 +137,22 @@ def refuse_under_way(runtime: Runtime, call: str) -> None:
             f"{call} knows nothing of the microbatches that {runtime.mesh.layout.pipeline_schedule} has under way: "
             "take their gradients first (for loss in hfscale.drain(model): optimizer.step()), or they would be lost"
         )
+
+
+def _check_numbers(step: Any, keep_last: object, keep_every: object) -> int | None:
+    """Return the step as a plain number."""
+    for name, count in (("keep_last", keep_last), ("keep_every", keep_every)):
+        if count is not None:
+            check_count(name, count)
+    if step is None:
+        return None
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = -1
+    if isinstance(step, bool) or number < 0:
+        raise ConfigError(f"step must be a whole number of at least 0, got {step!r}")
+    return number
 
 
 def _given(others: dict[str, Any]) -> dict[str, Any]:

@@ -1,50 +1,38 @@
-"""Directories of saved states: made aside, moved into place, marked whole; and the newest whole one found again.
+"""Directories of saved states: made aside, marked whole, moved into place; and the newest whole one found again.
 
 ::
 
-    .NAME.incomplete    where all ranks write; locked by the job that does, so that what a killed one left can be told
-    NAME                what it becomes, and is marked
-    .NAME.old           what NAME was, until the new one is marked
-    .NAME.discarded     what is about to be removed
+    .NAME.incomplete    where all ranks write (:mod:`hfscale.files.directories`), and what is marked when all is there
+    NAME                what it becomes
+    .NAME.old           what NAME was, until the new one is in its place
 
 Killed at any moment, a save leaves a state that is whole: under NAME, or, between the two renames, under .NAME.old.
+Every state has the id of the run that wrote it, which a run that goes on from a state takes over. So states of several
+runs may lie in one directory: the newest is the one of the highest step of the run that wrote last, and a run removes
+none but its own.
 """
 
-import fcntl
+import functools
 import logging
-import os
 import shutil
+import uuid
 from contextlib import suppress
 from pathlib import Path
 
 from ..errors import CheckpointError
-from ..files.complete import MARK, FileSum, mark_complete, read_mark, size_problems, sync_directory, unmark
+from ..files.complete import MARK, FileSum, Mark, mark_complete, read_mark, size_problems, unmark
+from ..files.directories import (
+    DirectoryLock,
+    discard,
+    holds_current_directory,
+    make_staging,
+    staging_of,
+    sync_directory,
+)
 from .state_index import INDEX
 
-LATEST, _DISCARDED = "latest", ".discarded"
+LATEST = "latest"
 _log = logging.getLogger(__name__)
-
-
-class DirectoryLock:
-    """Says that a living process writes a directory; the system lifts it when the process ends."""
-
-    def __init__(self, path: Path, wait: bool = False) -> None:
-        self._handle = os.open(path, os.O_RDONLY)
-        try:
-            fcntl.flock(self._handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError as error:
-            os.close(self._handle)
-            raise CheckpointError(
-                f"another job is writing {path} at this moment: give each job a directory of its own"
-            ) from error
-        except OSError:  # a file system without locks
-            _log.info("%s cannot be locked", path)
-
-    def release(self) -> None:
-        """Lift it, if it is not."""
-        if self._handle >= 0:
-            os.close(self._handle)
-            self._handle = -1
 
 
 class NewState:
@@ -55,35 +43,24 @@ class NewState:
     """
 
     def __init__(self, target: Path) -> None:
-        self.target = target
-        self.path = staging_of(target)
-        target.parent.mkdir(parents=True, exist_ok=True)
+        self.target, self.path = target, staging_of(target)
         _refuse_other(target)
-        with suppress(FileExistsError):
-            self.path.mkdir()
-        self._lock = DirectoryLock(self.path)
-        for left in self.path.iterdir():  # by a process that was killed
-            left.unlink()
+        self._lock = make_staging(target, self.path)
 
-    def commit(self, files: dict[str, FileSum], step: int | None) -> None:
+    def commit(self, files: dict[str, FileSum], step: int | None, run: str) -> None:
         """Let it take the place of the target, all of its ``files`` being on the disk."""
         target, old = self.target, old_of(self.target)
-        sync_directory(self.path)
-        parent = DirectoryLock(target.parent, wait=True)
-        try:
-            if target.exists():
-                if problems_of(target):  # what is whole may be in the old one
-                    discard(target)
-                else:
-                    shutil.rmtree(old, ignore_errors=True)
-                    target.rename(old)
-            self.path.rename(target)
-            sync_directory(target.parent)
-            mark_complete(target, files, step)
-            shutil.rmtree(old, ignore_errors=True)
-        finally:
-            parent.release()
-            self._lock.release()
+        mark_complete(self.path, files, step, run)
+        if target.exists() and problems_of(target):  # what is whole may be in the old one
+            discard(target, target)
+        elif target.exists():
+            _remove(old, target)
+            target.rename(old)
+        self.path.rename(target)
+        sync_directory(target.parent)
+        self._lock.release()
+        with suppress(OSError):  # the new one is in its place
+            _remove(old, target)
 
     def give_up(self) -> None:
         """Remove what was written."""
@@ -91,26 +68,25 @@ class NewState:
         self._lock.release()
 
 
-def staging_of(target: Path) -> Path:
-    """Where a state is written before it is whole."""
-    return target.with_name(f".{target.name}.incomplete")
-
-
 def old_of(target: Path) -> Path:
-    """Where a state is until its successor is whole."""
+    """Where a state is until its successor is in its place."""
     return target.with_name(f".{target.name}.old")
 
 
-def discard(path: Path) -> None:
-    """Remove a directory: at once under its name, so that a process that is killed meanwhile leaves no half of it."""
-    hidden = path.with_name(f".{path.name}{_DISCARDED}")
-    shutil.rmtree(hidden, ignore_errors=True)
-    path.rename(hidden)
-    shutil.rmtree(hidden, ignore_errors=True)
+def _remove(old: Path, target: Path) -> None:
+    if old.is_symlink():
+        old.unlink()
+    elif old.exists():
+        discard(old, target)
 
 
 def _refuse_other(target: Path) -> None:
     """Refuse to replace what is no state."""
+    if holds_current_directory(target):
+        raise CheckpointError(
+            f"{target} is the current directory, or holds it, and a state would replace it: give a directory of its "
+            f"own, {target / 'step-100'} say"
+        )
     if target.is_dir() and not _is_state(target):
         others = sorted(path.name for path in target.iterdir())
         if others:
@@ -128,61 +104,113 @@ def problems_of(directory: Path) -> list[str]:
         return [str(error)]
 
 
-def candidates(source: Path) -> list[Path]:
-    """The directories that may be meant by ``source``, best first: itself, or the states in it, newest first.
-
-    Raises:
-        CheckpointError: there are none.
-    """
+def states_in(source: Path) -> list[Path]:
+    """Return the directories that may be meant by ``source``, best first: itself, or the states in it, whole or not."""
     if source.name == LATEST and not source.exists():
         source = source.parent
     elif _is_state(source) or _is_state(old_of(source)):
         return [path for path in (source, old_of(source)) if _is_state(path)]
     inside = [path for path in source.iterdir() if _is_state(path)] if source.is_dir() else []
-    inside = [path for path in inside if path.suffix != _DISCARDED]
-    if not inside:
+    inside = [path for path in inside if not path.name.startswith(".") or path.suffix == ".old"]
+    marks = {path: _mark_of(path) for path in inside}
+    last = max(marks.values(), key=lambda mark: mark.written, default=Mark(0.0, {})).run
+    return sorted(inside, key=lambda path: (marks[path].run == last, *_age(marks[path])), reverse=True)
+
+
+def candidates(source: Path) -> list[Path]:
+    """Return the states that may be meant by ``source``, best first; one line names those never completed.
+
+    Raises:
+        CheckpointError: there are none.
+    """
+    found = states_in(source)
+    marked = [path for path in found if any((path / name).exists() for name in (MARK, "layout.json"))]
+    where = found[0].parent if found else source
+    passed = [str(path) for path in found if path not in marked] + [str(path) for path in where.glob(".*.incomplete")]
+    words = f"{', '.join(passed)} cannot be used, since it was never completed: the save was stopped, or goes on"
+    if passed:
+        _warn_once(words)
+    if not marked and passed:
+        raise CheckpointError(f"{words}: there is no whole state in {source}")
+    if not marked:
         raise CheckpointError(
             f"{source} is not a state that hfscale.save_state wrote, and has none in it: give the directory of one, or "
             "the one that they are in"
         )
-    return sorted(inside, key=written_at, reverse=True)
+    return marked
+
+
+@functools.lru_cache
+def _warn_once(text: str) -> None:
+    _log.warning("%s", text)
 
 
 def _is_state(path: Path) -> bool:
-    return any((path / name).exists() for name in (INDEX, MARK, "layout.json"))
+    hidden = path.name.startswith(".")
+    return not (hidden and path.is_symlink()) and any((path / n).exists() for n in (INDEX, MARK, "layout.json"))
+
+
+def _mark_of(directory: Path) -> Mark:
+    """Return its mark; that of the beginning of time, where it has none."""
+    try:
+        return read_mark(directory)
+    except CheckpointError:
+        return Mark(0.0, {})
+
+
+def _age(mark: Mark) -> tuple[int, float]:
+    """Order states of one run: by step, and by the clock those of one step, or of none."""
+    return (-1 if mark.step is None else mark.step, mark.written)
 
 
 def written_at(directory: Path) -> float:
-    """When a state was completed; the beginning of time for one that was not."""
+    """Return when a state was completed; the beginning of time for one that was not."""
+    return _mark_of(directory).written
+
+
+def run_of(directory: Path) -> str:
+    """Return the id of a run that goes on from a state: that of the run that wrote it, or, where that has come further
+    than this state, one of its own, so that the states of the way not taken are neither resumed nor removed.
+    """
     try:
-        return read_mark(directory).written
-    except CheckpointError:
-        return 0.0
+        mark = read_mark(directory)
+        beside = (_mark_of(path) for path in directory.parent.iterdir() if not path.name.startswith("."))
+        further = any(each.run == mark.run and _age(each)[0] > _age(mark)[0] for each in beside)
+    except (OSError, CheckpointError):
+        return new_run()
+    return new_run() if mark.run is None or further else mark.run
 
 
-def prune(newest: Path, keep_last: int | None, keep_every: int | None) -> None:
-    """Remove states beside ``newest``, which is whole, that need not be kept; what is not whole is not counted.
+def new_run() -> str:
+    """Return an id for a run."""
+    return uuid.uuid4().hex
+
+
+def prune(newest: Path, run: str, keep_last: int | None, keep_every: int | None) -> None:
+    """Remove states of ``run`` beside ``newest``, which is whole, that need not be kept; broken ones are not counted.
 
     Args:
-        keep_last: how many of the newest stay; ``None`` for all.
+        keep_last: how many of the highest steps stay, ``newest`` among them; ``None`` for all.
         keep_every: those of steps that this divides stay besides.
     """
     if keep_last is None:
         return
-    found = {path: read_mark(path) for path in newest.parent.iterdir() if path != newest and not problems_of(path)}
-    order = sorted(found, key=lambda path: found[path].written, reverse=True)
-    for path in order[max(keep_last, 1) - 1 :]:
-        step = found[path].step
+    beside = [path for path in newest.parent.iterdir() if path != newest and not path.is_symlink()]
+    marks = {path: _mark_of(path) for path in beside if not problems_of(path)}
+    own = {path: mark for path, mark in marks.items() if mark.run == run}
+    for path in sorted(own, key=lambda path: _age(own[path]), reverse=True)[keep_last - 1 :]:
+        step = own[path].step
         if keep_every and step is not None and step % keep_every == 0:
             continue
         unmark(path)
-        discard(path)
-    for path in newest.parent.glob(f".*{_DISCARDED}"):
+        discard(path, path)
+    for path in newest.parent.glob(".*.????????.discarded"):
         shutil.rmtree(path, ignore_errors=True)
     for path in newest.parent.glob(".*.incomplete"):
         try:
             lock = DirectoryLock(path)
         except (CheckpointError, OSError):  # somebody writes it, or has moved it
             continue
-        shutil.rmtree(path, ignore_errors=True)
+        if lock.held:
+            shutil.rmtree(path, ignore_errors=True)
         lock.release()

@@ -4,10 +4,11 @@ from pathlib import Path
 
 from ..errors import CheckpointError
 from ..files.complete import FileSum, write_synced
+from ..files.directories import staging_of
 from ..files.writer import write_tensors
 from ..runtime.writing import is_writer, raise_together
 from .state_agree import agreed_index
-from .state_directory import NewState, prune, staging_of
+from .state_directory import NewState, prune
 from .state_index import INDEX, StateIndex, rest_name, weights_name
 from .state_take import TakenState
 
@@ -18,7 +19,7 @@ def write_state(taken: TakenState, target: Path, keep_last: int | None, keep_eve
     Raises:
         CheckpointError: on every rank, if one could not; what ``target`` held is then still there.
     """
-    mesh, new = taken.mesh, None
+    mesh, run, new = taken.mesh, taken.runtime.run, None
     failure: Exception | None = None
     try:
         if is_writer(mesh):
@@ -37,9 +38,9 @@ def write_state(taken: TakenState, target: Path, keep_last: int | None, keep_eve
         raise_together(mesh, failure, target)
         if new is not None:
             try:
-                new.commit({n: FileSum(*sums) for rank in every for n, sums in rank.items()}, taken.step)
+                new.commit({n: FileSum(*sums) for rank in every for n, sums in rank.items()}, taken.step, run)
                 new = None
-                prune(target, keep_last, keep_every)
+                prune(target, run, keep_last, keep_every)
             except (OSError, CheckpointError) as error:
                 failure = error
         raise_together(mesh, failure, target)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
+from .directories import sync_directory
 
 MARK = "complete.json"
 _BLOCK = 1 << 20  # stays in a core's cache
@@ -45,20 +46,13 @@ class Mark:
         written: when, in seconds since 1970.
         files: by name.
         step: of the run.
+        run: the run's id; ``None`` where an earlier hfscale wrote it.
     """
 
     written: float
     files: dict[str, FileSum]
     step: int | None = None
-
-
-def sync_directory(path: Path) -> None:
-    """Bring what was renamed, made or removed in a directory to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    run: str | None = None
 
 
 def write_synced(path: Path, content: bytes) -> FileSum:
@@ -70,10 +64,10 @@ def write_synced(path: Path, content: bytes) -> FileSum:
     return FileSum(len(content), zlib.crc32(content))
 
 
-def mark_complete(directory: Path, files: dict[str, FileSum], step: int | None = None) -> None:
+def mark_complete(directory: Path, files: dict[str, FileSum], step: int | None = None, run: str | None = None) -> None:
     """From now on ``directory``, whose ``files`` are on the disk, is whole."""
     sums = {name: [file.size, file.crc] for name, file in sorted(files.items())}
-    told = {"written": time.time(), "step": step, "files": sums}
+    told = {"written": time.time(), "step": step, "run": run, "files": sums}
     fresh = directory / f".{MARK}"
     write_synced(fresh, json.dumps(told, indent=1).encode())
     fresh.rename(directory / MARK)
@@ -95,7 +89,8 @@ def read_mark(directory: Path) -> Mark:
     try:
         told: Any = json.loads((directory / MARK).read_bytes())
         files = {str(name): FileSum(int(size), int(crc)) for name, (size, crc) in told["files"].items()}
-        return Mark(float(told["written"]), files, told["step"])
+        step, run = told.get("step"), told.get("run")
+        return Mark(float(told["written"]), files, None if step is None else int(step), run)
     except FileNotFoundError as error:
         raise CheckpointError("was never completed: the save was stopped before its end") from error
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:

@@ -83,6 +83,19 @@ def open_tensors(files: Iterable[str | Path]) -> "dict[str, TensorOnDisk]":
     return {name: tensor for file in files for name, tensor in SafetensorsFile(file).slices().items()}
 
 
+def check_inside(name: object, source: str | Path) -> None:
+    """Refuse the name of a file, read from the file ``source``, that leads out of its directory.
+
+    Raises:
+        CheckpointError: with the name.
+    """
+    path = Path(name) if isinstance(name, str) else Path()
+    if not path.parts or path.is_absolute() or ".." in path.parts:
+        raise CheckpointError(
+            f"{source} names the file {name!r}, which is not in its directory: the names must be of files beside it"
+        )
+
+
 def _header(file: FileIO) -> tuple[dict[str, Any], int]:
     """The entry of each tensor, and where the data begins; checked against the file's size."""
     size = os.fstat(file.fileno()).st_size

@@ -68,15 +68,13 @@ class CheckpointWriter:
         del self._missing[name]
 
     def finish(self) -> None:
-        """Bring the files to the disk, with the index that makes shards a model.
+        """Write the index that makes shards a model.
 
         Raises:
             CheckpointError: a tensor was never written.
         """
         if self._missing:
             raise CheckpointError(f"these tensors were not written: {', '.join(self._missing)}")
-        for file in set(self._files.values()):
-            file.sync()
         if self._index is not None:
             (self.directory / INDEX).write_text(json.dumps(self._index, indent=2, sort_keys=True) + "\n")
 
@@ -113,10 +111,6 @@ class _File:
         with self._path.open("r+b") as file:
             file.seek(self._places[name])
             file.write(bytes_of(tensor))
-
-    def sync(self) -> None:
-        with self._path.open("r+b") as file:
-            os.fsync(file.fileno())
 
 
 def safetensors_header(contents: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int], int]:

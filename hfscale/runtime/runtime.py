@@ -3,8 +3,7 @@
 Three classes that need each other. A :class:`Part` is one feature of a layout (tensor, experts, data, adapters, ...):
 it is installed into the model once, and asked at fixed places whatever else there is. An :class:`Executor` runs the
 microbatches of a step: one after the other, or through pipeline stages. The :class:`Runtime` is what the model
-carries: its plan, its ranks, its executor, its parts; it names no axis. Whoever builds, trains, saves or resumes loops
-over :attr:`Runtime.parts`.
+carries: its plan, its ranks, its executor, its parts; it names no axis. Building, training and saving loop over parts.
 """
 
 import math
@@ -237,6 +236,7 @@ class Runtime:
         restore: takes out of the model what makes it compute with other ranks; see :mod:`.snapshot`.
         steps: how many training steps have begun.
         keeps_small_updates: whether an optimizer was made that loses no small update of weights in 16 bits.
+        run: the id of the run, which the states it saves have; empty before it saves or loads one.
     """
 
     model: Any
@@ -249,6 +249,7 @@ class Runtime:
     restore: Callable[[], None] | None = None
     steps: int = 0
     keeps_small_updates: bool = False
+    run: str = ""
 
     def attach(self) -> None:
         """Make this runtime findable from the model."""

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from .._host.transformers.saving import write_configs
 from ..errors import ConfigError
-from ..files.writer import INDEX, STALE, CheckpointWriter
+from ..files.writer import STALE, CheckpointWriter
 from ..runtime.atomic_directory import atomic_directory
 from .config_of import find_family, upcycled_config
 from .dense import TOKENIZER_FILES, open_whole
@@ -85,7 +85,7 @@ def _in_memory(job: Upcycling) -> Any:
 def _write(job: Upcycling, target: Path, max_shard_size: str | int) -> Path:
     source = job.dense.directory
     _check_target(target, source)
-    with atomic_directory(target, stale=STALE, last=INDEX) as staging:
+    with atomic_directory(target, stale=STALE) as staging:
         writer = CheckpointWriter(staging.path, job.contents(), max_shard_size)
         for name, tensor in job.with_progress():
             writer.add(name, tensor)
