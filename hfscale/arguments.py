@@ -13,6 +13,7 @@ from ._host.transformers.loading import loading_arguments
 from .config import ParallelConfig
 from .errors import CheckpointError, ConfigError
 from .families.fields import field
+from .files.replace import finish_move
 
 # Arguments of from_pretrained that distribute a model by other means.
 _EXCLUSIVE = ("device_map", "distributed_config", "tp_plan", "tp_size", "device_mesh", "max_memory", "offload_folder")
@@ -46,6 +47,7 @@ def check_layout(parallel: ParallelConfig | None, kwargs: Mapping[str, Any]) -> 
 
 def load_config(path: str, kwargs: Mapping[str, Any]) -> tuple[PreTrainedConfig, dict[str, Any]]:
     """The config as the host would load it, and the arguments it did not use."""
+    finish_move(path)
     # The Hub knows nothing of what is written like a path; its own message would speak of repository names.
     if not os.path.exists(path) and (os.path.isabs(path) or path.startswith((".", "~")) or path.count("/") > 1):
         raise CheckpointError(

@@ -16,6 +16,7 @@ from .._host.transformers.conversions import Destination, loaded_targets
 from ..config import ParallelConfig
 from ..errors import CheckpointError, ConfigError
 from ..files.reader import TensorOnDisk, open_tensors
+from ..files.replace import finish_move
 from ..files.writer import INDEX, REPLACED, CheckpointWriter
 from ..planner.adapters import plan_adapters
 from ..planner.build import build_plan
@@ -80,6 +81,7 @@ def merge_adapter(
         CheckpointError: one of them cannot be read, or they do not fit each other.
         ConfigError: the adapter cannot be merged file to file.
     """
+    finish_move(base)
     try:
         merged = _Merged(base, adapter, trust_remote_code)
     except (LookupError, OSError) as error:

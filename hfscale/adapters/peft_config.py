@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from ..errors import ConfigError
+from ..files.replace import finish_move
 
 _METHODS = ("LORA", "IA3", "LOHA")
 # Of LoRA: what is made of data, or changes how often or on which tokens an adapter computes.
@@ -50,6 +51,7 @@ def read_config(source: Any) -> tuple[Any, str | None]:
             "peft.LoraConfig(...)"
         )
     path = str(source)
+    finish_move(path)
     if os.path.isdir(path) and not os.path.isfile(os.path.join(path, "adapter_config.json")):
         raise ConfigError(f"peft_config={path!r} is a directory without adapter_config.json: give that of an adapter")
     if not os.path.isdir(path) and (path.count("/") > 1 or path.startswith((".", "/", "~"))):

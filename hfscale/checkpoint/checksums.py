@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from .._host.transformers.conversions import convert, loaded_targets
 from ..errors import CheckpointError, ConfigError
 from ..files.reader import open_tensors
+from ..files.replace import finish_move
 from ..plan import ParameterPlan
 from ..plan.cut import share_spans
 from ..runtime import Runtime, runtime_of
@@ -131,6 +132,7 @@ class _Shapes:
 def _stored(runtime: Runtime, directory: Path, types: dict[str, torch.dtype]) -> dict[str, Sums]:
     """Checksums of the checkpoint's experts, of those parameters that fall to this rank to read."""
     by_name = runtime.plan.by_name
+    finish_move(directory)
     stored = open_tensors(sorted(directory.glob("*.safetensors")))
     if not stored:
         raise CheckpointError(f"{directory} has no safetensors files: give the directory of the checkpoint")

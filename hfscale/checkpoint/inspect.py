@@ -8,6 +8,7 @@ from pathlib import Path
 from ..errors import CheckpointError
 from ..files.complete import content_problems, read_mark
 from ..files.reader import SafetensorsFile, open_tensors
+from ..files.replace import finish_move
 from .state_directory import candidates, problems_of, states_in, written_at
 from .state_index import INDEX, StateIndex
 from .state_reader import StateReader
@@ -22,6 +23,7 @@ def inspect(source: Path, verify: bool = True) -> tuple[str, bool]:
     Raises:
         CheckpointError: it is none of these.
     """
+    finish_move(source)
     files = sorted(source.glob("*.safetensors"))
     if files and not (source / INDEX).exists():
         return _checkpoint(source, files)

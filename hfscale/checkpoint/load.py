@@ -8,6 +8,7 @@ tensor per expert, say; one whose values it moves in other ways is read whole an
 """
 
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from .._host.transformers.classes import empty_copy
 from .._host.transformers.conversions import Destination, checkpoint_targets
 from .._host.transformers.loading import loading_through
 from ..errors import CheckpointError
-from ..files.reader import TensorOnDisk, open_tensors
+from ..files.reader import TensorOnDisk, named_files, open_tensors
 from ..files.resized import ResizedOnDisk
 from ..files.slices import ShareOnDisk, is_elsewhere
 from ..mesh import Mesh
@@ -185,8 +186,11 @@ def load_pretrained(
         and the owned names of what the checkpoint does not have, whose shares are not initialized.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or its shapes are not the model's.
+        CheckpointError: the checkpoint is damaged, names files outside of its directory, or its shapes are not the
+            model's.
     """
+    for index in Path(path, kwargs.get("subfolder") or "").glob("*.safetensors.index*.json"):
+        named_files(index)
     loader = _Loader(plan, mesh, resized)
     with loading_through(loader.prepare, loader.name_of_tie, loader.initialize) as report:
         model = auto_class.from_pretrained(path, **kwargs, **_placed(plan, mesh))

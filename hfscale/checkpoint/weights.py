@@ -9,6 +9,7 @@ from .._host.transformers.classes import stock_class
 from ..adapters import Adapters
 from ..adapters.storage import load_adapter
 from ..errors import CheckpointError
+from ..files.replace import finish_move
 from ..runtime import Runtime, runtime_of
 from ..runtime.shards import local_tensor
 from .load import load_pretrained
@@ -25,6 +26,7 @@ def load_weights(model: nn.Module, directory: str | Path) -> None:
         CheckpointError: the checkpoint is of another model, or lacks some of its weights.
     """
     runtime = runtime_of(model)
+    finish_move(directory)
     shares = _adapter(runtime, str(directory)) if runtime.plan.adapters else _shares(runtime, str(directory))
     for planned, parameter in runtime.parameters():
         if planned.name in shares:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, HFScaleError
+from ..files.replace import finish_move
 
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 
@@ -98,6 +99,7 @@ def check_place(model: str) -> None:
         ConfigError: it does not exist, or is a directory without a config.
     """
     path = Path(model)
+    finish_move(path)
     if not path.exists() and (path.is_absolute() or model.startswith(".") or len(path.parts) > 2):
         raise ConfigError(f"{model} does not exist: give a model directory, a config.json or a Hub id (owner/name)")
     if path.is_dir() and not (path / "config.json").exists():

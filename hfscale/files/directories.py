@@ -63,6 +63,19 @@ def target_of(directory: Any) -> Path:
     return target
 
 
+def check_inside(name: object, source: str | Path) -> None:
+    """Refuse the name of a file, read from the file ``source``, that leads out of its directory.
+
+    Raises:
+        CheckpointError: with the name.
+    """
+    path = Path(name) if isinstance(name, str) else Path()
+    if not path.parts or path.is_absolute() or ".." in path.parts:
+        raise CheckpointError(
+            f"{source} names the file {name!r}, which is not in its directory: the names must be of files beside it"
+        )
+
+
 def holds_current_directory(path: Path) -> bool:
     """Whether the current directory is ``path`` or lies in it: replaced, it would be gone for this process."""
     try:

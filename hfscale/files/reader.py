@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
+from .directories import check_inside
 
 _DTYPES = {
     "F64": torch.float64,
@@ -83,17 +84,19 @@ def open_tensors(files: Iterable[str | Path]) -> "dict[str, TensorOnDisk]":
     return {name: tensor for file in files for name, tensor in SafetensorsFile(file).slices().items()}
 
 
-def check_inside(name: object, source: str | Path) -> None:
-    """Refuse the name of a file, read from the file ``source``, that leads out of its directory.
+def named_files(index: Path) -> list[Path]:
+    """Return the files that the index of a checkpoint names.
 
     Raises:
-        CheckpointError: with the name.
+        CheckpointError: it is damaged, or one of them is not in its directory.
     """
-    path = Path(name) if isinstance(name, str) else Path()
-    if not path.parts or path.is_absolute() or ".." in path.parts:
-        raise CheckpointError(
-            f"{source} names the file {name!r}, which is not in its directory: the names must be of files beside it"
-        )
+    try:
+        names = set(json.loads(index.read_bytes())["weight_map"].values())
+    except (ValueError, LookupError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{index} is damaged ({error}): download or save it again") from error
+    for name in names:
+        check_inside(name, index)
+    return [index.parent / name for name in sorted(names)]
 
 
 def _header(file: FileIO) -> tuple[dict[str, Any], int]:

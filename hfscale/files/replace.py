@@ -31,6 +31,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError
 from .directories import (
+    check_inside,
     discard,
     discarded_of,
     holds_current_directory,
@@ -39,7 +40,6 @@ from .directories import (
     sync_directory,
     sync_file,
 )
-from .reader import check_inside
 
 _INSIDE, _COMPLETE, _LIST = ".incomplete", ".complete", ".files"
 _DOORS = ("config.json", "adapter_config.json")  # without which nothing is loaded
@@ -79,10 +79,12 @@ class NewFiles:
 
     def close(self) -> None:
         """Remove what was written, unless it is in its place."""
-        if not self._placed:
-            with suppress(OSError):
-                discard(self.path, self.target)
-        self._lock.release()
+        try:
+            if not self._placed:
+                with suppress(OSError):
+                    discard(self.path, self.target)
+        finally:
+            self._lock.release()
 
     def _exchange(self, replaced: Collection[str]) -> bool:
         """Let the new directory and the target trade names, if they can; ``replaced`` is not taken over."""
@@ -163,7 +165,9 @@ def _stays(target: Path) -> bool:
 
 def _link(source: Path, target: Path, within: str, left_out: Collection[str], linked: dict[str, int]) -> None:
     """Link the entries of ``source`` into ``target``, noting each one's inode; owner, mode and times are kept."""
-    for entry in os.scandir(source):
+    with os.scandir(source) as found:
+        entries = list(found)
+    for entry in entries:
         name, fresh = os.path.join(within, entry.name), target / entry.name
         if name in left_out:
             continue

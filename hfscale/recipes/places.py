@@ -3,6 +3,7 @@
 from dataclasses import asdict
 from pathlib import Path
 
+from ..files.replace import finish_move
 from .profiled_steps import steps_to_profile
 from .read import load_recipe
 from .schema import FinetuneRecipe, Recipe, RecipeError
@@ -24,6 +25,7 @@ def check_places(recipe: Recipe) -> None:
 
 def _check_base(recipe: FinetuneRecipe) -> None:
     base = Path(recipe.base)
+    finish_move(base)
     if base.is_dir() and not (base / "config.json").is_file():
         raise RecipeError(f"base={recipe.base!r} is a directory without config.json: give that of a checkpoint")
     # A Hub id has at most one slash.

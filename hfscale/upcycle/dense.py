@@ -1,6 +1,5 @@
 """A whole model to read tensor by tensor, whether it lies in a directory, on the Hub or in memory."""
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +14,8 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 
 from .._host.transformers.classes import class_name, is_distributed_by_host
 from ..errors import CheckpointError, ConfigError
-from ..files.reader import TensorOnDisk, open_tensors
+from ..files.reader import TensorOnDisk, named_files, open_tensors
+from ..files.replace import finish_move
 from ..files.writer import INDEX, WEIGHTS
 from ..runtime import find_runtime
 
@@ -80,6 +80,7 @@ def _on_disk(source: str | os.PathLike[str]) -> WholeModel:
     directory = Path(source)
     if not directory.is_dir():
         directory = _download(str(source))
+    finish_move(directory)
     if not (directory / "config.json").is_file():
         raise CheckpointError(f"{source} has no config.json: give the directory of a Hugging Face checkpoint")
     config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
@@ -107,8 +108,4 @@ def _weight_files(directory: Path) -> list[Path]:
             f"{directory} has neither {WEIGHTS} nor {INDEX}: convert the model once with "
             "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
         )
-    try:
-        names = set(json.loads((directory / INDEX).read_text())["weight_map"].values())
-    except (ValueError, LookupError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{directory / INDEX} is damaged ({error}): download or save it again") from error
-    return [directory / name for name in sorted(names)]
+    return named_files(directory / INDEX)

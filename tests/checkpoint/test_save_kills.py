@@ -1,22 +1,25 @@
 """A save over a directory leaves the old checkpoint or the new one wherever it is killed, and the files of others."""
 
-import os
+import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM
 
 import hfscale
+from hfscale import CheckpointError
+from hfscale.files import replace
 
 from ..models import tiny
 from .kills import contents, killed_at_each_event
 
 OTHERS = {"notes.txt": "mine", "tokenizer.json": "{}", "checkpoint-500/model.safetensors": "x", "runs/a/events": "log"}
-SIZES = {"1 to 1": ("5GB", "5GB"), "8 to 8": ("9KB", "9KB"), "8 to 1": ("9KB", "5GB"), "1 to 8": ("5GB", "9KB")}
+SIZES = {"1 to 1": ("5GB", "5GB"), "8 to 8": ("3KB", "3KB"), "8 to 1": ("3KB", "5GB"), "1 to 8": ("5GB", "3KB")}
 
 
 def model_of(value: float, **changes: Any) -> Any:
@@ -31,10 +34,6 @@ def fill(model: Any, value: float) -> Any:
     return model
 
 
-def others_of(directory: Path) -> dict[str, str]:
-    return {str(path.relative_to(directory)): path.read_text() for path in map(directory.__truediv__, OTHERS)}
-
-
 def directory_with(others: dict[str, str], directory: Path) -> Path:
     for name, text in others.items():
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
@@ -47,37 +46,94 @@ def values(model: Any) -> set[float]:
     return {value for p in model.parameters() for value in p.detach().unique().tolist()}
 
 
-def loaded(directory: Path, of: Callable[[Path], Any]) -> set[float]:
-    """The values of all weights."""
-    return values(of(directory))
+def cannot(*_: object) -> None:
+    raise OSError("not on this file system")
+
+
+def stock_model(directory: Path) -> set[float]:
+    return values(AutoModelForCausalLM.from_pretrained(directory))
+
+
+def own_model(directory: Path) -> set[float]:
+    return values(hfscale.from_pretrained(directory))
+
+
+def check_kills(root: Path, model: Any, readers: Sequence[Callable[[Path], set[float]]], **options: Any) -> int:
+    """Save ``model``, of twos, over a copy of ``root/old``, of ones, with files of others beside, and kill that.
+
+    Returns:
+        how often.
+    """
+    target, seen, kills = root / "work" / "target", dict[str, set[float]](), 0
+    directory_with(OTHERS, root / "old")
+
+    def prepare() -> None:
+        shutil.rmtree(target.parent, ignore_errors=True)
+        shutil.copytree(root / "old", target, symlinks=True)
+
+    for number in killed_at_each_event(lambda: hfscale.save_pretrained(model, target, **options), prepare):
+        kills += number > 0
+        if (target / ".complete").exists():
+            assert readers[-1](target) == {2.0}, number
+        if (found := str(contents(target))) not in seen:
+            one, *more = [reader(target) for reader in readers]
+            assert all(each == one for each in more)
+            seen[found] = one
+        assert {name: (target / name).read_text() for name in OTHERS} == OTHERS, number
+        assert (target / "link").readlink() == Path("/etc/hostname")
+    assert list(seen.values()) == [{1.0}, {2.0}]
+    assert [path.name for path in target.parent.iterdir()] == ["target"]
+    return kills
 
 
 @pytest.mark.parametrize("sizes", SIZES)
 def test_a_killed_save(tmp_path: Path, sizes: str) -> None:
+    """Whether transformers reads it then, or hfscale."""
     first, second = SIZES[sizes]
-    old = directory_with(OTHERS, tmp_path / "old")
-    hfscale.save_pretrained(model_of(1.0), old, max_shard_size=first)
-    check_kills(tmp_path, model_of(2.0), {"max_shard_size": second})
+    hfscale.save_pretrained(model_of(1.0), tmp_path / "old", max_shard_size=first)
+    assert check_kills(tmp_path, model_of(2.0), [stock_model, own_model], max_shard_size=second) > 50
 
 
-def check_kills(tmp_path: Path, model: Any, options: dict[str, Any], readers: Any = None) -> int:
-    """Save ``model``, of twos, over a copy of ``old``, of ones; returns how often it was killed."""
-    target, seen, kills = tmp_path / "work" / "target", dict[str, set[float]](), 0
+def test_a_killed_save_where_directories_cannot_be_exchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """hfscale finishes it, and may be killed in that too."""
+    monkeypatch.setattr(replace, "_trade_names", cannot)
+    hfscale.save_pretrained(model_of(1.0), tmp_path / "old", max_shard_size="5GB")
+    assert check_kills(tmp_path, model_of(2.0), [own_model], max_shard_size="3KB") > 50
+    ends = []
+    for number in killed_at_each_event(lambda: hfscale.save_pretrained(model_of(3.0), tmp_path / "old"), int):
+        ends += [own_model(tmp_path / "old")] if number % 9 == 0 else []
+    assert ends[-1] == {3.0}
+    assert ends.index({3.0}) == ends.count({1.0}) > 0
 
-    def prepare() -> None:
-        shutil.rmtree(target.parent, ignore_errors=True)
-        shutil.copytree(tmp_path / "old", target, symlinks=True)
 
-    readers = readers or (AutoModelForCausalLM.from_pretrained, hfscale.from_pretrained)
-    for number in killed_at_each_event(lambda: hfscale.save_pretrained(model, target, **options), tmp_path, prepare):
-        kills += number > 0
-        found = contents(target)
-        if str(found) not in seen:
-            one, two = (loaded(target, reader) for reader in readers)
-            assert one == two
-            seen[str(found)] = one
-        assert others_of(target) == OTHERS, number
-        assert os.readlink(target / "link") == "/etc/hostname"
-    assert list(seen.values()) == [{1.0}, {2.0}]
-    assert [path.name for path in target.parent.iterdir()] == ["target"]
-    return kills
+def test_a_killed_save_of_an_adapter(tmp_path: Path) -> None:
+    """Of another rank than the one before, so that half of each could not be loaded."""
+    base = tmp_path / "base"
+    hfscale.save_pretrained(model_of(0.0), base)
+
+    def adapted(rank: int, value: float) -> Any:
+        config = LoraConfig(r=rank, target_modules=["q_proj"])
+        return fill(hfscale.from_pretrained(base, peft_config=config), value)
+
+    def stock(directory: Path) -> set[float]:
+        return values(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), directory)) - {0.0}
+
+    def own(directory: Path) -> set[float]:
+        return values(hfscale.from_pretrained(base, peft_config=str(directory))) - {0.0}
+
+    hfscale.save_pretrained(adapted(2, 1.0), tmp_path / "old")
+    assert check_kills(tmp_path, adapted(4, 2.0), [stock, own]) > 50
+
+
+@pytest.mark.parametrize("name", ["../evil.safetensors", "/evil.safetensors", "", 3])
+def test_an_index_names_files_of_its_own_directory_alone(tmp_path: Path, name: Any) -> None:
+    target = tmp_path / "target"
+    hfscale.save_pretrained(model_of(1.0), target, max_shard_size="3KB")
+    first = sorted(target.glob("*.safetensors"))[0]
+    shutil.copyfile(first, tmp_path / "evil.safetensors")
+    index = target / "model.safetensors.index.json"
+    name = f"{tmp_path}{name}" if str(name).startswith("/") else name
+    index.write_text(index.read_text().replace(json.dumps(first.name), json.dumps(name)))
+    for read in (hfscale.from_pretrained, hfscale.upcycle):
+        with pytest.raises(CheckpointError, match="which is not in its directory"):
+            read(target)

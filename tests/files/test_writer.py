@@ -25,7 +25,7 @@ def _tensors() -> dict[str, torch.Tensor]:
 
 
 def _write(directory: Path, tensors: dict[str, torch.Tensor], size: str | int = "5GB", reverse: bool = False) -> None:
-    with atomic_directory(directory, stale=STALE, last=INDEX) as staging:
+    with atomic_directory(directory, stale=STALE) as staging:
         writer = CheckpointWriter(staging.path, {name: tensor.to("meta") for name, tensor in tensors.items()}, size)
         for name in reversed(tensors) if reverse else tensors:
             writer.add(name, tensors[name])
@@ -102,7 +102,7 @@ def test_earlier_weights_are_replaced_whatever_their_shape(tmp_path: Path) -> No
 
 def test_nothing_moves_before_the_end(tmp_path: Path) -> None:
     _write(tmp_path, {"t": torch.zeros(2)})
-    with atomic_directory(tmp_path, stale=STALE, last=INDEX) as staging:
+    with atomic_directory(tmp_path, stale=STALE) as staging:
         writer = CheckpointWriter(staging.path, {"t": torch.ones(2, device="meta")}, "5GB")
         writer.add("t", torch.ones(2))
         writer.finish()
@@ -119,7 +119,7 @@ def test_what_a_killed_save_left_does_not_become_part_of_the_next(tmp_path: Path
 
 def test_a_tensor_that_never_came_is_not_zeros(tmp_path: Path) -> None:
     _write(tmp_path, {"t": torch.ones(2)})
-    with atomic_directory(tmp_path, stale=STALE, last=INDEX) as staging:
+    with atomic_directory(tmp_path, stale=STALE) as staging:
         writer = CheckpointWriter(staging.path, {name: torch.empty(2, device="meta") for name in "tuv"}, "5GB")
         writer.add("u", torch.ones(2))
         with pytest.raises(CheckpointError, match="these tensors were not written: t, v"):

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from hfscale import CheckpointError, ParallelConfig
+from hfscale import CheckpointError, ConfigError, ParallelConfig
+from hfscale.files import replace
 from hfscale.mesh import build_mesh
 from hfscale.runtime.atomic_directory import atomic_directory
 from hfscale.testing import RankPool
@@ -30,47 +31,122 @@ def target(tmp_path: Path) -> Path:
 OLD = {"weights-1": "old", "index": "old", "users": "old"}
 
 
-def crash(target: Path, replace: bool) -> None:
-    with atomic_directory(target, replace=replace, stale=("weights-*",)) as staging:
+@pytest.fixture(params=["exchanged", "moved"])
+def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Whether the file system lets directories trade names."""
+    if request.param == "moved":
+        monkeypatch.setattr(replace, "_trade_names", no_space)
+    return str(request.param)
+
+
+def crash(target: Path) -> None:
+    with atomic_directory(target, stale=("weights-*",)) as staging:
         (staging.path / "weights").write_text("half")
         raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("replace", [False, True])
-def test_a_crash_in_the_middle_leaves_the_target_as_it_was(target: Path, replace: bool) -> None:
+def test_a_crash_in_the_middle_leaves_the_target_as_it_was(target: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        crash(target, replace)
+        crash(target)
     assert contents(target.parent) == {f"target/{name}": text for name, text in OLD.items()}
 
 
-def test_what_a_killed_process_left_is_removed(target: Path) -> None:
-    for left in (target / ".incomplete", target.with_name(".target.incomplete")):
+def test_what_a_killed_process_left_is_removed(target: Path, mode: str) -> None:
+    for left in (
+        target / ".incomplete",
+        target.with_name(".target.incomplete"),
+        target.with_name(".target.0123abcd.discarded"),
+    ):
         left.mkdir()
         (left / "weights").write_text("half")
-    for replace in (False, True):
-        with atomic_directory(target, replace=replace) as staging:
-            assert not contents(staging.path)
-        assert not staging.path.exists()
+    with atomic_directory(target) as staging:
+        assert not contents(staging.path)
+        (staging.path / "weights").write_text("whole")
+    assert contents(target.parent) == {f"target/{name}": text for name, text in {**OLD, "weights": "whole"}.items()}
 
 
-def test_files_replace_those_of_their_name_and_stale_ones(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    moved, move = [], Path.replace
-    monkeypatch.setattr(Path, "replace", lambda self, to: (moved.append(self.name), move(self, to))[1])
-    with atomic_directory(target, stale=("weights-*",), last="index") as staging:
+def test_files_replace_those_of_their_name_and_stale_ones(target: Path, mode: str) -> None:
+    target.chmod(0o750)
+    (target / "runs").mkdir(mode=0o700)
+    (target / "runs" / "log").write_text("one")
+    inode = target.stat().st_ino
+    with (target / "runs" / "log").open("a") as log, atomic_directory(target, stale=("weights-*",)) as staging:
         for name in ("weights", "index", "more"):
             (staging.path / name).write_text("new")
         assert contents(target).items() >= OLD.items()
-    assert contents(target) == {"weights": "new", "index": "new", "more": "new", "users": "old"}
-    assert moved == ["more", "weights", "index"]
+        log.write(" two")
+    assert contents(target) == {"weights": "new", "index": "new", "more": "new", "users": "old", "runs/log": "one two"}
+    assert (target.stat().st_mode & 0o777, (target / "runs").stat().st_mode & 0o777) == (0o750, 0o700)
+    assert (target.stat().st_ino == inode) == (mode == "moved")
+    assert [path.name for path in target.parent.iterdir()] == ["target"]
 
 
-def test_a_directory_is_replaced_as_a_whole(target: Path) -> None:
-    with atomic_directory(target, replace=True) as staging:
-        (staging.path / "state").write_text("new")
-    assert contents(target.parent) == {"target/state": "new"}
+def test_what_others_write_meanwhile_is_kept(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the moment at which their files are linked and the exchange, and until the old directory is gone."""
+    trade = replace._trade_names
+    (target / "runs").mkdir()
+
+    def write_and_trade(one: Path, other: Path) -> None:
+        for name in ("runs/log", "fresh", "more/deep"):
+            (target / name).parent.mkdir(exist_ok=True)
+            (target / name).write_text("late")
+        (target / "users.tmp").write_text("late")
+        (target / "users.tmp").replace(target / "users")
+        trade(one, other)
+
+    monkeypatch.setattr(replace, "_trade_names", write_and_trade)
+    with atomic_directory(target, stale=("weights-*",)) as staging:
+        (staging.path / "index").write_text("new")
+    late = dict.fromkeys(("runs/log", "fresh", "more/deep", "users"), "late")
+    assert contents(target) == {"index": "new", **late}
 
 
-def no_space() -> None:
+def test_a_link_to_the_directory_and_the_current_directory(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The link stays one, and a process keeps the directory that it is in."""
+    link = target.with_name("link")
+    link.symlink_to(target)
+    monkeypatch.chdir(target)
+    for number, name in enumerate((link, ".", target)):
+        with atomic_directory(name) as staging:
+            (staging.path / "index").write_text(str(number))
+        assert Path("index").read_text() == (link / "index").read_text() == str(number)
+    assert link.is_symlink()
+    assert sorted(path.name for path in target.parent.iterdir()) == ["link", "target"]
+
+
+@pytest.mark.parametrize("name", [".target.incomplete", ".target.0123abcd.discarded"])
+def test_planted_links_are_not_followed(target: Path, name: str) -> None:
+    victim = target.with_name("victim")
+    victim.mkdir()
+    (victim / "thesis").write_text("years")
+    target.with_name(name).symlink_to(victim)
+    with atomic_directory(target) as staging:
+        (staging.path / "index").write_text("new")
+    assert contents(victim) == {"thesis": "years"}
+    assert contents(target)["index"] == "new"
+
+
+@pytest.mark.parametrize(("name", "error"), [("", ConfigError), ("/", ConfigError), (None, ConfigError)])
+def test_a_path_that_cannot_be_a_directory(name: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="the directory to write must"), atomic_directory(name):
+        pass
+
+
+def test_a_file_is_not_replaced(target: Path) -> None:
+    with pytest.raises(CheckpointError, match="users is a file, and a directory"), atomic_directory(target / "users"):
+        pass
+    assert contents(target) == OLD
+
+
+def test_two_jobs(target: Path) -> None:
+    with atomic_directory(target) as first:
+        (first.path / "index").write_text("new")
+        with pytest.raises(CheckpointError, match="another job is writing"), atomic_directory(target):
+            pass
+    assert contents(target) == {**OLD, "index": "new"}
+
+
+def no_space(*_: object) -> None:
     raise OSError("no space left")
 
 
@@ -87,10 +163,10 @@ def test_nothing_is_tried_after_a_failure(target: Path) -> None:
     assert contents(target) == OLD
 
 
-def write_on_two(target: Path, failing: str, **options: Any) -> str:
+def write_on_two(target: Path, failing: str) -> str:
     mesh = build_mesh(ParallelConfig(tp_size=2))
     try:
-        with atomic_directory(target, mesh, stale=("weights-*",), **options) as staging:
+        with atomic_directory(target, mesh, stale=("weights-*",)) as staging:
             (staging.path / f"weights-{mesh.ranks['tp']}").write_text("new")
             if mesh.ranks["tp"] == 1 and failing == "raises":
                 no_space()
@@ -101,9 +177,9 @@ def write_on_two(target: Path, failing: str, **options: Any) -> str:
     return "written"
 
 
-@pytest.mark.parametrize(("replace", "failing"), [(False, "attempts"), (True, "raises")])
-def test_every_rank_hears_of_a_failure(pools: Pools, target: Path, replace: bool, failing: str) -> None:
-    messages = pools(2).run(write_on_two, target, failing, replace=replace)
+@pytest.mark.parametrize("failing", ["attempts", "raises"])
+def test_every_rank_hears_of_a_failure(pools: Pools, target: Path, failing: str) -> None:
+    messages = pools(2).run(write_on_two, target, failing)
     assert messages == [f"{target} could not be written: rank 1: no space left"] * 2
     assert contents(target.parent) == {f"target/{name}": text for name, text in OLD.items()}
 
