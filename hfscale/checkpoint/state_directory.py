@@ -127,7 +127,8 @@ def candidates(source: Path) -> list[Path]:
     marked = [path for path in found if any((path / name).exists() for name in (MARK, "layout.json"))]
     where = found[0].parent if found else source
     passed = [str(path) for path in found if path not in marked] + [str(path) for path in where.glob(".*.incomplete")]
-    words = f"{', '.join(passed)} cannot be used, since it was never completed: the save was stopped, or goes on"
+    why = "cannot be used: it was never completed: the save was stopped before its end, or goes on"
+    words = "; ".join(f"{path} {why}" for path in passed)
     if passed:
         _warn_once(words)
     if not marked and passed:

@@ -12,16 +12,8 @@ import pytest
 
 from hfscale.files import replace
 
-_EVENTS = [
-    *(
-        (os, name)
-        for name in ("open", "fsync", "mkdir", "rmdir", "unlink", "rename", "replace", "link", "chmod", "utime")
-    ),
-    (io, "open"),
-    (replace, "_trade_names"),
-]
-
-
+_CALLS = ("open", "fsync", "mkdir", "rmdir", "unlink", "rename", "replace", "link", "chmod", "utime")
+_EVENTS = [*((os, name) for name in _CALLS), (io, "open"), (replace, "_trade_names")]
 _FSYNC = os.fsync
 
 

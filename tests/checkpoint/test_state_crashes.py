@@ -1,12 +1,11 @@
 """States survive what happens to machines: processes killed, full disks, files that are cut or changed."""
 
+import fcntl
 import json
 import os
 import pickle
-import random
 import resource
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -19,12 +18,13 @@ import pytest
 import torch
 
 import hfscale
-from hfscale import CheckpointError
+from hfscale import CheckpointError, ConfigError
 from hfscale.checkpoint.state_directory import NewState, old_of
 from hfscale.files.complete import MARK, FileSum, mark_complete, read_mark
 from hfscale.testing import RankPool
 
 from ..models import tiny
+from .kills import killed_at_each_event
 
 Pools = Callable[[int], RankPool]
 
@@ -78,42 +78,122 @@ def in_a_child(work: Callable[[int], None]) -> tuple[int, int]:
         os._exit(code)
 
 
-def kill_while_saving(run: tuple[Any, torch.optim.Optimizer], root: Path, times: int, seed: int) -> None:
-    """Under names of their own, and under one name; each time the last acknowledged state, or a newer one, is there."""
-    draws = random.Random(seed)
-    first = 1
-    for number in range(times):
-        name = "state" if number % 2 else "step-{}"
-
-        def work(told: int, name: str = name, first: int = first) -> None:
-            for step in range(first, first + 10000):
-                save(run, root / name.format(step), step, **({} if name == "state" else {"keep_last": 3}))
-                os.write(told, f"{step}\n".encode())
-
-        child, read = in_a_child(work)
-        begun = os.read(read, 100)
-        time.sleep(draws.uniform(0, 0.08))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        rest = b""
-        while piece := os.read(read, 1 << 16):
-            rest += piece
-        os.close(read)
-        assert begun, (number, name)  # it could save at all
-        done = int((begun + rest).split()[-1])
-        source = root / "state" if name == "state" else root
-        found = load(run, source)
-        assert found in (done, done + 1), (number, name)
-        first = found + 1
+KILLED: dict[str, tuple[dict[str, int], int, list[str]]] = {  # states that are there, the next step, what is left
+    "first": ({}, 1, ["step-1"]),
+    "next": ({"step-1": 1}, 2, ["step-1", "step-2"]),
+    "replaced": ({"step-2": 1}, 2, ["step-2"]),
+    "pruned": ({"step-1": 1, "step-2": 2, "step-3": 3}, 4, ["step-3", "step-4"]),
+}
 
 
-def test_killed_while_saving(run: tuple[Any, torch.optim.Optimizer], tmp_path: Path) -> None:
-    kill_while_saving(run, tmp_path, 10, seed=7)
+@pytest.mark.parametrize("case", KILLED)
+def test_killed_while_saving(run: tuple[Any, torch.optim.Optimizer], tmp_path: Path, case: str) -> None:
+    """At any file event: the state before it is there, or the new one; where there was none, the run begins anew."""
+    before, step, left = KILLED[case]
+    root, found = tmp_path / "states", []
+    (tmp_path / "before").mkdir()
+    for name, number in before.items():
+        save(run, tmp_path / "before" / name, number)
+
+    def prepare() -> None:
+        shutil.rmtree(root, ignore_errors=True)
+        shutil.copytree(tmp_path / "before", root)
+
+    def work() -> None:
+        save(run, root / f"step-{step}", step, keep_last=2 if case == "pruned" else None)
+
+    for _ in killed_at_each_event(work, prepare):
+        found.append(hfscale.load_state(run[0], root, optimizer=run[1], missing_ok=True).step)
+    assert found == sorted(found)
+    assert set(found) == {max(before.values(), default=0), step}
+    assert sorted(path.name for path in root.iterdir()) == left
 
 
-@pytest.mark.slow
-def test_killed_while_saving_often(run: tuple[Any, torch.optim.Optimizer], tmp_path: Path) -> None:
-    kill_while_saving(run, tmp_path, 100, seed=8)
+def test_a_killed_first_save_is_told(run: tuple[Any, torch.optim.Optimizer], tmp_path: Path, caplog: Any) -> None:
+    """In one line, and no state is made of it."""
+    save(run, tmp_path / "step-1", 1)
+    (tmp_path / "step-1").rename(tmp_path / ".step-1.incomplete")
+    save(run, tmp_path / "step-2", 2)
+    (tmp_path / "step-2" / MARK).unlink()
+    assert hfscale.load_state(run[0], tmp_path, missing_ok=True).step == 0
+    assert len(caplog.messages) == 1
+    for name in (".step-1.incomplete", "step-2"):
+        assert f"{tmp_path / name} cannot be used: it was never completed" in caplog.text
+
+
+def test_the_newest_is_of_the_highest_step(
+    run: tuple[Any, torch.optim.Optimizer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the clock said, and of the run that wrote last; other runs' states are never removed."""
+    other = hfscale.from_config(tiny("llama", num_hidden_layers=1))
+    hfscale.save_state(other, tmp_path / "step-90000", step=90000)
+    clock = time.time
+    for step in range(1, 6):
+        monkeypatch.setattr(time, "time", lambda step=step: clock() + (3600 if step == 2 else 0))
+        save(run, tmp_path / f"step-{step}", step, keep_last=2)
+    left = ["step-4", "step-5", "step-90000"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
+    assert load(run, tmp_path) == 5
+    again = hfscale.from_config(tiny("llama", num_hidden_layers=1))  # in the next process
+    assert hfscale.load_state(again, tmp_path).step == 5
+    hfscale.save_state(again, tmp_path / "step-6", step=6, keep_last=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-5", "step-6", "step-90000"]
+    hfscale.load_state(again, tmp_path / "step-5")  # a way back
+    hfscale.save_state(again, tmp_path / "step-5b", step=5, keep_last=1)
+    assert hfscale.load_state(again, tmp_path).directory == tmp_path / "step-5b"
+    assert (tmp_path / "step-6").exists()
+
+
+def test_states_of_an_earlier_hfscale(run: tuple[Any, torch.optim.Optimizer], tmp_path: Path) -> None:
+    """Whose marks have no run, and maybe no step."""
+    for step in (1, 2):
+        save(run, tmp_path / f"step-{step}", step)
+        path = tmp_path / f"step-{step}" / MARK
+        path.write_text(json.dumps({"written": step, "files": json.loads(path.read_text())["files"]}))
+    assert load(run, tmp_path) == 2
+    save(run, tmp_path / "step-3", 3, keep_last=1)
+    assert load(run, tmp_path) == 3
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+WRONG = [{"keep_last": 0}, {"keep_last": -3}, {"keep_last": 1.5}, {"keep_every": True}, {"step": 1.5}, {"step": -1}]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
+def test_numbers_that_are_none(run: tuple[Any, torch.optim.Optimizer], tmp_path: Path, wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"must be|is impossible"):
+        hfscale.save_state(run[0], tmp_path / "states" / "step-1", **wrong)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["", "/", "."])
+def test_directories_that_cannot_be_states(
+    run: tuple[Any, torch.optim.Optimizer], tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((ConfigError, CheckpointError), match=r"the directory to write must|is the current directory"):
+        save(run, name, 1)  # type: ignore[arg-type]
+
+
+def test_a_planted_link_a_file_and_a_lock(run: tuple[Any, torch.optim.Optimizer], tmp_path: Path) -> None:
+    """None of them is followed, moved away or waited for."""
+    victim, states = tmp_path / "victim", tmp_path / "states"
+    victim.mkdir()
+    (victim / "thesis.tex").write_text("years")
+    states.mkdir()
+    for name in (".step-1.incomplete", ".step-1.old"):
+        (states / name).symlink_to(victim)
+    (states / "notes").write_text("mine")
+    with pytest.raises(CheckpointError, match="notes is a file, and a directory is to be written there"):
+        save(run, states / "notes", 1)
+    handle = os.open(states, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    for step in (1, 2):
+        save(run, states / "step-1", step)
+    os.close(handle)
+    assert load(run, states) == 2
+    assert (victim / "thesis.tex").read_text() == "years"
+    assert sorted(path.name for path in states.iterdir()) == ["notes", "step-1"]
 
 
 def edit(path: Path, change: Callable[[bytearray], Any]) -> None:
