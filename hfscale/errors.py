@@ -25,6 +25,18 @@ class CheckpointError(HFScaleError, RuntimeError):
     """A checkpoint could not be read or written whole."""
 
 
+class RankFailedError(CheckpointError):
+    """Some ranks failed in what all ranks do together; it is raised on every rank.
+
+    Attributes:
+        failures: rank -> what went wrong there.
+    """
+
+    def __init__(self, message: str, failures: dict[int, str]) -> None:
+        super().__init__(message)
+        self.failures = failures
+
+
 def refuse_misspelt(kind: str, given: Iterable[str], fields: list[str]) -> None:
     """Refuse names that are none of the ``fields`` of a class called ``kind``.
 

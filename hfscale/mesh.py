@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .config import ParallelConfig, started_processes
-from .errors import MeshError
+from .errors import MeshError, RankFailedError
 from .plan import Cut
 from .processes import Pair, backend_of, device_group, host_group, keep_patience, own_device, rounds, start
 from .schedules import ASYNCHRONOUS
@@ -85,13 +85,22 @@ class Mesh:
         ranks = {axis: self.ranks[axis] for axis in EXPERT_AXES}
         return self.expert_mesh, ranks if self.layout.size("expert_tp") > 1 else {**ranks, "tp": 0}
 
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """What every rank has, by rank, on every rank, each of which calls it."""
-        if self.control is None:
-            return [value]
-        values: list[Any] = [None] * self.layout.total_size
-        dist.all_gather_object(values, value, group=self.control)
-        return values
+    def all_gather_object(self, value: Any, failure: str = "") -> list[Any]:
+        """What every rank has, by rank, on every rank, each of which calls it.
+
+        Args:
+            failure: what went wrong on this rank, instead of a value: it is raised on every rank.
+
+        Raises:
+            RankFailedError: on every rank, if one has a failure.
+        """
+        every: list[Any] = [(value, failure)]
+        if self.control is not None:
+            every = [None] * self.layout.total_size
+            dist.all_gather_object(every, (value, failure), group=self.control)
+        if failures := {rank: text for rank, (_, text) in enumerate(every) if text}:
+            raise RankFailedError("; ".join(f"rank {rank}: {text}" for rank, text in failures.items()), failures)
+        return [value for value, _ in every]
 
     @property
     def batch_groups(self) -> list[dist.ProcessGroup]:

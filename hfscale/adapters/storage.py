@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -89,20 +88,17 @@ def save_adapter(runtime: Runtime, whole: Any, name: str, target: Path) -> None:
     Raises:
         CheckpointError: it could not be written; ``target`` is then as it was before.
     """
-    told = [stored_names(whole, name, runtime.plan, "auto") if is_writer(runtime.mesh) else {}]
-    if runtime.mesh.control is not None:
-        dist.broadcast_object_list(told, src=0, group=runtime.mesh.control)
+    writes = is_writer(runtime.mesh)
+    names = stored_names(whole, name, runtime.plan, "auto") if writes else {}
     owned: dict[str, list[str]] = {}
-    for parameter, key in told[0].items():
+    for parameter, key in runtime.mesh.all_gather_object(names)[0].items():
         owned.setdefault(runtime.plan.by_name[parameter].tied_to or parameter, []).append(key)
-    tensors = {
-        key: tensor.clone()
-        for parameter, tensor in full_parameters(runtime, lambda planned: planned.name in owned)
-        for key in owned.get(parameter, ())
-        if is_writer(runtime.mesh)
-    }
+    tensors: dict[str, Tensor] = {}
     with atomic_directory(target, runtime.mesh) as staging:
-        if is_writer(runtime.mesh):
+        for parameter, tensor in full_parameters(runtime, lambda planned: planned.name in owned, staging.attempt):
+            for key in owned.get(parameter, ()) if writes else ():
+                tensors[key] = tensor.clone()
+        if writes and staging.failure is None:
             save_file(tensors, staging.path / WEIGHTS, metadata={"format": "pt"})
             write_adapter_config(whole, name, staging.path)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..errors import CheckpointError
 from ..mesh import Mesh
 from ..processes import host_group
+from ..runtime.writing import in_words
 
 
 class _Save(threading.Thread):
@@ -25,15 +26,16 @@ class _Save(threading.Thread):
     def __init__(self, name: str, work: Callable[[], None]) -> None:
         super().__init__(name=f"hfscale-save {name}", daemon=False)
         self.target, self.work = name, work
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
 
     def run(self) -> None:
         """Save; an error is kept for who asks, and said for the case that nobody will."""
         try:
             self.work()
-        except (CheckpointError, OSError, RuntimeError) as error:  # of files, or of ranks that are gone
+        except BaseException as error:  # or whoever waits would take the save for done
             self.error = error
-            print(f"hfscale: the save of {self.target} behind the steps failed: {error}", file=sys.stderr, flush=True)
+            told = in_words(error)
+            print(f"hfscale: the save of {self.target} behind the steps failed: {told}", file=sys.stderr, flush=True)
 
 
 _running: list[_Save] = []
@@ -56,7 +58,8 @@ def wait_for_saves() -> None:
         save = _running.pop()
         save.join()
         if save.error is not None:
-            raise CheckpointError(f"the save of {save.target} behind the steps failed: {save.error}") from save.error
+            told = in_words(save.error)
+            raise CheckpointError(f"the save of {save.target} behind the steps failed: {told}") from save.error
 
 
 def apart(mesh: Mesh) -> Mesh:

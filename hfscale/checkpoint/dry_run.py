@@ -10,10 +10,9 @@ from torch import nn
 
 from ..errors import CheckpointError
 from ..runtime import runtime_of
-from ..runtime.writing import is_writer
+from ..runtime.writing import all_or_none, is_writer
 from .state import load_state, save_state
 from .state_contents import contents_of
-from .state_load import together
 
 _ROOM = 1.1  # of what is needed: configs, headers, and what others write meanwhile
 
@@ -48,21 +47,10 @@ def check_save(model: nn.Module, optimizer: torch.optim.Optimizer | None, direct
             :func:`hfscale.save_state` and :func:`hfscale.load_state` raise.
     """
     runtime, root = runtime_of(model), Path(directory)
-    held = together(runtime.mesh, lambda: contents_of(runtime, optimizer).held)
-    needed = sum(runtime.mesh.all_gather_object(sum(t.numel() * t.element_size() for t in held.values())))
-
-    def room() -> int:
-        root.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(root).free
-        if free < 2 * _ROOM * needed:
-            raise CheckpointError(
-                f"a state of this run takes {needed:,} bytes, two are on the disk while one replaces the other, and "
-                f"{root} has {free:,} bytes free: choose another disk, or make room"
-            )
-        return free
-
-    free = together(runtime.mesh, lambda: room() if is_writer(runtime.mesh) else 0)
-    free = runtime.mesh.all_gather_object(free)[0]
+    with all_or_none(runtime.mesh, f"{root} could not be checked"):
+        held = contents_of(runtime, optimizer).held
+        needed = sum(runtime.mesh.all_gather_object(sum(t.numel() * t.element_size() for t in held.values())))
+        free = runtime.mesh.all_gather_object(_room(root, needed) if is_writer(runtime.mesh) else 0)[0]
     target = root / ".check"
     try:
         begun = time.perf_counter()
@@ -73,3 +61,15 @@ def check_save(model: nn.Module, optimizer: torch.optim.Optimizer | None, direct
     finally:
         if is_writer(runtime.mesh):
             shutil.rmtree(target, ignore_errors=True)
+
+
+def _room(root: Path, needed: int) -> int:
+    """Return the bytes that are free on the disk of ``root``, which is made."""
+    root.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(root).free
+    if free < 2 * _ROOM * needed:
+        raise CheckpointError(
+            f"a state of this run takes {needed:,} bytes, two are on the disk while one replaces the other, and {root} "
+            f"has {free:,} bytes free: choose another disk, or make room"
+        )
+    return free

@@ -19,7 +19,7 @@ from ..files.writer import STALE, CheckpointWriter
 from ..runtime import Runtime, runtime_of
 from ..runtime.atomic_directory import atomic_directory
 from ..runtime.full_tensors import full_tensors, tensors_to_save
-from ..runtime.writing import everyone_arrives, is_writer
+from ..runtime.writing import all_or_none, everyone_arrives, is_writer
 
 _WAIT = timedelta(minutes=2)
 
@@ -49,11 +49,11 @@ def save_pretrained(
     """
     runtime, target, call = runtime_of(model), target_of(directory), f"save_pretrained({str(directory)!r})"
     everyone_arrives(runtime.mesh, timeout, call)
-    if check_replicas:
-        guards.check_replicas(runtime, call)
-    if any(part.save(runtime, target) for part in runtime.parts):
-        return
-    _write(runtime, target, max_shard_size)
+    with all_or_none(runtime.mesh, f"{target} could not be written"):
+        if check_replicas:
+            guards.check_replicas(runtime, call)
+        if not any(part.save(runtime, target) for part in runtime.parts):
+            _write(runtime, target, max_shard_size)
 
 
 def _write(runtime: Runtime, target: Path, max_shard_size: str | int) -> None:
@@ -64,8 +64,8 @@ def _write(runtime: Runtime, target: Path, max_shard_size: str | int) -> None:
         writer = None
         if is_writer(runtime.mesh):
             writer = staging.attempt(CheckpointWriter, staging.path, stored.layout, max_shard_size)
-        # Rank 0 takes every tensor even after a failure, so that no other rank waits forever to send its share.
-        for name, tensor in full_tensors(runtime, entries):
+        # All tensors are sent and received even after a failure, so that no rank waits for another.
+        for name, tensor in full_tensors(runtime, entries, attempt=staging.attempt):
             if writer is not None:
                 staging.attempt(_add, writer, stored, name, tensor)
         if writer is not None:

@@ -27,10 +27,10 @@ from ..errors import CheckpointError, ConfigError, check_count
 from ..files.directories import target_of
 from ..parallel.data import reshard
 from ..runtime import Runtime, runtime_of
-from ..runtime.writing import everyone_arrives
+from ..runtime.writing import all_or_none, everyone_arrives
 from .background import apart, begin_save, on_host, wait_for_saves
 from .state_directory import new_run, run_of
-from .state_load import Resumed, load_from, none_there, together
+from .state_load import Resumed, load_from, none_there
 from .state_take import take_state
 from .state_write import write_state
 
@@ -76,18 +76,21 @@ def save_state(
     runtime, target, call = runtime_of(model), target_of(directory), f"save_state({str(directory)!r})"
     count = _check_numbers(step, keep_last, keep_every)
     refuse_under_way(runtime, "save_state")
-    wait_for_saves()
     everyone_arrives(runtime.mesh, timeout, call)
-    if check_replicas:
-        guards.check_replicas(runtime, call)
-    for part in runtime.parts:
-        part.before_state(runtime, resumed=False)
-    reshard(runtime.model)  # or whole weights would be taken for the shares
-    given = _given(others)
-    taken = together(runtime.mesh, lambda: take_state(runtime, stock_optimizer(optimizer), count, given))
-    runtime.run = runtime.run or new_run()
+    with all_or_none(runtime.mesh, f"{target} could not be written"):
+        wait_for_saves()
+        if check_replicas:
+            guards.check_replicas(runtime, call)
+        for part in runtime.parts:
+            part.before_state(runtime, resumed=False)
+        reshard(runtime.model)  # or whole weights would be taken for the shares
+        given = _given(others)
+        taken = take_state(runtime, stock_optimizer(optimizer), count, given)
+        runtime.run = runtime.run or new_run()
+        if asynchronous:
+            taken.contents.held = on_host(taken.contents.held)
     if asynchronous:
-        taken.mesh, taken.contents.held = apart(taken.mesh), on_host(taken.contents.held)
+        taken.mesh = apart(taken.mesh)
         begin_save(str(target), lambda: write_state(taken, target, keep_last, keep_every))
     else:
         write_state(taken, target, keep_last, keep_every)
@@ -120,14 +123,15 @@ def load_state(
     """
     runtime = runtime_of(model)
     refuse_under_way(runtime, "load_state")
-    wait_for_saves()
-    if missing_ok and none_there(Path(directory), runtime.mesh):
-        return Resumed(None, 0, runtime.mesh.batch_world, True)
-    reshard(runtime.model)
-    resumed = load_from(runtime, Path(directory), stock_optimizer(optimizer), _given(others), verify)
-    if resumed.directory is not None:
-        runtime.run = run_of(resumed.directory)
-    return resumed
+    with all_or_none(runtime.mesh, f"{directory} could not be loaded"):
+        wait_for_saves()
+        if missing_ok and none_there(Path(directory), runtime.mesh):
+            return Resumed(None, 0, runtime.mesh.batch_world, True)
+        reshard(runtime.model)
+        resumed = load_from(runtime, Path(directory), stock_optimizer(optimizer), _given(others), verify)
+        if resumed.directory is not None:
+            runtime.run = run_of(resumed.directory)
+        return resumed
 
 
 def refuse_under_way(runtime: Runtime, call: str) -> None:

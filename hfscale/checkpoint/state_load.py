@@ -3,30 +3,27 @@
 import logging
 import pickle
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, HFScaleError
 from ..files.complete import content_problems, read_mark
 from ..mesh import Mesh
-from ..plan import ParameterPlan
-from ..plan.state_tensor import StateTensor, like, own, whole
-from ..runtime import Runtime, like_sharded
-from ..runtime.shards import local_tensor
-from ..runtime.writing import is_writer
+from ..plan.state_tensor import StateTensor, like, own
+from ..runtime import Runtime
+from ..runtime.writing import in_words, is_writer
 from .random_states import restore_random_states, source_rank
 from .state_contents import moved_parameters, parameters_of_state, state_lies, written_parameters
 from .state_directory import candidates, problems_of
 from .state_index import StateIndex, rest_name
 from .state_reader import StateReader
+from .state_restore import ReadAside, unchanged_on_failure
 
-_COUNTED = ("step", "mu_product")  # in the states of torch's optimizers
-_Result = TypeVar("_Result")
 _log = logging.getLogger(__name__)
 
 
@@ -53,17 +50,26 @@ def load_from(
     """See :func:`hfscale.load_state`; collective."""
     mesh = runtime.mesh
     directory = find_whole(source, mesh, verify)
-    found = together(mesh, lambda: _Found(runtime, directory, optimizer, others))
-    found.put_back_weights()
-    if optimizer is not None:
-        found.put_back_optimizer(optimizer)
-    for name, other in others.items():
-        other.load_state_dict(found.rest["others"][name])
-    restore_random_states(mesh, *found.random)
+    try:
+        found = _Found(runtime, directory, optimizer, others)
+        read = ReadAside(found.reader, runtime, found.buffers)
+        if optimizer is not None:
+            read.add_optimizer(optimizer, found.states(optimizer))
+    except HFScaleError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{directory} is damaged ({in_words(error)}): use another state") from error
+    read.warn_of_not_finite()  # every rank has read all it needs
+    with unchanged_on_failure(runtime, optimizer, others):
+        for name, other in others.items():
+            other.load_state_dict(found.rest["others"][name])
+        restore_random_states(mesh, *found.random)
+        for part in runtime.parts:
+            if state := found.rest["parts"].get(type(part).__name__):
+                part.put_state(runtime, state)
     for part in runtime.parts:
         part.before_state(runtime, resumed=True)
-        if state := found.rest["parts"].get(type(part).__name__):
-            part.put_state(runtime, state)
+    read.put_back(optimizer, found.rest["options"])
     return Resumed(directory, found.index.step, found.index.batch_world, found.alike)
 
 
@@ -85,8 +91,7 @@ def find_whole(source: Path, mesh: Mesh, verify: bool) -> Path:
     Raises:
         CheckpointError: there is none; it says what is wrong with each.
     """
-    every = together(mesh, lambda: candidates(source) if is_writer(mesh) else [])
-    every = mesh.all_gather_object(every)[0]
+    every = mesh.all_gather_object(candidates(source) if is_writer(mesh) else [])[0]
     wrong: dict[Path, list[str]] = {}
     for directory in every:
         problems = mesh.all_gather_object(problems_of(directory) if is_writer(mesh) else [])[0]
@@ -112,27 +117,6 @@ def _changed(directory: Path, mesh: Mesh) -> list[str]:
 
 def _in_words(wrong: dict[Path, list[str]]) -> str:
     return "; ".join(f"{path} cannot be used: {', '.join(problems)}" for path, problems in wrong.items())
-
-
-def together(mesh: Mesh, work: Callable[[], _Result]) -> _Result:
-    """What ``work`` returns, unless it fails on some rank: then it has failed on all.
-
-    Raises:
-        CheckpointError: on every rank.
-    """
-    result, failure = None, None
-    try:
-        result = work()
-    except CheckpointError as error:
-        failure = error
-    except OSError as error:
-        failure = CheckpointError(f"the state cannot be read: {error}")
-    every = [text for text in mesh.all_gather_object(str(failure or "")) if text]
-    if failure is not None:
-        raise failure
-    if every:
-        raise CheckpointError(every[0])
-    return result  # type: ignore[return-value]
 
 
 class _Found:
@@ -210,17 +194,17 @@ class _Found:
                 f"{self.directory} was written by an optimizer over other parameters or groups: build it as it was "
                 "built then"
             )
-        for key, planned, state in self._own_states():
-            self.reader.check(key, self._lies(optimizer, key, planned, state))
+        for key, _, _, lies in self.states(optimizer):
+            self.reader.check(key, lies)
 
-    def _own_states(self) -> Iterator[tuple[str, ParameterPlan, str]]:
+    def states(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor, str, StateTensor]]:
+        """What there is of the optimizer's state for this rank's parameters, as :class:`ReadAside` takes it."""
         for key, name, state in parameters_of_state(self.index.tensors):
             if name in self.parameters:
-                yield key, self.parameters[name][0], state
-
-    def _lies(self, optimizer: torch.optim.Optimizer, key: str, planned: ParameterPlan, state: str) -> StateTensor:
-        written = self.index.tensors[key]
-        return own(planned) if written.own else state_lies(optimizer, planned, state, written.shape, planned.shape)
+                planned, parameter = self.parameters[name]
+                there = self.index.tensors[key]
+                lies = own(planned) if there.own else state_lies(optimizer, planned, state, there.shape, planned.shape)
+                yield key, parameter, state, lies
 
     def _rest(self, rank: int) -> dict[str, Any]:
         path = self.directory / rest_name(rank)
@@ -244,49 +228,3 @@ class _Found:
                 f"{now}: leave {name} out, and skip what was seen: {then} batches of each step done, shared by {now} "
                 "(accelerate.skip_first_batches)"
             )
-
-    def put_back_weights(self) -> None:
-        """Parameters and buffers; copied one by one, so that a second model is nowhere."""
-        with torch.no_grad():
-            for planned, parameter in written_parameters(self.runtime):
-                share = local_tensor(parameter)
-                read = self.reader.read(f"weights/{planned.name}", like(planned), self.mesh.ranks, into=share)
-                if read is not share:
-                    share.copy_(read)
-            for name, buffer in self.buffers.items():
-                buffer.copy_(self.reader.read(f"buffers/{name}", whole(*buffer.shape), self.mesh.ranks))
-
-    @torch.no_grad()
-    def put_back_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """What it keeps of parameters, and the options of its groups."""
-        for group, options in zip(optimizer.param_groups, self.rest["options"], strict=True):
-            group.update(options)
-        optimizer.state.clear()
-        plain = getattr(optimizer, "keeps_plain_state", False)  # hfscale's own: some are of other shapes than shares
-        groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
-        for name, numbers in self.index.numbers.items():
-            if name in self.parameters:
-                optimizer.state[self.parameters[name][1]] = dict(numbers)
-        for key, planned, state in self._own_states():
-            parameter: Any = self.parameters[planned.name][1]
-            share = self.reader.read(key, self._lies(optimizer, key, planned, state), self.mesh.ranks)
-            value = _placed(state, share, local_tensor(parameter), optimizer, groups[id(parameter)])
-            optimizer.state[parameter][state] = value if plain else _like(value, parameter)
-
-
-def _placed(key: str, value: Tensor, parameter: Tensor, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Any:
-    """A value of an optimizer's state where the optimizer itself would have made it."""
-    if key in _COUNTED and not (group.get("fused") or group.get("capturable")):
-        return value  # torch reads them on the host, which would wait for a device
-    if getattr(optimizer, "is_paged", False) and value.shape == parameter.shape:
-        paged: Any = optimizer
-        buffer: Tensor = paged.get_state_buffer(parameter.detach(), dtype=value.dtype)
-        return buffer.copy_(value)
-    return value.to(getattr(optimizer, "state_device", None) or parameter.device)
-
-
-def _like(value: Tensor, parameter: Tensor) -> Any:
-    """An optimizer's value, as a sharded tensor where it has the shape of a sharded parameter's share."""
-    if value.ndim == 0 or value.shape != local_tensor(parameter).shape:
-        return value
-    return like_sharded(value, parameter)

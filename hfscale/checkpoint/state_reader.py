@@ -30,12 +30,11 @@ class StateReader:
         self.directory, self.index = directory, index
         self._file = lru_cache(_OPEN_FILES)(partial(_slices, directory))
 
-    def read(self, key: str, wanted: StateTensor, ranks: dict[str, int], into: Tensor | None = None) -> Tensor:
+    def read(self, key: str, wanted: StateTensor, ranks: dict[str, int]) -> Tensor:
         """The share at ``ranks`` of a tensor, on the host, in memory of its own.
 
         Args:
             wanted: how the reading layout shares it.
-            into: a tensor of that share and type, which is filled, and returned, where that saves a copy.
 
         Raises:
             CheckpointError: it has other shapes, means nothing in this layout, or is not whole.
@@ -45,9 +44,7 @@ class StateReader:
         if written.cuts == wanted.cuts and (written.own or written.block == wanted.block):
             if not written.own and 0 in wanted.local_shape(ranks):
                 return self._empty(key, wanted.local_shape(ranks))
-            piece = self._piece(key, written, writer_of(written, ranks))
-            fits = into is not None and into.device.type == "cpu" and into.is_contiguous() and into.numel() > 0
-            return piece.fill(into) if into is not None and fits else piece[...]
+            return self._piece(key, written, writer_of(written, ranks))[...]
         if written.block or wanted.block:
             whole = self._whole(key, written)
             return whole[..., wanted.blocks(ranks)].contiguous() if wanted.block else whole

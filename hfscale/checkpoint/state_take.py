@@ -56,18 +56,15 @@ def take_state(
     Raises:
         CheckpointError: something of this rank's cannot be written.
     """
-    try:
-        contents = contents_of(runtime, optimizer)
-        states = {name: other.state_dict() for name, other in others.items()}
-        parts = {type(part).__name__: state for part in runtime.parts if (state := part.state(runtime))}
-        random = random_states(runtime.mesh)
-        rest = _plain_bytes({"random": random, "others": states, "options": contents.options, "parts": parts})
-        writes = is_writer(runtime.mesh)
-        stored = {k: v for part in runtime.parts for k, v in part.stored_names(runtime).items()} if writes else {}
-        digests = {name: _digest(state) for name, state in states.items()}
-        entries, beside = tensors_of_stage(runtime), _beside(runtime)
-    except OSError as error:  # of a temporary directory
-        raise CheckpointError(f"the state cannot be taken: {error}") from error
+    contents = contents_of(runtime, optimizer)
+    states = {name: other.state_dict() for name, other in others.items()}
+    parts = {type(part).__name__: state for part in runtime.parts if (state := part.state(runtime))}
+    random = random_states(runtime.mesh)
+    rest = _plain_bytes({"random": random, "others": states, "options": contents.options, "parts": parts})
+    writes = is_writer(runtime.mesh)
+    stored = {k: v for part in runtime.parts for k, v in part.stored_names(runtime).items()} if writes else {}
+    digests = {name: _digest(state) for name, state in states.items()}
+    entries, beside = tensors_of_stage(runtime), _beside(runtime)
     return TakenState(runtime.mesh, runtime, contents, step, digests, rest, entries, stored, beside)
 
 

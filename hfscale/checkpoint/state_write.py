@@ -2,11 +2,10 @@
 
 from pathlib import Path
 
-from ..errors import CheckpointError
 from ..files.complete import FileSum, write_synced
 from ..files.directories import staging_of
 from ..files.writer import write_tensors
-from ..runtime.writing import is_writer, raise_together
+from ..runtime.writing import all_or_none, is_writer
 from .state_agree import agreed_index
 from .state_directory import NewState, prune
 from .state_index import INDEX, StateIndex, rest_name, weights_name
@@ -20,33 +19,21 @@ def write_state(taken: TakenState, target: Path, keep_last: int | None, keep_eve
         CheckpointError: on every rank, if one could not; what ``target`` held is then still there.
     """
     mesh, run, new = taken.mesh, taken.runtime.run, None
-    failure: Exception | None = None
-    try:
-        if is_writer(mesh):
-            try:
-                new = NewState(target)
-            except (OSError, CheckpointError) as error:
-                failure = error
-        raise_together(mesh, failure, target)
-        index = agreed_index(taken)
-        files: dict[str, FileSum] = {}
+    with all_or_none(mesh, f"{target} could not be written"):
         try:
-            files = _write_own(taken, index, staging_of(target))
-        except (OSError, CheckpointError) as error:
-            failure = error
-        every = mesh.all_gather_object({name: (file.size, file.crc) for name, file in files.items()})
-        raise_together(mesh, failure, target)
-        if new is not None:
-            try:
-                new.commit({n: FileSum(*sums) for rank in every for n, sums in rank.items()}, taken.step, run)
+            if is_writer(mesh):
+                new = NewState(target)
+            index = agreed_index(taken)  # behind it, the directory is there for every rank
+            every = mesh.all_gather_object(_write_own(taken, index, staging_of(target)))
+            if new is not None:
+                new.commit({name: file for rank in every for name, file in rank.items()}, taken.step, run)
                 new = None
-                prune(target, run, keep_last, keep_every)
-            except (OSError, CheckpointError) as error:
-                failure = error
-        raise_together(mesh, failure, target)
-    finally:
-        if new is not None:
-            new.give_up()
+        finally:
+            if new is not None:
+                new.give_up()
+    with all_or_none(mesh, f"{target} is written, and older states beside it could not be removed"):
+        if is_writer(mesh):
+            prune(target, run, keep_last, keep_every)
 
 
 def _write_own(taken: TakenState, index: StateIndex, directory: Path) -> dict[str, FileSum]:

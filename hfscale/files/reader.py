@@ -149,17 +149,6 @@ class TensorOnDisk:
         whole = tuple((0, size) for size in self.shape)
         return self.read(whole) if index is Ellipsis else self.read(whole)[index]
 
-    def fill(self, out: Tensor) -> Tensor:
-        """Read all of it into a contiguous tensor of its shape and type, on the host.
-
-        Raises:
-            CheckpointError: ``out`` has others.
-        """
-        if (tuple(out.shape), out.dtype) != (self.shape, self.dtype):
-            raise CheckpointError(f"a tensor of shape {self.shape} in {self.dtype} does not fill {tuple(out.shape)}")
-        self._file.read(self._begin, out)
-        return out
-
     def read(self, spans: tuple[tuple[int, int], ...]) -> Tensor:
         """The box ``spans``, one ``(start, stop)`` per dim, in memory of its own."""
         if not self.shape:

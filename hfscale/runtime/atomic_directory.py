@@ -5,11 +5,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..errors import CheckpointError
 from ..files.directories import target_of
 from ..files.replace import NewFiles
 from ..mesh import Mesh
-from .writing import is_writer, raise_together
+from .writing import all_or_none, is_writer
 
 _Result = TypeVar("_Result")
 
@@ -34,7 +33,7 @@ class Staging:
         if self.failure is None:
             try:
                 return work(*arguments)
-            except (OSError, CheckpointError) as error:
+            except Exception as error:
                 self.failure = error
         return None
 
@@ -44,7 +43,7 @@ def atomic_directory(directory: Any, mesh: Mesh | None = None, *, stale: Sequenc
     """Write files aside, and put them into ``directory`` at the end unless something failed on some rank.
 
     Collective over ``mesh``, whose first rank makes the directory and moves it (:mod:`hfscale.files.replace`).
-    A rank may raise ``OSError`` in it if it is not waited for there; otherwise it goes through :meth:`Staging.attempt`.
+    A rank may raise in it if no other waits for it there; otherwise it goes through :meth:`Staging.attempt`.
 
     Args:
         mesh: the ranks that write; ``None``: this process alone.
@@ -55,21 +54,21 @@ def atomic_directory(directory: Any, mesh: Mesh | None = None, *, stale: Sequenc
         CheckpointError: on every rank, if one of them failed; the directory is then as it was before.
     """
     target = target_of(directory)
-    staging = Staging(target)
-    new = staging.attempt(NewFiles, target) if mesh is None or is_writer(mesh) else None
-    try:
-        raise_together(mesh, staging.failure, target)
-        staging.path = Path("" if new is None else new.path)
-        if mesh is not None:
-            staging.path = mesh.all_gather_object(staging.path)[0]
+    staging, new = Staging(target), None
+    with all_or_none(mesh, f"{target} could not be written"):
         try:
+            if mesh is None or is_writer(mesh):
+                new = NewFiles(target)
+                staging.path = new.path
+            if mesh is not None:
+                staging.path = mesh.all_gather_object(staging.path)[0]
             yield staging
-        except OSError as error:
-            staging.failure = staging.failure or error
-        raise_together(mesh, staging.failure, target)
-        if new is not None:
-            staging.attempt(new.commit, stale)
-        raise_together(mesh, staging.failure, target)
-    finally:
-        if new is not None:
-            new.close()
+            if staging.failure is not None:
+                raise staging.failure
+            if mesh is not None:
+                mesh.all_gather_object(None)  # every rank is done
+            if new is not None:
+                new.commit(stale)
+        finally:
+            if new is not None:
+                new.close()

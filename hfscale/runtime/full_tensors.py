@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -15,7 +16,7 @@ from ..mesh import Mesh
 from ..plan import ParameterPlan, Plan, write_share
 from .runtime import Runtime
 from .shards import local_tensor
-from .writing import is_writer
+from .writing import Attempt, is_writer, plainly
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,12 @@ class SavedTensor:
         return cls(name, torch.Size(shape), dtype, home, None if planned is None else plan.by_name[planned])
 
 
-def full_parameters(runtime: Runtime, wanted: Callable[[ParameterPlan], bool]) -> Iterator[tuple[str, Tensor]]:
+def full_parameters(
+    runtime: Runtime, wanted: Callable[[ParameterPlan], bool], attempt: Attempt = plainly
+) -> Iterator[tuple[str, Tensor]]:
     """Owned parameters by name, one at a time: whole on rank 0, empty elsewhere. Every rank goes through all."""
     entries = [entry for entry in tensors_to_save(runtime) if entry.planned and wanted(entry.planned)]
-    for entry, (_, tensor) in zip(entries, full_tensors(runtime, entries), strict=True):
+    for entry, (_, tensor) in zip(entries, full_tensors(runtime, entries, attempt=attempt), strict=True):
         yield entry.planned.name if entry.planned else entry.name, tensor
 
 
@@ -97,16 +100,21 @@ def _buffers(runtime: Runtime) -> dict[str, Tensor]:
 
 
 def full_tensors(
-    runtime: Runtime, entries: list[SavedTensor], share_of: Callable[[SavedTensor], Tensor | None] | None = None
+    runtime: Runtime,
+    entries: list[SavedTensor],
+    share_of: Callable[[SavedTensor], Tensor | None] | None = None,
+    attempt: Attempt = plainly,
 ) -> Iterator[tuple[str, Tensor]]:
     """Every tensor to save, one at a time: whole on rank 0, empty elsewhere. Same order on every rank.
 
     Args:
         share_of: what this rank holds of each, where it is something else than the model's own, cut likewise.
+        attempt: what does all that may fail without another rank. After a failure shares are still sent and received,
+            so that no rank waits for another, and the tensors mean nothing.
     """
     held = share_of or _shares(runtime)
     for entry in entries:
-        yield entry.name, _gather(entry, held(entry), runtime.mesh)
+        yield entry.name, _gather(entry, held(entry), runtime.mesh, attempt)
 
 
 def _shares(runtime: Runtime) -> Callable[[SavedTensor], Tensor | None]:
@@ -120,7 +128,7 @@ def _shares(runtime: Runtime) -> Callable[[SavedTensor], Tensor | None]:
     return share_of
 
 
-def _gather(entry: SavedTensor, share: Tensor | None, mesh: Mesh) -> Tensor:
+def _gather(entry: SavedTensor, share: Tensor | None, mesh: Mesh, attempt: Attempt) -> Tensor:
     cuts = entry.planned.cuts if entry.planned else ()
     is_here = not cuts and is_writer(mesh) and entry.home == 0
     if share is not None and (mesh.device_mesh is None or is_here):
@@ -129,23 +137,32 @@ def _gather(entry: SavedTensor, share: Tensor | None, mesh: Mesh) -> Tensor:
     _, own = mesh.view(cuts)
     replica = {axis: rank for axis, rank in own.items() if axis not in (*axes, "pp")}
     sends = own["pp"] == entry.home and not any(replica.values())
-    share = share.cpu().contiguous() if share is not None and sends else torch.empty(0, dtype=entry.dtype)
+    nothing = torch.empty(0, dtype=entry.dtype)
+    if share is not None and sends:
+        copied = attempt(_on_host, share)
+        share = torch.empty(share.shape, dtype=share.dtype) if copied is None else copied
+    else:
+        share = nothing
     if not is_writer(mesh):
         if sends and share.numel():
             dist.send(share.view(-1).view(torch.uint8), dst=0, group=mesh.control)
-        return share.new_empty(0)
-    return _put_together(entry, share if sends else None, mesh)
+        return nothing
+    return _put_together(entry, share if sends else None, mesh, attempt)
 
 
-def _put_together(entry: SavedTensor, own: Tensor | None, mesh: Mesh) -> Tensor:
+def _on_host(share: Tensor) -> Tensor:
+    return share.cpu().contiguous()
+
+
+def _put_together(entry: SavedTensor, own: Tensor | None, mesh: Mesh, attempt: Attempt) -> Tensor:
     """The whole tensor, of all ranks' shares; ``own`` is the writer's, where it has one that counts."""
     cuts = entry.planned.cuts if entry.planned else ()
-    whole = torch.empty(entry.shape, dtype=entry.dtype)
+    whole = attempt(partial(torch.empty, entry.shape, dtype=entry.dtype))
     for coordinates in product(*(range(cut.size) for cut in cuts)):
         ranks = {**{cut.axis: rank for cut, rank in zip(cuts, coordinates, strict=True)}, "pp": entry.home}
         share = _receive(entry, ranks, mesh) if own is None or any(coordinates) else own
-        write_share(whole, share, cuts, ranks)
-    return whole
+        attempt(write_share, whole, share, cuts, ranks)
+    return torch.empty(0, dtype=entry.dtype) if whole is None else whole
 
 
 def _receive(entry: SavedTensor, ranks: dict[str, int], mesh: Mesh) -> Tensor:

@@ -1,11 +1,15 @@
-"""What every rank has to do together around files: arrive, let one rank write, and hear whether all could."""
+"""What all ranks do together around files: arrive, let one rank write, and fail together."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, HFScaleError, RankFailedError
 from ..mesh import Mesh
 
 
@@ -32,14 +36,61 @@ def everyone_arrives(mesh: Mesh, timeout: timedelta, call: str) -> None:
         ) from error
 
 
-def raise_together(mesh: Mesh | None, failure: Exception | None, target: Path) -> None:
-    """Every rank learns of every rank's ``failure`` to write ``target``; ``mesh=None``: there is this process alone.
+@contextmanager
+def all_or_none(mesh: Mesh | None, what: str) -> Iterator[None]:
+    """Let an exception on one rank end the block on every rank.
+
+    The rank that failed tells it in its next :meth:`Mesh.all_gather_object`; the others hear of it in theirs, at the
+    latest at the end of the block. So within it ranks wait for each other in no other way.
+
+    Args:
+        mesh: the ranks that run the block; ``None``: this process alone.
+        what: the beginning of the message.
 
     Raises:
-        CheckpointError: on every rank, if one of them failed.
+        CheckpointError: on every rank, with the ranks that failed and the reasons. Where all ranks fail alike with one
+            of hfscale's errors, each raises its own.
     """
-    failures = [str(failure or "")] if mesh is None else mesh.all_gather_object(str(failure or ""))
-    if any(failures):
-        several = len(failures) > 1
-        reasons = (f"rank {rank}: {text}" if several else text for rank, text in enumerate(failures) if text)
-        raise CheckpointError(f"{target} could not be written: {'; '.join(reasons)}") from failure
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    told, alike = in_words(failure), not isinstance(failure, RankFailedError)
+    if mesh is not None and mesh.control is not None and alike:
+        try:
+            mesh.all_gather_object(None, told)
+        except RankFailedError as heard:
+            alike = list(heard.failures.values()) == [told] * mesh.layout.total_size
+            told = told if alike else str(heard)
+        except Exception as lost:  # the connection to a rank
+            failure, told, alike = failure or lost, told or in_words(lost), False
+    if alike and isinstance(failure, HFScaleError):
+        raise failure
+    if told:
+        raise CheckpointError(f"{what}: {told}") from failure
+
+
+def in_words(error: BaseException | None) -> str:
+    """Return what went wrong, never empty where something did: errors of Python's own need their type's name."""
+    if error is None:
+        return ""
+    text = str(error)
+    plain = text and isinstance(error, OSError | HFScaleError)
+    return text if plain else f"{type(error).__name__}: {text}".rstrip(": ")
+
+
+Attempt = Callable[..., Any]
+"""Calls a function with arguments; returns its result, or ``None`` after a failure, which it keeps."""
+
+
+def plainly(work: Callable[..., Any], *arguments: Any) -> Any:
+    """Call ``work``: the :data:`Attempt` that lets failures through."""
+    return work(*arguments)
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """Return whether no entry is NaN or infinite; one pass over the tensor, and no memory."""
+    if not tensor.is_floating_point() or tensor.itemsize == 1 or tensor.numel() == 0:
+        return True
+    return bool(torch.stack(tensor.detach().aminmax()).isfinite().all())

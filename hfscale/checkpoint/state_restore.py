@@ -1,0 +1,157 @@
+"""Read a state aside, and put it into a run once every rank has all it needs: on all ranks, or on none."""
+
+import copy
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError
+from ..plan.state_tensor import StateTensor, like, whole
+from ..runtime import Runtime, like_sharded
+from ..runtime.shards import local_tensor
+from ..runtime.writing import all_finite, in_words, is_writer
+from .random_states import random_states, restore_random_states
+from .state_contents import written_parameters
+from .state_reader import StateReader
+
+_COUNTED = ("step", "mu_product")  # in the states of torch's optimizers
+_log = logging.getLogger(__name__)
+
+States = Iterable[tuple[str, Tensor, str, StateTensor]]
+"""Of an optimizer: key in the index, parameter, the optimizer's key, and how this layout shares the tensor."""
+
+
+class ReadAside:
+    """This rank's shares of a state; the run is unchanged until :meth:`put_back`.
+
+    They are in the host's memory. Those of an optimizer that has no state yet go to their device at once, where they
+    take no room twice.
+    """
+
+    def __init__(self, reader: StateReader, runtime: Runtime, buffers: dict[str, Tensor]) -> None:
+        self.reader, self.runtime = reader, runtime
+        self._not_finite = ""
+        self._copies: list[tuple[Tensor, Tensor]] = []  # from, into
+        self._states: dict[Tensor, dict[str, Any]] = defaultdict(dict)
+        for planned, parameter in written_parameters(runtime):
+            self._copy_later(self._read(f"weights/{planned.name}", like(planned)), local_tensor(parameter.detach()))
+        for name, buffer in buffers.items():
+            self._copy_later(reader.read(f"buffers/{name}", whole(*buffer.shape), runtime.mesh.ranks), buffer)
+
+    def add_optimizer(self, optimizer: torch.optim.Optimizer, states: States) -> None:
+        """Read what an optimizer keeps of parameters."""
+        here = {planned.name: parameter for planned, parameter in self.runtime.parameters()}
+        for name, numbers in self.reader.index.numbers.items():
+            if name in here:
+                self._states[here[name]] = dict(numbers)
+        for key, parameter, state, lies in states:
+            self._states[parameter][state] = self._read(key, lies)
+        if not optimizer.state:
+            self._place(optimizer)
+
+    def warn_of_not_finite(self) -> None:
+        """Name the first tensor with NaN or infinity; collective."""
+        found = self.runtime.mesh.all_gather_object(self._not_finite)
+        if is_writer(self.runtime.mesh):
+            warn_of_not_finite(found, f"in the state loaded from {self.reader.directory}")
+
+    @torch.no_grad()
+    def put_back(self, optimizer: torch.optim.Optimizer | None, options: list[dict[str, Any]]) -> None:
+        """Copy all of it into the run."""
+        try:
+            for read, into in self._copies:
+                into.copy_(read)
+            if optimizer is None:
+                return
+            for group, saved in zip(optimizer.param_groups, options, strict=True):
+                group.update(saved)
+            if optimizer.state:
+                optimizer.state.clear()
+                self._place(optimizer)
+            optimizer.state.update(self._states)
+        except Exception as error:
+            raise CheckpointError(
+                f"{self.reader.directory} was read, and put back in part only ({in_words(error)}): load a state again "
+                "before the run goes on"
+            ) from error
+
+    def _copy_later(self, read: Tensor, into: Tensor) -> None:
+        if read.shape != into.shape:
+            raise CheckpointError(
+                f"{self.reader.directory} has a share of shape {tuple(read.shape)} where this rank's has "
+                f"{tuple(into.shape)}: it is damaged, use another state"
+            )
+        self._copies.append((read, into))
+
+    def _read(self, key: str, lies: StateTensor) -> Tensor:
+        read = self.reader.read(key, lies, self.runtime.mesh.ranks)
+        if not self._not_finite and not all_finite(read):
+            self._not_finite = key
+        return read
+
+    @torch.no_grad()
+    def _place(self, optimizer: torch.optim.Optimizer) -> None:
+        """Bring what was read of an optimizer's state to where it would have made it."""
+        plain = getattr(optimizer, "keeps_plain_state", False)  # hfscale's own: some are of other shapes than shares
+        groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+        for parameter, values in self._states.items():
+            for state, value in values.items():
+                if isinstance(value, Tensor):
+                    placed = _placed(state, value, local_tensor(parameter), optimizer, groups[id(parameter)])
+                    values[state] = placed if plain else _like(placed, parameter)
+
+
+@contextmanager
+def unchanged_on_failure(
+    runtime: Runtime, optimizer: torch.optim.Optimizer | None, others: dict[str, Any]
+) -> Iterator[None]:
+    """Put ``others``, random streams, states of parts and options of groups back if the block fails on some rank."""
+    random = random_states(runtime.mesh)
+    parts = [(part, copy.deepcopy(state)) for part in runtime.parts if (state := part.state(runtime))]
+    before = [(other, copy.deepcopy(other.state_dict()), dict(vars(other))) for other in others.values()]
+    groups = [] if optimizer is None else [(group, dict(group)) for group in optimizer.param_groups]
+    try:
+        yield
+        runtime.mesh.all_gather_object(None)
+    except Exception:
+        for other, state, attributes in before:
+            try:
+                other.load_state_dict(state)
+            except Exception:  # it may fail as it failed before
+                vars(other).update(attributes)
+        for part, state in parts:
+            part.put_state(runtime, state)
+        for group, options in groups:
+            group.clear()
+            group.update(options)
+        restore_random_states(runtime.mesh, random)
+        raise
+
+
+def warn_of_not_finite(keys: Iterable[str], where: str) -> None:
+    """Warn of NaN or infinity, naming the first of ``keys`` that is not empty."""
+    if key := next(filter(None, keys), ""):
+        _log.warning("%s has NaN or infinity %s: go back to an earlier one, or the loss stays NaN", key, where)
+
+
+def _placed(key: str, value: Tensor, parameter: Tensor, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Any:
+    """A value of an optimizer's state where the optimizer itself would have made it."""
+    if key in _COUNTED and not (group.get("fused") or group.get("capturable")):
+        return value  # torch reads them on the host, which would wait for a device
+    if getattr(optimizer, "is_paged", False) and value.shape == parameter.shape:
+        paged: Any = optimizer
+        buffer: Tensor = paged.get_state_buffer(parameter.detach(), dtype=value.dtype)
+        return buffer.copy_(value)
+    return value.to(getattr(optimizer, "state_device", None) or parameter.device)
+
+
+def _like(value: Tensor, parameter: Tensor) -> Any:
+    """An optimizer's value, as a sharded tensor where it has the shape of a sharded parameter's share."""
+    if value.ndim == 0 or value.shape != local_tensor(parameter).shape:
+        return value
+    return like_sharded(value, parameter)
