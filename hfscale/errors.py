@@ -6,7 +6,13 @@ from typing import Any
 
 
 class HFScaleError(Exception):
-    """Root of every error raised by hfscale."""
+    """Root of every error raised by hfscale.
+
+    Attributes:
+        everywhere: whether every rank raises it, and need not be told of it.
+    """
+
+    everywhere = False
 
 
 class ConfigError(HFScaleError, ValueError):
@@ -31,6 +37,8 @@ class RankFailedError(CheckpointError):
     Attributes:
         failures: rank -> what went wrong there.
     """
+
+    everywhere = True
 
     def __init__(self, message: str, failures: dict[int, str]) -> None:
         super().__init__(message)

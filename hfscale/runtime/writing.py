@@ -56,6 +56,8 @@ def all_or_none(mesh: Mesh | None, what: str) -> Iterator[None]:
         yield
     except Exception as error:
         failure = error
+    if isinstance(failure, HFScaleError) and failure.everywhere and not isinstance(failure, RankFailedError):
+        raise failure  # from a block within this one
     told, alike = in_words(failure), not isinstance(failure, RankFailedError)
     if mesh is not None and mesh.control is not None and alike:
         try:
@@ -65,10 +67,10 @@ def all_or_none(mesh: Mesh | None, what: str) -> Iterator[None]:
             told = told if alike else str(heard)
         except Exception as lost:  # the connection to a rank
             failure, told, alike = failure or lost, told or in_words(lost), False
-    if alike and isinstance(failure, HFScaleError):
-        raise failure
     if told:
-        raise CheckpointError(f"{what}: {told}") from failure
+        own = failure if alike and isinstance(failure, HFScaleError) else CheckpointError(f"{what}: {told}")
+        own.everywhere = True
+        raise own from (failure.__cause__ if failure is own else failure)
 
 
 def in_words(error: BaseException | None) -> str:

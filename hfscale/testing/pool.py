@@ -49,7 +49,7 @@ class RankPool:
         threads: torch threads per rank.
     """
 
-    def __init__(self, world: int, timeout: float = 120.0, threads: int = 1) -> None:
+    def __init__(self, world: int, timeout: float = 20.0, threads: int = 1) -> None:
         self.world, self.timeout, self.threads = world, timeout, threads
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []

@@ -1,0 +1,215 @@
+"""Whatever fails on one rank of a save or a load, every rank raises it, and nothing has changed."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig
+from torch import Tensor
+
+import hfscale
+from hfscale import CheckpointError, ParallelConfig
+from hfscale.runtime.shards import local_tensor
+from hfscale.testing import RankPool
+
+from ..models import tiny
+
+Pools = Callable[[int], RankPool]
+ERRORS = (MemoryError(), ValueError("of a value"), KeyError("of a key"), RuntimeError("of a run"), OSError(5, "of a disk"))
+TOLD = ("MemoryError", "ValueError: of a value", "KeyError: 'of a key'", "RuntimeError: of a run", "[Errno 5] of a disk")
+LAYOUTS = {"tp2": {"tp_size": 2}, "shard2": {"dp_shard_size": 2}}
+
+# Where it fails, and on which ranks: the first one alone does what concerns all.
+WRITING = {
+    "checkpoint.state.reshard": (0, 1),
+    "checkpoint.state_take.contents_of": (0, 1),
+    "checkpoint.state_take._plain_bytes": (0, 1),
+    "checkpoint.state_write.agreed_index": (0, 1),
+    "checkpoint.state_agree._merge": (0, 1),
+    "checkpoint.state_agree._add_stored_names": (0, 1),
+    "checkpoint.state_write.write_tensors": (0, 1),
+    "checkpoint.state_write.write_synced": (0, 1),
+    "checkpoint.state_write.NewState": (0,),
+    "checkpoint.state_directory.sync_directory": (0,),
+    "checkpoint.state_directory.mark_complete": (0,),
+    "checkpoint.state_write.prune": (0,),
+}
+BEHIND = {"checkpoint.state.on_host": (0, 1), **WRITING}
+EXPORTING = {
+    "guards.replicas._checksums": (0, 1),
+    "checkpoint.save.tensors_to_save": (0, 1),
+    "checkpoint.save.AsStored": (0, 1),
+    "runtime.full_tensors._on_host": (0, 1),
+    "runtime.full_tensors.write_share": (0,),
+    "runtime.atomic_directory._make": (0,),
+    "checkpoint.save.CheckpointWriter.add": (0,),
+    "checkpoint.save.CheckpointWriter.finish": (0,),
+    "checkpoint.save.write_configs": (0,),
+    "runtime.atomic_directory._move_files": (0,),
+}
+ADAPTERS = {
+    "adapters.storage.stored_names": (0,),
+    "runtime.full_tensors._on_host": (0, 1),
+    "runtime.full_tensors.write_share": (0,),
+    "adapters.storage.save_file": (0,),
+    "adapters.storage.write_adapter_config": (0,),
+}
+READING = {
+    "checkpoint.state_load.candidates": (0,),
+    "checkpoint.state_load.content_problems": (0, 1),
+    "checkpoint.state_load.StateIndex.read": (0, 1),
+    "checkpoint.state_load._Found._rest": (0, 1),
+    "checkpoint.state_reader.StateReader.read": (0, 1),
+    "checkpoint.state_load.restore_random_states": (0, 1),
+    "files.reader.os.preadv": (0, 1),
+}
+
+
+class Run:
+    """A model, its optimizer and scheduler, after a step."""
+
+    def __init__(self, layout: dict[str, Any], adapters: bool = False) -> None:
+        self.model = hfscale.from_config(tiny("llama", num_hidden_layers=1), parallel=ParallelConfig(**layout))
+        if adapters:
+            peft = hfscale.get_peft_model(self.model, LoraConfig(r=2, target_modules=["q_proj", "o_proj"]))
+            self.model = peft.base_model.model
+        self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad])
+        self.scheduler = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1.0, 0.1, total_iters=8)
+        self.others = {"optimizer": self.optimizer, "scheduler": self.scheduler}
+
+    def step(self) -> None:
+        ids = torch.arange(18).view(2, 9)
+        hfscale.train_step(self.model, {"input_ids": ids, "labels": ids})
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+
+    def everything(self) -> list[Any]:
+        """All that a load may change, as plain data."""
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        for values in self.optimizer.state.values():
+            tensors += [value for value in values.values() if isinstance(value, Tensor)]
+        plain: list[Any] = [local_tensor(tensor.detach()).tolist() for tensor in tensors]
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        numbers = np.random.get_state()
+        streams = [torch.get_rng_state().tolist(), random.getstate(), numbers[1].tolist(), numbers[2]]
+        return [*plain, groups, self.scheduler.state_dict(), streams]
+
+
+def said(call: Callable[[], Any], place: str, rank: int, error: Exception) -> str:
+    """What ``call`` raises while ``place`` does on one rank."""
+    fault = patch(f"hfscale.{place}", side_effect=error)
+    if dist.get_rank() == rank:
+        fault.start()
+    try:
+        with pytest.raises(CheckpointError) as caught:
+            call()
+        return str(caught.value)
+    finally:
+        if dist.get_rank() == rank:
+            fault.stop()
+
+
+def check(call: Callable[[], Any], places: dict[str, tuple[int, ...]]) -> None:
+    for place, ranks in places.items():
+        for rank in ranks:
+            for error, told in zip(ERRORS, TOLD, strict=True):
+                message = said(call, place, rank, error)
+                assert f"rank {rank}: " in message and told in message, (place, rank, message)
+
+
+def saves(layout: dict[str, Any], directory: str) -> None:
+    run, state = Run(layout), f"{directory}/state"
+    run.step()
+    hfscale.save_state(run.model, state, **run.others, step=1)
+    check(lambda: hfscale.save_state(run.model, state, **run.others, keep_last=2, step=2), WRITING)
+
+    def behind() -> None:
+        hfscale.save_state(run.model, state, **run.others, keep_last=2, asynchronous=True)
+        hfscale.wait_for_saves()
+
+    check(behind, BEHIND)
+    hfscale.load_state(run.model, directory, **run.others)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_states_are_written_on_all_ranks_or_none(pools: Pools, tmp_path: Path, layout: str) -> None:
+    pools(2).run(saves, LAYOUTS[layout], str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
+
+
+def exports(directory: str) -> None:
+    run = Run({"tp_size": 2})
+    hfscale.save_pretrained(run.model, f"{directory}/model")
+    check(lambda: hfscale.save_pretrained(run.model, f"{directory}/model"), EXPORTING)
+    with_adapters = Run({"tp_size": 2}, adapters=True)
+    hfscale.save_pretrained(with_adapters.model, f"{directory}/adapter")
+    check(lambda: hfscale.save_pretrained(with_adapters.model, f"{directory}/adapter"), ADAPTERS)
+
+
+def test_checkpoints_are_written_on_all_ranks_or_none(pools: Pools, tmp_path: Path) -> None:
+    pools(2).run(exports, str(tmp_path))
+    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    ]
+
+
+def next_save(directory: str) -> str:
+    run = Run({"tp_size": 2})
+    save = said(
+        lambda: [hfscale.save_state(run.model, directory, asynchronous=True) for _ in range(2)],
+        "checkpoint.state_write.write_tensors",
+        1,
+        MemoryError(),
+    )
+    hfscale.save_state(run.model, directory)
+    return save
+
+
+def test_the_next_save_tells_of_a_failed_one(pools: Pools, tmp_path: Path) -> None:
+    for message in pools(2).run(next_save, str(tmp_path / "state")):
+        assert "behind the steps failed" in message
+        assert "rank 1: MemoryError" in message
+
+
+def loads(layout: dict[str, Any], directory: str) -> None:
+    run = Run(layout)
+    run.step()
+    hfscale.save_state(run.model, directory, **run.others)
+    run.step()
+    before = run.everything()
+
+    def load() -> None:
+        hfscale.load_state(run.model, directory, **run.others)
+
+    for place, ranks in READING.items():
+        check(load, {place: ranks})
+        assert run.everything() == before, place
+    load_state_dict = run.scheduler.load_state_dict
+    for rank in range(2):
+
+        def half(state: dict[str, Any], rank: int = rank) -> None:
+            load_state_dict(state)
+            if dist.get_rank() == rank:
+                raise KeyError("half")
+
+        run.scheduler.load_state_dict = half  # type: ignore[method-assign]
+        with pytest.raises(CheckpointError, match=f"rank {rank}: KeyError: 'half'"):
+            load()
+        del run.scheduler.load_state_dict
+        assert run.everything() == before
+    load()
+    assert run.everything() != before
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_states_are_loaded_on_all_ranks_or_none(pools: Pools, tmp_path: Path, layout: str) -> None:
+    pools(2).run(loads, LAYOUTS[layout], str(tmp_path / "state"))
