@@ -31,6 +31,7 @@ from .planner.build import build_plan
 from .quantization.quantized_modules import plan_quantized
 from .runtime.initialize import initialize_local_weights
 from .runtime.local_weights import LocalWeights
+from .runtime.writing import all_or_none, not_finite, warn_of_not_finite
 
 
 class Outline:
@@ -124,9 +125,11 @@ class FromCheckpoint:
 
     def load(self, plan: Plan, mesh: Mesh) -> tuple[Any, LocalWeights]:
         """The model on the meta device with this rank's sizes, and this rank's final shares of its weights."""
-        model, weights, missing = load_pretrained(
-            self._outline.auto_class, self._path, plan, mesh, self._kwargs, self._resized
-        )
+        with all_or_none(mesh, f"{self._path} could not be loaded"):
+            model, weights, missing = load_pretrained(
+                self._outline.auto_class, self._path, plan, mesh, self._kwargs, self._resized
+            )
+            warn_of_not_finite(mesh, not_finite(weights.tensors), self._path)
         if missing:
             template = self.template(model)
             fresh, _ = initialize_local_weights(template, plan, mesh, self._seed, wanted=lambda name: name in missing)

@@ -17,7 +17,7 @@ from ..runtime import Runtime
 from ..runtime.atomic_directory import atomic_directory
 from ..runtime.full_tensors import full_parameters
 from ..runtime.names import stock_name
-from ..runtime.writing import is_writer
+from ..runtime.writing import is_writer, not_finite, warn_of_not_finite
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -101,6 +101,7 @@ def save_adapter(runtime: Runtime, whole: Any, name: str, target: Path) -> None:
         if writes and staging.failure is None:
             save_file(tensors, staging.path / WEIGHTS, metadata={"format": "pt"})
             write_adapter_config(whole, name, staging.path)
+    warn_of_not_finite(runtime.mesh, not_finite(tensors), str(target))
 
 
 def write_adapter_config(whole: Any, name: str, directory: Path) -> None:

@@ -19,7 +19,7 @@ from ..files.writer import STALE, CheckpointWriter
 from ..runtime import Runtime, runtime_of
 from ..runtime.atomic_directory import atomic_directory
 from ..runtime.full_tensors import full_tensors, tensors_to_save
-from ..runtime.writing import all_or_none, everyone_arrives, is_writer
+from ..runtime.writing import all_or_none, everyone_arrives, is_writer, not_finite, warn_of_not_finite
 
 _WAIT = timedelta(minutes=2)
 
@@ -61,16 +61,19 @@ def _write(runtime: Runtime, target: Path, max_shard_size: str | int) -> None:
     contents = {entry.name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for entry in entries}
     stored = AsStored(runtime.model, contents)
     with atomic_directory(target, runtime.mesh, stale=STALE) as staging:
-        writer = None
+        writer, wrong = None, ""
         if is_writer(runtime.mesh):
             writer = staging.attempt(CheckpointWriter, staging.path, stored.layout, max_shard_size)
         # All tensors are sent and received even after a failure, so that no rank waits for another.
-        for name, tensor in full_tensors(runtime, entries, attempt=staging.attempt):
+        tensors = full_tensors(runtime, entries, attempt=staging.attempt)
+        for entry, (name, tensor) in zip(entries, tensors, strict=True):
             if writer is not None:
                 staging.attempt(_add, writer, stored, name, tensor)
+                wrong = wrong or (staging.attempt(not_finite, {name: tensor}) if entry.planned else "") or ""
         if writer is not None:
             staging.attempt(write_configs, runtime.model, staging.path)
             staging.attempt(writer.finish)
+    warn_of_not_finite(runtime.mesh, wrong, str(target))
 
 
 def _add(writer: CheckpointWriter, stored: AsStored, name: str, tensor: Tensor) -> None:

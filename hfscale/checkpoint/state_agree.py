@@ -35,6 +35,7 @@ def agreed_index(taken: TakenState) -> StateIndex:
     index = StateIndex.of(mesh.layout, plan)
     index.step = taken.step
     index.versions = {"hfscale": __version__, "torch": str(torch.__version__)}
+    index.optimizer = contents.optimizer
     digests = taken.digests.items()
     index.others = {name: all(each.others.get(name) == digest for each in every) for name, digest in digests}
     for each in every:

@@ -25,6 +25,7 @@ class StateContents:
         held: key -> what this rank writes of it.
         numbers: name of a parameter -> what its optimizer keeps of it besides.
         groups: names of the parameters of each of the optimizer's groups.
+        optimizer: what :func:`described` says of it.
         options: the options of these groups.
     """
 
@@ -32,6 +33,7 @@ class StateContents:
     held: dict[str, Tensor] = field(default_factory=dict)
     numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
     groups: list[list[str]] | None = None
+    optimizer: list[Any] | None = None
     options: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, key: str, tensor: StateTensor, share: Tensor, mesh: Mesh) -> None:
@@ -98,7 +100,13 @@ def _add_optimizer(found: StateContents, runtime: Runtime, optimizer: torch.opti
                     "tensor nor a number: save its state yourself, and pass it to save_state under a name"
                 )
     found.groups = [[plans[id(parameter)].name for parameter in group] for group in given]
+    found.optimizer = described(optimizer)
     found.options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+
+def described(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Return an optimizer's name and the names of its options: equal options go with equal states."""
+    return [getattr(optimizer, "name", type(optimizer).__name__), sorted(optimizer.defaults)]
 
 
 def moved_parameters(optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:

@@ -36,6 +36,7 @@ class StateIndex:
         tensors: ``weights/NAME``, ``buffers/NAME`` and ``optimizer/KEY/NAME`` -> what it is.
         numbers: name of a parameter -> what its optimizer keeps of it besides tensors.
         groups: names of the parameters of each of the optimizer's groups; ``None`` without an optimizer.
+        optimizer: its name, and the names of its options; ``None`` in states that were written without them.
         others: what else was given -> whether its state was the same on every rank.
         stored: name of a tensor of the model that is to be saved, or of the adapter -> its key here.
         adapter: whether these are an adapter's, in PEFT's names.
@@ -50,6 +51,7 @@ class StateIndex:
     tensors: dict[str, StateTensor] = field(default_factory=dict)
     numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
     groups: list[list[str]] | None = None
+    optimizer: list[Any] | None = None
     others: dict[str, bool] = field(default_factory=dict)
     stored: dict[str, str] = field(default_factory=dict)
     adapter: bool = False
@@ -102,7 +104,10 @@ class StateIndex:
                 )
             told["tensors"] = {key: StateTensor.hear(each) for key, each in told["tensors"].items()}
             told["axes"] = [[(str(axis), int(size)) for axis, size in each] for each in told["axes"]]
-            return cls(**told)
+            index = cls(**told)
+            if not isinstance(index.step, int | None) or not isinstance(index.others, dict) or index.batch_world < 1:
+                raise ValueError(f"step={index.step!r}, batch_world={index.batch_world!r}, others={index.others!r}")
+            return index
         except FileNotFoundError as error:
             earlier = (directory / "layout.json").exists()
             what = "was written by an earlier hfscale, in a format of its own" if earlier else "is not a state"

@@ -4,6 +4,7 @@ import logging
 import pickle
 import zipfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from ..plan.state_tensor import StateTensor, like, own
 from ..runtime import Runtime
 from ..runtime.writing import in_words, is_writer
 from .random_states import restore_random_states, source_rank
-from .state_contents import moved_parameters, parameters_of_state, state_lies, written_parameters
+from .state_contents import described, moved_parameters, parameters_of_state, state_lies, written_parameters
 from .state_directory import candidates, problems_of
 from .state_index import StateIndex, rest_name
 from .state_reader import StateReader
@@ -50,17 +51,13 @@ def load_from(
     """See :func:`hfscale.load_state`; collective."""
     mesh = runtime.mesh
     directory = find_whole(source, mesh, verify)
-    try:
+    with _in_words_of(directory):
         found = _Found(runtime, directory, optimizer, others)
         read = ReadAside(found.reader, runtime, found.buffers)
         if optimizer is not None:
             read.add_optimizer(optimizer, found.states(optimizer))
-    except HFScaleError:
-        raise
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{directory} is damaged ({in_words(error)}): use another state") from error
-    read.warn_of_not_finite()  # every rank has read all it needs
-    with unchanged_on_failure(runtime, optimizer, others):
+    read.warn_of_not_finite()
+    with unchanged_on_failure(runtime, optimizer, others), _in_words_of(directory):
         for name, other in others.items():
             other.load_state_dict(found.rest["others"][name])
         restore_random_states(mesh, *found.random)
@@ -71,6 +68,19 @@ def load_from(
         part.before_state(runtime, resumed=True)
     read.put_back(optimizer, found.rest["options"])
     return Resumed(directory, found.index.step, found.index.batch_world, found.alike)
+
+
+@contextmanager
+def _in_words_of(directory: Path) -> Iterator[None]:
+    """Say of which state it is that something has the wrong type or form."""
+    try:
+        yield
+    except (HFScaleError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{directory} could not be used ({in_words(error)}): it is damaged, or of another run; use another state"
+        ) from error
 
 
 def none_there(source: Path, mesh: Mesh) -> bool:
@@ -132,10 +142,10 @@ class _Found:
         self.parameters = {planned.name: (planned, parameter) for planned, parameter in runtime.parameters()}
         self._check_weights()
         self.buffers = dict(self._buffers())
-        if optimizer is not None:
-            self._check_optimizer(optimizer)
         batch, part = self.source_of_batch, source_rank(self.mesh, self.index, self.alike)
         self.rest = self._rest(batch)
+        if optimizer is not None:
+            self._check_optimizer(optimizer)
         self.random = (self.rest["random"] if part[0] == batch else self._rest(part[0])["random"], part[1])
         for name in others:
             self._check_other(name)
@@ -189,10 +199,18 @@ class _Found:
         if self.index.groups is None:
             raise CheckpointError(f"{self.directory} holds no optimizer: save_state was called without it")
         there = [set(group) & set(names.values()) for group in self.index.groups]
-        if here != there:
+        if here != there or [isinstance(options, dict) for options in self.rest["options"]] != [True] * len(here):
             raise CheckpointError(
                 f"{self.directory} was written by an optimizer over other parameters or groups: build it as it was "
                 "built then"
+            )
+        name, options = described(optimizer)
+        then, then_options = self.index.optimizer or (name, options)
+        if then != name and then_options != options:
+            raise CheckpointError(
+                f"{self.directory} was written by the optimizer {then} ({', '.join(then_options)}), and this one is "
+                f"{name} ({', '.join(options)}), which would not find its state there: make a {then}, or leave "
+                "optimizer= out and begin with an empty one"
             )
         for key, _, _, lies in self.states(optimizer):
             self.reader.check(key, lies)
@@ -215,6 +233,9 @@ class _Found:
                 f"{path} is damaged, or holds more than plain data, which is not read because it could run code: use "
                 f"another state ({str(error).partition(chr(10))[0]})"
             ) from error
+        kinds = {"random": dict, "others": dict, "options": list, "parts": dict}
+        if wrong := [name for name, kind in kinds.items() if not isinstance(dict(found).get(name), kind)]:
+            raise CheckpointError(f"{path} is damaged, it has no {' and no '.join(wrong)}: use another state")
         return found
 
     def _check_other(self, name: str) -> None:

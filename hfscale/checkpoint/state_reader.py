@@ -84,6 +84,12 @@ class StateReader:
                 f"{self.directory}/{weights_name(rank)} has no {key}, of which that rank held a share: it is damaged, "
                 "use another state"
             )
+        shape = found.shape if written.own else written.local_shape(dict.fromkeys(self.index.sizes, 0) | ranks)
+        if found.shape != shape:
+            raise CheckpointError(
+                f"{self.directory}/{weights_name(rank)} has {key} of shape {found.shape}, not {shape}: the "
+                "file is damaged, or another rank's; use another state"
+            )
         return found
 
     def _pieces(self, written: StateTensor, wanted: list[Spans]) -> Iterator[dict[str, int]]:

@@ -1,7 +1,6 @@
 """Read a state aside, and put it into a run once every rank has all it needs: on all ranks, or on none."""
 
 import copy
-import logging
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -14,13 +13,12 @@ from ..errors import CheckpointError
 from ..plan.state_tensor import StateTensor, like, whole
 from ..runtime import Runtime, like_sharded
 from ..runtime.shards import local_tensor
-from ..runtime.writing import all_finite, in_words, is_writer
+from ..runtime.writing import in_words, not_finite, warn_of_not_finite
 from .random_states import random_states, restore_random_states
 from .state_contents import written_parameters
 from .state_reader import StateReader
 
 _COUNTED = ("step", "mu_product")  # in the states of torch's optimizers
-_log = logging.getLogger(__name__)
 
 States = Iterable[tuple[str, Tensor, str, StateTensor]]
 """Of an optimizer: key in the index, parameter, the optimizer's key, and how this layout shares the tensor."""
@@ -55,10 +53,8 @@ class ReadAside:
             self._place(optimizer)
 
     def warn_of_not_finite(self) -> None:
-        """Name the first tensor with NaN or infinity; collective."""
-        found = self.runtime.mesh.all_gather_object(self._not_finite)
-        if is_writer(self.runtime.mesh):
-            warn_of_not_finite(found, f"in the state loaded from {self.reader.directory}")
+        """Name the first tensor with NaN or infinity; collective, so every rank has read all it needs."""
+        warn_of_not_finite(self.runtime.mesh, self._not_finite, f"{self.reader.directory}")
 
     @torch.no_grad()
     def put_back(self, optimizer: torch.optim.Optimizer | None, options: list[dict[str, Any]]) -> None:
@@ -90,8 +86,7 @@ class ReadAside:
 
     def _read(self, key: str, lies: StateTensor) -> Tensor:
         read = self.reader.read(key, lies, self.runtime.mesh.ranks)
-        if not self._not_finite and not all_finite(read):
-            self._not_finite = key
+        self._not_finite = self._not_finite or not_finite({key: read})
         return read
 
     @torch.no_grad()
@@ -131,12 +126,6 @@ def unchanged_on_failure(
             group.update(options)
         restore_random_states(runtime.mesh, random)
         raise
-
-
-def warn_of_not_finite(keys: Iterable[str], where: str) -> None:
-    """Warn of NaN or infinity, naming the first of ``keys`` that is not empty."""
-    if key := next(filter(None, keys), ""):
-        _log.warning("%s has NaN or infinity %s: go back to an earlier one, or the loss stays NaN", key, where)
 
 
 def _placed(key: str, value: Tensor, parameter: Tensor, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Any:

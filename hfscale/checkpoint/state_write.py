@@ -5,7 +5,7 @@ from pathlib import Path
 from ..files.complete import FileSum, write_synced
 from ..files.directories import staging_of
 from ..files.writer import write_tensors
-from ..runtime.writing import all_or_none, is_writer
+from ..runtime.writing import all_or_none, is_writer, not_finite, warn_of_not_finite
 from .state_agree import agreed_index
 from .state_directory import NewState, prune
 from .state_index import INDEX, StateIndex, rest_name, weights_name
@@ -28,6 +28,8 @@ def write_state(taken: TakenState, target: Path, keep_last: int | None, keep_eve
             if new is not None:
                 new.commit({name: file for rank in every for name, file in rank.items()}, taken.step, run)
                 new = None
+            numbers = {key: share for key, share in taken.contents.held.items() if not key.startswith("buffers/")}
+            warn_of_not_finite(mesh, not_finite(numbers), str(target))
         finally:
             if new is not None:
                 new.give_up()

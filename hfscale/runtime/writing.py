@@ -1,6 +1,7 @@
 """What all ranks do together around files: arrive, let one rank write, and fail together."""
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from ..errors import CheckpointError, HFScaleError, RankFailedError
 from ..mesh import Mesh
+
+_log = logging.getLogger(__name__)
 
 
 def is_writer(mesh: Mesh) -> bool:
@@ -91,8 +94,24 @@ def plainly(work: Callable[..., Any], *arguments: Any) -> Any:
     return work(*arguments)
 
 
-def all_finite(tensor: Tensor) -> bool:
-    """Return whether no entry is NaN or infinite; one pass over the tensor, and no memory."""
-    if not tensor.is_floating_point() or tensor.itemsize == 1 or tensor.numel() == 0:
-        return True
-    return bool(torch.stack(tensor.detach().aminmax()).isfinite().all())
+def not_finite(tensors: Mapping[str, Tensor]) -> str:
+    """Return the name of the first tensor with NaN or infinity in it, or ``""``.
+
+    One pass, without memory: of a tensor, the least and the greatest entry are NaN or infinite where any is.
+    """
+    ends = {
+        name: torch.stack(tensor.detach().aminmax())
+        for name, tensor in tensors.items()
+        if tensor.is_floating_point() and tensor.itemsize > 1 and tensor.numel()
+    }
+    finite = [pair.isfinite().all() for pair in ends.values()]
+    if not finite or torch.stack(finite).all():  # all at once: a device is waited for once
+        return ""
+    return next(name for name, each in zip(ends, finite, strict=True) if not each)
+
+
+def warn_of_not_finite(mesh: Mesh, name: str, where: str) -> None:
+    """Warn of the first ``name`` that some rank has: of a tensor with NaN or infinity in it; collective."""
+    found = next(filter(None, mesh.all_gather_object(name)), None)
+    if found and is_writer(mesh):
+        _log.warning("%s has NaN or infinity in %s: every loss from there is NaN, so use an earlier one", where, found)
