@@ -11,7 +11,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from ._host.transformers.classes import classes_by_config
 from ._host.transformers.loading import loading_arguments
 from .config import ParallelConfig
-from .errors import CheckpointError, ConfigError
+from .errors import CheckpointError, ConfigError, in_words
 from .families.fields import field
 from .files.replace import finish_move
 
@@ -54,7 +54,12 @@ def load_config(path: str, kwargs: Mapping[str, Any]) -> tuple[PreTrainedConfig,
             f"{path} does not exist: give a directory with a config.json, or a Hub id like owner/name"
         )
     taken = {key: value for key, value in kwargs.items() if key not in ("dtype", "torch_dtype")}
-    config, rest = AutoConfig.from_pretrained(path, return_unused_kwargs=True, **taken)
+    try:
+        config, rest = AutoConfig.from_pretrained(path, return_unused_kwargs=True, **taken)
+    except Exception as error:  # any type: of a damaged file, of the Hub, of fields that are checked
+        raise CheckpointError(
+            f"{path} has no config.json that can be read ({in_words(error)}): give the directory or Hub id of a model"
+        ) from error
     rest = {key: value for key, value in rest.items() if key not in _HUB}
     return config, {**rest, **{key: kwargs[key] for key in ("dtype", "torch_dtype", *_CODE) if key in kwargs}}
 

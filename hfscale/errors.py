@@ -45,6 +45,15 @@ class RankFailedError(CheckpointError):
         self.failures = failures
 
 
+def in_words(error: BaseException | None) -> str:
+    """Return what went wrong, never empty where something did: errors of Python's own need their type's name."""
+    if error is None:
+        return ""
+    text = str(error)
+    plain = text and isinstance(error, OSError | HFScaleError)
+    return text if plain else f"{type(error).__name__}: {text}".rstrip(": ")
+
+
 def refuse_misspelt(kind: str, given: Iterable[str], fields: list[str]) -> None:
     """Refuse names that are none of the ``fields`` of a class called ``kind``.
 

@@ -20,7 +20,7 @@ from .checkpoint import load_pretrained
 from .checkpoint.load import materialize_buffers
 from .checkpoint.resize import resize_vocabulary
 from .config import ParallelConfig
-from .errors import ConfigError
+from .errors import ConfigError, in_words
 from .float8_config import Float8Config
 from .memory_config import MemoryConfig
 from .mesh import Mesh
@@ -60,8 +60,14 @@ class Outline:
     def model(self) -> Any:
         """The stock model on the meta device."""
         is_auto = hasattr(self.auto_class, "from_config")
-        with torch.device("meta"):
-            return from_config(self.auto_class, self.config, **model_arguments(self.kwargs, is_auto))
+        try:
+            with torch.device("meta"):
+                return from_config(self.auto_class, self.config, **model_arguments(self.kwargs, is_auto))
+        except (AttributeError, LookupError) as error:
+            kind = self.config.model_type
+            raise ConfigError(
+                f"no {kind} model can be made of this config ({in_words(error)}): correct its fields"
+            ) from error
 
     def resized(self, tokens: int) -> tuple["Outline", frozenset[str]]:
         """The same with that many tokens, and which parameters have a row for each."""

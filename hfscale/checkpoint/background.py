@@ -14,10 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, in_words
 from ..mesh import Mesh
 from ..processes import host_group
-from ..runtime.writing import in_words
 
 
 class _Save(threading.Thread):

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError, HFScaleError
+from ..errors import CheckpointError, HFScaleError, in_words
 from ..files.complete import content_problems, read_mark
 from ..mesh import Mesh
 from ..plan.state_tensor import StateTensor, like, own
 from ..runtime import Runtime
-from ..runtime.writing import in_words, is_writer
+from ..runtime.writing import is_writer
 from .random_states import restore_random_states, source_rank
 from .state_contents import described, moved_parameters, parameters_of_state, state_lies, written_parameters
 from .state_directory import candidates, problems_of

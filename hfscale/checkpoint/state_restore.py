@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, in_words
 from ..plan.state_tensor import StateTensor, like, whole
 from ..runtime import Runtime, like_sharded
 from ..runtime.shards import local_tensor
-from ..runtime.writing import in_words, not_finite, warn_of_not_finite
+from ..runtime.writing import not_finite, warn_of_not_finite
 from .random_states import random_states, restore_random_states
 from .state_contents import written_parameters
 from .state_reader import StateReader

@@ -112,6 +112,10 @@ def _header(file: FileIO) -> tuple[dict[str, Any], int]:
         start, stop = entry["data_offsets"]
         if start != end or stop < start or not {"dtype", "shape"} <= entry.keys():
             raise ValueError(f"bytes {start} to {stop} after byte {end}")
+        if not isinstance(entry["dtype"], str) or not all(
+            isinstance(size, int) and size >= 0 for size in entry["shape"]
+        ):
+            raise ValueError(f"a tensor of shape {entry['shape']!r} and type {entry['dtype']!r}")
         end = stop
     if 8 + length + end != size:
         raise ValueError(f"{8 + length + end} bytes expected, {size} found")

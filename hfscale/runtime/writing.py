@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import CheckpointError, HFScaleError, RankFailedError
+from ..errors import CheckpointError, HFScaleError, RankFailedError, in_words
 from ..mesh import Mesh
 
 _log = logging.getLogger(__name__)
@@ -74,15 +74,6 @@ def all_or_none(mesh: Mesh | None, what: str) -> Iterator[None]:
         own = failure if alike and isinstance(failure, HFScaleError) else CheckpointError(f"{what}: {told}")
         own.everywhere = True
         raise own from (failure.__cause__ if failure is own else failure)
-
-
-def in_words(error: BaseException | None) -> str:
-    """Return what went wrong, never empty where something did: errors of Python's own need their type's name."""
-    if error is None:
-        return ""
-    text = str(error)
-    plain = text and isinstance(error, OSError | HFScaleError)
-    return text if plain else f"{type(error).__name__}: {text}".rstrip(": ")
 
 
 Attempt = Callable[..., Any]
