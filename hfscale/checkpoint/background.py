@@ -17,6 +17,7 @@ from torch import Tensor
 from ..errors import CheckpointError, in_words
 from ..mesh import Mesh
 from ..processes import host_group
+from ..runtime.writing import saving
 
 
 class _Save(threading.Thread):
@@ -27,6 +28,7 @@ class _Save(threading.Thread):
         self.target, self.work = name, work
         self.error: BaseException | None = None
 
+    @saving()
     def run(self) -> None:
         """Save; an error is kept for who asks, and said for the case that nobody will."""
         try:

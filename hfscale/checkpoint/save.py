@@ -19,11 +19,12 @@ from ..files.writer import STALE, CheckpointWriter
 from ..runtime import Runtime, runtime_of
 from ..runtime.atomic_directory import atomic_directory
 from ..runtime.full_tensors import full_tensors, tensors_to_save
-from ..runtime.writing import all_or_none, everyone_arrives, is_writer, not_finite, warn_of_not_finite
+from ..runtime.writing import all_or_none, everyone_arrives, is_writer, not_finite, saving, warn_of_not_finite
 
 _WAIT = timedelta(minutes=2)
 
 
+@saving()
 def save_pretrained(
     model: nn.Module,
     directory: str | Path,

@@ -27,7 +27,7 @@ from ..errors import CheckpointError, ConfigError, check_count
 from ..files.directories import target_of
 from ..parallel.data import reshard
 from ..runtime import Runtime, runtime_of
-from ..runtime.writing import all_or_none, everyone_arrives
+from ..runtime.writing import all_or_none, everyone_arrives, saving
 from .background import apart, begin_save, on_host, wait_for_saves
 from .state_directory import new_run, run_of
 from .state_load import Resumed, load_from, none_there
@@ -38,6 +38,7 @@ _log = logging.getLogger(__name__)
 _WAIT = timedelta(minutes=2)
 
 
+@saving()
 def save_state(
     model: nn.Module,
     directory: str | Path,

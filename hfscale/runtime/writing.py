@@ -39,6 +39,24 @@ def everyone_arrives(mesh: Mesh, timeout: timedelta, call: str) -> None:
         ) from error
 
 
+_saves: list[None] = []  # one for each save of this process that is under way
+
+
+@contextmanager
+def saving() -> Iterator[None]:
+    """Let :func:`is_saving` say that this process is saving."""
+    _saves.append(None)
+    try:
+        yield
+    finally:
+        _saves.pop()
+
+
+def is_saving() -> bool:
+    """Return whether a save is under way, in any thread: whoever ends the process waits for its end."""
+    return bool(_saves)
+
+
 @contextmanager
 def all_or_none(mesh: Mesh | None, what: str) -> Iterator[None]:
     """Let an exception on one rank end the block on every rank.

@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from types import FrameType
 
 import torch
@@ -18,8 +19,10 @@ from torch import nn
 
 from ..errors import ConfigError
 from ..runtime import runtime_of
+from ..runtime.writing import is_saving
 
 _CODE = 75  # try again (EX_TEMPFAIL)
+_LOOK = 0.5  # seconds between two looks at whether a save is under way
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -34,7 +37,8 @@ def preempted(model: nn.Module, *, patience: float = 20.0) -> bool:
     """Whether some rank was sent SIGTERM or SIGUSR1: the same answer on every rank; each asks behind each step.
 
     The first call begins to listen, so make it before the first step. A process that was told and does not ask within
-    ``patience`` seconds, because it waits for one that is gone, ends with exit code 75::
+    ``patience`` seconds, because it waits for one that is gone, ends with exit code 75. A save that is under way is not
+    cut short: the seconds count from its end::
 
         for step in range(start, steps):
             if hfscale.preempted(model):
@@ -92,15 +96,22 @@ class _Listener:
         if not number:  # closed
             return
         self.told = True
-        if not self.answered.wait(self.patience):
-            name = signal.Signals(number[0]).name
-            print(
-                f"hfscale: {name} came {self.patience:.0f} s ago, and the step has not ended: this process waits for "
-                "another, which is gone, or its steps take longer (preempted(model, patience=...)). Ending it",
-                file=sys.stderr,
-                flush=True,
-            )
-            os._exit(_CODE)
+        came, idle_since = time.monotonic(), time.monotonic()
+        while not self.answered.wait(min(_LOOK, self.patience)):
+            if is_saving():
+                idle_since = time.monotonic()
+            elif time.monotonic() - idle_since >= self.patience:
+                break
+        else:
+            return
+        print(
+            f"hfscale: {signal.Signals(number[0]).name} came {time.monotonic() - came:.0f} s ago, and the step has not "
+            "ended: this process waits for another, which is gone, or its steps take longer (preempted(model, "
+            "patience=...)). Ending it",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(_CODE)
 
 
 _listener: list[_Listener] = []

@@ -17,6 +17,7 @@ from transformers import LlamaConfig
 import hfscale
 from hfscale import ParallelConfig
 from hfscale.checkpoint.state_directory import candidates
+from hfscale.runtime.writing import saving
 from hfscale.testing import RankPool
 from hfscale.train import BadStepError, BadSteps, preemption
 
@@ -147,6 +148,23 @@ def test_bad_steps() -> None:
     resumed.load_state_dict(bad.state_dict())
     with pytest.raises(BadStepError, match=r"2 steps in a row.*norm nan"):
         resumed.may_step(good, math.nan)
+
+
+def test_a_save_is_not_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Patience counts from its end."""
+    ended: list[float] = []
+    monkeypatch.setattr(os, "_exit", lambda code: ended.append(time.monotonic()))
+    listener = preemption._Listener(patience=0.05)
+    try:
+        with saving():
+            os.kill(os.getpid(), signal.SIGTERM)
+            listener._thread.join(0.3)
+            assert listener._thread.is_alive()
+            saved = time.monotonic()
+        listener._thread.join()
+    finally:
+        listener.close()
+    assert ended[0] >= saved
 
 
 @pytest.mark.parametrize("answered", [True, False])
