@@ -26,6 +26,9 @@ from torch.distributed.tensor import DTensor
 from ..errors import ConfigError
 from .torch_device import keep_for_current_stream
 
+MARKS = frozenset({"_is_fsdp_managed_module", "_fsdp_use_orig_params"})
+"""Attributes that FSDP2 gives to every module within one that it wraps."""
+
 Agree = Callable[[list[bool]], list[bool]]
 
 
@@ -236,6 +239,11 @@ class ManagedPlace:
         found, managed = self.module._parameters.get(self.name), self._parameter
         own = (self.first, managed.sharded_param, getattr(managed, "_unsharded_param", None))
         return any(found is each for each in own)
+
+    def put_back(self) -> None:
+        """Put its shard there, unless one of them is there."""
+        if not self.has_its_own():
+            self.module._parameters[self.name] = self._parameter.sharded_param
 
     def has_another_type(self) -> bool:
         """Whether its shard was given another type since a pass, for whose type FSDP2 keeps its buffers."""

@@ -50,7 +50,8 @@ def save_pretrained(
     """
     runtime, target, call = runtime_of(model), target_of(directory), f"save_pretrained({str(directory)!r})"
     everyone_arrives(runtime.mesh, timeout, call)
-    with all_or_none(runtime.mesh, f"{target} could not be written"):
+    failing = all_or_none(runtime.mesh, f"{target} could not be written")
+    with failing, runtime.around(lambda part: part.as_built()):
         if check_replicas:
             guards.check_replicas(runtime, call)
         if not any(part.save(runtime, target) for part in runtime.parts):

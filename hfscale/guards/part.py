@@ -1,7 +1,7 @@
 """Guards as parts: what ordinary code around a model would get wrong without a word."""
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -75,10 +75,9 @@ class StockCode(Part):
         if self._structure is not None:
             self._structure.check()
 
-    def save(self, runtime: Runtime, directory: Path) -> bool:
-        """What is in the model is what is saved."""
-        self.check_model(runtime)
-        return False
+    def as_built(self) -> AbstractContextManager[None]:
+        """A save is no place to refuse a model: what was trained is saved, and a warning names what was changed."""
+        return self._structure.as_built() if self._structure is not None else nullcontext()
 
 
 def _saves_all_of_it(model: Any, save: Callable[..., None]) -> Callable[..., None]:

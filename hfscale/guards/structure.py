@@ -2,13 +2,16 @@
 
 A layout is installed in modules: a head that somebody put in the place of the one that was cut is no part of it, and
 nobody would sum its gradients over ranks, nor save it. So modules and parameters are looked at again before passes: a
-comparison of dictionaries for each module. Hooks stay where they were hung; of those that see a part of what is
-computed, it is said once for each way of seeing one.
+comparison of dictionaries for each module. Stock code may put the same weights into another module while it runs
+(BigBird's attention of short sequences): that is followed. Hooks stay where they were hung; of those that see a part of
+what is computed, it is said once for each way of seeing one.
 """
 
 import functools
 import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -21,6 +24,7 @@ from ..runtime import Runtime
 
 _LIBRARIES = frozenset({"accelerate", "hfscale", "peft", "torch", "transformers", "trl"})
 _log = logging.getLogger(__name__)
+_Held = list[tuple[nn.Module, dict[str, Any]]]
 
 
 class Structure:
@@ -28,19 +32,23 @@ class Structure:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        modules = list(runtime.model.modules())
-        self._modules = [(module, dict(own_modules(module))) for module in modules]
         # What FSDP2 manages is now a shard and now whole; of bitsandbytes' weights others take the place by themselves.
         self._managed = list(managed_places(runtime.model))
+        self._modules, self._parameters = self._look()
+        self._loss = loss_function_of(runtime.model)
+        self._hooked = set[int]()
+        self._said = set[str]()
+
+    def _look(self) -> tuple[_Held, _Held]:
+        """Return the children of every module, and its parameters (``None``: any may be there)."""
+        modules = list(self._runtime.model.modules())
         managed = {(place.module, place.name) for place in self._managed}
-        self._parameters = [
+        parameters = [
             (module, {name: held if _stays(held) and (module, name) not in managed else None
                       for name, held in own_parameters(module).items()})
             for module in modules
         ]  # fmt: skip
-        self._loss = loss_function_of(runtime.model)
-        self._hooked = set[int]()
-        self._said = set[str]()
+        return [(module, dict(own_modules(module))) for module in modules], parameters
 
     def check(self) -> None:
         """Look again, in the order of what is said; also at hooks, of which nothing is refused.
@@ -65,6 +73,35 @@ class Structure:
         self._refuse_other_types()
         self._watch_hooks()
 
+    @contextmanager
+    def as_built(self) -> Iterator[None]:
+        """Within: the modules and parameters that were trained are in the model, whatever has replaced them."""
+        changed = self._changed()
+        if changed is None:
+            yield
+            return
+        _log.warning(
+            "%s since %s: saved is what was trained, without this change. Change the saved model instead",
+            *(changed, self._spread()),
+        )
+        before = [*((own_modules(module), held) for module, held in self._modules)]
+        before += [
+            (own_parameters(module), {name: kept for name, kept in held.items() if kept is not None})
+            for module, held in self._parameters
+        ]
+        found = [(place, dict(place)) for place, _ in before]
+        found += [(held, dict(held)) for held in (own_parameters(place.module) for place in self._managed)]
+        for place, held in before:
+            place.update(held)
+        for managed in self._managed:
+            managed.put_back()
+        try:
+            yield
+        finally:
+            for place, held in found:
+                place.clear()
+                place.update(held)
+
     def _spread(self) -> str:
         return f"this {class_name(self._runtime.model)} was spread over {self._runtime.mesh.layout.describe()}"
 
@@ -80,11 +117,14 @@ class Structure:
             )
 
     def _changed(self) -> str | None:
-        """In words, the first place where something else is."""
+        """In words, the first place where something else is; ``None`` where the same weights are in other modules."""
+        followed = False
         for module, held in self._modules:
             if (inside := own_modules(module)) != held:
-                name = next(name for name in held | inside if held.get(name) is not inside.get(name))
-                return f"{self._place(module, name)} was {_what(name in held, name in inside)}"
+                for name in (name for name in held | inside if held.get(name) is not inside.get(name)):
+                    if not self._is_moved(held.get(name), inside.get(name)):
+                        return f"{self._place(module, name)} was {_what(name in held, name in inside)}"
+                followed = True
         for module, parameters in self._parameters:
             now = own_parameters(module)
             if now.keys() != parameters.keys():
@@ -96,7 +136,18 @@ class Structure:
         for place in self._managed:
             if not place.has_its_own():
                 return f"{self._place(place.module, place.name)} was replaced"
+        if followed:
+            self._modules, self._parameters = self._look()
         return None
+
+    def _is_moved(self, old: nn.Module | None, new: nn.Module | None) -> bool:
+        """Whether ``new`` has the children and parameters of ``old`` by name, and no part of a layout went with it."""
+        restore = self._runtime.restore
+        if old is None or new is None or restore is None or not own_modules(old).keys() <= own_modules(new).keys():
+            return False
+        before, after = (dict(module.named_parameters(remove_duplicate=False)) for module in (old, new))
+        same = before.keys() == after.keys() and all(after[name] is held for name, held in before.items())
+        return bool(before) and same and not restore.touches(set(old.modules()) - set(new.modules()))
 
     def _place(self, module: nn.Module, name: str) -> str:
         path = self._name(module)

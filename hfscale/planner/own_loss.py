@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._host.transformers.classes import class_name, is_causal_lm, takes_argument
+from .._host.transformers.classes import takes_argument
 from .._host.transformers.experts import use_eager_experts
 from ..families.fields import text_config
 from ..families.precision import keep_float64
@@ -31,8 +31,6 @@ _TOLERANCE = 1e-9
 def plan_own_loss(draft: Draft) -> None:
     """Where ``train_step`` does not know the loss of a model: whether it can be divided all the same."""
     if not draft.no_step or not takes_argument(draft.model, "labels") or not takes_argument(draft.model, "input_ids"):
-        return
-    if is_causal_lm(class_name(draft.model)):  # a step of these counts next tokens, whatever their own mean is over
         return
     kind, config = type(draft.model), draft.config
     found = _known.answer((kind, said_by(config)), lambda: _find(kind, config))

@@ -25,6 +25,7 @@ from .batches import Microbatch
 from .local_weights import LocalWeights
 from .names import stock_name
 from .objective import Objective, StepLoss
+from .snapshot import Undo
 
 _ATTRIBUTE = "_hfscale"
 
@@ -121,6 +122,10 @@ class Part:
 
     def check_model(self, runtime: "Runtime") -> None:
         """Refuse, by :class:`ConfigError`, what has become of the model since it was built, alike on every rank."""
+
+    def as_built(self) -> AbstractContextManager[None]:
+        """Within: the model has what was trained, to be saved, whatever was put in its place since."""
+        return nullcontext()
 
     def save(self, runtime: "Runtime", directory: Path) -> bool:
         """Whether this part has written, in place of the model, what is to be saved of it; collective.
@@ -246,7 +251,7 @@ class Runtime:
     parts: tuple[Part, ...]
     executor: Executor = field(default_factory=Executor)
     loss: StepLoss | None = None
-    restore: Callable[[], None] | None = None
+    restore: Undo | None = None
     steps: int = 0
     keeps_small_updates: bool = False
     run: str = ""
@@ -276,11 +281,7 @@ class Runtime:
         return next((seen for part in self.parts if (seen := part.local_view(module)) is not None), None)
 
     def check_model(self) -> None:
-        """Look at the model before it is used.
-
-        Raises:
-            ConfigError: it is no longer what was built.
-        """
+        """Look at the model before it is used: :class:`ConfigError`, where it is no longer what was built."""
         for part in self.parts:
             part.check_model(self)
 

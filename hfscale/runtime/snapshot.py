@@ -5,13 +5,14 @@ stock ones, and attributes with local values. They are written down as the diffe
 whoever installs something need not know how to take it out. What others did in the meantime stays.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from .._host.torch import CONTENTS, HOOKS, forget_composed
+from .._host.torch_fsdp import MARKS
 
 
 class _Missing:
@@ -46,6 +47,13 @@ class Undo:
                 held = module.__dict__.get(name) or {}
                 for key in keys:
                     held.pop(key, None)
+
+    def touches(self, modules: Collection[nn.Module]) -> bool:
+        """Whether anything was changed in one of ``modules``, besides FSDP2's marks."""
+        return any(
+            module in modules and (type(module) is not kind or changed.keys() - MARKS or any(added.values()))
+            for module, kind, changed, added in self.changes
+        )
 
 
 def watch(model: nn.Module) -> Callable[[], Undo]:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 import hfscale
 from hfscale import ParallelConfig
 from hfscale.testing import RankPool
+from hfscale.testing.parity import stored
 
 from ..models import tiny
 from ..refusals import refusal_of
@@ -24,6 +26,15 @@ IDS = torch.arange(12).reshape(2, 6)
 
 def built(layout: dict[str, Any]) -> Any:
     return hfscale.from_config(tiny("llama"), parallel=ParallelConfig(**layout), dtype=torch.float64).train()
+
+
+class _Heard(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
 
 
 def new_mlp(model: Any) -> None:
@@ -46,9 +57,11 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "another loss": new_loss,
 }
 
+CHANGED_BEFORE_A_SAVE = ("another head", "fewer layers", "another weight", "the host's add_adapter")
+
 
 def refused(layout: dict[str, Any]) -> dict[str, list[str]]:
-    """What a step, and in layouts whose ranks have all layers a plain loop and a save, say to each change."""
+    """What a step, and in layouts whose ranks have all layers a plain loop, say to each change."""
     said = {}
     for name, change in CHANGES.items():
         model = built(layout)
@@ -70,6 +83,42 @@ def test_changes_are_refused_in_steps_and_plain_loops(pools: Pools, layout: dict
             for message in messages:
                 expected = "model.loss_function was set since" if name == "another loss" else "since this Llama"
                 assert expected in message, (rank, name, message)
+
+
+def saved(layout: dict[str, Any], directory: str) -> list[str]:
+    """Save a model before and after each of four changes; returns the warnings."""
+    heard, log = _Heard(), logging.getLogger("hfscale.guards.structure")
+    log.addHandler(heard)
+    model = built(layout)
+    hfscale.train_step(model, {"input_ids": IDS, "labels": IDS})
+    hfscale.save_pretrained(model, f"{directory}/before")
+    try:
+        for name in CHANGED_BEFORE_A_SAVE:
+            model = built(layout)
+            hfscale.train_step(model, {"input_ids": IDS, "labels": IDS})
+            if name != "another weight" or isinstance(model.model.norm, LlamaRMSNorm):
+                CHANGES[name](model)
+            modules = list(model.modules())
+            hfscale.save_pretrained(model, f"{directory}/{name}")
+            assert list(model.modules()) == modules
+    finally:
+        log.removeHandler(heard)
+    return heard.said
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:2] + LAYOUTS[3:], ids=str)
+def test_a_save_writes_what_was_trained_and_warns_of_changes(
+    pools: Pools, layout: dict[str, Any], tmp_path: Path
+) -> None:
+    said = pools(2).run(saved, layout, str(tmp_path))
+    expected = stored(tmp_path / "before")
+    for name in CHANGED_BEFORE_A_SAVE:
+        found = stored(tmp_path / name)
+        assert found.keys() == expected.keys(), name
+        assert all(torch.equal(found[key], expected[key]) for key in expected), name
+    for warnings in said:
+        assert len(warnings) >= len(CHANGED_BEFORE_A_SAVE) - 1
+        assert all("saved is what was trained, without this change" in warning for warning in warnings)
 
 
 def goes_on(layout: dict[str, Any]) -> list[float]:
@@ -95,15 +144,6 @@ def test_use_is_no_change(pools: Pools, layout: dict[str, Any]) -> None:
     for first, second, third in pools(2).run(goes_on, layout):
         assert first == pytest.approx(second)
         assert first == pytest.approx(third, rel=1e-4)
-
-
-class _Heard(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
 
 
 def hooked(layout: dict[str, Any], where: str) -> list[str]:

@@ -14,6 +14,7 @@ from hfscale import ParallelConfig, PlanError, plan
 from hfscale.families import FAMILIES as FAMILIES_OF_PLAN
 from hfscale.families.clone import LAYERS, layers_of_every_kind, shares_keys, tiny_clone
 from hfscale.testing import Case, RankPool, assert_layout_equal
+from hfscale.testing.families import config_of
 
 from ..sweeps import cases
 
@@ -109,6 +110,16 @@ def test_tensor_ranks_in_stages(pools: Pools, family: str) -> None:
 @pytest.mark.parametrize("family", ["ctrl", "deepseek_v4", "gemma4_text"])
 def test_stages(pools: Pools, family: str) -> None:
     assert_layout_equal(case(family, layers=4), ParallelConfig(pp_size=2), pools(2))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{"dp_shard_size": 2}, {"tp_size": 2}, {"pp_size": 2, "pipeline_schedule": "interleaved1f1b"}],
+    ids=lambda layout: next(iter(layout)),
+)
+def test_attention_that_stock_code_replaces_in_the_first_pass(pools: Pools, layout: dict[str, Any]) -> None:
+    """BigBird moves the projections into full attention where texts are short."""
+    assert_layout_equal(Case(config_of("big_bird", layers=4)), ParallelConfig(**layout), pools(2))
 
 
 @pytest.mark.parametrize("schedule", ["interleaved_zero_bubble", "zbv"])

@@ -9,6 +9,7 @@ import torch
 from peft import LoraConfig
 from transformers import (
     AutoConfig,
+    AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
@@ -37,6 +38,7 @@ CLASSES: dict[str, tuple[Any, plain.Maker, str]] = {
     "texts": (AutoModelForSequenceClassification, plain.sequence_classification, "labels"),
     "tokens": (AutoModelForTokenClassification, plain.token_classification, "labels"),
     "masked": (AutoModelForMaskedLM, plain.causal_lm, "labels"),
+    "decoder": (AutoModelForCausalLM, plain.causal_lm, "labels"),  # which labels its tokens without shifting them
     "to text": (AutoModelForSeq2SeqLM, to_text, "labels"),
 }
 PP2 = {"pp_size": 2, "num_microbatches": 2}
@@ -61,6 +63,9 @@ def case_of(family: str, kind: str) -> plain.OwnLossCase:
         ("bert", "tokens", {"dp_replicate_size": 2}),
         ("roberta", "masked", PP2),
         ("bart", "to text", {"dp_shard_size": 2}),
+        ("bart", "decoder", {"tp_size": 2}),
+        ("whisper", "decoder", {"dp_shard_size": 2}),
+        ("pegasus", "decoder", PP2),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
 )
@@ -79,7 +84,7 @@ def test_stages_and_data_ranks(pools: Pools) -> None:
 
 @pytest.mark.parametrize("kind", CLASSES)
 def test_the_plan_says_over_what(kind: str) -> None:
-    family = "t5" if kind == "to text" else "bert"
+    family = {"to text": "t5", "decoder": "trocr"}.get(kind, "bert")
     case = case_of(family, kind)
     plan = hfscale.plan(case.config, auto_class=case.auto_class)
     assert plan.feature(OwnLossPlan) == OwnLossPlan(case.over)
