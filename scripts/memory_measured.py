@@ -228,6 +228,7 @@ def estimated(case: Case, stage: int = 0, chosen: frozenset[str] | None = None) 
         optimizer=case.optimizer,
         options=case.optimizer_options,
         tokens=tokens,
+        sequence_length=case.length,
         alive=alive_together(plan, case.microbatches),
         recomputed_layers=chosen,
         mixed_precision=precision,

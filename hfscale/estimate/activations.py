@@ -20,8 +20,10 @@ adapter.
 
 Any other layer is counted (:mod:`.counted`), or, where nobody did, estimated from above: twice the rows and columns of
 every matrix, and the shorter of the two once more; of experts, twice both for each that a token is sent to; four times
-every vector. Scores of attention are not in such an estimate: SDPA and flash attention keep none. Nor is dropout in
-front of adapters.
+every vector. Dropout in front of adapters is not in such an estimate.
+
+SDPA and flash attention keep no scores. Eager attention keeps one for each head and token of the sequence, in 32 bits
+and, where the layer computes in another type, in that as well; and keys and values once for each head of queries.
 
 Context ranks that share out heads keep key heads once more for each rank that reads them, and the result of attention
 twice: of some heads, and of their own tokens. What they run on whole sequences they keep of all tokens.
@@ -37,6 +39,7 @@ from ..plan.context import ContextPlan
 from ..plan.parameter import ParameterPlan
 from ..plan.plan import Plan
 from ..plan.recompute import recomputed
+from ..plan.scores import heads_with_scores
 from .exchanged import replicas, shares_heads
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -100,6 +103,7 @@ def layer_bytes(
     *,
     routes: int | None = None,
     first: bool = False,
+    length: int = 0,
 ) -> LayerBytes:
     """What ``layer`` keeps of one token of the batch of the rank at ``ranks``.
 
@@ -107,6 +111,7 @@ def layer_bytes(
         trained: names of the parameters that train.
         routes: how many experts a token is sent to; all, where it is not known.
         first: whether nothing in front of it trains, so that its input needs no gradient.
+        length: tokens of a sequence.
     """
     adapters = {adapter.name for adapter in plan.adapters}
     owned = [p for p in plan.of_layers[layer] if p.name not in adapters]
@@ -115,8 +120,9 @@ def layer_bytes(
     stream = types.as_kept(types.stream) * hidden / sequence
     roles = _llama_roles(owned, layer)
     if roles is None:
-        return LayerBytes(_at_most(plan, layer, owned, hidden, ranks, types, routes), stream, False)
-    layer_of = _Llama(plan, roles, hidden, ranks, types, frozenset(trained), sequence)
+        scores = _score_bytes(types) * length * heads_with_scores(plan) / _ranks_of_heads(plan, layer)
+        return LayerBytes(_at_most(plan, layer, owned, hidden, ranks, types, routes) + scores, stream, False)
+    layer_of = _Llama(plan, roles, hidden, ranks, types, frozenset(trained), sequence, length)
     blocks, again = layer_of.blocks()
     as_input = stream if types.kept is None and layer_of.keeps_input(first) else 0.0
     return LayerBytes(layer_of.norms(first) + blocks, stream, True, again, as_input, layer_of.piece())
@@ -149,9 +155,13 @@ class _Llama:
         types: Types,
         trained: frozenset[str],
         sequence: int,
+        length: int,
     ) -> None:
         self.plan, self.roles, self.hidden, self.types, self.trained = plan, roles, hidden, types, trained
         self.ranks, self.sequence = ranks, sequence
+        part = self._out("q_proj") / roles["q_proj"].shape[0]
+        scores = heads_with_scores(plan) * (not recomputed(plan).attention)
+        self.scores = length * part * scores  # of one token, where attention keeps them
         self.ranks_of_adapters: dict[str, int] = {}
         for adapter in plan.adapters:
             if adapter.kept_in == LORA_A:
@@ -196,18 +206,22 @@ class _Llama:
         if not again.attention and self.roles["o_proj"].name.removesuffix(".o_proj.weight") not in again.modules:
             queries, keys = self._out("q_proj"), self._out("k_proj") * replicas(self.plan)
             found.append(2 * self._kept(queries, size) + 2 * self._kept(keys, size))
+            found.append(self._kept(self.scores, size) + self._kept(queries, size))
         return max(found)
 
     def _attention(self) -> float:
         size = self.types.size
         queries, keys = self._out("q_proj"), self._out("k_proj")
-        total = self._kept(queries, size) + 2 * self._kept(keys * replicas(self.plan), size)
-        total += max(4, size) * self._heads(queries) * (not recomputed(self.plan).attention)
+        read = queries if self.scores else keys * replicas(self.plan)  # eager attention repeats keys and values
+        total = (
+            self._kept(queries, size) + 2 * self._kept(read, size) + self._kept(self.scores, _score_bytes(self.types))
+        )
+        total += max(4, size) * self._heads(queries) * (not self.scores and not recomputed(self.plan).attention)
         for name in ("q_norm", "k_norm"):
             if name in self.roles:
                 width, trains = self._out(f"{name[0]}_proj"), self.roles[name].name in self.trained
                 total += self._kept(width, max(4, size)) + self._kept(width, size) * trains
-        if recomputed(self.plan).attention:  # recomputed: nothing but what the output projection keeps
+        if self.scores or recomputed(self.plan).attention:  # nothing but what the output projection keeps
             total += self._read(queries, ("o_proj",))
         else:  # SDPA keeps its result anyway, and an adapter's copy of it comes on top
             total += self._kept(queries, size) + self._read(queries, ("o_proj",), kept=not shares_heads(self.plan))
@@ -259,6 +273,17 @@ class _Llama:
             own = self._kept(width, size) * any(name in self.trained for name in weights)
         copies = self._kept(width, wide) * len(adapted) if wide != size or self.types.autocasts else 0
         return own * (not kept) + copies + sum(self._kept(rank, wide) for rank in adapted)
+
+
+def _score_bytes(types: Types) -> int:
+    """Bytes of a score of eager attention: softmax is in 32 bits."""
+    return 4 + (types.size if types.size != 4 else 0)
+
+
+def _ranks_of_heads(plan: Plan, layer: str) -> int:
+    """Over how many tensor ranks a layer's heads are cut, as far as its blocks say: not where its MLP alone is one."""
+    blocks = [block for block in plan.blocks if block.name.startswith(f"{layer}.")]
+    return plan.layout.size("tp") if len(blocks) > 1 else 1
 
 
 def _llama_roles(owned: list[ParameterPlan], layer: str) -> dict[str, ParameterPlan] | None:

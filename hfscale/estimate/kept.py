@@ -7,6 +7,7 @@ from ..plan.compress import compressed
 from ..plan.offload import offloaded
 from ..plan.plan import Plan
 from ..plan.recompute import recomputed
+from ..plan.scores import heads_with_scores
 from ..plan.table import human
 from .activations import Types, stream_width
 from .recompute import (
@@ -46,6 +47,9 @@ def _notes(plan: Plan, situation: Situation, held: Sequence[LayerHeld], chosen: 
     scores = "scores of attention are not kept"
     if counted and situation.counted is not None:
         how, scores = "counted on the model's own layers", "fused attention keeps no scores"
+    if heads := heads_with_scores(plan):
+        length = situation.sequence or situation.tokens
+        scores = f"eager attention keeps scores of {heads} heads over sequences of {length:,} tokens"
     notes = [f"activations: {how}, of {situation.tokens:,} tokens a microbatch; {scores}"]
     if compressed(plan) is not None:
         notes.append("what layers keep is counted in 8 bits")

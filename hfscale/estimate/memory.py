@@ -107,24 +107,24 @@ def estimate_memory(
     routes: int | None = None,
     chunk_rows: int | None = None,
     counted: Counted | None = None,
+    sequence_length: int | None = None,
 ) -> MemoryEstimate:
     """What the rank at ``ranks`` holds.
 
     Args:
         ranks: its coordinates, axis -> rank; those left out are 0.
         optimizer: a name that :func:`hfscale.create_optimizer` knows.
-        options: its options, where they change its state: ``momentum``, ``amsgrad``, ``min_8bit_size``,
-            ``stochastic_rounding``.
+        options: those that change its state: ``momentum``, ``amsgrad``, ``min_8bit_size``, ``stochastic_rounding``.
         tokens: tokens of one microbatch of one batch rank, over all of its sequences; context ranks share them.
         alive: for each pipeline stage, how many microbatches it holds at once; 1 by default.
         checkpointing: whether all layers are recomputed in the backward pass, whatever the plan says.
         recomputed_layers: which are, where a budget was given and that is known; else what the plan says.
         mixed_precision: ``"no"``, ``"bf16"`` or ``"fp8"``.
-        trained: names of the parameters that train; by default the adapters, or where there are none everything that
-            is not quantized.
+        trained: names of the parameters that train; by default the adapters, or else all that is not quantized.
         routes: how many experts a token is sent to; all of them, where it is not known.
         chunk_rows: rows of one chunk of the loss; by default a quarter of the tokens.
         counted: what the model's own layers were seen to keep on a rank of this layout, where no formula says it.
+        sequence_length: tokens of one sequence, for scores of eager attention; by default all tokens are one.
 
     Raises:
         ConfigError: the optimizer is unknown.
@@ -134,8 +134,8 @@ def estimate_memory(
     chosen = trained_names(plan) if trained is None else trained
     training = [planned for planned in held if planned.name in chosen]
     mixed, own_tokens = mixed_precision != "no", ceil(tokens / plan.layout.size("cp"))
-    again: dict[str, Any] = {"all_recomputed": checkpointing, "chosen": recomputed_layers, "counted": counted}
-    situation = Situation(own_tokens, tuple(alive), mixed, frozenset(chosen), routes, **again)
+    again = checkpointing, recomputed_layers, counted, sequence_length or 0
+    situation = Situation(own_tokens, tuple(alive), mixed, frozenset(chosen), routes, *again)
     kept, away, notes = kept_bytes(plan, here, situation, mixed)
     state, moved, more = _optimizer(plan, training, here, optimizer, options)
     trains, (older, waiting) = sum(weight_bytes(plan, p, here) for p in training), _under_way(plan, here)

@@ -35,6 +35,7 @@ class Situation:
         all_recomputed: whether all layers are recomputed, whatever the plan says.
         chosen: which are, under a budget, where that is known.
         counted: what the model's own layers were seen to keep, where no formula says it.
+        sequence: tokens of a sequence, which scores of eager attention are kept for; 0: all tokens are one.
     """
 
     tokens: int
@@ -45,6 +46,7 @@ class Situation:
     all_recomputed: bool = False
     chosen: frozenset[str] | None = None
     counted: Counted | None = None
+    sequence: int = 0
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,8 @@ def _layer(plan: Plan, layer: str, ranks: dict[str, int], types: Types, situatio
     if first:  # of a layer behind it the input needs a gradient
         looked_up = (name for name in around_layers(plan) if is_matrix(plan, name) and name != f"{plan.head}.weight")
         first = not any(name in trained for name in looked_up)
-    found = layer_bytes(plan, layer, ranks, types, trained, routes=situation.routes, first=first)
+    length = situation.sequence or situation.tokens
+    found = layer_bytes(plan, layer, ranks, types, trained, routes=situation.routes, first=first, length=length)
     context = plan.feature(ContextPlan)
     if context is not None and any(name.startswith(f"{layer}.") for name in context.whole):
         return replace(found, kept=found.kept * plan.layout.size("cp"), as_input=0.0)

@@ -55,15 +55,10 @@ DROPOUT_WORDS = ("dropout", "pdrop", "drop_rate", "drop_path", "layerdrop", "jit
 _NAMED = {*_SMALL, *_LAYER_COUNTS, *_KEY_HEADS}
 # Backbones have lists of as many entries as they have stages, and may count those as layers.
 _STAGES = 8
-# One entry per layer: cut to the first layers, and, where kinds alternate, made to show more than one of them.
-_PER_LAYER = (
-    "layer_types",
-    "mlp_layer_types",
-    "no_rope_layers",
-    "attention_layers",
-    "layers_block_type",
-    "mixer_types",
+PER_LAYER = (
+    *("layer_types", "mlp_layer_types", "no_rope_layers", "attention_layers", "layers_block_type", "mixer_types"),
 )
+"""Fields with one entry per layer: cut to the first layers, and, where kinds alternate, made to show several."""
 
 
 def tiny_clone(config: PreTrainedConfig, *, layers: int = LAYERS, **changes: Any) -> PreTrainedConfig:
@@ -111,7 +106,7 @@ def first_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
         for name, value in list(vars(each).items()):
             if name in _LAYER_COUNTS and type(value) is int:
                 setattr(each, name, min(value, layers))
-            elif isinstance(value, (list, tuple)) and (name in _PER_LAYER or len(value) == count) and value:
+            elif isinstance(value, (list, tuple)) and (name in PER_LAYER or len(value) == count) and value:
                 setattr(each, name, value[:layers])
     return found
 
@@ -246,7 +241,7 @@ def _small_list(
 ) -> Any:
     if name == "num_attention_heads_per_layer" and isinstance(value, list):
         return [HEADS] * layers
-    if name in _PER_LAYER and len(value) > layers:
+    if name in PER_LAYER and len(value) > layers:
         return _sample(list(value), layers)
     if name.endswith("_token_id"):
         return [min(token, VOCABULARY - 1) for token in value]

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .._host.torch import storage_key, tree_leaves
+from .._host.transformers.attention import implementation_of
 from .._host.transformers.hidden_states import hidden_states_of
 from ..config import ParallelConfig
 from ..errors import ConfigError
@@ -97,6 +98,7 @@ def _small(layout: ParallelConfig) -> ParallelConfig:
 def _seen(asked: Asked, layout: ParallelConfig, sizes: dict[str, int]) -> Counted | None:
     """Counted once for each that differs."""
     config = json.dumps(asked.config.to_dict(), sort_keys=True, default=str)
+    config += implementation_of(asked.config)
     key = (config, repr(replace(asked, config=None)), repr(layout), repr(sizes))  # type: ignore[arg-type]
     if key not in _SEEN:
         try:

@@ -151,8 +151,7 @@ def dry_run(
         PlanError: the layout does not fit the model.
     """
     _check_sizes(sequence_length=sequence_length, batch_size=batch_size)
-    say = progress or (lambda what, number, of: None)
-    say("planning", 0, 1)
+    (say := progress or (lambda what, number, of: None))("planning", 0, 1)
     given = {"auto_class": auto_class, "memory": memory, "peft_config": peft_config, **kwargs}
     given |= {} if dtype is None else {"dtype": dtype}
     plan = make_plan(config, parallel, **given)
@@ -163,7 +162,8 @@ def dry_run(
     tokens, routes = sequence_length * batch_size, shape.routed or None
     numbers: dict[str, Any] = {"num_microbatches": count, "mixed_precision": mixed_precision, "routes": routes}
     asked = asked_of(config, mixed_precision=mixed_precision, **given)
-    held = memory_of_ranks(plan, tokens=tokens, counted=counted(plan, asked, sequence_length, batch_size), **numbers)
+    numbers |= {"sequence_length": sequence_length, "counted": counted(plan, asked, sequence_length, batch_size)}
+    held = memory_of_ranks(plan, tokens=tokens, **numbers)
     runs, places, world = [], places_of(plan, job), plan.layout.total_size
     kinds, again = _kinds(plan, places), recomputed(plan)
     for number, like in enumerate(kinds):

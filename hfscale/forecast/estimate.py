@@ -76,14 +76,13 @@ def estimate(
     shape = shape_of_plan(plan, config)
     mixed = mixed_precision != "no"
     job = job_of(plan, machine, sequence=sequence_length, batch=batch_size, microbatches=count, mixed=mixed)
-    seen = None
-    if config is not None:
-        asked = asked_of(config, mixed_precision=mixed_precision, **plan_kwargs)
-        seen = counted(plan, asked, sequence_length, batch_size)
+    asked = None if config is None else asked_of(config, mixed_precision=mixed_precision, **plan_kwargs)
+    seen = None if asked is None else counted(plan, asked, sequence_length, batch_size)
     held = memory_of_ranks(
         plan,
         optimizer,
         tokens=sequence_length * batch_size,
+        sequence_length=sequence_length,
         num_microbatches=count,
         optim_args=optim_args,
         mixed_precision=mixed_precision,

@@ -130,7 +130,8 @@ def _kept(plan: Plan, asked: Asked, layer: str, types: Types, routes: int | None
             counted(plan, asked, sequence, 2, ParallelConfig(**{**sizes, **more}))
             for more in ({}, {"tp_size": 2, "sequence_parallel": True})
         )
-        by_formula = layer_bytes(plan, layer, {}, types_of(plan, mixed) if alone else types, trained, routes=routes)
+        computed = types_of(plan, mixed) if alone else types
+        by_formula = layer_bytes(plan, layer, {}, computed, trained, routes=routes, length=sequence)
         cut = by_formula.kept if one is None else _mean(one, plan)
         return Kept(cut, 2 * by_formula.stream if two is None else 2 * _mean(two, plan) - cut)
 

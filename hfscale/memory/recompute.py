@@ -51,7 +51,7 @@ class Recomputation(Part):
         if planned.budget is None:
             self.chosen = frozenset(planned.layers)
         elif planned.tokens is not None:
-            self._choose(runtime, ceil(planned.tokens / runtime.mesh.layout.size("cp")), None)
+            self._choose(runtime, ceil(planned.tokens / runtime.mesh.layout.size("cp")), 0, None)
         for name in filter(runtime.is_local, planned.layers):
             recompute(model.get_submodule(name), lambda name=name: name in (self.chosen or ()), planned.keep)  # type: ignore[misc]
         for name in filter(runtime.is_local, planned.modules):
@@ -83,12 +83,13 @@ class Recomputation(Part):
             self._choose_for(runtime, [{**named, **kwargs}])
 
     def _choose_for(self, runtime: Runtime, batches: Sequence[Batch]) -> None:
-        most = torch.tensor(max(rows * length for rows, length in map(shape_of, batches)))
+        shapes = [shape_of(batch) for batch in batches]
+        most = torch.tensor([max(rows * length for rows, length in shapes), max(length for _, length in shapes)])
         if runtime.mesh.control is not None:  # ranks that exchange tokens in a layer recompute it together
             dist.all_reduce(most, dist.ReduceOp.MAX, runtime.mesh.control)
-        self._choose(runtime, int(most), len(batches))
+        self._choose(runtime, *most.tolist(), len(batches))
 
-    def _choose(self, runtime: Runtime, tokens: int, microbatches: int | None) -> None:
+    def _choose(self, runtime: Runtime, tokens: int, sequence: int, microbatches: int | None) -> None:
         trained = frozenset(p.name for p in runtime.plan.owned())
         if microbatches is not None:
             trained = frozenset(planned.name for planned, p in runtime.parameters() if p.requires_grad)
@@ -98,6 +99,7 @@ class Recomputation(Part):
             mixed=runtime.options.mixed_precision != "no",
             trained=trained,
             routes=experts_per_token(runtime.model.config),
+            sequence=sequence,
         )
         self.chosen = layers_to_recompute(runtime.plan, runtime.mesh.ranks["pp"], situation)
 

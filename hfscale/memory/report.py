@@ -33,6 +33,7 @@ def memory_estimate(
     optimizer: str = "adamw_torch_fused",
     *,
     tokens: int = 2048,
+    sequence_length: int | None = None,
     num_microbatches: int | None = None,
     gradient_checkpointing: bool | None = None,
     mixed_precision: str | None = None,
@@ -48,6 +49,8 @@ def memory_estimate(
             rank is meant that holds most.
         optimizer: a name that :func:`hfscale.create_optimizer` knows.
         tokens: tokens of one microbatch of one batch rank, over all of its sequences.
+        sequence_length: tokens of one of these sequences, on which scores of eager attention depend; by default there
+            is one sequence, of all tokens.
         num_microbatches: that go through pipeline stages in a step; by default the layout's, or as many as it has
             stages.
         gradient_checkpointing: whether all layers are recomputed in the backward pass; by default as the model is set,
@@ -58,28 +61,23 @@ def memory_estimate(
     Raises:
         ConfigError: something is unknown or impossible, or what is given is neither a model of hfscale's nor a plan.
     """
-    _check_asked(tokens, num_microbatches, gradient_checkpointing, mixed_precision, optim_args)
+    _check_asked(tokens, sequence_length, num_microbatches, gradient_checkpointing, mixed_precision, optim_args)
     if isinstance(model_or_plan, Plan):
         found = memory_of_ranks(
-            model_or_plan,
-            optimizer,
-            tokens=tokens,
-            num_microbatches=num_microbatches,
-            optim_args=optim_args,
-            mixed_precision=mixed_precision or "no",
+            model_or_plan, optimizer, tokens=tokens, sequence_length=sequence_length, optim_args=optim_args,
+            num_microbatches=num_microbatches, mixed_precision=mixed_precision or "no",
             gradient_checkpointing=bool(gradient_checkpointing),
-        )
+        )  # fmt: skip
         return max(found, key=lambda held: held.total)
-    given: dict[str, Any] = {"optimizer": optimizer, "options": optim_args, "tokens": tokens}
+    sizes = {"tokens": tokens, "sequence_length": sequence_length}
+    given: dict[str, Any] = {"optimizer": optimizer, "options": optim_args, **sizes}
     if not isinstance(model_or_plan, nn.Module):
         raise ConfigError(f"memory_estimate got {model_or_plan!r}: pass a model that hfscale parallelized, or a plan")
     runtime = runtime_of(model_or_plan)
     plan, model = runtime.plan, runtime.model
-    if gradient_checkpointing is None:
-        gradient_checkpointing = recomputes(model)
     part = runtime.part(Recomputation)
     given |= {
-        "checkpointing": gradient_checkpointing,
+        "checkpointing": recomputes(model) if gradient_checkpointing is None else gradient_checkpointing,
         "recomputed_layers": None if part is None else part.chosen,
         "mixed_precision": mixed_precision or runtime.options.mixed_precision,
     }
@@ -90,10 +88,13 @@ def memory_estimate(
     )
 
 
-def _check_asked(tokens: Any, microbatches: Any, checkpointing: Any, mixed_precision: Any, optim_args: Any) -> None:
+def _check_asked(
+    tokens: Any, length: Any, microbatches: Any, checkpointing: Any, mixed_precision: Any, optim_args: Any
+) -> None:
     check_count("tokens", tokens)
-    if microbatches is not None:
-        check_count("num_microbatches", microbatches)
+    for name, value in (("sequence_length", length), ("num_microbatches", microbatches)):
+        if value is not None:
+            check_count(name, value)
     if checkpointing is not None:
         check_switch("gradient_checkpointing", checkpointing)
     if mixed_precision is not None:
@@ -107,6 +108,7 @@ def memory_of_ranks(
     optimizer: str = "adamw_torch_fused",
     *,
     tokens: int = 2048,
+    sequence_length: int | None = None,
     num_microbatches: int | None = None,
     optim_args: Mapping[str, Any] | None = None,
     mixed_precision: str = "no",
@@ -134,6 +136,7 @@ def memory_of_ranks(
             routes=routes,
             chunk_rows=_chunk_rows(plan, tokens, "cpu"),
             counted=counted,
+            sequence_length=sequence_length,
         )
         for rank in range(plan.layout.size("pp"))
     ]

@@ -166,6 +166,8 @@ def _refuse_writers(draft: Draft, path: str, module: Any) -> None:
     hidden = first_count(text_config(draft.config), ("hidden_size",))
     if weight is None or weight.ndim not in (1, 2) or weight.shape[0] != hidden:
         return
+    if draft.wider is not None and draft.wider.get_parameter(f"{path}.weight").shape[0] == hidden:
+        return  # another size, which happens to be as large
     if weight.ndim == 1:
         draft.problem(
             f"tp_size={draft.tp}: {wild_name(path)} may compute on the output of its block, which is a part of "

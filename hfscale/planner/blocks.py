@@ -1,7 +1,8 @@
 """Plan the blocks: which module is which role of the blueprint, and what follows for its parameters."""
 
 from ..families.blueprint import Block, Blueprint
-from ..families.fields import field
+from ..families.clone import PER_LAYER
+from ..families.fields import field, text_config
 from ..families.partial_outputs import partial_output
 from ..plan.modules import BlockPlan
 from ..plan.parameter import join_path, wild_name
@@ -46,6 +47,10 @@ def plan_blocks(draft: Draft, blueprint: Blueprint, layers: list[str]) -> list[B
 
 
 def _refuse_unmatched(draft: Draft, blueprint: Blueprint, matched: set[str]) -> None:
+    """Refuse a block that no layer has, unless the config lists kinds of layers and may leave this one out."""
+    config = text_config(draft.config)
+    if matched and any(field(config, name) for name in PER_LAYER):
+        return
     for path, role in blueprint.blocks.items() if has_every_list(draft, blueprint) else ():
         if path and path not in matched and not role.optional:
             draft.problem(

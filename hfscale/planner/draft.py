@@ -1,12 +1,17 @@
 """What is known of a plan while it is made."""
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from .._host.transformers.classes import from_config
 from ..config import ParallelConfig
 from ..families.blueprint import Blueprint
+from ..families.fields import text_config
 from ..float8_config import Float8Config
 from ..memory_config import MemoryConfig
 from ..plan.contents import Feature, FeatureT
@@ -71,6 +76,18 @@ class Draft:
         """Note a reason why the layout does not fit, once."""
         if problem not in self.problems:
             self.problems.append(problem)
+
+    @cached_property
+    def wider(self) -> nn.Module | None:
+        """Return the model with twice the hidden size, without memory; ``None`` where it cannot be built."""
+        config = copy.deepcopy(self.config)
+        try:
+            text_config(config).hidden_size *= 2
+            with torch.device("meta"):
+                built: nn.Module = from_config(type(self.model), config)
+        except Exception:  # whatever stock code says of sizes that do not fit together
+            return None
+        return built
 
     @property
     def block_config(self) -> Any:

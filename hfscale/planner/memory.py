@@ -5,10 +5,13 @@ import sys
 from importlib.util import find_spec
 
 from .._host.torch import operators_named
+from .._host.transformers.attention import implementation_of
+from ..families.fields import HEAD_FIELDS, counts, text_config
 from ..plan.compress import CompressPlan
 from ..plan.offload import OffloadPlan
 from ..plan.parameter import wild_name
 from ..plan.recompute import RecomputePlan
+from ..plan.scores import ScoresPlan
 from .draft import Draft
 
 _ATTENTION = "ALL_ATTENTION_FUNCTIONS"  # where the host's files look attention up
@@ -19,6 +22,7 @@ def plan_memory(draft: Draft) -> None:
     asked = draft.asked
     _plan_offload(draft)
     _plan_compression(draft)
+    _plan_scores(draft)
     given = asked.recompute
     if given == "none":
         return
@@ -36,6 +40,14 @@ def plan_memory(draft: Draft) -> None:
         layers = tuple(draft.layers[::every])
         keep, budget = tuple(asked.recompute_keep), asked.budget
         draft.features.append(RecomputePlan(layers, keep=keep, budget=budget, tokens=asked.tokens))
+
+
+def _plan_scores(draft: Draft) -> None:
+    """Note attention that keeps its scores: asked for as eager, or the only one that a family has."""
+    config = text_config(draft.config)
+    heads = counts(config, ("decoder_attention_heads",)) or counts(config, HEAD_FIELDS)
+    if heads and implementation_of(config) == "eager":
+        draft.features.append(ScoresPlan(max(heads)))
 
 
 def _plan_offload(draft: Draft) -> None:

@@ -97,6 +97,9 @@ class Probe(TorchDispatchMode):
         device = next(model.parameters()).device
         ids = torch.full(PROBED, 3, dtype=torch.long, device=device)
         end_texts(ids, model.config)
+        if device.type != "meta" and takes_argument(model, "use_cache"):
+            # Without values, the host's masks want a cache; with them, classes without attention want none.
+            inputs.setdefault("use_cache", False)
         modes = [(module, module.training) for module in model.modules()]
         inputs = {"input_ids": ids, **({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}), **inputs}
         try:
@@ -198,11 +201,8 @@ class PassageProbe(Probe):
         for index, layer in enumerate(layers):
             self._before(layer, self._enter(index))
             self._after(layer, self._leave)
-        # Without values, the host's masks want a cache; with them, classes without attention want none.
-        has_values = not next(model.parameters()).is_meta
-        may_choose = takes_argument(model, "use_cache")
         with skipped_experts(modules.values()):
-            self._run(model, **({"use_cache": False} if has_values and may_choose else {}))
+            self._run(model)
         self._stream, self._offered = None, []  # what was seen is remembered longer than the model is
         self._sources = WeakTensorKeyDictionary()
         if not self.failure and (self._left, self._entered) != (self._count, self._count):

@@ -57,9 +57,10 @@ def of_one_microbatch(recipe: Recipe, layout: hfscale.ParallelConfig) -> dict[st
     count = microbatches
     if layout.size("pp") > 1:  # which cuts a step anew
         count = layout.num_microbatches or (microbatches if microbatches > 1 else layout.size("pp"))
-    tokens = math.ceil(microbatches * size / count) * recipe.data.sequence_length * task_of(recipe.data).rows
-    again = training.gradient_checkpointing
-    return {"tokens": tokens, "num_microbatches": count, "gradient_checkpointing": again}
+    length, again = recipe.data.sequence_length, training.gradient_checkpointing
+    tokens = math.ceil(microbatches * size / count) * length * task_of(recipe.data).rows
+    sizes = {"tokens": tokens, "sequence_length": length}
+    return {**sizes, "num_microbatches": count, "gradient_checkpointing": again}
 
 
 def beside(expected: Any, outcome: Outcome) -> str:

@@ -4,13 +4,14 @@ from math import prod
 
 import pytest
 import torch
-from transformers import BitsAndBytesConfig, LlamaConfig
+from transformers import AutoConfig, BitsAndBytesConfig, LlamaConfig
 
 import hfscale
 from hfscale import ParallelConfig
 from hfscale.estimate.activations import stream_width
 from hfscale.estimate.memory import estimate_memory
 from hfscale.estimate.state_bytes import NAMES
+from hfscale.families.clone import tiny_clone
 from hfscale.families.expert_modules import experts_per_token
 from hfscale.optimizers.catalog import CHOICES
 
@@ -91,6 +92,16 @@ def test_it_reads_like_a_table() -> None:
     ]
     assert lines[0].endswith("GiB")
     assert lines[-1].startswith("activations: counted for this kind of layer, of 4,096 tokens a microbatch")
+
+
+def test_a_family_that_has_eager_attention_only_keeps_scores() -> None:
+    plan = hfscale.plan(tiny_clone(AutoConfig.for_model("codegen"), n_head=8))
+    short, long = (estimate_memory(plan, tokens=64, sequence_length=length) for length in (16, 64))
+    assert long.activations - short.activations == 64 * (64 - 16) * 8 * 4 * len(plan.layers)
+    assert "eager attention keeps scores of 8 heads over sequences of 16 tokens" in str(short)
+    assert estimate_memory(hfscale.plan(tiny("llama")), tokens=64, sequence_length=16) == estimate_memory(
+        hfscale.plan(tiny("llama")), tokens=64
+    )
 
 
 def test_widths() -> None:

@@ -113,6 +113,22 @@ def test_stages(pools: Pools, family: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("family", "changes", "cuts_sequence"),
+    [
+        ("qwen3_5_text", {"layer_types": ["linear_attention"] * 2, "use_cache": False}, True),
+        ("lfm2", {"layer_types": ["full_attention"] * 2}, False),
+        ("deepseek_v32", {"index_n_heads": 4, "index_head_dim": 8, "index_topk": 4}, False),
+    ],
+    ids=["no attention", "no convolution", "an indexer as wide as the model"],
+)
+def test_configs_that_leave_a_block_out_or_repeat_a_size(
+    pools: Pools, family: str, changes: dict[str, Any], cuts_sequence: bool
+) -> None:
+    layout = ParallelConfig(tp_size=2, sequence_parallel=cuts_sequence)
+    assert_layout_equal(Case(config_of(family, **changes), hf_kwargs=EAGER), layout, pools(2))
+
+
+@pytest.mark.parametrize(
     "layout",
     [{"dp_shard_size": 2}, {"tp_size": 2}, {"pp_size": 2, "pipeline_schedule": "interleaved1f1b"}],
     ids=lambda layout: next(iter(layout)),

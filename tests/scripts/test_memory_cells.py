@@ -39,6 +39,13 @@ def test_they_are_written() -> None:
     assert memory_cells.tables(FOUND) in PAGE.read_text()
 
 
+@pytest.mark.parametrize(("model", "axis"), [("llama", "tp"), ("mixture", "dp_shard"), ("gpt2", "pp, 1f1b")])
+def test_scores_of_eager_attention_are_counted(pools: Callable[[int], RankPool], model: str, axis: str) -> None:
+    total, kept = ratios(pools(2), case_of({"attention": "eager"}, AXES[axis], SMALL[model]))
+    assert total == pytest.approx(1, abs=0.03)
+    assert kept == pytest.approx(1, abs=0.03)
+
+
 @pytest.mark.parametrize(
     ("model", "lever", "axis"),
     cases(

@@ -98,7 +98,7 @@ def asks_for_attention(config: Any) -> bool:
 
 def implementation_of(config: Any) -> str:
     """The name of a config's attention implementation."""
-    return str(config._attn_implementation)
+    return str(getattr(config, "_attn_implementation", None))
 
 
 def set_implementation(config: Any, name: str) -> None:
