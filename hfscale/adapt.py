@@ -11,7 +11,7 @@ from ._host.transformers.classes import class_name, empty_copy
 from .adapters import Adapters, attach_adapters, describe_coverage, merge_local_weights, read_config
 from .adapters.merge import dequantized_weights, put_plain_modules, refuse_tied
 from .assemble import assemble, take_apart
-from .errors import ConfigError
+from .errors import ConfigError, check_count
 from .plan.own_loss import OwnLossPlan
 from .runtime import Runtime, runtime_of
 from .runtime.local_weights import LocalWeights
@@ -47,6 +47,9 @@ def get_peft_model(model: nn.Module, peft_config: Any, adapter_name: str = "defa
             f"{class_name(runtime.model)} has the adapter {existing.name!r} already: merge it first "
             "(hfscale.merge_and_unload), or load the model again"
         )
+    check_count("seed", seed, least=0)
+    if not isinstance(adapter_name, str) or not adapter_name:
+        raise ConfigError(f"adapter_name={adapter_name!r} is impossible: use a name, as 'default'")
     config, source = read_config(peft_config)
     template = empty_copy(runtime.model)
     plan, mesh, options = runtime.plan, runtime.mesh, runtime.options

@@ -3,23 +3,37 @@
 import inspect
 import os
 from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
+import torch
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ._host.transformers.classes import classes_by_config
+from ._host.transformers.configs import made_or_explained
 from ._host.transformers.loading import loading_arguments
 from .config import ParallelConfig
-from .errors import CheckpointError, ConfigError, in_words
+from .errors import CheckpointError, ConfigError, check_count
 from .families.fields import field
 from .files.replace import finish_move
+from .names import meant
 
 # Arguments of from_pretrained that distribute a model by other means.
 _EXCLUSIVE = ("device_map", "distributed_config", "tp_plan", "tp_size", "device_mesh", "max_memory", "offload_folder")
+_WEIGHTS = ("state_dict", "gguf_file")
 # Arguments that choose which files to read a config from, as opposed to what it says.
 _CODE = ("trust_remote_code", "code_revision")
-_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+# Fields of a config -> the largest that any model could have.
+_SIZES = {
+    "num_hidden_layers": 10**4,
+    "num_attention_heads": 10**5,
+    "num_key_value_heads": 10**5,
+    "head_dim": 10**6,
+    "hidden_size": 10**7,
+    "intermediate_size": 10**8,
+    "vocab_size": 10**8,
+}
+_MAY_BE_NONE = ("num_attention_heads", "num_key_value_heads")
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
 _HUB = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "trust_remote_code")
 
 
@@ -36,6 +50,9 @@ def check_layout(parallel: ParallelConfig | None, kwargs: Mapping[str, Any]) -> 
             "output_loading_info=True asks for a pair, and what is returned here is the model: leave it out; what the "
             "files lack, or have besides, is printed"
         )
+    weights = next((name for name in _WEIGHTS if kwargs.get(name) is not None), None)
+    if weights is not None:
+        raise ConfigError(f"{weights}= would be read instead of the checkpoint's files: leave it out")
     clashing = [name for name in _EXCLUSIVE if kwargs.get(name) is not None]
     if clashing:
         raise ConfigError(
@@ -46,7 +63,12 @@ def check_layout(parallel: ParallelConfig | None, kwargs: Mapping[str, Any]) -> 
 
 
 def load_config(path: str, kwargs: Mapping[str, Any]) -> tuple[PreTrainedConfig, dict[str, Any]]:
-    """The config as the host would load it, and the arguments it did not use."""
+    """The config as the host would load it, and the arguments it did not use.
+
+    Raises:
+        CheckpointError: there is none.
+        ConfigError: it cannot be read.
+    """
     finish_move(path)
     # The Hub knows nothing of what is written like a path; its own message would speak of repository names.
     if not os.path.exists(path) and (os.path.isabs(path) or path.startswith((".", "~")) or path.count("/") > 1):
@@ -54,12 +76,8 @@ def load_config(path: str, kwargs: Mapping[str, Any]) -> tuple[PreTrainedConfig,
             f"{path} does not exist: give a directory with a config.json, or a Hub id like owner/name"
         )
     taken = {key: value for key, value in kwargs.items() if key not in ("dtype", "torch_dtype")}
-    try:
+    with made_or_explained(path):
         config, rest = AutoConfig.from_pretrained(path, return_unused_kwargs=True, **taken)
-    except Exception as error:  # any type: of a damaged file, of the Hub, of fields that are checked
-        raise CheckpointError(
-            f"{path} has no config.json that can be read ({in_words(error)}): give the directory or Hub id of a model"
-        ) from error
     rest = {key: value for key, value in rest.items() if key not in _HUB}
     return config, {**rest, **{key: kwargs[key] for key in ("dtype", "torch_dtype", *_CODE) if key in kwargs}}
 
@@ -73,15 +91,30 @@ def arguments_with_config(
 
 
 def check_sizes(config: PreTrainedConfig) -> None:
-    """Refuse sizes of which the host makes a model without layers, or without words.
+    """Refuse sizes of which the host makes a model without layers or words, or one that nobody could hold.
 
     Raises:
         ConfigError: naming it.
     """
-    for name in _SIZES:
+    for name, most in _SIZES.items():
         size = field(config, name)
-        if isinstance(size, int) and size < (0 if name == "num_attention_heads" else 1):
-            raise ConfigError(f"{name}={size} of this {config.model_type} config is impossible: use at least 1")
+        least = 0 if name in _MAY_BE_NONE else 1
+        if isinstance(size, int) and not least <= size <= most:
+            use = f"use at least {max(least, 1)}" if size < least else f"use at most {most:,}"
+            raise ConfigError(f"{name}={size} of this {config.model_type} config is impossible: {use}")
+
+
+def check_tokens(tokens: object) -> None:
+    """Refuse a number of tokens that no vocabulary has.
+
+    Raises:
+        ConfigError: with the number.
+    """
+    check_count("resize_token_embeddings", tokens)
+    if isinstance(tokens, int) and tokens > _SIZES["vocab_size"]:
+        raise ConfigError(
+            f"resize_token_embeddings={tokens} is impossible: use len(tokenizer), at most {_SIZES['vocab_size']:,}"
+        )
 
 
 def refuse_unknown(kwargs: Iterable[str], auto_class: Any, config: PreTrainedConfig, taken_here: Iterable[str]) -> None:
@@ -91,8 +124,13 @@ def refuse_unknown(kwargs: Iterable[str], auto_class: Any, config: PreTrainedCon
         taken_here: names of hfscale's own.
 
     Raises:
-        ConfigError: naming one, and what was meant.
+        ConfigError: naming one, and what was meant; or ``auto_class`` builds no models.
     """
+    kind = isinstance(auto_class, type)
+    if not kind or not (hasattr(auto_class, "from_config") or issubclass(auto_class, PreTrainedModel)):
+        raise ConfigError(
+            f"auto_class={auto_class!r} is impossible: pass a class, transformers.AutoModelForCausalLM or one like it"
+        )
     mapping = classes_by_config(auto_class)
     if mapping is not None and type(config) not in mapping:
         return  # a class that comes with the checkpoint
@@ -103,8 +141,8 @@ def refuse_unknown(kwargs: Iterable[str], auto_class: Any, config: PreTrainedCon
     known = {*ours, *taken, *_HUB, *_CODE, *_EXCLUSIVE, *loading_arguments()}
     for name in kwargs:
         if name not in known:
-            close = get_close_matches(name, sorted(known), n=1)
-            hint = f"did you mean {close[0]}?" if close else f"hfscale takes {', '.join(ours[1:-1])}"
+            close = meant(name, sorted(known))
+            hint = f"did you mean {close}?" if close else f"hfscale takes {', '.join(ours[1:-1])}"
             raise ConfigError(
                 f"{name}= is no argument of hfscale's, of transformers' or of {kinds[0].__name__}: {hint}"
             )
@@ -116,8 +154,20 @@ def code_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def known_dtype(kwargs: Mapping[str, Any]) -> Any:
-    """The type asked for; ``None`` where the checkpoint decides."""
+    """The type asked for; ``None`` where the checkpoint decides.
+
+    Raises:
+        ConfigError: it is no floating-point type.
+    """
     dtype = kwargs.get("dtype", kwargs.get("torch_dtype"))
+    for each in dtype.values() if isinstance(dtype, dict) else [dtype]:  # the host takes one for each part of a model
+        if each is None or each == "auto":
+            continue
+        found = getattr(torch, each, None) if isinstance(each, str) else each
+        if not isinstance(found, torch.dtype) or not found.is_floating_point:
+            close = meant(each, _DTYPES) if isinstance(each, str) else None
+            hint = f"did you mean {close!r}? " if close else ""
+            raise ConfigError(f"dtype={each!r} is no type of weights: {hint}use 'auto' or one of {', '.join(_DTYPES)}")
     return None if dtype == "auto" else dtype
 
 

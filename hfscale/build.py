@@ -8,7 +8,7 @@ from typing import Any
 
 from accelerate import GradScalerKwargs
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ._host.transformers.classes import class_name, is_distributed_by_host
 from .adapters import attach_adapters, plan_with_adapters, read_config, wrapped_by_peft
@@ -16,6 +16,7 @@ from .arguments import (
     arguments_with_config,
     check_layout,
     check_sizes,
+    check_tokens,
     code_arguments,
     known_dtype,
     load_config,
@@ -23,7 +24,7 @@ from .arguments import (
 )
 from .assemble import assemble
 from .config import ParallelConfig
-from .errors import ConfigError
+from .errors import ConfigError, check_count, check_path
 from .float8_config import Float8Config
 from .memory_config import MemoryConfig
 from .mesh import build_mesh
@@ -108,6 +109,8 @@ def from_pretrained(
     """
     layout = check_layout(parallel, hf_kwargs)
     options = Options(mixed_precision, routing, memory, loss_scaling, float8, use_liger_kernel)
+    check_count("seed", seed, least=0)
+    check_path("path", path)
     quantization = hf_kwargs.get("quantization_config")
     check_quantization(quantization)
     adapter = None if peft_config is None else read_config(peft_config)
@@ -117,6 +120,7 @@ def from_pretrained(
     outline = _outline(config, auto_class, {"dtype": known_dtype(hf_kwargs), **code}, quantization)
     resized = frozenset[str]()
     if resize_token_embeddings is not None:
+        check_tokens(resize_token_embeddings)
         outline, resized = outline.resized(resize_token_embeddings)
     if outline.stored or resized:
         hf_kwargs = arguments_with_config(hf_kwargs, rest, outline.config, outline.quantization)
@@ -151,8 +155,16 @@ def from_config(
             "from_config(quantization_config=...) would quantize random weights: quantize those of a checkpoint, with "
             "hfscale.from_pretrained(path, quantization_config=...)"
         )
+    check_count("seed", seed, least=0)
     adapter = None if peft_config is None else read_config(peft_config)
-    refuse_unknown(hf_kwargs, auto_class, config, inspect.signature(from_pretrained).parameters)
+    if not isinstance(config, PreTrainedConfig):
+        raise ConfigError(
+            f"config={_shown(config)} is no config of transformers: make one (LlamaConfig(...), or "
+            "AutoConfig.from_pretrained(path)), or load weights with hfscale.from_pretrained(path)"
+        )
+    known_dtype(hf_kwargs)
+    refuse_unknown(hf_kwargs, auto_class, config, inspect.signature(from_config).parameters)
+    check_sizes(config)
     return build(FromSeed(Outline(config, auto_class, hf_kwargs), seed), layout, options, adapter, seed)
 
 
@@ -176,6 +188,8 @@ def parallelize(
     layout = check_layout(parallel, {})
     options = Options(mixed_precision, routing, memory, loss_scaling, float8, use_liger_kernel)
     reason = "hfscale already parallelized it" if find_runtime(model) else is_distributed_by_host(model)
+    if not isinstance(model, PreTrainedModel) and not wrapped_by_peft(model):
+        reason = "it is no model of transformers"
     if reason:
         raise ConfigError(
             f"{class_name(model)} cannot be parallelized: {reason}. Load it plainly, or with hfscale.from_pretrained"
@@ -213,7 +227,9 @@ def plan(
     if isinstance(source, PreTrainedConfig):
         config, rest = source, hf_kwargs
     else:
+        check_path("source", source)
         config, rest = load_config(str(source), hf_kwargs)
+    known_dtype(rest)
     refuse_unknown(rest, auto_class, config, inspect.signature(plan).parameters)
     outline = _outline(config, auto_class, rest, quantization)
     planned = outline.plan(layout, memory, options.products)
@@ -221,6 +237,10 @@ def plan(
         return planned
     adapter, saved = read_config(peft_config)
     return plan_with_adapters(copy.deepcopy(outline.model), adapter, planned, new=saved is None)
+
+
+def _shown(given: object) -> str:
+    return repr(given) if isinstance(given, str | int | None) else f"a {type(given).__name__}"
 
 
 def _outline(config: PreTrainedConfig, auto_class: Any, kwargs: dict[str, Any], quantization: Any) -> Outline:

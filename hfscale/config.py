@@ -10,7 +10,7 @@ from typing import Any
 
 from accelerate import ParallelismConfig
 
-from .errors import ConfigError
+from .errors import ConfigError, check_count, refuse_misspelt
 from .schedules import SCHEDULES, default_virtual_stages, spelled
 
 AXES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
@@ -92,12 +92,9 @@ class ParallelConfig(ParallelismConfig):
     def __new__(cls, *args: Any, **kwargs: Any) -> "ParallelConfig":
         """Refuse misspelt fields by name, before the generated ``__init__`` would."""
         names = [f.name for f in fields(cls)]
-        for name in kwargs:
-            if name not in names:
-                close = [f"{name}_size"] if f"{name}_size" in names else difflib.get_close_matches(name, names, n=1)
-                hint = f"did you mean {close[0]!r}? " if close else ""
-                useful = [n for n in names if not n.endswith(("_handler", "_backend")) and n != "sp_size"]
-                raise ConfigError(f"ParallelConfig has no field {name!r}: {hint}valid fields are {', '.join(useful)}")
+        if kwargs.keys() - names:
+            useful = [n for n in names if not n.endswith(("_handler", "_backend")) and n != "sp_size"]
+            refuse_misspelt("ParallelConfig", [n for n in kwargs if n not in names], useful)
         return super().__new__(cls)
 
     # Replaces accelerate's checks on purpose: those refuse layouts hfscale does run (replicated data x tensor).
@@ -160,6 +157,8 @@ class ParallelConfig(ParallelismConfig):
                 f"gradient_compression={given!r} is of what replicas send each other, and dp_replicate_size is 1: use "
                 "dp_replicate_size=2 or more, or leave it out (shards are reduced as they are)"
             )
+        if self.powersgd_rank is not None:
+            check_count("powersgd_rank", self.powersgd_rank)
         rank = _default("powersgd_rank", self.powersgd_rank, None)
         if rank is not None and given != "powersgd":
             raise ConfigError(f"powersgd_rank={rank} belongs to gradient_compression='powersgd': set that too")

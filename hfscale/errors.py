@@ -1,8 +1,12 @@
 """The exceptions hfscale raises. Every message says what was asked, what was found and what to do."""
 
-import difflib
+import math
+import os
 from collections.abc import Iterable, Sequence
+from numbers import Integral, Real
 from typing import Any
+
+from .names import meant
 
 
 class HFScaleError(Exception):
@@ -62,19 +66,48 @@ def refuse_misspelt(kind: str, given: Iterable[str], fields: list[str]) -> None:
     """
     for name in given:
         if name not in fields:
-            close = difflib.get_close_matches(name, fields, 1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
+            close = meant(name, fields)
+            hint = f"; did you mean {close!r}?" if close else "."
             raise ConfigError(f"{kind} has no field {name!r}{hint} Its fields are {', '.join(fields)}")
 
 
-def check_count(name: str, given: object) -> None:
-    """Refuse what counts nothing: an argument called ``name`` that is no whole number of at least 1.
+def check_count(name: str, given: object, least: int = 1) -> None:
+    """Refuse what is no whole number of at least ``least`` for an argument called ``name``.
 
     Raises:
         ConfigError: with the value.
     """
-    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-        raise ConfigError(f"{name}={given!r} is impossible: use a whole number of at least 1")
+    if isinstance(given, bool) or not isinstance(given, Integral) or given < least:
+        raise ConfigError(f"{name}={given!r} is impossible: use a whole number of at least {least}")
+
+
+def check_number(
+    name: str,
+    given: Any,
+    *,
+    above: float | None = None,
+    least: float | None = None,
+    most: float | None = None,
+    infinite: bool = False,
+) -> None:
+    """Refuse what is no number within bounds for an argument called ``name``.
+
+    Args:
+        above: what it must be larger than.
+        least, most: the smallest and the largest number allowed.
+        infinite: whether infinity is allowed.
+
+    Raises:
+        ConfigError: with the value and the bounds.
+    """
+    fits = isinstance(given, Real) and not isinstance(given, bool) and not math.isnan(given)
+    fits = fits and (infinite or not math.isinf(given)) and (above is None or given > above)
+    if not fits or (least is not None and given < least) or (most is not None and given > most):
+        bounds = {"above": above, "of at least": least, "of at most": most}
+        asked = " and ".join(f"{words} {bound:g}" for words, bound in bounds.items() if bound is not None)
+        raise ConfigError(
+            f"{name}={given!r} is impossible: use a {'' if infinite else 'finite '}number {asked}".rstrip()
+        )
 
 
 def check_names(name: str, given: Any, like: str) -> None:
@@ -99,3 +132,13 @@ def check_switch(name: str, given: object) -> None:
     """
     if not isinstance(given, bool):
         raise ConfigError(f"{name}={given!r} is not a switch: use True or False")
+
+
+def check_path(name: str, given: object) -> None:
+    """Refuse what names no file or directory for an argument called ``name``.
+
+    Raises:
+        ConfigError: with the value.
+    """
+    if not isinstance(given, str | os.PathLike) or not str(given).strip():
+        raise ConfigError(f"{name}={given!r} is impossible: use the path of a file or directory")

@@ -85,19 +85,20 @@ class MemoryConfig:
             check_switch(name, getattr(self, name))
         for name in ("offload_activations", "compress_activations"):
             given = getattr(self, name)
-            if not isinstance(given, bool) and (not isinstance(given, str) or byte_count(given) is None):
+            if not isinstance(given, bool) and (not isinstance(given, str) or not byte_count(given)):
                 raise ConfigError(f"{name}={given!r} is impossible: use True, False, or a size like '1MiB'")
 
     def _check_recompute(self) -> None:
         given = self.recompute
         if isinstance(given, str):
+            if byte_count(given) == 0:
+                raise ConfigError(f"recompute={given!r} leaves no byte for what layers keep: use 'full', or '8GiB' say")
             if given not in RECOMPUTE and self.budget is None:
                 close = difflib.get_close_matches(given, RECOMPUTE, 1)
                 hint = f"did you mean {close[0]!r}? " if close else ""
                 raise ConfigError(f"recompute={given!r} is unknown: {hint}{_HOW}")
         elif isinstance(given, int) and not isinstance(given, bool):
-            if given < 1:
-                raise ConfigError(f"recompute={given} is impossible: every n-th layer is a number of at least 1")
+            check_count("recompute", given)
         elif isinstance(given, Sequence):
             object.__setattr__(self, "recompute", _names("recompute", given, '["mlp", "input_layernorm"]'))
         else:
@@ -116,7 +117,7 @@ class MemoryConfig:
     @property
     def budget(self) -> int | None:
         """Bytes that layers may keep; ``None`` where :attr:`recompute` is no budget."""
-        return byte_count(self.recompute) if isinstance(self.recompute, str) else None
+        return byte_count(self.recompute) or None if isinstance(self.recompute, str) else None
 
 
 _HOW = (

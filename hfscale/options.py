@@ -51,7 +51,7 @@ class Options:
             )
         if self.memory is not None and not isinstance(self.memory, MemoryConfig):
             raise ConfigError(f"memory={self.memory!r} is no such choice: pass hfscale.MemoryConfig(recompute='full')")
-        if self.mixed_precision not in MIXED_PRECISIONS:
+        if not isinstance(self.mixed_precision, str) or self.mixed_precision not in MIXED_PRECISIONS:
             raise ConfigError(f"mixed_precision={self.mixed_precision!r} is unknown: use {', '.join(MIXED_PRECISIONS)}")
         self._check_loss_scaling()
         self._check_float8()

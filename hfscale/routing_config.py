@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
-from .errors import ConfigError, refuse_misspelt
+from .errors import ConfigError, check_number, check_switch, refuse_misspelt
 
 ROUTERS = ("model", "switch", "gshard", "noisy_topk")
 """Who chooses experts: the model's own router, or one of the papers' on its logits."""
@@ -71,20 +71,16 @@ class RoutingConfig:
         if self.balance_scores is not None:
             _one_of("balance_scores", self.balance_scores, SCORES)
         for name in ("balance_loss", "z_loss", "bias_update_rate"):
-            _number(name, getattr(self, name), "a coefficient such as 0.01, or 0 for none")
+            check_number(name, getattr(self, name), least=0)
         if self.noise_std is not None:
-            _number("noise_std", self.noise_std, "a standard deviation such as 0.1, or None for 1 / experts")
+            check_number("noise_std", self.noise_std, least=0)
             if self.router != "noisy_topk":
                 raise ConfigError(
                     f"noise_std={self.noise_std} belongs to router='noisy_topk': set that, or leave it out"
                 )
         if self.capacity_factor is not None:
-            what = "a factor of at least an even share, such as 1.25, or None for the router's own"
-            _number("capacity_factor", self.capacity_factor, what, may_be_infinite=True)
-            if not self.capacity_factor:
-                raise ConfigError(f"capacity_factor=0 leaves no room for any token: use {what}")
-        if not isinstance(self.force_balanced, bool):
-            raise ConfigError(f"force_balanced={self.force_balanced!r} is not a switch: use True or False")
+            check_number("capacity_factor", self.capacity_factor, above=0, infinite=True)
+        check_switch("force_balanced", self.force_balanced)
 
     @property
     def capacity(self) -> float | None:
@@ -118,9 +114,3 @@ def _one_of(name: str, value: Any, valid: tuple[str, ...]) -> None:
         close = difflib.get_close_matches(str(value), valid, 1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise ConfigError(f"{name}={value!r} is unknown{hint} Use one of {', '.join(valid)}")
-
-
-def _number(name: str, value: Any, use: str, may_be_infinite: bool = False) -> None:
-    fits = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
-    if not fits or (math.isinf(value) and not may_be_infinite):
-        raise ConfigError(f"{name}={value!r} is impossible: use {use}")

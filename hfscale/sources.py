@@ -15,12 +15,13 @@ from transformers import PreTrainedConfig
 
 from ._host.torch import own_buffers, own_parameters
 from ._host.transformers.classes import from_config
+from ._host.transformers.configs import built_or_explained
 from .arguments import code_arguments, model_arguments
 from .checkpoint import load_pretrained
 from .checkpoint.load import materialize_buffers
 from .checkpoint.resize import resize_vocabulary
 from .config import ParallelConfig
-from .errors import ConfigError, in_words
+from .errors import ConfigError
 from .float8_config import Float8Config
 from .memory_config import MemoryConfig
 from .mesh import Mesh
@@ -32,6 +33,9 @@ from .quantization.quantized_modules import plan_quantized
 from .runtime.initialize import initialize_local_weights
 from .runtime.local_weights import LocalWeights
 from .runtime.writing import all_or_none, not_finite, warn_of_not_finite
+
+# What classes of the host raise when a field of a config is impossible.
+_WRONG_CONFIG = (ArithmeticError, AttributeError, ImportError, KeyError, RuntimeError, TypeError)
 
 
 class Outline:
@@ -58,16 +62,14 @@ class Outline:
 
     @cached_property
     def model(self) -> Any:
-        """The stock model on the meta device."""
+        """The stock model on the meta device.
+
+        Raises:
+            ConfigError: there is none of this config.
+        """
         is_auto = hasattr(self.auto_class, "from_config")
-        try:
-            with torch.device("meta"):
-                return from_config(self.auto_class, self.config, **model_arguments(self.kwargs, is_auto))
-        except (AttributeError, LookupError) as error:
-            kind = self.config.model_type
-            raise ConfigError(
-                f"no {kind} model can be made of this config ({in_words(error)}): correct its fields"
-            ) from error
+        with built_or_explained(self.auto_class, self.config, *_WRONG_CONFIG), torch.device("meta"):
+            return from_config(self.auto_class, self.config, **model_arguments(self.kwargs, is_auto))
 
     def resized(self, tokens: int) -> tuple["Outline", frozenset[str]]:
         """The same with that many tokens, and which parameters have a row for each."""

@@ -96,7 +96,7 @@ def test_a_misspelt_field(misspelt: str, meant: str) -> None:
         lambda: ParallelConfig(**{misspelt: 2}),
         f"ParallelConfig has no field '{misspelt}'",
         f"did you mean '{meant}'?",
-        "valid fields are dp_replicate_size",
+        "Its fields are dp_replicate_size",
         "pipeline_schedule",
     )
 
@@ -276,7 +276,7 @@ def test_batches_that_cannot_be_trained_on(model: Any) -> None:
     _says(ConfigError, lambda: hfscale.train_step(model, "text"), "found a str", "a mapping of tensors")
     ids = torch.ones(2, 4, dtype=torch.long)
     for labels, words in (
-        (ids[:, :3], ("labels are [2, 3] beside input_ids [2, 4]", "-100 where")),
+        (ids[:, :3], ("labels are [2, 3] beside 2 rows of 4 tokens", "-100 where")),
         (ids.numpy(), ("labels is a ndarray: give tensors, [rows, tokens]",)),
     ):
         _says(

@@ -56,7 +56,11 @@ def read_config(source: Any) -> tuple[Any, str | None]:
         raise ConfigError(f"peft_config={path!r} is a directory without adapter_config.json: give that of an adapter")
     if not os.path.isdir(path) and (path.count("/") > 1 or path.startswith((".", "/", "~"))):
         raise ConfigError(f"peft_config={path!r} does not exist: give the directory of a saved adapter, or a Hub id")
-    config = PeftConfig.from_pretrained(path)
+    try:
+        config = PeftConfig.from_pretrained(path)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(f"peft_config={path!r} cannot be read as a saved adapter: {reason}") from error
     config.inference_mode = False
     return config, path
 

@@ -9,7 +9,7 @@ from .amounts import tokens_of
 from .flags import add_adapter_arguments, add_machine_arguments, plan_arguments
 from .layout import add_layout_arguments, layout_of
 from .look import add_json, check_writable, print_json
-from .model import add_model_arguments, auto_class_of, building, load_config, remote_code
+from .model import add_model_arguments, auto_class_of, load_config, remote_code
 
 HELP = "estimate seconds and bytes of a training step under a layout"
 DESCRIPTION = (
@@ -45,23 +45,20 @@ def run(arguments: argparse.Namespace) -> int:
     layout, sequence = layout_of(arguments), tokens_of(arguments.sequence_length, "--sequence-length")
     config = load_config(arguments.model, arguments.trust_remote_code)
     again, more = arguments.recompute, {**plan_arguments(arguments), **remote_code(arguments)}
-    with building(arguments, config):
-        found = estimate(
-            config,
-            layout,
-            arguments.hardware,
-            sequence_length=sequence,
-            batch_size=arguments.batch_size,
-            num_microbatches=arguments.accumulate,
-            optimizer=arguments.optimizer,
-            mixed_precision=arguments.mixed_precision,
-            auto_class=auto_class_of(arguments.auto_class),
-            dtype=arguments.dtype,
-            memory=MemoryConfig(
-                **{"recompute": int(again) if again.isdigit() else again, **_offload(arguments.offload)}
-            ),
-            **more,
-        )
+    found = estimate(
+        config,
+        layout,
+        arguments.hardware,
+        sequence_length=sequence,
+        batch_size=arguments.batch_size,
+        num_microbatches=arguments.accumulate,
+        optimizer=arguments.optimizer,
+        mixed_precision=arguments.mixed_precision,
+        auto_class=auto_class_of(arguments.auto_class),
+        dtype=arguments.dtype,
+        memory=MemoryConfig(**{"recompute": int(again) if again.isdigit() else again, **_offload(arguments.offload)}),
+        **more,
+    )
     if arguments.json:
         print_json(found.to_dict())
     else:

@@ -7,7 +7,7 @@ from ..errors import ConfigError
 from .amounts import tokens_of
 from .flags import add_sequence_length
 from .look import add_json, print_json
-from .model import add_model_arguments, auto_class_of, building, load_config, remote_code
+from .model import add_model_arguments, auto_class_of, load_config, remote_code
 
 HELP = "show where the memory of training a model goes, by the papers' own formulas"
 DESCRIPTION = (
@@ -44,8 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     dtype = arguments.dtype or "float32"
     more: dict[str, Any] = remote_code(arguments)
     more |= {"auto_class": auto_class_of(arguments.auto_class), "dtype": dtype}
-    with building(arguments, config):
-        plan = make_plan(config, **more)
+    plan = make_plan(config, **more)
     asked = asked_of(config, mixed_precision="bf16" if dtype == "float32" else "no", **more)
     found = explain(
         facts_of(plan, asked, sequence=sequence),

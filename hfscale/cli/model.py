@@ -2,12 +2,11 @@
 
 import argparse
 import difflib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError, HFScaleError
+from ..errors import ConfigError
 from ..files.replace import finish_move
 
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -26,22 +25,11 @@ def remote_code(arguments: argparse.Namespace) -> dict[str, bool]:
     return {"trust_remote_code": True} if arguments.trust_remote_code else {}
 
 
-@contextmanager
-def building(arguments: argparse.Namespace, config: Any) -> Iterator[None]:
-    """Within: the host's word for "no such architecture under this Auto class" becomes ours."""
-    try:
-        yield
-    except HFScaleError:
-        raise
-    except ValueError as error:
-        reason = str(error).strip().partition("\n")[0].partition("Unrecognized configuration class")
-        if not reason[1]:
-            raise ConfigError(f"no {config.model_type!r} model can be built: {reason[0]}") from error
-        fitting = [name for name in _auto_classes() if type(config) in (_classes(name) or ())]
-        others = f"--auto-class {', '.join(fitting)}" if fitting else "another --auto-class"
-        raise ConfigError(
-            f"{arguments.auto_class} cannot build a {config.model_type!r} model: {reason[0]}use {others}"
-        ) from error
+def building(arguments: argparse.Namespace, config: Any) -> AbstractContextManager[None]:
+    """Within: what the host says of a model that it cannot build becomes our words."""
+    from .._host.transformers.configs import built_or_explained
+
+    return built_or_explained(auto_class_of(arguments.auto_class), config)
 
 
 def auto_class_of(name: str) -> Any:
@@ -52,26 +40,13 @@ def auto_class_of(name: str) -> Any:
     """
     import transformers
 
+    from .._host.transformers.configs import auto_classes
+
     found = getattr(transformers, name, None) if name.startswith("AutoModel") else None
     if not hasattr(found, "from_config"):
-        close = difflib.get_close_matches(name, _auto_classes(), n=3) or ["AutoModelForCausalLM"]
+        close = difflib.get_close_matches(name, auto_classes(), n=3) or ["AutoModelForCausalLM"]
         raise ConfigError(f"--auto-class {name} is not one of transformers' Auto classes: use {', '.join(close)}, ...")
     return found
-
-
-def _auto_classes() -> list[str]:
-    import transformers
-
-    return [name for name in dir(transformers) if name.startswith("AutoModel")]
-
-
-def _classes(auto_class: str) -> Any:
-    """Class of config -> class of model."""
-    import transformers
-
-    from .._host.transformers.classes import classes_by_config
-
-    return classes_by_config(getattr(transformers, auto_class))
 
 
 def load_config(model: str, trusted: bool = False) -> Any:

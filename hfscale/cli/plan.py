@@ -9,7 +9,7 @@ from .flags import plan_arguments
 from .layout import add_layout_arguments, layout_of
 from .look import add_json, print_json
 from .memory import add_training_arguments, check_amounts, describe_fit, estimate, fits, is_asked
-from .model import add_model_arguments, auto_class_of, building, check_place, load_config, remote_code
+from .model import add_model_arguments, auto_class_of, check_place, load_config, remote_code
 
 HELP = "show what becomes of every parameter under a layout, and whether it fits"
 DESCRIPTION = (
@@ -44,8 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         return dry_run.run(arguments, config)
     chosen = plan_arguments(arguments) | remote_code(arguments)
-    with building(arguments, config):
-        planned = make_plan(config, layout, auto_class=auto_class, dtype=arguments.dtype, **chosen)
+    planned = make_plan(config, layout, auto_class=auto_class, dtype=arguments.dtype, **chosen)
     memory = estimate(arguments, planned) if is_asked(arguments) else None
     if arguments.json:
         document = json.loads(to_json(planned))

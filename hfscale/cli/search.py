@@ -8,7 +8,7 @@ from ..errors import ConfigError
 from .amounts import bytes_of, tokens_of
 from .flags import add_adapter_arguments, add_machine_arguments, plan_arguments
 from .look import add_json, check_writable, print_json, working
-from .model import add_model_arguments, auto_class_of, building, load_config, remote_code
+from .model import add_model_arguments, auto_class_of, load_config, remote_code
 
 HELP = "find the fastest layout of a model on a number of GPUs, before renting them"
 DESCRIPTION = (
@@ -65,8 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     working(f"planning {arguments.model}")
     more: dict[str, Any] = {**plan_arguments(arguments), **remote_code(arguments)}
     more |= {"auto_class": auto_class_of(arguments.auto_class), "dtype": dtype}
-    with building(arguments, config):
-        plan = make_plan(config, **more)
+    plan = make_plan(config, **more)
     asked = asked_of(config, mixed_precision=mixed, **more)
     facts = facts_of(plan, asked, arguments.optimizer, sequence=sequence)
     found = search(

@@ -44,6 +44,7 @@ class PlanContents:
         experts: the experts that are spread over ranks; empty where ``ep_size`` is 1.
         mixtures: the experts of every mixture, spread or not.
         embedding: name of the vocabulary-parallel embedding, if cut.
+        lookup: name of the embedding that every token is looked up in, cut or not, where there is one.
         head: name of the output projection onto the vocabulary, if the loss runs on it.
         loss: the host's name of the loss, if it is one of :data:`hfscale.families.losses.LOSSES`.
         no_step: why ``train_step`` cannot run the model's loss, in words; empty where it can.
@@ -67,6 +68,7 @@ class PlanContents:
     mixtures: tuple[ExpertsPlan, ...] = ()
     source: str = ""
     no_step: str = ""
+    lookup: str | None = None
     stages: StagePlan | None = None
     quantized: QuantizedPlan | None = None
     adapters: tuple[AdapterParameter, ...] = ()
@@ -75,6 +77,12 @@ class PlanContents:
     def by_name(self) -> dict[str, ParameterPlan]:
         """Parameters by name."""
         return {parameter.name: parameter for parameter in self.parameters}
+
+    @property
+    def lookup_shape(self) -> tuple[int, int] | None:
+        """Tokens and width of :attr:`lookup`."""
+        found = self.by_name.get(f"{self.lookup}.weight")
+        return None if found is None else (found.shape[0], found.shape[1])
 
     @cached_property
     def of_layers(self) -> dict[str, tuple[ParameterPlan, ...]]:

@@ -81,6 +81,7 @@ def _assemble(draft: Draft) -> Plan:
         head=draft.head,
         loss=draft.loss,
         no_step=draft.no_step,
+        lookup=draft.lookup,
         sequence_regions=draft.sequence_regions,
         features=tuple(draft.features),
         experts=draft.experts,

@@ -61,6 +61,7 @@ class Draft:
         self.experts: tuple[ExpertsPlan, ...] = ()
         self.blocks: list[BlockPlan] = []
         self.embedding: str | None = None
+        self.lookup: str | None = None
         self.head: str | None = None
         self.loss: str | None = None
         self.no_step = ""

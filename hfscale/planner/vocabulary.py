@@ -1,5 +1,8 @@
 """Plan the vocabulary: the projection onto it, its loss, and the input embedding."""
 
+import re
+from typing import Any
+
 from torch import nn
 
 from .._host.transformers.classes import has_causal_loss, input_embedding
@@ -9,11 +12,24 @@ from .draft import Draft
 from .loss_proof import passes_on_labels
 from .text_model import find_text_model
 
+_PLACEHOLDER = re.compile(r"(image|video|audio)_token_(id|index)")
+
 
 def plan_vocabulary(draft: Draft) -> None:
     """The head and its loss; over tensor ranks, both ends of the model are cut along the vocabulary."""
     draft.head, draft.loss, draft.no_step = _find_head(draft)
-    draft.embedding = _cut_vocabulary(draft, draft.head) if draft.tp > 1 else None
+    embedding = input_embedding(draft.model)
+    name = next((name for name, module in draft.modules.items() if module is embedding), None)
+    known = name is not None and isinstance(embedding, nn.Embedding) and looks_up_like_stock(embedding)
+    draft.lookup = name if known and not _has_outsiders(draft.config, embedding) else None
+    if draft.tp > 1:
+        draft.embedding = _cut_vocabulary(draft, draft.head, name, embedding)
+
+
+def _has_outsiders(config: Any, embedding: nn.Embedding) -> bool:
+    """Whether some tokens, in whose place pictures or sounds are put, are none of the embedding's."""
+    numbers = {name: value for name, value in vars(config).items() if _PLACEHOLDER.fullmatch(name)}
+    return any(isinstance(value, int) and value >= embedding.num_embeddings for value in numbers.values())
 
 
 def _find_head(draft: Draft) -> tuple[str | None, str | None, str]:
@@ -34,7 +50,7 @@ def _find_head(draft: Draft) -> tuple[str | None, str | None, str]:
     return next(name for name, module in draft.modules.items() if module is head), loss, ""
 
 
-def _cut_vocabulary(draft: Draft, head: str | None) -> str | None:
+def _cut_vocabulary(draft: Draft, head: str | None, name: str | None, embedding: Any) -> str | None:
     """Cut the head and the input embedding along the vocabulary; returns the embedding's name."""
     if head is not None:
         module = draft.modules[head]
@@ -42,8 +58,6 @@ def _cut_vocabulary(draft: Draft, head: str | None) -> str | None:
         for alias, parameter in draft.named() if module.bias is not None else ():
             if parameter is module.bias:  # some heads keep their bias under a second name
                 draft.cut(alias, 0, module.bias.shape[0])
-    embedding = input_embedding(draft.model)
-    name = next((name for name, module in draft.modules.items() if module is embedding), None)
     if name is None or not isinstance(embedding, nn.Embedding):
         return None
     tied = head is not None and embedding.weight is draft.modules[head].weight

@@ -1,7 +1,6 @@
 """Read a recipe: a YAML file with command-line overrides (``training.steps=20``), checked against its schema."""
 
 import argparse
-import difflib
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from ..names import meant
 from .checks import check_values
 from .flags import add_memory_limit
 from .schema import FinetuneRecipe, PretrainRecipe, Recipe, RecipeError
@@ -93,6 +93,6 @@ def _explain(schema: type, path: str, error: OmegaConfBaseException) -> str:
     name = key.rpartition(".")[2]
     if name in valid:
         return f"{key} in {path} or on the command line has an impossible value: {str(error).splitlines()[0]}"
-    close = difflib.get_close_matches(name, valid, n=1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
+    close = meant(name, valid)
+    hint = f"did you mean {close!r}? " if close else ""
     return f"{key} in {path} or on the command line is not a key of a recipe: {hint}valid here are {', '.join(valid)}"

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from numpy import uint64
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -23,7 +24,7 @@ from .._host.transformers.computing import begins_anew, text_positions
 from ..errors import ConfigError
 
 Look = Callable[[Mapping[str, Any]], tuple[Tensor, Tensor]]
-"""Valid labels of a microbatch, and how many ids in it are outside of the vocabulary."""
+"""Valid labels of a microbatch, and how many labels in it are outside of the vocabulary."""
 
 _SAME = 4  # numbers that ranks with one batch must have alike: whether it is refused, its parts, shapes and contents
 _ROW = 4  # numbers of one microbatch
@@ -68,18 +69,30 @@ def known(batch: Mapping[str, Any], row: Sequence[int]) -> Microbatch:
     return microbatch
 
 
-def look_at(batches: Sequence[Mapping[str, Any]], look: Look, hashed: bool) -> Tensor:
+def look_at(batches: Sequence[Mapping[str, Any]], look: Look, hashed: bool, tokens: int | None = None) -> Tensor:
     """``[microbatches, 4]``, where the batches are; nothing is waited for.
 
     Args:
         hashed: whether other ranks are given the same.
+        tokens: in the vocabulary; slices of it would not notice others.
     """
     rows = []
     for batch in batches:
         valid, outside = look(batch)
         zero = torch.zeros_like(valid)
+        ids = batch.get("input_ids")
+        strange = None if tokens is None or ids is None else _strange(ids, tokens, outside.device)
+        outside = outside if strange is None else outside + strange
         rows += [valid, outside, _restarts(batch, zero), _hash(batch, zero) if hashed else zero]
     return torch.stack(rows).view(-1, _ROW)
+
+
+def _strange(ids: Tensor, tokens: int, device: torch.device) -> Tensor | int | None:
+    """How many ids are none of the vocabulary; ``None``, without a kernel, where none is and they are on the CPU."""
+    if ids.device.type == "cpu":
+        return int((ids.detach().numpy().astype(uint64) >= tokens).sum()) or None
+    strange = (ids.clamp(0, tokens - 1) != ids).sum()
+    return strange if strange.device == device else strange.to(device)
 
 
 def _restarts(batch: Mapping[str, Any], zero: Tensor) -> Tensor:

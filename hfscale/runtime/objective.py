@@ -28,12 +28,9 @@ class StepLoss(Protocol):
     divides: bool
 
     def look(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """How many positions of one microbatch contribute to it, and how many of its ids are outside of the vocabulary;
+        """How many positions of one microbatch contribute to it, and how many labels are outside of the vocabulary;
         where the batch is, and without waiting for it.
         """
-
-    def refuse_outside(self, wrong: int) -> None:
-        """Raise :class:`ConfigError` where ``wrong`` ids are outside."""
 
     def of(self, model: nn.Module, batch: Microbatch, count: Tensor, label_smoothing: float) -> Tensor:
         """The loss of one microbatch, as a share of a step with ``count`` valid labels."""

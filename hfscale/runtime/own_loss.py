@@ -38,9 +38,6 @@ class OwnLoss(KeepsOutputs):
         none = torch.zeros((), dtype=torch.int64, device=labels.device)
         return (none + len(labels) if self._rows else (labels != _IGNORED).sum()), none
 
-    def refuse_outside(self, wrong: int) -> None:
-        """Nothing is cut."""
-
     def check_smoothing(self, label_smoothing: float) -> None:
         """Refused: it is taken inside of the model."""
         if label_smoothing:

@@ -344,7 +344,7 @@ def runtime_of(model: nn.Module) -> Runtime:
 
 def find_runtime(model: nn.Module) -> Runtime | None:
     """Like :func:`runtime_of`, ``None`` where there is none."""
-    for module in model.modules():
+    for module in model.modules() if isinstance(model, nn.Module) else ():
         if _ATTRIBUTE in module.__dict__:
             found: Runtime = module.__dict__[_ATTRIBUTE]
             return found

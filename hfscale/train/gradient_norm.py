@@ -5,6 +5,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .._host.torch import multiply_all, norms_of
+from ..errors import check_number
 from ..plan import ParameterPlan
 from ..runtime import Runtime, local_tensor, runtime_of
 
@@ -18,8 +19,14 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
 
     Every parameter counts once, wherever its pieces are; the result is the same scalar on every rank. Same formula as
     ``torch.nn.utils.clip_grad_norm_``.
+
+    Raises:
+        ConfigError: ``max_norm`` is below 0, ``norm_type`` is not above 0, or one of them is no number.
     """
     runtime = runtime_of(model)
+    if not isinstance(max_norm, Tensor):
+        check_number("max_norm", max_norm, least=0, infinite=True)
+    check_number("norm_type", float(norm_type) if norm_type == "inf" else norm_type, above=0, infinite=True)
     here = [(planned, local_tensor(p.grad)) for planned, p in runtime.parameters() if p.grad is not None]
     norm, gradients = _global_norm(runtime, here, float(norm_type)), [gradient for _, gradient in here]
     coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -1,10 +1,9 @@
 """What a step runs: its microbatches, compared between the ranks that share them, and the labels that count."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from numpy import ndarray
 from torch import Tensor
 
 from .._host.transformers.classes import class_name, takes_argument
@@ -12,7 +11,8 @@ from .._host.transformers.computing import uses_flash_attention
 from ..errors import ConfigError
 from ..guards import check_packed_rows, without_gaps
 from ..runtime import Batch, Runtime, StepLoss
-from ..runtime.batches import BORDERS, Microbatch, agree, known, look_at, to_device, total_of, with_borders
+from ..runtime.batches import Microbatch, agree, known, look_at, to_device, total_of, with_borders
+from .batch_check import check_microbatch, microbatches_of
 
 
 def prepare(
@@ -33,7 +33,7 @@ def prepare(
     microbatches = list[Microbatch]()
     try:
         given, rows = _agreed(runtime, loss, batch, train)
-        loss.refuse_outside(sum(outside for _, outside, _ in rows))
+        _refuse_outside(runtime, sum(outside for _, outside, _ in rows))
         microbatches = [known(each, row) for each, row in zip(given, rows, strict=True)]
         if packed := [microbatch for microbatch in microbatches if microbatch.restarts]:
             check_packed_rows(runtime.model, packed)
@@ -66,7 +66,7 @@ def _agreed(
     try:
         given = _microbatches(runtime, batch, loss)
         told = executor.tell(train) if agrees else told
-        seen = look_at(given, loss.look, hashed=sharing is not None)
+        seen = look_at(given, loss.look, hashed=sharing is not None, tokens=_vocabulary(runtime, given))
     except ConfigError as error:  # the others must not wait for this rank
         refused, told = error, executor.tell(False) if agrees else told
     rows, ranks = agree(given, seen, train, sharing if agrees else None, *told)
@@ -95,26 +95,28 @@ def _loss_of(runtime: Runtime, asked: StepLoss | None) -> StepLoss:
     return loss
 
 
+def _vocabulary(runtime: Runtime, batches: Sequence[Batch]) -> int | None:
+    """How many tokens there are, where others are looked for: if nothing else would notice, or it costs nothing."""
+    shape, ids = runtime.plan.lookup_shape, [batch.get("input_ids") for batch in batches]
+    looks = runtime.plan.embedding is not None or all(each is None or each.device.type == "cpu" for each in ids)
+    return shape[0] if looks and shape is not None else None
+
+
+def _refuse_outside(runtime: Runtime, outside: int) -> None:
+    if outside:
+        head = runtime.plan.by_name.get(f"{runtime.plan.head}.weight")
+        known = (runtime.plan.lookup_shape or (0,))[0] if head is None else head.shape[0]
+        raise ConfigError(
+            f"{outside} labels or input tokens are outside of the vocabulary of {known}: mask labels with -100, and "
+            "resize the embeddings for a tokenizer with more tokens before the model is parallelized"
+        )
+
+
 def _microbatches(runtime: Runtime, batch: Batch | Sequence[Batch], loss: StepLoss) -> list[dict[str, Any]]:
     """What goes through the model, as it was given."""
-    batches = [batch] if isinstance(batch, Mapping) else list(batch)
-    strange = next((each for each in batches if not isinstance(each, Mapping)), None)
-    if strange is not None:
-        raise ConfigError(
-            f"train_step takes a batch, a mapping of tensors, or a list of such microbatches, and found a "
-            f"{type(strange).__name__}"
-        )
-    given = [dict(each) for each in batches]
-    if not given:
-        raise ConfigError("train_step got an empty list of microbatches: pass at least one")
+    given = microbatches_of(batch)
     for microbatch in given:
-        if loss.needs_labels and microbatch.get("labels") is None:
-            raise ConfigError(f"train_step needs 'labels' in every batch, and found only {', '.join(microbatch)}")
-        _refuse_what_is_no_tensor(microbatch)
-        if microbatch.get("logits_to_keep"):
-            raise ConfigError(
-                "logits_to_keep leaves positions without logits, and the loss is over all of them: leave it out"
-            )
+        check_microbatch(runtime, microbatch, loss)
     filled = [without_gaps(runtime, microbatch) for microbatch in given]
     if not loss.needs_labels and any(new is not old for new, old in zip(filled, given, strict=True)):
         raise ConfigError("this rank's batch has no rows, and loss_fn would be given padding: pass a row at least")
@@ -122,24 +124,3 @@ def _microbatches(runtime: Runtime, batch: Batch | Sequence[Batch], loss: StepLo
     for part in runtime.parts:
         part.check_step(runtime, given)
     return given
-
-
-def _refuse_what_is_no_tensor(microbatch: Mapping[str, Any]) -> None:
-    listed = next((name for name, value in microbatch.items() if isinstance(value, list | ndarray)), None)
-    if listed is not None:
-        raise ConfigError(
-            f"{listed} is a {type(microbatch[listed]).__name__}: give tensors, [rows, tokens], as a collator of "
-            "transformers makes them of rows (DataCollatorForLanguageModeling, default_data_collator), or "
-            "torch.tensor(...)"
-        )
-    borders = microbatch.get(BORDERS[0])
-    if isinstance(borders, Tensor) and len(borders) > 2 and microbatch.get("position_ids") is None:
-        raise ConfigError(
-            f"{BORDERS[0]} says that a row holds {len(borders) - 1} documents, and without position_ids most models "
-            "count positions on from one to the next: give position_ids too (return_position_ids=True)"
-        )
-    ids = microbatch.get("input_ids")
-    if isinstance(ids, Tensor) and ids.ndim == 1:
-        raise ConfigError(
-            f"input_ids is {list(ids.shape)}: give [rows, tokens], one row by input_ids.unsqueeze(0), and labels alike"
-        )

@@ -6,13 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConfigError
+from ..errors import ConfigError, check_number
 from ..ops.token_scores import TokenScores
 from ..runtime import Objective, Runtime, runtime_of
 from ..runtime.batches import Microbatch
 from ..schedules import ASYNCHRONOUS
 from .inputs import prepare
 from .last_stage import from_last_stage
+from .user_function import UserFunction
 
 LossOfScores = Callable[[TokenScores, int], Tensor]
 """Scores of a microbatch, and its place in the step -> its loss, a scalar."""
@@ -38,6 +39,7 @@ def token_scores(model: nn.Module, batch: Mapping[str, Any], *, temperature: flo
         ConfigError: as :func:`hfscale.train_step`.
     """
     runtime = runtime_of(model)
+    check_number("temperature", temperature, above=0)
     microbatches, count = prepare(runtime, _with_labels(batch), train=False)
     kept: dict[int, TokenScores] = {}
 
@@ -54,7 +56,7 @@ def token_scores(model: nn.Module, batch: Mapping[str, Any], *, temperature: flo
 
 
 def loss_of_scores(
-    runtime: Runtime, count: Tensor, score_loss: LossOfScores, temperature: float, given: int, passes: int
+    runtime: Runtime, count: Tensor, score_loss: UserFunction, temperature: float, given: int, passes: int
 ) -> Objective:
     """A user's loss of the scores of each microbatch, as a share of the mean over distinct batches.
 
@@ -74,9 +76,15 @@ def loss_of_scores(
             "microbatches: pass a list of microbatches whose length the schedule takes, and leave num_microbatches out"
         )
 
+    def read(found: Any) -> Tensor:
+        total = score_loss.scalar(found, "a microbatch's loss")
+        if not total.requires_grad:
+            raise ConfigError("score_loss returned a loss without a graph: make it of the scores, without .detach()")
+        return total
+
     def loss(called: Any, microbatch: Microbatch, index: int) -> Tensor:
-        found = score_loss(_scores(runtime, called, microbatch, count, temperature), index)
-        return found / runtime.mesh.data_world
+        scores = _scores(runtime, called, microbatch, count, temperature)
+        return score_loss(read, scores, index, instead=0.0 * scores.log_probs.sum()) / runtime.mesh.data_world
 
     return Objective(loss, recomputes=True)
 
@@ -98,10 +106,13 @@ def _of_all_tokens(runtime: Runtime, batch: Microbatch, own: Tensor) -> Tensor:
 
 
 def _with_labels(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not isinstance(batch, Mapping):
+        raise ConfigError(f"token_scores takes one batch, a mapping of tensors, and found a {type(batch).__name__}")
     if batch.get("labels") is not None or "input_ids" not in batch:
         return batch
     labels, mask = batch.get("shift_labels"), batch.get("attention_mask")
     if labels is None:
         labels = batch["input_ids"]
-        labels = labels if mask is None or mask.ndim != 2 else labels.masked_fill(mask == 0, -100)
+        if isinstance(labels, Tensor) and isinstance(mask, Tensor) and mask.shape == labels.shape:
+            labels = labels.masked_fill(mask == 0, -100)
     return {**batch, "labels": labels}

@@ -6,13 +6,14 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConfigError
+from ..errors import ConfigError, check_number, check_switch
 from ..guards import before_step
 from ..runtime import Batch, Objective, Runtime, runtime_of
 from ..runtime.batches import Microbatch
 from .inputs import prepare
 from .outputs import KeptOutputs
 from .scores import LossOfScores, loss_of_scores
+from .user_function import UserFunction
 from .user_loss import LossOfOutputs, UserLoss
 
 
@@ -64,17 +65,31 @@ def train_step(
     """
     runtime = runtime_of(model)
     before_step(runtime)
+    check_number("label_smoothing", label_smoothing, least=0, most=1)
+    check_number("temperature", temperature, above=0)
     if loss_fn is not None:
-        if label_smoothing or score_loss is not None or num_items_in_batch is not None:
-            raise ConfigError("loss_fn is all of the loss: leave label_smoothing, num_items_in_batch, score_loss out")
+        if label_smoothing or score_loss is not None or num_items_in_batch is not None or temperature != 1:
+            _refuse_beside("loss_fn", "label_smoothing, num_items_in_batch, score_loss and temperature")
         return UserLoss(runtime, loss_fn).run(model, batch, train=True)
+    if score_loss is not None and (label_smoothing or num_items_in_batch is not None):
+        _refuse_beside("score_loss", "label_smoothing and num_items_in_batch")
+    if score_loss is None and temperature != 1:
+        raise ConfigError(f"temperature={temperature} is for score_loss, and there is none: leave it out")
+    scored = None if score_loss is None else UserFunction(runtime, "score_loss", score_loss, ("scores", "index"))
     microbatches, count = prepare(runtime, batch, train=True)
     objective = token_mean(runtime, _divisors(count, num_items_in_batch, len(microbatches)), label_smoothing)
-    if score_loss is not None:
+    if scored is not None:
         given = 1 if isinstance(batch, Mapping) else len(batch)
-        objective = loss_of_scores(runtime, count, score_loss, temperature, given, len(microbatches))
+        objective = loss_of_scores(runtime, count, scored, temperature, given, len(microbatches))
     with runtime.around(lambda part: part.around_step(runtime, microbatches, train=True)):
-        return runtime.executor.run(model, microbatches, objective, backward=True)
+        loss = runtime.executor.run(model, microbatches, objective, backward=True)
+    if scored is not None:
+        scored.agree()
+    return loss
+
+
+def _refuse_beside(loss: str, names: str) -> None:
+    raise ConfigError(f"{loss} is all of the loss: leave {names} out")
 
 
 def drain(model: nn.Module) -> Iterator[Tensor]:
@@ -141,10 +156,12 @@ def eval_step(
         list. They are as large as in one process.
     """
     runtime = runtime_of(model)
+    check_number("label_smoothing", label_smoothing, least=0, most=1)
+    check_switch("return_outputs", return_outputs)
     kept = KeptOutputs(runtime) if return_outputs else None
     if loss_fn is not None:
-        if label_smoothing:
-            raise ConfigError("loss_fn is all of the loss: leave label_smoothing out")
+        if label_smoothing or num_items_in_batch is not None:
+            _refuse_beside("loss_fn", "label_smoothing and num_items_in_batch")
         loss = UserLoss(runtime, loss_fn, kept).run(model, batch, train=False)
     else:
         microbatches, count = prepare(runtime, batch, train=False)
@@ -171,13 +188,18 @@ def _divisors(count: Tensor, asked: float | Sequence[float] | None, microbatches
     """What the sum over the labels of each microbatch is divided by: of those cut from one batch the same."""
     if asked is None:
         return [count] * microbatches
-    given = list(asked) if isinstance(asked, Sequence) else [asked]
+    given = list(asked) if isinstance(asked, Sequence) and not isinstance(asked, str) else [asked]
     if not given or microbatches % len(given):
         raise ConfigError(
             f"num_items_in_batch has {len(given)} numbers for a step of {microbatches} microbatches: give one, or one "
             "for each batch of the list"
         )
-    values = [torch.tensor(float(each) or 1.0, device=count.device) for each in given]
+    numbers = [each.item() if isinstance(each, Tensor) and each.numel() == 1 else each for each in given]
+    for each in numbers:
+        check_number("num_items_in_batch", each, least=0)
+    if numbers == [0] and count > 1:
+        raise ConfigError(f"num_items_in_batch=0 for a step of {int(count)} labels: give their number, or leave it out")
+    values = [torch.tensor(float(each) or 1.0, device=count.device) for each in numbers]
     return [values[index * len(given) // microbatches] for index in range(microbatches)]
 
 

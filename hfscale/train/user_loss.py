@@ -7,7 +7,6 @@ linear in the loss, so a step runs its sums backward and divides gradients and l
     sums --backward, reductions of every axis--> .grad --divided by the count of the whole step--> .grad
 """
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,13 +16,15 @@ from torch import Tensor, nn
 from .._host.torch import tree_leaves
 from .._host.transformers.classes import class_name, stock_class
 from .._host.transformers.computing import packing
-from ..errors import ConfigError
+from ..errors import ConfigError, check_number
 from ..runtime import Batch, Objective, Runtime, local_tensor
 from ..runtime.batches import BORDERS, Microbatch
 from ..runtime.gradients import add_back, gradients_aside
 from ..schedules import ASYNCHRONOUS
+from .batch_check import forward_arguments
 from .inputs import prepare
 from .outputs import KeptOutputs
+from .user_function import UserFunction
 
 LossOfOutputs = Callable[[Any, Mapping[str, Any]], tuple[Tensor, Tensor | float]]
 """What the model returned for a microbatch, and that microbatch -> the sum of its losses, and how many they are."""
@@ -44,9 +45,6 @@ class _Rows:
         none = torch.zeros((), dtype=torch.int64, device=found.device)
         return none + len(found), none
 
-    def refuse_outside(self, wrong: int) -> None:
-        """Nothing is looked for."""
-
 
 class UserLoss:
     """The steps of one ``loss_fn``.
@@ -56,12 +54,15 @@ class UserLoss:
     """
 
     def __init__(self, runtime: Runtime, loss_fn: LossOfOutputs, kept: KeptOutputs | None = None) -> None:
-        self._runtime, self._loss_fn, self._kept = runtime, loss_fn, kept
+        self._runtime, self._loss_fn, self._kept = (
+            runtime,
+            UserFunction(runtime, "loss_fn", loss_fn, ("outputs", "batch")),
+            kept,
+        )
         self._given: Sequence[Microbatch] = ()
         self._counts: list[Tensor] = []
-        forward = inspect.signature(stock_class(runtime.model).forward).parameters
-        more = BORDERS if any(each.kind == each.VAR_KEYWORD for each in forward.values()) else ()
-        self._taken = {*forward, *more} - set(_LABELS)
+        forward, takes_more = forward_arguments(stock_class(runtime.model))
+        self._taken = {*forward, *(BORDERS if takes_more else ())} - set(_LABELS)
 
     def run(self, model: nn.Module, batch: Batch | Sequence[Batch], train: bool) -> Tensor:
         """One step; its loss, on every rank.
@@ -77,11 +78,13 @@ class UserLoss:
         if not train:
             with torch.no_grad():
                 total = self._passes(model, inputs, train)
+                self._loss_fn.agree()
                 return (total / self._total_count()).to(total.dtype)
         runtime.release()  # or gathered weights would be taken for the parameters
         parameters = list(runtime.model.parameters())
         with gradients_aside(parameters) as before:
             total = self._passes(model, inputs, train)
+            self._loss_fn.agree()
             count = self._total_count()
         for parameter, gradient in zip(parameters, before, strict=True):
             if parameter.grad is not None:
@@ -111,17 +114,30 @@ class UserLoss:
             output = called(**inputs)
         if self._kept is not None:
             self._kept.keep(output, inputs, index)
-        found = self._loss_fn(output, self._given[index])
+        total, count = self._loss_fn(self._read, output, self._given[index], instead=(None, 0.0))
+        self._counts.append(torch.as_tensor(count, dtype=torch.float64).detach().to(self._runtime.mesh.device))
+        if total is not None and (total.requires_grad or not torch.is_grad_enabled()):
+            return total
+        return 0.0 * _first_of(output).sum()  # nothing in this microbatch counts
+
+    def _read(self, found: Any) -> tuple[Tensor, Tensor | float]:
+        """What ``loss_fn`` returned, if it can be a loss."""
         if not isinstance(found, tuple) or len(found) != 2:
             raise ConfigError(
                 f"loss_fn returned a {type(found).__name__} for {class_name(self._runtime.model)}: return the sum of "
                 "the microbatch's losses, and how many they are"
             )
-        total, count = found
-        self._counts.append(torch.as_tensor(count, dtype=torch.float64).detach().to(self._runtime.mesh.device))
-        if isinstance(total, Tensor) and (total.requires_grad or not torch.is_grad_enabled()):
-            return total
-        return total + 0.0 * _first_of(output).sum()  # nothing in this microbatch counts
+        total, count = self._loss_fn.scalar(found[0], "the sum of the microbatch's losses"), found[1]
+        if isinstance(count, Tensor) and count.numel() == 1 and not count.is_complex():
+            count = count.reshape(())
+        else:
+            check_number("count (the second value that loss_fn returns)", count, least=0)
+        if torch.is_grad_enabled() and not total.requires_grad and count and total:
+            raise ConfigError(
+                "loss_fn returned a sum without a graph, so nothing would be trained: make it of the outputs, without "
+                ".detach(), .item() or torch.no_grad()"
+            )
+        return total, count
 
     def _total_count(self) -> Tensor:
         none = torch.zeros((), dtype=torch.float64, device=self._runtime.mesh.device)

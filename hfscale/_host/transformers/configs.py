@@ -1,11 +1,14 @@
-"""Configs: what the host says of one that it cannot make, in a sentence of ours."""
+"""Configs, and models of them: what the host says of one that it cannot make, in a sentence of ours."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import transformers
 from huggingface_hub.errors import StrictDataclassError
 
-from ...errors import ConfigError
+from ...errors import ConfigError, HFScaleError
+from .classes import classes_by_config
 
 
 @contextmanager
@@ -26,3 +29,37 @@ def made_or_explained(source: str) -> Iterator[None]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(f"no config could be read from {source}: {reason}") from error
+
+
+@contextmanager
+def built_or_explained(auto_class: Any, config: Any, *others: type[Exception]) -> Iterator[None]:
+    """Within, a model is built: where none can be, a :class:`~hfscale.ConfigError` says why.
+
+    Args:
+        others: errors that say so, besides ``ValueError``.
+    """
+    try:
+        yield
+    except HFScaleError:
+        raise
+    except (ValueError, *others) as error:
+        reason = str(error).strip().partition("\n")[0]
+        if not reason.startswith("Unrecognized configuration class"):
+            raise ConfigError(
+                f"no {config.model_type!r} model can be built of this config and these arguments: "
+                f"{type(error).__name__}: {reason}"
+            ) from error
+        fitting = [name for name in auto_classes() if type(config) in (_classes(name) or ())]
+        others = f"the Auto class {', '.join(fitting)}" if fitting else "another Auto class"
+        name = getattr(auto_class, "__name__", auto_class)
+        raise ConfigError(f"{name} cannot build a {config.model_type!r} model: use {others}") from error
+
+
+def auto_classes() -> list[str]:
+    """Return the names of the host's Auto classes of models."""
+    return [name for name in dir(transformers) if name.startswith("AutoModel")]
+
+
+def _classes(auto_class: str) -> Any:
+    """Return class of config -> class of model."""
+    return classes_by_config(getattr(transformers, auto_class))

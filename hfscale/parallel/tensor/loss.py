@@ -48,7 +48,6 @@ class VocabParallelLoss(KeepsOutputs):
         size = mesh.layout.size("tp")
         self.lengths = [cut.local_length(weight.shape[0], r) if cut else weight.shape[0] for r in range(size)]
         self.start = sum(self.lengths[: mesh.ranks["tp"]])
-        self.tokens = plan.by_name[f"{plan.embedding}.weight"].shape[0] if plan.embedding else None
         self.count: Tensor | None = None
         self.label_smoothing, self.expected_gradient = 0.0, 1.0
         self.head: nn.Module | None = None
@@ -64,27 +63,14 @@ class VocabParallelLoss(KeepsOutputs):
         return nn.functional.pad(labels, (0, self.shift), value=-100)[..., self.shift :]
 
     def look(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """How many positions of one microbatch contribute to the loss, and how many labels and input tokens are outside
-        of the vocabulary (slices of it would not notice); where the batch is, and without waiting for it.
+        """How many positions of one microbatch contribute to the loss, and how many labels are outside of the
+        vocabulary; where the batch is, and without waiting for it.
         """
         targets = batch.get("shift_labels")
         if targets is None:  # the first ones are no targets
             targets = batch["labels"][..., self.shift :]
-            _check_places(batch["labels"], batch.get("input_ids"), self.shift)
-        ids, valid = batch.get("input_ids"), targets != -100
-        outside = (valid & (targets.clamp(0, sum(self.lengths) - 1) != targets)).sum()
-        if ids is not None and self.tokens is not None:
-            strange = (ids.clamp(0, self.tokens - 1) != ids).sum()
-            outside = outside + (strange if strange.device == outside.device else strange.to(outside.device))
-        return valid.sum(), outside
-
-    def refuse_outside(self, wrong: int) -> None:
-        """Raise :class:`ConfigError` where labels or input tokens are outside of the vocabulary."""
-        if wrong:
-            raise ConfigError(
-                f"{wrong} labels or input tokens are outside of the vocabulary of {sum(self.lengths)}: mask labels "
-                "with -100, and resize the embeddings for a tokenizer with more tokens before the model is parallelized"
-            )
+        valid = targets != -100
+        return valid.sum(), (valid & (targets.clamp(0, sum(self.lengths) - 1) != targets)).sum()
 
     @contextmanager
     def normalized_by(self, count: Tensor, label_smoothing: float = 0.0) -> Iterator[None]:
@@ -294,12 +280,3 @@ def install_loss(runtime: Runtime, regions: Sequence[SequenceRegion]) -> VocabPa
     model.register_forward_hook(loss.after_model)
     model.loss_function = loss
     return loss
-
-
-def _check_places(labels: Tensor, ids: Tensor | None, shift: int) -> None:
-    """Whether every token has a label, where labels are the tokens: the last stage alone would find out later."""
-    if shift and ids is not None and labels.shape[: ids.ndim] != ids.shape:
-        raise ConfigError(
-            f"labels are {list(labels.shape)} beside input_ids {list(ids.shape)}: every token has a label, -100 where "
-            "it does not count"
-        )

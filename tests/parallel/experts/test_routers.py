@@ -39,7 +39,7 @@ def _layers(model: Any) -> list[Any]:
         ({"router": "swich"}, "router='swich' is unknown; did you mean 'switch'"),
         ({"balance_loss": -0.1}, "balance_loss=-0.1 is impossible"),
         ({"z_loss": math.inf}, "z_loss=inf is impossible"),
-        ({"capacity_factor": 0}, "capacity_factor=0 leaves no room"),
+        ({"capacity_factor": 0}, "capacity_factor=0 is impossible: use a number above 0"),
         ({"capacity": 1.0}, "no field 'capacity'; did you mean 'capacity_factor'"),
         ({"noise_std": 0.1}, "belongs to router='noisy_topk'"),
         ({"force_balanced": 1}, "force_balanced=1 is not a switch"),
