@@ -1,5 +1,6 @@
 """The arguments of :func:`hfscale.from_pretrained` and its like: what is meant for the host, and what for nobody."""
 
+import copy
 import inspect
 import os
 from collections.abc import Iterable, Mapping
@@ -8,14 +9,15 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from ._host.hub import hub_is_away
 from ._host.transformers.classes import classes_by_config
 from ._host.transformers.configs import made_or_explained
 from ._host.transformers.loading import loading_arguments
 from .config import ParallelConfig
-from .errors import CheckpointError, ConfigError, check_count
+from .errors import CheckpointError, ConfigError, check_count, check_switch
 from .families.fields import field
 from .files.replace import finish_move
-from .names import meant
+from .names import meant, written_like_a_path
 
 # Arguments of from_pretrained that distribute a model by other means.
 _EXCLUSIVE = ("device_map", "distributed_config", "tp_plan", "tp_size", "device_mesh", "max_memory", "offload_folder")
@@ -69,17 +71,47 @@ def load_config(path: str, kwargs: Mapping[str, Any]) -> tuple[PreTrainedConfig,
         CheckpointError: there is none.
         ConfigError: it cannot be read.
     """
+    refuse_missing(path)
     finish_move(path)
-    # The Hub knows nothing of what is written like a path; its own message would speak of repository names.
-    if not os.path.exists(path) and (os.path.isabs(path) or path.startswith((".", "~")) or path.count("/") > 1):
+    if "trust_remote_code" in kwargs:
+        check_switch("trust_remote_code", kwargs["trust_remote_code"])
+    taken = {key: value for key, value in reachable(path, kwargs).items() if key not in ("dtype", "torch_dtype")}
+    given = taken.pop("config", None)
+    if given is not None and not isinstance(given, PreTrainedConfig | str | os.PathLike):
+        raise ConfigError(f"config={given!r} is no config of transformers: leave it out, or make one")
+    if isinstance(given, PreTrainedConfig):
+        config, rest = copy.deepcopy(given), taken
+    else:
+        try:
+            with made_or_explained(path):
+                config, rest = AutoConfig.from_pretrained(given or path, return_unused_kwargs=True, **taken)
+        except ConfigError as error:
+            if os.path.exists(path) or not taken.get("local_files_only"):
+                raise
+            raise CheckpointError(
+                f"{path} is no directory here, and the Hub cannot be reached for it: give a directory with a "
+                "config.json, or a Hub id that is in the cache"
+            ) from error
+    rest = {key: value for key, value in rest.items() if key not in _HUB}
+    return config, {**rest, **{key: kwargs[key] for key in ("dtype", "torch_dtype", *_CODE) if key in kwargs}}
+
+
+def reachable(path: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments for the host with which it does not wait for a Hub that cannot be reached."""
+    waits = not os.path.exists(path) and "local_files_only" not in kwargs and hub_is_away()
+    return {**kwargs, "local_files_only": True} if waits else dict(kwargs)
+
+
+def refuse_missing(path: str) -> None:
+    """Refuse what is written like a path and does not exist: the Hub's own message would speak of repository names.
+
+    Raises:
+        CheckpointError: naming it.
+    """
+    if not os.path.exists(path) and written_like_a_path(path):
         raise CheckpointError(
             f"{path} does not exist: give a directory with a config.json, or a Hub id like owner/name"
         )
-    taken = {key: value for key, value in kwargs.items() if key not in ("dtype", "torch_dtype")}
-    with made_or_explained(path):
-        config, rest = AutoConfig.from_pretrained(path, return_unused_kwargs=True, **taken)
-    rest = {key: value for key, value in rest.items() if key not in _HUB}
-    return config, {**rest, **{key: kwargs[key] for key in ("dtype", "torch_dtype", *_CODE) if key in kwargs}}
 
 
 def arguments_with_config(

@@ -20,11 +20,13 @@ from .arguments import (
     code_arguments,
     known_dtype,
     load_config,
+    reachable,
+    refuse_missing,
     refuse_unknown,
 )
 from .assemble import assemble
 from .config import ParallelConfig
-from .errors import ConfigError, check_count, check_path
+from .errors import CheckpointError, ConfigError, check_count, check_path
 from .float8_config import Float8Config
 from .memory_config import MemoryConfig
 from .mesh import build_mesh
@@ -111,6 +113,10 @@ def from_pretrained(
     options = Options(mixed_precision, routing, memory, loss_scaling, float8, use_liger_kernel)
     check_count("seed", seed, least=0)
     check_path("path", path)
+    if os.path.isfile(path):
+        raise CheckpointError(f"{path} is a file: give the directory of a checkpoint, with a config.json")
+    refuse_missing(str(path))
+    hf_kwargs = reachable(str(path), hf_kwargs)
     quantization = hf_kwargs.get("quantization_config")
     check_quantization(quantization)
     adapter = None if peft_config is None else read_config(peft_config)
@@ -187,9 +193,13 @@ def parallelize(
     """
     layout = check_layout(parallel, {})
     options = Options(mixed_precision, routing, memory, loss_scaling, float8, use_liger_kernel)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"parallelize takes a model of transformers, and got {_shown(model)}: load it first")
     reason = "hfscale already parallelized it" if find_runtime(model) else is_distributed_by_host(model)
     if not isinstance(model, PreTrainedModel) and not wrapped_by_peft(model):
         reason = "it is no model of transformers"
+    if any(parameter.is_meta for parameter in model.parameters()):
+        reason = reason or "some of its weights are on the meta device, so that there is nothing to shard"
     if reason:
         raise ConfigError(
             f"{class_name(model)} cannot be parallelized: {reason}. Load it plainly, or with hfscale.from_pretrained"

@@ -1,6 +1,5 @@
 """What the user asked for: the sizes of the parallel axes (a *layout*)."""
 
-import difflib
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,16 +9,14 @@ from typing import Any
 
 from accelerate import ParallelismConfig
 
-from .errors import ConfigError, check_count, refuse_misspelt
+from .errors import ConfigError, check_choice, check_count, refuse_misspelt
+from .names import CP_METHODS
 from .schedules import SCHEDULES, default_virtual_stages, spelled
 
 AXES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
 """Mesh axes, outermost first: neighbouring ranks share the axis that talks most (tensor)."""
 
 GRADIENT_COMPRESSIONS = ("no", "bf16", "fp16", "powersgd")
-
-CP_METHODS = ("auto", "gather", "heads", "ring", "heads_ring")
-"""How context ranks attend to each other's tokens."""
 
 _ENVIRONMENT = "PARALLELISM_CONFIG_"
 
@@ -45,11 +42,12 @@ class ParallelConfig(ParallelismConfig):
             ranks that it needs are added where ``dp_shard_size`` is left out.
         expert_tp_size: ranks over which each expert's matrices are cut besides: 1, or ``tp_size``; the expert ranks are
             ranks of the data axes then.
-        cp_method: how attention reads the other context ranks' tokens: one of :data:`CP_METHODS`. ``gather`` collects
-            all keys and values (Llama Team 2024); ``ring`` passes them around, one rank's at a time (Liu et al. 2023);
-            ``heads`` exchanges tokens for heads, so that each rank has some heads of the whole sequence (Jacobs et al.
-            2023, Ulysses); ``heads_ring`` does that in groups of ranks, as large as the heads allow, and passes keys
-            and values around between the groups (Fang and Zhao 2024); ``auto`` chooses by what is sent.
+        cp_method: how attention reads the other context ranks' tokens: one of :data:`hfscale.names.CP_METHODS`.
+            ``gather`` collects all keys and values (Llama Team 2024); ``ring`` passes them around, one rank's at a time
+            (Liu et al. 2023); ``heads`` exchanges tokens for heads, so that each rank has some heads of the whole
+            sequence (Jacobs et al. 2023, Ulysses); ``heads_ring`` does that in groups of ranks, as large as the heads
+            allow, and passes keys and values around between the groups (Fang and Zhao 2024); ``auto`` chooses by what
+            is sent.
         sequence_parallel: cut norms and residuals along the sequence between tensor-parallel blocks (Korthikanti et al.
             2022).
         sequence_regather: with it, gather a block's input once more in the backward pass instead of keeping it: all
@@ -106,8 +104,7 @@ class ParallelConfig(ParallelismConfig):
         self.expert_tp_size = _positive("expert_tp_size", _default("expert_tp_size", self.expert_tp_size, 1))
         self._place_experts(may_add_data)
         self.cp_method = _default("cp_method", self.cp_method, "auto")
-        if self.cp_method not in CP_METHODS:
-            raise ConfigError(f"cp_method={self.cp_method!r} is unknown: use one of {', '.join(CP_METHODS)}")
+        check_choice("cp_method", self.cp_method, CP_METHODS)
         self.pipeline_schedule = spelled(_default("pipeline_schedule", self.pipeline_schedule, "1f1b"))
         virtual = default_virtual_stages(str(self.pipeline_schedule)) if self.size("pp") > 1 else 1
         self.virtual_stages = _positive("virtual_stages", _default("virtual_stages", self.virtual_stages, virtual))
@@ -129,13 +126,8 @@ class ParallelConfig(ParallelismConfig):
             "reduce_each_microbatch", _default("reduce_each_microbatch", self.reduce_each_microbatch, False)
         )
         self._check_compression()
-        if self.pipeline_schedule not in SCHEDULES and not str(self.pipeline_schedule).endswith(".csv"):
-            close = difflib.get_close_matches(str(self.pipeline_schedule).lower(), SCHEDULES, n=1)
-            hint = f"did you mean {close[0]!r}? " if close else ""
-            raise ConfigError(
-                f"pipeline_schedule={self.pipeline_schedule!r} is unknown: {hint}use one of {', '.join(SCHEDULES)}, "
-                "or the path of a .csv file"
-            )
+        if not str(self.pipeline_schedule).endswith(".csv"):
+            check_choice("pipeline_schedule", self.pipeline_schedule, SCHEDULES, ", or the path of a .csv file")
         if self.sp_size != 1:
             raise ConfigError(
                 f"sp_size={self.sp_size} is DeepSpeed's sequence axis, which hfscale does not run: use sp_size=1 "
@@ -150,8 +142,7 @@ class ParallelConfig(ParallelismConfig):
 
     def _check_compression(self) -> None:
         given = self.gradient_compression = _default("gradient_compression", self.gradient_compression, "no")
-        if given not in GRADIENT_COMPRESSIONS:
-            raise ConfigError(f"gradient_compression={given!r} is unknown: use {', '.join(GRADIENT_COMPRESSIONS)}")
+        check_choice("gradient_compression", given, GRADIENT_COMPRESSIONS)
         if given != "no" and self.size("dp_replicate") == 1:
             raise ConfigError(
                 f"gradient_compression={given!r} is of what replicas send each other, and dp_replicate_size is 1: use "

@@ -110,6 +110,21 @@ def check_number(
         )
 
 
+def check_choice(name: str, given: object, known: Sequence[str], more: str = "") -> None:
+    """Refuse what is none of the ``known`` values of an argument called ``name``.
+
+    Args:
+        more: what else may be given, in a message.
+
+    Raises:
+        ConfigError: with the value, and the one that was probably meant.
+    """
+    if given not in known:
+        close = meant(given, known) if isinstance(given, str) else None
+        hint = f"did you mean {close!r}? " if close else ""
+        raise ConfigError(f"{name}={given!r} is unknown: {hint}use one of {', '.join(known)}{more}")
+
+
 def check_names(name: str, given: Any, like: str) -> None:
     """Refuse what is no list of names, for an argument called ``name``.
 

@@ -1,11 +1,10 @@
 """What the user asks of products in 8 bits: :class:`Float8Config`."""
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from .errors import ConfigError, check_names, refuse_misspelt
+from .errors import ConfigError, check_choice, check_names, check_switch, refuse_misspelt
 
 FLOAT8_RECIPES = ("tensorwise", "rowwise")
 """What has a scale of its own; by torchao's names."""
@@ -44,13 +43,10 @@ class Float8Config:
                 f"recipe={self.recipe!r}: MX formats, with a scale for each 32 entries, are multiplied by Blackwell "
                 "GPUs alone, and hfscale has none: use 'rowwise', which comes nearest, or 'tensorwise'"
             )
-        if self.recipe not in FLOAT8_RECIPES:
-            close = difflib.get_close_matches(str(self.recipe), FLOAT8_RECIPES, 1)
-            hint = f"did you mean {close[0]!r}? " if close else ""
-            raise ConfigError(f"recipe={self.recipe!r} is unknown: {hint}use one of {', '.join(FLOAT8_RECIPES)}")
+        check_choice("recipe", self.recipe, FLOAT8_RECIPES)
         check_names("leave_out", self.leave_out, '["down_proj"]')
-        if self.fp8_all_gather not in (None, True, False):
-            raise ConfigError(f"fp8_all_gather={self.fp8_all_gather!r} is impossible: use True, False, or leave it out")
+        if self.fp8_all_gather is not None:
+            check_switch("fp8_all_gather", self.fp8_all_gather)
         if self.fp8_all_gather and self.recipe == "rowwise":
             raise ConfigError(
                 "fp8_all_gather=True with recipe='rowwise': a weight has other scales in its output than in the "

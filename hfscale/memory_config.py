@@ -1,12 +1,12 @@
 """What the user asks of memory: :class:`MemoryConfig`."""
 
-import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from .errors import ConfigError, check_count, check_names, check_switch, refuse_misspelt
+from .names import meant
 
 RECOMPUTE = ("none", "full", "selective")
 """Ways to recompute that have a name."""
@@ -94,8 +94,8 @@ class MemoryConfig:
             if byte_count(given) == 0:
                 raise ConfigError(f"recompute={given!r} leaves no byte for what layers keep: use 'full', or '8GiB' say")
             if given not in RECOMPUTE and self.budget is None:
-                close = difflib.get_close_matches(given, RECOMPUTE, 1)
-                hint = f"did you mean {close[0]!r}? " if close else ""
+                close = meant(given, RECOMPUTE)
+                hint = f"did you mean {close!r}? " if close else ""
                 raise ConfigError(f"recompute={given!r} is unknown: {hint}{_HOW}")
         elif isinstance(given, int) and not isinstance(given, bool):
             check_count("recompute", given)

@@ -1,7 +1,11 @@
-"""Which name was meant by one that is unknown: by its meaning in other tools first, and by its spelling then."""
+"""Names of users: which one was meant by one that is unknown, and which are paths."""
 
 import difflib
+import os
 from collections.abc import Iterable
+
+CP_METHODS = ("auto", "gather", "heads", "ring", "heads_ring")
+"""How context ranks attend to each other's tokens."""
 
 _AXES = {"tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}
 _FORMS = (
@@ -40,6 +44,15 @@ _MEANT: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("num_processes", "world_size", "devices", "device", "nodes", "nnodes"), ("gpus",)),
 }
 """Names in other tools -> names here, of which the first that is known is meant."""
+
+
+_SUFFIXES = (".json", ".yaml", ".yml", ".safetensors", ".bin", ".pt", ".gguf")
+
+
+def written_like_a_path(text: str) -> bool:
+    """Return whether a text can be no id on the Hub, which is ``name`` or ``owner/name``."""
+    odd = text.startswith((".", "~", "/")) or "\\" in text or text.endswith("/") or text.count("/") > 1
+    return odd or os.path.isabs(text) or text.endswith(_SUFFIXES)
 
 
 def meant(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ._host.torch import backend_for, patience_of, set_patience
 from ._host.torch_gloo import wait_for_gloo_threads
 from .config import ParallelConfig, cpu_requested, started_processes
-from .errors import MeshError
+from .errors import ConfigError, MeshError
 
 TIMEOUT = timedelta(minutes=10)
 """How long a rank waits for the others where hfscale starts torch's process group. Whoever wants another number starts
@@ -51,8 +51,13 @@ def fitting_layout(layouts: Sequence[ParallelConfig]) -> ParallelConfig:
     left when a machine is lost (``torchrun --nnodes 1:2 --rdzv_backend c10d``). States are read in any of them.
 
     Raises:
+        ConfigError: ``layouts`` is no list of layouts.
         MeshError: none is for that many.
     """
+    if not isinstance(layouts, Sequence) or not all(isinstance(each, ParallelConfig) for each in layouts):
+        raise ConfigError(
+            f"layouts={layouts!r} is impossible: pass a list, as [hfscale.ParallelConfig(tp_size=2), ...]"
+        )
     world = dist.get_world_size() if dist.is_initialized() else started_processes()
     for layout in layouts:
         if layout.total_size == world:

@@ -1,11 +1,10 @@
 """What the user asks of routing and balance: :class:`RoutingConfig`."""
 
-import difflib
 import math
 from dataclasses import dataclass, fields
 from typing import Any
 
-from .errors import ConfigError, check_number, check_switch, refuse_misspelt
+from .errors import ConfigError, check_choice, check_number, check_switch, refuse_misspelt
 
 ROUTERS = ("model", "switch", "gshard", "noisy_topk")
 """Who chooses experts: the model's own router, or one of the papers' on its logits."""
@@ -67,9 +66,9 @@ class RoutingConfig:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        _one_of("router", self.router, ROUTERS)
+        check_choice("router", self.router, ROUTERS)
         if self.balance_scores is not None:
-            _one_of("balance_scores", self.balance_scores, SCORES)
+            check_choice("balance_scores", self.balance_scores, SCORES)
         for name in ("balance_loss", "z_loss", "bias_update_rate"):
             check_number(name, getattr(self, name), least=0)
         if self.noise_std is not None:
@@ -107,10 +106,3 @@ class RoutingConfig:
     def draws(self) -> bool:
         """Whether routes are chosen at random in training."""
         return self.router in ("gshard", "noisy_topk")
-
-
-def _one_of(name: str, value: Any, valid: tuple[str, ...]) -> None:
-    if value not in valid:
-        close = difflib.get_close_matches(str(value), valid, 1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ConfigError(f"{name}={value!r} is unknown{hint} Use one of {', '.join(valid)}")

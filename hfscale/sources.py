@@ -35,7 +35,7 @@ from .runtime.local_weights import LocalWeights
 from .runtime.writing import all_or_none, not_finite, warn_of_not_finite
 
 # What classes of the host raise when a field of a config is impossible.
-_WRONG_CONFIG = (ArithmeticError, AttributeError, ImportError, KeyError, RuntimeError, TypeError)
+_WRONG_CONFIG = (ArithmeticError, AssertionError, AttributeError, ImportError, KeyError, RuntimeError, TypeError)
 
 
 class Outline:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hfscale.testing import RankPool
+from hfscale.testing.pool import PRELOADED
 
 
 def pytest_configure() -> None:
@@ -27,7 +28,7 @@ def pools() -> Iterator[Callable[[int], RankPool]]:
 
     def pool(world: int) -> RankPool:
         if world not in started:
-            started[world] = RankPool(world)
+            started[world] = RankPool(world, preload=(*PRELOADED, "peft"))  # which recommends a package as it comes
         return started[world]
 
     yield pool

@@ -13,7 +13,7 @@ from .._host.transformers.fp8 import Fp8Encoder
 from .._host.transformers.saving import AsStored
 from ..adapters import Adapters
 from ..adapters.merge_whole import WholeMerge
-from ..errors import ConfigError
+from ..errors import ConfigError, check_switch
 from ..mesh import Mesh
 from ..parallel.data import reshard
 from ..runtime import Runtime, runtime_of
@@ -51,7 +51,9 @@ def stream_weights(
     runtime = runtime_of(model)
     reshard(runtime.model)
     world = runtime.mesh.layout.total_size
-    chosen = tuple(range(world)) if ranks == "all" else tuple(int(rank) for rank in ranks)
+    check_switch("merge_adapters", merge_adapters)
+    listed = isinstance(ranks, Sequence) and all(type(rank) is int for rank in ranks)
+    chosen = tuple(range(world)) if ranks == "all" else tuple(map(int, ranks)) if listed else ()
     if not chosen or any(not 0 <= rank < world for rank in chosen):
         raise ConfigError(f"ranks={ranks!r}: give some of the ranks 0 to {world - 1}, or 'all'")
     if runtime.plan.quantized is not None:

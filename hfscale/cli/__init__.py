@@ -7,8 +7,10 @@ import sys
 import textwrap
 import traceback
 from types import ModuleType, TracebackType
+from typing import NoReturn
 
 from ..errors import HFScaleError
+from ..names import meant
 from ..version import __version__
 from . import (
     bench,
@@ -29,6 +31,7 @@ from . import (
     upcycle,
     verify,
 )
+from .early import check_early
 
 _COMMANDS: dict[str, ModuleType] = {
     "train": train,
@@ -51,17 +54,6 @@ _COMMANDS: dict[str, ModuleType] = {
 }
 """Each module has ``HELP``, ``DESCRIPTION``, ``EXAMPLE``, ``add_arguments(parser)`` and ``run(arguments)``."""
 
-_ELSEWHERE = {
-    **{
-        f"--{axis}-{ending}": flag
-        for flag, axis in {"--tp": "tensor", "--pp": "pipeline", "--cp": "context"}.items()
-        for ending in ("parallel", "model-parallel")
-    },
-    **{"--expert-parallel": "--ep", "--expert-model-parallel": "--ep", "--fsdp": "--dp-shard", "--dp": "--dp-shard"},
-    **{"--num-microbatches": "--microbatches", "--seq-length": "--sequence-length", "--lora-r": "--rank"},
-}
-"""Flags of other programs -> ours."""
-
 _EXAMPLES = """examples:
   hfscale plan Qwen/Qwen3-8B --tp 2 --dp-shard 4
   hfscale train demo_pretrain
@@ -81,6 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     if argv is None and not arguments.debug and arguments.command != "train":  # whose ranks' tracebacks belong in logs
         sys.excepthook = _in_a_line
     try:
+        check_early(arguments)
         return int(_COMMANDS[arguments.command].run(arguments))
     except HFScaleError as error:
         if arguments.debug:
@@ -125,15 +118,20 @@ def _refuse(parser: argparse.ArgumentParser, rest: list[str]) -> None:
     """End as the subcommand's own parser does, with what may have been meant."""
     unknown = next((text for text in rest if text.startswith("-")), rest[0])
     flags = re.findall(r"--[\w-]+", parser.format_usage())
-    name = unknown.partition("=")[0].replace("_", "-").removesuffix("-size")  # as the fields of a layout end
-    name = _ELSEWHERE.get(name, name)
-    close = [name] if name in flags else difflib.get_close_matches(name, flags, n=1, cutoff=0.5)
-    meant = f" (did you mean {close[0]}?)" if close else ""
-    parser.error(f"unrecognized arguments: {' '.join(rest)}{meant}")
+    close = meant(unknown.partition("=")[0], flags, 0.75) if unknown.startswith("-") else None
+    parser.error(f"unrecognized arguments: {' '.join(rest)}" + (f" (did you mean {close}?)" if close else ""))
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, and where to read on: no usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        """End the process with code 2."""
+        self.exit(2, f"{self.prog}: {message}\nsee {self.prog} --help\n")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="hfscale",
         description="Train stock Hugging Face models at any scale.",
         epilog="\n".join(["commands:", *map(_in_the_list, _COMMANDS), "", _EXAMPLES]),

@@ -1,13 +1,17 @@
 """``hfscale doctor``: what a run would stumble over."""
 
 import argparse
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
-from .look import add_json, print_json, working
+from .look import add_json, print_json
 
 if TYPE_CHECKING:
     from ..doctor.finding import Finding
+
+_WIDTH = 16  # of the names of findings
 
 HELP = "look for what a run would stumble over: versions, devices, launch config, a recipe"
 DESCRIPTION = (
@@ -37,34 +41,46 @@ def run(arguments: argparse.Namespace) -> int:
         from ..recipes.read import read_recipe
 
         recipe = read_recipe(arguments.recipe, arguments.overrides)
-    sections: dict[str, list[Finding]] = {}
-    if not arguments.recipe_only:
-        working("trying this machine")
-        from ..doctor import machine
-
-        sections["versions"] = machine.versions()
-        sections["machine"] = [
-            *machine.devices(),
-            machine.eight_bit_step(),
-            machine.collectives(),
-            machine.accelerate_config(),
-            *machine.environment(),
-        ]
-    if recipe is not None:
-        from ..doctor.recipe import examine
-
-        sections[f"recipe {recipe.name}"] = examine(recipe)
-    problems = sum(each.verdict == "problem" for found in sections.values() for each in found)
+    found: dict[str, list[Finding]] = {}
+    for name, looks in _sections(arguments, recipe):
+        found[name] = []
+        if not arguments.json:
+            print(("\n" if len(found) > 1 else "") + name, flush=True)
+        for each in looks:
+            found[name].append(each)
+            if not arguments.json:
+                print(_line(each), flush=True)
+    problems = sum(each.verdict == "problem" for each in chain.from_iterable(found.values()))
     if arguments.json:
-        print_json({name: [asdict(each) for each in found] for name, found in sections.items()})
+        print_json({name: [asdict(each) for each in looks] for name, looks in found.items()})
     else:
-        print("\n\n".join(_section(name, found) for name, found in sections.items()))
         print(f"\n{problems or 'no'} problem{'s' * (problems != 1)}")
     return int(problems > 0)
 
 
-def _section(name: str, found: list["Finding"]) -> str:
-    width = max((len(each.about) for each in found), default=0)
-    indent = " " * (width + 11)
-    lines = [f"{each.verdict:7}  {each.about:{width}}  " + each.text.replace("\n", f"\n{indent}") for each in found]
-    return "\n".join([name, *(f"  {line}".rstrip() for line in lines)])
+def _sections(arguments: argparse.Namespace, recipe: Any) -> Iterator[tuple[str, Iterable["Finding"]]]:
+    """What is looked at, each by a name; findings are made as they are asked for."""
+    if not arguments.recipe_only:
+        from ..doctor import machine
+
+        yield "versions", machine.versions()
+        yield "machine", _machine()
+    if recipe is not None:
+        from ..doctor.recipe import examine
+
+        yield f"recipe {recipe.name}", examine(recipe)
+
+
+def _machine() -> Iterator["Finding"]:
+    from ..doctor import machine
+
+    yield from machine.devices()
+    yield machine.eight_bit_step()
+    yield machine.collectives()
+    yield machine.accelerate_config()
+    yield from machine.environment()
+
+
+def _line(each: "Finding") -> str:
+    indent = " " * (_WIDTH + 11)
+    return f"  {each.verdict:7}  {each.about:{_WIDTH}}  {each.text}".replace("\n", f"\n  {indent}").rstrip()

@@ -9,7 +9,7 @@ from ..schedules import SCHEDULES
 if TYPE_CHECKING:
     from ..config import ParallelConfig
 
-_SIZES = {
+SIZES = {
     "--tp": "tensor ranks: each layer's matrices are cut",
     "--dp-shard": "sharded-data ranks (ZeRO-3, FSDP2)",
     "--dp-replicate": "replicas of the whole sharded model",
@@ -18,6 +18,8 @@ _SIZES = {
     "--expert-tp": "1 (whole experts) or tp: ranks over which each expert is cut besides, with --ep",
     "--cp": "context ranks: every sequence is cut, and attention reads all of it",
 }
+"""Flags of axes, and what they are."""
+
 # Flag -> field of the layout, what to call the value, help.
 _PIPELINE = {
     "--schedule": ("pipeline_schedule", "NAME", f"with --pp: {', '.join(SCHEDULES)}, or a .csv file (default: 1f1b)"),
@@ -31,7 +33,7 @@ def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the axes, of sequence parallelism and of pipelines."""
     # Values stay strings here: ParallelConfig says what is wrong with them, and fills in those left out.
     layout = parser.add_argument_group("layout")
-    for flag, text in _SIZES.items():
+    for flag, text in SIZES.items():
         layout.add_argument(flag, metavar="N", help=text)
     layout.add_argument(
         "--sequence-parallel", action="store_true", default=None, help="cut norms and residuals over tp"
@@ -56,7 +58,7 @@ def layout_of(arguments: argparse.Namespace) -> "ParallelConfig":
         value: str | None = getattr(arguments, flag[2:].replace("-", "_"))
         return value
 
-    sizes: dict[str, Any] = {f"{flag[2:].replace('-', '_')}_size": of(flag) for flag in _SIZES}
+    sizes: dict[str, Any] = {f"{flag[2:].replace('-', '_')}_size": of(flag) for flag in SIZES}
     pipeline: dict[str, Any] = {name: of(flag) for flag, (name, _, _) in _PIPELINE.items()}
     others = {name: getattr(arguments, name) for name in ("cp_method", "sequence_parallel")}
     layout = ParallelConfig(**sizes, **pipeline, **others)

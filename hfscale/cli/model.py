@@ -8,6 +8,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..files.replace import finish_move
+from ..names import written_like_a_path
 
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 
@@ -53,17 +54,13 @@ def load_config(model: str, trusted: bool = False) -> Any:
     """The config of MODEL.
 
     Raises:
-        ConfigError: there is none, or it cannot be read.
+        ConfigError, CheckpointError: there is none, or it cannot be read.
     """
     check_place(model)
-    import transformers
+    from .. import arguments
 
-    from .._host.transformers.configs import made_or_explained
-    from ..arguments import check_sizes
-
-    with made_or_explained(model):
-        config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=trusted)
-    check_sizes(config)
+    config, _ = arguments.load_config(model, {"trust_remote_code": trusted})
+    arguments.check_sizes(config)
     return config
 
 
@@ -75,7 +72,7 @@ def check_place(model: str) -> None:
     """
     path = Path(model)
     finish_move(path)
-    if not path.exists() and (path.is_absolute() or model.startswith(".") or len(path.parts) > 2):
+    if not path.exists() and written_like_a_path(model):
         raise ConfigError(f"{model} does not exist: give a model directory, a config.json or a Hub id (owner/name)")
     if path.is_dir() and not (path / "config.json").exists():
         raise ConfigError(f"{model} has no config.json: give the directory of a Hugging Face model")

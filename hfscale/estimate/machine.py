@@ -66,6 +66,8 @@ def find_machine(hardware: "str | Machine") -> Machine:
     """
     if isinstance(hardware, Machine):
         return hardware
+    if not isinstance(hardware, str):
+        raise ConfigError(f"hardware={hardware!r} is unknown: use one of {', '.join(machine_names())}")
     name = hardware.lower().removesuffix(".json") if hardware.lower() in machine_names() else hardware
     path = _FOLDER / f"{name}.json" if name in machine_names() else Path(hardware)
     if not path.is_file():

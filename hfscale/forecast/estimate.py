@@ -18,7 +18,7 @@ from ..estimate.machine import Machine, find_machine
 from ..estimate.memory import MemoryEstimate
 from ..estimate.model_shape import ModelShape
 from ..estimate.step_time import step_time
-from ..memory.report import memory_of_ranks
+from ..memory.report import check_asked, memory_of_ranks
 from ..parallel.pipeline import Costs, Timeline, order, simulate
 from ..plan import Plan
 from .counting import counted
@@ -66,10 +66,8 @@ def estimate(
         ConfigError: the hardware or the optimizer is unknown, or a size is impossible.
         PlanError: the layout does not fit the model.
     """
-    sizes = {"sequence_length": sequence_length, "batch_size": batch_size, "num_microbatches": num_microbatches}
-    for name, value in sizes.items():
-        if value is not None:
-            check_count(name, value)
+    check_count("sequence_length", sequence_length)
+    check_asked(batch_size, num_microbatches, str(mixed_precision), optim_args, tokens="batch_size")
     machine, constants = find_machine(hardware), constants_of(hardware)
     plan, config = _planned(source, parallel, plan_kwargs)
     count = num_microbatches or plan.layout.num_microbatches or plan.layout.size("pp")

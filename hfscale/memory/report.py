@@ -61,7 +61,11 @@ def memory_estimate(
     Raises:
         ConfigError: something is unknown or impossible, or what is given is neither a model of hfscale's nor a plan.
     """
-    _check_asked(tokens, sequence_length, num_microbatches, gradient_checkpointing, mixed_precision, optim_args)
+    check_asked(tokens, num_microbatches, mixed_precision, optim_args)
+    if sequence_length is not None:
+        check_count("sequence_length", sequence_length)
+    if gradient_checkpointing is not None:
+        check_switch("gradient_checkpointing", gradient_checkpointing)
     if isinstance(model_or_plan, Plan):
         found = memory_of_ranks(
             model_or_plan, optimizer, tokens=tokens, sequence_length=sequence_length, optim_args=optim_args,
@@ -88,15 +92,18 @@ def memory_estimate(
     )
 
 
-def _check_asked(
-    tokens: Any, length: Any, microbatches: Any, checkpointing: Any, mixed_precision: Any, optim_args: Any
-) -> None:
-    check_count("tokens", tokens)
-    for name, value in (("sequence_length", length), ("num_microbatches", microbatches)):
-        if value is not None:
-            check_count(name, value)
-    if checkpointing is not None:
-        check_switch("gradient_checkpointing", checkpointing)
+def check_asked(count: Any, microbatches: Any, mixed_precision: Any, optim_args: Any, tokens: str = "tokens") -> None:
+    """Refuse what nothing can be estimated for.
+
+    Args:
+        tokens: name of ``count``.
+
+    Raises:
+        ConfigError: with the value.
+    """
+    check_count(tokens, count)
+    if microbatches is not None:
+        check_count("num_microbatches", microbatches)
     if mixed_precision is not None:
         Options(mixed_precision)  # refuses what is unknown
     if not isinstance(optim_args, Mapping | None):

@@ -47,6 +47,11 @@ class Choice:
     adam: tuple[str, ...] = ()
     finish: Callable[[Options], Options] | None = None
 
+    @property
+    def betas(self) -> tuple[int, ...]:
+        """How many ``betas`` may be given."""
+        return (2, 3) if self.finish is _three_betas else (2,)
+
     def options(self, name: str, adam: Options, given: Options) -> Options:
         """The stock class's options.
 

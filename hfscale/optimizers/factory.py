@@ -4,13 +4,12 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConfigError, check_switch
+from ..errors import ConfigError, check_count, check_number, check_switch
 from ..plan import ParameterPlan
 from ..plan.offload import offloaded
 from ..runtime import Runtime, runtime_of
@@ -73,7 +72,9 @@ def create_optimizer(
     options = choice.options(name, {"betas": betas, "eps": eps}, {**parse_arguments(optim_args), **kwargs})
     if lr is None and not options.get("relative_step"):
         raise ConfigError(f"lr=None: {name!r} needs a learning rate, lr=1e-4 say")
-    _check_numbers({"lr": lr, "weight_decay": weight_decay, **({"eps": eps} if "eps" in choice.adam else {})}, betas)
+    _check_numbers(
+        {"lr": lr, "weight_decay": weight_decay, **({"eps": eps} if "eps" in choice.adam else {})}, betas, choice.betas
+    )
     runtime = runtime_of(model)
     plans = {id(parameter): planned for planned, parameter in runtime.parameters() if parameter.requires_grad}
     by_decay = weight_decay_groups(runtime, weight_decay)
@@ -87,23 +88,24 @@ def create_optimizer(
         raise ConfigError(f"{name!r} cannot be made: {error}") from error
 
 
-def _check_numbers(given: Mapping[str, Any], betas: Any) -> None:
+def _check_numbers(given: Mapping[str, Any], betas: Any, counts: tuple[int, ...]) -> None:
     """Refuse what no optimizer can calculate with; which numbers are too large is the stock class's to say."""
-    weight_decay = given["weight_decay"]
     for option, value in given.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, Real | Tensor)):
-            raise ConfigError(f"{option}={value!r} is no number: use one like 1e-4")
-    if weight_decay is None or weight_decay < 0:
-        raise ConfigError(f"weight_decay={weight_decay!r} is impossible: use a number of at least 0")
-    if not isinstance(betas, Sequence) or not all(isinstance(beta, Real | Tensor) for beta in betas):
-        raise ConfigError(f"betas={betas!r} is impossible: pass numbers, as (0.9, 0.999)")
+        if not isinstance(value, Tensor) and not (option == "lr" and value is None):
+            check_number(option, value, least=0)
+    if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) not in counts:
+        raise ConfigError(
+            f"betas={betas!r} is impossible: pass {' or '.join(map(str, counts))} numbers, as (0.9, 0.999)"
+        )
+    for beta in betas:
+        if not isinstance(beta, Tensor):
+            check_number("betas", beta, least=0, most=1)
 
 
 def _seed(stochastic: Any, seed: Any) -> int | None:
     """Of rounding by chance, where that is asked for."""
     check_switch("stochastic_rounding", stochastic)
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise ConfigError(f"rounding_seed={seed!r} is impossible: use a whole number of at least 0")
+    check_count("rounding_seed", seed, least=0)
     return seed if stochastic else None
 
 
@@ -228,6 +230,10 @@ def _checked(
 ) -> list[dict[str, Any]]:
     """A user's groups, as lists."""
     result = []
+    if not isinstance(groups, Sequence) or not all(isinstance(group, Mapping) for group in groups) or not groups:
+        raise ConfigError(
+            f"groups={groups!r} is impossible: pass a list of mappings, as [{{'params': [...], 'lr': 1e-4}}]"
+        )
     names = {id(parameter): name for name, parameter in runtime.model.named_parameters()}
     for group in groups:
         if "params" not in group:
@@ -239,6 +245,9 @@ def _checked(
                 known = names.get(id(parameter))
                 what = f"{known} does not train" if known else f"one of shape {tuple(parameter.shape)} is not of it"
                 raise ConfigError(f"groups must hold parameters of the model that train, and {what}: leave it out")
+        for option in ("lr", "weight_decay"):
+            if not isinstance(value := group.get(option, 0.0), Tensor):
+                check_number(f"{option} of a parameter group", value, least=0)
         result.append({"weight_decay": weight_decay, **group, "params": parameters})
     return result
 

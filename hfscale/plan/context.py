@@ -11,7 +11,7 @@ class ContextPlan(Feature):
     """How sequences are cut over context ranks.
 
     Attributes:
-        method: one of :data:`hfscale.config.CP_METHODS`.
+        method: one of :data:`hfscale.names.CP_METHODS`.
         pads: whether rows may have padding; some families count positions, or chunks, from where it ends.
         whole: modules besides attention that mix tokens, which every rank runs on whole sequences.
         together: for ``heads_ring``, how many ranks share out heads between them; 1 for other methods.

@@ -37,6 +37,11 @@ def plan_memory(draft: Draft) -> None:
         draft.features.append(RecomputePlan(modules=_modules(draft, given)))
     else:
         every = given if isinstance(given, int) else 1
+        if every > len(draft.layers):
+            draft.problem(
+                f"recompute={every} is every {every}th layer, and there are {len(draft.layers)}: use a number of at "
+                f"most {len(draft.layers)}, 'full' (every layer) or 'none'"
+            )
         layers = tuple(draft.layers[::every])
         keep, budget = tuple(asked.recompute_keep), asked.budget
         draft.features.append(RecomputePlan(layers, keep=keep, budget=budget, tokens=asked.tokens))

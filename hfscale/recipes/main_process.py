@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
 
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from hfscale import HFScaleError
 from .schema import RecipeError
 
 _HEAD_START_SECONDS = 5.0
+_SPREAD = 10  # ranks that speak one after the other
 
 
 def rank() -> int:
@@ -64,14 +66,18 @@ def total(value: float) -> float:
 
 
 def run(main: Callable[[], None]) -> None:
-    """Call ``main``; an error that the user can mend ends the process with its message alone."""
+    """Call ``main``; an error that the user can mend ends the process with its message alone, others with a traceback.
+
+    Usually all ranks fail alike: each gives those before it time to say it, after which the launcher ends them. What
+    only a later one has met is said by that one.
+    """
     try:
         main()
-    except HFScaleError as error:
-        # Usually all ranks fail alike: the others give the main process time to say it, after which the launcher ends
-        # them. What only they have met is said here.
+    except Exception as error:  # of any type, or every rank would print its traceback
         if not is_main():
-            time.sleep(_HEAD_START_SECONDS)
+            time.sleep(_HEAD_START_SECONDS + min(rank(), _SPREAD) / 2)
+        if not isinstance(error, HFScaleError):
+            traceback.print_exception(error)
         print(f"\nerror (rank {rank()}): {error}\n", file=sys.stderr, flush=True)
         get_error_handler().record_exception(error)  # so that the launcher repeats it below its own traceback
         os._exit(2)  # not sys.exit: its clean-up may wait for ranks that are gone

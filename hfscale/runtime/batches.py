@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from numpy import uint64
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -81,18 +80,11 @@ def look_at(batches: Sequence[Mapping[str, Any]], look: Look, hashed: bool, toke
         valid, outside = look(batch)
         zero = torch.zeros_like(valid)
         ids = batch.get("input_ids")
-        strange = None if tokens is None or ids is None else _strange(ids, tokens, outside.device)
-        outside = outside if strange is None else outside + strange
+        if tokens is not None and ids is not None:
+            strange = (ids.clamp(0, tokens - 1) != ids).sum()
+            outside = outside + (strange if strange.device == outside.device else strange.to(outside.device))
         rows += [valid, outside, _restarts(batch, zero), _hash(batch, zero) if hashed else zero]
     return torch.stack(rows).view(-1, _ROW)
-
-
-def _strange(ids: Tensor, tokens: int, device: torch.device) -> Tensor | int | None:
-    """How many ids are none of the vocabulary; ``None``, without a kernel, where none is and they are on the CPU."""
-    if ids.device.type == "cpu":
-        return int((ids.detach().numpy().astype(uint64) >= tokens).sum()) or None
-    strange = (ids.clamp(0, tokens - 1) != ids).sum()
-    return strange if strange.device == device else strange.to(device)
 
 
 def _restarts(batch: Mapping[str, Any], zero: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -25,15 +25,14 @@ from typing import Any
 
 _GRACE_SECONDS = 3.0
 # What takes seconds to import; hfscale itself is left to the ranks, which know from where.
-_PRELOADED = [
+PRELOADED = (
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
     "torch.distributed.tensor",
     "transformers.modeling_utils",
     "transformers.models.auto",
     "accelerate",
-    "peft",
-]
+)
 
 
 class RankError(AssertionError):
@@ -47,10 +46,13 @@ class RankPool:
         world: how many ranks.
         timeout: seconds that one call of :meth:`run` may take.
         threads: torch threads per rank.
+        preload: modules that are imported once for all ranks.
     """
 
-    def __init__(self, world: int, timeout: float = 20.0, threads: int = 1) -> None:
-        self.world, self.timeout, self.threads = world, timeout, threads
+    def __init__(
+        self, world: int, timeout: float = 120.0, threads: int = 1, preload: Sequence[str] = PRELOADED
+    ) -> None:
+        self.world, self.timeout, self.threads, self._preload = world, timeout, threads, list(preload)
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._directory: tempfile.TemporaryDirectory[str] | None = None
@@ -98,7 +100,7 @@ class RankPool:
         # Forking this process would copy its threads' locks; Windows cannot fork at all.
         method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
         context: Any = multiprocessing.get_context(method)
-        context.set_forkserver_preload(_PRELOADED)
+        context.set_forkserver_preload(self._preload)
         self._directory = tempfile.TemporaryDirectory(prefix="hfscale-ranks-")
         for rank in range(self.world):
             ours, theirs = context.Pipe()

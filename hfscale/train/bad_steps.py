@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import HFScaleError
+from ..errors import HFScaleError, check_count
 
 
 class BadStepError(HFScaleError, RuntimeError):
@@ -37,6 +37,9 @@ class BadSteps:
     limit: int = 10
     skipped: int = field(default=0, init=False)
     in_a_row: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        check_count("limit", self.limit)
 
     def may_step(self, loss: Tensor | float, norm: Tensor | float) -> bool:
         """Whether loss and norm of gradients are numbers; what is ``inf`` is none.

@@ -96,10 +96,14 @@ def _loss_of(runtime: Runtime, asked: StepLoss | None) -> StepLoss:
 
 
 def _vocabulary(runtime: Runtime, batches: Sequence[Batch]) -> int | None:
-    """How many tokens there are, where others are looked for: if nothing else would notice, or it costs nothing."""
+    """How many tokens there are, where others are looked for.
+
+    Slices of a vocabulary would not notice them; other ranks would wait for one whose lookup fails, which costs nothing
+    to find out on the CPU.
+    """
     shape, ids = runtime.plan.lookup_shape, [batch.get("input_ids") for batch in batches]
-    looks = runtime.plan.embedding is not None or all(each is None or each.device.type == "cpu" for each in ids)
-    return shape[0] if looks and shape is not None else None
+    on_host = all(each is None or each.device.type == "cpu" for each in ids) and runtime.mesh.control is not None
+    return shape[0] if shape is not None and (on_host or runtime.plan.embedding is not None) else None
 
 
 def _refuse_outside(runtime: Runtime, outside: int) -> None:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..errors import ConfigError
+from ..errors import ConfigError, check_number
 from ..runtime import runtime_of
 from ..runtime.writing import is_saving
 
@@ -49,6 +49,7 @@ def preempted(model: nn.Module, *, patience: float = 20.0) -> bool:
         ConfigError: the first call is not made by the main thread, which alone can listen to signals.
     """
     mesh = runtime_of(model).mesh
+    check_number("patience", patience, above=0)
     listener = _listening(patience)
     told = torch.tensor([int(listener.told)])
     if mesh.control is not None:

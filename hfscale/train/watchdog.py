@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .._host.torch_flight import collectives_under_way, frames_of_main_thread, own_store, ranks_of_group
-from ..errors import ConfigError
+from ..errors import check_number, check_switch
 from ..mesh import Mesh
 from ..ops.waits import waits
 from ..runtime import runtime_of
@@ -53,11 +53,11 @@ def watchdog(model: nn.Module, *, patience: float = 300.0, end: bool = False) ->
     Raises:
         ConfigError: ``patience`` is no positive number.
     """
-    if not patience > 0:
-        raise ConfigError(f"patience={patience} is no time to wait: give a positive number of seconds")
+    check_number("patience", patience, above=0)
+    check_switch("end", end)
+    mesh = runtime_of(model).mesh
     while _running:
         _running.pop().stop()
-    mesh = runtime_of(model).mesh
     if mesh.control is not None:
         _running.append(_Watchdog(mesh, patience, end))
 

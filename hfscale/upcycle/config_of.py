@@ -91,9 +91,7 @@ def _fields(kind: type[PreTrainedConfig]) -> set[str]:
 
 def _arguments(config: PreTrainedConfig, family: Family, num_experts: int, top_k: int, every: int) -> list[str]:
     problems = []
-    if num_experts < 1:
-        problems.append(f"num_experts={num_experts} leaves no expert: use 1 or more, such as 8")
-    elif not 1 <= top_k <= num_experts:
+    if not 1 <= top_k <= num_experts:
         problems.append(f"top_k={top_k} of num_experts={num_experts} is impossible: use 1 to {num_experts}")
     if not 1 <= every <= config.num_hidden_layers:
         problems.append(f"every={every} is impossible with {config.num_hidden_layers} layers: use 1 to that many")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError
+from ..errors import check_count, check_number
 from ..runtime.initialize import seed_of
 from .targets import INTERMEDIATE_DIM
 
@@ -33,13 +33,9 @@ class Variation:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not self.noise >= 0:
-            raise ConfigError(f"noise={self.noise} is impossible: use 0 for exact copies, or a share such as 0.01")
-        if not 0 <= self.reinitialize <= 1:
-            raise ConfigError(
-                f"reinitialize={self.reinitialize} is impossible: it is a share of the channels, from 0 to 1, such as "
-                "0.5"
-            )
+        check_number("noise", self.noise, least=0)
+        check_number("reinitialize", self.reinitialize, least=0, most=1)
+        check_count("seed", self.seed, least=0)
 
     def generator(self, name: str) -> torch.Generator:
         """A stream of its own for everything that has a name, so that no draw depends on the order of draws."""

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .._host.transformers.saving import write_configs
-from ..errors import ConfigError
+from ..errors import ConfigError, check_count, check_path
 from ..files.writer import STALE, CheckpointWriter
 from ..runtime.atomic_directory import atomic_directory
 from .config_of import find_family, upcycled_config
@@ -61,6 +61,10 @@ def upcycle(
         CheckpointError: the dense checkpoint is not whole, or writing failed; ``directory`` is then as it was before.
     """
     variation = Variation(noise, reinitialize, seed)
+    for name, count in {"num_experts": num_experts, "top_k": top_k, "every": every}.items():
+        check_count(name, count)
+    if directory is not None:
+        check_path("directory", directory)
     dense = open_whole(model_or_path)
     _check_class(model_or_path, dense.config)
     config = upcycled_config(dense.config, num_experts=num_experts, top_k=top_k, every=every)

@@ -28,9 +28,9 @@ from .dense import SMALL, distance, load, save_dense, stored
         ("granite", {"mlp_bias": True}, {}, "mlp_bias=True cannot be said in a granitemoe config"),
         ("llama", {}, {"every": 2}, "every=2 leaves layers dense, and in a mixtral model every layer.*use every=1"),
         ("qwen3", {}, {"every": 4}, "every=4 is impossible with 3 layers"),
-        ("llama", {}, {"num_experts": 0}, "num_experts=0 leaves no expert"),
+        ("llama", {}, {"num_experts": 0}, "num_experts=0 is impossible: use a whole number of at least 1"),
         ("llama", {}, {"num_experts": 4, "top_k": 5}, "top_k=5 of num_experts=4 is impossible: use 1 to 4"),
-        ("llama", {}, {"top_k": 0}, "top_k=0 of num_experts=8 is impossible"),
+        ("llama", {}, {"top_k": 0}, "top_k=0 is impossible: use a whole number of at least 1"),
         ("llama", {}, {"noise": -1.0}, "noise=-1.0 is impossible"),
         ("llama", {}, {"reinitialize": 1.5}, "reinitialize=1.5 is impossible.*from 0 to 1"),
         (

@@ -17,7 +17,7 @@ class ContextAttention:
     """What answers the attention of a model whose sequences are cut.
 
     Args:
-        method: one of :data:`hfscale.config.CP_METHODS`.
+        method: one of :data:`hfscale.names.CP_METHODS`.
         together: of ``heads_ring``, how many ranks share out heads.
     """
 

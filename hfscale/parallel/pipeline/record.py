@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ...config import ParallelConfig
-from ...errors import ConfigError
+from ...errors import ConfigError, check_path
 from ...mesh import Mesh
 from ...runtime import runtime_of
 from ...schedules import ASYNCHRONOUS
@@ -43,7 +43,9 @@ def record_schedule(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[
         ConfigError: on every rank, if the model has no pipeline stages, is being recorded already, or ``path`` is in a
             folder that does not exist.
     """
-    runtime, target = runtime_of(model), Path(path)
+    runtime = runtime_of(model)
+    check_path("path", path)
+    target = Path(path)
     pipeline = runtime.executor
     if not isinstance(pipeline, Pipeline):
         raise ConfigError(

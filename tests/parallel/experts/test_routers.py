@@ -36,7 +36,7 @@ def _layers(model: Any) -> list[Any]:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"router": "swich"}, "router='swich' is unknown; did you mean 'switch'"),
+        ({"router": "swich"}, "router='swich' is unknown: did you mean 'switch'"),
         ({"balance_loss": -0.1}, "balance_loss=-0.1 is impossible"),
         ({"z_loss": math.inf}, "z_loss=inf is impossible"),
         ({"capacity_factor": 0}, "capacity_factor=0 is impossible: use a number above 0"),

@@ -1,0 +1,21 @@
+"""The Hub of Hugging Face, as its client reaches it."""
+
+import socket
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+from huggingface_hub import constants
+
+_SECONDS = 3.0
+
+
+def hub_is_away() -> bool:
+    """Return whether no connection to the Hub can be made: its client would try for half a minute to find out."""
+    place = urlsplit(constants.ENDPOINT)
+    if constants.HF_HUB_OFFLINE or getproxies():  # its client knows, or a proxy does
+        return False
+    try:
+        socket.create_connection((place.hostname or "", place.port or 443), _SECONDS).close()
+    except OSError:
+        return True
+    return False

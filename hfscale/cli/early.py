@@ -1,0 +1,59 @@
+"""What is wrong in a command line, said before torch is imported, which takes seconds."""
+
+import argparse
+from typing import Any
+
+from ..errors import ConfigError, check_choice, check_count
+from ..names import CP_METHODS
+from ..schedules import SCHEDULES, spelled
+from .amounts import bytes_of, tokens_of
+from .layout import SIZES
+from .model import check_place
+
+_COUNTS = (
+    *("batch_size", "accumulate", "gpus", "processes", "microbatches", "virtual_stages", "gpus_per_node"),
+    *("data_ranks", "rank", "num_experts", "top_k", "every", "steps", "width"),
+)
+_TOKENS = ("sequence_length", "tokens", "tokens_per_step", "its_tokens_per_step")
+
+
+def check_early(arguments: argparse.Namespace) -> None:
+    """Refuse names, sizes and paths of any command that are impossible in themselves.
+
+    Raises:
+        ConfigError: naming the first.
+    """
+    given = {name: value for name, value in vars(arguments).items() if value is not None}
+    if "model" in given:
+        check_place(given["model"])
+    for flag in SIZES:
+        name = flag[2:].replace("-", "_")
+        if name in given:
+            check_count(f"{name}_size", _number(given[name]))
+    for name in given.keys() & set(_COUNTS):
+        check_count(_flag(name), _number(given[name]))
+    for name in given.keys() & set(_TOKENS):
+        tokens_of(given[name], _flag(name))
+    if isinstance(given.get("max_memory"), str):
+        bytes_of(given["max_memory"], "--max-memory")
+    if isinstance(given.get("schedule"), str) and not given["schedule"].endswith(".csv"):
+        more = ", or the path of a .csv file"
+        check_choice("pipeline_schedule", spelled(given["schedule"]), SCHEDULES, more)
+    if "cp_method" in given:
+        check_choice("cp_method", given["cp_method"], CP_METHODS)
+    if "auto_class" in given and not str(given["auto_class"]).startswith("AutoModel"):
+        raise ConfigError(
+            f"--auto-class {given['auto_class']} is not one of transformers' Auto classes: use AutoModelForCausalLM"
+        )
+    if "hardware" in given:
+        from ..estimate.machine import find_machine
+
+        find_machine(given["hardware"])
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _number(given: Any) -> Any:
+    return int(given) if isinstance(given, str) and given.isdigit() else given
