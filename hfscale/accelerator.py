@@ -1,11 +1,12 @@
 """The bridge to Accelerate: a stock-looking loop gives the right numbers on every layout.
 
 Accelerate counts processes; under tensor parallelism several processes share one batch. This subclass makes it count
-*distinct batches* wherever it matters - which samples a rank gets, how results are gathered, how often a schedule
-steps - and leaves the model, which hfscale has wrapped already, alone.
+*distinct batches* wherever it matters - ``num_processes``, which samples a rank gets, how results are gathered, how
+often a schedule steps - and leaves the model, which hfscale has wrapped already, alone.
 """
 
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,24 +14,24 @@ import accelerate
 import torch
 import torch.distributed as dist
 from accelerate.data_loader import IterableDatasetShard, get_sampler, prepare_data_loader
-from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 
 from ._host.accelerate import (
+    BatchScheduler,
     is_prepared,
+    one_run,
     prepared_loaders,
     prepared_models,
     prepared_optimizers,
     prepared_schedulers,
-    registered_objects,
 )
 from ._host.torch import before_iterators
 from ._host.transformers.classes import class_name
 from .checkpoint import load_state, save_pretrained, save_state, wait_for_saves
 from .config import started_processes, without_launcher_switches
 from .errors import ConfigError
-from .mesh import Mesh
+from .mesh import Mesh, latest_mesh
 from .parallel.data import set_gradient_sync
 from .parallel.tensor import RandomStreams
 from .processes import own_device, restarted, start
@@ -46,11 +47,15 @@ class Accelerator(accelerate.Accelerator):
     Pass the model to :meth:`prepare` together with, or before, the data loaders. Takes the arguments of
     ``accelerate.Accelerator`` except those that would shard the model a second time.
 
+    Its processes are the distinct batches of a step, which are known once a model has been built, also before
+    :meth:`prepare`; ``is_main_process`` and the like are about real processes.
+
     Attributes:
         serves_hfscale: tells it from Accelerate's own, which refuses models that are spread over ranks.
     """
 
     serves_hfscale = True
+    _runtime: Runtime | None = None
 
     def __init__(self, **kwargs: Any) -> None:
         clashing = [name for name in _FOREIGN if kwargs.get(name) is not None]
@@ -68,8 +73,7 @@ class Accelerator(accelerate.Accelerator):
         self._check_processes()
         if self.mixed_precision not in ("no", "bf16"):
             raise ConfigError(f"mixed_precision={self.mixed_precision!r} cannot be used: use 'no' or 'bf16'")
-        self._runtime: Runtime | None = None
-        self._worker_seeds = torch.Generator()
+        self._told, self._worker_seeds = set[int](), torch.Generator()
 
     @property
     def mesh(self) -> Mesh:
@@ -80,6 +84,25 @@ class Accelerator(accelerate.Accelerator):
                 "or before, the data loaders"
             )
         return self._runtime.mesh
+
+    @property
+    def num_processes(self) -> int:
+        """How many distinct batches a step has; before any model has been built, how many processes there are."""
+        mesh = self._mesh_so_far
+        told = int(self.state.num_processes) if mesh is None else mesh.batch_world
+        if self._runtime is None:
+            self._told.add(told)
+        return told
+
+    @property
+    def process_index(self) -> int:
+        """Which of the distinct batches this rank gets."""
+        return int(self.state.process_index) if (mesh := self._mesh_so_far) is None else mesh.batch_rank
+
+    @property
+    def is_last_process(self) -> bool:
+        """True for one process only."""
+        return bool(self.state.is_last_process)
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """As Accelerate's; models must come from hfscale, and are returned as they are."""
@@ -134,15 +157,19 @@ class Accelerator(accelerate.Accelerator):
         return rest
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """A schedule that steps once per optimizer step, whatever the layout."""
+        """As Accelerate's: in an optimizer step the schedule steps :attr:`num_processes` times.
+
+        So its length is ``steps * accelerator.num_processes``, or ``epochs * len(loader)`` of the loader as it was
+        before :meth:`prepare`. With ``split_batches=True`` it steps once, and so does a schedule that is not prepared.
+        """
         if is_prepared(scheduler):
             return scheduler
         optimizers = [o for o in prepared_optimizers(self) if o.optimizer is getattr(scheduler, "optimizer", None)]
-        prepared = AcceleratedScheduler(
+        prepared = BatchScheduler(
             scheduler,
             optimizers or prepared_optimizers(self),
-            step_with_optimizer=self.step_scheduler_with_optimizer,
-            split_batches=True,  # Accelerate's word for: do not multiply steps by processes
+            lambda: self.num_processes if self.step_scheduler_with_optimizer and not self.split_batches else 1,
+            self.step_scheduler_with_optimizer,
         )
         prepared_schedulers(self).append(prepared)
         return prepared
@@ -204,7 +231,8 @@ class Accelerator(accelerate.Accelerator):
         Raises:
             ConfigError: they are only some of its trainable parameters.
         """
-        given = {id(p) for p in ([parameters] if isinstance(parameters, Tensor) else _listed(parameters))}
+        listed = parameters.values() if isinstance(parameters, dict) else parameters
+        given = {id(p) for p in ([listed] if isinstance(listed, Tensor) else listed)}
         for model in prepared_models(self):
             trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
             # Where nothing trains on this rank's stages, it must take part in the norm all the same.
@@ -223,13 +251,13 @@ class Accelerator(accelerate.Accelerator):
 
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **_: Any) -> str:
         """Write what the run needs to go on, in any layout (:func:`hfscale.save_state`); call it on every rank."""
-        model, optimizer, others = self._one_run(output_dir)
+        model, optimizer, others = one_run(self, output_dir)
         save_state(model, output_dir, optimizer=optimizer, **others)
         return str(output_dir)
 
     def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **_: Any) -> None:
         """Put the prepared model, optimizer and schedulers back where :meth:`save_state` wrote them down."""
-        model, optimizer, others = self._one_run(input_dir)
+        model, optimizer, others = one_run(self, input_dir)
         load_state(model, input_dir, optimizer=optimizer, **others)
 
     def end_training(self) -> None:
@@ -237,32 +265,20 @@ class Accelerator(accelerate.Accelerator):
         wait_for_saves()
         super().end_training()
 
-    def _one_run(self, directory: Any) -> tuple[nn.Module, Any, dict[str, Any]]:
-        """What was prepared: one model, its optimizer if any, and whatever else has a state, by name."""
-        if directory is None:
-            raise ConfigError("say where: save_state(directory), load_state(directory)")
-        models, optimizers = prepared_models(self), prepared_optimizers(self)
-        if len(models) != 1 or len(optimizers) > 1:
-            raise ConfigError(
-                f"a state holds one model and one optimizer, and {len(models)} and {len(optimizers)} were "
-                "prepared: write them with hfscale.save_state(model, directory, optimizer=...)"
-            )
-        optimizer = optimizers[0].optimizer if optimizers else None
-        others = {f"scheduler_{index}": scheduler for index, scheduler in enumerate(prepared_schedulers(self))}
-        loaders = (loader for loader in prepared_loaders(self) if self.use_stateful_dataloader)
-        others |= {f"dataloader_{index}": loader for index, loader in enumerate(loaders)}
-        others |= {f"custom_{index}": custom for index, custom in enumerate(registered_objects(self))}
-        return models[0], optimizer, others
-
     def _check_processes(self) -> None:
         """Every rank would print and write if each took itself for the only one."""
         world = dist.get_world_size() if dist.is_initialized() else started_processes()
-        if self.num_processes != world:
+        if (counted := self.state.num_processes) != world:
             raise ConfigError(
-                f"Accelerate counts {self.num_processes} process(es) and {world} were started: something made its "
+                f"Accelerate counts {counted} process(es) and {world} were started: something made its "
                 "state before (accelerate.PartialState, accelerate.Accelerator, transformers.TrainingArguments) "
                 "without cpu=True. Make hfscale.Accelerator() first, or set ACCELERATE_USE_CPU=1"
             )
+
+    @property
+    def _mesh_so_far(self) -> Mesh | None:
+        """The ranks of the prepared model, or else of the latest one that was built."""
+        return latest_mesh() if self._runtime is None else self._runtime.mesh
 
     def _adopt(self, model: nn.Module) -> None:
         runtime = find_runtime(model)
@@ -284,10 +300,23 @@ class Accelerator(accelerate.Accelerator):
                 f"{runtime.options.mixed_precision!r}: give both the same, hfscale.from_pretrained(..., "
                 f"mixed_precision={self.mixed_precision!r}), or the accelerator mixed_precision={expected!r}"
             )
-        self._runtime = self._runtime or runtime
+        if self._runtime is None:
+            self._runtime = runtime
+            self._check_what_was_told()
         streams = runtime.part(RandomStreams)
         if streams is not None:
             streams.synchronize(runtime)
+
+    def _check_what_was_told(self) -> None:
+        """Warn of schedules that were given a length before the layout was known."""
+        batches = self.mesh.batch_world
+        if self._told - {batches} and self.is_main_process:
+            warnings.warn(
+                f"accelerator.num_processes was read as {max(self._told - {batches})} before this model was built, and "
+                f"with {self.mesh.layout.describe()} it is {batches}, the number of distinct batches: build the model "
+                "first, or a schedule whose length was computed from it is wrong",
+                stacklevel=5,
+            )
 
     def _agreed(self, value: int) -> int:
         """Rank 0's ``value``, on every rank."""
@@ -319,7 +348,3 @@ class Accelerator(accelerate.Accelerator):
             return
         seed = sampler.generator.initial_seed() if sampler.generator is not None else torch.random.initial_seed()
         sampler.generator = torch.Generator().manual_seed(self._agreed(seed))
-
-
-def _listed(parameters: Any) -> Iterable[Any]:
-    return parameters.values() if isinstance(parameters, dict) else parameters

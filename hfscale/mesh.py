@@ -196,7 +196,13 @@ def build_mesh(
         mesh = _with_experts(mesh, made)
     if layout.size("pp") > 1:
         mesh = _with_stages(_with_ties(mesh, made, ties), made, neighbours)
-    return replace(mesh, sharing=_ranks_of_one_batch(mesh, made))
+    mesh = made.latest = replace(mesh, sharing=_ranks_of_one_batch(mesh, made))
+    return mesh
+
+
+def latest_mesh() -> Mesh | None:
+    """The ranks of the model that was built last; ``None`` before the first one, and in a single process."""
+    return _made_out_of(dist.group.WORLD).latest if dist.is_initialized() else None
 
 
 def _divided(device: torch.device, shape: tuple[int, ...], axes: tuple[str, ...]) -> DeviceMesh:
@@ -292,14 +298,9 @@ def _with_stages(mesh: Mesh, made: "_Groups", neighbours: Sequence[Pair]) -> Mes
 def _stream(device_mesh: DeviceMesh, device: torch.device, pairs: Sequence[Pair]) -> dist.ProcessGroup | None:
     """The group of the pair, of disjoint ``pairs`` of pipeline ranks, that this rank is in."""
     group = device_group([ranks for pair in pairs for ranks in _columns(device_mesh, pair)], device)
-    if group is not None:
-        _warm_up(group, device)
+    if group is not None:  # connect all of them now, and not within a step: NCCL does at the first call
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
     return group
-
-
-def _warm_up(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Connect the ranks now, all of them together, and not within a step: NCCL does at the first call."""
-    dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 class _Groups:
@@ -309,6 +310,7 @@ class _Groups:
 
     def __init__(self) -> None:
         self.made = dict[Any, Any]()
+        self.latest: Mesh | None = None
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
         """What ``make`` made for ``key``, made now if need be; the same calls in the same order on every rank."""

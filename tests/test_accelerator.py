@@ -56,7 +56,7 @@ def train(path: str, layout: dict[str, int], out: str, precision: str = "no") ->
     accelerator = hfscale.Accelerator(gradient_accumulation_steps=2, mixed_precision=around)
     model = build(path, layout, mixed_precision=precision)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    scheduler = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=10)
+    scheduler = get_scheduler("linear", optimizer, 0, num_training_steps=10 * accelerator.num_processes)
     loader = DataLoader(Rows(16), batch_size=2)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     norms, updates = [], 0
@@ -94,7 +94,7 @@ def test_loop_equals_one_process(pools: Pools, layout: dict[str, int], tmp_path:
         scheduler.step()
         optimizer.zero_grad()
     for result in found:
-        assert result["updates"] == result["epochs"] == len(norms)
+        assert result["updates"] == result["epochs"] / parallel.batch_world == len(norms)
         assert result["norms"] == pytest.approx(norms, rel=1e-6)
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64)
     for name, value in stock.state_dict().items():
@@ -121,7 +121,7 @@ def train_stages(path: str, layout: dict[str, int], out: str) -> dict[str, Any]:
     accelerator = hfscale.Accelerator()
     model = build(path, layout)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    scheduler = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=10)
+    scheduler = get_scheduler("linear", optimizer, 0, num_training_steps=10 * accelerator.num_processes)
     loader = DataLoader(Rows(16), batch_size=4)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     norms, losses, rows = [], [], []
@@ -159,7 +159,7 @@ def test_a_loop_over_stages_equals_one_process(pools: Pools, layout: dict[str, i
         scheduler.step()
         optimizer.zero_grad()
     for result in found:
-        assert result["epochs"] == len(norms)
+        assert result["epochs"] == len(norms) * parallel.batch_world
         assert result["norms"] == pytest.approx(norms, rel=1e-6)
         assert result["losses"] == pytest.approx(losses, rel=1e-6)
         assert [sorted(step) for step in result["rows"]] == [

@@ -1,11 +1,57 @@
-"""Names of Accelerate that it does not promise to keep: the lists of what was prepared.
+"""Names of Accelerate that it does not promise to keep: the lists of what was prepared, and steps of a schedule.
 
 Read and run with Accelerate 1.15.
 """
 
+import math
+from collections.abc import Callable
 from typing import Any
 
+from accelerate.scheduler import AcceleratedScheduler
+from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from ..errors import CheckpointError, ConfigError
+
+_BATCHES = "batches_of_a_step"
+
+
+class BatchScheduler(AcceleratedScheduler):
+    """Step a schedule once for each distinct batch of an optimizer step, where Accelerate does for each process.
+
+    Args:
+        batches: says how many there are.
+        follows: whether it steps with its optimizers only.
+    """
+
+    def __init__(self, scheduler: Any, optimizers: list[Any], batches: Callable[[], int], follows: bool) -> None:
+        super().__init__(scheduler, optimizers, follows, split_batches=True)  # once per call
+        self._batches = batches
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """As Accelerate's; a schedule that ends (one cycle) may be asked once too often."""
+        for _ in range(self._batches() if self.gradient_state.sync_gradients else 1):
+            if self.scheduler._step_count <= getattr(self.scheduler, "total_steps", math.inf):
+                super().step(*args, **kwargs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The schedule's, and in what its steps were counted."""
+        return {**super().state_dict(), _BATCHES: self._batches()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on after as many optimizer steps, also where each has another number of distinct batches."""
+        state, now = dict(state_dict), self._batches()
+        then = state.pop(_BATCHES, 1)
+        if then != now:
+            if not isinstance(self.scheduler, LambdaLR):  # its state has no lengths
+                raise CheckpointError(
+                    f"the state of {type(self.scheduler).__name__} counts {then} distinct batches in an optimizer step,"
+                    f" and this layout has {now}: use as many, or a schedule of transformers.get_scheduler"
+                )
+            epoch = state["last_epoch"] * now // then
+            state.update(last_epoch=epoch, _step_count=state["_step_count"] + epoch - state["last_epoch"])
+        super().load_state_dict(state)
 
 
 def is_prepared(what: Any) -> bool:
@@ -33,9 +79,22 @@ def prepared_loaders(accelerator: Any) -> list[Any]:
     return accelerator._dataloaders
 
 
-def registered_objects(accelerator: Any) -> list[Any]:
-    """What else has a state to be saved (``register_for_checkpointing``)."""
-    return accelerator._custom_objects
+def one_run(accelerator: Any, directory: Any) -> tuple[nn.Module, Any, dict[str, Any]]:
+    """Return what was prepared: one model, its optimizer if any, and whatever else has a state, by name."""
+    if directory is None:
+        raise ConfigError("say where: save_state(directory), load_state(directory)")
+    models, optimizers = prepared_models(accelerator), prepared_optimizers(accelerator)
+    if len(models) != 1 or len(optimizers) > 1:
+        raise ConfigError(
+            f"a state holds one model and one optimizer, and {len(models)} and {len(optimizers)} were "
+            "prepared: write them with hfscale.save_state(model, directory, optimizer=...)"
+        )
+    optimizer = optimizers[0].optimizer if optimizers else None
+    others = {f"scheduler_{index}": scheduler for index, scheduler in enumerate(prepared_schedulers(accelerator))}
+    loaders = (loader for loader in prepared_loaders(accelerator) if accelerator.use_stateful_dataloader)
+    others |= {f"dataloader_{index}": loader for index, loader in enumerate(loaders)}
+    others |= {f"custom_{index}": custom for index, custom in enumerate(accelerator._custom_objects)}
+    return models[0], optimizer, others
 
 
 def stock_optimizer(optimizer: Any) -> Any:

@@ -15,7 +15,6 @@ from .._host.accelerate import is_prepared
 from .._host.transformers.trainer import seed_workers_by
 from ..accelerator import Accelerator
 from ..mesh import Mesh
-from ..runtime import Runtime
 from ..train import metrics
 from .batches import Collator, Marked, rows_of
 from .dealt import DealtStream, dealt
@@ -24,7 +23,6 @@ from .dealt import DealtStream, dealt
 class TrainerAccelerator(Accelerator):
     """:class:`hfscale.Accelerator` that a Trainer asks for processes and means distinct batches."""
 
-    _runtime: Runtime | None = None
     _last: tuple[int, int] | None = None  # of the batch of a stream that is evaluated
 
     def __init__(self, **kwargs: Any) -> None:
@@ -38,16 +36,6 @@ class TrainerAccelerator(Accelerator):
         if self._runtime is None:
             return False
         return bool(metrics(self._runtime.model).get("step_was_skipped", False))
-
-    @property
-    def num_processes(self) -> int:
-        """How many distinct batches a step has; of processes, before a model is known."""
-        return int(super().num_processes) if self._runtime is None else self.mesh.batch_world
-
-    @property
-    def process_index(self) -> int:
-        """Which of them this rank is given."""
-        return int(super().process_index) if self._runtime is None else self.mesh.batch_rank
 
     def adopt(self, model: nn.Module) -> None:
         """Count the distinct batches of this model from now on, in place of any other's."""
