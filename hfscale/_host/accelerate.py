@@ -79,8 +79,12 @@ def prepared_loaders(accelerator: Any) -> list[Any]:
     return accelerator._dataloaders
 
 
-def one_run(accelerator: Any, directory: Any) -> tuple[nn.Module, Any, dict[str, Any]]:
-    """Return what was prepared: one model, its optimizer if any, and whatever else has a state, by name."""
+def one_run(accelerator: Any, directory: Any, orders: list[Any]) -> tuple[nn.Module, Any, dict[str, Any]]:
+    """Return what was prepared: one model, its optimizer if any, and whatever else has a state, by name.
+
+    Args:
+        orders: of its loaders' epochs.
+    """
     if directory is None:
         raise ConfigError("say where: save_state(directory), load_state(directory)")
     models, optimizers = prepared_models(accelerator), prepared_optimizers(accelerator)
@@ -93,6 +97,7 @@ def one_run(accelerator: Any, directory: Any) -> tuple[nn.Module, Any, dict[str,
     others = {f"scheduler_{index}": scheduler for index, scheduler in enumerate(prepared_schedulers(accelerator))}
     loaders = (loader for loader in prepared_loaders(accelerator) if accelerator.use_stateful_dataloader)
     others |= {f"dataloader_{index}": loader for index, loader in enumerate(loaders)}
+    others |= {f"order_{index}": order for index, order in enumerate(orders)}
     others |= {f"custom_{index}": custom for index, custom in enumerate(accelerator._custom_objects)}
     return models[0], optimizer, others
 

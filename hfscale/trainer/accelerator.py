@@ -1,20 +1,17 @@
 """The accelerator inside a Trainer: its processes are the distinct batches."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate.data_loader import BatchSamplerShard, get_sampler
 from accelerate.utils import recursively_apply
 from torch import nn
-from torch.utils.data import IterableDataset, RandomSampler, Sampler
+from torch.utils.data import IterableDataset, Sampler
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from .._host.accelerate import is_prepared
 from .._host.transformers.trainer import seed_workers_by
 from ..accelerator import Accelerator
-from ..mesh import Mesh
 from ..train import metrics
 from .batches import Collator, Marked, rows_of
 from .dealt import DealtStream, dealt
@@ -23,6 +20,7 @@ from .dealt import DealtStream, dealt
 class TrainerAccelerator(Accelerator):
     """:class:`hfscale.Accelerator` that a Trainer asks for processes and means distinct batches."""
 
+    _listed = (Sampler,)
     _last: tuple[int, int] | None = None  # of the batch of a stream that is evaluated
 
     def __init__(self, **kwargs: Any) -> None:
@@ -106,27 +104,4 @@ class TrainerAccelerator(Accelerator):
         sampler = get_sampler(data_loader)
         if isinstance(sampler, LengthGroupedSampler):
             sampler.batch_size *= self.mesh.batch_world  # of a step, as in one process
-        drawn = hasattr(sampler, "generator") and sampler.generator is None
-        seeded = isinstance(sampler, RandomSampler) and self.use_seedable_sampler  # which Accelerate makes of it
-        if not drawn or seeded:
-            super()._agree_on_order(data_loader)
-        elif self.mesh.control is not None:  # groups by length, say, in an order of its own
-            data_loader.batch_sampler.sampler = OneOrder(sampler, self.mesh)
-
-
-class OneOrder(Sampler[int]):
-    """The order that the first rank has drawn, on every rank.
-
-    Every rank draws, so that its random numbers go on as in one process.
-    """
-
-    def __init__(self, sampler: Any, mesh: Mesh) -> None:
-        self.sampler, self._mesh = sampler, mesh
-
-    def __iter__(self) -> Iterator[int]:
-        drawn = [torch.tensor(list(self.sampler))]
-        dist.broadcast_object_list(drawn, src=0, group=self._mesh.control)
-        return iter(drawn[0].tolist())
-
-    def __len__(self) -> int:
-        return len(self.sampler)
+        super()._agree_on_order(data_loader)

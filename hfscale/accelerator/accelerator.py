@@ -1,4 +1,4 @@
-"""The bridge to Accelerate: a stock-looking loop gives the right numbers on every layout.
+"""``hfscale.Accelerator``, which counts distinct batches.
 
 Accelerate counts processes; under tensor parallelism several processes share one batch. This subclass makes it count
 *distinct batches* wherever it matters - ``num_processes``, which samples a rank gets, how results are gathered, how
@@ -16,8 +16,9 @@ import torch.distributed as dist
 from accelerate.data_loader import IterableDatasetShard, get_sampler, prepare_data_loader
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
+from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from ._host.accelerate import (
+from .._host.accelerate import (
     BatchScheduler,
     is_prepared,
     one_run,
@@ -26,17 +27,17 @@ from ._host.accelerate import (
     prepared_optimizers,
     prepared_schedulers,
 )
-from ._host.torch import before_iterators
-from ._host.transformers.classes import class_name
-from .checkpoint import load_state, save_pretrained, save_state, wait_for_saves
-from .config import started_processes, without_launcher_switches
-from .errors import ConfigError
-from .mesh import Mesh, latest_mesh
-from .parallel.data import set_gradient_sync
-from .parallel.tensor import RandomStreams
-from .processes import own_device, restarted, start
-from .runtime import Runtime, find_runtime, runtime_of
-from .train import clip_grad_norm_
+from .._host.transformers.classes import class_name
+from ..checkpoint import load_state, save_pretrained, save_state, wait_for_saves
+from ..config import started_processes, without_launcher_switches
+from ..errors import ConfigError
+from ..mesh import Mesh, latest_mesh
+from ..parallel.data import set_gradient_sync
+from ..parallel.tensor import RandomStreams
+from ..processes import own_device, restarted, start
+from ..runtime import Runtime, find_runtime, runtime_of
+from ..train import clip_grad_norm_
+from .loaders import OneOrder, agreed, seed_workers_alike
 
 _FOREIGN = ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin", "parallelism_config")
 
@@ -56,6 +57,7 @@ class Accelerator(accelerate.Accelerator):
 
     serves_hfscale = True
     _runtime: Runtime | None = None
+    _listed: tuple[type, ...] = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)  # which end
 
     def __init__(self, **kwargs: Any) -> None:
         clashing = [name for name in _FOREIGN if kwargs.get(name) is not None]
@@ -73,7 +75,7 @@ class Accelerator(accelerate.Accelerator):
         self._check_processes()
         if self.mixed_precision not in ("no", "bf16"):
             raise ConfigError(f"mixed_precision={self.mixed_precision!r} cannot be used: use 'no' or 'bf16'")
-        self._told, self._worker_seeds = set[int](), torch.Generator()
+        self._told, self._orders, self._worker_seeds = set[int](), list[OneOrder](), torch.Generator()
 
     @property
     def mesh(self) -> Mesh:
@@ -142,18 +144,18 @@ class Accelerator(accelerate.Accelerator):
             dispatch_batches=False,
             even_batches=self.even_batches,
             use_seedable_sampler=self.use_seedable_sampler,
-            data_seed=self._agreed(self.dataloader_config.data_seed or torch.random.initial_seed()),
+            data_seed=agreed(self.mesh, self.dataloader_config.data_seed or torch.random.initial_seed()),
             non_blocking=self.non_blocking,
             use_stateful_dataloader=self.use_stateful_dataloader,
         )
         prepared_loaders(self).append(prepared)
-        self._seed_workers_alike(prepared)
+        seed_workers_alike(prepared, self.mesh, self._worker_seeds)
         return prepared
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """As Accelerate's: another loader, over the rest of an epoch."""
         rest = super().skip_first_batches(dataloader, num_batches)
-        self._seed_workers_alike(rest)
+        seed_workers_alike(rest, self.mesh, self._worker_seeds)
         return rest
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
@@ -251,13 +253,13 @@ class Accelerator(accelerate.Accelerator):
 
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **_: Any) -> str:
         """Write what the run needs to go on, in any layout (:func:`hfscale.save_state`); call it on every rank."""
-        model, optimizer, others = one_run(self, output_dir)
+        model, optimizer, others = one_run(self, output_dir, self._orders)
         save_state(model, output_dir, optimizer=optimizer, **others)
         return str(output_dir)
 
     def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **_: Any) -> None:
         """Put the prepared model, optimizer and schedulers back where :meth:`save_state` wrote them down."""
-        model, optimizer, others = one_run(self, input_dir)
+        model, optimizer, others = one_run(self, input_dir, self._orders)
         load_state(model, input_dir, optimizer=optimizer, **others)
 
     def end_training(self) -> None:
@@ -318,33 +320,17 @@ class Accelerator(accelerate.Accelerator):
                 stacklevel=5,
             )
 
-    def _agreed(self, value: int) -> int:
-        """Rank 0's ``value``, on every rank."""
-        box = [value]
-        if self.mesh.control is not None:
-            dist.broadcast_object_list(box, src=0, group=self.mesh.control)
-        return box[0]
-
-    def _seed_workers_alike(self, data_loader: Any) -> None:
-        """Give workers of ranks that share a batch one seed, each time that they start.
-
-        Each rank draws it from the stream of the process, which so goes on as in one process; the first one's counts.
-        A generator of the user's stays.
-        """
-        loader = getattr(data_loader, "base_dataloader", data_loader)
-        if self.mesh.sharing is None or not loader.num_workers or loader.generator not in (None, self._worker_seeds):
-            return
-
-        def agree() -> None:
-            self._worker_seeds.manual_seed(self._agreed(int(torch.empty((), dtype=torch.int64).random_())))
-
-        loader.generator = self._worker_seeds
-        before_iterators(loader, agree)
-
     def _agree_on_order(self, data_loader: Any) -> None:
-        """Shuffle alike on every rank: a sampler without a generator would draw from each process's own stream."""
+        """Shuffle alike on every rank: a sampler draws from each process's own stream.
+
+        One that may never end, or that Accelerate or a stateful loader handles itself, gets a generator in one state.
+        """
         sampler = get_sampler(data_loader)
         if not hasattr(sampler, "generator"):
             return
-        seed = sampler.generator.initial_seed() if sampler.generator is not None else torch.random.initial_seed()
-        sampler.generator = torch.Generator().manual_seed(self._agreed(seed))
+        handled = self.use_stateful_dataloader or (self.use_seedable_sampler and isinstance(sampler, RandomSampler))
+        if isinstance(sampler, self._listed) and not handled:
+            self._orders.append(OneOrder.put_into(data_loader, sampler, self.mesh))
+        else:
+            seed = sampler.generator.initial_seed() if sampler.generator is not None else torch.random.initial_seed()
+            sampler.generator = torch.Generator().manual_seed(agreed(self.mesh, seed))

@@ -1,0 +1,5 @@
+"""The bridge to Accelerate: a stock-looking loop gives the right numbers on every layout."""
+
+from .accelerator import Accelerator
+
+__all__ = ["Accelerator"]

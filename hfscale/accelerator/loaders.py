@@ -1,0 +1,87 @@
+"""What ranks that share a batch do alike as they read it: the order of an epoch, and the seeds of workers."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import BatchSampler, Sampler
+
+from .._host.torch import before_iterators
+from ..mesh import Mesh
+
+
+class OneOrder(Sampler[int]):
+    """The order that the first rank has drawn, on every rank.
+
+    Every rank draws, so that its random numbers go on as in one process. An epoch that was cut short goes on in its
+    order after :meth:`load_state_dict`.
+    """
+
+    def __init__(self, sampler: Any, mesh: Mesh) -> None:
+        self.sampler, self._mesh = sampler, mesh
+        self._began: Tensor | None = None  # what the order under way was drawn from
+        self._resumed: Tensor | None = None
+
+    @classmethod
+    def put_into(cls, data_loader: Any, sampler: Any, mesh: Mesh) -> "OneOrder":
+        """Replace the loader's sampler by one that shares the order of ``sampler``."""
+        order = cls(sampler, mesh)
+        by_batches = isinstance(data_loader.sampler, BatchSampler)
+        (data_loader.sampler if by_batches else data_loader.batch_sampler).sampler = order
+        return order
+
+    def __iter__(self) -> Iterator[int]:
+        own = getattr(self.sampler, "generator", None)
+        stream = torch.default_generator if own is None else own
+        now, resumed, self._resumed = stream.get_state(), self._resumed, None
+        began = now if resumed is None else resumed
+        stream.set_state(began)
+        drawn = [began, torch.tensor(list(self.sampler))]
+        if resumed is not None and own is None:
+            stream.set_state(now)  # which is where the run left off
+        if self._mesh.control is not None:
+            dist.broadcast_object_list(drawn, src=0, group=self._mesh.control)
+        self._began = drawn[0]
+        yield from drawn[1].tolist()
+        self._began = None
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the order under way was drawn from."""
+        return {"began": self._began}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Draw the next epoch's order from there."""
+        self._resumed = state["began"]
+
+
+def seed_workers_alike(data_loader: Any, mesh: Mesh, seeds: torch.Generator) -> None:
+    """Give workers of ranks that share a batch one seed, each time that they start.
+
+    Each rank draws it from the stream of the process, which so goes on as in one process; the first one's counts.
+    A generator of the user's stays.
+
+    Args:
+        seeds: what all such loaders draw from.
+    """
+    loader = getattr(data_loader, "base_dataloader", data_loader)
+    if mesh.sharing is None or not loader.num_workers or loader.generator not in (None, seeds):
+        return
+
+    def agree() -> None:
+        seeds.manual_seed(agreed(mesh, int(torch.empty((), dtype=torch.int64).random_())))
+
+    loader.generator = seeds
+    before_iterators(loader, agree)
+
+
+def agreed(mesh: Mesh, value: int) -> int:
+    """Rank 0's ``value``, on every rank."""
+    box = [value]
+    if mesh.control is not None:
+        dist.broadcast_object_list(box, src=0, group=mesh.control)
+    return box[0]
