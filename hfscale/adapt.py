@@ -20,17 +20,20 @@ from .train import eval_step
 _SAMPLE = (2, 16)  # rows and tokens that show what merging changes
 
 
-def get_peft_model(model: nn.Module, peft_config: Any, adapter_name: str = "default", *, seed: int = 0) -> Any:
+def get_peft_model(
+    model: nn.Module, peft_config: Any, adapter_name: str = "default", *, seed: int | None = None
+) -> Any:
     """Put adapters around the modules of a model that hfscale parallelized; call it on every rank.
 
-    PEFT's own ``get_peft_model``, over shards: weights are frozen, and what trains are factors whose first values do
-    not depend on the layout. Optimizers made before know nothing of them. The model itself goes on to work, with the
-    adapters, in :func:`hfscale.train_step` and everywhere else.
+    PEFT's own ``get_peft_model``, over shards: weights are frozen, and what trains are factors whose first values are
+    those that PEFT gives them in one process. Optimizers made before know nothing of them. The model itself goes on to
+    work, with the adapters, in :func:`hfscale.train_step` and everywhere else.
 
     Args:
         peft_config: a PEFT config, or the path or Hub id of a saved adapter to go on training.
         adapter_name: PEFT's name for the adapter.
-        seed: of what is random in new adapters.
+        seed: of what is random in new adapters, as after ``torch.manual_seed(seed)``; by default torch's random numbers
+            as they are on the first rank, as in PEFT.
 
     Returns:
         PEFT's model around ``model``.

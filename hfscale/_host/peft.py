@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .torch import own_modules
@@ -83,10 +84,10 @@ def wrapped_by_peft(model: nn.Module) -> bool:
 
 
 def wrapped_model(model: nn.Module, config: Any, name: str) -> Any:
-    """PEFT's model around ``model``, whose modules are wrapped in place; factors have no memory."""
+    """PEFT's model around ``model``, whose modules are wrapped in place; factors have no memory, and draw nothing."""
     import peft
 
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         # PEFT 0.21 asks by a name that transformers 5.23 has deprecated.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         return peft.get_peft_model(model, config, adapter_name=name, low_cpu_mem_usage=True)  # type: ignore[arg-type]

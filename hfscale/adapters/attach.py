@@ -74,7 +74,7 @@ def attach_adapters(
     *,
     source: str | None = None,
     name: str = "default",
-    seed: int = 0,
+    seed: int | None = 0,
 ) -> tuple[Adapters, Plan]:
     """Wrap the modules of ``model`` as ``config`` says; ``shares`` get those of the adapters.
 
@@ -84,7 +84,7 @@ def attach_adapters(
         plan: of the stock model.
         shares: this rank's final shares, by name.
         source: a saved adapter to go on with.
-        seed: of what is random in new adapters.
+        seed: of what is random in new adapters; ``None`` for torch's random numbers as they are.
 
     Returns:
         the adapters, and the plan with their parameters.

@@ -1,22 +1,24 @@
-"""First values of adapters that do not depend on the layout.
+"""First values of adapters: PEFT's own, in every layout.
 
-PEFT makes the adapter of one whole module at a time, on the CPU, from a seed made of the run's seed and the module's
-name; every rank keeps its share. Where the values are made of the weights that are adapted (PiSSA, Meng et al. 2024;
-OLoRA, Buyukakyuz 2024; DoRA's magnitudes), that one weight is put together first.
+Every rank lets PEFT make the adapters of one whole module at a time, on the CPU and in PEFT's order, from the same
+random numbers, and keeps its share; those of other stages are made for the numbers that they take. Where the values
+are made of the weights that are adapted (PiSSA, Meng et al. 2024; OLoRA, Buyukakyuz 2024; DoRA's magnitudes), that one
+weight is put together first.
 """
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from .._host.peft import COPY
 from ..mesh import Mesh
 from ..plan import AdapterParameter, Plan
-from ..runtime.initialize import seed_of
 from ..runtime.names import unwrapped
 from ..runtime.unshard import gather_full
 from .peft_config import needs_weights
@@ -30,43 +32,75 @@ def initialize_adapters(
     plan: Plan,
     mesh: Mesh,
     shares: dict[str, Tensor],
-    seed: int,
+    seed: int | None,
     dequantized: Callable[[str], Tensor],
 ) -> dict[str, Tensor]:
-    """This rank's shares of all adapters that it holds, and of weights that their making has changed.
+    """Return this rank's shares of all adapters that it holds, and of weights that their making has changed.
 
     Args:
         whole: PEFT's model around the whole stock model, on the meta device.
         shares: this rank's final shares of the stock model's parameters.
+        seed: PEFT's values after ``torch.manual_seed(seed)``; ``None`` for those of torch's random numbers as they are.
         dequantized: gives this rank's share of a quantized weight.
     """
     made: dict[str, Tensor] = {}
     by_module: dict[str, list[AdapterParameter]] = {}
     for adapter in plan.adapters:
-        if not plan.is_local(mesh.ranks["pp"], adapter.name):
-            continue
-        if adapter.kept_in == COPY:
-            made[adapter.name] = shares[plan.by_name[adapter.base].tied_to or adapter.base].clone()
-        else:
+        if adapter.kept_in != COPY:
             by_module.setdefault(adapter.base.rpartition(".")[0], []).append(adapter)
+        elif plan.is_local(mesh.ranks["pp"], adapter.name):
+            made[adapter.name] = shares[plan.by_name[adapter.base].tied_to or adapter.base].clone()
     stock = whole.get_base_model()
-    for path, adapters in by_module.items():
-        module = copy.deepcopy(unwrapped(stock.get_submodule(path))).to_empty(device="cpu")
-        weights = _fill(module, path, plan, mesh, shares, dequantized) if needs_weights(config) else {}
-        before = {key: getattr(module, key).detach().clone() for key in weights}
-        values = _made_alone(module, path, config, name, adapters, seed)
-        for adapter in adapters:
-            planned = plan.by_name[adapter.name]
-            if planned.tied_to is None:
-                made[adapter.name] = planned.take(values[adapter.name].detach(), mesh.ranks).clone().to(mesh.device)
-        for key, old in before.items():
-            new = getattr(module, key).detach()
-            if not torch.equal(new, old):
-                planned = plan.by_name[f"{path}.{key}"]
-                owner = planned.tied_to or planned.name
-                changed = weights[key] + (new - old).to(weights[key].dtype) if new.dtype != weights[key].dtype else new
-                made[owner] = planned.take(changed, mesh.ranks).clone().to(mesh.device)
+    with _random_numbers(seed, mesh):
+        for path in sorted(by_module, key=lambda each: any(adapter.experts for adapter in by_module[each])):
+            adapters = by_module[path]
+            module = copy.deepcopy(unwrapped(stock.get_submodule(path))).to_empty(device="cpu")
+            if not plan.is_local(mesh.ranks["pp"], adapters[0].name):
+                _draw_alone(module, path, config, name, adapters)
+                continue
+            weights = _fill(module, path, plan, mesh, shares, dequantized) if needs_weights(config) else {}
+            before = {key: getattr(module, key).detach().clone() for key in weights}
+            values = _made_alone(module, path, config, name, adapters)
+            for adapter in adapters:
+                planned = plan.by_name[adapter.name]
+                if planned.tied_to is None:
+                    made[adapter.name] = planned.take(values[adapter.name].detach(), mesh.ranks).clone().to(mesh.device)
+            for key, old in before.items():
+                new = getattr(module, key).detach()
+                if not torch.equal(new, old):
+                    planned = plan.by_name[f"{path}.{key}"]
+                    owner, kept = planned.tied_to or planned.name, weights[key]
+                    changed = kept + (new - old).to(kept.dtype) if new.dtype != kept.dtype else new
+                    made[owner] = planned.take(changed, mesh.ranks).clone().to(mesh.device)
     return made
+
+
+@contextmanager
+def _random_numbers(seed: int | None, mesh: Mesh) -> Iterator[None]:
+    """Within: the same random numbers on every rank. Without a seed they are the first rank's, and go on afterwards."""
+    own = torch.random.get_rng_state()
+    start = [own if seed is None else torch.Generator().manual_seed(seed).get_state()]
+    if mesh.control is not None:
+        dist.broadcast_object_list(start, src=0, group=mesh.control)
+    torch.random.set_rng_state(start[0])
+    try:
+        yield
+        if seed is None and torch.equal(own, start[0]):
+            own = torch.random.get_rng_state()
+    finally:
+        torch.random.set_rng_state(own)
+
+
+def _draw_alone(module: nn.Module, path: str, config: Any, name: str, adapters: list[AdapterParameter]) -> None:
+    """Take the random numbers that the adapters of a module of another stage are made of, if any."""
+    config = copy.deepcopy(config)
+    config.use_dora = False  # which is made of weights, and draws nothing
+    if getattr(config, "init_lora_weights", True) in ("olora", "pissa"):
+        config.init_lora_weights = False  # likewise
+    if needs_weights(config):
+        for parameter in module.parameters():
+            parameter.data.zero_()
+    _made_alone(module, path, config, name, adapters)
 
 
 def _fill(
@@ -91,7 +125,7 @@ def _fill(
 
 
 def _made_alone(
-    module: nn.Module, path: str, config: Any, name: str, adapters: list[AdapterParameter], seed: int
+    module: nn.Module, path: str, config: Any, name: str, adapters: list[AdapterParameter]
 ) -> dict[str, Tensor]:
     """The values that PEFT gives the adapters of ``module``, alone in a model in which it has the same name."""
     import peft
@@ -103,8 +137,7 @@ def _made_alone(
         holder = holder.get_submodule(owner)
     holder.add_module(child, module)
     modules, parameters, _ = targets_of(adapters)
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.default_generator.manual_seed(seed_of(seed, path))
         peft.inject_adapter_in_model(narrowed(config, modules, parameters, ()), root, adapter_name=name)
     return dict(root.named_parameters(remove_duplicate=False))

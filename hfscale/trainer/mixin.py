@@ -81,7 +81,8 @@ class TrainerMixin(TrainerHooks, DataSets):
             context.enter_context(taken_for_adapted(runtime_of(model).model))
         if arguments is not None and layout is not None:
             count_generations(arguments, layout.batch_world)
-        self._seams = Seams(layout, options_of(arguments))
+        seed = {} if arguments is None else {"seed": arguments.seed}
+        self._seams = Seams(layout, options_of(arguments) | seed)
         if isinstance(model, nn.Module):
             self._seams.train(model)
         self._while_made = context  # which a model that is made on the way enters

@@ -4,23 +4,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import peft
 import torch
 import trl
 from datasets import Dataset, load_from_disk
-from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     PreTrainedTokenizerFast,
-    TrainerCallback,
 )
 
 import hfscale
 import hfscale.trl
 from hfscale import ParallelConfig
-from hfscale.checkpoint.weights import load_weights
 
 _TIMES = ("runtime", "per_second", "preparation_time", "step_time", "profiling")
 _CHAT = """{% for message in messages %}{% if message.role == 'user' %}q {{ message.content }} \
@@ -78,7 +74,6 @@ class Case:
         data: which columns its rows have.
         arguments: of its config; ``batch`` rows of all distinct batches go through one forward pass.
         lora: a PEFT config for the trainer.
-        adapter: a saved adapter that training begins with.
         ours: whether a stock trainer is given a model of hfscale's.
     """
 
@@ -86,23 +81,9 @@ class Case:
     data: str
     arguments: dict[str, Any] = field(default_factory=dict)
     lora: Any = None
-    adapter: str = ""
     batch: int = 4
     ours: bool = False
     more: dict[str, Any] = field(default_factory=dict)
-
-
-class Begin(TrainerCallback):
-    """Training begins with a saved adapter: PEFT's first values are random, and hfscale's the same in every layout."""
-
-    def __init__(self, adapter: str, stock: bool) -> None:
-        self._adapter, self._stock = adapter, stock
-
-    def on_train_begin(self, *_: Any, model: Any = None, **__: Any) -> None:
-        if self._stock:
-            peft.set_peft_model_state_dict(model, load_file(f"{self._adapter}/adapter_model.safetensors"))
-        else:
-            load_weights(model, self._adapter)
 
 
 def length_reward(completions: list[str], **_: Any) -> list[float]:
@@ -157,7 +138,6 @@ def run(case: Case, path: str, out: str, layout: dict[str, Any] | None) -> list[
         train_dataset=rows(path, case.data, 1),
         eval_dataset=rows(path, case.data, 2) if "eval_strategy" in given else None,
         processing_class=PreTrainedTokenizerFast.from_pretrained(path),
-        callbacks=[Begin(case.adapter, layout is None)] if case.adapter else [],
         **adapters,
         **case.more,
     )

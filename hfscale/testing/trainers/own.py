@@ -118,7 +118,7 @@ def optimizers(draw: Draw, model: Any) -> dict[str, Any]:
 
 
 class Begin(TrainerCallback):
-    """Training begins with a saved adapter: PEFT's first values are random, and hfscale's the same in every layout."""
+    """Training begins with a saved adapter, none of whose factors is zero."""
 
     def __init__(self, adapter: str, stock: bool) -> None:
         self._adapter, self._stock = adapter, stock
