@@ -21,7 +21,6 @@ from transformers import TrainingArguments
 from .. import build
 from .._host.transformers.classes import class_name, is_causal_lm
 from .._host.transformers.trainer import (
-    TrainerHooks,
     accelerator_made_by,
     batches_skipped_by_accelerator,
     evaluated_with_logits,
@@ -33,13 +32,15 @@ from .._host.transformers.trainer import (
 )
 from ..config import ParallelConfig, started_processes
 from ..errors import ConfigError
-from ..runtime import Runtime, find_runtime, runtime_of
+from ..runtime import find_runtime, runtime_of
 from ..train import train_step
-from . import evaluation, files, optimizers, through_stages
+from . import evaluation, optimizers, through_stages
 from .accelerator import TrainerAccelerator
 from .batches import cut_by_schedule, first_examples, warn_of_repeated
 from .data_sets import DataSets
+from .directories import resumed_from
 from .divisor import divisor
+from .files import Checkpoints
 from .refusals import (
     check_generation,
     check_layout_of,
@@ -55,7 +56,7 @@ from .streams import RandomStreams
 from .work import operations
 
 
-class TrainerMixin(TrainerHooks, DataSets):
+class TrainerMixin(Checkpoints, DataSets):
     """Makes a Trainer that knows hfscale's models: ``class MyTrainer(hfscale.TrainerMixin, transformers.Trainer)``.
 
     Args:
@@ -157,12 +158,6 @@ class TrainerMixin(TrainerHooks, DataSets):
         trainer.accelerator.adopt(model)
 
     @property
-    def runtime(self) -> Runtime:
-        """Plan, ranks and parts of the model."""
-        trainer: Any = self
-        return runtime_of(trainer.model)
-
-    @property
     def _scores_tokens(self) -> bool:
         """Whether the loss is made of scores of tokens: TRL's, by its fused head."""
         trainer: Any = self
@@ -192,11 +187,12 @@ class TrainerMixin(TrainerHooks, DataSets):
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Trainer's."""
-        files.check_complete(resume_from_checkpoint, self.args.output_dir)  # type: ignore[attr-defined]
+        output = self.args.output_dir  # type: ignore[attr-defined]
+        resume_from_checkpoint = resumed_from(resume_from_checkpoint, Path(output), self.runtime.mesh)
         self._waiting, self._carried = [], 0.0  # an earlier run may have ended within a step
         with batches_skipped_by_accelerator(self), kernels_left_alone():
-            output = super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
-        return output._replace(training_loss=output.metrics["train_loss"])
+            done = super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+        return done._replace(training_loss=done.metrics["train_loss"])
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Trainer's; the run's mean loss is that of all data ranks, also since the last row."""
@@ -293,45 +289,6 @@ class TrainerMixin(TrainerHooks, DataSets):
     def floating_point_ops(self, inputs: Any) -> Any:
         """This rank's share of a batch's operations: ranks that share the batch do them between them."""
         return operations(self.runtime, inputs)
-
-    # --- files --------------------------------------------------------------------------------------------------------
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write a plain Hugging Face directory, or an adapter in PEFT's format; call it on every rank."""
-        trainer: Any = self
-        directory = output_dir or trainer.args.output_dir
-        with files.weights_written(trainer.model, Path(directory)):
-            super().save_model(directory, _internal_call)  # type: ignore[misc]
-
-    def write_state(self, directory: Path) -> None:
-        """Optimizer, schedule and random streams, in hfscale's own format."""
-        trainer: Any = self
-        files.write_state(trainer.model, directory, trainer.optimizer, trainer.lr_scheduler)
-
-    def read_state(self, checkpoint: Path) -> None:
-        """The same back, from a checkpoint of hfscale's."""
-        trainer: Any = self
-        files.read_state(trainer.model, checkpoint, trainer.optimizer, trainer.lr_scheduler)
-        self._streams.read(checkpoint, own=files.has_state(checkpoint))
-
-    def write_random_states(self, directory: Path) -> None:
-        """What stock Trainer reads, and where the epoch began."""
-        self._streams.write(directory)
-
-    def put_back_random_states(self) -> None:
-        """Once the batches before the checkpoint are skipped."""
-        self._streams.put_back()
-
-    def read_weights(self, checkpoint: Path) -> None:
-        """From a checkpoint that has no state, which would hold them too."""
-        trainer: Any = self
-        if not files.has_state(checkpoint):
-            files.load_weights(trainer.model, checkpoint)
-
-    def read_best_weights(self, checkpoint: Path) -> None:
-        """From the plain directory that every checkpoint is."""
-        trainer: Any = self
-        files.load_weights(trainer.model, checkpoint)
 
 
 class Trainer(TrainerMixin, transformers.Trainer):

@@ -9,14 +9,15 @@ from transformers import trainer as module
 
 import hfscale
 from hfscale._host.transformers import trainer as host
+from hfscale.trainer.files import Checkpoints
 
 OWN = {
     *("read_best_weights", "read_state", "read_weights", "write_state", "write_random_states"),
-    *("put_back_random_states", "check_loss", "around_inputs", "_step", "arguments_of_data"),
+    *("put_back_random_states", "check_loss", "around_inputs", "_step", "arguments_of_data", "written_aside"),
 }
 OVERRIDDEN = sorted(
     name
-    for kind in (hfscale.TrainerMixin, host.TrainerHooks)
+    for kind in (hfscale.TrainerMixin, Checkpoints, host.TrainerHooks)
     for name, value in vars(kind).items()
     if inspect.isfunction(value) and name not in OWN and not name.startswith("__")
 )

@@ -12,9 +12,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import hfscale
 import hfscale.trl
-from hfscale import CheckpointError, ParallelConfig
+from hfscale import ParallelConfig
 from hfscale.testing import RankPool
-from hfscale.trainer.files import check_complete
 from hfscale.trainer.optimizers import heard_options
 from hfscale.trainer.refusals import check_cached, check_optimizer
 
@@ -91,16 +90,6 @@ def try_precision_of_launcher(out: str) -> str:
 def test_a_precision_that_a_config_file_says_is_told_from_an_argument(pools: Pools, tmp_path: Path) -> None:
     for message in pools(2).run(try_precision_of_launcher, str(tmp_path)):
         assert "of its config file" in message
-
-
-def test_a_checkpoint_that_was_not_finished_is_named_with_one_that_was(tmp_path: Path) -> None:
-    for step in (2, 4):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-    (tmp_path / "checkpoint-2" / "trainer_state.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"checkpoint-4 has no .*checkpoint-2' is complete"):
-        check_complete(True, str(tmp_path))
-    check_complete(str(tmp_path / "checkpoint-2"), str(tmp_path))
-    check_complete(None, str(tmp_path))
 
 
 def try_models(out: str) -> list[str]:

@@ -63,6 +63,30 @@ class TrainerHooks:
         state: Any = self.state  # type: ignore[attr-defined]
         self.read_best_weights(Path(state.best_model_checkpoint))
 
+    def written_aside(self, target: Path) -> AbstractContextManager[Path]:
+        """Let Trainer write the checkpoint ``target`` in a directory of its name, inside the one that this yields."""
+        return nullcontext(target.parent)
+
+    _aside: Path | None = None  # the directory that Trainer takes for the one with the checkpoints, during a save
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        trainer: Any = self
+        target = Path(self._get_output_dir(trial)) / f"{_trainer.PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
+        with self.written_aside(target) as self._aside:
+            try:
+                super()._save_checkpoint(model, trial)  # type: ignore[misc]
+            finally:
+                self._aside = None
+        if trainer.args.push_to_hub:
+            self._push_from_checkpoint(str(target))
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(super()._get_output_dir(trial) if self._aside is None else self._aside)  # type: ignore[misc]
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self._aside is None:
+            super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
+
     def around_inputs(self) -> AbstractContextManager[None]:
         """Around preparing a batch."""
         return nullcontext()
