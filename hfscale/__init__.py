@@ -48,7 +48,7 @@ if TYPE_CHECKING:
         train_step,
         watchdog,
     )
-    from .trainer import Trainer, TrainerMixin
+    from .trainer import Seq2SeqTrainer, Trainer, TrainerMixin
     from .upcycle.upcycle import upcycle
 
 __all__ = [
@@ -68,6 +68,7 @@ __all__ = [
     "Preempted",
     "RoutingConfig",
     "SaveCheck",
+    "Seq2SeqTrainer",
     "TokenScores",
     "Trainer",
     "TrainerMixin",
@@ -126,7 +127,7 @@ _MODULES = {
     ".optimizers": ["create_optimizer"],
     ".build": ["from_config", "from_pretrained", "parallelize", "plan"],
     ".parallel.pipeline.record": ["record_schedule"],
-    ".trainer": ["Trainer", "TrainerMixin"],
+    ".trainer": ["Seq2SeqTrainer", "Trainer", "TrainerMixin"],
     ".train": [
         *["BadStepError", "BadSteps", "Preempted", "preempted", "watchdog"],
         *[

@@ -38,7 +38,7 @@ GROUPS = {
         *["RoutingConfig", "expert_load", "ExpertLoad", "ExpertLoadHistory", "verify_experts", "upcycle"],
     ],
     "Pipelines": ["record_schedule"],
-    "Accelerate and Trainer": ["Accelerator", "Trainer", "TrainerMixin"],
+    "Accelerate and Trainer": ["Accelerator", "Trainer", "Seq2SeqTrainer", "TrainerMixin"],
     "Errors": ["HFScaleError", "ConfigError", "PlanError", "MeshError", "CheckpointError", "BadStepError"],
 }
 FIELDS = ["ParallelConfig", "MemoryConfig", "Float8Config", "RoutingConfig"]

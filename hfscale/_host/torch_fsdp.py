@@ -162,6 +162,15 @@ def cast_shards(model: nn.Module, types: Mapping[nn.Parameter, torch.dtype]) -> 
             group._init_mp_dtypes()
 
 
+def gather_root(model: nn.Module) -> None:
+    """Gather the weights around the layers, for calls of the model's parts without the model itself."""
+    root: Any = fully_shard.state(model)  # type: ignore[attr-defined]
+    root._lazy_init()  # or the first layer that is called would take itself for the model
+    for group in _groups(root):
+        group.unshard()
+        group.wait_for_unshard()
+
+
 def reduce_now(model: nn.Module) -> None:
     """Reduce and shard what gradients backward passes have left, and end the step."""
     for state in _states(model):

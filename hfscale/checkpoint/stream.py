@@ -18,6 +18,7 @@ from ..mesh import Mesh
 from ..parallel.data import reshard
 from ..runtime import Runtime, runtime_of
 from ..runtime.full_tensors import SavedTensor, full_tensors, tensors_to_save
+from ..runtime.names import stock_name
 from ..runtime.writing import is_writer
 
 _NONE = torch.empty(0)  # on ranks that get nothing
@@ -73,6 +74,19 @@ def stream_weights(
         merge.refuse_tied()
         return stored.of(_merged(runtime, merge, entries, chosen))
     return _with_adapters(runtime, merge, entries, stored, chosen)
+
+
+def whole_tensors(runtime: Runtime, ranks: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the same by the names of the model itself, adapters merged: for another model of its class."""
+    reshard(runtime.model)
+    adapters, entries = runtime.part(Adapters), tensors_to_save(runtime)
+    if adapters is None:
+        found = _whole(runtime, entries, ranks)
+    else:
+        merge = WholeMerge(adapters, runtime.plan)
+        merge.refuse_tied()
+        found = _merged(runtime, merge, entries, ranks)
+    return ((stock_name(entry.name), tensor) for entry, tensor in found)
 
 
 class _Stored:

@@ -5,6 +5,6 @@ Trainer computes from processes - token counts, loss scales, steps per epoch - i
 writes is decided by the real rank.
 """
 
-from .mixin import Trainer, TrainerMixin
+from .mixin import Seq2SeqTrainer, Trainer, TrainerMixin
 
-__all__ = ["Trainer", "TrainerMixin"]
+__all__ = ["Seq2SeqTrainer", "Trainer", "TrainerMixin"]

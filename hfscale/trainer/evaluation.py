@@ -87,7 +87,7 @@ def _by_steps(
     if staged and not loss_of.ignores:
         return _by_pieces(trainer, model, inputs, pieces(trainer.runtime.executor, [full], 1, most)[0], loss_only)
     if loss_only:
-        return eval_step(model, full, **given).float(), None, None
+        return eval_step(model, full, **given).float() if labelled else None, None, None
     loss, logits = predict_step(model, full, **given)
     logits = convert_to_fp32(logits)[:rows]
     if not labelled:

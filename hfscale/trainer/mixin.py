@@ -34,7 +34,7 @@ from ..config import ParallelConfig, started_processes
 from ..errors import ConfigError
 from ..runtime import find_runtime, runtime_of
 from ..train import train_step
-from . import evaluation, optimizers, through_stages
+from . import evaluation, generation, optimizers, through_stages
 from .accelerator import TrainerAccelerator
 from .batches import cut_by_schedule, first_examples, warn_of_repeated
 from .data_sets import DataSets
@@ -101,6 +101,7 @@ class TrainerMixin(Checkpoints, DataSets):
         runtime, own = self.runtime, not has_stock_loss(self)
         check_packing(trainer, runtime)
         check_generation(trainer, runtime)
+        generation.check_predictions(trainer)
         if runtime.plan.stages is None:
             check_scaled(trainer, runtime, own_step=not self.uses_train_step)
             check_step(trainer, runtime, self.uses_train_step)
@@ -257,11 +258,24 @@ class TrainerMixin(Checkpoints, DataSets):
         with cut_by_schedule(self.runtime.executor, batches, args, ignores=loss.ignores) as microbatches:
             return train_step(model, microbatches, **given)
 
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's; where predictions are generated, in any layout."""
+        with generation.while_evaluated(self):
+            return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+
     def prediction_step(
-        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+        self,
+        model: nn.Module,
+        inputs: Any,
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+        **generates: Any,
     ) -> tuple[Tensor | None, Any, Any]:
         """Trainer's; rows that even out the last batch of data ranks do not count."""
         stock = evaluated_with_logits(self, super().prediction_step)  # type: ignore[misc]
+        if generation.generates(self) and not prediction_loss_only:
+            loss = self.prediction_step(model, inputs, True, ignore_keys)[0]
+            return generation.generated_step(self, inputs, loss, ignore_keys, stock, generates)
         if self._scores_tokens and "labels" in inputs:
             return evaluation.scored_step(self, model, inputs, prediction_loss_only, ignore_keys, stock)
         if not self.knows_loss:
@@ -295,6 +309,13 @@ class Trainer(TrainerMixin, transformers.Trainer):
     """``transformers.Trainer`` in any layout: its arguments, loop, callbacks and files.
 
     See :class:`TrainerMixin` for ``parallel``. Start the script with ``accelerate launch``, one process per rank.
+    """
+
+
+class Seq2SeqTrainer(TrainerMixin, transformers.Seq2SeqTrainer):
+    """``transformers.Seq2SeqTrainer`` in any layout, ``predict_with_generate`` included.
+
+    See :class:`TrainerMixin` for ``parallel``, and docs/trainer.md for what generates through stages.
     """
 
 

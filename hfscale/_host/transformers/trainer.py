@@ -127,9 +127,9 @@ def kernels_left_alone() -> AbstractContextManager[None]:
 def evaluated_with_logits(trainer: Any, step: Callable[..., Any]) -> Callable[..., Any]:
     """Trainer's prediction step, which does not ask the model, as it asks Liger's, to leave its logits out."""
 
-    def evaluated(*args: Any) -> Any:
+    def evaluated(*args: Any, **kwargs: Any) -> Any:
         with attribute_replaced(trainer.args, "use_liger_kernel", False):
-            return step(*args)
+            return step(*args, **kwargs)
 
     return evaluated
 
@@ -173,6 +173,12 @@ def read_random_states(checkpoint: Path) -> dict[str, Any] | None:
 def has_stock_loss(trainer: Any) -> bool:
     """Whether the loss is the model's own, computed as ``transformers.Trainer`` does."""
     return type(trainer).compute_loss is transformers.Trainer.compute_loss and trainer.compute_loss_func is None
+
+
+def has_own_prediction_step(trainer: Any) -> bool:
+    """Whether a class beside ``transformers.Trainer`` says what a prediction is, ``Seq2SeqTrainer`` for one."""
+    kinds = [kind for kind in type(trainer).__mro__ if "prediction_step" in vars(kind)]
+    return any(kind is not transformers.Trainer and not issubclass(kind, TrainerHooks) for kind in kinds)
 
 
 def chooses_optimizer(trainer: Any) -> bool:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ..._host.torch_fsdp import managed_places
+from ..._host.torch_fsdp import gather_root, managed_places
 from ..._host.transformers.classes import class_name
 from ...errors import ConfigError
 
@@ -40,12 +40,15 @@ def refuse_calls_past_the_model(model: Any) -> None:
     inside.register_forward_pre_hook(refuse)
 
 
-def give_up_whole_weights(model: Any) -> None:
+def give_up_whole_weights(model: Any, in_step: bool) -> None:
     """Behind a pass without gradients, let the model's parameters be this rank's shards again.
 
     FSDP2 keeps the root's weights, and those of layers that are not spread, for a backward pass. Where none comes they
     stand in the place of the parameters: an optimizer made then would move them in vain, and ``zero_grad`` would miss
     every gradient. While tokens are generated they stay, and are given up at the end.
+
+    Args:
+        in_step: whether a pass waits for the other ranks, so that all must generate for as many steps.
     """
     generating: list[bool] = []
     generate = getattr(model, "generate", None)
@@ -61,8 +64,9 @@ def give_up_whole_weights(model: Any) -> None:
     @functools.wraps(generate)
     def generate_then_reshard(*args: Any, **kwargs: Any) -> Any:
         generating.append(True)
+        gather_root(model)  # an encoder is called by itself
         try:
-            return generate(*args, **kwargs)
+            return generate(*args, **({**kwargs, "synced_gpus": True} if in_step else kwargs))
         finally:
             generating.pop()
             reshard(model)
