@@ -87,7 +87,8 @@ class Recomputation(Part):
         most = torch.tensor([max(rows * length for rows, length in shapes), max(length for _, length in shapes)])
         if runtime.mesh.control is not None:  # ranks that exchange tokens in a layer recompute it together
             dist.all_reduce(most, dist.ReduceOp.MAX, runtime.mesh.control)
-        self._choose(runtime, *most.tolist(), len(batches))
+        tokens, sequence = most.tolist()
+        self._choose(runtime, tokens, sequence, len(batches))
 
     def _choose(self, runtime: Runtime, tokens: int, sequence: int, microbatches: int | None) -> None:
         trained = frozenset(p.name for p in runtime.plan.owned())

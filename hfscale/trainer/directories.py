@@ -20,7 +20,8 @@ from zipfile import BadZipFile, ZipFile
 from transformers.trainer import TRAINER_STATE_NAME
 
 from ..errors import CheckpointError
-from ..files.complete import read_mark, size_problems, sync_directory
+from ..files.complete import read_mark, size_problems
+from ..files.directories import sync_directory
 from ..files.reader import SafetensorsFile
 from ..files.writer import INDEX, REPLACED
 from ..mesh import Mesh

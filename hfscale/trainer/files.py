@@ -22,10 +22,8 @@ from .._host.replaced import attribute_replaced
 from .._host.transformers.trainer import TrainerHooks
 from ..checkpoint import load_state, save_pretrained, save_state
 from ..checkpoint.weights import load_weights
-from ..errors import CheckpointError
-from ..mesh import Mesh
 from ..runtime import Runtime, runtime_of
-from ..runtime.writing import is_writer, raise_together
+from ..runtime.writing import all_or_none, is_writer
 from . import stock_state
 from .directories import ASIDE, STATE, finish_replacing, has_state, make_empty, put_in_place, remove, rotate
 from .streams import RandomStreams
@@ -51,20 +49,20 @@ class Checkpoints(TrainerHooks):
         """
         trainer: Any = self
         mesh, aside = self.runtime.mesh, target.parent / ASIDE
-        with _failing_together(mesh, target):
+        with all_or_none(mesh, f"{target} could not be written"):
             if is_writer(mesh):
                 finish_replacing(target.parent)
                 make_empty(aside)
         try:
-            with _failing_together(mesh, target), _best_named(trainer.state, target):
+            with all_or_none(mesh, f"{target} could not be written"), _best_named(trainer.state, target):
                 yield aside
-            with _failing_together(mesh, target):
+            with all_or_none(mesh, f"{target} could not be written"):
                 if is_writer(mesh):
                     put_in_place(aside / target.name, target)
         finally:
             if is_writer(mesh):
                 remove(aside)
-        with _failing_together(mesh, target):
+        with all_or_none(mesh, f"{target} could not be written"):
             if is_writer(mesh):
                 rotate(target, trainer.args.save_total_limit, trainer.state.best_model_checkpoint)
 
@@ -74,7 +72,7 @@ class Checkpoints(TrainerHooks):
         directory = output_dir or trainer.args.output_dir
         save_pretrained(trainer.model, directory)
         written = attribute_replaced(trainer.model, "save_pretrained", lambda *_, **__: None)
-        with _failing_together(self.runtime.mesh, Path(directory)), written:
+        with all_or_none(self.runtime.mesh, f"{directory} could not be written"), written:
             super().save_model(directory, _internal_call)  # type: ignore[misc]
 
     def write_state(self, directory: Path) -> None:
@@ -82,7 +80,7 @@ class Checkpoints(TrainerHooks):
         trainer: Any = self
         optimizer, scheduler = trainer.optimizer, trainer.lr_scheduler
         save_state(trainer.model, directory / STATE, optimizer=optimizer, scheduler=scheduler)
-        with _failing_together(self.runtime.mesh, directory):
+        with all_or_none(self.runtime.mesh, f"{directory} could not be written"):
             stock_state.write(self.runtime, directory, stock_optimizer(optimizer), scheduler)
 
     def read_state(self, checkpoint: Path) -> None:
@@ -101,7 +99,7 @@ class Checkpoints(TrainerHooks):
 
     def write_random_states(self, directory: Path) -> None:
         """Write the random streams that stock Trainer reads, and those at the beginning of the epoch."""
-        with _failing_together(self.runtime.mesh, directory):
+        with all_or_none(self.runtime.mesh, f"{directory} could not be written"):
             self._streams.write(directory)
 
     def put_back_random_states(self) -> None:
@@ -117,20 +115,6 @@ class Checkpoints(TrainerHooks):
         """Read the weights of the plain directory that every checkpoint is."""
         model: nn.Module = self.model  # type: ignore[attr-defined]
         load_weights(model, checkpoint)
-
-
-@contextmanager
-def _failing_together(mesh: Mesh, target: Path) -> Iterator[None]:
-    """Within: what fails on one rank fails on all of them, at the end."""
-    failure: Exception | None = None
-    try:
-        yield
-    except (OSError, CheckpointError) as error:
-        failure = error
-    except Exception as error:
-        failure = CheckpointError(f"{type(error).__name__}: {error}")
-        failure.__cause__ = error
-    raise_together(mesh, failure, target)
 
 
 @contextmanager
