@@ -50,7 +50,8 @@ def get_peft_model(
             f"{class_name(runtime.model)} has the adapter {existing.name!r} already: merge it first "
             "(hfscale.merge_and_unload), or load the model again"
         )
-    check_count("seed", seed, least=0)
+    if seed is not None:
+        check_count("seed", seed, least=0)
     if not isinstance(adapter_name, str) or not adapter_name:
         raise ConfigError(f"adapter_name={adapter_name!r} is impossible: use a name, as 'default'")
     config, source = read_config(peft_config)
