@@ -12,6 +12,7 @@ Losses before the first update are compared.
 
 import argparse
 import gc
+import importlib
 import json
 import platform
 import statistics
@@ -20,7 +21,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import bitsandbytes
 import peft
 import torch
 import transformers
@@ -84,6 +84,8 @@ def build(recipe: str, side: str, arguments: argparse.Namespace, path: str, devi
         return model, hfscale.create_optimizer(model, "adamw_8bit" if eight else "adamw_torch_fused", lr=1e-4)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if eight:
+        import bitsandbytes
+
         return model, bitsandbytes.optim.AdamW8bit(trained, lr=1e-4, weight_decay=0.0)
     return model, torch.optim.AdamW(trained, lr=1e-4, weight_decay=0.0, fused=True)
 
@@ -192,8 +194,12 @@ def main() -> None:
             for side in SIDES:
                 runs.append(measure(recipe, side, arguments, path, device))
                 print(json.dumps(runs[-1], indent=1), flush=True)
+                if arguments.out:  # should a later one fail, or the time run out
+                    arguments.out.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
                 _reset_peak(device)
-    libraries = (torch, transformers, peft, bitsandbytes, hfscale)
+    libraries = [torch, transformers, peft, hfscale]
+    if "QLoRA" in arguments.recipes:
+        libraries.append(importlib.import_module("bitsandbytes"))
     report = {
         "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.machine(),
         "versions": {library.__name__: library.__version__ for library in libraries},

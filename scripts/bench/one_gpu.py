@@ -92,6 +92,8 @@ def main() -> None:
     for order in (CANDIDATES, CANDIDATES[::-1]):
         for kind in order:
             runs[kind].append(measure(kind, device, arguments.rounds))
+            if arguments.out:  # should a later one fail, or the time run out
+                arguments.out.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
