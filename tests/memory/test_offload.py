@@ -9,10 +9,12 @@ import torch
 
 import hfscale
 from hfscale import ConfigError, MemoryConfig, ParallelConfig, PlanError
+from hfscale._host.torch_fsdp import managed_places
 from hfscale.runtime import runtime_of
 from hfscale.runtime.shards import local_tensor
 from hfscale.testing import RankPool, assert_layout_equal
 
+from ..mixtures import EAGER, qwen3_moe
 from ..models import tiny
 from ..quantization.models import save, wide
 from ..sweeps import pairs
@@ -52,6 +54,19 @@ def test_equal_to_one_process(pools: Pools, layout: str, way: str) -> None:
     case = case_of(layout, "selective" if way == "scores" else "full")
     case.memory = MemoryConfig(**WAYS[way])
     assert_layout_equal(case, parallel, pools(parallel.total_size) if parallel.total_size > 1 else None)
+
+
+def plainly_held() -> list[str]:
+    """Parameters that nobody brings from the host to the device that computes."""
+    config, memory = qwen3_moe(num_hidden_layers=2), MemoryConfig(offload_parameters=True)
+    model = hfscale.from_config(config, parallel=ParallelConfig(ep_size=2), memory=memory, **EAGER)
+    managed = {id(place.module._parameters.get(place.name)) for place in managed_places(model)}
+    return [name for name, parameter in model.named_parameters() if id(parameter) not in managed]
+
+
+def test_experts_of_one_rank_alone_are_copied_to_the_device_too(pools: Pools) -> None:
+    for names in pools(2).run(plainly_held):
+        assert not names
 
 
 PIPELINED: dict[str, Any] = {"pp_size": 2, "dp_shard_size": 2}

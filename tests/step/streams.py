@@ -20,6 +20,7 @@ from hfscale._host import torch_fsdp
 from hfscale.parallel.data import eight_bits
 
 Clock = dict["Stream", int]
+_TO = Tensor.to
 
 
 class Event:
@@ -130,6 +131,11 @@ class Lifetimes(TorchDispatchMode):
                         self.faults.append(f"{what} of {used.shape}: given back before its stream was waited for")
 
 
+def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """FSDP2's copy to the host and back, which a CPU would do without."""
+    return tensor.clone() if "non_blocking" in kwargs else _TO(tensor, *args, **kwargs)
+
+
 def _tensors(values: Any) -> list[Tensor]:
     plain = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
     return [leaf for leaf in plain if type(leaf) is not torch.distributed.tensor.DTensor]
@@ -153,6 +159,7 @@ def lifetimes() -> Iterator[Lifetimes]:
             ("Stream", Stream), ("Event", Event), ("stream", within), ("current_stream", lambda *_: current[-1])
         ):  # fmt: skip
             stack.enter_context(patch.object(torch.cpu, name, value))
+        stack.enter_context(patch.object(Tensor, "to", _to))
         for module in (torch_fsdp, eight_bits):
             stack.enter_context(patch.object(module, "keep_for_current_stream", seen.record))
         stack.enter_context(seen)

@@ -97,8 +97,9 @@ def _shard_experts(
     """Wrap experts over their own, smaller group: ranks that hold the same ones.
 
     Returns:
-        parameters of experts that no other rank holds and that compute in their own type: nothing is to be gathered.
-        They become sharded tensors of one rank, since an optimizer does not take those of FSDP2 and plain ones at once.
+        parameters of experts that no other rank holds, that compute in their own type and that lie on their device:
+        nothing is to be gathered, cast or copied. They become sharded tensors of one rank, since an optimizer does not
+        take those of FSDP2 and plain ones at once.
     """
     layout, alone = mesh.layout, set[nn.Parameter]()
     policy = replace(policy, cast_forward_inputs=False)  # weights of routes stay exact; tokens come in the right type
@@ -106,7 +107,8 @@ def _shard_experts(
     for experts in (e for e in plan.experts if plan.is_local(mesh.ranks["pp"], e.name)):
         module = model.get_submodule(experts.name)
         assert mesh.expert_mesh is not None
-        if shards * layout.size("edp_replicate") == 1 and policy.param_dtype is None:
+        alike = policy.param_dtype is None and not isinstance(offload, CPUOffloadPolicy)
+        if shards * layout.size("edp_replicate") == 1 and alike:
             for name, whole in list(module.named_parameters()):
                 local = DTensor.from_local(whole.detach(), mesh.expert_mesh["edp_shard"], [Shard(0)], run_check=False)
                 holder, attribute = owner_of(module, name)
