@@ -3,20 +3,18 @@
 A call is made over models of :func:`made`; what it does is :func:`outcomes`.
 """
 
-import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from peft import LoraConfig
 from torch import Tensor
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TrainingArguments
+from transformers import AutoModelForCausalLM
 
 import hfscale
-from hfscale import Float8Config, MemoryConfig, ParallelConfig, RoutingConfig
+from hfscale import ParallelConfig
 from hfscale.errors import HFScaleError
 
 from .models import tiny
@@ -351,6 +349,6 @@ def outcome(call: Call, m: Made) -> str:
         value = call(m)
     except HFScaleError as error:
         return f"refused: {error}"
-    except Exception as error:  # noqa: BLE001  # whatever it is
+    except Exception as error:  # whatever it is
         return f"raw: {type(error).__name__}: {error}"
     return f"taken: {str(value)[:100]}"

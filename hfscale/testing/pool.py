@@ -40,19 +40,22 @@ class RankError(AssertionError):
 
 
 class RankPool:
-    """``world`` processes in one gloo process group.
+    """``world`` processes in one process group.
 
     Args:
         world: how many ranks.
         timeout: seconds that one call of :meth:`run` may take.
         threads: torch threads per rank.
         preload: modules that are imported once for all ranks.
+        backend: called on every rank, registers another backend than gloo and returns its name.
     """
 
     def __init__(
-        self, world: int, timeout: float = 120.0, threads: int = 1, preload: Sequence[str] = PRELOADED
-    ) -> None:
-        self.world, self.timeout, self.threads, self._preload = world, timeout, threads, list(preload)
+        self, world: int, timeout: float = 120.0, threads: int = 1, preload: Sequence[str] = PRELOADED,
+        backend: Callable[[], str] | None = None,
+    ) -> None:  # fmt: skip
+        self.world, self.timeout, self.threads = world, timeout, threads
+        self._preload, self.backend = list(preload), backend
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._directory: tempfile.TemporaryDirectory[str] | None = None
@@ -106,7 +109,8 @@ class RankPool:
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(rank, self.world, self._directory.name, theirs, _Surroundings(), self.threads, self.timeout),
+                args=(rank, self.world, self._directory.name, theirs, _Surroundings(), self.threads, self.timeout)
+                + (self.backend,),
                 daemon=True,
             )
             process.start()
@@ -167,7 +171,14 @@ class _Surroundings:
 
 
 def _serve(
-    rank: int, world: int, directory: str, pipe: Connection, around: _Surroundings, threads: int, timeout: float
+    rank: int,
+    world: int,
+    directory: str,
+    pipe: Connection,
+    around: _Surroundings,
+    threads: int,
+    timeout: float,
+    backend: Callable[[], str] | None,
 ) -> None:
     around.take_over()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
@@ -191,9 +202,8 @@ def _serve(
         share_gloo_thread()
         store = torch.distributed.FileStore(str(Path(directory) / "store"), world)  # type: ignore[attr-defined]
         # Longer than the pool's own patience, so that a hang is reported by the pool, with stacks.
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=2 * timeout)
-        )
+        name, patience = "gloo" if backend is None else backend(), timedelta(seconds=2 * timeout)
+        dist.init_process_group(name, store=store, rank=rank, world_size=world, timeout=patience)
         gc.freeze()  # what is imported stays: tests that collect need not go through it again
         multiprocessing.set_start_method(None, force=True)  # or a loader's workers would import all of it once more
         may_have_children()
