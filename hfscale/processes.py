@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ._host.torch import backend_for, patience_of, set_patience
+from ._host.torch_device import ACCELERATOR, accelerators, is_accelerator
 from ._host.torch_gloo import wait_for_gloo_threads
 from .config import ParallelConfig, cpu_requested, started_processes
 from .errors import ConfigError, MeshError
@@ -32,11 +33,12 @@ Pair = tuple[int, int]
 
 def own_device() -> torch.device:
     """This process's device, made the current one."""
-    if cpu_requested() or not torch.cuda.is_available():
+    found = accelerators()
+    if cpu_requested() or not found.is_available():
         return torch.device("cpu")
-    index = choose_device(torch.cuda.device_count(), os.environ.get("LOCAL_RANK"), torch.cuda.current_device)
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
+    index = choose_device(found.device_count(), os.environ.get("LOCAL_RANK"), found.current_device)
+    found.set_device(index)
+    return torch.device(ACCELERATOR, index)
 
 
 def choose_device(visible: int, local_rank: str | None, current: Callable[[], int]) -> int:
@@ -76,8 +78,8 @@ def start(device: torch.device) -> None:
         # The launcher's store outlives its workers: without a prefix these would find the addresses of dead ones.
         options["store"] = stores.PrefixStore(f"start-{os.environ[_RESTARTS]}", store)
         options |= {"rank": int(os.environ["RANK"]), "world_size": started_processes()}
-    if device.type == "cuda":
-        dist.init_process_group("nccl", device_id=device, **options)
+    if is_accelerator(device):
+        dist.init_process_group(dist.get_default_backend_for_device(device), device_id=device, **options)
     else:
         dist.init_process_group("gloo", **options)
     atexit.register(_stop, dist.group.WORLD)

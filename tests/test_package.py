@@ -1,6 +1,7 @@
 """The package from outside: its public names, and what importing it costs."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -78,3 +79,21 @@ def test_a_command_line_is_read_without_importing_torch(lines: list[list[str]]) 
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr.splitlines()[-1] == "[]"
+
+
+# Kernels of CUDA; names that transformers writes, torch has, or users give.
+_NAME_CUDA = {
+    *("ops/float8.py", "ops/grouped_linear.py", "sequences/kernels.py", "options.py"),
+    *("trainer/streams.py", "parallel/tensor/lazy_logits.py", "forecast/stand_in.py", "forecast/pretend.py"),
+}
+
+
+def test_one_module_says_what_is_an_accelerator() -> None:
+    """``_host/torch_device.py``: others ask it, so that any accelerator is treated as a GPU is."""
+    package = Path(hfscale.__file__).parent
+    naming = {
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        if re.search(r"torch\.cuda\b|\bis_cuda\b|\"cuda\"", path.read_text()) and path.parent.name != "_host"
+    }
+    assert naming <= _NAME_CUDA

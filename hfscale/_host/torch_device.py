@@ -1,9 +1,20 @@
-"""What is an accelerator, and torch's module for it: streams, events, generators and memory, as ``torch.cuda`` has."""
+"""What is an accelerator, and torch's module for it: streams, events, generators and memory, as ``torch.cuda`` has.
 
+The one place that says which accelerators are used: CUDA's, which ROCm's builds of torch also go by.
+"""
+
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
+
+ACCELERATOR = "cuda"
+
+
+def accelerators() -> Any:
+    """Return torch's module for the accelerators of this machine, whether it has any or none: ``torch.cuda``."""
+    return getattr(torch, ACCELERATOR)
 
 
 def is_accelerator(device: torch.device) -> bool:
@@ -26,3 +37,10 @@ def capability_of(device: torch.device) -> tuple[int, int]:
     """Return the compute capability of a GPU, as ``(9, 0)``."""
     major, minor = device_module(device).get_device_capability(device)
     return int(major), int(minor)
+
+
+def fork_random_state(device: torch.device) -> AbstractContextManager[Any]:
+    """Within: the random states of the host and of ``device`` may change; on leaving they are what they were."""
+    if is_accelerator(device):
+        return torch.random.fork_rng(devices=[device], device_type=device.type)
+    return torch.random.fork_rng(devices=[])

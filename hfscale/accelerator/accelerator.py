@@ -27,6 +27,7 @@ from .._host.accelerate import (
     prepared_optimizers,
     prepared_schedulers,
 )
+from .._host.torch_device import accelerators
 from .._host.transformers.classes import class_name
 from ..checkpoint import load_state, save_pretrained, save_state, wait_for_saves
 from ..config import started_processes, without_launcher_switches
@@ -67,7 +68,7 @@ class Accelerator(accelerate.Accelerator):
                 "hfscale.from_pretrained(..., parallel=hfscale.ParallelConfig(...))"
             )
         # Without a GPU, Accelerate takes every process for the only one unless it is told to stay on the CPU.
-        kwargs["cpu"] = kwargs.get("cpu") or not torch.cuda.is_available()
+        kwargs["cpu"] = kwargs.get("cpu") or not accelerators().is_available()
         if restarted() and not dist.is_initialized():
             start(own_device())  # Accelerate would meet the ranks of the first start
         with without_launcher_switches():

@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._host.torch_device import device_module, is_accelerator
+
 Call = Callable[[], object]
 
 _NEW_NAME = "reduce_scatter_single"  # since torch 2.13, which warns at the old one
@@ -144,8 +146,8 @@ def _timed(call: Call, device: torch.device) -> float:
 
 
 def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if is_accelerator(device):
+        device_module(device).synchronize(device)
 
 
 def suggested_bucket(measured: Sequence[Measured], share: float = 0.8) -> int | None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .._host.torch_device import ACCELERATOR, accelerators, is_accelerator
 from ..errors import HFScaleError
 
 
@@ -57,13 +58,13 @@ def _rank(
     rank: int, world: int, directory: str, answers: Connection, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     torch.set_num_threads(1)
-    gpus = torch.cuda.device_count()
-    device = torch.device("cuda", rank) if world <= gpus else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    gpus = accelerators().device_count()
+    device = torch.device(ACCELERATOR, rank) if world <= gpus else torch.device("cpu")
+    if is_accelerator(device):
+        accelerators().set_device(device)
     store = f"file://{os.path.join(directory, 'store')}"
     try:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store, rank=rank, world_size=world)
+        dist.init_process_group(dist.get_default_backend_for_device(device), store, rank=rank, world_size=world)
         value = function(device, *args)
         if rank == 0:
             answers.send(("found", value))

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._host.torch_device import device_module, is_accelerator
 from ..errors import CheckpointError, in_words
 from ..mesh import Mesh
 from ..processes import host_group
@@ -77,9 +78,9 @@ def on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Copies in the host's memory, pinned where they come from a GPU; complete on return."""
     copies = {}
     for key, tensor in tensors.items():
-        pinned = tensor.device.type == "cuda"
+        pinned = is_accelerator(tensor.device)
         copies[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
         copies[key].copy_(tensor, non_blocking=pinned)
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.current_stream().synchronize()
+    for device in {tensor.device for tensor in tensors.values() if is_accelerator(tensor.device)}:
+        device_module(device).current_stream(device).synchronize()
     return copies

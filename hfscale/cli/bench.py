@@ -57,15 +57,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _measured(sizes: list[int], processes: int | None) -> tuple[list["Measured"], str]:
     """What was measured, and over what; nothing on a launcher's other ranks."""
-    import torch
-
+    from .._host.torch_device import accelerators
     from ..bench import ranks
     from ..bench.collectives import measure
     from ..config import started_processes
 
     if started_processes() > 1:
         return _under_a_launcher(sizes)
-    gpus = torch.cuda.device_count()
+    gpus = accelerators().device_count()
     world = processes or max(2, gpus)
     found = ranks.run_ranks(world, measure, sizes)
     return found, f"NCCL between {world} GPUs" if world <= gpus else f"gloo between {world} processes of one machine"

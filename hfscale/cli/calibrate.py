@@ -34,6 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     import torch
 
+    from .._host.torch_device import ACCELERATOR, accelerators, is_accelerator
     from ..bench.collectives import measure
     from ..bench.ranks import run_ranks
     from ..estimate.machine import find_machine
@@ -41,16 +42,16 @@ def run(arguments: argparse.Namespace) -> int:
 
     if not 0 < arguments.seconds <= 5:
         raise ConfigError(f"--seconds {arguments.seconds:g} is impossible: use more than 0 and at most 5")
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device(ACCELERATOR, 0) if accelerators().is_available() else torch.device("cpu")
     reference = None if arguments.like is None else find_machine(arguments.like)
-    world = arguments.processes or max(2, torch.cuda.device_count())
+    world = arguments.processes or max(2, accelerators().device_count())
     working("measuring")
     links = None
-    if world > 1 and reference is None and (device.type == "cpu" or torch.cuda.device_count() > 1):
+    if world > 1 and reference is None and (device.type == "cpu" or accelerators().device_count() > 1):
         found = run_ranks(world, measure, list(_SIZES), arguments.seconds / 20)
         reduced = sorted((each for each in found if each.collective == "all-reduce"), key=lambda each: each.size)
         links = reduced[-1].bus_bandwidth, reduced[0].seconds
-    sizes = replace(GPU_SIZES if device.type == "cuda" else Sizes(), seconds=arguments.seconds)
+    sizes = replace(GPU_SIZES if is_accelerator(device) else Sizes(), seconds=arguments.seconds)
     document = calibrate(arguments.name, device, links, sizes, reference)
     if arguments.out is None:
         print_json(document)

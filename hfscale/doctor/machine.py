@@ -11,6 +11,7 @@ import torch.distributed as dist
 import yaml
 from packaging.requirements import Requirement
 
+from .._host.torch_device import ACCELERATOR, accelerators
 from ..bench.ranks import MeasurementError, run_ranks
 from ..errors import ConfigError
 from ..optimizers.eight_bit import try_step
@@ -52,11 +53,11 @@ def devices() -> list[Finding]:
     """GPUs or cores, and what carries collectives."""
     carried = [name for name in ("nccl", "gloo", "mpi") if getattr(dist, f"is_{name}_available")()]
     found = [Finding("backends", "ok" if "gloo" in carried else "problem", ", ".join(carried) or "none: another torch")]
-    gpus = torch.cuda.device_count()
+    gpus = accelerators().device_count()
     if not gpus:
         text = f"none: ranks are processes over gloo, on {os.cpu_count()} cores; set OMP_NUM_THREADS=1 for several"
         return [Finding("GPUs", "note", text), *found]
-    one = torch.cuda.get_device_properties(0)
+    one = accelerators().get_device_properties(0)
     text = f"{gpus} x {one.name}, {one.total_memory / 1e9:.0f} GB each"
     if "nccl" not in carried:
         found.append(Finding("GPUs", "problem", "torch has no NCCL: install a build of torch for CUDA on Linux"))
@@ -65,7 +66,7 @@ def devices() -> list[Finding]:
 
 def eight_bit_step() -> Finding:
     """A step of bitsandbytes' 8-bit AdamW, really taken."""
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device(ACCELERATOR, 0) if accelerators().is_available() else torch.device("cpu")
     try:
         text = try_step(device)
     except ConfigError as error:
@@ -77,14 +78,14 @@ def eight_bit_step() -> Finding:
 
 def collectives() -> Finding:
     """Ranks that really talk: one for each GPU, or two processes."""
-    world = max(2, torch.cuda.device_count())
+    world = max(2, accelerators().device_count())
     try:
         total = run_ranks(world, sum_of_ranks, timeout=120)
     except MeasurementError as error:
         return Finding("collectives", "problem", f"{error}; NCCL_DEBUG=INFO says more of GPUs")
     if total != world * (world - 1) / 2:
         return Finding("collectives", "problem", f"{world} ranks summed up their numbers to {total}: check the network")
-    over = "NCCL" if world <= torch.cuda.device_count() else "gloo"
+    over = "NCCL" if world <= accelerators().device_count() else "gloo"
     return Finding("collectives", "ok", f"{world} ranks talk over {over}; hfscale bench collectives says how fast")
 
 

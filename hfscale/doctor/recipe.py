@@ -7,6 +7,7 @@ import torch
 
 import hfscale
 
+from .._host.torch_device import accelerators
 from ..adapters import describe_coverage
 from ..config import AXES, ParallelConfig
 from ..errors import HFScaleError
@@ -49,7 +50,7 @@ def _tried(about: str, look: Callable[[], list[Finding]]) -> list[Finding]:
 
 def _ranks(layout: ParallelConfig) -> Finding:
     axes = ", ".join(f"{axis} {layout.asked(axis)}" for axis in AXES if layout.asked(axis) > 1) or "one on every axis"
-    processes, gpus = layout.total_size, torch.cuda.device_count()
+    processes, gpus = layout.total_size, accelerators().device_count()
     text = f"{processes} process(es): {axes}"
     if 0 < gpus < processes:
         return Finding(
@@ -106,7 +107,7 @@ def _memory(recipe: AnyRecipe, layout: ParallelConfig, plan: Plan) -> Finding:
     )
     kinds = ", ".join(f"{name} {human(size)}" for name, size in expected.kinds.items() if size)
     text = f"predicted peak of the rank with most: {human(expected.total)} ({kinds})"
-    gpu = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
+    gpu = accelerators().get_device_properties(0).total_memory if accelerators().is_available() else 0
     if 0 < gpu < expected.total:
         return Finding(
             "memory", "problem", f"{text}; a GPU has {human(gpu)}: more ranks, smaller microbatches, recomputation"

@@ -17,6 +17,7 @@ import torch
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaModel
 
+from .._host.torch_device import accelerators, device_module, is_accelerator
 from ..estimate.constants import Constants, fitted
 from ..estimate.job import Job
 from ..estimate.layer_time import layer_seconds
@@ -75,8 +76,8 @@ def calibrate(
         sizes: of the layer; by default LLaMA 8B's on a GPU, and small ones on a CPU.
         reference: a machine whose links are taken where none were measured.
     """
-    chosen = sizes or (GPU_SIZES if device.type == "cuda" else Sizes())
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    chosen = sizes or (GPU_SIZES if is_accelerator(device) else Sizes())
+    dtype = torch.bfloat16 if is_accelerator(device) else torch.float32
     meter = _Meter(chosen, device, dtype)
     link, latency = links or (reference.link_bandwidth if reference is not None else _UNKNOWN_LINK, _UNKNOWN_LATENCY)
     machine = Machine(
@@ -87,7 +88,7 @@ def calibrate(
         memory=_memory(device),
         link_bandwidth=link,
         nic_bandwidth=link if reference is None else reference.nic_bandwidth,
-        ranks_per_node=_SHARED if device.type == "cpu" else max(1, torch.cuda.device_count()),
+        ranks_per_node=_SHARED if device.type == "cpu" else max(1, accelerators().device_count()),
         host_bandwidth=meter.to_host(),
         sources=(f"measured by hfscale calibrate on {device.type}, {time.strftime('%Y-%m-%d')}",),
     )
@@ -120,8 +121,8 @@ def _constants(meter: "_Meter", machine: Machine, latency: float, one_processor:
 
 
 def _memory(device: torch.device) -> float:
-    if device.type == "cuda":
-        return float(torch.cuda.get_device_properties(device).total_memory)
+    if is_accelerator(device):
+        return float(device_module(device).get_device_properties(device).total_memory)
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
@@ -155,14 +156,14 @@ class _Meter:
 
     def copy(self) -> float:
         """Bytes per second that are read and written."""
-        source = self._random((1 << 26) if self.device.type == "cuda" else (1 << 23))
+        source = self._random((1 << 26) if is_accelerator(self.device) else (1 << 23))
         target = torch.empty_like(source)
         return 2 * source.nbytes / self._time(lambda: target.copy_(source))
 
     def to_host(self) -> float:
         """Bytes per second to the host's memory."""
         source = self._random(1 << 23)
-        target = torch.empty(source.shape, dtype=source.dtype, pin_memory=self.device.type == "cuda")
+        target = torch.empty(source.shape, dtype=source.dtype, pin_memory=is_accelerator(self.device))
         return source.nbytes / self._time(lambda: target.copy_(source))
 
     def layer(self, sequence: int, batch: int) -> float:
@@ -233,5 +234,5 @@ class _Meter:
         return statistics.median(found)
 
     def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if is_accelerator(self.device):
+            device_module(self.device).synchronize(self.device)

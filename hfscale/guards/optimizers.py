@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from .._host.torch_device import fork_random_state
 from ..errors import ConfigError
 from ..runtime import Runtime
 
@@ -78,7 +79,7 @@ def _differs(optimizer: torch.optim.Optimizer, device: torch.device, halved: boo
     part = [start[0][:4], start[1]] if halved else start[1:]
     given = [[each[0][:4], each[1]] if halved else each[1:] for each in gradients]
     try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with fork_random_state(device):
             whole, again = (_stepped(optimizer, start, gradients, device) for _ in range(2))
             found = _stepped(optimizer, part, given, device)
     except Exception:  # whatever a class says of a trial that it was not made for

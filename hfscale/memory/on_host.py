@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._host.torch_device import device_module
+
 
 class OnHost:
     """A tensor that waits on the host.
@@ -24,8 +26,8 @@ class OnHost:
             return
         self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
         stream = _stream(tensor.device)
-        stream.wait_stream(torch.cuda.current_stream(tensor.device))
-        with torch.cuda.stream(stream):
+        stream.wait_stream(device_module(tensor.device).current_stream(tensor.device))
+        with device_module(tensor.device).stream(stream):
             self._host.copy_(tensor.detach(), non_blocking=True)
             self._copied = stream.record_event()
         tensor.record_stream(stream)
@@ -38,7 +40,7 @@ class OnHost:
             self._here = self._host.clone()
             return
         stream = _stream(self.device)
-        with torch.cuda.stream(stream):
+        with device_module(self.device).stream(stream):
             stream.wait_event(self._copied)
             self._here = self._host.to(self.device, non_blocking=True)
             self._copied = stream.record_event()
@@ -50,7 +52,7 @@ class OnHost:
         found = self._here
         assert found is not None
         if self.device.type != "cpu":
-            current = torch.cuda.current_stream(self.device)
+            current = device_module(self.device).current_stream(self.device)
             current.wait_event(self._copied)
             found.record_stream(current)
         self.readers -= 1
@@ -64,5 +66,5 @@ _streams: dict[torch.device, Any] = {}
 
 def _stream(device: torch.device) -> Any:
     if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
+        _streams[device] = device_module(device).Stream(device)
     return _streams[device]

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from .._host.torch_device import capability_of, is_accelerator
+
 ALIGNED = 16
 """Bytes that the rows of a grouped product's operands begin at multiples of."""
 # Those it is written for (Hopper, datacenter Blackwell); others get a loop that waits for the device every time.
@@ -83,7 +85,7 @@ def rows_of_groups(values: Tensor, counts: Sequence[int], rows: int) -> Tensor:
 
 def _ends(counts: Sequence[int], device: torch.device) -> Tensor:
     """Where each group ends, ``[groups]``, without waiting for the device."""
-    ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32, pin_memory=device.type == "cuda")
+    ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32, pin_memory=is_accelerator(device))
     return ends if ends.device == device else ends.to(device, non_blocking=True)
 
 
@@ -91,7 +93,7 @@ def _has_kernel(x: Tensor, weight: Tensor) -> bool:
     return (
         x.device.type == "cuda"
         and kernel_takes(x, weight)
-        and torch.cuda.get_device_capability(x.device)[0] in _KERNEL_CAPABILITIES
+        and capability_of(x.device)[0] in _KERNEL_CAPABILITIES
         and x.data_ptr() % ALIGNED == weight.data_ptr() % ALIGNED == 0
     )
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .._host.torch import TorchDispatchMode, tree_leaves
+from .._host.torch_device import fork_random_state
 from .._host.transformers.classes import from_config, takes_argument
 from .._host.transformers.hidden_states import hidden_states_of
 from ..families.clone import tiny_clone
@@ -104,7 +105,7 @@ class Probe(TorchDispatchMode):
         inputs = {"input_ids": ids, **({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}), **inputs}
         try:
             model.eval()  # some models leave out layers at random while they train
-            with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), self:
+            with torch.no_grad(), fork_random_state(device), self:
                 model(**inputs)
         except _Reached:
             pass

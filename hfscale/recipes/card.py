@@ -13,6 +13,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 import hfscale
 
+from .._host.torch_device import accelerators
 from .adapting import describe_adapter, describe_loading
 from .loop import Outcome
 from .run_log import RunLog, read_metrics
@@ -71,7 +72,7 @@ def make_card(
         else "",
         layout=describe_layout(layout),
         processes=layout.total_size,
-        device=torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, gloo",
+        device=accelerators().get_device_name() if accelerators().is_available() else "CPU, gloo",
         train_sequences=train_sequences,
         length=recipe.data.sequence_length,
         selection=_selection(recipe.data),

@@ -33,13 +33,14 @@ def launch(processes: int, arguments: Sequence[str]) -> int:
     Raises:
         RecipeError: there are GPUs, but fewer than processes.
     """
-    import torch
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    _check_devices(processes, torch.cuda.device_count())
-    if not torch.cuda.is_available():
+    from .._host.torch_device import accelerators
+
+    _check_devices(processes, accelerators().device_count())
+    if not accelerators().is_available():
         os.environ.setdefault("ACCELERATE_USE_CPU", "1")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     line = launch_command_parser().parse_args(launch_options(processes, arguments))

@@ -3,11 +3,11 @@
 import math
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 import hfscale
 
+from .._host.torch_device import accelerators
 from .batch_sizes import per_rank
 from .layouts import layout_of
 from .loop import Outcome
@@ -66,7 +66,7 @@ def of_one_microbatch(recipe: Recipe, layout: hfscale.ParallelConfig) -> dict[st
 def beside(expected: Any, outcome: Outcome) -> str:
     """The prediction and the measured peak in a line."""
     measured = f"measured {outcome.memory / GIB:.2f} GiB"
-    if not torch.cuda.is_available():  # what the system counts, with Python and its libraries
+    if not accelerators().is_available():  # what the system counts, with Python and its libraries
         measured += f" of the whole process, {outcome.memory_before / GIB:.2f} GiB before the first step"
     return f"memory of the rank with most: predicted {expected.total / GIB:.2f} GiB, {measured}"
 

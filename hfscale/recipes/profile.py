@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity
 
+from .._host.torch_device import accelerators
 from .main_process import rank
 from .profiled_steps import STEPS_BEFORE_PROFILE
 
@@ -14,7 +15,7 @@ class Profile:
     """Records some steps, behind the first two, and writes ``rank-N.json``, which Perfetto and TensorBoard open."""
 
     def __init__(self, steps: int, directory: Path) -> None:
-        kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+        kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if accelerators().is_available() else [])]
         plan = torch.profiler.schedule(wait=STEPS_BEFORE_PROFILE - 1, warmup=1, active=steps, repeat=1)
         self._target = directory / f"rank-{rank()}.json"
         self._profiler: Any = torch.profiler.profile(activities=kinds, schedule=plan, on_trace_ready=self._write)

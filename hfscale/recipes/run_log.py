@@ -9,13 +9,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 from tqdm import tqdm
 
 import hfscale
 
+from .._host.torch_device import accelerators
 from .main_process import is_main, largest
 from .profile import Profile
 from .profiled_steps import steps_to_profile
@@ -26,8 +26,8 @@ from .tracking import CsvTracker, start_trackers
 
 def peak_memory() -> int:
     """Bytes at the peak, of the process with most: GPU memory on GPUs, resident memory on CPU. Call on every rank."""
-    if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
-        return int(largest(torch.cuda.max_memory_allocated()))
+    if accelerators().is_available() and accelerators().max_memory_allocated():
+        return int(largest(accelerators().max_memory_allocated()))
     unit = 1 if sys.platform == "darwin" else 1024
     return int(largest(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit))
 

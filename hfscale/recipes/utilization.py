@@ -8,8 +8,7 @@ recomputed does not count.
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
+from .._host.torch_device import accelerators
 from ..errors import ConfigError
 from ..estimate.machine import find_machine, machine_names
 from ..estimate.model_shape import shape_of
@@ -63,8 +62,8 @@ def flops_per_token(config: Any, sequence_length: int, adapted: bool) -> float:
 
 def peak_flops() -> float:
     """Dense products and sums in 16 bits per second of this process's device; 0 where it is not known."""
-    if not torch.cuda.is_available():
+    if not accelerators().is_available():
         return 0.0
-    name = torch.cuda.get_device_name().lower()
+    name = accelerators().get_device_name().lower()
     fitting = [machine for machine in machine_names() if machine.partition("-")[0] in name]
     return find_machine(fitting[0]).flops if fitting else 0.0

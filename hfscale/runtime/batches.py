@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from .._host.torch_device import is_accelerator
 from .._host.transformers.computing import begins_anew, text_positions
 from ..errors import ConfigError
 
@@ -290,7 +291,7 @@ def _sent(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
     starts = [0]
     for size in sizes:
         starts.append(starts[-1] + -(-size // _ALIGNED) * _ALIGNED)
-    packed = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    packed = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=is_accelerator(device))
     for tensor, start, size in zip(tensors, starts, sizes, strict=False):
         packed[start : start + size] = tensor.contiguous().view(-1).view(torch.uint8)
     there = packed.to(device, non_blocking=True)

@@ -180,8 +180,10 @@ class ScoreKernel:
         dk: Tensor | None = None
         dv: Tensor | None = None
         for rows in _row_blocks(q, k):
-            parts = (x[:, :, rows] for x in (grad, q, out, lse))
-            dq, more_k, more_v = self._backward(*parts, k, v, block.of(rows))
+            here = block.of(rows)
+            dq, more_k, more_v = self._backward(
+                grad[:, :, rows], q[:, :, rows], out[:, :, rows], lse[:, :, rows], k, v, here
+            )
             found.append(dq)
             dk, dv = (more_k, more_v) if dk is None or dv is None else (dk.add_(more_k), dv.add_(more_v))
         assert dk is not None

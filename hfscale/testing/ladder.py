@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from .. import create_optimizer, from_pretrained, plan, train_step
+from .._host.torch_device import device_module, is_accelerator
 from .._host.transformers.classes import from_config as host_from_config
 from ..config import ParallelConfig
 from ..errors import PlanError
@@ -168,14 +169,14 @@ def _stepped(directory: str, rung: Rung) -> tuple[dict[str, int], dict[str, int]
     runtime = runtime_of(model)
     device, rows = runtime.mesh.device, ROWS // batch_world(model)
     optimizer = create_optimizer(model, rung.optimizer, lr=1e-4, **rung.options())
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    if is_accelerator(device):
+        device_module(device).reset_peak_memory_stats(device)
     ids = torch.randint(3, model.config.get_text_config().vocab_size, (rows, LENGTH)).to(device)
     with count_saved(runtime.model, runtime.plan.layers, runtime.plan.head) as saved:
         train_step(model, {"input_ids": ids, "labels": ids})
     optimizer.step()
     estimated = memory_estimate(model, rung.optimizer, tokens=rows * LENGTH, optim_args=rung.options()).kinds
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    peak = device_module(device).max_memory_allocated(device) if is_accelerator(device) else 0
     return asdict(held_bytes(model, optimizer)), estimated, saved, peak
 
 

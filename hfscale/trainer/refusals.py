@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from transformers import DataCollatorWithFlattening
 
+from .._host.torch_device import accelerators
 from .._host.transformers.classes import class_name
 from .._host.transformers.trainer import count_processes_on_cpu, unheard_options, use_one_gpu
 from ..config import ParallelConfig, started_processes
@@ -47,7 +48,7 @@ def check_run(arguments: Any) -> None:
     check_arguments(arguments)
     check_optimizer(arguments)
     processes = started_processes()
-    if arguments.world_size != processes and not torch.cuda.is_available():
+    if arguments.world_size != processes and not accelerators().is_available():
         count_processes_on_cpu(arguments)
     if arguments.world_size != processes:
         raise ConfigError(

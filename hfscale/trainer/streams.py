@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from transformers import TrainerCallback
 
+from .._host.torch_device import device_module, is_accelerator
 from .._host.transformers.trainer import RANDOM, read_random_states
 from ..checkpoint.random_states import random_states, restore_random_states
 from ..mesh import Mesh
@@ -83,8 +84,8 @@ def _written(mesh: Mesh | None) -> dict[str, Any]:
         "numpy": np.random.get_state(),
         "cpu": torch.random.get_rng_state(),
     }
-    if mesh is not None and mesh.device.type == "cuda":
-        states["cuda"] = torch.cuda.random.get_rng_state()
+    if mesh is not None and is_accelerator(mesh.device):
+        states["cuda"] = device_module(mesh.device).get_rng_state()
     return states
 
 

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
+from ..._host.torch_device import accelerators
 from ..._host.torch_fsdp import agree_on_gradients, reduce_now, shard_by_type
 from ...errors import ConfigError
 from ...families.cached_states import READ_BY_CACHE
@@ -88,7 +89,7 @@ def _found_by_any(mesh: Mesh, here: list[bool]) -> list[bool]:
 
 
 def _offload_policy(plan: Plan) -> OffloadPolicy:
-    return CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offloaded(plan).parameters else OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=accelerators().is_available()) if offloaded(plan).parameters else OffloadPolicy()
 
 
 def _shard_experts(

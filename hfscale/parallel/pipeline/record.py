@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ..._host.torch_device import device_module, is_accelerator
 from ...config import ParallelConfig
 from ...errors import ConfigError, check_path
 from ...mesh import Mesh
@@ -57,7 +58,7 @@ def record_schedule(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[
     _agree_on(target, runtime.mesh)
     device = runtime.mesh.device
     # The stream that computes, and not the device: sends and receives that are under way go on.
-    recorder = Recorder(torch.cuda.current_stream(device).synchronize if device.type == "cuda" else None)
+    recorder = Recorder(device_module(device).current_stream(device).synchronize if is_accelerator(device) else None)
     dist.barrier(group=runtime.mesh.control)
     recorder.start()
     for worker in workers:

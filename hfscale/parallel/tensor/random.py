@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..._host.torch_device import device_module, is_accelerator
 from ...mesh import Mesh
 from ...ops.overlap import Derive
 from ...runtime import recomputing
@@ -191,9 +192,11 @@ def on_first_training_pass(model: nn.Module, agree: Callable[[], None]) -> None:
 
 def default_generator(device: torch.device) -> torch.Generator:
     """Torch's default generator of ``device``."""
-    if device.type == "cuda":
-        torch.cuda.init()
-        return torch.cuda.default_generators[device.index or 0]
+    if is_accelerator(device):
+        module = device_module(device)
+        module.init()
+        found: torch.Generator = module.default_generators[device.index or 0]
+        return found
     return torch.default_generator
 
 
