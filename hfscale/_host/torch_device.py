@@ -27,10 +27,14 @@ def device_module(device: torch.device) -> Any:
     return torch.get_device_module(device)
 
 
-def keep_for_current_stream(tensor: Tensor) -> None:
-    """Keep the memory of ``tensor``, made on another stream, until what the current stream does with it has ended."""
+def keep_for_stream(tensor: Tensor, stream: Any = None) -> None:
+    """Keep the memory of ``tensor``, made on another stream, until what ``stream`` does with it has ended.
+
+    Args:
+        stream: by default the current one.
+    """
     if is_accelerator(tensor.device):
-        tensor.record_stream(device_module(tensor.device).current_stream(tensor.device))
+        tensor.record_stream(stream or device_module(tensor.device).current_stream(tensor.device))
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:

@@ -24,7 +24,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigError
-from .torch_device import keep_for_current_stream
+from .torch_device import keep_for_stream
 
 MARKS = frozenset({"_is_fsdp_managed_module", "_fsdp_use_orig_params"})
 """Attributes that FSDP2 gives to every module within one that it wraps."""
@@ -136,7 +136,7 @@ def _average_by(group: Any, hook: Callable[[Tensor], None]) -> None:
     def averaged(flat: Tensor) -> None:
         # The buffer belongs to the stream that reduce-scatters, and hooks run on another. FSDP2 gives it back as soon
         # as they are called, unless gradients are views of it, and the next group's reduction would write into it.
-        keep_for_current_stream(flat)
+        keep_for_stream(flat)
         hook(flat)
 
     group._all_reduce_hook = averaged

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._host.torch_device import device_module
+from .._host.torch_device import device_module, is_accelerator, keep_for_stream
 
 
 class OnHost:
@@ -21,7 +21,7 @@ class OnHost:
         self.size = tensor.numel() * tensor.element_size()
         self._here: Tensor | None = None
         self._copied: Any = None
-        if tensor.device.type == "cpu":
+        if not is_accelerator(tensor.device):
             self._host = tensor.detach().clone()
             return
         self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
@@ -30,13 +30,13 @@ class OnHost:
         with device_module(tensor.device).stream(stream):
             self._host.copy_(tensor.detach(), non_blocking=True)
             self._copied = stream.record_event()
-        tensor.record_stream(stream)
+        keep_for_stream(tensor, stream)
 
     def fetch(self) -> None:
         """Begin to copy it back."""
         if self._here is not None or not self.readers:
             return
-        if self.device.type == "cpu":
+        if not is_accelerator(self.device):
             self._here = self._host.clone()
             return
         stream = _stream(self.device)
@@ -51,10 +51,10 @@ class OnHost:
         self.fetch()
         found = self._here
         assert found is not None
-        if self.device.type != "cpu":
+        if is_accelerator(self.device):
             current = device_module(self.device).current_stream(self.device)
             current.wait_event(self._copied)
-            found.record_stream(current)
+            keep_for_stream(found, current)
         self.readers -= 1
         if not self.readers:
             self._here = None

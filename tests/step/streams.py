@@ -17,10 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hfscale._host import torch_fsdp
+from hfscale.memory import on_host
 from hfscale.parallel.data import eight_bits
 
 Clock = dict["Stream", int]
-_TO = Tensor.to
+_TO, _EMPTY_LIKE = Tensor.to, torch.empty_like
 
 
 class Event:
@@ -93,14 +94,13 @@ class Lifetimes(TorchDispatchMode):
             self._home.setdefault(tensor.untyped_storage()._cdata, (StorageWeakRef(tensor.untyped_storage()), stream))
         return found
 
-    def record(self, tensor: Tensor) -> None:
+    def record(self, tensor: Tensor, stream: Any = None) -> None:
         """In the place of ``record_stream``."""
         used = self._used.get(tensor.untyped_storage()._cdata)
-        stream: Any = torch.cpu.current_stream()
         if used is None:
             used = self._start(tensor)
         if used is not None:
-            used.recorded.add(stream)
+            used.recorded.add(stream or torch.cpu.current_stream())
 
     def _start(self, tensor: Tensor) -> _Used | None:
         key = tensor.untyped_storage()._cdata
@@ -136,6 +136,12 @@ def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return tensor.clone() if "non_blocking" in kwargs else _TO(tensor, *args, **kwargs)
 
 
+def _empty_like(tensor: Tensor, **kwargs: Any) -> Tensor:
+    """Memory is pinned for accelerators only."""
+    kwargs.pop("pin_memory", None)
+    return _EMPTY_LIKE(tensor, **kwargs)
+
+
 def _tensors(values: Any) -> list[Tensor]:
     plain = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
     return [leaf for leaf in plain if type(leaf) is not torch.distributed.tensor.DTensor]
@@ -143,7 +149,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 @contextmanager
 def lifetimes() -> Iterator[Lifetimes]:
-    """Within: FSDP2's streams on the CPU are told apart, and memory is followed from one to another."""
+    """Within: streams of FSDP2 and of offloading are told apart on the CPU, and memory is followed between them."""
     seen, current = Lifetimes(), [Stream()]
 
     @contextmanager
@@ -160,7 +166,10 @@ def lifetimes() -> Iterator[Lifetimes]:
         ):  # fmt: skip
             stack.enter_context(patch.object(torch.cpu, name, value))
         stack.enter_context(patch.object(Tensor, "to", _to))
-        for module in (torch_fsdp, eight_bits):
-            stack.enter_context(patch.object(module, "keep_for_current_stream", seen.record))
+        for module in (torch_fsdp, eight_bits, on_host):
+            stack.enter_context(patch.object(module, "keep_for_stream", seen.record))
+        stack.enter_context(patch.object(on_host, "is_accelerator", lambda _: True))
+        stack.enter_context(patch.object(on_host, "_streams", {}))
+        stack.enter_context(patch.object(torch, "empty_like", _empty_like))
         stack.enter_context(seen)
         yield seen

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..._host.torch_device import keep_for_current_stream
+from ..._host.torch_device import keep_for_stream
 from ..._host.torch_fsdp import gather_encoded
 from ...mesh import Mesh
 from ...ops.float8 import FORWARD, Float8Projection
@@ -39,7 +39,7 @@ class _InEightBits:
 
     def decode(self, gathered: Tensor, known: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
         """With the scale of the whole."""
-        keep_for_current_stream(known)  # made on the stream that gathers
+        keep_for_stream(known)  # made on the stream that gathers
         if out is None:
             return Float8Weight(gathered.view(FORWARD), known.clone(), dtype)
         assert isinstance(out, Float8Weight)

@@ -241,6 +241,13 @@ def over_streams(layout: dict[str, Any], built: dict[str, Any]) -> tuple[int, li
     return seen.crossed, seen.faults
 
 
+def test_offloaded_activations_live_until_their_stream_is_done() -> None:
+    memory = MemoryConfig(offload_activations="64")
+    crossed, faults = over_streams({}, {"dtype": torch.float32, "memory": memory})
+    assert crossed
+    assert not faults
+
+
 @pytest.mark.parametrize("kind", ["bf16", "powersgd", "no", "eight bits"])
 def test_buffers_live_until_their_streams_are_done(pools: Pools, kind: str) -> None:
     """FSDP2 runs hooks on another stream than that which makes their buffers, and gives these back behind its back."""
