@@ -16,12 +16,14 @@ class TowersPlan(Feature):
         items: modules and parameters around it, its head left out, and layers.
         parameters: how many numbers they hold.
         read_inside: inputs of the model of text by which its layers read them, besides the embeddings that go in.
+        first_layers: how many of the first layers read them alone; 0 where any may, or none does.
     """
 
     text: str
     items: tuple[str, ...]
     parameters: int
     read_inside: tuple[str, ...] = ()
+    first_layers: int = 0
 
     def describe(self, plan: PlanContents) -> list[str]:
         """What stays whole, and on which ranks."""

@@ -106,7 +106,10 @@ def plan_stages(
         sequence=sequence,
         beside=passage.beside,
     )
-    counts = layout.stage_layers or costs.balanced(count)
+    first = _layers_with_pictures(draft, len(layers), count)
+    if draft.problems:
+        return None
+    counts = layout.stage_layers or costs.balanced(count, first)
     return replace(_stages(draft, layers, lists[0], passage, costs, counts, places), stacks=stacks)
 
 
@@ -143,7 +146,7 @@ def _lists(draft: Draft, layers: list[str], count: int) -> list[str] | None:
 def _crosses_borders(draft: Draft) -> tuple[str, str] | None:
     """What layers of several stages would need of one another besides the stream, and what to do."""
     towers = draft.feature(TowersPlan)
-    if towers is not None and towers.read_inside:
+    if towers is not None and towers.read_inside and not towers.first_layers:
         inputs = ", ".join(towers.read_inside)
         return f"what its towers make of pictures is read inside of its layers ({inputs}){ALONE}", "pp_size=1"
     if getattr(draft.config, "output_router_logits", False):
@@ -153,6 +156,28 @@ def _crosses_borders(draft: Draft) -> tuple[str, str] | None:
         what = f"{name}={getattr(draft.config, name)} leaves out layers at random, at a border of stages too"
         return what, f"config.{name} = 0, or pp_size=1"
     return None
+
+
+def _layers_with_pictures(draft: Draft, layers: int, stages: int) -> int:
+    """Return how many layers the first stage must have, because pictures are on it and are added behind them."""
+    towers, asked = draft.feature(TowersPlan), draft.layout.stage_layers
+    first = 0 if towers is None else towers.first_layers
+    if asked is not None and asked[0] < first:
+        stage_problem(
+            draft,
+            f"pictures are added behind its first {first} layers, which must be on the first stage, and stage_layers="
+            f"{list(asked)} has {asked[0]} there",
+            f"at least {first} as the first of stage_layers",
+        )
+    elif asked is None and first + stages - 1 > layers:
+        most = layers - first + 1
+        stage_problem(
+            draft,
+            f"pictures are added behind its first {first} layers, which must be on the first of {stages} stages, and "
+            f"it has {layers} layers",
+            f"at most {most} stages (pp_size x virtual_stages)" if most > 1 else "pp_size=1",
+        )
+    return first
 
 
 def _too_many(draft: Draft, layers: int) -> None:

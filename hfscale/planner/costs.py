@@ -59,14 +59,16 @@ class Costs:
     batch_tokens: int = BATCH_TOKENS
     shared: Cost = Cost()
 
-    def balanced(self, stages: int) -> tuple[int, ...]:
-        """How many layers each of ``stages`` gets; see :func:`hfscale.plan.stages.balance`."""
-        return balance(
-            [layer.work(self.batch_tokens) for layer in self.layers],
-            stages,
-            self.before.work(self.batch_tokens),
-            self.after.work(self.batch_tokens),
-        )
+    def balanced(self, stages: int, first: int = 0) -> tuple[int, ...]:
+        """How many layers each of ``stages`` gets; see :func:`hfscale.plan.stages.balance`.
+
+        Args:
+            first: how many the first stage has at least.
+        """
+        works = [layer.work(self.batch_tokens) for layer in self.layers]
+        before, after = self.before.work(self.batch_tokens), self.after.work(self.batch_tokens)
+        found = balance(works, stages, before, after)
+        return found if found[0] >= first else (first, *balance(works[first:], stages - 1, 0, after))
 
     def of_stages(self, counts: Sequence[int]) -> tuple[Cost, ...]:
         """What each stage costs, given its number of layers."""

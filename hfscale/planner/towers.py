@@ -1,7 +1,7 @@
 """Plan what lies around the model of text."""
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +24,12 @@ _PLAIN = {
 """Inputs of models of text, none of which is made of pictures but the embeddings."""
 
 
+_ADDED_BEHIND_LAYERS = {"visual_pos_masks", "deepstack_visual_embeds"}
+"""Inputs by which a model of text adds features of pictures behind its first layers (Meng et al. 2024, DeepStack)."""
+
+_FEATURES = "deepstack_visual_indexes"
+"""The config field that lists a tower's layers whose features these are."""
+
 _MEDIA = ("pixel_values", "flattened_patches", "input_features", "input_values")
 """Inputs that are pictures or sounds, as the host names them."""
 
@@ -39,7 +45,15 @@ def plan_towers(draft: Draft) -> None:
     items = tuple(item for item in (*around, *layers) if item != draft.head)
     sizes = {tensor: size for item in items for tensor, size in tensors_of(draft.model, item).items()}
     if sizes:
-        draft.features.append(TowersPlan(text, items, sum(sizes.values()), other_inputs(draft.modules[text])))
+        inputs = other_inputs(draft.modules[text])
+        first = _first_layers(draft.config.to_dict()) if set(inputs) == _ADDED_BEHIND_LAYERS else 0
+        draft.features.append(TowersPlan(text, items, sum(sizes.values()), inputs, first))
+
+
+def _first_layers(fields: Mapping[str, Any]) -> int:
+    """Return behind how many of the first layers pictures are added: as many as there are features of a tower."""
+    inside = (_first_layers(value) for value in fields.values() if isinstance(value, dict))
+    return max([len(fields.get(_FEATURES) or ()), *inside])
 
 
 def other_inputs(text: nn.Module) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """Vision-language models: the text cut like any, towers whole, and pictures in some of the batches only."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from hfscale.plan.towers import TowersPlan
 from hfscale.planner.loss_proof import passes_on_labels
 from hfscale.testing import RankPool, assert_layout_equal
 from hfscale.testing.picture_configs import with_pictures
+from hfscale.testing.picture_inputs import join_pictures, make_picture
 from hfscale.testing.pictures import PictureCase, PlainPictureCase
 
 from ..models import needs
@@ -73,12 +75,81 @@ def test_stages_and_data_ranks(pools: Pools) -> None:
     assert_layout_equal(PictureCase(with_pictures("llava"), text_alone=APART), layout, pools(4))
 
 
+def test_layers_that_read_pictures_are_on_one_stage() -> None:
+    with pytest.raises(PlanError, match=r"inside of its layers .*cross_attention_states.*: use pp_size=1"):
+        hfscale.plan(with_pictures("mllama"), ParallelConfig(pp_size=2), auto_class=AutoModelForImageTextToText)
+
+
+def behind_two_layers(layers: int) -> Any:
+    """Pictures are added behind the first two layers."""
+    config = with_pictures("qwen3_vl", layers=layers)
+    config.vision_config.deepstack_visual_indexes = [0, 1]
+    return config
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_pictures_that_are_added_behind_the_first_layers(pools: Pools, schedule: str) -> None:
+    """Balanced stages would have one layer first."""
+    layout = ParallelConfig(pp_size=2, num_microbatches=2, pipeline_schedule=schedule)
+    case = PictureCase(behind_two_layers(3 if schedule == "1f1b" else 5), text_alone=APART)
+    assert_layout_equal(case, layout, pools(2))
+
+
 @pytest.mark.parametrize(
-    ("family", "inside"), [("qwen3_vl", "deepstack_visual_embeds"), ("mllama", "cross_attention_states")]
+    ("layout", "words"),
+    [
+        ({"pp_size": 4}, r"first of 4 stages, and it has 4 layers: use at most 3 stages"),
+        ({"pp_size": 2, "stage_layers": [1, 3]}, r"stage_layers=\[1, 3\] has 1 there: use at least 2 as the first"),
+    ],
+    ids=str,
 )
-def test_layers_that_read_pictures_are_on_one_stage(family: str, inside: str) -> None:
-    with pytest.raises(PlanError, match=f"inside of its layers .*{inside}.*: use pp_size=1"):
-        hfscale.plan(with_pictures(family), ParallelConfig(pp_size=2), auto_class=AutoModelForImageTextToText)
+def test_layers_behind_which_pictures_are_added_are_on_the_first_stage(layout: dict[str, Any], words: str) -> None:
+    with pytest.raises(PlanError, match=f"pictures are added behind its first 2 layers, .*{words}"):
+        hfscale.plan(behind_two_layers(4), ParallelConfig(**layout), auto_class=AutoModelForImageTextToText)
+
+
+@dataclass
+class VideoCase(PictureCase):
+    """Texts with a picture and a video, with one of them, or with none: by distinct batch."""
+
+    kinds: tuple[str, ...] = ("both", "video", "image", "none")
+
+    def batches(self, batch_world: int) -> list[list[list[Any]]]:
+        """The kinds move on with every step and microbatch."""
+        self.text_alone = frozenset((step, rank, index) for step in (0, 1) for rank in range(4) for index in (0, 1))
+        kinds, draws = self.kinds, torch.Generator().manual_seed(12)
+        return [
+            [[self._with(kinds[(step + rank + i) % len(kinds)], each, draws) for i, each in enumerate(ranks)]
+             for rank, ranks in enumerate(distinct)]
+            for step, distinct in enumerate(super().batches(batch_world))
+        ]  # fmt: skip
+
+    def _with(self, kind: str, batch: Any, draws: torch.Generator) -> Any:
+        for each in [name for name in ("image", "video") if kind in (name, "both")]:
+            made = [make_picture(self.config, self._arguments, draws) for _ in batch["input_ids"]]
+            pictures, names = join_pictures(made), ("pixel_values", "image_grid_thw")
+            if each == "video":
+                names = ("pixel_values_videos", "video_grid_thw")
+            token = getattr(self.config, f"{each}_token_id")
+            fill = {"input_ids": token, "labels": -100, "attention_mask": 1}
+            fill["mm_token_type_ids"] = 1 if each == "image" else 2
+            rows = self._rows(made[0])
+            batch = {
+                name: torch.cat([value[:, :2], value.new_full((len(value), rows), fill[name]), value[:, 2:]], dim=1)
+                if name in fill else value
+                for name, value in batch.items()
+            } | dict(zip(names, (pictures["pixel_values"], pictures["image_grid_thw"]), strict=True))  # fmt: skip
+        return batch
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{"dp_shard_size": 2}, {"dp_shard_size": 2, "pp_size": 2, "num_microbatches": 2}],
+    ids=lambda layout: "-".join(layout),
+)
+def test_pictures_and_videos_in_one_batch_and_none_on_other_ranks(pools: Pools, layout: dict[str, Any]) -> None:
+    parallel = ParallelConfig(**layout)
+    assert_layout_equal(VideoCase(behind_two_layers(3)), parallel, pools(parallel.total_size))
 
 
 # Bidirectional among a picture's tokens, under windows too; positions of three kinds; features added in layers.
