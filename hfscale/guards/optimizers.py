@@ -3,16 +3,19 @@
 Most optimizers treat entries one by one, and each rank may step its own. Some look at whole matrices (Adafactor's means
 of rows and columns, Muon's products, the norms of LARS and LAMB) or at all parameters together (L-BFGS, Prodigy): over
 parts they take other steps than one process, and nothing raises. Which of the two a class is, is found by trial, before
-its first step: a copy of the optimizer steps two small matrices whole, and as a rank would hold them.
+its first step: a copy of the optimizer steps two small matrices whole, and as a rank would hold them. Over FSDP2's
+shards, with which torch computes as if they were whole, the copy steps two small sharded tensors: some classes use
+operations that DTensor does not have.
 """
 
 import inspect
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .._host.torch_device import fork_random_state
@@ -21,6 +24,10 @@ from ..runtime import Runtime
 
 _PARTS = "_hfscale_parts"
 _TOLERANCE = 1e-3
+_INSTEAD = (
+    "the optimizer by hfscale.create_optimizer(model, name, lr=...), which has 'adafactor' and 'muon' over shards, or "
+    "use one like AdamW, SGD or Lion"
+)
 _judged: "weakref.WeakSet[torch.optim.Optimizer]" = weakref.WeakSet()
 _hooked: list[Any] = []
 _trying: list[None] = []  # not empty while a trial steps, which is not judged itself
@@ -28,11 +35,9 @@ _trying: list[None] = []  # not empty while a trial steps, which is not judged i
 
 def refuse_whole_tensor_optimizers(runtime: Runtime) -> None:
     """From now on, an optimizer's first step over this model's parameters is refused if it would not be that of one
-    process: :class:`ConfigError`. What data axes shard, torch computes with whole; that is let be.
+    process, or cannot be made over FSDP2's shards: :class:`ConfigError`.
     """
     layout = runtime.mesh.layout
-    if max(layout.size("tp"), layout.size("ep"), layout.size("pp")) == 1:
-        return
     for planned, parameter in runtime.parameters():
         cut = any(cut.axis in ("tp", "ep") for cut in planned.cuts)
         setattr(parameter, _PARTS, (layout.describe(), planned.name, cut, layout.size("pp") > 1))
@@ -54,6 +59,13 @@ def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         _refuse(optimizer, cut, f"{cut[1]} is cut")
     elif parts and parts[0][3] and _differs(optimizer, held[0].device, halved=False):
         _refuse(optimizer, parts[0], "stages hold some parameters each")
+    sharded = next((each for each in held if hasattr(each, _PARTS) and isinstance(each, DTensor)), None)
+    if sharded is not None and (error := _fails_on_shards(optimizer, sharded, held)):
+        _judged.discard(optimizer)
+        raise ConfigError(
+            f"{type(optimizer).__name__} cannot step parameters that FSDP2 shards over {parts[0][0]} ({error}): "
+            f"make {_INSTEAD}"
+        )
 
 
 def _refuse(optimizer: torch.optim.Optimizer, part: tuple[str, str, bool, bool], why: str) -> None:
@@ -61,10 +73,30 @@ def _refuse(optimizer: torch.optim.Optimizer, part: tuple[str, str, bool, bool],
     _judged.discard(optimizer)
     raise ConfigError(
         f"{name} does not treat entries one by one (tried on two small matrices, whole and in parts), and over "
-        f"{part[0]} {why}: ranks would take other steps than one process. Make the optimizer by "
-        "hfscale.create_optimizer(model, name, lr=...), which has 'adafactor' and 'muon' over shares, or use one like "
-        "AdamW, SGD or Lion"
+        f"{part[0]} {why}: ranks would take other steps than one process. Make {_INSTEAD}"
     )
+
+
+def _fails_on_shards(optimizer: torch.optim.Optimizer, sharded: DTensor, held: Sequence[Tensor]) -> str:
+    """Return the error of a step over small tensors that are sharded like ``sharded``, with as many dims as those
+    ``held``; empty where there is none, and where a step over plain tensors fails too. All ranks call it, as the step.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return "it puts all of them into one vector"
+    start = [torch.ones((4,) * dims) for dims in sorted({parameter.ndim for parameter in held})]
+
+    def shard(local: Tensor) -> Tensor:
+        return DTensor.from_local(local, sharded.device_mesh, sharded.placements, run_check=False)
+
+    try:
+        _stepped(optimizer, start, [start, start], sharded.device)
+    except Exception:  # whatever a class says of a trial that it was not made for
+        return ""
+    try:
+        _stepped(optimizer, start, [start, start], sharded.device, shard)
+    except Exception as error:  # of any kind: DTensor's, for what it cannot do
+        return f"{type(error).__name__}: {error}".splitlines()[0][:100]
+    return ""
 
 
 def _differs(optimizer: torch.optim.Optimizer, device: torch.device, halved: bool) -> bool:
@@ -98,19 +130,20 @@ def _stepped(
     start: Sequence[Tensor],
     gradients: Sequence[Sequence[Tensor]],
     device: torch.device,
+    shard: Callable[[Tensor], Tensor] = lambda plain: plain,
 ) -> list[Tensor]:
     """Where another optimizer of the same class and options takes parameters that begin at ``start``."""
     asked = inspect.signature(type(optimizer)).parameters
     options = {name: value for name, value in optimizer.defaults.items() if name in asked and name != "params"}
     wanted = inspect.signature(type(optimizer).step).parameters.get("closure")
     closure = [lambda: 0.0] if wanted is not None and wanted.default is inspect.Parameter.empty else []
-    parameters = [nn.Parameter(each.clone().to(device)) for each in start]
+    parameters = [nn.Parameter(shard(each.clone().to(device))) for each in start]
     _trying.append(None)
     try:
         other = type(optimizer)(parameters, **options)
         for step in gradients:
             for parameter, gradient in zip(parameters, step, strict=True):
-                parameter.grad = gradient.clone().to(device)
+                parameter.grad = shard(gradient.clone().to(device))
             other.step(*closure)
     finally:
         _trying.pop()

@@ -62,7 +62,9 @@ MAKE: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "bitsandbytes LAMB": lambda m: bitsandbytes.optim.LAMB(m.parameters(), lr=0.1),
     "all": lambda m: Own(m.parameters(), kind="all"),
     "LBFGS": lambda m: torch.optim.LBFGS(m.parameters(), lr=0.1),
+    "Rprop": lambda m: torch.optim.Rprop(m.parameters(), lr=0.1),
 }
+OVER_SHARDS = {"Adafactor", "transformers Adafactor", "LBFGS", "Rprop", "bitsandbytes AdamW8bit", "bitsandbytes LAMB"}
 WHOLE = {"Adafactor", "transformers Adafactor", "Muon", "norm", "bitsandbytes LAMB"}
 TOGETHER = {"all", "LBFGS"}
 
@@ -87,7 +89,12 @@ def refused(layout: dict[str, int]) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     ("layout", "expected"),
-    [({"tp_size": 2}, WHOLE | TOGETHER), ({"pp_size": 2}, TOGETHER), ({"dp_replicate_size": 1}, set())],
+    [
+        ({"tp_size": 2}, WHOLE | TOGETHER),
+        ({"pp_size": 2}, TOGETHER),
+        ({"dp_shard_size": 2}, OVER_SHARDS),
+        ({"dp_replicate_size": 1}, set()),
+    ],
 )
 def test_a_first_step(pools: Pools, layout: dict[str, int], expected: set[str]) -> None:
     for said in pools(max(layout.values())).run(refused, layout):
