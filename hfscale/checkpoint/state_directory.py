@@ -14,6 +14,7 @@ none but its own.
 
 import functools
 import logging
+import os
 import shutil
 import uuid
 from contextlib import suppress
@@ -70,7 +71,8 @@ class NewState:
 
 def old_of(target: Path) -> Path:
     """Where a state is until its successor is in its place."""
-    return target.with_name(f".{target.name}.old")
+    target = Path(os.path.abspath(target))
+    return target.parent / f".{target.name}.old"
 
 
 def _remove(old: Path, target: Path) -> None:
@@ -106,9 +108,8 @@ def problems_of(directory: Path) -> list[str]:
 
 def states_in(source: Path) -> list[Path]:
     """Return the directories that may be meant by ``source``, best first: itself, or the states in it, whole or not."""
-    if source.name == LATEST and not source.exists():
-        source = source.parent
-    elif _is_state(source) or _is_state(old_of(source)):
+    source = _meant(source)
+    if _is_state(source) or _is_state(old_of(source)):
         return [path for path in (source, old_of(source)) if _is_state(path)]
     inside = [path for path in source.iterdir() if _is_state(path)] if source.is_dir() else []
     inside = [path for path in inside if not path.name.startswith(".") or path.suffix == ".old"]
@@ -123,10 +124,11 @@ def candidates(source: Path) -> list[Path]:
     Raises:
         CheckpointError: there are none.
     """
-    found = states_in(source)
+    found, source = states_in(source), _meant(source)
     marked = [path for path in found if any((path / name).exists() for name in (MARK, "layout.json"))]
-    where = found[0].parent if found else source
-    passed = [str(path) for path in found if path not in marked] + [str(path) for path in where.glob(".*.incomplete")]
+    own = old_of(source).with_suffix(".incomplete")
+    passed = [path for path in found if path not in marked] + ([own] if own.is_dir() else [])
+    passed += source.glob(".*.incomplete")
     why = "cannot be used: it was never completed: the save was stopped before its end, or goes on"
     words = "; ".join(f"{path} {why}" for path in passed)
     if passed:
@@ -139,6 +141,11 @@ def candidates(source: Path) -> list[Path]:
             "the one that they are in"
         )
     return marked
+
+
+def _meant(source: Path) -> Path:
+    """Return the directory that ``.../latest`` stands for; any other one as it is."""
+    return source.parent if source.name == LATEST and not source.exists() else source
 
 
 @functools.lru_cache
@@ -176,7 +183,7 @@ def run_of(directory: Path) -> str:
     try:
         mark = read_mark(directory)
         beside = (_mark_of(path) for path in directory.parent.iterdir() if not path.name.startswith("."))
-        further = any(each.run == mark.run and _age(each)[0] > _age(mark)[0] for each in beside)
+        further = mark.step is not None and any(e.run == mark.run and _age(e)[0] > mark.step for e in beside)
     except (OSError, CheckpointError):
         return new_run()
     return new_run() if mark.run is None or further else mark.run

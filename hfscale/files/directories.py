@@ -13,6 +13,7 @@ import logging
 import os
 import secrets
 import shutil
+from contextlib import suppress
 from glob import escape
 from pathlib import Path
 from typing import Any
@@ -107,8 +108,11 @@ def make_staging(target: Path, staging: Path) -> DirectoryLock:
         discard(staging, target)
         lock.release()
     staging.mkdir()
-    if target.is_dir():  # others may read no more of it than of the target
-        staging.chmod(target.stat().st_mode & 0o777 | 0o700)
+    if target.is_dir():  # new files get the group and rights that they would get in the target
+        with suppress(OSError):
+            os.chown(staging, -1, target.stat().st_gid)
+        shutil.copystat(target, staging)
+        staging.chmod(staging.stat().st_mode & 0o7777 | 0o700)
     return DirectoryLock(staging)
 
 

@@ -10,8 +10,8 @@ A checkpoint is several files, and a process may be killed between any two syste
 3. *Remove.* What others wrote into the old directory meanwhile is moved over, and the rest is removed. Killed here,
    NAME is the new one; the next save removes the rest.
 
-Directories cannot be exchanged on NFS, where they are mount points or the current directory, or on another system, for
-instance. There phases 2 and 3 are:
+Directories are not exchanged on NFS, on another system than Linux, where NAME is a mount point or the current
+directory, or where there are very many files. There phases 2 and 3 are:
 
 2. *Complete.* The new files, and the names of those that they replace, are brought to the disk in ``NAME/.complete``,
    which gets this name by one rename. Killed before it, NAME is as it was.
@@ -43,6 +43,7 @@ from .directories import (
 
 _INSIDE, _COMPLETE, _LIST = ".incomplete", ".complete", ".files"
 _DOORS = ("config.json", "adapter_config.json")  # without which nothing is loaded
+_MOST_LINKS = 20_000  # a second's work
 _RENAME_EXCHANGE, _AT_FDCWD = 2, -100
 _log = logging.getLogger(__name__)
 
@@ -171,6 +172,8 @@ def _link(source: Path, target: Path, within: str, left_out: Collection[str], li
         name, fresh = os.path.join(within, entry.name), target / entry.name
         if name in left_out:
             continue
+        if len(linked) > _MOST_LINKS:
+            raise OSError(f"there are more than {_MOST_LINKS:,} files")
         if not entry.is_dir(follow_symlinks=False):
             os.link(entry.path, fresh, follow_symlinks=False)
             linked[name] = entry.inode()

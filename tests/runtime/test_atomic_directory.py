@@ -1,5 +1,6 @@
 """A directory is written on all ranks or on none, and what it held stays until all is whole."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,9 @@ def test_what_a_killed_process_left_is_removed(target: Path, mode: str) -> None:
 
 
 def test_files_replace_those_of_their_name_and_stale_ones(target: Path, mode: str) -> None:
-    target.chmod(0o750)
+    if os.geteuid() == 0:
+        os.chown(target, -1, 12)
+    target.chmod(0o2750)
     (target / "runs").mkdir(mode=0o700)
     (target / "runs" / "log").write_text("one")
     inode = target.stat().st_ino
@@ -76,7 +79,8 @@ def test_files_replace_those_of_their_name_and_stale_ones(target: Path, mode: st
         assert contents(target).items() >= OLD.items()
         log.write(" two")
     assert contents(target) == {"weights": "new", "index": "new", "more": "new", "users": "old", "runs/log": "one two"}
-    assert (target.stat().st_mode & 0o777, (target / "runs").stat().st_mode & 0o777) == (0o750, 0o700)
+    assert (target.stat().st_mode & 0o7777, (target / "runs").stat().st_mode & 0o777) == (0o2750, 0o700)
+    assert (target / "index").stat().st_gid == target.stat().st_gid
     assert (target.stat().st_ino == inode) == (mode == "moved")
     assert [path.name for path in target.parent.iterdir()] == ["target"]
 
