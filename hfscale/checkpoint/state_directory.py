@@ -206,7 +206,8 @@ def prune(newest: Path, run: str, keep_last: int | None, keep_every: int | None)
     beside = [path for path in newest.parent.iterdir() if path != newest and not path.is_symlink()]
     marks = {path: _mark_of(path) for path in beside if not problems_of(path)}
     own = {path: mark for path, mark in marks.items() if mark.run == run}
-    for path in sorted(own, key=lambda path: _age(own[path]), reverse=True)[keep_last - 1 :]:
+    order = sorted(own, key=lambda path: (not path.name.startswith("."), *_age(own[path])), reverse=True)
+    for path in order[keep_last - 1 :]:
         step = own[path].step
         if keep_every and step is not None and step % keep_every == 0:
             continue

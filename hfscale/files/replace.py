@@ -16,8 +16,8 @@ directory, or where there are very many files. There phases 2 and 3 are:
 2. *Complete.* The new files, and the names of those that they replace, are brought to the disk in ``NAME/.complete``,
    which gets this name by one rename. Killed before it, NAME is as it was.
 3. *Move.* ``config.json`` is removed, so that nobody loads half of each; obsolete files are removed; the new ones are
-   renamed one by one, ``config.json`` last. Killed here, whatever of hfscale reads or writes NAME next finishes the
-   move (:func:`finish_move`), and until then transformers says that there is no ``config.json``.
+   renamed one by one, ``config.json`` last. Killed here, the next call of hfscale that reads or writes NAME finishes
+   the move (:func:`finish_move`); until then transformers says that there is no ``config.json``.
 """
 
 import ctypes
@@ -116,6 +116,7 @@ class NewFiles:
         (inside / _LIST).write_text(json.dumps({"new": new, "old": old}))
         sync_file(inside / _LIST)
         sync_directory(inside)
+        shutil.rmtree(self.target / _COMPLETE, ignore_errors=True)
         inside.rename(self.target / _COMPLETE)
         self._placed = self.path == inside
         sync_directory(self.target)
@@ -136,6 +137,9 @@ def finish_move(directory: str | Path) -> None:
         return
     try:
         told = json.loads((source / _LIST).read_text())
+        doors = {*_DOORS} & {*told["new"]}
+        if doors and all((target / name).exists() for name in doors):
+            return  # the move has not begun, or is over, or somebody has saved something else since
         for name in [*told["old"], *told["new"]]:
             check_inside(name, source / _LIST)
         for name in told["old"]:

@@ -74,7 +74,7 @@ def check_kills(root: Path, model: Any, readers: Sequence[Callable[[Path], set[f
     for number in killed_at_each_event(lambda: hfscale.save_pretrained(model, target, **options), prepare):
         kills += number > 0
         if (target / ".complete").exists():
-            assert readers[-1](target) == {2.0}, number
+            readers[-1](target)  # finishes it, unless nothing has been moved yet
         if (found := str(contents(target))) not in seen:
             one, *more = [reader(target) for reader in readers]
             assert all(each == one for each in more)
@@ -104,6 +104,24 @@ def test_a_killed_save_where_directories_cannot_be_exchanged(tmp_path: Path, mon
         ends += [own_model(tmp_path / "old")] if number % 9 == 0 else []
     assert ends[-1] == {3.0}
     assert ends.index({3.0}) == ends.count({1.0}) > 0
+
+
+def test_what_was_saved_after_a_killed_save_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By transformers, say, of which nobody finishes the move."""
+    target = tmp_path / "target"
+    hfscale.save_pretrained(model_of(1.0), target)
+    monkeypatch.setattr(replace, "_trade_names", cannot)
+    later = AutoModelForCausalLM.from_pretrained(target)
+    kills = killed_at_each_event(lambda: hfscale.save_pretrained(model_of(2.0), target), int)
+    while (target / "config.json").exists():
+        next(kills)
+    assert (target / ".complete").is_dir()
+    fill(later, 3.0).save_pretrained(target)
+    assert own_model(target) == stock_model(target) == {3.0}
+    monkeypatch.undo()
+    hfscale.save_pretrained(model_of(4.0), target)
+    assert own_model(target) == {4.0}
+    assert not (target / ".complete").exists()
 
 
 def test_a_killed_save_of_an_adapter(tmp_path: Path) -> None:
