@@ -182,8 +182,10 @@ def run_of(directory: Path) -> str:
     """
     try:
         mark = read_mark(directory)
-        beside = (_mark_of(path) for path in directory.parent.iterdir() if not path.name.startswith("."))
-        further = mark.step is not None and any(e.run == mark.run and _age(e)[0] > mark.step for e in beside)
+        whole = [path for path in directory.parent.iterdir() if path.name[0] != "." and not problems_of(path)]
+        further = mark.step is not None and any(
+            each.run == mark.run and _age(each)[0] > mark.step for each in map(_mark_of, whole)
+        )
     except (OSError, CheckpointError):
         return new_run()
     return new_run() if mark.run is None or further else mark.run
