@@ -11,7 +11,7 @@ A checkpoint is several files, and a process may be killed between any two syste
    NAME is the new one; the next save removes the rest.
 
 Directories are not exchanged on NFS, on another system than Linux, where NAME is a mount point or the current
-directory, or where there are very many files. There phases 2 and 3 are:
+directory or has a mount point in it, or where there are very many files. There phases 2 and 3 are:
 
 2. *Complete.* The new files, and the names of those that they replace, are brought to the disk in ``NAME/.complete``,
    which gets this name by one rename. Killed before it, NAME is as it was.
@@ -24,6 +24,7 @@ import ctypes
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Collection, Sequence
 from contextlib import suppress
@@ -162,10 +163,11 @@ def _stays(target: Path) -> bool:
     """Whether a directory cannot be exchanged, or should not, as far as can be told beforehand."""
     if not target.is_dir():
         return False
-    with suppress(OSError):
-        if f" {target} " in Path("/proc/self/mountinfo").read_text():
+    with suppress(OSError):  # the system's list of mount points, of which none may be the directory or in it
+        place = str(target).replace(" ", "\\040")
+        if re.search(f" {re.escape(place)}[ /]", Path("/proc/self/mountinfo").read_text()):
             return True
-    return os.path.ismount(target) or holds_current_directory(target) or not os.access(target.parent, os.W_OK)
+    return holds_current_directory(target) or not os.access(target.parent, os.W_OK)
 
 
 def _link(source: Path, target: Path, within: str, left_out: Collection[str], linked: dict[str, int]) -> None:
@@ -181,8 +183,6 @@ def _link(source: Path, target: Path, within: str, left_out: Collection[str], li
         if not entry.is_dir(follow_symlinks=False):
             os.link(entry.path, fresh, follow_symlinks=False)
             linked[name] = entry.inode()
-        elif os.path.ismount(entry.path):
-            raise OSError(f"{entry.path} is a mount point")
         else:
             fresh.mkdir()
             _link(source / entry.name, fresh, name, left_out, linked)
