@@ -1,8 +1,7 @@
 """Which ranks form which axis. The only caller of ``init_device_mesh``."""
 
-import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -14,7 +13,19 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from .config import ParallelConfig, started_processes
 from .errors import MeshError, RankFailedError
 from .plan import Cut
-from .processes import Pair, backend_of, device_group, host_group, keep_patience, own_device, rounds, start
+from .processes import (
+    Groups,
+    Pair,
+    backend_of,
+    device_group,
+    host_group,
+    keep_patience,
+    know_processes,
+    made_out_of,
+    own_device,
+    rounds,
+    start,
+)
 from .schedules import ASYNCHRONOUS
 
 MESH_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
@@ -179,13 +190,14 @@ def build_mesh(
         return Mesh(layout, device, dict.fromkeys((*MESH_AXES, "cp"), 0))
     if not dist.is_initialized():
         start(device)
-    made = _made_out_of(dist.group.WORLD)
+    made = made_out_of(dist.group.WORLD)
     shape = tuple(layout.size(axis) for axis in MESH_AXES)
     key = (device.type, shape)
     device_mesh = made.once(key, partial(_divided, device, shape, MESH_AXES))
     ranks = {axis: device_mesh.get_local_rank(axis) for axis in MESH_AXES}
     ranks["cp"] = ranks["dp_shard"] % layout.size("cp")
     control = made.once("control", lambda: host_group([range(world)]))
+    made.once("processes", lambda: know_processes(control))
     groups = {
         count: made.once((*key, count), partial(_consecutive_ranks, device_mesh, device, count)) for count in replicas
     }
@@ -202,7 +214,7 @@ def build_mesh(
 
 def latest_mesh() -> Mesh | None:
     """The ranks of the model that was built last; ``None`` before the first one, and in a single process."""
-    return _made_out_of(dist.group.WORLD).latest if dist.is_initialized() else None
+    return made_out_of(dist.group.WORLD).latest if dist.is_initialized() else None
 
 
 def _divided(device: torch.device, shape: tuple[int, ...], axes: tuple[str, ...]) -> DeviceMesh:
@@ -219,7 +231,7 @@ def _divided(device: torch.device, shape: tuple[int, ...], axes: tuple[str, ...]
     return device_mesh
 
 
-def _with_context(mesh: Mesh, made: "_Groups") -> Mesh:
+def _with_context(mesh: Mesh, made: "Groups") -> Mesh:
     """Groups of ranks along the shard axis: neighbours have parts of one sequence."""
     context, others = _near_and_far(mesh, made, mesh.layout.size("dp_shard"), mesh.layout.size("cp"))
     return replace(mesh, context=context, whole_sequences=others if mesh.layout.asked("dp_shard") > 1 else None)
@@ -229,10 +241,10 @@ def context_groups(mesh: Mesh, size: int) -> tuple[dist.ProcessGroup, dist.Proce
     """The group of ``size`` consecutive context ranks that this rank is one of, and that of the ranks with its place in
     other such groups. Every rank of the run calls it, with the same size.
     """
-    return _near_and_far(mesh, _made_out_of(dist.group.WORLD), mesh.layout.size("cp"), size)
+    return _near_and_far(mesh, made_out_of(dist.group.WORLD), mesh.layout.size("cp"), size)
 
 
-def _near_and_far(mesh: Mesh, made: "_Groups", every: int, size: int) -> tuple[Any, Any]:
+def _near_and_far(mesh: Mesh, made: "Groups", every: int, size: int) -> tuple[Any, Any]:
     """Of every so many consecutive ranks of the shard axis: groups of ``size`` neighbours, and across those."""
     assert mesh.device_mesh is not None
     key = (mesh.device.type, tuple(mesh.device_mesh.shape), "context", every, size)
@@ -242,7 +254,7 @@ def _near_and_far(mesh: Mesh, made: "_Groups", every: int, size: int) -> tuple[A
     return near, far
 
 
-def _with_experts(mesh: Mesh, made: "_Groups") -> Mesh:
+def _with_experts(mesh: Mesh, made: "Groups") -> Mesh:
     """The same ranks, divided as experts see them."""
     layout, device = mesh.layout, mesh.device
     shape = tuple(layout.size("expert_tp" if axis == "tp" else axis) for axis in EXPERT_AXES)
@@ -258,7 +270,7 @@ def _with_experts(mesh: Mesh, made: "_Groups") -> Mesh:
     return replace(mesh, ranks=ranks, expert_mesh=expert_mesh, expert_reports=reports)
 
 
-def _with_ties(mesh: Mesh, made: "_Groups", ties: Sequence[tuple[int, ...]]) -> Mesh:
+def _with_ties(mesh: Mesh, made: "Groups", ties: Sequence[tuple[int, ...]]) -> Mesh:
     """Groups of pipeline ranks that hold one tensor."""
     assert mesh.device_mesh is not None
     device, groups, reports = mesh.device, dict[Any, Any](), dict[Any, Any]()
@@ -272,7 +284,7 @@ def _with_ties(mesh: Mesh, made: "_Groups", ties: Sequence[tuple[int, ...]]) -> 
     return replace(mesh, ties={m: groups[m] for m in own}, tie_reports={m: reports[m] for m in own})
 
 
-def _with_stages(mesh: Mesh, made: "_Groups", neighbours: Sequence[Pair]) -> Mesh:
+def _with_stages(mesh: Mesh, made: "Groups", neighbours: Sequence[Pair]) -> Mesh:
     """What pipeline ranks talk through."""
     assert mesh.device_mesh is not None
     device_mesh, layout = mesh.device_mesh, mesh.layout
@@ -303,25 +315,9 @@ def _stream(device_mesh: DeviceMesh, device: torch.device, pairs: Sequence[Pair]
     return group
 
 
-class _Groups:
-    """What was made out of torch's process group, kept: a group holds threads and sockets, and a process may build many
-    models in one layout.
-    """
-
-    def __init__(self) -> None:
-        self.made = dict[Any, Any]()
-        self.latest: Mesh | None = None
-
-    def once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What ``make`` made for ``key``, made now if need be; the same calls in the same order on every rank."""
-        if key not in self.made:
-            self.made[key] = make()
-        return self.made[key]
-
-
-@functools.lru_cache(maxsize=1)  # the latest process group's: those of one that was destroyed are of no use
-def _made_out_of(world: dist.ProcessGroup | None) -> _Groups:
-    return _Groups()
+def _warm_up(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Connect the ranks now, all of them together, and not within a step: NCCL does at the first call."""
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 def _consecutive_ranks(device_mesh: DeviceMesh, device: torch.device, count: int) -> dist.ProcessGroup:
@@ -338,7 +334,7 @@ def _columns(device_mesh: DeviceMesh, members: Sequence[int]) -> list[list[int]]
     return [[column[member] for member in members] for column in device_mesh.mesh.flatten(1).T.tolist()]
 
 
-def _ranks_of_one_batch(mesh: Mesh, made: "_Groups") -> dist.ProcessGroup | None:
+def _ranks_of_one_batch(mesh: Mesh, made: "Groups") -> dist.ProcessGroup | None:
     """A group, over gloo, of the pipeline, context and tensor ranks that are given the same batch as this rank."""
     layout, device_mesh, cp = mesh.layout, mesh.device_mesh, mesh.layout.size("cp")
     if layout.size("tp") == cp == 1 or device_mesh is None:

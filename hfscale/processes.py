@@ -7,10 +7,15 @@ ones besides. A group made as ``"cpu:gloo,cuda:nccl"`` would connect its ranks t
 
 import atexit
 import os
+import socket
 import sys
+import time
+import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import cache
+from functools import cache, lru_cache
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -18,7 +23,7 @@ import torch.distributed as dist
 
 from ._host.torch import backend_for, patience_of, set_patience
 from ._host.torch_device import ACCELERATOR, accelerators, is_accelerator
-from ._host.torch_gloo import wait_for_gloo_threads
+from ._host.torch_gloo import is_connection_lost, wait_for_gloo_threads
 from .config import ParallelConfig, cpu_requested, started_processes
 from .errors import ConfigError, MeshError
 
@@ -27,6 +32,8 @@ TIMEOUT = timedelta(minutes=10)
 it first: ``torch.distributed.init_process_group(timeout=)``, or Accelerate's ``InitProcessGroupKwargs``."""
 
 _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+_TRACEBACK = "HFSCALE_TRACEBACK"
+_ENDING = 5.0  # seconds that a process may take to end once its connections are closed
 
 Pair = tuple[int, int]
 
@@ -83,6 +90,70 @@ def start(device: torch.device) -> None:
     else:
         dist.init_process_group("gloo", **options)
     atexit.register(_stop, dist.group.WORLD)
+
+
+def know_processes(group: dist.ProcessGroup | None) -> None:
+    """Let an error that another rank is gone say in one line which one, and how it ended; collective."""
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (_machine(), os.getpid()), group=group)
+    before = sys.excepthook.before if isinstance(sys.excepthook, _LostRanks) else sys.excepthook
+    sys.excepthook = _LostRanks(before, every)
+
+
+def _machine() -> str:
+    """Return what is the same for processes that see each other under ``/proc``."""
+    try:
+        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # no Linux
+        return ""
+
+
+class _LostRanks:
+    """Shows an error that ends this process: of a lost connection, the rank that is gone instead of a traceback.
+
+    Attributes:
+        before: what shows all other errors.
+        processes: by rank, its machine and the number of its process.
+    """
+
+    def __init__(self, before: Callable[..., Any], processes: list[tuple[str, int]]) -> None:
+        self.before, self.processes = before, processes
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        ended = self._ended() if is_connection_lost(error) else {}
+        if ended:
+            which = ", ".join(f"rank {rank} ended ({how})" for rank, how in ended.items())
+            frame = traceback.extract_tb(trace, 1)[0]
+            print(
+                f"[rank{os.environ.get('RANK', '?')}]: hfscale: {which}, and this rank cannot go on without it: it was "
+                f"at {frame.filename}, line {frame.lineno} ({_TRACEBACK}=1 shows where in all)",
+                file=sys.stderr,
+                flush=True,
+            )
+        if not ended or os.environ.get(_TRACEBACK) or set(ended.values()) == {"exit code 0"}:
+            self.before(kind, error, trace)
+
+    def _ended(self) -> dict[int, str]:
+        """Return how ranks of this machine ended; those of others, and those that live, are left out."""
+        machine, found = _machine(), dict[int, str]()
+        end = time.monotonic() + _ENDING
+        while machine and not found and time.monotonic() < end:
+            time.sleep(0.01)  # a connection is closed before its process has ended
+            here = ((rank, pid) for rank, (there, pid) in enumerate(self.processes) if there == machine)
+            found = {rank: how for rank, pid in here if (how := _how_ended(pid))}
+        return found
+
+
+def _how_ended(pid: int) -> str:
+    """Return with which signal or code a process ended; ``""`` for one that lives."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:  # its launcher has asked how already
+        return "its launcher knows how"
+    if state not in ("Z", "X"):
+        return ""
+    status = int(fields[-1])
+    return f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else f"exit code {os.WEXITSTATUS(status)}"
 
 
 def restarted() -> bool:
@@ -155,6 +226,28 @@ def _one_by_one(parts: Sequence[Sequence[int]], backend: str, patience: timedelt
         group = dist.new_group(list(ranks), backend=backend or None, timeout=patience)
         mine = group if dist.get_rank() in ranks else mine
     return mine
+
+
+class Groups:
+    """What was made out of torch's process group, kept: a group holds threads and sockets, and a process may build many
+    models in one layout.
+    """
+
+    def __init__(self) -> None:
+        self.made = dict[Any, Any]()
+        self.latest: Any = None  # mesh
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What ``make`` made for ``key``, made now if need be; the same calls in the same order on every rank."""
+        if key not in self.made:
+            self.made[key] = make()
+        return self.made[key]
+
+
+@lru_cache(maxsize=1)  # the latest process group's: those of one that was destroyed are of no use
+def made_out_of(world: dist.ProcessGroup | None) -> Groups:
+    """What is kept for as long as torch's process group is this one."""
+    return Groups()
 
 
 def rounds(pairs: Sequence[Pair]) -> list[list[Pair]]:

@@ -8,6 +8,25 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+_LOST = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Connection refused",
+    "ncclRemoteError",
+    "NCCL communicator was aborted",
+)
+"""What gloo and NCCL say, in errors without a type of their own, when a rank that they talk to is gone."""
+
+
+def is_connection_lost(error: BaseException | None) -> bool:
+    """Return whether an error, or one that it comes from, is that another rank's process is gone."""
+    while error is not None:
+        if isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
 
 class _OfOneDevice(dist.ProcessGroupGloo):
     """A backend whose sockets are served by the thread that serves those of every other group of the process."""

@@ -137,20 +137,21 @@ def _gather(entry: SavedTensor, share: Tensor | None, mesh: Mesh, attempt: Attem
     _, own = mesh.view(cuts)
     replica = {axis: rank for axis, rank in own.items() if axis not in (*axes, "pp")}
     sends = own["pp"] == entry.home and not any(replica.values())
-    nothing = torch.empty(0, dtype=entry.dtype)
-    if share is not None and sends:
-        copied = attempt(_on_host, share)
-        share = torch.empty(share.shape, dtype=share.dtype) if copied is None else copied
-    else:
-        share = nothing
-    if not is_writer(mesh):
-        if sends and share.numel():
-            dist.send(share.view(-1).view(torch.uint8), dst=0, group=mesh.control)
-        return nothing
-    return _put_together(entry, share if sends else None, mesh, attempt)
+    sent = _on_host(share, attempt) if share is not None and sends else None
+    if is_writer(mesh):
+        return _put_together(entry, sent, mesh, attempt)
+    if sent is not None and sent.numel():
+        dist.send(sent.view(-1).view(torch.uint8), dst=0, group=mesh.control)
+    return torch.empty(0, dtype=entry.dtype)
 
 
-def _on_host(share: Tensor) -> Tensor:
+def _on_host(share: Tensor, attempt: Attempt) -> Tensor:
+    """A copy on the host; after a failure, something of that size."""
+    copied: Tensor | None = attempt(_copy, share)
+    return torch.empty(share.shape, dtype=share.dtype) if copied is None else copied
+
+
+def _copy(share: Tensor) -> Tensor:
     return share.cpu().contiguous()
 
 

@@ -79,19 +79,25 @@ def all_or_none(mesh: Mesh | None, what: str) -> Iterator[None]:
         failure = error
     if isinstance(failure, HFScaleError) and failure.everywhere and not isinstance(failure, RankFailedError):
         raise failure  # from a block within this one
-    told, alike = in_words(failure), not isinstance(failure, RankFailedError)
-    if mesh is not None and mesh.control is not None and alike:
-        try:
-            mesh.all_gather_object(None, told)
-        except RankFailedError as heard:
-            alike = list(heard.failures.values()) == [told] * mesh.layout.total_size
-            told = told if alike else str(heard)
-        except Exception as lost:  # the connection to a rank
-            failure, told, alike = failure or lost, told or in_words(lost), False
+    told, alike = (str(failure), False) if isinstance(failure, RankFailedError) else _tell(mesh, in_words(failure))
     if told:
         own = failure if alike and isinstance(failure, HFScaleError) else CheckpointError(f"{what}: {told}")
         own.everywhere = True
         raise own from (failure.__cause__ if failure is own else failure)
+
+
+def _tell(mesh: Mesh | None, failure: str) -> tuple[str, bool]:
+    """Tell all ranks of this one's ``failure``; return what went wrong on any, and whether all have the same."""
+    if mesh is None or mesh.control is None:
+        return failure, True
+    try:
+        mesh.all_gather_object(None, failure)
+    except RankFailedError as heard:
+        alike = list(heard.failures.values()) == [failure] * mesh.layout.total_size
+        return (failure if alike else str(heard)), alike
+    except Exception as lost:  # the connection to a rank
+        return failure or in_words(lost), False
+    return "", True
 
 
 Attempt = Callable[..., Any]

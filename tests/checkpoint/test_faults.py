@@ -57,7 +57,7 @@ EXPORTING = {
     "guards.replicas._checksums": (0, 1),
     "checkpoint.save.tensors_to_save": (0, 1),
     "checkpoint.save.AsStored": (0, 1),
-    "runtime.full_tensors._on_host": (0, 1),
+    "runtime.full_tensors._copy": (0, 1),
     "runtime.full_tensors.write_share": (0,),
     "runtime.atomic_directory._make": (0,),
     "checkpoint.save.CheckpointWriter.add": (0,),
@@ -67,7 +67,7 @@ EXPORTING = {
 }
 ADAPTERS = {
     "adapters.storage.stored_names": (0,),
-    "runtime.full_tensors._on_host": (0, 1),
+    "runtime.full_tensors._copy": (0, 1),
     "runtime.full_tensors.write_share": (0,),
     "adapters.storage.save_file": (0,),
     "adapters.storage.write_adapter_config": (0,),
@@ -129,12 +129,11 @@ def said(call: Callable[[], Any], place: str, rank: int, error: Exception) -> st
 
 
 def check(call: Callable[[], Any], places: dict[str, tuple[int, ...]]) -> None:
-    for place, ranks in places.items():
-        for rank in ranks:
-            for error, told in zip(ERRORS, TOLD, strict=True):
-                message = said(call, place, rank, error)
-                assert f"rank {rank}: " in message, (place, message)
-                assert told in message, (place, message)
+    """Let each place fail on each of its ranks, with one type of error after the other."""
+    for number, (place, rank) in enumerate((place, rank) for place, ranks in places.items() for rank in ranks):
+        message = said(call, place, rank, ERRORS[number % len(ERRORS)])
+        assert f"rank {rank}: " in message, (place, message)
+        assert TOLD[number % len(ERRORS)] in message, (place, message)
 
 
 def saves(layout: dict[str, Any], directory: str) -> None:
@@ -148,6 +147,8 @@ def saves(layout: dict[str, Any], directory: str) -> None:
         hfscale.wait_for_saves()
 
     check(behind, BEHIND)
+    for error, told in zip(ERRORS, TOLD, strict=True):
+        assert f"rank 1: {told}" in said(behind, "checkpoint.state_write.write_tensors", 1, error)
     hfscale.load_state(run.model, directory, **run.others)
 
 
@@ -203,9 +204,8 @@ def loads(layout: dict[str, Any], directory: str) -> None:
     def load() -> None:
         hfscale.load_state(run.model, directory, **run.others)
 
-    for place, ranks in READING.items():
-        check(load, {place: ranks})
-        assert run.everything() == before, place
+    check(load, READING)
+    assert run.everything() == before
     load_state_dict = run.scheduler.load_state_dict
     for rank in range(2):
 
@@ -215,7 +215,7 @@ def loads(layout: dict[str, Any], directory: str) -> None:
                 raise KeyError("half")
 
         run.scheduler.load_state_dict = half  # type: ignore[method-assign]
-        with pytest.raises(CheckpointError, match=f"rank {rank}: KeyError: 'half'"):
+        with pytest.raises(CheckpointError, match=f"rank {rank}: .*KeyError: 'half'"):
             load()
         del run.scheduler.load_state_dict
         assert run.everything() == before
