@@ -7,19 +7,23 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from transformers import AutoModelForCausalLM
 
 import hfscale
-from hfscale import CheckpointError
+from hfscale import CheckpointError, HFScaleError
 from hfscale.files.complete import MARK, FileSum, mark_complete
 from hfscale.testing import RankPool
 
+from ..models import tiny
 from .test_faults import Run
 
 Pools = Callable[[int], RankPool]
 Damage = Callable[[Path], Any]
 INDEX, WEIGHTS, REST = "state.json", "rank-00001.safetensors", "rank-00001.pt"
+SHARDS, SHARD, NORM = "model.safetensors.index.json", "model-00001-of-00003.safetensors", "model.norm.weight"
 
 
 def edited(name: str, change: Callable[[bytes], bytes]) -> Damage:
@@ -202,3 +206,32 @@ def test_damaged_states_are_refused_in_words(pools: Pools, tmp_path: Path) -> No
     for each in every:
         assert {name: text for name, text in each.items() if "WRONG" in text} == {}
     assert len(every[0]) > 55
+
+
+CHECKPOINTS: dict[str, tuple[str, Damage]] = {
+    "config garbage": ("config.json", edited("config.json", lambda _: bytes(range(128, 255)))),
+    "config empty": ("config.json", edited("config.json", lambda _: b"")),
+    "config a number": ("config.json", edited("config.json", lambda _: b"7")),
+    "config without type": ("config.json", told("config.json", lambda config: config.pop("model_type"))),
+    "config of text": ("config.json", told("config.json", lambda config: config.update(hidden_size="wide"))),
+    "activation": ("strange", told("config.json", lambda config: config.update(hidden_act="strange"))),
+    "index garbage": (SHARDS, edited(SHARDS, lambda _: bytes(range(128, 255)))),
+    "index a list": (SHARDS, edited(SHARDS, lambda _: b"[]")),
+    "index without map": (SHARDS, told(SHARDS, lambda index: index.pop("weight_map"))),
+    "index of numbers": (SHARDS, told(SHARDS, lambda index: index["weight_map"].update({NORM: 7}))),
+    "index outside": (SHARDS, told(SHARDS, lambda index: index["weight_map"].update({NORM: "../x.safetensors"}))),
+    "index nowhere": ("x.safetensors", told(SHARDS, lambda index: index["weight_map"].update({NORM: "x.safetensors"}))),
+    "shard garbage": (SHARD, edited(SHARD, lambda _: bytes(range(256)))),
+    "shard cut": (SHARD, edited(SHARD, lambda content: content[:-9])),
+    "shard of text": (SHARD, edited(SHARD, lambda content: content.replace(b'"shape":[67,32]', b'"shape":"67,32"', 1))),
+}
+
+
+def test_damaged_checkpoints_are_refused_by_the_name_of_the_file(tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(tiny("llama")).save_pretrained(tmp_path / "whole", max_shard_size="30KB")
+    for name, (file, damage) in CHECKPOINTS.items():
+        shutil.copytree(tmp_path / "whole", tmp_path / name)
+        damage(tmp_path / name)
+        with pytest.raises(HFScaleError) as caught:
+            hfscale.from_pretrained(tmp_path / name)
+        assert file in str(caught.value), name

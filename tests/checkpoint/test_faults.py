@@ -83,15 +83,23 @@ READING = {
 }
 
 
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters()),
+    "Adam": lambda model: torch.optim.Adam(model.parameters()),
+    "SGD": lambda model: torch.optim.SGD(model.parameters(), momentum=0.9),
+    "own": lambda model: hfscale.create_optimizer(model, "adafactor", lr=1e-2),
+}
+
+
 class Run:
     """A model, its optimizer and scheduler, after a step."""
 
-    def __init__(self, layout: dict[str, Any], adapters: bool = False) -> None:
+    def __init__(self, layout: dict[str, Any], adapters: bool = False, optimizer: str = "AdamW") -> None:
         self.model = hfscale.from_config(tiny("llama", num_hidden_layers=1), parallel=ParallelConfig(**layout))
         if adapters:
             peft = hfscale.get_peft_model(self.model, LoraConfig(r=2, target_modules=["q_proj", "o_proj"]))
             self.model = peft.base_model.model
-        self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad])
+        self.optimizer = OPTIMIZERS[optimizer](self.model)
         self.scheduler = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1.0, 0.1, total_iters=8)
         self.others = {"optimizer": self.optimizer, "scheduler": self.scheduler}
 
@@ -226,3 +234,62 @@ def loads(layout: dict[str, Any], directory: str) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_states_are_loaded_on_all_ranks_or_none(pools: Pools, tmp_path: Path, layout: str) -> None:
     pools(2).run(loads, LAYOUTS[layout], str(tmp_path / "state"))
+
+
+def loads_checkpoint(directory: str) -> None:
+    def load() -> None:
+        hfscale.from_pretrained(directory, parallel=ParallelConfig(tp_size=2))
+
+    check(load, {"checkpoint.load.open_tensors": (0, 1), "files.reader.os.preadv": (0, 1)})
+    load()
+
+
+def test_checkpoints_are_loaded_on_all_ranks_or_none(pools: Pools, tmp_path: Path) -> None:
+    hfscale.save_pretrained(Run({}).model, tmp_path)
+    pools(2).run(loads_checkpoint, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "fits"),
+    [("AdamW", "SGD", False), ("SGD", "AdamW", False), ("own", "AdamW", False), ("AdamW", "Adam", True)],
+)
+def test_another_optimizer_is_refused(tmp_path: Path, then: str, now: str, fits: bool) -> None:
+    run = Run({}, optimizer=then)
+    run.step()
+    hfscale.save_state(run.model, tmp_path / "state", optimizer=run.optimizer)
+    other = OPTIMIZERS[now](run.model)
+    if fits:
+        hfscale.load_state(run.model, tmp_path / "state", optimizer=other)
+        return
+    before = run.everything()
+    with pytest.raises(CheckpointError, match=r"was written by the optimizer (AdamW|SGD|adafactor) .* and this one is"):
+        hfscale.load_state(run.model, tmp_path / "state", optimizer=other)
+    assert run.everything() == before
+    assert not other.state
+
+
+def with_nan(directory: str) -> list[str]:
+    run = Run({"tp_size": 2})
+    logged: list[str] = []
+    with patch("hfscale.runtime.writing._log.warning", lambda message, *given: logged.append(message % given)):
+        hfscale.save_pretrained(run.model, f"{directory}/whole")
+        hfscale.save_state(run.model, f"{directory}/state", **run.others)
+        assert not logged
+        with torch.no_grad():
+            weight = run.model.get_parameter("model.layers.0.mlp.down_proj.weight")
+            weight[0, 0] = float("nan") if dist.get_rank() == 1 else 0.0
+        hfscale.save_pretrained(run.model, f"{directory}/model")
+        hfscale.save_state(run.model, f"{directory}/state", **run.others)
+        hfscale.load_state(run.model, f"{directory}/state", **run.others)
+        hfscale.from_pretrained(f"{directory}/model", parallel=ParallelConfig(tp_size=2))
+    return logged
+
+
+def test_nan_is_told(pools: Pools, tmp_path: Path) -> None:
+    """Once for each save and load, on the first rank, and it is no refusal."""
+    first, second = pools(2).run(with_nan, str(tmp_path))
+    assert second == []
+    assert len(first) == 4
+    for message in first:
+        assert "has NaN or infinity in " in message
+        assert "model.layers.0.mlp.down_proj.weight" in message
