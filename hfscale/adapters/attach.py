@@ -19,6 +19,7 @@ from ..quantization.quantized_modules import dequantized
 from ..runtime import Part, Runtime
 from ..runtime.local_weights import LocalWeights
 from ..runtime.names import owner_of, parameter_at
+from ..runtime.writing import all_or_none
 from .adapter_edges import install_adapter_edges
 from .first_values import initialize_adapters
 from .guard import guard_methods
@@ -104,7 +105,8 @@ def attach_adapters(
             whole, config, name, planned, mesh, shares, seed, partial(_dequantized, model, planned)
         )
         if source is not None:
-            made.update(load_adapter(source, whole, name, planned, mesh))
+            with all_or_none(mesh, f"{source} could not be loaded"):
+                made.update(load_adapter(source, whole, name, planned, mesh))
     guard_methods(local, whole, mesh.layout.total_size)
     for parameter, share in made.items():
         kept: Any = shares.get(parameter)  # a saved weight of the model's; its module may be on another stage

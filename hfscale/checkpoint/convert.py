@@ -15,6 +15,7 @@ from ..files.complete import MARK
 from ..files.writer import REPLACED, CheckpointWriter
 from ..mesh import MESH_AXES, Mesh
 from ..runtime.atomic_directory import atomic_directory
+from ..runtime.writing import all_or_none
 from .state_index import INDEX, StateIndex
 from .state_load import find_whole
 from .state_reader import StateReader
@@ -42,7 +43,8 @@ def convert_state(
             checkpoint that the model was loaded from).
     """
     alone = Mesh(ParallelConfig(), torch.device("cpu"), dict.fromkeys((*MESH_AXES, "cp"), 0))
-    directory = find_whole(source, alone, verify=True)
+    with all_or_none(alone, f"{source} could not be read"):
+        directory = find_whole(source, alone, verify=True)
     index = StateIndex.read(directory)
     reader = StateReader(directory, index)
     missing = [name for name, key in index.stored.items() if key not in index.tensors]

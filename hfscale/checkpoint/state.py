@@ -78,12 +78,12 @@ def save_state(
     count = _check_numbers(step, keep_last, keep_every)
     refuse_under_way(runtime, "save_state")
     everyone_arrives(runtime.mesh, timeout, call)
+    for part in runtime.parts:
+        part.before_state(runtime, resumed=False)
     with all_or_none(runtime.mesh, f"{target} could not be written"):
         wait_for_saves()
         if check_replicas:
             guards.check_replicas(runtime, call)
-        for part in runtime.parts:
-            part.before_state(runtime, resumed=False)
         reshard(runtime.model)  # or whole weights would be taken for the shares
         given = _given(others)
         taken = take_state(runtime, stock_optimizer(optimizer), count, given)

@@ -12,6 +12,7 @@ from ..errors import CheckpointError
 from ..files.replace import finish_move
 from ..runtime import Runtime, runtime_of
 from ..runtime.shards import local_tensor
+from ..runtime.writing import all_or_none
 from .load import load_pretrained
 
 
@@ -26,8 +27,9 @@ def load_weights(model: nn.Module, directory: str | Path) -> None:
         CheckpointError: the checkpoint is of another model, or lacks some of its weights.
     """
     runtime = runtime_of(model)
-    finish_move(directory)
-    shares = _adapter(runtime, str(directory)) if runtime.plan.adapters else _shares(runtime, str(directory))
+    with all_or_none(runtime.mesh, f"{directory} could not be loaded"):
+        finish_move(directory)
+        shares = _adapter(runtime, str(directory)) if runtime.plan.adapters else _shares(runtime, str(directory))
     for planned, parameter in runtime.parameters():
         if planned.name in shares:
             local_tensor(parameter).copy_(shares[planned.name])

@@ -114,15 +114,15 @@ def not_finite(tensors: Mapping[str, Tensor]) -> str:
 
     One pass, without memory: of a tensor, the least and the greatest entry are NaN or infinite where any is.
     """
-    ends = {
-        name: torch.stack(tensor.detach().aminmax())
-        for name, tensor in tensors.items()
-        if tensor.is_floating_point() and tensor.itemsize > 1 and tensor.numel()
-    }
-    finite = [pair.isfinite().all() for pair in ends.values()]
-    if not finite or torch.stack(finite).all():  # all at once: a device is waited for once
-        return ""
-    return next(name for name, each in zip(ends, finite, strict=True) if not each)
+    finite: dict[torch.device, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and tensor.itemsize > 1 and tensor.numel():
+            ends = torch.stack(tensor.detach().aminmax())
+            finite.setdefault(tensor.device, {})[name] = ends.isfinite().all()
+    for each in finite.values():
+        if not torch.stack(list(each.values())).all():  # all at once: a device is waited for once
+            return next(name for name, right in each.items() if not right)
+    return ""
 
 
 def warn_of_not_finite(mesh: Mesh, name: str, where: str) -> None:
