@@ -106,7 +106,7 @@ def _add_optimizer(found: StateContents, runtime: Runtime, optimizer: torch.opti
 
 def described(optimizer: torch.optim.Optimizer) -> list[Any]:
     """Return an optimizer's name and the names of its options: equal options go with equal states."""
-    return [getattr(optimizer, "name", type(optimizer).__name__), sorted(optimizer.defaults)]
+    return [str(getattr(optimizer, "name", type(optimizer).__name__)), sorted(optimizer.defaults)]
 
 
 def moved_parameters(optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:

@@ -198,12 +198,6 @@ class _Found:
         here = [{names.get(id(parameter), "") for parameter in group} for group in moved_parameters(optimizer)]
         if self.index.groups is None:
             raise CheckpointError(f"{self.directory} holds no optimizer: save_state was called without it")
-        there = [set(group) & set(names.values()) for group in self.index.groups]
-        if here != there or [isinstance(options, dict) for options in self.rest["options"]] != [True] * len(here):
-            raise CheckpointError(
-                f"{self.directory} was written by an optimizer over other parameters or groups: build it as it was "
-                "built then"
-            )
         name, options = described(optimizer)
         then, then_options = self.index.optimizer or (name, options)
         if then != name and then_options != options:
@@ -211,6 +205,12 @@ class _Found:
                 f"{self.directory} was written by the optimizer {then} ({', '.join(then_options)}), and this one is "
                 f"{name} ({', '.join(options)}), which would not find its state there: make a {then}, or leave "
                 "optimizer= out and begin with an empty one"
+            )
+        there = [set(group) & set(names.values()) for group in self.index.groups]
+        if here != there or [isinstance(options, dict) for options in self.rest["options"]] != [True] * len(here):
+            raise CheckpointError(
+                f"{self.directory} was written by an optimizer over other parameters or groups: build it as it was "
+                "built then"
             )
         for key, _, _, lies in self.states(optimizer):
             self.reader.check(key, lies)

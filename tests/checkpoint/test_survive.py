@@ -112,6 +112,7 @@ def test_a_killed_rank_brings_the_job_back(pools: Callable[[int], RankPool], tmp
     """By itself, with the losses of a run in which nothing happened, bit by bit."""
     code, said, done = launch(tmp_path, "killed", "--max_restarts", "1")
     assert code == 0, said
+    assert "[rank0]: Traceback" not in said  # but one line, of rank 1
     assert done == pools(2).run(uninterrupted)[0]  # killed in the fifth step, behind the save at 4
 
 
