@@ -94,7 +94,8 @@ class Checkpoints(TrainerHooks):
         if has_state(checkpoint):
             load_state(model, checkpoint / STATE, optimizer=optimizer, scheduler=scheduler)
         elif (checkpoint / stock_state.OPTIMIZER).exists():
-            stock_state.read(self.runtime, checkpoint, stock_optimizer(optimizer), scheduler)
+            with all_or_none(self.runtime.mesh, f"{checkpoint} could not be loaded"):
+                stock_state.read(self.runtime, checkpoint, stock_optimizer(optimizer), scheduler)
         self._streams.read(checkpoint, own=has_state(checkpoint))
 
     def write_random_states(self, directory: Path) -> None:
