@@ -293,3 +293,13 @@ def test_nan_is_told(pools: Pools, tmp_path: Path) -> None:
     for message in first:
         assert "has NaN or infinity in " in message
         assert "model.layers.0.mlp.down_proj.weight" in message
+
+
+def test_an_interrupt_stays_one(tmp_path: Path) -> None:
+    run = Run({})
+    hfscale.save_state(run.model, tmp_path / "state")
+    fault = patch("hfscale.checkpoint.state_write.write_tensors", side_effect=KeyboardInterrupt)
+    with fault, pytest.raises(KeyboardInterrupt):
+        hfscale.save_state(run.model, tmp_path / "state")
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
+    hfscale.load_state(run.model, tmp_path / "state")
