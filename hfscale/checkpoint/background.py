@@ -46,8 +46,12 @@ _running: list[_Save] = []
 def begin_save(name: str, work: Callable[[], None]) -> None:
     """Run ``work`` behind what comes next, once the save before it is done."""
     wait_for_saves()
-    _running.append(_Save(name, work))
-    _running[-1].start()
+    save = _Save(name, work)
+    try:
+        save.start()
+    except (RuntimeError, MemoryError):  # no thread can be had, and the other ranks save
+        save.run()
+    _running.append(save)
 
 
 def wait_for_saves() -> None:
@@ -58,7 +62,8 @@ def wait_for_saves() -> None:
     """
     while _running:
         save = _running.pop()
-        save.join()
+        if save.ident is not None:
+            save.join()
         if save.error is not None:
             told = in_words(save.error)
             raise CheckpointError(f"the save of {save.target} behind the steps failed: {told}") from save.error
