@@ -8,14 +8,10 @@ CP_METHODS = ("auto", "gather", "heads", "ring", "heads_ring")
 """How context ranks attend to each other's tokens."""
 
 _AXES = {"tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}
-_FORMS = (
-    "{}_parallel_size",
-    "{}_model_parallel_size",
-    "{}_parallel",
-    "{}_model_parallel",
-    "{}_parallelism",
-    "{}_degree",
-)
+_FORMS = ("{}", "{}_size", "{}_degree", "{}_parallel", "{}_parallel_size", "{}_parallel_degree", "{}_parallelism")
+_FORMS += ("{}_model_parallel", "{}_model_parallel_size")
+_SHARDED = ("dp", "dp_size", "data_parallel_size", "data_parallel", "dp_degree", "fsdp", "fsdp_size", "fsdp2", "zero")
+_REPLICATED = ("ddp", "ddp_size", "replicas", "num_replicas")
 _MEANT: dict[str, tuple[str, ...]] = {
     **{
         form.format(word): (f"{axis}_size", axis)
@@ -24,13 +20,8 @@ _MEANT: dict[str, tuple[str, ...]] = {
         for form in _FORMS
     },
     **dict.fromkeys(("mp", "mp_size", "model_parallel_size"), ("tp_size", "tp")),
-    **dict.fromkeys(
-        ("dp", "dp_size", "data_parallel_size", "data_parallel", "dp_degree"), ("dp_shard_size", "dp_shard")
-    ),
-    **dict.fromkeys(("fsdp", "fsdp_size", "fsdp2", "zero", "zero3", "sharding_size"), ("dp_shard_size", "dp_shard")),
-    **dict.fromkeys(
-        ("ddp", "ddp_size", "hsdp_size", "replicas", "num_replicas"), ("dp_replicate_size", "dp_replicate")
-    ),
+    **dict.fromkeys(_SHARDED, ("dp_shard_size", "dp_shard")),
+    **dict.fromkeys(_REPLICATED, ("dp_replicate_size", "dp_replicate")),
     **dict.fromkeys(("ulysses_size", "sp_degree", "ring_size", "sequence_parallel_size"), ("cp_size", "cp")),
     **dict.fromkeys(("micro_batches", "num_micro_batches", "num_microbatches"), ("num_microbatches", "microbatches")),
     **dict.fromkeys(("schedule", "pp_schedule", "pipeline_parallel_schedule"), ("pipeline_schedule", "schedule")),

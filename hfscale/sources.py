@@ -35,6 +35,7 @@ from .runtime.local_weights import LocalWeights
 from .runtime.writing import all_or_none, not_finite, warn_of_not_finite
 
 # What classes of the host raise when a field of a config is impossible.
+_SAMPLE = 64  # values of a parameter that ranks compare
 _WRONG_CONFIG = (ArithmeticError, AssertionError, AttributeError, ImportError, KeyError, RuntimeError, TypeError)
 
 
@@ -200,6 +201,7 @@ class InMemory:
     def load(self, plan: Plan, mesh: Mesh) -> tuple[Any, None]:
         """The model with this rank's sizes and weights."""
         model = self._model
+        _refuse_different(model, mesh)
         modules = list(model.modules())
         leave_out(model, plan, mesh.ranks["pp"])
         _give_up_memory(modules, kept=model)
@@ -209,6 +211,19 @@ class InMemory:
 
 
 Source = FromCheckpoint | FromSeed | InMemory
+
+
+def _refuse_different(model: nn.Module, mesh: Mesh) -> None:
+    """Refuse a model that is not the same on every rank, by the first values of each parameter; collective."""
+    named = model.named_parameters() if mesh.control is not None else ()
+    sums = {name: str(float(parameter.detach().reshape(-1)[:_SAMPLE].double().sum())) for name, parameter in named}
+    for other in mesh.all_gather_object(sums):
+        if other != sums:
+            name = next((name for name in sums if sums[name] != other.get(name)), "a parameter")
+            raise ConfigError(
+                f"{name} is not the same on every rank, and parallelize gives each rank a share of one model: load it "
+                "from one checkpoint, or set the same seed (torch.manual_seed) first; or use hfscale.from_config"
+            )
 
 
 def _give_up_memory(modules: Iterable[nn.Module], kept: nn.Module) -> None:

@@ -54,6 +54,7 @@ class BatchScheduler(AcceleratedScheduler):
         super().load_state_dict(state)
 
 
+
 def is_prepared(what: Any) -> bool:
     """Whether a data loader or a schedule has been prepared already."""
     return bool(getattr(what, "_is_accelerate_prepared", False))
@@ -103,7 +104,13 @@ def one_run(accelerator: Any, directory: Any, orders: list[Any]) -> tuple[nn.Mod
 
 
 def stock_optimizer(optimizer: Any) -> Any:
-    """The torch optimizer that Accelerate, or whoever, has wrapped; ``None`` stays ``None``."""
+    """The torch optimizer that Accelerate, or whoever, has wrapped; ``None`` stays ``None``.
+
+    Raises:
+        ConfigError: it is no optimizer.
+    """
     while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = optimizer.optimizer
+    if not isinstance(optimizer, Optimizer | None):
+        raise ConfigError(f"optimizer={optimizer!r} is impossible: pass a torch.optim.Optimizer, or leave it out")
     return optimizer

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .._host.transformers.conversions import convert, loaded_targets
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError, ConfigError, check_path
 from ..files.reader import open_tensors
 from ..files.replace import finish_move
 from ..plan import ParameterPlan
@@ -50,6 +50,7 @@ def verify_experts(model: nn.Module, directory: str | Path) -> dict[str, Sums]:
         ConfigError: the experts are held in 4 bits.
     """
     runtime = runtime_of(model)
+    check_path("directory", directory)
     if runtime.plan.quantized is not None and any(
         name in runtime.plan.quantized.weights and runtime.plan.by_name[name].cut_over("ep")
         for name in runtime.plan.by_name

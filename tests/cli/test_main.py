@@ -141,7 +141,7 @@ def test_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (["--schedule", "interleaved1f1b", "--microbatches", "5"], "use 4 or 6"),
         (["--virtual-stages", "2"], "virtual_stages=2 does not fit 1f1b: use 1"),
-        (["--microbatches", "0"], "num_microbatches='0' is impossible: use a whole number of at least 1"),
+        (["--microbatches", "0"], "--microbatches=0 is impossible: use a whole number of at least 1"),
         (["--stage-layers", "1,1,1"], "use one number per stage"),
         (["--stage-layers", "2,2"], "use numbers that sum up to 2"),
         (["--schedule", "absent.csv"], "no schedule could be read from absent.csv"),
@@ -199,7 +199,7 @@ def test_unknown_auto_classes(llama: str, capsys: pytest.CaptureFixture[str]) ->
     assert "use AutoModelFor" in message
     message = _refused(capsys, "plan", llama, "--auto-class", "AutoModelForMaskedLM")
     assert "AutoModelForMaskedLM cannot build a 'llama' model" in message
-    assert "use --auto-class AutoModel, AutoModelForCausalLM" in message
+    assert "use the Auto class AutoModel, AutoModelForCausalLM" in message
 
 
 def test_bad_command_lines(capsys: pytest.CaptureFixture[str]) -> None:
@@ -215,7 +215,8 @@ def test_bad_command_lines(capsys: pytest.CaptureFixture[str]) -> None:
     }.items():
         assert f"(did you mean {ours}?)" in _refused(capsys, "plan", "m", theirs, "2")
     message = _refused(capsys, "plan", "m", "--tpp", "2")
-    assert message.startswith("usage: hfscale plan ")
+    assert message.startswith("hfscale plan: ")
+    assert message.endswith("\nsee hfscale plan --help\n")
     assert "unrecognized arguments: --tpp 2 (did you mean --tp?)" in message
     for line in (["calibrate", "--out"], ["search", "m", "--gpus", "8", "--tokens-per-step", "1", "--html"]):
         assert "/no/where is not a folder" in _refused(capsys, *line, "/no/where/x")
