@@ -8,8 +8,10 @@ CP_METHODS = ("auto", "gather", "heads", "ring", "heads_ring")
 """How context ranks attend to each other's tokens."""
 
 _AXES = {"tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}
-_FORMS = ("{}", "{}_size", "{}_degree", "{}_parallel", "{}_parallel_size", "{}_parallel_degree", "{}_parallelism")
-_FORMS += ("{}_model_parallel", "{}_model_parallel_size")
+_FORMS = (
+    *("{}", "{}_size", "{}_degree", "{}_parallel", "{}_parallel_size", "{}_parallel_degree", "{}_parallelism"),
+    *("{}_model_parallel", "{}_model_parallel_size"),
+)
 _SHARDED = ("dp", "dp_size", "data_parallel_size", "data_parallel", "dp_degree", "fsdp", "fsdp_size", "fsdp2", "zero")
 _REPLICATED = ("ddp", "ddp_size", "replicas", "num_replicas")
 _MEANT: dict[str, tuple[str, ...]] = {

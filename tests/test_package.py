@@ -68,6 +68,11 @@ def test_plans_are_data() -> None:
     "lines",
     [
         [["--help"], ["--version"], ["completion", "bash"], ["plan", "--help"], ["doctor", "--help"], ["verify"]],
+        [
+            *(["plan", "./nothing"], ["verify", "/no/where"], ["upcycle", "./nothing", "out"], ["plan", "m", "--gpu"]),
+            *(["plan", "m", flag, "x"] for flag in ("--tp", "--schedule", "--cp-method", "--tokens", "--tensor")),
+            *(["estimate", "m", flag, "0"] for flag in ("--hardware", "--batch-size", "--sequence-length", "--pp")),
+        ],
         [["schedule", "--pp"], ["schedule", "--pp", "4"], ["schedule", "--pp", "2", "--schedule", "pipedream"]]
         + [["schedule", "--pp", "2", "--microbatches", "4", "--schedule", name] for name in SCHEDULES],
     ],

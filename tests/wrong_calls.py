@@ -279,7 +279,6 @@ MAKING: dict[str, Call] = {
     "get_peft_model: targets": lambda m: hfscale.get_peft_model(m.model, LoraConfig(target_modules=["colour"])),
     "merge_and_unload": lambda m: hfscale.merge_and_unload(m.model),
     "verify_experts": lambda m: hfscale.verify_experts(m.model, None),
-    "check_save": lambda m: hfscale.check_save(m.model, 3, m.folder / "state"),
     "coverage_report": lambda m: hfscale.coverage_report(m.model),
     "expert_load": lambda m: hfscale.expert_load(m.model),
     **with_values("upcycle", lambda m, v: hfscale.upcycle(v), [None, 3, MISSING, ""]),

@@ -80,6 +80,7 @@ def run(main: Callable[[], None]) -> None:
             traceback.print_exception(error)
         print(f"\nerror (rank {rank()}): {error}\n", file=sys.stderr, flush=True)
         get_error_handler().record_exception(error)  # so that the launcher repeats it below its own traceback
-        os._exit(2)  # not sys.exit: its clean-up may wait for ranks that are gone
+        # Not sys.exit, whose clean-up may wait for ranks that are gone.
+        os._exit(2 if isinstance(error, HFScaleError) else 1)
     if dist.is_initialized():
         dist.destroy_process_group()

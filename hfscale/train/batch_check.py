@@ -27,7 +27,7 @@ def microbatches_of(batch: Batch | Sequence[Batch]) -> list[dict[str, Any]]:
     Raises:
         ConfigError: it is neither a mapping nor a list of some.
     """
-    listed = [batch] if isinstance(batch, Mapping) else batch
+    listed: Any = [batch] if isinstance(batch, Mapping) else batch
     found = list(listed) if hasattr(listed, "__iter__") and not isinstance(listed, str | Tensor) else [listed]
     for each in found:
         if not isinstance(each, Mapping) or not all(isinstance(name, str) for name in each):

@@ -26,7 +26,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     runtime = runtime_of(model)
     if not isinstance(max_norm, Tensor):
         check_number("max_norm", max_norm, least=0, infinite=True)
-    check_number("norm_type", float(norm_type) if norm_type == "inf" else norm_type, above=0, infinite=True)
+    check_number("norm_type", norm_type, above=0, infinite=True)
     here = [(planned, local_tensor(p.grad)) for planned, p in runtime.parameters() if p.grad is not None]
     norm, gradients = _global_norm(runtime, here, float(norm_type)), [gradient for _, gradient in here]
     coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -120,18 +120,22 @@ class UserLoss:
             return total
         return 0.0 * _first_of(output).sum()  # nothing in this microbatch counts
 
-    def _read(self, found: Any) -> tuple[Tensor, Tensor | float]:
+    def _read(self, found: Any) -> tuple[Tensor | None, Tensor | float]:
         """What ``loss_fn`` returned, if it can be a loss."""
         if not isinstance(found, tuple) or len(found) != 2:
             raise ConfigError(
                 f"loss_fn returned a {type(found).__name__} for {class_name(self._runtime.model)}: return the sum of "
                 "the microbatch's losses, and how many they are"
             )
-        total, count = self._loss_fn.scalar(found[0], "the sum of the microbatch's losses"), found[1]
+        total, count = found
         if isinstance(count, Tensor) and count.numel() == 1 and not count.is_complex():
             count = count.reshape(())
-        else:
-            check_number("count (the second value that loss_fn returns)", count, least=0)
+        if not isinstance(count, Tensor) or count.device.type == "cpu":  # a device is not waited for
+            number = count.item() if isinstance(count, Tensor) and not count.ndim else count
+            check_number("count (the second value that loss_fn returns)", number, least=0)
+        if isinstance(total, int | float) and not total:
+            return None, count
+        total = self._loss_fn.scalar(total, "the sum of the microbatch's losses")
         if torch.is_grad_enabled() and not total.requires_grad and count and total:
             raise ConfigError(
                 "loss_fn returned a sum without a graph, so nothing would be trained: make it of the outputs, without "

@@ -12,7 +12,7 @@ from peft import LoraConfig
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 import hfscale
-from hfscale import ConfigError, ParallelConfig
+from hfscale import CheckpointError, ConfigError, ParallelConfig
 from hfscale.cli import _COMMANDS, main
 from hfscale.version import __version__
 from tests.models import tiny
@@ -169,6 +169,18 @@ def test_a_missing_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "has no config.json" in _refused(capsys, "plan", str(tmp_path))
 
 
+def test_a_hub_that_is_away_is_not_waited_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("hfscale._host.hub.getproxies", dict)
+    message = _refused(capsys, "plan", "nobody/nothing")
+    assert "nobody/nothing is no directory here, and the Hub cannot be reached for it" in message
+    with pytest.raises(CheckpointError, match="the Hub cannot be reached"):
+        hfscale.from_pretrained("nobody/nothing")
+
+
 def test_a_damaged_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text("{not json")
     message = _refused(capsys, "plan", str(tmp_path))
@@ -211,9 +223,11 @@ def test_bad_command_lines(capsys: pytest.CaptureFixture[str]) -> None:
         "--tp-size": "--tp",
         "--pp_size": "--pp",
         "--tensor-parallel": "--tp",
+        "--tensor-model-parallel-size": "--tp",
         "--fsdp": "--dp-shard",
     }.items():
         assert f"(did you mean {ours}?)" in _refused(capsys, "plan", "m", theirs, "2")
+    assert "did you mean" not in _refused(capsys, "estimate", "m", "--gpu", "8")
     message = _refused(capsys, "plan", "m", "--tpp", "2")
     assert message.startswith("hfscale plan: ")
     assert message.endswith("\nsee hfscale plan --help\n")

@@ -115,3 +115,19 @@ def test_a_recipe_with_adapters(
     assert main(["doctor", "--recipe-only", "demo_lora", "--json"]) == 1
     (found,) = json.loads(capsys.readouterr().out).values()
     assert "is not there: pretrain first" in next(each["text"] for each in found if each["about"] == "places")
+
+
+def test_findings_are_printed_as_they_are_made(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = list[str]()
+
+    def talk() -> Finding:
+        seen.append(capsys.readouterr().out)
+        return Finding("collectives", "ok", "talked")
+
+    monkeypatch.setattr(machine, "eight_bit_step", lambda: Finding("8-bit step", "ok", "stepped"))
+    monkeypatch.setattr(machine, "collectives", talk)
+    main(["doctor"])
+    assert "stepped" in seen[0]
+    assert "talked" in capsys.readouterr().out

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from hfscale import ParallelConfig, RoutingConfig
+from hfscale.recipes import main_process
 from hfscale.recipes.batch_sizes import evaluation_steps, per_rank, sequences_of_step, share_of_step
 from hfscale.recipes.card import describe_layout
 from hfscale.recipes.corpus import is_for_validation, is_wanted, read
@@ -219,3 +220,21 @@ def test_the_demo_of_experts_is_a_mixture_that_computes_as_much_as_the_dense_dem
 def test_a_family_and_its_options_are_checked(override, message):
     with pytest.raises(RecipeError, match=message):
         config_of(load_recipe(PretrainRecipe, DEMO, [override]))
+
+
+@pytest.mark.parametrize(("rank", "waited"), [("0", []), ("3", [6.5])])
+def test_one_rank_after_the_other_says_what_nobody_foresaw(
+    rank: str, waited: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise KeyError("colour")
+
+    slept, ended = list[float](), list[int]()
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr("time.sleep", slept.append)
+    monkeypatch.setattr("os._exit", ended.append)
+    main_process.run(fail)
+    said = capsys.readouterr().err
+    assert (slept, ended) == (waited, [1])
+    assert said.count("Traceback") == 1
+    assert f"error (rank {rank}): 'colour'" in said

@@ -50,9 +50,9 @@ def built_or_explained(auto_class: Any, config: Any, *others: type[Exception]) -
                 f"{type(error).__name__}: {reason}"
             ) from error
         fitting = [name for name in auto_classes() if type(config) in (_classes(name) or ())]
-        others = f"the Auto class {', '.join(fitting)}" if fitting else "another Auto class"
+        use = f"the Auto class {', '.join(fitting)}" if fitting else "another Auto class"
         name = getattr(auto_class, "__name__", auto_class)
-        raise ConfigError(f"{name} cannot build a {config.model_type!r} model: use {others}") from error
+        raise ConfigError(f"{name} cannot build a {config.model_type!r} model: use {use}") from error
 
 
 def auto_classes() -> list[str]:
