@@ -262,6 +262,8 @@ class Accelerator(accelerate.Accelerator):
         """Put the prepared model, optimizer and schedulers back where :meth:`save_state` wrote them down."""
         model, optimizer, others = one_run(self, input_dir, self._orders)
         load_state(model, input_dir, optimizer=optimizer, **others)
+        for order in self._orders:
+            order.leave_off()
 
     def end_training(self) -> None:
         """As Accelerate's, once saves that go on behind the steps are done."""

@@ -23,6 +23,7 @@ class OneOrder(Sampler[int]):
         self.sampler, self._mesh = sampler, mesh
         self._began: Tensor | None = None  # what the order under way was drawn from
         self._resumed: Tensor | None = None
+        self._left_off: Tensor | None = None
 
     @classmethod
     def put_into(cls, data_loader: Any, sampler: Any, mesh: Mesh) -> "OneOrder":
@@ -35,12 +36,12 @@ class OneOrder(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         own = getattr(self.sampler, "generator", None)
         stream = torch.default_generator if own is None else own
-        now, resumed, self._resumed = stream.get_state(), self._resumed, None
-        began = now if resumed is None else resumed
-        stream.set_state(began)
-        drawn = [began, torch.tensor(list(self.sampler))]
-        if resumed is not None and own is None:
-            stream.set_state(now)  # which is where the run left off
+        resumed, self._resumed = self._resumed, None
+        if resumed is not None:
+            stream.set_state(resumed)
+        drawn = [stream.get_state(), torch.tensor(list(self.sampler))]
+        if resumed is not None and own is None and self._left_off is not None:
+            stream.set_state(self._left_off)
         if self._mesh.control is not None:
             dist.broadcast_object_list(drawn, src=0, group=self._mesh.control)
         self._began = drawn[0]
@@ -57,6 +58,10 @@ class OneOrder(Sampler[int]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Draw the next epoch's order from there."""
         self._resumed = state["began"]
+
+    def leave_off(self) -> None:
+        """Let the process's random numbers, once that order is drawn, go on from where they are now."""
+        self._left_off = torch.random.get_rng_state()
 
 
 def seed_workers_alike(data_loader: Any, mesh: Mesh, seeds: torch.Generator) -> None:
