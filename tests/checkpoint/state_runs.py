@@ -71,7 +71,9 @@ def build(kind: str, layout: str, seed: int, dtype: torch.dtype, path: str | Non
             path, parallel=parallel, dtype=dtype, quantization_config=four, peft_config=LoraConfig(**_LORA), **extra
         )
     model = hfscale.from_config(chosen["config"](), parallel=parallel, seed=seed, dtype=dtype, **extra)
-    return hfscale.get_peft_model(model, LoraConfig(**chosen["peft"])).base_model.model if "peft" in chosen else model
+    if "peft" not in chosen:
+        return model
+    return hfscale.get_peft_model(model, LoraConfig(**chosen["peft"]), seed=0).base_model.model
 
 
 def make_optimizer(model: Any, name: str) -> torch.optim.Optimizer:

@@ -100,7 +100,8 @@ def loop(layout: dict[str, Any], name: str) -> list[float]:
     accelerator = hfscale.Accelerator()
     model = build("fused", torch.float64, ParallelConfig(**layout)).eval()
     optimizer = make(model, name)
-    scheduler = get_scheduler("linear", optimizer, num_warmup_steps=1, num_training_steps=6)
+    batches_of_a_step = accelerator.num_processes
+    scheduler = get_scheduler("linear", optimizer, batches_of_a_step, 6 * batches_of_a_step)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     losses = []
     with keep_float64():

@@ -43,7 +43,7 @@ def trained(path: str, layout: Layout, late: bool, state: str | None, bits: int 
     config = four_bits() if bits == 4 else BitsAndBytesConfig(load_in_8bit=True)
     model = load(path, layout, config, **({} if late else {"peft_config": lora()}))
     if late:
-        hfscale.get_peft_model(model, lora())
+        hfscale.get_peft_model(model, lora(), seed=0)
     model.train()
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE)
     ids = tokens(4)[hfscale.batch_rank(model) :: hfscale.batch_world(model)]
@@ -69,6 +69,7 @@ def _base(model: Any) -> list[torch.Tensor]:
 
 
 def first_step(path: str) -> float:
+    torch.manual_seed(0)
     model: Any = get_peft_model(stock(path, four_bits()), lora()).train()
     return float(model(input_ids=tokens(4), labels=tokens(4)).loss.detach())
 
@@ -103,7 +104,7 @@ def experts_trained(path: str, layout: Layout, late: bool) -> list[float]:
     adapters = LoraConfig(r=4, target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
     model = load(path, layout, four_bits(), **({} if late else {"peft_config": adapters}))
     if late:
-        hfscale.get_peft_model(model, adapters)
+        hfscale.get_peft_model(model, adapters, seed=0)
     model.train()
     optimizer = torch.optim.SGD(
         [p for p in model.parameters() if p.requires_grad], lr=1e5

@@ -242,7 +242,7 @@ def _model(draw: ResumeDraw, layout: dict[str, Any], seed: int, dtype: torch.dty
     if draw.kind == "lora":
         from peft import LoraConfig
 
-        model = hfscale.get_peft_model(model, LoraConfig(r=4, target_modules="all-linear")).base_model.model
+        model = hfscale.get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"), seed=0).base_model.model
     return model.train()
 
 
