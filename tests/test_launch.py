@@ -27,7 +27,9 @@ model = accelerator.prepare(model)
 ids = torch.arange(12).repeat(2, 1)
 loss = hfscale.train_step(model, {"input_ids": ids, "labels": ids})
 # one write per line: two ranks share the pipe
-place = f"RANK {accelerator.process_index} OF {accelerator.num_processes} MAIN {accelerator.is_main_process}"
+state = accelerator.state  # of processes; the accelerator counts distinct batches, of which there is one
+place = f"RANK {state.process_index} OF {state.num_processes} MAIN {accelerator.is_main_process}"
+assert (accelerator.process_index, accelerator.num_processes) == (0, 1)
 sys.stdout.write(f"{place} LOSS {loss.item():.6f}\\n")
 sys.stdout.flush()
 accelerator.end_training()
