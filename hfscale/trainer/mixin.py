@@ -312,7 +312,7 @@ class Trainer(TrainerMixin, transformers.Trainer):
     """
 
 
-class Seq2SeqTrainer(TrainerMixin, transformers.Seq2SeqTrainer):
+class Seq2SeqTrainer(TrainerMixin, transformers.Seq2SeqTrainer):  # type: ignore[misc]
     """``transformers.Seq2SeqTrainer`` in any layout, ``predict_with_generate`` included.
 
     See :class:`TrainerMixin` for ``parallel``, and docs/trainer.md for what generates through stages.

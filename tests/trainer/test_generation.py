@@ -1,15 +1,17 @@
 """Tokens that a Trainer generates as it evaluates, in every layout: those of one process, and so the same metrics."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from transformers import AutoModelForSeq2SeqLM, BartConfig, Seq2SeqTrainingArguments, T5Config
 
 import hfscale
-from hfscale import ParallelConfig
+from hfscale import ConfigError, ParallelConfig
 from hfscale.testing import RankPool
 
 from .script import collate
@@ -40,14 +42,13 @@ def metrics(prediction: Any) -> dict[str, float]:
     return {"rows": float(len(ids)), "sum": float((ids * (ids > 0)).sum()), "labels": float(labels.sum())}
 
 
-def trainer_of(path: str, out: str, layout: Layout | None, kind: Any = None, **more: Any) -> Any:
-    world, stock = 1, layout is None
-    if stock:
-        model = AutoModelForSeq2SeqLM.from_pretrained(path)
+def trainer_of(path: str, out: str, layout: Layout | None, kind: Any = None) -> Any:
+    if layout is None:
+        model, world = AutoModelForSeq2SeqLM.from_pretrained(path), 1
     else:
         parallel = ParallelConfig(**layout)
-        world = parallel.batch_world
         model = hfscale.from_pretrained(path, parallel=parallel, auto_class=AutoModelForSeq2SeqLM)
+        world = parallel.batch_world
     args = Seq2SeqTrainingArguments(
         out,
         predict_with_generate=True,
@@ -57,39 +58,28 @@ def trainer_of(path: str, out: str, layout: Layout | None, kind: Any = None, **m
         max_steps=4,
         learning_rate=2e-2,
         eval_strategy="steps",
-        eval_steps=2,
+        eval_steps=4,
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,
         use_cpu=True,
-        **more,
     )
-    kind = kind or (transformers.Seq2SeqTrainer if stock else hfscale.Seq2SeqTrainer)
-    rows = Pairs(9)
-    return kind(
-        model=model,
-        args=args,
-        processing_class=None,
-        data_collator=collate,
-        train_dataset=rows,
-        eval_dataset=rows,
-        compute_metrics=metrics,
-    )
+    kind = kind or (transformers.Seq2SeqTrainer if layout is None else hfscale.Seq2SeqTrainer)
+    rows, collator = Pairs(9), collate
+    return kind(model, args, collator, rows, rows, compute_metrics=metrics)
 
 
-def run(path: str, out: str, layout: Layout | None) -> tuple[list[dict[str, float]], list[list[int]], list[float]]:
-    torch.manual_seed(0)
+def run(path: str, out: str, layout: Layout | None) -> dict[str, Any]:
     trainer = trainer_of(path, out, layout)
     before = trainer.predict(trainer.eval_dataset)  # before the first step
     trainer.train()
     after = trainer.predict(trainer.eval_dataset, num_beams=2, max_length=9)
-    logs = [
-        {k: v for k, v in row.items() if "runtime" not in k and "per_second" not in k and "flos" not in k}
-        for row in trainer.state.log_history
-    ]
-    return logs, [*before.predictions.tolist(), *after.predictions.tolist()], after.label_ids.tolist()
+    logs = [{key: row[key] for key in row if key in KEPT} for row in trainer.state.log_history]
+    ids = [*before.predictions.tolist(), *after.predictions.tolist()]
+    return {"logs": logs, "ids": ids, "labels": after.label_ids.tolist()}
 
 
+KEPT = ("step", "eval_loss", "eval_rows", "eval_sum", "eval_labels", "train_loss")
 CONFIGS = {
     "t5": T5Config(
         vocab_size=24, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0,
@@ -109,3 +99,55 @@ def saved(kind: str, path: Path) -> str:
     model.generation_config.update(eos_token_id=_END, pad_token_id=0, decoder_start_token_id=0, max_length=12)
     model.save_pretrained(path)
     return str(path)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[str, dict[str, Any]]]:
+    directory = tmp_path_factory.mktemp("models")
+
+    @functools.cache
+    def of(kind: str) -> tuple[str, dict[str, Any]]:
+        path = saved(kind, directory / kind)
+        return path, run(path, str(directory / "out"), None)
+
+    return of
+
+
+PP2 = {"pp_size": 2, "num_microbatches": 2}
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        ("t5", PP2),
+        ("bart", {"dp_shard_size": 2}),
+        *(pytest.param(kind, {"tp_size": 2}, marks=SLOW) for kind in CONFIGS),
+        *(pytest.param(kind, {"dp_replicate_size": 2}, marks=SLOW) for kind in CONFIGS),
+        *(pytest.param(kind, {**PP2, "tp_size": 2}, marks=SLOW) for kind in CONFIGS),
+        *(pytest.param(kind, {**PP2, "num_microbatches": 1, "dp_shard_size": 2}, marks=SLOW) for kind in CONFIGS),
+        pytest.param("bart", PP2, marks=SLOW),
+        pytest.param("t5", {"dp_shard_size": 2}, marks=SLOW),
+    ],
+)
+def test_tokens_and_metrics_are_those_of_one_process(
+    pools: Pools, expected: Any, kind: str, layout: Layout, tmp_path: Path
+) -> None:
+    path, stock = expected(kind)
+    assert len({tuple(ids) for ids in stock["ids"]}) > 1  # or the test could not tell
+    for found in pools(ParallelConfig(**layout).total_size).run(run, path, str(tmp_path), layout):
+        assert found["ids"] == stock["ids"]
+        assert found["labels"] == stock["labels"]
+        for ours, theirs in zip(found["logs"], stock["logs"], strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-5)
+
+
+def refusal(path: str, out: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        trainer_of(path, out, PP2, hfscale.Trainer)
+    return str(caught.value)
+
+
+def test_a_trainer_that_does_not_generate_is_refused(pools: Pools, expected: Any, tmp_path: Path) -> None:
+    for message in pools(2).run(refusal, expected("t5")[0], str(tmp_path)):
+        assert "use hfscale.Seq2SeqTrainer" in message

@@ -59,7 +59,7 @@ def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, mixed_precision: s
     for name in (*_lent(plan, mesh), *(layer for layer in layers if towers is None or not towers.holds(layer))):
         shard_by_type(module_at(model, name), reshard_after_forward=reshard, **how)
     shard_by_type(model, reshard_after_forward=False, **how)
-    give_up_whole_weights(model, in_step=mesh.layout.size("dp_shard") > 1 or mesh.layout.size("ep") > 1)
+    give_up_whole_weights(model)
     if towers is not None:  # a rank's texts may have no pictures
         inside = {module for name, module in model.named_modules() if towers.holds(stock_name(name))}
         owners = {owner_of(model, item)[0] for item in towers.items if not _is_module(model, item)}

@@ -40,15 +40,12 @@ def refuse_calls_past_the_model(model: Any) -> None:
     inside.register_forward_pre_hook(refuse)
 
 
-def give_up_whole_weights(model: Any, in_step: bool) -> None:
+def give_up_whole_weights(model: Any) -> None:
     """Behind a pass without gradients, let the model's parameters be this rank's shards again.
 
     FSDP2 keeps the root's weights, and those of layers that are not spread, for a backward pass. Where none comes they
     stand in the place of the parameters: an optimizer made then would move them in vain, and ``zero_grad`` would miss
     every gradient. While tokens are generated they stay, and are given up at the end.
-
-    Args:
-        in_step: whether a pass waits for the other ranks, so that all must generate for as many steps.
     """
     generating: list[bool] = []
     generate = getattr(model, "generate", None)
@@ -66,7 +63,7 @@ def give_up_whole_weights(model: Any, in_step: bool) -> None:
         generating.append(True)
         gather_root(model)  # an encoder is called by itself
         try:
-            return generate(*args, **({**kwargs, "synced_gpus": True} if in_step else kwargs))
+            return generate(*args, **kwargs)  # for as many steps on all ranks: the host knows FSDP2's models
         finally:
             generating.pop()
             reshard(model)
