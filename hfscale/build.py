@@ -10,7 +10,7 @@ from accelerate import GradScalerKwargs
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from ._host.transformers.classes import class_name, is_distributed_by_host
+from ._host.transformers.classes import class_name, is_distributed_by_host, model_class
 from .adapters import attach_adapters, plan_with_adapters, read_config, wrapped_by_peft
 from .arguments import (
     arguments_with_config,
@@ -87,7 +87,7 @@ def from_pretrained(
     Args:
         path: a directory or a Hub id, as for ``AutoModel.from_pretrained``.
         parallel: the layout; one process by default.
-        auto_class: the Auto class (or model class) to load with.
+        auto_class: the Auto class (or model class) to load with, or its name in transformers.
         mixed_precision: ``"no"``, or compute in ``"bf16"`` or ``"fp16"`` over weights kept in their own type; ``"fp8"``
             is bfloat16 with products of layers in 8 bits. In float16 :func:`hfscale.train_step` scales the loss; after
             a step in which a gradient overflowed there are no gradients, so that optimizers do nothing.
@@ -109,7 +109,7 @@ def from_pretrained(
     Raises:
         ConfigError, PlanError, MeshError, CheckpointError: before any weight is read, except for damaged files.
     """
-    layout = check_layout(parallel, hf_kwargs)
+    layout, auto_class = check_layout(parallel, hf_kwargs), model_class(auto_class)
     options = Options(mixed_precision, routing, memory, loss_scaling, float8, use_liger_kernel)
     check_count("seed", seed, least=0)
     check_path("path", path)
@@ -154,7 +154,7 @@ def from_config(
     ever holds more than its share and one whole layer. Arguments, result and errors are those of
     :func:`from_pretrained`; the model is in training mode, like the host's.
     """
-    layout = check_layout(parallel, hf_kwargs)
+    layout, auto_class = check_layout(parallel, hf_kwargs), model_class(auto_class)
     options = Options(mixed_precision, routing, memory, loss_scaling, float8, use_liger_kernel)
     if hf_kwargs.get("quantization_config") is not None:
         raise ConfigError(
@@ -230,7 +230,7 @@ def plan(
         ConfigError: an argument, adapters or quantization that hfscale does not know, or that match nothing.
         PlanError: the layout does not fit; every problem is listed with the valid values.
     """
-    layout = check_layout(parallel, hf_kwargs)
+    layout, auto_class = check_layout(parallel, hf_kwargs), model_class(auto_class)
     options = Options(mixed_precision, memory=memory, float8=float8)
     quantization = hf_kwargs.pop("quantization_config", None)
     check_quantization(quantization)

@@ -1,11 +1,13 @@
 """The accelerator inside a Trainer: its processes are the distinct batches."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from accelerate.data_loader import BatchSamplerShard, get_sampler
 from accelerate.utils import recursively_apply
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import IterableDataset, Sampler
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
@@ -22,6 +24,7 @@ class TrainerAccelerator(Accelerator):
 
     _listed = (Sampler,)
     _last: tuple[int, int] | None = None  # of the batch of a stream that is evaluated
+    _counts: list[int] | None = None  # rows that count, of each data rank, in the batch that is evaluated
 
     def __init__(self, **kwargs: Any) -> None:
         if kwargs.get("mixed_precision") == "fp16":
@@ -86,6 +89,33 @@ class TrainerAccelerator(Accelerator):
         left = len(sampler.batch_sampler.sampler) % (size * self.num_processes)
         return size, size if left == 0 else min(size, max(0, left - self.process_index * size))
 
+    @contextmanager
+    def counting(self, rows: int) -> Iterator[None]:
+        """Within: of what is gathered, the first ``rows`` rows of this rank count, and no others.
+
+        A rank without any has one row, since its passes wait for those of other ranks.
+        """
+        counts: Tensor = super().gather(torch.tensor([rows], device=self.device))
+        self._counts = counts.tolist()
+        try:
+            yield
+        finally:
+            self._counts = None
+
+    def gather(self, tensor: Any) -> Any:
+        """Accelerate's, of distinct batches; without rows that repeat others."""
+        if self._counts is None or not isinstance(tensor, Tensor):
+            return super().gather(tensor)
+        counts = self._counts
+        if tensor.ndim == 0:
+            return _OfRanks.of(super().gather(tensor), counts)
+        here, most = max(counts[self.process_index], 1), max(counts)
+        chunks = tensor.unflatten(0, (-1, here))  # chosen and rejected rows, say
+        filled = chunks.new_zeros((len(chunks), most, *chunks.shape[2:]))
+        filled[:, :here] = chunks
+        every = super().gather(filled).unflatten(0, (len(counts), -1))
+        return torch.cat([part[:, :count].flatten(0, 1) for part, count in zip(every, counts, strict=True)])
+
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Also of a stream, whose length nobody knows, what fills up a batch is dropped.
 
@@ -94,6 +124,8 @@ class TrainerAccelerator(Accelerator):
         """
         if isinstance(input_data, torch.Tensor) and input_data.ndim == 0:
             return self.gather(input_data.double() if input_data.is_floating_point() else input_data)
+        if self._counts is not None:
+            return self.gather(input_data)
         gathered = super().gather_for_metrics(input_data, use_gather_object)
         if self._last is None:
             return gathered
@@ -105,3 +137,21 @@ class TrainerAccelerator(Accelerator):
         if isinstance(sampler, LengthGroupedSampler):
             sampler.batch_size *= self.mesh.batch_world  # of a step, as in one process
         super()._agree_on_order(data_loader)
+
+
+class _OfRanks(Tensor):
+    """A number of each data rank: their sum, without ranks that have no rows; their mean, weighed by rows."""
+
+    rows: Tensor
+
+    @classmethod
+    def of(cls, numbers: Tensor, counts: list[int]) -> "_OfRanks":
+        """Numbers of ranks with so many rows."""
+        rows = torch.tensor(counts, device=numbers.device)
+        made = torch.where(rows > 0, numbers, 0).as_subclass(cls)
+        made.rows = rows
+        return made
+
+    def mean(self, *_: Any, **__: Any) -> Tensor:
+        """Of the rows."""
+        return (self.as_subclass(Tensor) * self.rows).sum() / self.rows.sum()

@@ -18,6 +18,7 @@ __all__ = [
     "Marked",
     "cut_by_schedule",
     "filled_up",
+    "first_of_chunks",
     "first_rows",
     "pieces",
     "rows_of",
@@ -160,6 +161,16 @@ def first_rows(batch: Mapping[str, Any], has: int, rows: int) -> Mapping[str, An
         return batch
     return {
         name: value[:rows] if isinstance(value, Tensor) and value.ndim and len(value) == has else value
+        for name, value in batch.items()
+    }
+
+
+def first_of_chunks(batch: Mapping[str, Any], has: int, rows: int) -> Mapping[str, Any]:
+    """``batch`` without the others of its ``has`` rows, in both chunks where chosen rows precede rejected ones."""
+    return {
+        name: torch.cat([chunk[:rows] for chunk in value.split(has)])
+        if isinstance(value, Tensor) and value.ndim and len(value) in (has, 2 * has)
+        else value
         for name, value in batch.items()
     }
 

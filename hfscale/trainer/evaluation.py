@@ -15,7 +15,7 @@ from .._host.transformers.trainer import labels_of_step
 from ..errors import ConfigError
 from ..runtime import Executor
 from ..train import eval_step, predict_step
-from .batches import first_examples, pieces, rows_of, with_rows
+from .batches import first_examples, first_of_chunks, pieces, rows_of, with_rows
 
 _MOST_ADDED = 64
 
@@ -39,6 +39,28 @@ def scored_step(
         sums = trainer.accelerator.reduce(torch.stack((loss.float() * valid, valid.float())), "sum")
         loss = sums[0] / sums[1].clamp(min=1)
     return loss, logits, given
+
+
+def counted_step(
+    trainer: Any,
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    known: tuple[int, int],
+    ignore_keys: list[str] | None,
+    stock: Callable[..., tuple[Any, Any, Any]],
+) -> tuple[Tensor | None, Any, Any]:
+    """The loss where it is TRL's mean over rows, or pairs of them; its metrics are of the same rows.
+
+    Args:
+        known: how many examples this rank's batch has, and how many of them repeat none.
+    """
+    accelerator = trainer.accelerator
+    repeated = accelerator.gather(torch.tensor([known[0] - known[1]], device=accelerator.device))
+    if not repeated.any():
+        return stock(model, inputs, True, ignore_keys)
+    with accelerator.counting(known[1]):
+        loss, *rest = stock(model, first_of_chunks(inputs, known[0], max(known[1], 1)), True, ignore_keys)
+        return accelerator.gather(loss).mean(), *rest
 
 
 def prediction_step(

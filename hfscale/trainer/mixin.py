@@ -8,6 +8,7 @@ Data flow of a step where the loss is the model's own (any layout)::
 Where a subclass or a function makes the loss, Trainer's own step runs, over every axis but stages.
 """
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from .._host.transformers.trainer import (
     prepared,
     taken_for_adapted,
 )
+from .._host.trl import is_trl
 from ..config import ParallelConfig, started_processes
 from ..errors import ConfigError
 from ..runtime import find_runtime, runtime_of
@@ -279,7 +281,9 @@ class TrainerMixin(Checkpoints, DataSets):
         if self._scores_tokens and "labels" in inputs:
             return evaluation.scored_step(self, model, inputs, prediction_loss_only, ignore_keys, stock)
         if not self.knows_loss:
-            self.accelerator.examples_of(inputs)  # type: ignore[attr-defined]
+            known = self.accelerator.examples_of(inputs)  # type: ignore[attr-defined]
+            if known is not None and prediction_loss_only and is_trl(type(self)) and isinstance(inputs, Mapping):
+                return evaluation.counted_step(self, model, inputs, known, ignore_keys, stock)
             return stock(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[no-any-return]
         return evaluation.prediction_step(self, model, inputs, prediction_loss_only, ignore_keys, stock)
 

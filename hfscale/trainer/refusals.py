@@ -238,11 +238,11 @@ def check_step(trainer: Any, runtime: Runtime, uses_train_step: bool) -> None:
         if routing is not None:
             routing.check_step(runtime, given)
     elif len(given) != count:
+        asked = "" if runtime.mesh.layout.num_microbatches is None else "leave num_microbatches out, and "
         raise ConfigError(
             f"{runtime.mesh.layout.describe()}: a loss of {type(trainer).__name__}'s is about whole batches, so a step "
             f"has gradient_accumulation_steps={count} microbatches, and the schedule would make {len(given)} of them: "
-            f"leave num_microbatches out, and use gradient_accumulation_steps={len(given)}"
-            f"{_same_rows(args, len(given))}"
+            f"{asked}use gradient_accumulation_steps={len(given)}{_same_rows(args, len(given))}"
         )
 
 

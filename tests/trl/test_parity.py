@@ -45,8 +45,8 @@ CASES = {
     # Adam divides by gradients, which of some factors are roundings here.
     "dpo_lora": Case("DPOTrainer", "pair", {"optim": "sgd", "learning_rate": 0.1}, lora=LORA),
     "precomputed": Case("DPOTrainer", "pair", {"precompute_ref_log_probs": True}),
-    "kto": Case("KTOTrainer", "label", {"max_steps": 2}),
-    "reward": Case("RewardTrainer", "pair"),
+    "kto": Case("KTOTrainer", "label", {**EVALUATED, "max_steps": 2}),
+    "reward": Case("RewardTrainer", "pair", EVALUATED),
     "grpo": Case("GRPOTrainer", "prompt", GENERATES, more={"reward_funcs": length_reward}),
     "rollouts": Case(
         "GRPOTrainer", "prompt", GENERATES, more={"reward_funcs": length_reward, "rollout_func": rollouts}
@@ -59,7 +59,7 @@ RARER = [
     ("completion", PP2),
     ("sft", {"cp_size": 2}),
     *((name, TP2) for name in ("completion", "packed", "assistant", "precomputed", "rloo")),
-    *((name, DP2) for name in ("dpo", "reward", "rollouts")),
+    *((name, DP2) for name in ("kto", "reward", "rollouts")),
 ]
 
 
@@ -74,7 +74,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
         tokenizer(place)
         for kind in {case.data for case in CASES.values()}:
             save_rows(place, kind, 24, 1)
-            save_rows(place, kind, 8, 2)
+            save_rows(place, kind, 9, 2)  # which two data ranks cannot share evenly
     ranker = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
     ranker.save_pretrained(made / "ranker")
     return str(made)
@@ -106,6 +106,7 @@ def expected(path: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
         *((name, PP2) for name in ("packed", "assistant")),
         *((name, PP2) for name in ("sft_lora", "dpo", "dpo_lora")),
         *((name, TP2) for name in ("dpo", "kto")),
+        ("dpo", DP2),
         *(pytest.param(name, TP2, marks=pytest.mark.slow) for name in ("sft_lora", "dpo_lora")),
         pytest.param("kto", PP2, marks=pytest.mark.slow),
         ("precomputed", PP2),
@@ -135,6 +136,19 @@ def test_data_ranks_generate_each_for_itself(pools: Pools, path: str, layout: La
 def refused(path: str, out: str, name: str, layout: Layout) -> str:
     short = replace(CASES[name], arguments={**CASES[name].arguments, "max_steps": 1})
     return refusal_of(lambda: run(short, path, out, layout))
+
+
+def refused_without_accumulation(path: str, out: str) -> str:
+    case = replace(CASES["sft"], arguments={"max_steps": 1, "gradient_accumulation_steps": 1})
+    return refusal_of(lambda: run(case, path, out, PP2))
+
+
+def test_what_was_not_given_is_not_to_be_left_out(pools: Pools, path: str, tmp_path: Path) -> None:
+    for message in pools(2).run(refused_without_accumulation, path, str(tmp_path)):
+        assert message.endswith(
+            "use gradient_accumulation_steps=2 and per_device_train_batch_size=2, for as many rows in a step as now"
+        )
+        assert "num_microbatches" not in message
 
 
 @pytest.mark.parametrize(("name", "advice"), [("grpo", "generates with the model"), ("reward", "whole output")])

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from difflib import get_close_matches
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from ...errors import ConfigError
 from ..replaced import attribute_replaced
 
 
@@ -32,6 +34,27 @@ def from_config(kind: Any, config: Any, **kwargs: Any) -> Any:
     """A model of ``kind``, an Auto class or a stock one, with first values."""
     build = kind.from_config if hasattr(kind, "from_config") else kind._from_config
     return build(config, **kwargs)
+
+
+def model_class(given: Any) -> Any:
+    """Return the class that ``auto_class=`` means: an Auto class or a model's, or the name of one of transformers'.
+
+    Raises:
+        ConfigError: it is neither; close names are given.
+    """
+    found = getattr(transformers, given, None) if isinstance(given, str) else given
+    if (
+        isinstance(found, type)
+        and hasattr(found, "from_pretrained")
+        and (hasattr(found, "from_config") or issubclass(found, nn.Module))
+    ):
+        return found
+    names = [name for name in dir(transformers) if name.startswith("AutoModel") or "For" in name]
+    close = get_close_matches(str(given), names, n=3) or ["AutoModelForCausalLM"]
+    raise ConfigError(
+        f"auto_class must be one of transformers' Auto classes, a model's class, or the name of one, got {given!r}: "
+        f"did you mean {' or '.join(close)}?"
+    )
 
 
 def classes_by_config(auto_class: Any) -> Any:
