@@ -54,7 +54,6 @@ class BatchScheduler(AcceleratedScheduler):
         super().load_state_dict(state)
 
 
-
 def is_prepared(what: Any) -> bool:
     """Whether a data loader or a schedule has been prepared already."""
     return bool(getattr(what, "_is_accelerate_prepared", False))
