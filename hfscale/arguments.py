@@ -14,7 +14,7 @@ from ._host.transformers.classes import classes_by_config
 from ._host.transformers.configs import made_or_explained
 from ._host.transformers.loading import loading_arguments
 from .config import ParallelConfig
-from .errors import CheckpointError, ConfigError, check_count, check_switch
+from .errors import CheckpointError, ConfigError, check_count, check_path, check_switch
 from .families.fields import field
 from .files.replace import finish_move
 from .names import meant, written_like_a_path
@@ -100,6 +100,19 @@ def reachable(path: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments for the host with which it does not wait for a Hub that cannot be reached."""
     waits = not os.path.exists(path) and "local_files_only" not in kwargs and hub_is_away()
     return {**kwargs, "local_files_only": True} if waits else dict(kwargs)
+
+
+def check_place(path: Any) -> None:
+    """Refuse what is no place of a checkpoint.
+
+    Raises:
+        ConfigError: it is no path.
+        CheckpointError: it is a file, or written like a path and does not exist.
+    """
+    check_path("path", path)
+    if os.path.isfile(path):
+        raise CheckpointError(f"{path} is a file: give the directory of a checkpoint, with a config.json")
+    refuse_missing(str(path))
 
 
 def refuse_missing(path: str) -> None:

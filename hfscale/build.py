@@ -15,18 +15,18 @@ from .adapters import attach_adapters, plan_with_adapters, read_config, wrapped_
 from .arguments import (
     arguments_with_config,
     check_layout,
+    check_place,
     check_sizes,
     check_tokens,
     code_arguments,
     known_dtype,
     load_config,
     reachable,
-    refuse_missing,
     refuse_unknown,
 )
 from .assemble import assemble
 from .config import ParallelConfig
-from .errors import CheckpointError, ConfigError, check_count, check_path
+from .errors import ConfigError, check_count, check_path
 from .float8_config import Float8Config
 from .memory_config import MemoryConfig
 from .mesh import build_mesh
@@ -112,22 +112,15 @@ def from_pretrained(
     layout, auto_class = check_layout(parallel, hf_kwargs), model_class(auto_class)
     options = Options(mixed_precision, routing, memory, loss_scaling, float8, use_liger_kernel)
     check_count("seed", seed, least=0)
-    check_path("path", path)
-    if os.path.isfile(path):
-        raise CheckpointError(f"{path} is a file: give the directory of a checkpoint, with a config.json")
-    refuse_missing(str(path))
+    check_place(path)
     hf_kwargs = reachable(str(path), hf_kwargs)
     quantization = hf_kwargs.get("quantization_config")
     check_quantization(quantization)
     adapter = None if peft_config is None else read_config(peft_config)
     config, rest = load_config(str(path), {k: v for k, v in hf_kwargs.items() if k != "quantization_config"})
     refuse_unknown(rest, auto_class, config, inspect.signature(from_pretrained).parameters)
-    code = code_arguments(hf_kwargs)
-    outline = _outline(config, auto_class, {"dtype": known_dtype(hf_kwargs), **code}, quantization)
-    resized = frozenset[str]()
-    if resize_token_embeddings is not None:
-        check_tokens(resize_token_embeddings)
-        outline, resized = outline.resized(resize_token_embeddings)
+    named = {"dtype": known_dtype(hf_kwargs), **code_arguments(hf_kwargs)}
+    outline, resized = _resized(_outline(config, auto_class, named, quantization), resize_token_embeddings)
     if outline.stored or resized:
         hf_kwargs = arguments_with_config(hf_kwargs, rest, outline.config, outline.quantization)
     return build(FromCheckpoint(str(path), outline, hf_kwargs, seed, resized), layout, options, adapter, seed)
@@ -251,6 +244,14 @@ def plan(
 
 def _shown(given: object) -> str:
     return repr(given) if isinstance(given, str | int | None) else f"a {type(given).__name__}"
+
+
+def _resized(outline: Outline, tokens: int | None) -> tuple[Outline, frozenset[str]]:
+    """Return the outline with so many tokens, and which parameters have a row for each; as it is for ``None``."""
+    if tokens is None:
+        return outline, frozenset()
+    check_tokens(tokens)
+    return outline.resized(tokens)
 
 
 def _outline(config: PreTrainedConfig, auto_class: Any, kwargs: dict[str, Any], quantization: Any) -> Outline:

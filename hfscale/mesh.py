@@ -41,22 +41,19 @@ class Mesh:
         layout: the sizes.
         device: this rank's device.
         ranks: this rank's coordinate on each axis.
-        device_mesh: torch's mesh over :data:`MESH_AXES`; ``None`` in a single process without a process group.
-        control: a gloo group over all ranks for barriers and small objects; ``None`` likewise.
+        device_mesh: torch's mesh over :data:`MESH_AXES`; ``None`` in a single process, like all groups.
+        control: a gloo group over all ranks for barriers and small objects.
         replicas: how many consecutive tensor ranks -> the group of those that this rank is one of.
         ties: pipeline ranks that hold one tensor -> the group of them through this rank, where it is one of them.
         tie_reports: the same ranks -> their group over gloo.
-        streams: (from, to), pipeline ranks that hold consecutive stages, this one among them -> the group of the two
-            for what goes that way. A backend may run what is asked of one group in turn, and a tensor that is awaited
-            from one neighbour must not hold up what goes to another, or back.
-        reports: a group over the pipeline ranks through this one, over gloo, for a few numbers; ``None`` where there is
-            one rank.
+        streams: (from, to), neighbouring pipeline ranks, this one among them -> the group of the two for what goes that
+            way: a backend may run the transfers of one group one after the other.
+        reports: a gloo group over the pipeline ranks through this one, for a few numbers; ``None`` for one rank.
         expert_reports: the same over the expert ranks.
         sharing: the same over the ranks that are given the same batch.
         expert_mesh: torch's mesh over :data:`EXPERT_AXES`; ``None`` where experts are not spread.
         context: the group of the ranks that have parts of the same sequences; ``None`` where they are not cut.
-        whole_sequences: a group of ranks of the shard axis of which each has other sequences; ``None`` where one has
-            them all, or where no sequence is cut and the axis itself is such a group.
+        whole_sequences: ranks of the shard axis that have other sequences each; ``None`` for one, or without ``cp``.
     """
 
     layout: ParallelConfig
@@ -170,8 +167,7 @@ def build_mesh(
     """Match the processes that were started with the layout, starting torch's process group if there is none.
 
     Args:
-        replicas: sizes of the groups of consecutive tensor ranks that are needed besides; the same everywhere, in the
-            same order. Each divides ``tp_size``.
+        replicas: sizes of further groups of consecutive tensor ranks; the same on every rank, in the same order.
         ties: sets of pipeline ranks that need a group besides, likewise.
         neighbours: pairs of pipeline ranks that hold consecutive stages, likewise.
 
@@ -182,8 +178,7 @@ def build_mesh(
     if world != layout.total_size:
         raise MeshError(
             f"{layout.describe()} needs {layout.total_size} process(es) and {world} were started: launch with\n"
-            f"  {launch_line(layout.total_size)}\n"
-            f"or choose sizes whose product is {world}"
+            f"  {launch_line(layout.total_size)}\nor choose sizes whose product is {world}"
         )
     device = own_device()
     if world == 1:

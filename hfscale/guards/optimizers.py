@@ -59,6 +59,10 @@ def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         _refuse(optimizer, cut, f"{cut[1]} is cut")
     elif parts and parts[0][3] and _differs(optimizer, held[0].device, halved=False):
         _refuse(optimizer, parts[0], "stages hold some parameters each")
+    _check_on_shards(optimizer, held, parts)
+
+
+def _check_on_shards(optimizer: torch.optim.Optimizer, held: list[Tensor], parts: list[Any]) -> None:
     sharded = next((each for each in held if hasattr(each, _PARTS) and isinstance(each, DTensor)), None)
     if sharded is not None and (error := _fails_on_shards(optimizer, sharded, held)):
         _judged.discard(optimizer)

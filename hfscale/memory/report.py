@@ -61,9 +61,7 @@ def memory_estimate(
     Raises:
         ConfigError: something is unknown or impossible, or what is given is neither a model of hfscale's nor a plan.
     """
-    check_asked(tokens, num_microbatches, mixed_precision, optim_args)
-    if sequence_length is not None:
-        check_count("sequence_length", sequence_length)
+    check_asked(tokens, num_microbatches, mixed_precision, optim_args, sequence_length=sequence_length)
     if gradient_checkpointing is not None:
         check_switch("gradient_checkpointing", gradient_checkpointing)
     if isinstance(model_or_plan, Plan):
@@ -92,18 +90,22 @@ def memory_estimate(
     )
 
 
-def check_asked(count: Any, microbatches: Any, mixed_precision: Any, optim_args: Any, tokens: str = "tokens") -> None:
+def check_asked(
+    count: Any, microbatches: Any, mixed_precision: Any, optim_args: Any, tokens: str = "tokens", **counts: Any
+) -> None:
     """Refuse what nothing can be estimated for.
 
     Args:
         tokens: name of ``count``.
+        counts: further numbers, by name; ``None`` stands for a default.
 
     Raises:
         ConfigError: with the value.
     """
     check_count(tokens, count)
-    if microbatches is not None:
-        check_count("num_microbatches", microbatches)
+    for name, value in {"num_microbatches": microbatches, **counts}.items():
+        if value is not None:
+            check_count(name, value)
     if mixed_precision is not None:
         Options(mixed_precision)  # refuses what is unknown
     if not isinstance(optim_args, Mapping | None):

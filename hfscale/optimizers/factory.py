@@ -72,13 +72,11 @@ def create_optimizer(
     options = choice.options(name, {"betas": betas, "eps": eps}, {**parse_arguments(optim_args), **kwargs})
     if lr is None and not options.get("relative_step"):
         raise ConfigError(f"lr=None: {name!r} needs a learning rate, lr=1e-4 say")
-    _check_numbers(
-        {"lr": lr, "weight_decay": weight_decay, **({"eps": eps} if "eps" in choice.adam else {})}, betas, choice.betas
-    )
+    numbers = {"lr": lr, "weight_decay": weight_decay, **({"eps": eps} if "eps" in choice.adam else {})}
+    _check_numbers(numbers, betas, choice.betas)
     runtime = runtime_of(model)
     plans = {id(parameter): planned for planned, parameter in runtime.parameters() if parameter.requires_grad}
-    by_decay = weight_decay_groups(runtime, weight_decay)
-    checked = by_decay if groups is None else _checked(groups, plans, weight_decay, runtime)
+    checked = _checked(groups, plans, weight_decay, runtime)
     aside = _aside(name, choice, runtime, _seed(stochastic_rounding, rounding_seed))
     _warn_of_narrow_weights(name, runtime)
     order = _Order(name, choice, lr, options, checked, plans, runtime, aside)
@@ -226,9 +224,11 @@ def _aside(name: str, choice: Choice, runtime: Runtime, seed: int | None) -> Asi
 
 
 def _checked(
-    groups: Sequence[Mapping[str, Any]], plans: dict[int, ParameterPlan], weight_decay: float, runtime: Runtime
+    groups: Sequence[Mapping[str, Any]] | None, plans: dict[int, ParameterPlan], weight_decay: float, runtime: Runtime
 ) -> list[dict[str, Any]]:
-    """A user's groups, as lists."""
+    """Return a user's groups, as lists; those by decay where there are none."""
+    if groups is None:
+        return weight_decay_groups(runtime, weight_decay)
     result = []
     if not isinstance(groups, Sequence) or not all(isinstance(group, Mapping) for group in groups) or not groups:
         raise ConfigError(

@@ -94,11 +94,8 @@ class Part:
         """Give up what a forward pass keeps for a backward pass that does not come."""
 
     def begin_stage_pass(self, arrives: int | None, leaves: bool) -> None:
-        """A pass through one pipeline stage begins.
-
-        Args:
-            arrives: tokens per sample of the hidden states that come from another stage; ``None`` on the first.
-            leaves: whether they go on to another stage.
+        """A pass through one pipeline stage begins: ``arrives`` tokens per sample come from another stage (``None`` on
+        the first), and go on to another (``leaves``).
         """
 
     def end_stage_pass(self, runtime: "Runtime") -> None:
@@ -117,7 +114,7 @@ class Part:
         return False
 
     def local_view(self, module: str) -> str | None:
-        """In words, what a hook on a module sees in this pass, if that is a part of it; which hooks are right then."""
+        """Return, in words, what a hook on a module sees of its tokens in this pass; ``None``: all of them."""
         return None
 
     def check_model(self, runtime: "Runtime") -> None:

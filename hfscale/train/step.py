@@ -41,8 +41,7 @@ def train_step(
             accumulation). Ranks that share a batch (tensor ranks) pass the same one; see :func:`hfscale.batch_rank`.
             Every rank passes the same number of microbatches; one without rows counts nothing. Through pipeline stages,
             the list is what goes through as microbatches; one batch is cut into ``num_microbatches`` along its rows.
-            ``use_cache`` is ``False`` where it is left out, as in stock trainers: ``position_ids`` that begin anew then
-            keep the examples of a packed row apart.
+            ``use_cache`` is ``False`` where it is left out, as in stock trainers.
         loss_fn: a loss of your own, of any class: ``loss_fn(outputs, batch) -> (sum, count)`` of a microbatch, where
             ``outputs`` is what the model returns for it without ``labels``, logits whole, and ``batch`` all that was
             given, also what the model does not take. The step's loss is the sum of sums over the sum of counts, of all
@@ -65,16 +64,9 @@ def train_step(
     """
     runtime = runtime_of(model)
     before_step(runtime)
-    check_number("label_smoothing", label_smoothing, least=0, most=1)
-    check_number("temperature", temperature, above=0)
+    _check_losses(loss_fn, score_loss, label_smoothing, num_items_in_batch, temperature)
     if loss_fn is not None:
-        if label_smoothing or score_loss is not None or num_items_in_batch is not None or temperature != 1:
-            _refuse_beside("loss_fn", "label_smoothing, num_items_in_batch, score_loss and temperature")
         return UserLoss(runtime, loss_fn).run(model, batch, train=True)
-    if score_loss is not None and (label_smoothing or num_items_in_batch is not None):
-        _refuse_beside("score_loss", "label_smoothing and num_items_in_batch")
-    if score_loss is None and temperature != 1:
-        raise ConfigError(f"temperature={temperature} is for score_loss, and there is none: leave it out")
     scored = None if score_loss is None else UserFunction(runtime, "score_loss", score_loss, ("scores", "index"))
     microbatches, count = prepare(runtime, batch, train=True)
     objective = token_mean(runtime, _divisors(count, num_items_in_batch, len(microbatches)), label_smoothing)
@@ -86,6 +78,19 @@ def train_step(
     if scored is not None:
         scored.agree()
     return loss
+
+
+def _check_losses(loss_fn: Any, score_loss: Any, label_smoothing: float, items: Any, temperature: float) -> None:
+    """Refuse a loss beside what is for another one."""
+    check_number("label_smoothing", label_smoothing, least=0, most=1)
+    check_number("temperature", temperature, above=0)
+    divided = bool(label_smoothing) or items is not None
+    if loss_fn is not None and (divided or score_loss is not None or temperature != 1):
+        _refuse_beside("loss_fn", "label_smoothing, num_items_in_batch, score_loss and temperature")
+    if score_loss is not None and divided:
+        _refuse_beside("score_loss", "label_smoothing and num_items_in_batch")
+    if score_loss is None and temperature != 1:
+        raise ConfigError(f"temperature={temperature} is for score_loss, and there is none: leave it out")
 
 
 def _refuse_beside(loss: str, names: str) -> None:

@@ -114,7 +114,8 @@ class UserLoss:
             output = called(**inputs)
         if self._kept is not None:
             self._kept.keep(output, inputs, index)
-        total, count = self._loss_fn(self._read, output, self._given[index], instead=(None, 0.0))
+        nothing: tuple[Tensor | None, Tensor | float] = (None, 0.0)
+        total, count = self._loss_fn(self._read, output, self._given[index], instead=nothing)
         self._counts.append(torch.as_tensor(count, dtype=torch.float64).detach().to(self._runtime.mesh.device))
         if total is not None and (total.requires_grad or not torch.is_grad_enabled()):
             return total

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .._host.replaced import attribute_replaced
+from .._host.torch_device import device_module, is_accelerator
 from .._host.transformers.classes import from_config, stock_class
 from .._host.transformers.trainer import has_own_prediction_step
 from ..checkpoint.stream import whole_tensors
@@ -54,8 +55,9 @@ def check_predictions(trainer: Any) -> None:
             f"{layout}: predict_with_generate=True puts the whole model together on one rank, which weights in 4 or 8 "
             "bits do not allow: use pp_size=1, or predict_with_generate=False"
         )
-    if runtime.mesh.device.type == "cuda":
-        _check_room(runtime, torch.cuda.get_device_properties(runtime.mesh.device).total_memory)
+    if is_accelerator(runtime.mesh.device):
+        device = device_module(runtime.mesh.device)
+        _check_room(runtime, device.get_device_properties(runtime.mesh.device).total_memory)
 
 
 def _check_room(runtime: Runtime, room: int) -> None:
@@ -143,8 +145,8 @@ class _WholeModel:
         mesh, model = runtime.mesh, runtime.model
         self._runtime = runtime
         self._model: Any = None
-        if mesh.device.type == "cuda":
-            _check_room(runtime, torch.cuda.mem_get_info(mesh.device)[0])
+        if is_accelerator(mesh.device):
+            _check_room(runtime, device_module(mesh.device).mem_get_info(mesh.device)[0])
         said = mesh.all_gather_object((mesh.batch_rank, mesh.speaks_for_batch))
         firsts = {batch: rank for rank, (batch, first) in enumerate(said) if first}
         self._source = firsts[mesh.batch_rank]
@@ -184,4 +186,4 @@ def _by_name(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _devices(mesh: Mesh) -> list[torch.device]:
-    return [mesh.device] if mesh.device.type == "cuda" else []
+    return [mesh.device] if is_accelerator(mesh.device) else []

@@ -60,11 +60,11 @@ EXPORTING = {
     "checkpoint.save.AsStored": (0, 1),
     "runtime.full_tensors._copy": (0, 1),
     "runtime.full_tensors.write_share": (0,),
-    "runtime.atomic_directory._make": (0,),
+    "runtime.atomic_directory.NewFiles": (0,),
     "checkpoint.save.CheckpointWriter.add": (0,),
     "checkpoint.save.CheckpointWriter.finish": (0,),
     "checkpoint.save.write_configs": (0,),
-    "runtime.atomic_directory._move_files": (0,),
+    "files.replace.sync_file": (0,),
 }
 ADAPTERS = {
     "adapters.storage.stored_names": (0,),

@@ -120,5 +120,5 @@ def test_over_four_bits(tmp_path: Path) -> None:
 def test_what_cannot_be_resized(tmp_path: Path) -> None:
     save("untied", tmp_path)
     for size in (0, True, 2.5):
-        with pytest.raises(ConfigError, match="use a number of tokens of at least 1"):
+        with pytest.raises(ConfigError, match="use a whole number of at least 1"):
             hfscale.from_pretrained(str(tmp_path), resize_token_embeddings=size)  # type: ignore[arg-type]

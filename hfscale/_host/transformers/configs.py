@@ -40,9 +40,9 @@ def built_or_explained(auto_class: Any, config: Any, *others: type[Exception]) -
     """
     try:
         yield
-    except HFScaleError:
-        raise
-    except (ValueError, *others) as error:
+    except Exception as error:
+        if isinstance(error, HFScaleError) or not isinstance(error, (ValueError, *others)):
+            raise
         reason = str(error).strip().partition("\n")[0]
         if not reason.startswith("Unrecognized configuration class"):
             raise ConfigError(
@@ -51,8 +51,8 @@ def built_or_explained(auto_class: Any, config: Any, *others: type[Exception]) -
             ) from error
         fitting = [name for name in auto_classes() if type(config) in (_classes(name) or ())]
         use = f"the Auto class {', '.join(fitting)}" if fitting else "another Auto class"
-        name = getattr(auto_class, "__name__", auto_class)
-        raise ConfigError(f"{name} cannot build a {config.model_type!r} model: use {use}") from error
+        kind = getattr(auto_class, "__name__", auto_class)
+        raise ConfigError(f"{kind} cannot build a {config.model_type!r} model: use {use}") from error
 
 
 def auto_classes() -> list[str]:
