@@ -142,10 +142,14 @@ def _check_embeds(runtime: Runtime, embeds: Tensor) -> None:
         raise ConfigError(f"inputs_embeds is {list(embeds.shape)}: give [rows, tokens, {table[1]}]")
 
 
+def _check_tokens(rows: int, tokens: int) -> None:
+    if rows and not tokens:
+        raise ConfigError(f"a batch of {rows} rows has no tokens: pass rows of at least one token")
+
+
 def _check_beside(batch: Mapping[str, Any], place: tuple[int, int], causal: bool, labelled: bool) -> None:
     """What is given of each token besides, where ``place`` is rows and tokens."""
-    if place[0] and not place[1]:
-        raise ConfigError(f"a batch of {place[0]} rows has no tokens: pass rows of at least one token")
+    _check_tokens(*place)
     beside = f"beside {place[0]} rows of {place[1]} tokens"
     for name in ("labels", "shift_labels") if labelled else ():
         value = batch.get(name)

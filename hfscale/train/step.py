@@ -41,7 +41,6 @@ def train_step(
             accumulation). Ranks that share a batch (tensor ranks) pass the same one; see :func:`hfscale.batch_rank`.
             Every rank passes the same number of microbatches; one without rows counts nothing. Through pipeline stages,
             the list is what goes through as microbatches; one batch is cut into ``num_microbatches`` along its rows.
-            ``use_cache`` is ``False`` where it is left out, as in stock trainers.
         loss_fn: a loss of your own, of any class: ``loss_fn(outputs, batch) -> (sum, count)`` of a microbatch, where
             ``outputs`` is what the model returns for it without ``labels``, logits whole, and ``batch`` all that was
             given, also what the model does not take. The step's loss is the sum of sums over the sum of counts, of all
