@@ -59,16 +59,16 @@ def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         _refuse(optimizer, cut, f"{cut[1]} is cut")
     elif parts and parts[0][3] and _differs(optimizer, held[0].device, halved=False):
         _refuse(optimizer, parts[0], "stages hold some parameters each")
-    _check_on_shards(optimizer, held, parts)
+    _refuse_over_shards(optimizer, held)
 
 
-def _check_on_shards(optimizer: torch.optim.Optimizer, held: list[Tensor], parts: list[Any]) -> None:
+def _refuse_over_shards(optimizer: torch.optim.Optimizer, held: Sequence[Tensor]) -> None:
     sharded = next((each for each in held if hasattr(each, _PARTS) and isinstance(each, DTensor)), None)
     if sharded is not None and (error := _fails_on_shards(optimizer, sharded, held)):
         _judged.discard(optimizer)
         raise ConfigError(
-            f"{type(optimizer).__name__} cannot step parameters that FSDP2 shards over {parts[0][0]} ({error}): "
-            f"make {_INSTEAD}"
+            f"{type(optimizer).__name__} cannot step parameters that FSDP2 shards over {getattr(sharded, _PARTS)[0]} "
+            f"({error}): make {_INSTEAD}"
         )
 
 

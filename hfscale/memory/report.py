@@ -22,6 +22,7 @@ from ..ops.head_cross_entropy import rows_per_chunk
 from ..options import Options
 from ..parallel.data import DataParallel
 from ..plan import Plan
+from ..plan.offload import offloaded, refuse_aside
 from ..quantization.quantized_modules import beside_quantized
 from ..runtime import find_runtime, local_tensor, runtime_of
 from .alive import alive_together
@@ -62,6 +63,7 @@ def memory_estimate(
         ConfigError: something is unknown or impossible, or what is given is neither a model of hfscale's nor a plan.
     """
     check_asked(tokens, num_microbatches, mixed_precision, optim_args, sequence_length=sequence_length)
+    _check_optimizer(model_or_plan, optimizer)
     if gradient_checkpointing is not None:
         check_switch("gradient_checkpointing", gradient_checkpointing)
     if isinstance(model_or_plan, Plan):
@@ -88,6 +90,14 @@ def memory_estimate(
     return estimate_memory(
         plan, runtime.mesh.ranks, chunk_rows=_chunk_rows(plan, tokens, runtime.mesh.device.type), **given
     )
+
+
+def _check_optimizer(model_or_plan: Any, name: str) -> None:
+    """Refuse an optimizer that cannot be where the plan wants it."""
+    runtime = find_runtime(model_or_plan) if isinstance(model_or_plan, nn.Module) else None
+    plan = model_or_plan if runtime is None else runtime.plan
+    if isinstance(plan, Plan) and offloaded(plan).optimizer:
+        refuse_aside(name)
 
 
 def check_asked(

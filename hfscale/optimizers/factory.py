@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError, check_count, check_number, check_switch
 from ..plan import ParameterPlan
-from ..plan.offload import offloaded
+from ..plan.offload import offloaded, refuse_aside
 from ..runtime import Runtime, runtime_of
 from . import adafactor, muon
 from .aside import Aside, AsideStepper, CountUpdates, WholeAsideStepper
@@ -77,7 +77,7 @@ def create_optimizer(
     runtime = runtime_of(model)
     plans = {id(parameter): planned for planned, parameter in runtime.parameters() if parameter.requires_grad}
     checked = _checked(groups, plans, weight_decay, runtime)
-    aside = _aside(name, choice, runtime, _seed(stochastic_rounding, rounding_seed))
+    aside = _aside(name, runtime, _seed(stochastic_rounding, rounding_seed))
     _warn_of_narrow_weights(name, runtime)
     order = _Order(name, choice, lr, options, checked, plans, runtime, aside)
     try:
@@ -208,18 +208,13 @@ _ENGINES: dict[str, Callable[[_Order], ShardedOptimizer]] = {
 }
 
 
-def _aside(name: str, choice: Choice, runtime: Runtime, seed: int | None) -> Aside | None:
+def _aside(name: str, runtime: Runtime, seed: int | None) -> Aside | None:
     """Where copies are stepped, if any are."""
     host = offloaded(runtime.plan).optimizer
     runtime.keeps_small_updates = seed is not None
     if seed is None and not host:
         return None
-    if choice.engine not in ("torch", "bitsandbytes"):
-        asked = "offload_optimizer=True" if host else "stochastic_rounding=True"
-        raise ConfigError(
-            f"{asked} steps copies of weights by the optimizers of torch and bitsandbytes, and {name!r} is another: "
-            "use 'adamw_torch' or 'adamw_8bit'"
-        )
+    refuse_aside(name, "offload_optimizer=True" if host else "stochastic_rounding=True")
     return Aside(torch.device("cpu") if host else runtime.mesh.device, seed)
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from ..errors import ConfigError
 from .contents import Feature, PlanContents
 
 
@@ -31,3 +32,16 @@ class OffloadPlan(Feature):
 def offloaded(plan: PlanContents) -> OffloadPlan:
     """What a plan says of it; an empty one where nothing was asked."""
     return plan.feature(OffloadPlan) or OffloadPlan()
+
+
+def refuse_aside(name: str, asked: str = "offload_optimizer=True") -> None:
+    """Refuse an optimizer that cannot step copies of single weights, which ``asked`` needs.
+
+    Raises:
+        ConfigError: it looks at whole matrices.
+    """
+    if name in ("adafactor", "muon"):
+        raise ConfigError(
+            f"{asked} steps copies of weights by the optimizers of torch and bitsandbytes, and {name!r} is another: "
+            "use 'adamw_torch' or 'adamw_8bit'"
+        )

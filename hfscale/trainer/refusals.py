@@ -15,6 +15,7 @@ from ..errors import ConfigError
 from ..guards import check_packed_rows
 from ..optimizers.catalog import find_choice, parse_arguments
 from ..parallel.experts import ExpertRouting
+from ..plan.offload import offloaded, refuse_aside
 from ..runtime import Runtime
 from ..schedules import ASYNCHRONOUS
 
@@ -110,8 +111,11 @@ def check_model(runtime: Runtime, arguments: Any, smoothed_by_host: bool) -> Non
         smoothed_by_host: whether labels would be smoothed by the host's code.
 
     Raises:
-        ConfigError: its precision or its kernels are not those of the arguments, or its schedule has no end of a step.
+        ConfigError: its precision, its kernels or the place of its optimizer do not go with the arguments, or its
+            schedule has no end of a step.
     """
+    if offloaded(runtime.plan).optimizer:
+        refuse_aside(str(getattr(arguments.optim, "value", arguments.optim)))
     built, asked = runtime.options.around_products, str(arguments.mixed_precision)
     if built != asked:
         said = {"no": "neither bf16 nor fp16", "bf16": "bf16=True", "fp16": "fp16=True"}

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, BitsAndBytesConfig, LlamaConfig
 
 import hfscale
-from hfscale import ParallelConfig
+from hfscale import ConfigError, MemoryConfig, ParallelConfig
 from hfscale.estimate.activations import stream_width
 from hfscale.estimate.memory import estimate_memory
 from hfscale.estimate.state_bytes import NAMES
@@ -102,6 +102,13 @@ def test_a_family_that_has_eager_attention_only_keeps_scores() -> None:
     assert estimate_memory(hfscale.plan(tiny("llama")), tokens=64, sequence_length=16) == estimate_memory(
         hfscale.plan(tiny("llama")), tokens=64
     )
+
+
+def test_an_optimizer_that_cannot_step_on_the_host_is_refused_with_the_plan() -> None:
+    plan = hfscale.plan(tiny("llama"), memory=MemoryConfig(offload_optimizer=True))
+    with pytest.raises(ConfigError, match=r"offload_optimizer=True steps copies of weights .* and 'adafactor' is"):
+        hfscale.memory_estimate(plan, "adafactor")
+    assert hfscale.memory_estimate(plan, "adamw_8bit").on_host
 
 
 def test_widths() -> None:
