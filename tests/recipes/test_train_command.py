@@ -82,7 +82,7 @@ def test_mistakes_are_one_message(line: list[str], message: str, capsys: pytest.
     captured = capsys.readouterr()
     assert message in captured.err
     assert captured.out == ""
-    assert len(captured.err.splitlines()) <= (5 if "usage" in captured.err else 1)
+    assert len(captured.err.splitlines()) == (2 if "see hfscale" in captured.err else 1)
 
 
 def test_a_misspelt_key_costs_no_import_of_torch() -> None:
