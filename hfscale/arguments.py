@@ -83,7 +83,7 @@ def load_config(path: str, kwargs: Mapping[str, Any]) -> tuple[PreTrainedConfig,
         config, rest = copy.deepcopy(given), taken
     else:
         try:
-            with made_or_explained(path):
+            with made_or_explained(os.path.join(path, "config.json") if os.path.isdir(path) else path):
                 config, rest = AutoConfig.from_pretrained(given or path, return_unused_kwargs=True, **taken)
         except ConfigError as error:
             if os.path.exists(path) or not taken.get("local_files_only"):

@@ -48,7 +48,7 @@ def check_save(model: nn.Module, optimizer: torch.optim.Optimizer | None, direct
     """
     runtime, root = runtime_of(model), Path(directory)
     with all_or_none(runtime.mesh, f"{root} could not be checked"):
-        held = contents_of(runtime, optimizer).held
+        held = contents_of(runtime, stock_optimizer(optimizer)).held
         needed = sum(runtime.mesh.all_gather_object(sum(t.numel() * t.element_size() for t in held.values())))
         free = runtime.mesh.all_gather_object(_room(root, needed) if is_writer(runtime.mesh) else 0)[0]
     target = root / ".check"

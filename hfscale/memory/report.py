@@ -52,8 +52,7 @@ def memory_estimate(
         tokens: tokens of one microbatch of one batch rank, over all of its sequences.
         sequence_length: tokens of one of these sequences, on which scores of eager attention depend; by default there
             is one sequence, of all tokens.
-        num_microbatches: that go through pipeline stages in a step; by default the layout's, or as many as it has
-            stages.
+        num_microbatches: that go through pipeline stages in a step; by default the layout's, or one per stage.
         gradient_checkpointing: whether all layers are recomputed in the backward pass; by default as the model is set,
             by transformers' switch or by ``memory=``.
         mixed_precision: ``"no"``, ``"bf16"`` or ``"fp8"``; by default the model's.
