@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from .._host.accelerate import stock_optimizer
 from ..errors import CheckpointError
 from ..runtime import runtime_of
 from ..runtime.writing import all_or_none, is_writer
