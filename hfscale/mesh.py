@@ -305,8 +305,8 @@ def _with_stages(mesh: Mesh, made: "Groups", neighbours: Sequence[Pair]) -> Mesh
 def _stream(device_mesh: DeviceMesh, device: torch.device, pairs: Sequence[Pair]) -> dist.ProcessGroup | None:
     """The group of the pair, of disjoint ``pairs`` of pipeline ranks, that this rank is in."""
     group = device_group([ranks for pair in pairs for ranks in _columns(device_mesh, pair)], device)
-    if group is not None:  # connect all of them now, and not within a step: NCCL does at the first call
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
+    if group is not None:
+        _warm_up(group, device)
     return group
 
 

@@ -343,7 +343,7 @@ def test_a_missing_directory(tmp_path: Path) -> None:
 def test_a_file_where_a_directory_should_be_written(model: Any, tmp_path: Path) -> None:
     hfscale.parallelize(model)
     (tmp_path / "taken").write_text("a file")
-    words = (str(tmp_path / "taken"), "could not be written")
+    words = (str(tmp_path / "taken"), "is a file, and a directory is to be written there")
     _says(CheckpointError, lambda: hfscale.save_pretrained(model, tmp_path / "taken"), *words)
     _says(
         CheckpointError, lambda: hfscale.save_pretrained(model, tmp_path, max_shard_size="big"), "max_shard_size='big'"

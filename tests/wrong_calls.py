@@ -161,7 +161,7 @@ MAKING: dict[str, Call] = {
         "from_pretrained",
         lambda m, v: hfscale.from_pretrained(m.path, **{"parallel": m.layout, **v}),
         parallel=[2, "tp2"],
-        auto_class=[None, "AutoModelForCausalLM", 3, torch.nn.Linear],
+        auto_class=[None, "AutoModelForCausalML", 3, torch.nn.Linear],
         mixed_precision=[None, "fp61", True, torch.bfloat16, ["bf16"]],
         routing=["switch"],
         memory=["full"],

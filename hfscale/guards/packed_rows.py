@@ -130,7 +130,8 @@ class PackedRows(Part):
             return (args, {**kwargs, **with_borders(batch, model)}) if uses_flash_attention(model) else None
 
         def end(*_: Any) -> None:
-            passes.pop().close()
+            if passes:  # none, where a hook before `begin` has raised
+                passes.pop().close()
 
         model.register_forward_pre_hook(begin, with_kwargs=True)
         model.register_forward_hook(end, always_call=True)

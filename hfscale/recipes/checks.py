@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from ..plan.offload import refuse_aside
 from .schema import DTYPES, FORMATS, METHODS, DataRecipe, FinetuneRecipe, Recipe, RecipeError
 
 
@@ -32,6 +31,8 @@ def check_values(recipe: Recipe) -> None:
         if value is not None and value < 1:
             raise RecipeError(f"{name}={value} is impossible: use a whole number of at least 1")
     if recipe.memory.get("offload_optimizer"):
+        from ..plan.offload import refuse_aside  # which imports torch
+
         refuse_aside(training.optimizer)
     if training.peak_tflops is not None and not training.peak_tflops > 0:
         raise RecipeError(f"training.peak_tflops={training.peak_tflops} is impossible: use more than 0")

@@ -113,6 +113,7 @@ def built(build: str, path: str, layout: Layout) -> dict[str, int]:
     gc.collect()
     with follow_memory() as memory:
         if build == "parallelize":
+            torch.manual_seed(0)
             whole = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
             model = hfscale.parallelize(whole, ParallelConfig(**layout))
             del whole

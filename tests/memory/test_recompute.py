@@ -240,7 +240,7 @@ def test_what_does_not_fit_is_refused_with_the_plan(
     [
         ({"recompute": "fulll"}, "did you mean 'full'"),
         ({"recompute": "8 bits"}, "use one of none, full, selective, a number n"),
-        ({"recompute": 0}, "every n-th layer"),
+        ({"recompute": 0}, "use a whole number of at least 1"),
         ({"recompute": True}, "is unknown"),
         ({"recompute": []}, "names nothing"),
         ({"recompute": ["mlp", 3]}, "pass a list of names"),

@@ -32,7 +32,7 @@ from .dense import SMALL, distance, load, save_dense, stored
         ("llama", {}, {"num_experts": 4, "top_k": 5}, "top_k=5 of num_experts=4 is impossible: use 1 to 4"),
         ("llama", {}, {"top_k": 0}, "top_k=0 is impossible: use a whole number of at least 1"),
         ("llama", {}, {"noise": -1.0}, "noise=-1.0 is impossible"),
-        ("llama", {}, {"reinitialize": 1.5}, "reinitialize=1.5 is impossible.*from 0 to 1"),
+        ("llama", {}, {"reinitialize": 1.5}, "reinitialize=1.5 is impossible.*of at most 1"),
         (
             "qwen3",
             {"use_sliding_window": True, "max_window_layers": 1},

@@ -75,7 +75,7 @@ def smoothed(path: str, layout: dict[str, int]) -> list[tuple[float, Tensor]]:
             model.zero_grad()
         evaluated = hfscale.eval_step(model, BATCH, label_smoothing=0.1).item()
         assert evaluated == pytest.approx(found[0][0], rel=1e-12)
-    with pytest.raises(ConfigError, match="use 0 to 1"):
+    with pytest.raises(ConfigError, match="of at least 0 and of at most 1"):
         hfscale.train_step(model, BATCH, label_smoothing=1.5)
     return found
 
