@@ -49,7 +49,7 @@ def test_refusals() -> None:
     refused("lr=-1.0 is impossible: use a finite number of at least 0", lr=-1.0)
     refused("lr='1e-4' is impossible: use a finite number", lr="1e-4")
     refused("weight_decay=-1 is impossible", weight_decay=-1)
-    refused("betas=0.9 is impossible: pass numbers", betas=0.9)
+    refused("betas=0.9 is impossible: pass 2 numbers", betas=0.9)
     refused("stochastic_rounding='yes' is not a switch", stochastic_rounding="yes")
     refused("rounding_seed='a' is impossible", rounding_seed="a")
     refused("optim_args=3 cannot be read", optim_args=3)
