@@ -9,6 +9,7 @@ one.
 """
 
 import argparse
+import sys
 import tempfile
 import warnings
 from collections import Counter
@@ -25,12 +26,14 @@ from transformers import AutoConfig
 
 import hfscale
 from hfscale.config import AXES
-from hfscale.testing.forked import ForkedRanks
-from hfscale.testing.fuzz.children import await_all, in_a_child
-from hfscale.testing.fuzz.choose_family import has_experts
-from hfscale.testing.fuzz.layouts import choose_layout, stages_of
-from hfscale.testing.fuzz.many import import_everything
 from hfscale.testing.parity import Case
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.fuzz.children import await_all, in_a_child
+from tests.fuzz.choose_family import has_experts
+from tests.fuzz.forked import ForkedRanks
+from tests.fuzz.layouts import choose_layout, stages_of
+from tests.fuzz.many import import_everything
 
 MAX_RANKS = 4
 Table = dict[str, dict[str, set[str]]]

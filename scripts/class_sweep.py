@@ -15,6 +15,7 @@ refusal afterwards): defects. Beside it: the share of all numbers that the fulle
 import argparse
 import json
 import re
+import sys
 import tempfile
 import warnings
 from collections import Counter
@@ -38,11 +39,13 @@ from hfscale.families.precision import keep_float64
 from hfscale.plan.own_loss import OwnLossPlan
 from hfscale.plan.towers import TowersPlan
 from hfscale.testing import measure_parity, plain
-from hfscale.testing.forked import ForkedRanks, RanksFailed
-from hfscale.testing.fuzz.children import await_all, in_a_child
-from hfscale.testing.fuzz.many import import_everything
 from hfscale.testing.parity import Case, Parity, in_float64
 from hfscale.testing.pictures import PictureCase, PlainPictureCase
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.fuzz.children import await_all, in_a_child
+from tests.fuzz.forked import ForkedRanks, RanksFailed
+from tests.fuzz.many import import_everything
 
 TOLERANCE, TIMEOUT, STAGE_LAYERS = 1e-9, 40.0, 4
 COLUMNS = ("tp2", "dp_shard2", "pp2", "LoRA tp2")

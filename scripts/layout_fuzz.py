@@ -19,9 +19,10 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from hfscale.testing.fuzz import Draw, Verdict, choose, judge, read, report_page, shrink
-from hfscale.testing.fuzz.judge import TIMEOUT
-from hfscale.testing.fuzz.many import import_everything, judge_many
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.fuzz import Draw, Verdict, choose, judge, read, report_page, shrink
+from tests.fuzz.judge import TIMEOUT
+from tests.fuzz.many import import_everything, judge_many
 
 
 def parse() -> argparse.Namespace:

@@ -7,6 +7,7 @@ Everything of a draw follows from the seed and its index. The exit status is 1 w
 """
 
 import argparse
+import sys
 import tempfile
 import time
 import warnings
@@ -15,9 +16,11 @@ from pathlib import Path
 
 import torch
 
-from hfscale.testing.fuzz.lever_values import LEVERS
-from hfscale.testing.fuzz.resume import choose_resume, judge_resume
 from hfscale.testing.pool import RankPool
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.fuzz.lever_values import LEVERS
+from tests.fuzz.resume import choose_resume, judge_resume
 
 
 def main() -> int:

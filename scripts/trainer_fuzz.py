@@ -9,11 +9,13 @@ exit status is 1 where a draw is wrong, crashes or hangs.
 
 import argparse
 import collections
+import sys
 import tempfile
 import warnings
 from pathlib import Path
 
-from hfscale.testing.fuzz.many import import_everything
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.fuzz.many import import_everything
 
 
 def parse() -> argparse.Namespace:
@@ -30,7 +32,7 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     arguments = parse()
     warnings.filterwarnings("ignore")
-    from hfscale.testing.trainers import choose, judge, read
+    from tests.fuzz.trainers import choose, judge, read
 
     import_everything([])
     import trl.experimental  # noqa: F401

@@ -19,8 +19,8 @@ from hfscale.ops.float8 import FORWARD, Float8Groups, Float8Products, on_tensor_
 from hfscale.ops.products import multiply_by
 from hfscale.precision.float8 import compute
 from hfscale.testing import RankPool
-from hfscale.testing.float8_reference import convert, float8_in_32_bits
 from hfscale.testing.parity import Batch, Case, assert_layout_equal
+from tests.float8_reference import convert, float8_in_32_bits
 
 from ..layouts import named
 from ..mixtures import qwen3_moe

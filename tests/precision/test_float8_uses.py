@@ -14,8 +14,8 @@ from hfscale import ParallelConfig
 from hfscale.runtime import runtime_of
 from hfscale.runtime.shards import local_tensor
 from hfscale.testing import RankPool
-from hfscale.testing.float8_reference import convert
 from hfscale.testing.parity import ragged_batch
+from tests.float8_reference import convert
 
 from .. import test_accelerator as accelerator
 from ..models import tiny

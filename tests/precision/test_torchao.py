@@ -17,8 +17,8 @@ from hfscale.ops.float8 import Float8Groups, Float8Products
 from hfscale.ops.products import multiply_by
 from hfscale.precision.float8 import compute
 from hfscale.testing import RankPool
-from hfscale.testing.float8_reference import in_32_bits
 from hfscale.testing.parity import Batch, assert_layout_equal
+from tests.float8_reference import in_32_bits
 
 from .test_float8 import LAYOUTS, RECIPES, Float8Case, case, run
 

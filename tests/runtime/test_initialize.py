@@ -12,8 +12,8 @@ import hfscale
 from hfscale import ParallelConfig
 from hfscale.testing import RankPool
 from hfscale.testing.families import config_of
-from hfscale.testing.fuzz.choose_family import families
 from hfscale.testing.parity import stored
+from tests.fuzz.choose_family import families
 from tests.sweeps import cases
 
 # Of the first three, the host's initialization leaves some to constructors; of falcon_h1, to the model around layers.

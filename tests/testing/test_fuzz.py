@@ -13,12 +13,12 @@ import torch
 import hfscale
 from hfscale import ParallelConfig
 from hfscale.quantization.quantized_modules import dequantized
-from hfscale.testing.fuzz import Draw, Verdict, choose, read, shrink
-from hfscale.testing.fuzz.judge import compared
-from hfscale.testing.fuzz.measures import Yardstick
-from hfscale.testing.fuzz.models import quantization
-from hfscale.testing.fuzz.reference import Record, Step, load, make_start
-from hfscale.testing.fuzz.report_page import page
+from tests.fuzz import Draw, Verdict, choose, read, shrink
+from tests.fuzz.judge import compared
+from tests.fuzz.measures import Yardstick
+from tests.fuzz.models import quantization
+from tests.fuzz.reference import Record, Step, load, make_start
+from tests.fuzz.report_page import page
 
 WRONG = Verdict("wrong", "gradient")
 

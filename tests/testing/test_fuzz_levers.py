@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hfscale.testing.fuzz import Draw
-from hfscale.testing.fuzz.levers import LossScale, kinds, unrounded
-from hfscale.testing.fuzz.low_rank import LowRank
-from hfscale.testing.fuzz.measures import EXACT, Yardstick
-from hfscale.testing.fuzz.reference import Record, Step
+from tests.fuzz import Draw
+from tests.fuzz.levers import LossScale, kinds, unrounded
+from tests.fuzz.low_rank import LowRank
+from tests.fuzz.measures import EXACT, Yardstick
+from tests.fuzz.reference import Record, Step
 
 
 def factors(steps: list[Tensor], forgets: bool = False) -> list[Tensor]:

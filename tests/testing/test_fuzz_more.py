@@ -7,11 +7,11 @@ import torch
 
 from hfscale import MemoryConfig, ParallelConfig
 from hfscale.options import Options
-from hfscale.testing.fuzz import Draw, choose
-from hfscale.testing.fuzz.between import _log_probs
-from hfscale.testing.fuzz.choose_more import _another
-from hfscale.testing.fuzz.levers import planned_by, scaled_by
-from hfscale.testing.fuzz.ranks import sum_of_tokens
+from tests.fuzz import Draw, choose
+from tests.fuzz.between import _log_probs
+from tests.fuzz.choose_more import _another
+from tests.fuzz.levers import planned_by, scaled_by
+from tests.fuzz.ranks import sum_of_tokens
 
 LEVERS = {"recompute", "offload_activations", "offload_optimizer", "offload_parameters"}
 LEVERS |= {"bf16", "fp16", "fp8", "gradient_compression", "compress_activations", "stochastic_rounding"}

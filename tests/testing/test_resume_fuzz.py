@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from hfscale.testing import RankPool
-from hfscale.testing.fuzz.lever_values import LEVERS
-from hfscale.testing.fuzz.resume import KINDS, choose_resume, judge_resume
-from hfscale.testing.fuzz.resume_compared import differences, further_off, not_bit_by_bit
-from hfscale.testing.fuzz.resume_levers import are_exact
+from tests.fuzz.lever_values import LEVERS
+from tests.fuzz.resume import KINDS, choose_resume, judge_resume
+from tests.fuzz.resume_compared import differences, further_off, not_bit_by_bit
+from tests.fuzz.resume_levers import are_exact
 
 
 def test_draws_follow_from_seed_and_index() -> None:

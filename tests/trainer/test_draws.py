@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from hfscale.testing import RankPool
-from hfscale.testing.trainers import Draw, choose, read
-from hfscale.testing.trainers.data import make_model
-from hfscale.testing.trainers.judge import compared
-from hfscale.testing.trainers.script import Place, run, save_rows
+from tests.fuzz.trainers import Draw, choose, read
+from tests.fuzz.trainers.data import make_model
+from tests.fuzz.trainers.judge import compared
+from tests.fuzz.trainers.script import Place, run, save_rows
 
 Pools = Callable[[int], RankPool]
 TP2, DP2, PP2 = {"tp_size": 2}, {"dp_shard_size": 2}, {"pp_size": 2, "num_microbatches": 4}

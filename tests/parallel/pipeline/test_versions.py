@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from hfscale.parallel.pipeline import order, stashed_versions, weight_versions
-from hfscale.testing.delayed_updates import train_delayed
+from tests.delayed_updates import train_delayed
 
 P, LR = 4, 0.05
 

@@ -10,10 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ...config import ParallelConfig
-from ..fuzz.children import Ended, Note, await_all, in_a_child, join_group
-from ..fuzz.judge import Verdict as Verdict
-from ..fuzz.judge import failed
+from hfscale.config import ParallelConfig
+
+from ..children import Ended, Note, await_all, in_a_child, join_group
+from ..judge import Verdict as Verdict
+from ..judge import failed
 from .data import MIXTURES, make_model
 from .draw import Draw
 from .script import Place, run, save_rows

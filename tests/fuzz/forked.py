@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from .fuzz.children import Ended, Note, await_all, in_a_child, join_group
-from .pool import RankError, RankPool
+from hfscale.testing.pool import RankError, RankPool
+
+from .children import Ended, Note, await_all, in_a_child, join_group
 
 
 class RanksFailed(RankError):

@@ -49,4 +49,4 @@ LEVERS: dict[str, Callable[[Random], dict[str, Any]]] = {
     "gradient_compression": gradient_compression,
     "stochastic_rounding": stochastic_rounding,
 }
-"""By the name that :attr:`hfscale.testing.fuzz.Draw.levers` has for it."""
+"""By the name that :attr:`tests.fuzz.Draw.levers` has for it."""

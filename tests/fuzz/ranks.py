@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 import hfscale
+from hfscale.runtime import Runtime, runtime_of
+from hfscale.runtime.shards import local_tensor
+from hfscale.testing.differences import difference
+from hfscale.testing.parity import stored
 
-from ...runtime import Runtime, runtime_of
-from ...runtime.shards import local_tensor
-from ..differences import difference
-from ..parity import stored
 from .between import look
 from .children import Note
 from .draw import Draw

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import hfscale
+from hfscale._host.bitsandbytes import has_layouts, keep_layout
+from hfscale.testing.parity import plain_name
 
-from ..._host.bitsandbytes import has_layouts, keep_layout
-from ..parity import plain_name
 from .documents import by_document
 from .draw import Draw
 from .fuzz_batches import Batch, Call, as_given, batches, valid_labels

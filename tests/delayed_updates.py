@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ..parallel.pipeline.versions import asynchronous_order, update_interval, weight_versions
+from hfscale.parallel.pipeline.versions import asynchronous_order, update_interval, weight_versions
 
 Weights = dict[str, Tensor]
 

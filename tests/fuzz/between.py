@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 import hfscale
+from hfscale.testing.differences import difference
 
-from ..differences import difference
 from .children import Note
 from .draw import Draw
 from .fuzz_batches import Batch, Call, as_given

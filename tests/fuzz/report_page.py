@@ -50,7 +50,7 @@ Written by `scripts/layout_fuzz.py`: per draw a random family, config, layout, s
 optimizer and way through a run, against plain transformers (PEFT, bitsandbytes) in one process with the same weights.
 
 - equal: loss of every step, gradients, clipped norm, weights and saved checkpoint agree to 1e-9 in float64; in others
-  they are as near to stock code in float64 as stock code in that type is (hfscale/testing/fuzz/measures.py). Under
+  they are as near to stock code in float64 as stock code in that type is (tests/fuzz/measures.py). Under
   dropout and delayed updates, which one process does not repeat, ranks are compared with each other. Levers that round
   are compared with one process that rounds alike (fp8 in float64, loss scales and skipped steps), or may be off by as
   much as it is (activations in 8 bits, gradients in 16); of PowerSGD, gradients are projections, errors included.

@@ -50,7 +50,7 @@ def in_a_child(function: Callable[[Note], None], directory: Path, name: str) -> 
             function(lambda phase: _write(directory / f"{name}.phase", phase))
         status = 0
     except BaseException as error:
-        from ...errors import HFScaleError
+        from hfscale.errors import HFScaleError
 
         kind = "refused" if isinstance(error, HFScaleError) else "error"
         _write(directory / f"{name}.{kind}", f"{type(error).__name__}: {error}")

@@ -1,6 +1,6 @@
 """Levers that round or scale numbers in runs that are killed: what layouts, models and optimizers are given for them.
 
-Levers are those of random layouts (:data:`hfscale.testing.fuzz.lever_values.LEVERS`).
+Levers are those of random layouts (:data:`tests.fuzz.lever_values.LEVERS`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from ...families.precision import keep_float64
+from hfscale.families.precision import keep_float64
+
 from . import lever_values
 from .levers import roundings_in_32_bits
 

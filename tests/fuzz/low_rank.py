@@ -9,7 +9,8 @@ the first ``P`` spans columns of ``M``.
 import torch
 from torch import Tensor
 
-from ..differences import difference
+from hfscale.testing.differences import difference
+
 from .measures import EXACT
 
 

@@ -19,10 +19,10 @@ from transformers import (
 
 import hfscale
 import hfscale.trl
+from hfscale._host.transformers.experts import use_eager_experts
+from hfscale.config import ParallelConfig
+from hfscale.families.precision import keep_float64
 
-from ..._host.transformers.experts import use_eager_experts
-from ...config import ParallelConfig
-from ...families.precision import keep_float64
 from .data import CLASSIFIERS, Rows, Stream, collate, rows_of
 from .draw import Draw
 from .own import Begin, digit_reward, length_reward, optimizers, rollouts, subclass, wide

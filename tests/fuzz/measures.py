@@ -35,7 +35,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..differences import difference
+from hfscale.testing.differences import difference
+
 from .draw import Draw
 from .levers import EIGHT_BITS, computes_in, kinds
 from .models import loses_bits, most_gain, rectifies

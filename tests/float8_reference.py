@@ -12,9 +12,9 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from .._host.torch import without_function_modes
-from ..families.projections import PROJECTIONS, is_transposed
-from ..ops import float8
+from hfscale._host.torch import without_function_modes
+from hfscale.families.projections import PROJECTIONS, is_transposed
+from hfscale.ops import float8
 
 
 def in_32_bits(module: Any, name: str) -> Any:

@@ -25,7 +25,8 @@ from typing import Any
 
 import torch
 
-from ..pool import RankError, RankPool
+from hfscale.testing.pool import RankError, RankPool
+
 from .lever_values import WIDE
 from .resume_compared import differences, further_off, not_bit_by_bit
 from .resume_levers import (
@@ -63,7 +64,7 @@ class ResumeDraw:
         while_saving: whether it is killed while it saves once more.
         seconds: from the sixth step, or the beginning of that save, to the kill.
         victims: the ranks that are killed.
-        levers: that round or scale numbers, by name: see :data:`hfscale.testing.fuzz.lever_values.LEVERS`.
+        levers: that round or scale numbers, by name: see :data:`tests.fuzz.lever_values.LEVERS`.
     """
 
     kind: str

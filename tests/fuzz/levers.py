@@ -9,11 +9,11 @@ from accelerate import GradScalerKwargs
 from torch import nn
 
 import hfscale
+from hfscale.families.projections import PROJECTIONS
+from hfscale.memory import compressed
+from hfscale.plan.float8 import Float8Plan
+from tests.float8_reference import convert, float8_in_32_bits, in_32_bits
 
-from ...families.projections import PROJECTIONS
-from ...memory import compressed
-from ...plan.float8 import Float8Plan
-from ..float8_reference import convert, float8_in_32_bits, in_32_bits
 from .draw import Draw
 
 COMPUTES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
