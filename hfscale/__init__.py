@@ -6,7 +6,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from .errors import CheckpointError, ConfigError, HFScaleError, MeshError, PlanError
-from .version import __version__
+
+__version__ = "0.1.0"
+
 
 if TYPE_CHECKING:
     from .accelerator import Accelerator
@@ -106,7 +108,7 @@ __all__ = [
     "watchdog",
 ]
 
-# What needs torch is imported when it is first used, so that a command line can be read, or refused, at once.
+# Names whose modules import torch are imported on first use, so that the CLI parses, or refuses, a command at once.
 _MODULES = {
     ".accelerator": ["Accelerator"],
     ".adapt": ["coverage_report", "get_peft_model", "merge_and_unload"],
@@ -161,10 +163,10 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """The package: ``hfscale.plan`` and ``hfscale.parallelize`` are functions, whichever submodule is imported."""
+    """The package's class: keeps ``hfscale.plan`` and its like functions, whichever submodule is imported."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # The import system gives a package each of its submodules as an attribute.
+        # The import system sets each imported submodule as an attribute of the package.
         if not (name in _MODULE_OF and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 

@@ -1,4 +1,4 @@
-"""Adapters around a model that computes with the other ranks already, and merged into it."""
+"""Attach adapters to a parallelized model, and merge them into its weights."""
 
 import sys
 from functools import partial
@@ -17,30 +17,30 @@ from .runtime import Runtime, runtime_of
 from .runtime.local_weights import LocalWeights
 from .train import eval_step
 
-_SAMPLE = (2, 16)  # rows and tokens that show what merging changes
+_SAMPLE = (2, 16)  # rows and tokens of the batch that measures the change by merging
 
 
 def get_peft_model(
     model: nn.Module, peft_config: Any, adapter_name: str = "default", *, seed: int | None = None
 ) -> Any:
-    """Put adapters around the modules of a model that hfscale parallelized; call it on every rank.
+    """Put adapters around the modules of a parallelized model; call it on every rank.
 
-    PEFT's own ``get_peft_model``, over shards: weights are frozen, and what trains are factors whose first values are
-    those that PEFT gives them in one process. Optimizers made before know nothing of them. The model itself goes on to
-    work, with the adapters, in :func:`hfscale.train_step` and everywhere else.
+    The counterpart of PEFT's ``get_peft_model`` over shards: stock weights are frozen, and the adapter's factors start
+    from the values that PEFT gives them in one process. Optimizers made before do not train them. The model itself
+    still works, with the adapters, in :func:`hfscale.train_step` and everywhere else.
 
     Args:
         peft_config: a PEFT config, or the path or Hub id of a saved adapter to go on training.
         adapter_name: PEFT's name for the adapter.
-        seed: of what is random in new adapters, as after ``torch.manual_seed(seed)``; by default torch's random numbers
-            as they are on the first rank, as in PEFT.
+        seed: seed of new adapters' random values, as after ``torch.manual_seed(seed)``; by default, as in PEFT, they
+            are drawn from torch's current RNG state, that of the first rank.
 
     Returns:
         PEFT's model around ``model``.
 
     Raises:
-        ConfigError: the model has adapters, or the config asks for what hfscale or PEFT does not know, or matches
-            nothing.
+        ConfigError: the model has adapters already, or the config asks for something unknown to hfscale or PEFT, or
+            matches no module.
         CheckpointError: a saved adapter does not fit the model.
     """
     runtime = runtime_of(model)
@@ -75,28 +75,28 @@ def get_peft_model(
 
 
 def _merge_as_peft_does(model: nn.Module, *_: Any, dtype: torch.dtype | None = None, **asked: Any) -> Any:
-    """:func:`merge_and_unload` under PEFT's name; weights are always checked (``safe_merge``)."""
+    """Call :func:`merge_and_unload` under PEFT's name; merged weights are always checked (``safe_merge``)."""
     if asked.get("adapter_names") is not None:
         raise ConfigError("adapter_names=... chooses among adapters, and a model has one here: leave it out")
     return merge_and_unload(model, dtype=dtype)
 
 
 def merge_and_unload(model: nn.Module, *, dtype: torch.dtype | None = None, quiet: bool = False) -> Any:
-    """Add adapters to the weights that they adapt, on every rank its share, and take them away; collective.
+    """Merge adapters into the weights that they adapt, each rank into its shards, and remove them; collective.
 
-    What merging changed is measured and printed by the first rank: the largest difference of the logits of a few
-    random tokens, or of the loss where the model runs in stages.
+    The first rank prints how much merging changed: the largest difference of the logits of a few random tokens, or of
+    the loss if the model runs in stages.
 
     Args:
-        dtype: the type that quantized weights get, those without adapters too; has to be said where there are any.
+        dtype: the type of weights that were quantized, including those without adapters; required if there are any.
         quiet: measure and print nothing.
 
     Returns:
         the stock model.
 
     Raises:
-        ConfigError: the model has no adapters, some around one of two tied weights, or quantized weights and no
-            ``dtype``.
+        ConfigError: the model has no adapters, or adapters around one of two tied weights, or quantized weights and no
+            ``dtype`` is given.
     """
     runtime = runtime_of(model)
     adapters = runtime.part(Adapters)
@@ -139,7 +139,7 @@ def _into(dtype: torch.dtype | None) -> str:
 
 @torch.no_grad()
 def _answer(runtime: Runtime) -> tuple[str, Tensor]:
-    """What the model makes of a few tokens, in evaluation mode: its logits, or its loss."""
+    """Return the model's logits, or its loss, on a few random tokens in evaluation mode, with its name."""
     model, training = runtime.model, runtime.model.training
     vocabulary = int(model.config.get_text_config().vocab_size)
     generator = torch.Generator().manual_seed(0)
@@ -148,7 +148,7 @@ def _answer(runtime: Runtime) -> tuple[str, Tensor]:
     try:
         if runtime.plan.stages is not None:
             rows = ids.repeat(int(runtime.mesh.layout.num_microbatches or 1), 1)
-            if runtime.plan.feature(OwnLossPlan) is not None:  # whose labels are not tokens
+            if runtime.plan.feature(OwnLossPlan) is not None:  # its labels are not tokens
                 _, outputs = eval_step(model, {"input_ids": rows}, _no_loss, return_outputs=True)
                 return "logits", outputs.logits.double().cpu()
             return "loss", eval_step(model, {"input_ids": rows, "labels": rows}).detach().clone()
@@ -160,15 +160,15 @@ def _answer(runtime: Runtime) -> tuple[str, Tensor]:
 
 
 def _no_loss(outputs: Any, _: Any) -> tuple[Tensor, float]:
-    """Where only the outputs are asked for."""
+    """Return a zero loss, for a pass of which only the outputs are used."""
     return 0.0 * outputs.logits.sum(), 1.0
 
 
 def coverage_report(model: nn.Module) -> str:
-    """Which parts of the model have adapters, in lines like ``100.0% of the parameters of layers have adapters``.
+    """Return how many parameters have adapters, in lines like ``100.0% of the parameters of layers have adapters``.
 
     Raises:
-        ConfigError: it has none.
+        ConfigError: the model has no adapters.
     """
     runtime = runtime_of(model)
     if runtime.part(Adapters) is None:

@@ -1,4 +1,4 @@
-"""The arguments of :func:`hfscale.from_pretrained` and its like: what is meant for the host, and what for nobody."""
+"""Check the arguments of :func:`hfscale.from_pretrained` and its like, and load the config."""
 
 import copy
 import inspect
@@ -14,15 +14,14 @@ from ._host.transformers.classes import classes_by_config
 from ._host.transformers.configs import made_or_explained
 from ._host.transformers.loading import loading_arguments
 from .config import ParallelConfig
-from .errors import CheckpointError, ConfigError, check_count, check_path, check_switch
+from .errors import CheckpointError, ConfigError, check_count, check_path, check_switch, meant, written_like_a_path
 from .families.fields import field
 from .files.replace import finish_move
-from .names import meant, written_like_a_path
 
-# Arguments of from_pretrained that distribute a model by other means.
+# Arguments of transformers' from_pretrained that distribute a model by other means.
 _EXCLUSIVE = ("device_map", "distributed_config", "tp_plan", "tp_size", "device_mesh", "max_memory", "offload_folder")
 _WEIGHTS = ("state_dict", "gguf_file")
-# Arguments that choose which files to read a config from, as opposed to what it says.
+# Arguments that choose the files from which a config is read, not its values.
 _CODE = ("trust_remote_code", "code_revision")
 # Fields of a config -> the largest that any model could have.
 _SIZES = {
@@ -40,10 +39,10 @@ _HUB = ("cache_dir", "force_download", "local_files_only", "token", "revision", 
 
 
 def check_layout(parallel: ParallelConfig | None, kwargs: Mapping[str, Any]) -> ParallelConfig:
-    """The layout that is asked for; one process by default.
+    """Return the requested layout; one process by default.
 
     Raises:
-        ConfigError: it is none, or ``kwargs`` ask for another way to distribute a model.
+        ConfigError: ``parallel`` is no layout, or ``kwargs`` ask for another way to distribute a model.
     """
     if parallel is not None and not isinstance(parallel, ParallelConfig):
         raise ConfigError(f"parallel={parallel!r} is not a layout: pass hfscale.ParallelConfig(tp_size=...)")
@@ -65,7 +64,7 @@ def check_layout(parallel: ParallelConfig | None, kwargs: Mapping[str, Any]) -> 
 
 
 def load_config(path: str, kwargs: Mapping[str, Any]) -> tuple[PreTrainedConfig, dict[str, Any]]:
-    """The config as the host would load it, and the arguments it did not use.
+    """Return the config as transformers loads it, and the arguments that it did not use.
 
     Raises:
         CheckpointError: there is none.
@@ -97,13 +96,15 @@ def load_config(path: str, kwargs: Mapping[str, Any]) -> tuple[PreTrainedConfig,
 
 
 def reachable(path: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments for the host with which it does not wait for a Hub that cannot be reached."""
+    """Return ``kwargs``, with ``local_files_only`` if the Hub cannot be reached, so that transformers does not wait for
+    it.
+    """
     waits = not os.path.exists(path) and "local_files_only" not in kwargs and hub_is_away()
     return {**kwargs, "local_files_only": True} if waits else dict(kwargs)
 
 
 def check_place(path: Any) -> None:
-    """Refuse what is no place of a checkpoint.
+    """Refuse a ``path`` at which there can be no checkpoint.
 
     Raises:
         ConfigError: it is no path.
@@ -116,10 +117,10 @@ def check_place(path: Any) -> None:
 
 
 def refuse_missing(path: str) -> None:
-    """Refuse what is written like a path and does not exist: the Hub's own message would speak of repository names.
+    """Refuse a missing path, which the Hub's own message would call a wrong repository name.
 
     Raises:
-        CheckpointError: naming it.
+        CheckpointError: it is written like a path and does not exist.
     """
     if not os.path.exists(path) and written_like_a_path(path):
         raise CheckpointError(
@@ -130,16 +131,16 @@ def refuse_missing(path: str) -> None:
 def arguments_with_config(
     kwargs: Mapping[str, Any], unread: Iterable[str], config: PreTrainedConfig, quantization: Any
 ) -> dict[str, Any]:
-    """Arguments for the host beside a ``config`` in which all of ``kwargs`` but those ``unread`` are already."""
+    """Return arguments of ``from_pretrained`` beside ``config``, which contains all of ``kwargs`` except ``unread``."""
     kept = {key: value for key, value in kwargs.items() if key in {*unread, *_HUB}}
     return {**kept, "config": config, **({} if quantization is None else {"quantization_config": quantization})}
 
 
 def check_sizes(config: PreTrainedConfig) -> None:
-    """Refuse sizes of which the host makes a model without layers or words, or one that nobody could hold.
+    """Refuse sizes that make a model without layers or vocabulary, or one too large to exist.
 
     Raises:
-        ConfigError: naming it.
+        ConfigError: naming the size.
     """
     for name, most in _SIZES.items():
         size = field(config, name)
@@ -150,7 +151,7 @@ def check_sizes(config: PreTrainedConfig) -> None:
 
 
 def check_tokens(tokens: object) -> None:
-    """Refuse a number of tokens that no vocabulary has.
+    """Refuse an impossible size of a vocabulary.
 
     Raises:
         ConfigError: with the number.
@@ -163,13 +164,14 @@ def check_tokens(tokens: object) -> None:
 
 
 def refuse_unknown(kwargs: Iterable[str], auto_class: Any, config: PreTrainedConfig, taken_here: Iterable[str]) -> None:
-    """Of arguments that no field of the config has taken: which nobody would.
+    """Refuse keyword arguments that neither the config, the model class, transformers nor hfscale takes.
 
     Args:
-        taken_here: names of hfscale's own.
+        kwargs: names of the arguments that no field of the config has taken.
+        taken_here: names of hfscale's own arguments.
 
     Raises:
-        ConfigError: naming one, and what was meant; or ``auto_class`` builds no models.
+        ConfigError: naming one, and a similar known name; or ``auto_class`` builds no models.
     """
     kind = isinstance(auto_class, type)
     if not kind or not (hasattr(auto_class, "from_config") or issubclass(auto_class, PreTrainedModel)):
@@ -194,18 +196,18 @@ def refuse_unknown(kwargs: Iterable[str], auto_class: Any, config: PreTrainedCon
 
 
 def code_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that choose which code of a model's to run."""
+    """Return the arguments that choose which of a model's code to run."""
     return {key: kwargs[key] for key in _CODE if key in kwargs}
 
 
 def known_dtype(kwargs: Mapping[str, Any]) -> Any:
-    """The type asked for; ``None`` where the checkpoint decides.
+    """Return the requested type of weights, or ``None`` if the checkpoint decides.
 
     Raises:
         ConfigError: it is no floating-point type.
     """
     dtype = kwargs.get("dtype", kwargs.get("torch_dtype"))
-    for each in dtype.values() if isinstance(dtype, dict) else [dtype]:  # the host takes one for each part of a model
+    for each in dtype.values() if isinstance(dtype, dict) else [dtype]:  # transformers takes one per submodel
         if each is None or each == "auto":
             continue
         found = getattr(torch, each, None) if isinstance(each, str) else each
@@ -217,5 +219,5 @@ def known_dtype(kwargs: Mapping[str, Any]) -> Any:
 
 
 def model_arguments(kwargs: Mapping[str, Any], is_auto: bool) -> dict[str, Any]:
-    """Those with which a model is built from its config."""
+    """Return the arguments with which a model is built from its config."""
     return {key: value for key, value in kwargs.items() if value is not None and (is_auto or key not in _CODE)}

@@ -1,4 +1,4 @@
-"""Make a model that has its local sizes compute with the other ranks, and undo that."""
+"""Install the parts that make a model with local sizes compute with the other ranks, and take them out again."""
 
 from typing import Any
 
@@ -16,6 +16,7 @@ from .mesh import Mesh
 from .options import Options
 from .parallel.context import ContextParallel
 from .parallel.data import DataParallel
+from .parallel.data.eight_bits import Float8Gather
 from .parallel.experts import ExpertParallel, ExpertRouting
 from .parallel.pipeline import PipelineStages
 from .parallel.tensor import RandomStreams, TensorParallel, VocabularyLoss
@@ -35,10 +36,10 @@ from .runtime.snapshot import watch
 
 
 def parts_of(adapters: Adapters | None) -> tuple[Part, ...]:
-    """Every feature there is, in the order in which they join a model; each finds in the plan whether it is needed.
+    """Return all parts, in the order of installation; each reads from the plan whether it is needed.
 
-    What changes modules comes first, from the inside out; what hooks the whole model next; then what wraps it and holds
-    its weights; then what runs it, and last what guards it.
+    Parts that change modules come first, from the inside out; then those that hook the model; then those that wrap it
+    and hold its weights; then those that run it; guards come last.
     """
     return (
         LossScaling(),
@@ -58,6 +59,7 @@ def parts_of(adapters: Adapters | None) -> tuple[Part, ...]:
         SharedBatch(),
         ExpertRouting(),
         DataParallel(),
+        Float8Gather(),
         Quantization(),
         OffloadOptimizer(),
         Autocast(),
@@ -74,12 +76,12 @@ def assemble(
     weights: LocalWeights | None,
     adapters: Adapters | None = None,
 ) -> Runtime:
-    """Install every part.
+    """Install every part into the model.
 
     Args:
         model: with this rank's sizes.
-        weights: this rank's shares, for a model on the meta device; ``None`` where they are in place.
-        adapters: what PEFT put around its modules.
+        weights: this rank's shards, for a model on the meta device; ``None`` if they are in place.
+        adapters: PEFT's adapters around its modules, if any.
     """
     look_again = watch(model)
     runtime = Runtime(model, plan, mesh, options, parts_of(adapters))
@@ -92,10 +94,10 @@ def assemble(
 
 
 def take_apart(runtime: Runtime) -> LocalWeights:
-    """Undo :func:`assemble`: the model is left with its local sizes on the meta device.
+    """Undo :func:`assemble`: leave the model with its local sizes on the meta device.
 
     Returns:
-        this rank's final shares, in the memory that the model had.
+        this rank's final shards, in the model's memory.
     """
     shares = LocalWeights(
         {planned.name: local_tensor(parameter).detach() for planned, parameter in runtime.parameters()}

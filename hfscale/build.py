@@ -1,4 +1,4 @@
-"""From a stock model and a layout to a model that trains: the order of everything, once."""
+"""Turn a stock model and a layout into a model that trains: the order of all steps, in one place."""
 
 import copy
 import inspect
@@ -39,13 +39,13 @@ from .runtime import find_runtime
 from .sources import FromCheckpoint, FromSeed, InMemory, Outline, Source
 
 Adapter = tuple[Any, str | None]
-"""A PEFT config, and where a saved adapter of it is."""
+"""A PEFT config, and the path of a saved adapter, if it is one."""
 
 
 def build(
     source: Source, layout: ParallelConfig, options: Options, adapter: Adapter | None = None, seed: int = 0
 ) -> Any:
-    """The one order: plan, meet the other ranks, take this rank's part, put adapters around it, make it compute."""
+    """Build the model: plan, form the mesh, load this rank's shards, attach adapters, install parts."""
     options.check_fits(layout)
     plan = source.plan(layout, options.memory, options.products)
     mesh = build_mesh(layout, plan.replicas, plan.ties, plan.neighbours)
@@ -91,20 +91,20 @@ def from_pretrained(
         mixed_precision: ``"no"``, or compute in ``"bf16"`` or ``"fp16"`` over weights kept in their own type; ``"fp8"``
             is bfloat16 with products of layers in 8 bits. In float16 :func:`hfscale.train_step` scales the loss; after
             a step in which a gradient overflowed there are no gradients, so that optimizers do nothing.
-        routing: how tokens find their experts, and what keeps those evenly busy; the model's own router by default.
-        memory: what is computed again instead of kept, or kept on the host or in 8 bits; nothing by default.
-        loss_scaling: how the loss is scaled under ``"fp16"``; torch's defaults by default.
-        float8: how products are scaled under ``"fp8"``, and what is left out; by tensors by default.
-        use_liger_kernel: norms, gated activations and rotary embeddings by Liger's kernels; or ``{"rope": False}``.
+        routing: the router of mixtures and its balancing; the model's own router by default.
+        memory: activation checkpointing, offloading to the CPU, and activations in 8 bits; none by default.
+        loss_scaling: scaling of the loss under ``"fp16"``; torch's defaults by default.
+        float8: scaling of products under ``"fp8"``, and modules left out; tensorwise scaling by default.
+        use_liger_kernel: Liger's kernels for norms, gated activations and rotary embeddings; or ``{"rope": False}``.
         peft_config: a PEFT config, whose adapters are put around the model's modules, or the path or Hub id of a saved
             adapter to go on training; :func:`hfscale.save_pretrained` then writes the adapter.
-        resize_token_embeddings: how many tokens the model is to have, as ``len(tokenizer)``; rows of new ones are the
-            mean of those that the checkpoint has, for the head as well.
-        seed: for parameters that the checkpoint does not have, and for new adapters.
-        hf_kwargs: whatever ``from_pretrained`` takes, except what distributes the model.
+        resize_token_embeddings: the new size of the vocabulary, as ``len(tokenizer)``; rows of new tokens are the
+            mean of the checkpoint's rows, in the head as well.
+        seed: seed of parameters that the checkpoint does not have, and of new adapters.
+        hf_kwargs: other arguments of transformers' ``from_pretrained``, except those that distribute the model.
 
     Returns:
-        an instance of the stock class, in evaluation mode like the host's.
+        an instance of the stock class, in evaluation mode as in transformers.
 
     Raises:
         ConfigError, PlanError, MeshError, CheckpointError: before any weight is read, except for damaged files.
@@ -141,11 +141,11 @@ def from_config(
     seed: int = 0,
     **hf_kwargs: Any,
 ) -> Any:
-    """A model with random weights that are the same for every layout.
+    """Build a model with random weights that are the same for every layout.
 
-    The weights follow the host's own initialization, with a seed per layer made of ``seed`` and its name, so no rank
-    ever holds more than its share and one whole layer. Arguments, result and errors are those of
-    :func:`from_pretrained`; the model is in training mode, like the host's.
+    Weights follow the class's own initialization, with a seed per layer made of ``seed`` and the layer's name, so that
+    a rank never holds more than its shards and one full layer. Arguments, result and errors are those of
+    :func:`from_pretrained`; the model is in training mode, as in transformers.
     """
     layout, auto_class = check_layout(parallel, hf_kwargs), model_class(auto_class)
     options = Options(mixed_precision, routing, memory, loss_scaling, float8, use_liger_kernel)
@@ -178,11 +178,12 @@ def parallelize(
     float8: Float8Config | None = None,
     use_liger_kernel: bool | Mapping[str, bool] = False,
 ) -> Any:
-    """Shard, in place, a whole stock model that is in memory and the same on every rank; returns it.
+    """Shard, in place, a full stock model that is in memory and the same on every rank, and return it.
 
     Raises:
         ConfigError: the model is distributed already, or has adapters.
-        PlanError, MeshError: the layout does not fit it, or the processes that were started.
+        PlanError: the layout does not fit the model.
+        MeshError: the layout does not fit the processes that were started.
     """
     layout = check_layout(parallel, {})
     options = Options(mixed_precision, routing, memory, loss_scaling, float8, use_liger_kernel)
@@ -217,10 +218,10 @@ def plan(
     peft_config: Any = None,
     **hf_kwargs: Any,
 ) -> Plan:
-    """What would become of a model under a layout: no weights, no process group, no GPU. ``print`` it for a table.
+    """Plan a model under a layout, without weights, process group or GPU. ``print`` the plan for a table.
 
     Raises:
-        ConfigError: an argument, adapters or quantization that hfscale does not know, or that match nothing.
+        ConfigError: an argument, adapters or quantization unknown to hfscale, or adapters that match no module.
         PlanError: the layout does not fit; every problem is listed with the valid values.
     """
     layout, auto_class = check_layout(parallel, hf_kwargs), model_class(auto_class)
@@ -247,7 +248,7 @@ def _shown(given: object) -> str:
 
 
 def _resized(outline: Outline, tokens: int | None) -> tuple[Outline, frozenset[str]]:
-    """Return the outline with so many tokens, and which parameters have a row for each; as it is for ``None``."""
+    """Return the outline with ``tokens`` tokens, if not ``None``, and the parameters with a row for each token."""
     if tokens is None:
         return outline, frozenset()
     check_tokens(tokens)

@@ -1,4 +1,4 @@
-"""What the user asked for: the sizes of the parallel axes (a *layout*)."""
+"""The sizes of the parallel axes that the user asks for (a *layout*)."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -10,11 +10,10 @@ from typing import Any
 from accelerate import ParallelismConfig
 
 from .errors import ConfigError, check_choice, check_count, refuse_misspelt
-from .names import CP_METHODS
-from .schedules import SCHEDULES, default_virtual_stages, spelled
+from .schedules import CP_METHODS, SCHEDULES, default_virtual_stages, spelled
 
 AXES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
-"""Mesh axes, outermost first: neighbouring ranks share the axis that talks most (tensor)."""
+"""Mesh axes, outermost first: neighbouring ranks share the axis that communicates most (tensor)."""
 
 GRADIENT_COMPRESSIONS = ("no", "bf16", "fp16", "powersgd")
 
@@ -29,43 +28,43 @@ class ParallelConfig(ParallelismConfig):
     (``PARALLELISM_CONFIG_TP_SIZE`` ...) fill the fields left out.
 
     Args:
-        dp_replicate_size: data-parallel replicas of the whole (sharded) model.
+        dp_replicate_size: data-parallel replicas of the full (sharded) model.
         dp_shard_size: ranks over which parameters, gradients and optimizer state are sharded (ZeRO-3, FSDP2).
         tp_size: ranks over which each layer's matrices are cut (Shoeybi et al. 2019, Megatron-LM).
         cp_size: ranks over which each sequence is cut, everywhere but in attention (Liu et al. 2023, ring attention).
-            They are data ranks whose batch is a part of one sequence: weights are sharded over them as over
+            They are data ranks that compute a piece of one sequence each: weights are sharded over them as over
             ``dp_shard``.
         pp_size: pipeline stages.
-        ep_size: ranks over which the experts of a mixture are spread, whole ones (Lepikhin et al. 2020, GShard). They
+        ep_size: ranks over which the experts of a mixture are spread, uncut (Lepikhin et al. 2020, GShard). They
             are ranks of the tensor and data axes, so this multiplies nothing: with ``expert_tp_size=1`` the ranks of
             ``tp`` come first and those of the data axes after them; ``ep_size`` is a multiple of ``tp_size``. Data
-            ranks that it needs are added where ``dp_shard_size`` is left out.
-        expert_tp_size: ranks over which each expert's matrices are cut besides: 1, or ``tp_size``; the expert ranks are
-            ranks of the data axes then.
-        cp_method: how attention reads the other context ranks' tokens: one of :data:`hfscale.names.CP_METHODS`.
-            ``gather`` collects all keys and values (Llama Team 2024); ``ring`` passes them around, one rank's at a time
-            (Liu et al. 2023); ``heads`` exchanges tokens for heads, so that each rank has some heads of the whole
+            ranks that it needs are added if ``dp_shard_size`` is left out.
+        expert_tp_size: ranks over which each expert's matrices are cut: 1, or ``tp_size``; the expert ranks are
+            then ranks of the data axes.
+        cp_method: how attention reads the other context ranks' tokens: one of :data:`hfscale.schedules.CP_METHODS`.
+            ``gather`` gathers all keys and values (Llama Team 2024); ``ring`` passes them around, one rank's at a time
+            (Liu et al. 2023); ``heads`` exchanges tokens for heads, so that each rank has some heads of the full
             sequence (Jacobs et al. 2023, Ulysses); ``heads_ring`` does that in groups of ranks, as large as the heads
-            allow, and passes keys and values around between the groups (Fang and Zhao 2024); ``auto`` chooses by what
-            is sent.
+            allow, and passes keys and values around between the groups (Fang and Zhao 2024); ``auto`` chooses by the
+            bytes sent.
         sequence_parallel: cut norms and residuals along the sequence between tensor-parallel blocks (Korthikanti et al.
             2022).
-        sequence_regather: with it, gather a block's input once more in the backward pass instead of keeping it: all
+        sequence_regather: with that, gather a block's input once more in the backward pass instead of keeping it: all
             activations of a layer are then cut, for half as much communication again.
-        overlap: hide the backward collectives of tensor parallelism behind the gradients of weights.
+        overlap: overlap the backward collectives of tensor parallelism with the gradients of weights.
         pipeline_schedule: one of :data:`SCHEDULES`, or the path of a CSV file.
         num_microbatches: microbatches of one pipelined step; ``None`` lets the schedule choose.
-        virtual_stages: model chunks per pipeline rank; by default 2 for schedules that are about several, else 1.
+        virtual_stages: model chunks per pipeline rank; by default 2 for schedules that need several, else 1.
         stage_layers: layers of each stage, ``pp_size * virtual_stages`` numbers (or ``"5,6,6,5"``); ``None`` balances
             stages by cost.
-        weights_regather: with stages over sharded data, gather weights anew for every microbatch instead of keeping
-            them whole for a step: less memory for as many times the traffic as there are microbatches.
+        weights_regather: with stages and ``dp_shard``, gather weights again for every microbatch instead of keeping
+            them gathered for a step: less memory, and the traffic multiplied by the number of microbatches.
         reduce_each_microbatch: over data ranks, reduce gradients after every microbatch instead of once per step.
-            Between microbatches a rank then holds its share of them only, and not the whole ones (in float32 under
-            mixed precision), for as many times the traffic as there are microbatches. Over stages they travel while
-            later microbatches compute, and not after the last one.
-        gradient_compression: what replicas send each other of gradients: ``no``, ``bf16``, ``fp16``, or ``powersgd``:
-            factors of rank ``powersgd_rank`` (4), what they miss joining the next gradient (Vogels et al. 2019).
+            Between microbatches a rank then holds its shards of them only, not full gradients (in float32 under
+            mixed precision), with the traffic multiplied by the number of microbatches. With stages, they are reduced
+            while later microbatches compute, not after the last one.
+        gradient_compression: compression of gradients between replicas: ``no``, ``bf16``, ``fp16``, or ``powersgd``:
+            factors of rank ``powersgd_rank`` (4), with their error added to the next gradient (Vogels et al. 2019).
 
     Raises:
         ConfigError: an unknown field or an impossible value.
@@ -95,7 +94,7 @@ class ParallelConfig(ParallelismConfig):
             refuse_misspelt("ParallelConfig", [n for n in kwargs if n not in names], useful)
         return super().__new__(cls)
 
-    # Replaces accelerate's checks on purpose: those refuse layouts hfscale does run (replicated data x tensor).
+    # Replaces accelerate's checks on purpose: they refuse layouts that hfscale runs (replicated data x tensor).
     def __post_init__(self) -> None:
         may_add_data = _default("dp_shard_size", self.dp_shard_size, None) is None
         for axis in (*AXES, "sp"):
@@ -156,7 +155,7 @@ class ParallelConfig(ParallelismConfig):
         self.powersgd_rank = _positive("powersgd_rank", 4 if rank is None else rank) if given == "powersgd" else None
 
     def _place_experts(self, may_add_data: bool) -> None:
-        """Check that the expert ranks are whole tensor groups, or data ranks, of consecutive batches."""
+        """Check that the expert ranks are full tensor groups, or data ranks, of consecutive batches."""
         ep, tp, cut = self.size("ep"), self.size("tp"), self.size("expert_tp")
         if cut not in (1, tp):
             raise ConfigError(
@@ -185,7 +184,7 @@ class ParallelConfig(ParallelismConfig):
             )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Plans and meshes are made from a layout once, so it does not change after construction."""
+        """Refuse changes after construction, since plans and meshes are made from a layout once."""
         if self.__dict__.get("_fixed") and name in {f.name for f in fields(self)}:
             raise ConfigError(f"{name} of a layout cannot be changed: make a new one with dataclasses.replace")
         super().__setattr__(name, value)
@@ -194,11 +193,10 @@ class ParallelConfig(ParallelismConfig):
         return hash(repr(self))
 
     def size(self, axis: str) -> int:
-        """Number of ranks on ``axis`` of the mesh: one of :data:`AXES`, or of those of experts, which divide the same
-        ranks anew.
+        """Return the number of ranks on ``axis`` of the mesh: one of :data:`AXES`, or an expert axis.
 
-        Weights are sharded over the context ranks too, so these are on the axis ``dp_shard``, the ranks of one sequence
-        side by side. Ranks of the tensor and data axes are, for experts, ``edp_replicate x edp_shard x ep x
+        Weights are sharded over the context ranks too, so ``dp_shard`` includes them, the ranks of one sequence side by
+        side. Expert axes divide the ranks of the tensor and data axes anew: ``edp_replicate x edp_shard x ep x
         expert_tp``.
         """
         if axis == "dp_shard":
@@ -210,22 +208,22 @@ class ParallelConfig(ParallelismConfig):
         return self.asked(axis)
 
     def asked(self, axis: str) -> int:
-        """The field ``{axis}_size``; their product, without ``ep``, is the number of processes."""
+        """Return the field ``{axis}_size``; the product of these, without ``ep``, is the number of processes."""
         return int(getattr(self, f"{axis}_size"))
 
     @property
     def expert_batches(self) -> int:
-        """Number of distinct batches whose tokens go to one group of experts; 1 where experts follow the other axes."""
+        """The number of distinct batches whose tokens go to one group of experts; 1 without expert ranks."""
         return self.size("ep") * self.size("expert_tp") // self.size("tp") if self.size("ep") > 1 else 1
 
     @property
     def slices_tokens(self) -> bool:
-        """Whether tensor ranks, which share a batch, each send a share of its tokens to whole experts."""
+        """Whether tensor ranks, which share a batch, each dispatch a slice of its tokens to uncut experts."""
         return self.size("ep") > 1 and self.size("tp") > 1 and self.size("expert_tp") == 1
 
     @property
     def total_size(self) -> int:
-        """Number of processes this layout needs."""
+        """The number of processes that this layout needs."""
         total = 1
         for axis in AXES:
             total *= self.asked(axis) if axis != "ep" else 1  # expert ranks are ranks of the other axes
@@ -233,16 +231,16 @@ class ParallelConfig(ParallelismConfig):
 
     @property
     def batch_world(self) -> int:
-        """Number of distinct batches in one step."""
+        """The number of distinct batches in one step."""
         return self.asked("dp_replicate") * self.asked("dp_shard")
 
     @property
     def data_world(self) -> int:
-        """Number of ranks over which parameters are wrapped as data-parallel: those that compute different tokens."""
+        """The number of data-parallel ranks: those that compute different tokens."""
         return self.batch_world * self.asked("cp")
 
     def describe(self) -> str:
-        """The axes larger than one, as ``tp2 x dp_shard4``; ``one process`` where there is none."""
+        """Return the axes larger than one, as ``tp2 x dp_shard4``; ``one process`` if there is none."""
         named = [f"{axis}{self.asked(axis)}" for axis in reversed(AXES) if self.asked(axis) > 1 and axis != "ep"]
         cut = ", sequence parallel" if self.sequence_parallel and self.size("tp") > 1 else ""
         if self.size("ep") > 1:
@@ -288,7 +286,7 @@ def _positive(name: str, value: Any) -> int:
 
 
 def _stage_layers(value: Any, pp_size: int, virtual_stages: int) -> tuple[int, ...] | None:
-    """A tuple, so that the layout stays hashable; the number of layers to share out is known with the model only."""
+    """Return a tuple, so that the layout stays hashable; its sum can be checked only once the model is known."""
     if value is None:
         return None
     listed = value.split(",") if isinstance(value, str) else value
@@ -312,25 +310,26 @@ def _boolean(name: str, value: Any) -> bool:
 
 
 def started_processes() -> int:
-    """Number of processes that the launcher says it started."""
+    """Return the number of processes that the launcher says it started."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def local_rank() -> int:
-    """Index of this process on its machine, as the launcher gave it."""
+    """Return the index of this process on its machine, as the launcher gave it."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def cpu_requested() -> bool:
-    """Whether Accelerate was told to stay on the CPU."""
+    """Return whether Accelerate was told to stay on the CPU."""
     return os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
 
 
 @contextmanager
 def without_launcher_switches() -> Iterator[None]:
-    """Within: Accelerate's and transformers' own sharding, which a launch line may have switched on, is off.
+    """Switch Accelerate's and transformers' own sharding off inside the ``with`` block.
 
-    hfscale applies the data axes itself; the host would otherwise fill weights on rank 0 only, or wrap a second time.
+    A launch line may have switched it on. hfscale applies the data axes itself; transformers would otherwise fill
+    weights on rank 0 only, or wrap a second time.
     """
     names = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG")
     hidden = {name: os.environ.pop(name) for name in names if name in os.environ}

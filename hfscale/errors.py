@@ -1,45 +1,44 @@
-"""The exceptions hfscale raises. Every message says what was asked, what was found and what to do."""
+"""The exceptions of hfscale, and checks that raise them: each message says what was given, found, and to be done."""
 
+import difflib
 import math
 import os
 from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
 from typing import Any
 
-from .names import meant
-
 
 class HFScaleError(Exception):
     """Root of every error raised by hfscale.
 
     Attributes:
-        everywhere: whether every rank raises it, and need not be told of it.
+        everywhere: whether every rank raises it, so that no rank need be told.
     """
 
     everywhere = False
 
 
 class ConfigError(HFScaleError, ValueError):
-    """A field of a :class:`~hfscale.ParallelConfig`, or an argument, is unknown or impossible in itself."""
+    """Raised if a field of a :class:`~hfscale.ParallelConfig`, or an argument, is unknown or impossible in itself."""
 
 
 class PlanError(HFScaleError, ValueError):
-    """A layout does not fit a model. The message lists every problem found, each with the valid values."""
+    """Raised if a layout does not fit a model. The message lists every problem, each with the valid values."""
 
 
 class MeshError(HFScaleError, RuntimeError):
-    """The processes that were started do not fit the layout."""
+    """Raised if the processes that were started do not fit the layout."""
 
 
 class CheckpointError(HFScaleError, RuntimeError):
-    """A checkpoint could not be read or written whole."""
+    """Raised if a checkpoint could not be read or written completely."""
 
 
 class RankFailedError(CheckpointError):
-    """Some ranks failed in what all ranks do together; it is raised on every rank.
+    """Raised on every rank if some ranks failed in a collective operation.
 
     Attributes:
-        failures: rank -> what went wrong there.
+        failures: rank -> message of its error.
     """
 
     everywhere = True
@@ -50,7 +49,7 @@ class RankFailedError(CheckpointError):
 
 
 def in_words(error: BaseException | None) -> str:
-    """Return what went wrong, never empty where something did: errors of Python's own need their type's name."""
+    """Return an error's message, preceded by the type's name for Python's own errors; empty only for ``None``."""
     if error is None:
         return ""
     text = str(error)
@@ -72,7 +71,7 @@ def refuse_misspelt(kind: str, given: Iterable[str], fields: list[str]) -> None:
 
 
 def check_count(name: str, given: object, least: int = 1) -> None:
-    """Refuse what is no whole number of at least ``least`` for an argument called ``name``.
+    """Refuse a value other than an integer of at least ``least`` for an argument called ``name``.
 
     Raises:
         ConfigError: with the value.
@@ -90,10 +89,10 @@ def check_number(
     most: float | None = None,
     infinite: bool = False,
 ) -> None:
-    """Refuse what is no number within bounds for an argument called ``name``.
+    """Refuse a value other than a number within bounds for an argument called ``name``.
 
     Args:
-        above: what it must be larger than.
+        above: lower bound that is not allowed itself.
         least, most: the smallest and the largest number allowed.
         infinite: whether infinity is allowed.
 
@@ -111,13 +110,13 @@ def check_number(
 
 
 def check_choice(name: str, given: object, known: Sequence[str], more: str = "") -> None:
-    """Refuse what is none of the ``known`` values of an argument called ``name``.
+    """Refuse a value other than the ``known`` ones for an argument called ``name``.
 
     Args:
-        more: what else may be given, in a message.
+        more: other allowed values, in words, for the message.
 
     Raises:
-        ConfigError: with the value, and the one that was probably meant.
+        ConfigError: with the value, and the most similar known one.
     """
     if given not in known:
         close = meant(given, known) if isinstance(given, str) else None
@@ -126,10 +125,10 @@ def check_choice(name: str, given: object, known: Sequence[str], more: str = "")
 
 
 def check_names(name: str, given: Any, like: str) -> None:
-    """Refuse what is no list of names, for an argument called ``name``.
+    """Refuse a value other than a list of names for an argument called ``name``.
 
     Args:
-        like: what is, in a message.
+        like: an example for the message.
 
     Raises:
         ConfigError: with the value.
@@ -140,7 +139,7 @@ def check_names(name: str, given: Any, like: str) -> None:
 
 
 def check_switch(name: str, given: object) -> None:
-    """Refuse what is neither ``True`` nor ``False`` for an argument called ``name``.
+    """Refuse a value other than ``True`` or ``False`` for an argument called ``name``.
 
     Raises:
         ConfigError: with the value.
@@ -150,10 +149,68 @@ def check_switch(name: str, given: object) -> None:
 
 
 def check_path(name: str, given: object) -> None:
-    """Refuse what names no file or directory for an argument called ``name``.
+    """Refuse a value other than a path for an argument called ``name``.
 
     Raises:
         ConfigError: with the value.
     """
     if not isinstance(given, str | os.PathLike) or not str(given).strip():
         raise ConfigError(f"{name}={given!r} is impossible: use the path of a file or directory")
+
+
+_AXES = {"tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}
+_FORMS = (
+    *("{}", "{}_size", "{}_degree", "{}_parallel", "{}_parallel_size", "{}_parallel_degree", "{}_parallelism"),
+    *("{}_model_parallel", "{}_model_parallel_size"),
+)
+_SHARDED = ("dp", "dp_size", "data_parallel_size", "data_parallel", "dp_degree", "fsdp", "fsdp_size", "fsdp2", "zero")
+_REPLICATED = ("ddp", "ddp_size", "replicas", "num_replicas")
+_MEANT: dict[str, tuple[str, ...]] = {
+    **{
+        form.format(word): (f"{axis}_size", axis)
+        for axis, name in _AXES.items()
+        for word in (axis, name)
+        for form in _FORMS
+    },
+    **dict.fromkeys(("mp", "mp_size", "model_parallel_size"), ("tp_size", "tp")),
+    **dict.fromkeys(_SHARDED, ("dp_shard_size", "dp_shard")),
+    **dict.fromkeys(_REPLICATED, ("dp_replicate_size", "dp_replicate")),
+    **dict.fromkeys(("ulysses_size", "sp_degree", "ring_size", "sequence_parallel_size"), ("cp_size", "cp")),
+    **dict.fromkeys(("micro_batches", "num_micro_batches", "num_microbatches"), ("num_microbatches", "microbatches")),
+    **dict.fromkeys(("schedule", "pp_schedule", "pipeline_parallel_schedule"), ("pipeline_schedule", "schedule")),
+    **dict.fromkeys(("seq_length", "seq_len", "max_seq_length", "block_size", "context_length"), ("sequence_length",)),
+    **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing", "recomputation"), ("recompute",)),
+    **dict.fromkeys(("lora_r", "lora_rank"), ("rank", "r")),
+    **dict.fromkeys(("optim", "optimizer_name"), ("optimizer",)),
+    **dict.fromkeys(("lr",), ("learning_rate", "lr")),
+    # The number of processes is the launcher's.
+    **dict.fromkeys(("gpu", "gpus", "num_gpus", "n_gpus", "ngpus", "nproc", "nproc_per_node"), ("gpus",)),
+    **dict.fromkeys(("num_processes", "world_size", "devices", "device", "nodes", "nnodes"), ("gpus",)),
+}
+"""Names in other tools -> names here; the first one that is known is suggested."""
+
+
+_SUFFIXES = (".json", ".yaml", ".yml", ".safetensors", ".bin", ".pt", ".gguf")
+
+
+def written_like_a_path(text: str) -> bool:
+    """Return whether a text cannot be an id on the Hub, which is ``name`` or ``owner/name``."""
+    odd = text.startswith((".", "~", "/")) or "\\" in text or text.endswith("/") or text.count("/") > 1
+    return odd or os.path.isabs(text) or text.endswith(_SUFFIXES)
+
+
+def meant(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Return the ``known`` name most similar to ``name``, or ``None`` if none is similar.
+
+    Args:
+        name: an unknown name; with ``-`` or ``_``, with or without a leading ``--``.
+        cutoff: least similarity, of 1, of names that are not in the table of synonyms.
+    """
+    plain = {each.lstrip("-").replace("-", "_"): each for each in known}
+    asked = name.lstrip("-").replace("-", "_").lower()
+    if asked in plain:
+        return plain[asked]
+    if asked in _MEANT:
+        return next((plain[each] for each in _MEANT[asked] if each in plain), None)
+    close = difflib.get_close_matches(asked, plain, 1, cutoff)
+    return plain[close[0]] if close else None

@@ -1,4 +1,4 @@
-"""What the user asks of products in 8 bits: :class:`Float8Config`."""
+"""The user's choices for matrix products in 8 bits: :class:`Float8Config`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -7,22 +7,22 @@ from typing import Any
 from .errors import ConfigError, check_choice, check_names, check_switch, refuse_misspelt
 
 FLOAT8_RECIPES = ("tensorwise", "rowwise")
-"""What has a scale of its own; by torchao's names."""
+"""Granularity of the scales, by torchao's names."""
 
 
 @dataclass(frozen=True)
 class Float8Config:
-    """How ``mixed_precision="fp8"`` computes.
+    """Options of ``mixed_precision="fp8"``.
 
     Attributes:
         recipe: ``"tensorwise"``: a scale for each tensor, from its largest entry; gradients in e5m2, the rest in e4m3.
-            ``"rowwise"``: a scale for each row that a product adds up over, a power of two; everything in e4m3. More
+            ``"rowwise"``: a scale for each row along the summed dim, a power of two; everything in e4m3. More
             exact, and slower.
-        leave_out: modules within the layers that stay as they are, by the ends of their names, as
+        leave_out: modules in the layers that stay as they are, by the ends of their names, as
             ``["down_proj", "layers.0.mlp"]``. Heads, embeddings, routers and experts always do.
-        fp8_all_gather: whether data ranks that shard such a weight (``dp_shard_size``) send each other 8 bits of an
-            entry instead of 16, with the scale of the whole weight; the arithmetic is the same. By default they do
-            under ``"tensorwise"``; by rows each weight is rounded in two ways, which together are 16 bits.
+        fp8_all_gather: whether data ranks that shard such a weight (``dp_shard_size``) all-gather 8 bits per
+            entry instead of 16, with the scale of the full weight; the arithmetic is the same. By default they do
+            under ``"tensorwise"``; rowwise, each weight is rounded in two ways, together 16 bits.
 
     Raises:
         ConfigError: a value is unknown or impossible.
@@ -56,5 +56,5 @@ class Float8Config:
 
     @property
     def gathers(self) -> bool:
-        """Whether weights are sent in 8 bits where they are sharded."""
+        """Whether sharded weights are all-gathered in 8 bits."""
         return self.recipe == "tensorwise" and self.fp8_all_gather is not False

@@ -1,15 +1,14 @@
-"""What the user asks of memory: :class:`MemoryConfig`."""
+"""The user's choices for recomputation, offloading and compression: :class:`MemoryConfig`."""
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from .errors import ConfigError, check_count, check_names, check_switch, refuse_misspelt
-from .names import meant
+from .errors import ConfigError, check_count, check_names, check_switch, meant, refuse_misspelt
 
 RECOMPUTE = ("none", "full", "selective")
-"""Ways to recompute that have a name."""
+"""Named ways to recompute."""
 
 _WORTH_A_COPY, _WORTH_A_CODE = 1 << 20, 1 << 16
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -17,36 +16,36 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    """What a run computes again instead of keeping it, or keeps on the host or in 8 bits.
+    """Activation checkpointing, offloading to the CPU, and activations in 8 bits.
 
     Every default leaves the model as it is.
 
     Attributes:
-        recompute: what the backward pass computes again instead of keeping it (Chen et al. 2016).
+        recompute: activation checkpointing (Chen et al. 2016).
 
             - ``"none"``: nothing.
-            - ``"full"``: every layer, of which only the input is kept.
-            - ``"selective"``: scores, softmax, dropout and weighted sum of attention, of which queries, keys and values
-              are kept (Korthikanti et al. 2022). It saves much where scores are kept (``"eager"``), and next to nothing
-              under flash attention and SDPA, which keep none.
+            - ``"full"``: every layer; only its input is kept.
+            - ``"selective"``: scores, softmax, dropout and weighted sum of attention; queries, keys and values are kept
+              (Korthikanti et al. 2022). It saves much where scores are kept (``"eager"``), and next to nothing under
+              flash attention and SDPA, which keep none.
             - a number ``n``: every ``n``-th layer, beginning with the first.
-            - names: modules within the layers, by the ends of their names, as ``["mlp", "input_layernorm"]``.
-            - a budget, as ``"8GiB"``: as few layers as bring what the layers of this rank keep below it, the cheapest
-              to compute for what they save first. It is for :attr:`tokens`, or else for the largest microbatch of the
+            - names: modules in the layers, by the ends of their names, as ``["mlp", "input_layernorm"]``.
+            - a budget, as ``"8GiB"``: as few layers as needed to keep this rank's activations below it, those with the
+              least FLOPs per byte saved first. It holds for :attr:`tokens`, or else for the largest microbatch of the
               first step.
-        recompute_keep: operators whose results are kept all the same where whole layers are recomputed, as
-            ``["aten.mm", "aten.addmm"]``: by torch's names, with or without the overload.
-        tokens: tokens of one microbatch of one batch rank, over all of its sequences, for which a budget is meant.
-        offload_activations: keep on the host what layers keep for their backward pass: ``True``, or the size of the
-            smallest tensor that is worth a copy, as ``"1MiB"``, which is what ``True`` means. Of layers that are
-            recomputed, their input.
-        compress_activations: keep what layers keep for their backward pass in 8 bits, by blocks of 256 with a scale
-            each (bitsandbytes' kernels): ``True``, or the size of the smallest tensor that is worth it, as
-            ``"64KiB"``, which is what ``True`` means. Gradients are rounded; the forward pass is not.
-        offload_parameters: keep this rank's shards of parameters and gradients on the host, and step there (FSDP2's
-            ``CPUOffloadPolicy``); layers are gathered to the device one by one. With data ranks.
-        offload_optimizer: keep the optimizer's state on the host and step there, one parameter at a time (Ren et al.
-            2021, ZeRO-Offload): of optimizers that :func:`hfscale.create_optimizer` makes; others are refused.
+        recompute_keep: operators whose results are kept even in recomputed layers, as ``["aten.mm", "aten.addmm"]``: by
+            torch's names, with or without the overload.
+        tokens: tokens of one microbatch of one batch rank, over all of its sequences, for which a budget holds.
+        offload_activations: keep activations saved for the backward pass on the CPU: ``True``, or the size of the
+            smallest tensor that is worth a copy, as ``"1MiB"``, the default of ``True``. For layers that are
+            recomputed, this is their input.
+        compress_activations: keep activations saved for the backward pass in 8 bits, by blocks of 256 with a scale each
+            (bitsandbytes' kernels): ``True``, or the size of the smallest tensor that is worth it, as ``"64KiB"``,
+            the default of ``True``. Gradients are rounded; the forward pass is not.
+        offload_parameters: keep this rank's shards of parameters and gradients on the CPU, and update them there
+            (FSDP2's ``CPUOffloadPolicy``); layers are gathered to the device one by one. Needs data ranks.
+        offload_optimizer: keep the optimizer's state on the CPU and step there, one parameter at a time (Ren et al.
+            2021, ZeRO-Offload): for optimizers made by :func:`hfscale.create_optimizer`; others are refused.
 
     Raises:
         ConfigError: a value is unknown or impossible.
@@ -106,17 +105,17 @@ class MemoryConfig:
 
     @property
     def least_offloaded(self) -> int | None:
-        """Bytes of the smallest tensor that waits on the host; ``None``: nothing does."""
+        """Bytes of the smallest activation that is offloaded; ``None``: none are."""
         return _least(self.offload_activations, _WORTH_A_COPY)
 
     @property
     def least_compressed(self) -> int | None:
-        """Bytes of the smallest tensor that layers keep in 8 bits; ``None``: they keep them as they are."""
+        """Bytes of the smallest activation that is kept in 8 bits; ``None``: none are."""
         return _least(self.compress_activations, _WORTH_A_CODE)
 
     @property
     def budget(self) -> int | None:
-        """Bytes that layers may keep; ``None`` where :attr:`recompute` is no budget."""
+        """Bytes of activations that layers may keep; ``None`` if :attr:`recompute` is no budget."""
         return byte_count(self.recompute) or None if isinstance(self.recompute, str) else None
 
 
@@ -131,7 +130,7 @@ def _least(given: bool | str, default: int) -> int | None:
 
 
 def byte_count(text: str) -> int | None:
-    """Bytes that ``text`` means, like ``8GiB``, ``500 MB`` or ``1.5g``; ``None`` where it is none."""
+    """Return the bytes that ``text`` means, like ``8GiB``, ``500 MB`` or ``1.5g``; ``None`` if it is no size."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text.lower())
     if found is None or found[2] not in _UNITS:
         return None

@@ -1,4 +1,4 @@
-"""Which ranks form which axis. The only caller of ``init_device_mesh``."""
+"""The device mesh: the ranks of each axis and their process groups. The only caller of ``init_device_mesh``."""
 
 import sys
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ from .schedules import ASYNCHRONOUS
 
 MESH_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 EXPERT_AXES = ("pp", "edp_replicate", "edp_shard", "ep", "tp")
-"""The same ranks in the same order, divided as experts see them; ``tp`` has one rank where experts are whole."""
+"""The same ranks in the same order, divided for experts; ``tp`` has one rank where experts are not cut over it."""
 
 
 @dataclass(frozen=True)
@@ -43,17 +43,17 @@ class Mesh:
         ranks: this rank's coordinate on each axis.
         device_mesh: torch's mesh over :data:`MESH_AXES`; ``None`` in a single process, like all groups.
         control: a gloo group over all ranks for barriers and small objects.
-        replicas: how many consecutive tensor ranks -> the group of those that this rank is one of.
-        ties: pipeline ranks that hold one tensor -> the group of them through this rank, where it is one of them.
-        tie_reports: the same ranks -> their group over gloo.
-        streams: (from, to), neighbouring pipeline ranks, this one among them -> the group of the two for what goes that
-            way: a backend may run the transfers of one group one after the other.
-        reports: a gloo group over the pipeline ranks through this one, for a few numbers; ``None`` for one rank.
-        expert_reports: the same over the expert ranks.
-        sharing: the same over the ranks that are given the same batch.
+        replicas: number of consecutive tensor ranks that hold the same shard -> their group, through this rank.
+        ties: pipeline ranks that hold one tied tensor -> their group, if this rank is one of them.
+        tie_reports: the same ranks -> their gloo group.
+        streams: (from, to), neighbouring pipeline ranks, this one among them -> their group for transfers that way: a
+            backend may serialize the transfers of one group.
+        reports: the gloo group of this rank's pipeline, for small messages; ``None`` for one rank.
+        expert_reports: the gloo group of the expert ranks.
+        sharing: the gloo group of the ranks that are given the same batch.
         expert_mesh: torch's mesh over :data:`EXPERT_AXES`; ``None`` where experts are not spread.
-        context: the group of the ranks that have parts of the same sequences; ``None`` where they are not cut.
-        whole_sequences: ranks of the shard axis that have other sequences each; ``None`` for one, or without ``cp``.
+        context: the group of the context ranks, which hold pieces of the same sequences; ``None`` without ``cp``.
+        whole_sequences: the group of shard ranks with different sequences; ``None`` for one rank, or without ``cp``.
     """
 
     layout: ParallelConfig
@@ -73,7 +73,7 @@ class Mesh:
     whole_sequences: dist.ProcessGroup | None = None
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
-        """The process group of ``axis`` through this rank; ``None`` where the axis has one rank."""
+        """Return the process group of ``axis`` through this rank; ``None`` where the axis has one rank."""
         if self.layout.size(axis) == 1 or self.device_mesh is None:
             return None
         if axis == "cp":
@@ -83,21 +83,21 @@ class Mesh:
         return None if self.expert_mesh is None else self.expert_mesh.get_group(axis)
 
     def groups(self, *axes: str) -> list[dist.ProcessGroup]:
-        """The groups of those ``axes`` that have more than one rank, in order."""
+        """Return the groups of those ``axes`` that have more than one rank, in order."""
         return [group for group in map(self.group, axes) if group is not None]
 
     def view(self, cuts: Sequence[Cut]) -> tuple[DeviceMesh | None, dict[str, int]]:
-        """The division of the ranks that a parameter with these ``cuts`` follows, and this rank's coordinates in it."""
+        """Return the device mesh for a parameter with these ``cuts``, and this rank's coordinates in it."""
         if not any(cut.axis == "ep" for cut in cuts):
             return self.device_mesh, {axis: self.ranks[axis] for axis in MESH_AXES}
         ranks = {axis: self.ranks[axis] for axis in EXPERT_AXES}
         return self.expert_mesh, ranks if self.layout.size("expert_tp") > 1 else {**ranks, "tp": 0}
 
     def all_gather_object(self, value: Any, failure: str = "") -> list[Any]:
-        """What every rank has, by rank, on every rank, each of which calls it.
+        """Return every rank's ``value``, by rank; collective.
 
         Args:
-            failure: what went wrong on this rank, instead of a value: it is raised on every rank.
+            failure: a message if this rank failed and has no value: it is raised on every rank.
 
         Raises:
             RankFailedError: on every rank, if one has a failure.
@@ -119,42 +119,42 @@ class Mesh:
 
     @property
     def loss_groups(self) -> list[dist.ProcessGroup]:
-        """The same to sum over all ranks that compute different tokens: losses, and numbers of labels and tokens."""
+        """Groups to reduce losses and numbers of labels and tokens over: all ranks with different tokens."""
         return self.groups("dp_shard", "dp_replicate")
 
     @property
     def speaks_for_stage(self) -> bool:
-        """Whether this is the first rank of its pipeline stage."""
+        """Return whether this is the first rank of its pipeline stage."""
         return not any(rank for axis, rank in self.ranks.items() if axis != "pp")
 
     @property
     def speaks_for_batch(self) -> bool:
-        """Whether this is the first of the ranks that are given the same batch."""
+        """Return whether this is the first of the ranks that are given the same batch."""
         return self.ranks["pp"] == self.ranks["tp"] == self.ranks["cp"] == 0
 
     @property
     def rank_in_stage(self) -> int:
-        """Which one this rank is of those of its stage that are given the same batch; they hold different shares."""
+        """This rank's index among those of its stage that are given the same batch; they hold different shards."""
         return self.ranks["cp"] * self.layout.size("tp") + self.ranks["tp"]
 
     @property
     def data_rank(self) -> int:
-        """Which of the :attr:`data_world` parts of a step's tokens this rank computes."""
+        """This rank's index among the :attr:`data_world` ranks with different tokens."""
         return self.ranks["dp_replicate"] * self.layout.size("dp_shard") + self.ranks["dp_shard"]
 
     @property
     def batch_rank(self) -> int:
-        """Which distinct batch this rank gets."""
+        """The index of this rank's distinct batch."""
         return self.data_rank // self.layout.size("cp")
 
     @property
     def batch_world(self) -> int:
-        """How many distinct batches there are in one step."""
+        """The number of distinct batches in one step."""
         return self.layout.batch_world
 
     @property
     def data_world(self) -> int:
-        """Of how many ranks, which compute different tokens, the data axes average gradients."""
+        """The number of ranks with different tokens, over which the data axes average gradients."""
         return self.layout.data_world
 
 
@@ -164,11 +164,11 @@ def build_mesh(
     ties: Sequence[tuple[int, ...]] = (),
     neighbours: Sequence[Pair] = (),
 ) -> Mesh:
-    """Match the processes that were started with the layout, starting torch's process group if there is none.
+    """Build the mesh of a layout, and start torch's process group if there is none.
 
     Args:
         replicas: sizes of further groups of consecutive tensor ranks; the same on every rank, in the same order.
-        ties: sets of pipeline ranks that need a group besides, likewise.
+        ties: sets of pipeline ranks that hold one tied tensor, likewise.
         neighbours: pairs of pipeline ranks that hold consecutive stages, likewise.
 
     Raises:
@@ -208,7 +208,7 @@ def build_mesh(
 
 
 def latest_mesh() -> Mesh | None:
-    """The ranks of the model that was built last; ``None`` before the first one, and in a single process."""
+    """Return the mesh of the model that was built last; ``None`` before the first one, and in a single process."""
     return made_out_of(dist.group.WORLD).latest if dist.is_initialized() else None
 
 
@@ -217,7 +217,7 @@ def _divided(device: torch.device, shape: tuple[int, ...], axes: tuple[str, ...]
     assert world is not None
     options: dict[str, Any] = {}
     if ":" in dist.get_backend(world) and (own := backend_of(world, device)):
-        # The user's process group serves several kinds of devices: groups of it need but one.
+        # The user's process group serves several kinds of devices: its subgroups need only one.
         options["backend_override"] = dict.fromkeys(axes, own)
     device_mesh = init_device_mesh(device.type, shape, mesh_dim_names=axes, **options)
     for axis, size in zip(axes, shape, strict=True):
@@ -227,20 +227,18 @@ def _divided(device: torch.device, shape: tuple[int, ...], axes: tuple[str, ...]
 
 
 def _with_context(mesh: Mesh, made: "Groups") -> Mesh:
-    """Groups of ranks along the shard axis: neighbours have parts of one sequence."""
+    """Add the groups of context ranks, neighbours along the shard axis, and of ranks with different sequences."""
     context, others = _near_and_far(mesh, made, mesh.layout.size("dp_shard"), mesh.layout.size("cp"))
     return replace(mesh, context=context, whole_sequences=others if mesh.layout.asked("dp_shard") > 1 else None)
 
 
 def context_groups(mesh: Mesh, size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """The group of ``size`` consecutive context ranks that this rank is one of, and that of the ranks with its place in
-    other such groups. Every rank of the run calls it, with the same size.
-    """
+    """Return this rank's group of ``size`` consecutive context ranks, and that of its peers in others; collective."""
     return _near_and_far(mesh, made_out_of(dist.group.WORLD), mesh.layout.size("cp"), size)
 
 
 def _near_and_far(mesh: Mesh, made: "Groups", every: int, size: int) -> tuple[Any, Any]:
-    """Of every so many consecutive ranks of the shard axis: groups of ``size`` neighbours, and across those."""
+    """Split each ``every`` shard ranks into groups of ``size`` neighbours; return this rank's group and its peers'."""
     assert mesh.device_mesh is not None
     key = (mesh.device.type, tuple(mesh.device_mesh.shape), "context", every, size)
     lines = mesh.device_mesh.mesh.movedim(MESH_AXES.index("dp_shard"), -1).unflatten(-1, (-1, every // size, size))
@@ -250,7 +248,7 @@ def _near_and_far(mesh: Mesh, made: "Groups", every: int, size: int) -> tuple[An
 
 
 def _with_experts(mesh: Mesh, made: "Groups") -> Mesh:
-    """The same ranks, divided as experts see them."""
+    """Add the device mesh over :data:`EXPERT_AXES` and its groups."""
     layout, device = mesh.layout, mesh.device
     shape = tuple(layout.size("expert_tp" if axis == "tp" else axis) for axis in EXPERT_AXES)
     key = (device.type, "experts", shape)
@@ -266,7 +264,7 @@ def _with_experts(mesh: Mesh, made: "Groups") -> Mesh:
 
 
 def _with_ties(mesh: Mesh, made: "Groups", ties: Sequence[tuple[int, ...]]) -> Mesh:
-    """Groups of pipeline ranks that hold one tensor."""
+    """Add the groups of pipeline ranks that hold one tied tensor."""
     assert mesh.device_mesh is not None
     device, groups, reports = mesh.device, dict[Any, Any](), dict[Any, Any]()
     for members in ties:
@@ -280,14 +278,14 @@ def _with_ties(mesh: Mesh, made: "Groups", ties: Sequence[tuple[int, ...]]) -> M
 
 
 def _with_stages(mesh: Mesh, made: "Groups", neighbours: Sequence[Pair]) -> Mesh:
-    """What pipeline ranks talk through."""
+    """Add the groups through which pipeline ranks communicate."""
     assert mesh.device_mesh is not None
     device_mesh, layout = mesh.device_mesh, mesh.layout
     key = (mesh.device.type, tuple(layout.size(axis) for axis in MESH_AXES))
     every = tuple(range(layout.size("pp")))
     reports = made.once((*key, "reports"), lambda: host_group(_columns(device_mesh, every)))
     ways = [way for a, b in neighbours for way in ((a, b), (b, a))]
-    fresh = dict[Any, Any]()  # without a flush, what goes back is under way between calls: not another model's
+    fresh = dict[Any, Any]()  # without a flush, gradients are in flight between calls: a group for each model
 
     def kept(way: Pair) -> dict[Any, Any]:
         return fresh if layout.pipeline_schedule in ASYNCHRONOUS and way[0] > way[1] else made.made
@@ -303,7 +301,7 @@ def _with_stages(mesh: Mesh, made: "Groups", neighbours: Sequence[Pair]) -> Mesh
 
 
 def _stream(device_mesh: DeviceMesh, device: torch.device, pairs: Sequence[Pair]) -> dist.ProcessGroup | None:
-    """The group of the pair, of disjoint ``pairs`` of pipeline ranks, that this rank is in."""
+    """Make the groups of disjoint ``pairs`` of pipeline ranks; return the one that this rank is in."""
     group = device_group([ranks for pair in pairs for ranks in _columns(device_mesh, pair)], device)
     if group is not None:
         _warm_up(group, device)
@@ -311,12 +309,12 @@ def _stream(device_mesh: DeviceMesh, device: torch.device, pairs: Sequence[Pair]
 
 
 def _warm_up(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Connect the ranks now, all of them together, and not within a step: NCCL does at the first call."""
+    """Connect the ranks of the group now, rather than within a step: NCCL connects at the first call."""
     dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 def _consecutive_ranks(device_mesh: DeviceMesh, device: torch.device, count: int) -> dist.ProcessGroup:
-    """The group of ``count`` consecutive tensor ranks that this rank is one of; tp4 in twos: ``{0, 1}``, ``{2, 3}``."""
+    """Return the group of ``count`` consecutive tensor ranks around this one; tp4 in twos: ``{0, 1}``, ``{2, 3}``."""
     if count == device_mesh.size(len(MESH_AXES) - 1):
         return device_mesh.get_group("tp")
     group = device_group(device_mesh.mesh.view(-1, count).tolist(), device)
@@ -325,12 +323,12 @@ def _consecutive_ranks(device_mesh: DeviceMesh, device: torch.device, count: int
 
 
 def _columns(device_mesh: DeviceMesh, members: Sequence[int]) -> list[list[int]]:
-    """The ranks of the pipeline ranks ``members``, for every place within a stage."""
+    """Return the global ranks of the pipeline ranks ``members``, one list for each position within a stage."""
     return [[column[member] for member in members] for column in device_mesh.mesh.flatten(1).T.tolist()]
 
 
 def _ranks_of_one_batch(mesh: Mesh, made: "Groups") -> dist.ProcessGroup | None:
-    """A group, over gloo, of the pipeline, context and tensor ranks that are given the same batch as this rank."""
+    """Return the gloo group of the pipeline, context and tensor ranks that are given the same batch as this rank."""
     layout, device_mesh, cp = mesh.layout, mesh.device_mesh, mesh.layout.size("cp")
     if layout.size("tp") == cp == 1 or device_mesh is None:
         return mesh.reports
@@ -344,7 +342,7 @@ def _ranks_of_one_batch(mesh: Mesh, made: "Groups") -> dist.ProcessGroup | None:
 
 
 def launch_line(processes: int) -> str:
-    """The command that starts ``processes`` ranks, with or without GPUs."""
+    """Return the command that starts ``processes`` ranks, with or without GPUs."""
     multi = "--multi_gpu " if processes > 1 else ""
     script = sys.argv[0] if sys.argv and sys.argv[0].endswith(".py") else "YOUR_SCRIPT.py"
     return f"accelerate launch {multi}--num_processes {processes} {script}"

@@ -1,4 +1,4 @@
-"""What the user asked for beside the layout."""
+"""The user's choices beside the layout."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from .routing_config import RoutingConfig
 from .schedules import ASYNCHRONOUS
 
 MIXED_PRECISIONS = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
-"""What forward passes compute in: a name -> a type, over weights of whatever type they have; of ``fp8``, what is around
+"""Types that forward passes compute in, by name, whatever the type of the weights; for ``fp8``, the type outside of
 products in 8 bits."""
 
 
@@ -23,15 +23,15 @@ _FLOAT8_CAPABILITY = (8, 9)
 
 @dataclass(frozen=True)
 class Options:
-    """Checked when it is made.
+    """The checked choices of one run beside the layout.
 
     Attributes:
         mixed_precision: a key of :data:`MIXED_PRECISIONS`.
-        routing: how tokens find their experts; ``None`` for the model's own way.
-        memory: what is computed again instead of kept.
-        loss_scaling: of float16.
-        float8: how products in 8 bits are scaled.
-        use_liger_kernel: whether modules compute with Liger's kernels, or with which, by the names of its switches.
+        routing: the router of mixtures and its balancing; ``None`` for the model's own router.
+        memory: recomputation, offloading and compression.
+        loss_scaling: scaling of the loss in float16.
+        float8: scaling of products in 8 bits.
+        use_liger_kernel: whether to use Liger's kernels, or its switches by name.
 
     Raises:
         ConfigError: one of them is unknown.
@@ -59,17 +59,17 @@ class Options:
 
     @property
     def scaling(self) -> GradScalerKwargs:
-        """How the loss of float16 is scaled; torch's defaults where nothing is said."""
+        """The scaling of a float16 loss; torch's defaults if none was given."""
         return self.loss_scaling or GradScalerKwargs()
 
     @property
     def around_products(self) -> str:
-        """What computes outside of products in 8 bits: a name of :data:`MIXED_PRECISIONS`."""
+        """The precision outside of 8-bit products: a name of :data:`MIXED_PRECISIONS`."""
         return "bf16" if self.mixed_precision == "fp8" else self.mixed_precision
 
     @property
     def products(self) -> Float8Config | None:
-        """How products of weights are made in 8 bits; ``None`` where they are not."""
+        """The options of 8-bit products of weights; ``None`` if there are none."""
         return (self.float8 or Float8Config()) if self.mixed_precision == "fp8" else None
 
     def _check_float8(self) -> None:
@@ -96,7 +96,7 @@ class Options:
                 )
 
     def check_device(self, device: torch.device) -> None:
-        """Refuse, by :class:`ConfigError`, what a rank's device has no products for; CPUs have them emulated."""
+        """Raise :class:`ConfigError` if the device cannot multiply in the chosen precision; CPUs emulate 8 bits."""
         if self.mixed_precision == "fp8" and device.type == "cuda" and torch.version.hip is None:
             found = torch.cuda.get_device_capability(device)
             if found < _FLOAT8_CAPABILITY:
@@ -123,7 +123,7 @@ class Options:
             )
 
     def check_fits(self, layout: ParallelConfig) -> None:
-        """Refuse, by :class:`ConfigError`, what a layout cannot do."""
+        """Raise :class:`ConfigError` if the layout cannot run these options."""
         if self.mixed_precision == "fp16" and layout.size("pp") > 1 and layout.pipeline_schedule in ASYNCHRONOUS:
             raise ConfigError(
                 f"mixed_precision='fp16' skips a step whose gradients overflow, and {layout.pipeline_schedule} has "

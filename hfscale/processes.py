@@ -1,8 +1,8 @@
-"""The processes of one run: each one's device, torch's process group, and groups of some of them.
+"""The processes of one run: each one's device, torch's process group, and subgroups of it.
 
 On GPUs torch's process group and all groups that carry tensors are NCCL's alone and bound to the device, so that they
-are split off the first one's communicator. What the host has to say goes over gloo, in one group of all ranks and small
-ones besides. A group made as ``"cpu:gloo,cuda:nccl"`` would connect its ranks twice.
+are split off the first one's communicator. Python objects and small messages go over gloo, in one group of all ranks
+and small ones besides. A group made as ``"cpu:gloo,cuda:nccl"`` would connect its ranks twice.
 """
 
 import atexit
@@ -28,8 +28,9 @@ from .config import ParallelConfig, cpu_requested, started_processes
 from .errors import ConfigError, MeshError
 
 TIMEOUT = timedelta(minutes=10)
-"""How long a rank waits for the others where hfscale starts torch's process group. Whoever wants another number starts
-it first: ``torch.distributed.init_process_group(timeout=)``, or Accelerate's ``InitProcessGroupKwargs``."""
+"""Timeout of torch's process group where hfscale starts it. For another one start the group first:
+``torch.distributed.init_process_group(timeout=)``, or Accelerate's ``InitProcessGroupKwargs``.
+"""
 
 _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 _TRACEBACK = "HFSCALE_TRACEBACK"
@@ -39,7 +40,7 @@ Pair = tuple[int, int]
 
 
 def own_device() -> torch.device:
-    """This process's device, made the current one."""
+    """Return this process's device, and make it the current one."""
     found = accelerators()
     if cpu_requested() or not found.is_available():
         return torch.device("cpu")
@@ -49,15 +50,19 @@ def own_device() -> torch.device:
 
 
 def choose_device(visible: int, local_rank: str | None, current: Callable[[], int]) -> int:
-    """Which of the ``visible`` GPUs is this process's: its own index on the machine, round and round, since launchers
-    (Slurm, Ray) may show each process one GPU only; without an index, the one that the user has chosen.
+    """Return the index of this process's GPU among the ``visible`` ones.
+
+    That is its local rank, modulo ``visible``, since launchers (Slurm, Ray) may show each process one GPU only; without
+    a local rank, the device that the user has chosen.
     """
     return current() if local_rank is None else int(local_rank) % visible
 
 
 def fitting_layout(layouts: Sequence[ParallelConfig]) -> ParallelConfig:
-    """The first of ``layouts`` for as many processes as were started: for jobs that start again with those that are
-    left when a machine is lost (``torchrun --nnodes 1:2 --rdzv_backend c10d``). States are read in any of them.
+    """Return the first of ``layouts`` for as many processes as were started.
+
+    For jobs that restart with fewer processes when a machine is lost (``torchrun --nnodes 1:2 --rdzv_backend c10d``): a
+    state can be loaded in any layout.
 
     Raises:
         ConfigError: ``layouts`` is no list of layouts.
@@ -93,7 +98,7 @@ def start(device: torch.device) -> None:
 
 
 def know_processes(group: dist.ProcessGroup | None) -> None:
-    """Let an error that another rank is gone say in one line which one, and how it ended; collective."""
+    """Install an exception hook that names the rank that died, and how, when a connection is lost; collective."""
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, (_machine(), os.getpid()), group=group)
     before = sys.excepthook.before if isinstance(sys.excepthook, _LostRanks) else sys.excepthook
@@ -101,7 +106,7 @@ def know_processes(group: dist.ProcessGroup | None) -> None:
 
 
 def _machine() -> str:
-    """Return what is the same for processes that see each other under ``/proc``."""
+    """Return an identifier that is equal for processes that see each other under ``/proc``."""
     try:
         return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:  # no Linux
@@ -109,11 +114,11 @@ def _machine() -> str:
 
 
 class _LostRanks:
-    """Shows an error that ends this process: of a lost connection, the rank that is gone instead of a traceback.
+    """An exception hook: for a lost connection it prints which rank is gone instead of a traceback.
 
     Attributes:
-        before: what shows all other errors.
-        processes: by rank, its machine and the number of its process.
+        before: the exception hook for all other errors.
+        processes: by rank, its machine and its process id.
     """
 
     def __init__(self, before: Callable[..., Any], processes: list[tuple[str, int]]) -> None:
@@ -134,7 +139,7 @@ class _LostRanks:
             self.before(kind, error, trace)
 
     def _ended(self) -> dict[int, str]:
-        """Return how ranks of this machine ended; those of others, and those that live, are left out."""
+        """Return how ranks of this machine ended; without those of other machines, and those that live."""
         machine, found = _machine(), dict[int, str]()
         end = time.monotonic() + _ENDING
         while machine and not found and time.monotonic() < end:
@@ -145,7 +150,7 @@ class _LostRanks:
 
 
 def _how_ended(pid: int) -> str:
-    """Return with which signal or code a process ended; ``""`` for one that lives."""
+    """Return the signal or exit code with which a process ended; ``""`` while it lives."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:  # its launcher has asked how already
@@ -157,13 +162,13 @@ def _how_ended(pid: int) -> str:
 
 
 def restarted() -> bool:
-    """Whether the launcher has started the ranks before, and they meet through what it keeps (``--max_restarts``)."""
+    """Return whether the launcher has restarted the ranks (``--max_restarts``), which meet through its store."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get(_RESTARTS, "0") != "0"
 
 
 @cache
 def _end_quietly() -> None:
-    """Before Python ends, and behind :func:`_stop`, whoever started torch's process group."""
+    """Wait for gloo's threads before Python ends, after :func:`_stop`, whoever started torch's process group."""
     atexit.register(wait_for_gloo_threads)
 
 
@@ -174,9 +179,9 @@ def _stop(started: object) -> None:
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """``"gloo"``, ``"nccl"``, ...: what carries tensors on ``device`` within ``group``; ``""`` where nothing does.
+    """Return the backend that carries tensors on ``device`` within ``group`` (``"gloo"``, ``"nccl"``); ``""`` if none.
 
-    ``dist.get_backend`` says what a group was made with. Where that serves several kinds of devices it is
+    ``dist.get_backend`` returns what a group was made with. Where that serves several kinds of devices it is
     ``"cpu:gloo,cuda:nccl"``, which equals ``"nccl"`` on none of them.
     """
     try:
@@ -186,15 +191,15 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def keep_patience(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Let a group that others made wait as long as torch's process group does."""
+    """Give a group made by others the timeout of torch's process group."""
     if backend_of(group, device) in ("nccl", "gloo"):  # torch knows how for these
         set_patience(group, _patience(device))
 
 
 def device_group(parts: Sequence[Sequence[int]], device: torch.device) -> dist.ProcessGroup | None:
-    """Of these disjoint sets of ranks, the group of the one that this rank is in, for tensors on ``device``.
+    """Make a group of each of these disjoint sets of ranks, for tensors on ``device``; return the one of this rank.
 
-    Every rank of the run calls it, with the same sets.
+    Collective over the run, with the same sets on every rank.
     """
     _end_quietly()
     world = dist.group.WORLD
@@ -207,7 +212,7 @@ def device_group(parts: Sequence[Sequence[int]], device: torch.device) -> dist.P
 
 
 def host_group(parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
-    """The same over gloo, for what the host has to say."""
+    """Make a gloo group of each of these disjoint sets of ranks, for objects and small messages; return this rank's."""
     _end_quietly()
     world: Any = dist.group.WORLD
     # Where torch's process group is bound to a device, ranks outside of a new group wait in a split of its
@@ -229,8 +234,9 @@ def _one_by_one(parts: Sequence[Sequence[int]], backend: str, patience: timedelt
 
 
 class Groups:
-    """What was made out of torch's process group, kept: a group holds threads and sockets, and a process may build many
-    models in one layout.
+    """Cache of groups and meshes made from torch's process group.
+
+    A group holds threads and sockets, and a process may build many models in one layout.
     """
 
     def __init__(self) -> None:
@@ -238,20 +244,23 @@ class Groups:
         self.latest: Any = None  # mesh
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What ``make`` made for ``key``, made now if need be; the same calls in the same order on every rank."""
+        """Return the value that ``make`` returned for ``key``, calling it the first time.
+
+        Since making a group is collective, every rank makes the same calls in the same order.
+        """
         if key not in self.made:
             self.made[key] = make()
         return self.made[key]
 
 
-@lru_cache(maxsize=1)  # the latest process group's: those of one that was destroyed are of no use
+@lru_cache(maxsize=1)  # the latest process group's: groups of a destroyed one are of no use
 def made_out_of(world: dist.ProcessGroup | None) -> Groups:
-    """What is kept for as long as torch's process group is this one."""
+    """Return the cache of groups that lives as long as torch's process group is this one."""
     return Groups()
 
 
 def rounds(pairs: Sequence[Pair]) -> list[list[Pair]]:
-    """Pairs of ranks in groups of disjoint ones, few of them: of a chain, the even pairs and then the odd ones."""
+    """Partition pairs of ranks into few lists of disjoint ones: of a chain, the even pairs and then the odd ones."""
     made: list[list[Pair]] = []
     for pair in sorted(pairs):
         free = (found for found in made if not any(set(pair) & set(other) for other in found))
@@ -274,7 +283,7 @@ def _patience(device: torch.device) -> timedelta:
 
 
 def _splits(world: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether groups can be split off the world's communicator, which is connected already then."""
+    """Return whether groups can be split off the default group's communicator, which is connected already then."""
     if device.type == "cpu" or world.bound_device_id is None or dist.get_backend(world) != backend_of(world, device):
         return False
     return bool(getattr(backend_for(world, device), "supports_splitting", False)) and hasattr(dist, "split_group")

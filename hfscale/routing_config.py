@@ -1,4 +1,4 @@
-"""What the user asks of routing and balance: :class:`RoutingConfig`."""
+"""The user's choices for routing and balance: :class:`RoutingConfig`."""
 
 import math
 from dataclasses import dataclass, fields
@@ -7,7 +7,7 @@ from typing import Any
 from .errors import ConfigError, check_choice, check_number, check_switch, refuse_misspelt
 
 ROUTERS = ("model", "switch", "gshard", "noisy_topk")
-"""Who chooses experts: the model's own router, or one of the papers' on its logits."""
+"""Rules that choose experts: the model's own router, or one of the papers' on its logits."""
 
 SCORES = ("softmax", "sigmoid")
 
@@ -16,35 +16,35 @@ _OWN_CAPACITY = {"switch": 1.25, "gshard": 1.0}
 
 @dataclass(frozen=True)
 class RoutingConfig:
-    """Which expert a token goes to, and what keeps experts evenly busy.
+    """The router of mixtures of experts, and the losses that balance experts.
 
     Every default leaves the model as it is: ``RoutingConfig()`` only counts, for :func:`hfscale.expert_load`.
 
     The losses are added to ``model(**batch).loss`` and, in its gradients, to that of :func:`hfscale.train_step`, which
-    returns the mean over tokens alone; whatever ``config.output_router_logits`` says; they are left out where no
-    ``labels`` are given. They are defined per sequence, over tokens that the attention mask does not call padding, so
-    that value and gradient do not depend on how a step is divided - over data ranks, microbatches, tensor ranks,
-    stages. The host's
-    own auxiliary loss is another one per rank and microbatch, is added once for each of them, and takes all layers for
-    one: at balance it is ``k`` (experts per token), where this one is 1 per layer. A host's coefficient ``c`` for
-    ``L`` layers is about ``balance_loss=c * k / L``.
+    returns the mean over tokens alone, whatever ``config.output_router_logits`` says. Without ``labels`` they are left
+    out. They are defined per sequence, over tokens that the attention mask does not mark as padding, so that value and
+    gradient do not depend on how a step is divided over data ranks, microbatches, tensor ranks and stages.
+    Transformers' own auxiliary loss differs: it is added once per rank and microbatch, and takes all layers for one, so
+    that at balance it is ``k`` (experts per token), where this one is 1 per layer. A coefficient ``c`` there, for ``L``
+    layers, is about ``balance_loss=c * k / L``.
 
     Attributes:
         router: ``"model"``: the model's own. ``"switch"``: the best expert, with its probability (Fedus et al. 2021).
-            ``"gshard"``: the best two, the second by chance, twice its share (Lepikhin et al. 2020). ``"noisy_topk"``:
-            as many as the model's, the best after noise on the logits (Shazeer et al. 2017), whose size is given,
-            not learned: a checkpoint has no weights for it.
+            ``"gshard"``: the best two, the second at random with twice its score as probability (Lepikhin et al. 2020).
+            ``"noisy_topk"``: as many as the model's, the best after noise on the logits (Shazeer et al. 2017), whose
+            size is given, not learned: a checkpoint has no weights for it.
         capacity_factor: room for each sequence's tokens at an expert, in multiples of an even share, ``k * tokens /
-            experts``; what finds no room is dropped. ``None``: 1.25 for ``switch``, 1 for ``gshard``, no limit
+            experts``; tokens beyond it are dropped. ``None``: 1.25 for ``switch``, 1 for ``gshard``, no limit
             otherwise. ``math.inf`` is no limit.
         balance_loss: coefficient of the load-balancing loss (Fedus et al. 2021), in each sequence (DeepSeek-AI 2024,
             V3), summed over layers.
-        balance_scores: what makes probabilities of logits for it: ``"softmax"`` or ``"sigmoid"``, normalized; ``None``:
-            what the router's own code uses.
+        balance_scores: scores of that loss: ``"softmax"`` or ``"sigmoid"`` of the logits, normalized; ``None``: as in
+            the router's own code.
         z_loss: coefficient of the router z-loss (Zoph et al. 2022, ST-MoE), summed over layers.
         bias_update_rate: after every :func:`hfscale.train_step` in training, move each expert's
             ``e_score_correction_bias`` by this much towards balance (Wang et al. 2024).
-        noise_std: of ``noisy_topk``, on the logits; ``None``: ``1 / experts`` (Riquelme et al. 2021, V-MoE).
+        noise_std: standard deviation of the noise of ``noisy_topk``, on the logits; ``None``: ``1 / experts`` (Riquelme
+            et al. 2021, V-MoE).
         force_balanced: spread tokens round-robin, whatever the router says: for benchmarks.
 
     Raises:
@@ -99,10 +99,10 @@ class RoutingConfig:
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether it matters which token of which sequence a row is, and which are padding."""
+        """Whether routing depends on the sequence and position of a row, or on padding."""
         return self.needs_logits or self.capacity is not None or bool(self.bias_update_rate)
 
     @property
     def draws(self) -> bool:
-        """Whether routes are chosen at random in training."""
+        """Whether routes are random in training."""
         return self.router in ("gshard", "noisy_topk")

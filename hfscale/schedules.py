@@ -1,6 +1,9 @@
-"""Names of pipeline schedules, without torch, so that a command line can name them at once."""
+"""Names of choices, without torch, so that the CLI can list them at once."""
 
 from typing import Any
+
+CP_METHODS = ("auto", "gather", "heads", "ring", "heads_ring")
+"""How context ranks attend to each other's tokens."""
 
 SCHEDULES = (
     "gpipe",
@@ -14,16 +17,16 @@ SCHEDULES = (
     "pipedream_2bw",
 )
 ASYNCHRONOUS = ("pipedream", "pipedream_2bw")
-"""Schedules whose updates are delayed: a step does not wait for its own microbatches."""
+"""Schedules with delayed updates: a step does not wait for its own microbatches."""
 
 _SEVERAL_STAGES = ("interleaved1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev")
 
 
 def spelled(schedule: Any) -> Any:
-    """A schedule's name as it is written here, however it was: ``1F1B`` is ``1f1b``; anything else stays."""
+    """Return a schedule's name in lower case, ``1F1B`` as ``1f1b``; return anything else unchanged."""
     return schedule.lower() if isinstance(schedule, str) and schedule.lower() in SCHEDULES else schedule
 
 
 def default_virtual_stages(schedule: str) -> int:
-    """Stages per rank where the user named none: two for a schedule that is about several, else one."""
+    """Return the default number of stages per rank: two for a schedule that needs several, else one."""
     return 2 if schedule in _SEVERAL_STAGES else 1

@@ -1,7 +1,7 @@
-"""Where a model comes from: a checkpoint, a seed, or memory.
+"""Sources of a model: a checkpoint, a seed, or memory.
 
-A source is asked twice: for the whole model without memory, which is planned, and, once ranks have met, for this rank's
-part of it with its local sizes.
+A source first gives the full model on the meta device, which is planned, and, once the mesh is formed, this rank's
+shards of it with local sizes.
 """
 
 import copy
@@ -34,20 +34,20 @@ from .runtime.initialize import initialize_local_weights
 from .runtime.local_weights import LocalWeights
 from .runtime.writing import all_or_none, not_finite, warn_of_not_finite
 
-# What classes of the host raise when a field of a config is impossible.
+# Raised by transformers' classes if a field of a config is impossible.
 _SAMPLE = 64  # values of a parameter that ranks compare
 _WRONG_CONFIG = (ArithmeticError, AssertionError, AttributeError, ImportError, KeyError, RuntimeError, TypeError)
 
 
 class Outline:
-    """The model that a config describes, without memory; built once.
+    """The model that a config describes, on the meta device; built once.
 
     Args:
         config: of the stock model.
         auto_class: the Auto class, or model class, that builds it.
-        kwargs: more arguments of that.
-        quantization: what is to be quantized as it is loaded, or is stored so.
-        stored: whether it is stored so.
+        kwargs: further arguments of that class.
+        quantization: the quantization config, for loading or of the checkpoint.
+        stored: whether the checkpoint is quantized.
     """
 
     def __init__(
@@ -66,14 +66,14 @@ class Outline:
         """The stock model on the meta device.
 
         Raises:
-            ConfigError: there is none of this config.
+            ConfigError: the class builds none from this config.
         """
         is_auto = hasattr(self.auto_class, "from_config")
         with built_or_explained(self.auto_class, self.config, *_WRONG_CONFIG), torch.device("meta"):
             return from_config(self.auto_class, self.config, **model_arguments(self.kwargs, is_auto))
 
     def resized(self, tokens: int) -> tuple["Outline", frozenset[str]]:
-        """The same with that many tokens, and which parameters have a row for each."""
+        """Return the outline with ``tokens`` tokens, and the names of the parameters with a row for each token."""
         config, names = resize_vocabulary(
             lambda config: Outline(config, self.auto_class, self.kwargs).model, self.config, tokens
         )
@@ -82,10 +82,10 @@ class Outline:
     def plan(
         self, layout: ParallelConfig, memory: MemoryConfig | None = None, float8: Float8Config | None = None
     ) -> Plan:
-        """What becomes of it under ``layout``, what of it is computed again instead of kept, and what in 8 bits.
+        """Plan the model under ``layout``, with recomputation by ``memory`` and 8-bit products by ``float8``.
 
         Raises:
-            ConfigError: what is quantized would be multiplied in 8 bits.
+            ConfigError: weights are quantized and ``float8`` is given.
             PlanError: the layout does not fit it.
         """
         if float8 is not None and self.quantization is not None:
@@ -104,21 +104,21 @@ def plan_model(
     memory: MemoryConfig | None = None,
     float8: Float8Config | None = None,
 ) -> Plan:
-    """The plan of a stock model, whole and on any device; where a schedule is a file, stages are where that says."""
+    """Plan a full stock model on any device; stages are placed as the schedule's file says, if it is one."""
     planned = build_plan(model, layout, stage_places(layout), memory, float8)
     check_stages(planned)
     return planned
 
 
 class FromCheckpoint:
-    """A Hugging Face checkpoint, of which each rank reads its slices.
+    """A Hugging Face checkpoint; each rank reads its slices.
 
     Args:
         path: a directory or Hub id.
         outline: of its model.
-        kwargs: the host's arguments of ``from_pretrained``.
-        seed: for parameters that the checkpoint does not have.
-        resized: parameters that have another number of rows than the checkpoint's.
+        kwargs: arguments of transformers' ``from_pretrained``.
+        seed: seed of parameters that the checkpoint does not have.
+        resized: parameters whose number of rows differs from the checkpoint's.
     """
 
     def __init__(
@@ -129,11 +129,11 @@ class FromCheckpoint:
     def plan(
         self, layout: ParallelConfig, memory: MemoryConfig | None = None, float8: Float8Config | None = None
     ) -> Plan:
-        """What becomes of the model under ``layout``."""
+        """Plan the model under ``layout``."""
         return self._outline.plan(layout, memory, float8)
 
     def load(self, plan: Plan, mesh: Mesh) -> tuple[Any, LocalWeights]:
-        """The model on the meta device with this rank's sizes, and this rank's final shares of its weights."""
+        """Return the model on the meta device with local sizes, and this rank's final shards of its weights."""
         with all_or_none(mesh, f"{self._path} could not be loaded"):
             model, weights, missing = load_pretrained(
                 self._outline.auto_class, self._path, plan, mesh, self._kwargs, self._resized
@@ -147,7 +147,7 @@ class FromCheckpoint:
         return model, weights
 
     def template(self, model: Any) -> Any:
-        """The whole stock model on the meta device, to be changed: as the host has loaded ``model``."""
+        """Return a copy of the full stock model on the meta device, in the type in which ``model`` was loaded."""
         planned = self._outline
         if planned.model.dtype == model.dtype:
             return copy.deepcopy(planned.model)
@@ -169,11 +169,11 @@ class FromSeed:
     def plan(
         self, layout: ParallelConfig, memory: MemoryConfig | None = None, float8: Float8Config | None = None
     ) -> Plan:
-        """What becomes of the model under ``layout``."""
+        """Plan the model under ``layout``."""
         return self._outline.plan(layout, memory, float8)
 
     def load(self, plan: Plan, mesh: Mesh) -> tuple[Any, LocalWeights]:
-        """The model on the meta device with this rank's sizes, and this rank's shares of its weights."""
+        """Return the model on the meta device with local sizes, and this rank's shards of its weights."""
         model = copy.deepcopy(self._outline.model)
         leave_out(model, plan, mesh.ranks["pp"])
         cut_parameters(model, plan, mesh)
@@ -182,12 +182,12 @@ class FromSeed:
         return model, LocalWeights(tensors)
 
     def template(self, model: Any) -> Any:
-        """The whole stock model on the meta device, to be changed."""
+        """Return a copy of the full stock model on the meta device."""
         return copy.deepcopy(self._outline.model)
 
 
 class InMemory:
-    """A whole model in memory, the same on every rank; cut in place."""
+    """A full model in memory, the same on every rank; cut in place."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -195,11 +195,11 @@ class InMemory:
     def plan(
         self, layout: ParallelConfig, memory: MemoryConfig | None = None, float8: Float8Config | None = None
     ) -> Plan:
-        """What becomes of the model under ``layout``."""
+        """Plan the model under ``layout``."""
         return plan_model(self._model, layout, memory, float8)
 
     def load(self, plan: Plan, mesh: Mesh) -> tuple[Any, None]:
-        """The model with this rank's sizes and weights."""
+        """Return the model with this rank's sizes and weights."""
         model = self._model
         _refuse_different(model, mesh)
         modules = list(model.modules())
@@ -227,13 +227,13 @@ def _refuse_different(model: nn.Module, mesh: Mesh) -> None:
 
 
 def _give_up_memory(modules: Iterable[nn.Module], kept: nn.Module) -> None:
-    """Empty those of ``modules`` that are no longer in ``kept``: stand-ins still ask them for their attributes."""
+    """Free the tensors of modules that are no longer in ``kept``; placeholders still read their attributes."""
     staying = set(kept.modules())
     for module in modules:
         if module in staying:
             continue
         for name, parameter in own_parameters(module).items():
-            if parameter is not None:  # of a tied tensor, another module may keep the memory
+            if parameter is not None:  # not in place: another module may keep a tied tensor
                 own_parameters(module)[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
         for name, buffer in own_buffers(module).items():
             own_buffers(module)[name] = None if buffer is None else buffer.to("meta")

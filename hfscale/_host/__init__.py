@@ -1,4 +1,4 @@
-"""Private names of other libraries: one library per file, and nowhere else (ruff's SLF001 and TID251 hold it).
+"""Private names of other libraries, one library per file, and nowhere else (enforced by ruff's SLF001 and TID251).
 
-A file says which versions its names were read in and run with, and asks for what differs between them.
+A file says with which versions its names were read and run, and detects differences between them by feature.
 """

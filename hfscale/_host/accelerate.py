@@ -1,4 +1,4 @@
-"""Names of Accelerate that it does not promise to keep: the lists of what was prepared, and steps of a schedule.
+"""Private names of Accelerate: the lists of prepared objects, and the steps of a schedule.
 
 Read and run with Accelerate 1.15.
 """
@@ -18,10 +18,10 @@ _BATCHES = "batches_of_a_step"
 
 
 class BatchScheduler(AcceleratedScheduler):
-    """Step a schedule once for each distinct batch of an optimizer step, where Accelerate does for each process.
+    """A schedule that steps once per distinct batch of an optimizer step, where Accelerate's steps once per process.
 
     Args:
-        batches: says how many there are.
+        batches: returns the number of distinct batches.
         follows: whether it steps with its optimizers only.
     """
 
@@ -30,17 +30,17 @@ class BatchScheduler(AcceleratedScheduler):
         self._batches = batches
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """As Accelerate's; a schedule that ends (one cycle) may be asked once too often."""
+        """Step as Accelerate does; a finite schedule (one cycle) may be stepped once too often."""
         for _ in range(self._batches() if self.gradient_state.sync_gradients else 1):
             if self.scheduler._step_count <= getattr(self.scheduler, "total_steps", math.inf):
                 super().step(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """The schedule's, and in what its steps were counted."""
+        """Return the schedule's state, and the number of distinct batches by which its steps were counted."""
         return {**super().state_dict(), _BATCHES: self._batches()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on after as many optimizer steps, also where each has another number of distinct batches."""
+        """Continue after as many optimizer steps, even if the number of distinct batches has changed."""
         state, now = dict(state_dict), self._batches()
         then = state.pop(_BATCHES, 1)
         if then != now:
@@ -55,35 +55,35 @@ class BatchScheduler(AcceleratedScheduler):
 
 
 def is_prepared(what: Any) -> bool:
-    """Whether a data loader or a schedule has been prepared already."""
+    """Return whether a data loader or a schedule has been prepared already."""
     return bool(getattr(what, "_is_accelerate_prepared", False))
 
 
 def prepared_models(accelerator: Any) -> list[Any]:
-    """The models that were prepared; what is appended is one of them."""
+    """Return the accelerator's list of prepared models, which can be appended to."""
     return accelerator._models
 
 
 def prepared_optimizers(accelerator: Any) -> list[Any]:
-    """The optimizers that were prepared, in Accelerate's wrappers."""
+    """Return the prepared optimizers, in Accelerate's wrappers."""
     return accelerator._optimizers
 
 
 def prepared_schedulers(accelerator: Any) -> list[Any]:
-    """The schedules that were prepared; what is appended is one of them."""
+    """Return the accelerator's list of prepared schedules, which can be appended to."""
     return accelerator._schedulers
 
 
 def prepared_loaders(accelerator: Any) -> list[Any]:
-    """The data loaders that were prepared; what is appended is one of them."""
+    """Return the accelerator's list of prepared data loaders, which can be appended to."""
     return accelerator._dataloaders
 
 
 def one_run(accelerator: Any, directory: Any, orders: list[Any]) -> tuple[nn.Module, Any, dict[str, Any]]:
-    """Return what was prepared: one model, its optimizer if any, and whatever else has a state, by name.
+    """Return the prepared model, its optimizer if any, and all other prepared objects that have a state, by name.
 
     Args:
-        orders: of its loaders' epochs.
+        orders: the orders of its loaders' epochs.
     """
     if directory is None:
         raise ConfigError("say where: save_state(directory), load_state(directory)")
@@ -103,7 +103,7 @@ def one_run(accelerator: Any, directory: Any, orders: list[Any]) -> tuple[nn.Mod
 
 
 def stock_optimizer(optimizer: Any) -> Any:
-    """The torch optimizer that Accelerate, or whoever, has wrapped; ``None`` stays ``None``.
+    """Return the torch optimizer inside Accelerate's or other wrappers; ``None`` stays ``None``.
 
     Raises:
         ConfigError: it is no optimizer.

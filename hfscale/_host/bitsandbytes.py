@@ -1,6 +1,6 @@
-"""Names of bitsandbytes that it does not document: what its modules and parameters keep beside a quantized weight.
+"""Undocumented names of bitsandbytes: the attributes of its modules and parameters beside a quantized weight.
 
-Read and run with bitsandbytes 0.50. Nothing here imports it before it is asked for: most runs quantize nothing.
+Read and run with bitsandbytes 0.50. Imported on first use only: most runs quantize nothing.
 """
 
 import logging
@@ -20,13 +20,13 @@ def _is_no_recommendation(record: logging.LogRecord) -> bool:
     return "`pip install kernels`" not in str(record.msg)
 
 
-# Whoever imports it - PEFT does, and transformers for its Trainer - is recommended a package that it can do without,
-# where a processor has AVX-512 for bfloat16: in every process of a run, most of which quantize nothing.
+# On import - by PEFT, and by transformers for its Trainer - it recommends an optional package on processors that have
+# AVX-512 for bfloat16: in every process of a run, most of which quantize nothing.
 logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_no_recommendation)
 
 
 def functional() -> Any:
-    """Its functions on tensors."""
+    """Return the module with its functions on tensors."""
     import bitsandbytes.functional
 
     return bitsandbytes.functional
@@ -34,8 +34,9 @@ def functional() -> Any:
 
 @cache
 def misreads_rows(width: int) -> bool:
-    """Whether its kernel for this processor takes wrong scales for 4-bit matrices with rows of ``width`` values: that
-    of 0.50.2 does for many that are no whole blocks of 64, the kernels of GPUs do not.
+    """Return whether its kernel for this processor takes wrong scales for 4-bit matrices with rows of ``width`` values.
+
+    The kernel of 0.50.2 does for many widths that are no multiple of 64; the kernels for GPUs do not.
     """
     matrix = torch.linspace(-1, 1, 64 * width).pow(3).view(64, width)
     packed, state = functional().quantize_4bit(matrix, blocksize=64, quant_type="nf4")
@@ -45,72 +46,74 @@ def misreads_rows(width: int) -> bool:
 
 
 def optimizers() -> Any:
-    """Its optimizers."""
+    """Return the module with its optimizers."""
     import bitsandbytes.optim
 
     return bitsandbytes.optim
 
 
 def is_stock_parameter(parameter: Any) -> bool:
-    """Whether it is of one of bitsandbytes' own classes of parameters, which know their scales."""
+    """Return whether the parameter is of one of bitsandbytes' own classes, which know their scales."""
     return type(parameter).__name__ in _PARAMETERS
 
 
 def is_in_4_bits(parameter: Any) -> bool:
-    """Whether it is of bitsandbytes' class for 4 bits."""
+    """Return whether the parameter is of bitsandbytes' class for 4 bits."""
     return type(parameter).__name__ == _PARAMETERS[0]
 
 
 def is_quantized_already(parameter: Tensor) -> bool:
-    """Whether a parameter of those classes holds a quantized weight, and no more the one it is made of."""
+    """Return whether a parameter of those classes holds a quantized weight, not the original one."""
     return not parameter.is_floating_point() or getattr(parameter, "bnb_quantized", False)
 
 
 def keep_layout(module: Any) -> None:
-    """Let a projection keep its weight as it is: some processors have a layout for evaluation, made in its place."""
+    """Let a projection keep its weight's layout; on some processors it would replace it for evaluation."""
     module.support_avx512bf16_for_cpu = False
 
 
 def has_layouts(module: nn.Module) -> bool:
-    """Whether :func:`keep_layout` says something to ``module``."""
+    """Return whether :func:`keep_layout` applies to ``module``."""
     return hasattr(module, "support_avx512bf16_for_cpu")
 
 
 def set_state(module: Any, parameter: Any, state: Any) -> None:
-    """Let ``parameter``, packed bytes in ``module``, be quantized by ``state``, whose scales are plain."""
+    """Set ``state``, whose scales are not quantized, as quantization state of ``parameter``, packed bytes in
+    ``module``.
+    """
     parameter.quant_state = module.quant_state = state
     parameter.bnb_quantized, parameter.compress_statistics = True, False
 
 
 def drop_state(module: Any) -> None:
-    """Let a projection in 4 bits forget how its weight is quantized."""
+    """Remove the quantization state of a 4-bit projection."""
     module.quant_state = None
 
 
 def scales_of_rows(parameter: Any) -> Tensor:
-    """The scales of an 8-bit parameter that has just been quantized."""
+    """Return the scales of an 8-bit parameter that has just been quantized."""
     scales: Tensor = parameter.SCB
     return scales
 
 
 def dequantized_from_4_bits(parameter: Any) -> Tensor:
-    """A parameter of bitsandbytes' own class in the type it was quantized from."""
+    """Return a parameter of bitsandbytes' own class, dequantized to its original type."""
     found: Tensor = functional().dequantize_4bit(parameter.data, parameter.quant_state)
     return found
 
 
 def dequantized_from_8_bits(module: Any, parameter: Any) -> Tensor:
-    """The same of one in 8 bits, in ``module``, to which it gives its scales in the first pass."""
+    """Return an 8-bit parameter of ``module`` dequantized; its scales move to the module in the first forward pass."""
     scales = parameter.SCB if parameter.SCB is not None else module.state.SCB
     found: Tensor = functional().int8_vectorwise_dequant(parameter.data, scales)
     return found
 
 
 def product_in_8_bits(module: Any, x: Tensor, rows: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    """``x @ rows.T + bias`` as ``module``, a projection in 8 bits, computes it, with ``rows`` for its weight."""
+    """Compute ``x @ rows.T + bias`` as ``module``, an 8-bit projection, does, with ``rows`` for its weight."""
     import bitsandbytes
 
-    bnb: Any = bitsandbytes  # whose types say little
+    bnb: Any = bitsandbytes  # hardly typed
     state = bnb.MatmulLtState()
     state.threshold, state.has_fp16_weights = module.state.threshold, False
     state.use_pool, state.is_training = module.state.use_pool, module.training
@@ -120,7 +123,7 @@ def product_in_8_bits(module: Any, x: Tensor, rows: Tensor, scales: Tensor, bias
 
 
 def tensors_beside_weight(module: nn.Module) -> Iterator[Any]:
-    """What ``module`` and its weight keep to read the weight by; ``None`` for what is not there."""
+    """Yield the tensors by which ``module`` reads its quantized weight; ``None`` for absent ones."""
     parameter = own_parameters(module).get("weight")
     yield getattr(parameter, "SCB", None)
     yield from (getattr(getattr(module, "state", None), name, None) for name in ("CB", "SCB"))

@@ -1,10 +1,10 @@
-"""Processes that daemons start, which Python does not allow."""
+"""Let daemon processes start processes, which Python does not allow."""
 
 import multiprocessing
 from typing import Any
 
 
 def may_have_children() -> None:
-    """Let this process start others (loaders' workers), though it ends with the one that started it."""
+    """Let this daemon process start others (loaders' workers)."""
     process: Any = multiprocessing.current_process()
     process._config["daemon"] = False

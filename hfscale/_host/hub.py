@@ -1,4 +1,4 @@
-"""The Hub of Hugging Face, as its client reaches it."""
+"""Connections to the Hugging Face Hub."""
 
 import socket
 from urllib.parse import urlsplit
@@ -10,7 +10,7 @@ _SECONDS = 3.0
 
 
 def hub_is_away() -> bool:
-    """Return whether no connection to the Hub can be made: its client would try for half a minute to find out."""
+    """Return whether the Hub cannot be reached; its client would try for half a minute to find out."""
     place = urlsplit(constants.ENDPOINT)
     if constants.HF_HUB_OFFLINE or getproxies():  # its client knows, or a proxy does
         return False

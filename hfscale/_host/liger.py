@@ -1,6 +1,6 @@
-"""Names of Liger Kernel that it does not document: what gives a model's modules its kernels (Hsu et al. 2024).
+"""Undocumented names of Liger Kernel: its patching of a model's modules (Hsu et al. 2024).
 
-Read and run with Liger 0.8.5. Nothing here imports it before it is asked for: it brings Triton.
+Read and run with Liger 0.8.5. Imported on first use only: it imports Triton.
 """
 
 import inspect
@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
-"""Its switches that are about the loss."""
+"""Its switches for the loss."""
 
 
 def is_installed() -> bool:
-    """Whether it can be imported."""
+    """Return whether Liger can be imported."""
     return find_spec("liger_kernel") is not None
 
 
 def switches_of(model_type: str) -> list[str] | None:
-    """Its switches of a family's kernels, those of the loss too; ``None`` where it has no kernels for the family."""
+    """Return Liger's switches for a family, including the loss's; ``None`` if it has no kernels for the family."""
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
     function = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type)
@@ -33,18 +33,18 @@ def switches_of(model_type: str) -> list[str] | None:
 
 
 def computes_in(dtype: torch.dtype) -> bool:
-    """Whether its kernels have backward passes in this type."""
+    """Return whether Liger's kernels have backward passes in this type."""
     from liger_kernel.ops.utils import torch_to_triton_dtype
 
     return dtype in torch_to_triton_dtype
 
 
 def give_kernels(model: nn.Module, switches: Mapping[str, bool]) -> None:
-    """Let the modules of ``model`` compute with its kernels, and no other model's; the loss stays as it is.
+    """Let the modules of ``model`` alone compute with Liger's kernels; the loss stays as it is.
 
-    Its own function says which modules those are. It also puts its classes and its rotary embedding in the place of
-    names in the host's files, for every model of the family: these are put back, and what the files' code does with the
-    embedding is done by the modules of this model.
+    Liger's own function chooses the modules. It also replaces classes and the rotary embedding in transformers' files,
+    for every model of the family: those names are restored, and this model's modules get forward methods that use the
+    replaced embedding.
     """
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
@@ -62,24 +62,23 @@ def give_kernels(model: nn.Module, switches: Mapping[str, bool]) -> None:
 
 
 def activation_of(module: nn.Module) -> str | None:
-    """Which function the kernel that ``module`` was given applies to its gate; ``None``: it has no gate."""
+    """Return the activation that the module's Liger kernel applies to its gate; ``None`` if it has no gate."""
     name = module._get_name() if "_get_name" in vars(module) else ""
     return "silu" if "SwiGLU" in name or "Top2MLP" in name else "gelu_pytorch_tanh" if "GEGLU" in name else None
 
 
 def keep_gradients(module: nn.Module) -> None:
-    """Have a norm with its kernel leave the gradient of its output as it is, instead of writing its input's there."""
+    """Stop a Liger norm from overwriting the gradient of its output with that of its input."""
     if vars(module).get("in_place"):
         module.in_place = False  # type: ignore[assignment]
 
 
 @contextmanager
 def _names_of_files() -> Iterator[dict[int, dict[str, Any]]]:
-    """Within, names in the host's files and in torch's, and of activations, may be replaced; afterwards they are what
-    they were.
+    """Restore names in transformers' and torch's files, and activations, replaced inside the ``with`` block.
 
     Yields:
-        by the ``id`` of a file's globals: what names had been replaced by, once it is over.
+        by the ``id`` of a file's globals, the replacing values by name; filled at the end of the block.
     """
     files: list[ModuleType] = [nn, nn.functional]
     files += [file for name, file in list(sys.modules.items()) if ".modeling_" in name]
@@ -96,7 +95,7 @@ def _names_of_files() -> Iterator[dict[int, dict[str, Any]]]:
 
 
 def _with_globals(function: FunctionType, names: Mapping[str, Any]) -> FunctionType:
-    """The same code, for which these global names mean something else."""
+    """Return a copy of a function with other values for some global names."""
     globals_ = {**function.__globals__, **names}
     made = FunctionType(function.__code__, globals_, function.__name__, function.__defaults__, function.__closure__)
     made.__kwdefaults__, made.__annotations__ = function.__kwdefaults__, function.__annotations__
@@ -105,7 +104,7 @@ def _with_globals(function: FunctionType, names: Mapping[str, Any]) -> FunctionT
 
 
 def applies(function: Any, name: str) -> bool:
-    """Whether ``function`` is the activation that :func:`activation_of` calls ``name``."""
+    """Return whether ``function`` is the activation that :func:`activation_of` calls ``name``."""
     x = torch.linspace(-4, 4, 9)
     wanted: Tensor = nn.functional.silu(x) if name == "silu" else nn.functional.gelu(x, approximate="tanh")
     return bool(torch.allclose(function(x), wanted, atol=1e-6))

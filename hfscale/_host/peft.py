@@ -1,6 +1,6 @@
-"""Names of PEFT that it does not promise to keep: how its wrappers hold what they wrap and what they add.
+"""Private names of PEFT: how its wrappers hold wrapped modules and adapters' parameters.
 
-Read and run with PEFT 0.21. Nothing here imports it before it is asked for: most runs have no adapters.
+Read and run with PEFT 0.21. Imported on first use only: most runs have no adapters.
 """
 
 import sys
@@ -14,28 +14,28 @@ from torch import Tensor, nn
 from .torch import own_modules
 
 BASE = "base_layer"
-"""Under what name a wrapper that adds to a module holds it."""
+"""A wrapper's attribute with the module to whose output it adds."""
 
 ORIGINAL = "original_module"
-"""Under what name a wrapper that computes with a copy of a module holds the module, which nothing calls."""
+"""A wrapper's attribute with the original, uncalled module, if it computes with a trained copy."""
 
 WRAPPED = (BASE, ORIGINAL)
-"""Under what names wrappers hold what they wrap."""
+"""Wrappers' attributes with the wrapped module."""
 
 COPY = "modules_to_save"
-"""Under what name a wrapper holds trained copies of a module."""
+"""A wrapper's attribute with trained copies of a module."""
 
 LORA_A, LORA_B = "lora_A", "lora_B"
-"""Under what names a wrapper holds the factors of LoRA."""
+"""A wrapper's attributes with the factors of LoRA."""
 
 LORA_EMBEDDING_A = "lora_embedding_A"
-"""The same for the first factor of an embedding."""
+"""An embedding wrapper's attribute with the first factor of LoRA."""
 
 DORA_MAGNITUDES = "lora_magnitude_vector"
-"""Under what name a wrapper holds DoRA's modules (Liu et al. 2024)."""
+"""A wrapper's attribute with DoRA's modules (Liu et al. 2024)."""
 
 IA3_SCALES = "ia3_l"
-"""Under what name a wrapper holds what IA3 (Liu et al. 2022) scales by: ``[out, 1]`` or ``[1, in]``."""
+"""A wrapper's attribute with the scales of IA3 (Liu et al. 2022): ``[out, 1]`` or ``[1, in]``."""
 
 ADAPTER_DIMS: dict[str, tuple[int | None, int | None]] = {
     LORA_A: (1, None),
@@ -48,26 +48,26 @@ ADAPTER_DIMS: dict[str, tuple[int | None, int | None]] = {
     "hada_w2_a": (None, 0),
     "hada_w2_b": (1, None),
 }
-"""Where a wrapper holds a parameter -> the dims of it that run along the module's input and along its output."""
+"""A wrapper's attribute -> the dims of its parameters along the module's input and along its output."""
 
 NEW_WEIGHTS = (".lora_", ".ia3_", ".hada_", f".{COPY}.")
-"""What the names of parameters that PEFT adds have in them."""
+"""Substrings of the names of parameters that PEFT adds."""
 
 
 def wrapped(module: nn.Module) -> nn.Module | None:
-    """What ``module`` is a wrapper around, if it is one."""
+    """Return the module inside of a wrapper; ``None`` if ``module`` is no wrapper."""
     held = own_modules(module)
     return next((held[name] for name in WRAPPED if held.get(name) is not None), None)
 
 
 def trained_copies(wrapper: nn.Module) -> list[nn.Module]:
-    """The copies of what ``wrapper`` is around, one of which computes in its place."""
+    """Return the trained copies of the module inside of ``wrapper``, one of which computes in its place."""
     copies = own_modules(wrapper).get(COPY)
     return [] if copies is None else list(copies.children())
 
 
 def is_wrapper(module: nn.Module | None) -> bool:
-    """Whether PEFT's classes say that ``module`` is one of their wrappers."""
+    """Return whether ``module`` is of one of PEFT's wrapper classes."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
@@ -75,7 +75,7 @@ def is_wrapper(module: nn.Module | None) -> bool:
 
 
 def wrapped_by_peft(model: nn.Module) -> bool:
-    """Whether PEFT's own functions have put adapters into a model, or around it."""
+    """Return whether PEFT's own functions have put adapters into a model, or around it."""
     if "peft" not in sys.modules:
         return False
     from peft import PeftModel
@@ -84,31 +84,31 @@ def wrapped_by_peft(model: nn.Module) -> bool:
 
 
 def wrapped_model(model: nn.Module, config: Any, name: str) -> Any:
-    """PEFT's model around ``model``, whose modules are wrapped in place; factors have no memory, and draw nothing."""
+    """Return PEFT's model around ``model``, wrapping modules in place; factors stay on the meta device, undrawn."""
     import peft
 
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
-        # PEFT 0.21 asks by a name that transformers 5.23 has deprecated.
+        # PEFT 0.21 uses a name that transformers 5.23 has deprecated.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         return peft.get_peft_model(model, config, adapter_name=name, low_cpu_mem_usage=True)  # type: ignore[arg-type]
 
 
 def no_targets() -> str:
-    """What a config says in the place of targets where there are none."""
+    """Return the value of a config's targets that stands for none."""
     from peft.utils.constants import DUMMY_TARGET_MODULES
 
     return str(DUMMY_TARGET_MODULES)
 
 
 def is_feedforward(config: Any, name: str) -> bool:
-    """Whether IA3 scales the input of that module, and not its output."""
+    """Return whether IA3 scales the input of that module, instead of its output."""
     from peft.tuners.ia3 import IA3Model
 
     return bool(IA3Model._check_target_module_feedforward(config, name))
 
 
 def stored_weights(path: str, **hub: Any) -> dict[str, Tensor]:
-    """The tensors of a saved adapter, in the memory of the CPU.
+    """Load the tensors of a saved adapter onto the CPU.
 
     Raises:
         ValueError: there is none.
@@ -119,9 +119,9 @@ def stored_weights(path: str, **hub: Any) -> dict[str, Tensor]:
 
 
 def ask_before_state_dicts(ask: Callable[[Any], None]) -> None:
-    """From now on ``get_peft_model_state_dict`` asks about the model that it is given; ``ask`` may raise.
+    """Call ``ask``, which may raise, with the model in every later ``get_peft_model_state_dict``.
 
-    However a script has imported it: it looks up this name, to which it gives the model, when it runs.
+    This works however a script has imported that function, since it looks up the replaced name when it runs.
     """
     from peft.utils import save_and_load
 
@@ -138,29 +138,27 @@ def ask_before_state_dicts(ask: Callable[[Any], None]) -> None:
 
 
 def adds_to_lookup(embedding: nn.Module) -> bool:
-    """Whether ``embedding`` is a wrapper that looks up its first factor."""
+    """Return whether ``embedding`` is a wrapper that looks up its first factor."""
     return hasattr(embedding, "_embed")
 
 
 def look_up_by(embedding: nn.Module, look_up: Callable[..., Tensor]) -> None:
-    """Let such a wrapper look up rows of its first factor by that function."""
+    """Let such a wrapper look up rows of its first factor by ``look_up``."""
     embedding._embed = look_up  # type: ignore[assignment]
 
 
 def adapted_parameter(wrapper: nn.Module) -> str | None:
-    """The parameter of a module of experts that ``wrapper`` adds to; ``None`` for one around a whole module."""
+    """Return the parameter of a module of experts that ``wrapper`` adds to; ``None`` if it wraps a full module."""
     return getattr(wrapper, "parameter_name", None)
 
 
 def experts_adapted(wrapper: nn.Module) -> int:
-    """For how many experts such a wrapper has factors."""
+    """Return the number of experts that such a wrapper has factors for."""
     return int(getattr(wrapper, "num_experts", 0)) if hasattr(wrapper, "parameter_name") else 0
 
 
 def terms_of_experts(experts: Any) -> Iterator[tuple[str, Tensor, Tensor, int, float]]:
-    """What active adapters add to parameters of ``experts``: the parameter, ``A``, ``B`` as PEFT holds them, of how
-    many experts, and the scale.
-    """
+    """Yield the terms of active adapters on ``experts``: parameter, ``A``, ``B``, number of experts, scale."""
     while hasattr(experts, "parameter_name"):  # one wrapper for each parameter, around one another
         active = [] if experts.disable_adapters else experts.active_adapters
         for adapter in (name for name in active if name in experts.lora_A):
@@ -170,17 +168,17 @@ def terms_of_experts(experts: Any) -> Iterator[tuple[str, Tensor, Tensor, int, f
 
 
 def dora_modules(wrapper: nn.Module) -> list[nn.Module]:
-    """DoRA's modules in a wrapper."""
+    """Return DoRA's modules in a wrapper."""
     return list(getattr(wrapper, DORA_MAGNITUDES, nn.ModuleDict()).values())
 
 
 def first_factors(wrapper: nn.Module) -> list[nn.Module]:
-    """What of a wrapper's low-rank adapters reads the wrapper's input."""
+    """Return the first factors of a wrapper's low-rank adapters, which read its input."""
     return list(getattr(wrapper, LORA_A, nn.ModuleDict()).values())
 
 
 def note_casts(wrapper: Any, note: Callable[[Tensor, Tensor], None]) -> None:
-    """Have ``note`` told the input of a wrapper and the copy of it in another type that its adapters read, if any."""
+    """Call ``note`` with a wrapper's input and the cast copy of it that its adapters read, if they do."""
     stock = wrapper._cast_input_dtype
 
     def cast(x: Any, dtype: Any) -> Any:
@@ -193,5 +191,5 @@ def note_casts(wrapper: Any, note: Callable[[Tensor, Tensor], None]) -> None:
 
 
 def dropouts(wrapper: nn.Module) -> list[nn.Module]:
-    """What a wrapper has in front of its adapters."""
+    """Return the dropouts in front of a wrapper's adapters."""
     return list(getattr(wrapper, "lora_dropout", nn.ModuleDict()).values())

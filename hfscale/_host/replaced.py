@@ -1,4 +1,4 @@
-"""Names that are something else for a while."""
+"""Replace attributes temporarily."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from typing import Any
 
 @contextmanager
 def attribute_replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Within: ``owner.name`` is ``value``; afterwards what it was, if it was its own and not its class's."""
+    """Set ``owner.name`` to ``value`` inside the ``with`` block; then restore it, or delete it if it was inherited."""
     was_own, before = name in vars(owner), vars(owner).get(name)
     setattr(owner, name, value)
     try:

@@ -1,4 +1,4 @@
-"""Torch's attention kernels that give the logarithm of the sum of exponentials; read and run with torch 2.11 to 2.13.
+"""Torch's attention kernels that return the log-sum-exp (``lse``); read and run with torch 2.11 to 2.13.
 
 Shapes: queries ``[b, h, rows, d]``, keys and values ``[b, h, columns, d]``; ``lse`` ``[b, h, rows]``.
 """
@@ -14,7 +14,7 @@ _aten: Any = torch.ops.aten
 def flash_on_cpu(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Output and lse; keys and values may have fewer heads."""
+    """Return output and lse; keys and values may have fewer heads."""
     found: tuple[Tensor, Tensor] = _aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, causal, attn_mask=bias, scale=scale
     )
@@ -32,7 +32,7 @@ def flash_on_cpu_backward(
     bias: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v."""
+    """Return the gradients of q, k, v."""
     found: tuple[Tensor, Tensor, Tensor] = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale
     )
@@ -40,20 +40,20 @@ def flash_on_cpu_backward(
 
 
 def flash_takes(head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> bool:
-    """Whether :func:`flash_on_cuda` and its backward pass compute heads of that width on a GPU of that capability.
+    """Return whether :func:`flash_on_cuda` and its backward support heads of that width on a GPU of that capability.
 
-    The operators check it in their kernels only (``flash_api.cpp``; what is asked here is what torch's own choice of a
-    kernel asks, ``sdp_utils.cpp``): their meta functions take any width. Widths between two multiples of 8 are padded
-    by whoever calls them.
+    The operators check it in their kernels only (``flash_api.cpp``), and their meta functions take any width; the
+    conditions here are those of torch's own choice of a kernel (``sdp_utils.cpp``). Callers pad widths between two
+    multiples of 8.
     """
     if dtype not in (torch.float16, torch.bfloat16) or capability < (8, 0) or head_dim % 8:
         return False
-    few_registers = capability in ((8, 6), (8, 9)) or capability >= (12, 0)  # gaming and workstation chips
+    few_registers = capability in ((8, 6), (8, 9)) or capability >= (12, 0)  # consumer and workstation GPUs
     return head_dim <= (192 if few_registers else 256)
 
 
 def flash_on_cuda(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Output and lse, in 16 bits."""
+    """Return output and lse, in 16 bits."""
     out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
     return out, lse
 
@@ -61,8 +61,8 @@ def flash_on_cuda(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -
 def flash_on_cuda_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v."""
-    off = torch.zeros((), dtype=torch.int64, device=q.device)  # the state of a dropout that drops nothing
+    """Return the gradients of q, k, v."""
+    off = torch.zeros((), dtype=torch.int64, device=q.device)  # RNG state of a dropout with p=0
     found: tuple[Tensor, Tensor, Tensor] = _aten._scaled_dot_product_flash_attention_backward(
         grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, off, off, scale=scale
     )

@@ -1,7 +1,7 @@
-"""Autocast on the meta device, where torch has none: its lists of operators, by the names of functions.
+"""Autocast on the meta device, where torch has none, by its lists of operators.
 
-The lists are those of torch's documentation (Autocast Op Reference), of what language models call. On CPUs and GPUs
-products are narrowed; on GPUs, and not on CPUs, powers, sums and norms are widened besides.
+The lists are those of torch's documentation (Autocast Op Reference), reduced to the operators of language models. On
+CPUs and GPUs matrix products are cast to 16 bits; on GPUs alone, powers, sums and norms are also cast to 32 bits.
 """
 
 from collections.abc import Iterator
@@ -30,12 +30,12 @@ _CAST = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class _Casts(TorchFunctionMode):
-    """Casts what functions of the lists are given; weights once, as autocast keeps its copies until its end.
+    """A mode that casts the arguments of listed functions; weights once, as autocast keeps its copies until its end.
 
     Args:
-        dtype: that products are computed in.
-        widens: whether functions of the second list are given 32 bits.
-        copies: the memory of copies of weights is added here, by its key.
+        dtype: type of matrix products.
+        widens: whether functions of the second list get 32 bits.
+        copies: storages of copies of weights are added here, by their key.
     """
 
     def __init__(self, dtype: torch.dtype, widens: bool, copies: dict[int, StorageWeakRef]) -> None:
@@ -50,7 +50,7 @@ class _Casts(TorchFunctionMode):
         elif self._widens and name in _WIDENED:
             given = tree_map(_widened, given)
         found = func(*given[0], **given[1])
-        if name == "to" and _is_weight(args[0]) and found is not args[0]:  # by code that asks what autocast casts to
+        if name == "to" and _is_weight(args[0]) and found is not args[0]:  # code that casts to autocast's dtype itself
             self._note(found)
         return found
 
@@ -72,7 +72,7 @@ class _Casts(TorchFunctionMode):
 
 
 def _is_weight(tensor: Tensor) -> bool:
-    """Or a view of one."""
+    """Return whether a tensor is a trained weight, or a view of one."""
     base = base_of(tensor)
     weight = tensor if base is None else base
     return weight.is_leaf and weight.requires_grad
@@ -84,10 +84,10 @@ def _widened(tensor: Any) -> Any:
 
 @contextmanager
 def autocast_on_meta(like: str) -> Iterator[dict[int, StorageWeakRef]]:
-    """Within: autocast of the meta device does what that of ``like`` does, ``"cpu"`` or ``"cuda"``.
+    """Let autocast on the meta device act as on ``like``, ``"cpu"`` or ``"cuda"``, inside the ``with`` block.
 
     Yields:
-        the memory of its copies of weights so far, by its key, which no other has while this is there.
+        the storages of its copies of weights so far, by key; keys stay unique as long as this dict lives.
     """
     autocast, enabled, chosen = torch.autocast, torch.is_autocast_enabled, torch.get_autocast_dtype
     active: list[torch.dtype] = []

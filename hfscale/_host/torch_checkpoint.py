@@ -1,8 +1,9 @@
-"""Results of chosen operators, kept while what is around them is computed again (torch's selective checkpointing).
+"""Torch's selective checkpointing: keep the results of chosen operators while the rest is recomputed.
 
-Torch's two modes count every operator, and expect a recomputation to call each as often as the first pass did. Data
-ranks need not: weights of experts that replicas share are gathered inside of a layer, if they are not whole already,
-so that a recomputation may gather where the first pass did not. Here the modes see the chosen operators alone.
+Torch's two modes count every operator, and expect a recomputation to call each as often as the first pass did. With
+data ranks that does not hold: experts' weights that replicas share are gathered inside of a layer unless they are
+gathered already, so that a recomputation may gather where the first pass did not. Here the modes see only the chosen
+operators.
 """
 
 from collections.abc import Collection
@@ -13,13 +14,13 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 
 def kept_results(operators: Collection[Any]) -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """Contexts for the first pass, which keeps what ``operators`` return, and for the recomputation, which takes it."""
+    """Return the modes for the first pass, which keeps the results of ``operators``, and for the recomputation."""
     first, again = create_selective_checkpoint_contexts(list(operators))
     return _Of(operators, first), _Of(operators, again)
 
 
 class _Of(TorchDispatchMode):
-    """Within: ``mode`` is asked about ``operators``, and others run as they are."""
+    """A mode that passes ``operators`` to ``mode``, and runs all others as they are."""
 
     def __init__(self, operators: Collection[Any], mode: TorchDispatchMode) -> None:
         super().__init__()
@@ -27,16 +28,16 @@ class _Of(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """As torch's own: what a compiled block runs is its own affair."""
+        """Ignore operators inside of compiled blocks, as torch's own modes do."""
         return True
 
     def __enter__(self) -> Any:
-        with self._mode:  # which begins to count anew
+        with self._mode:  # resets its counts
             pass
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """One operator."""
+        """Pass one operator to the mode, or run it."""
         if func in self._operators:
             return self._mode.__torch_dispatch__(func, types, args, kwargs)
         return func(*args, **(kwargs or {}))

@@ -1,6 +1,6 @@
-"""What is an accelerator, and torch's module for it: streams, events, generators and memory, as ``torch.cuda`` has.
+"""The accelerator, and torch's module for its streams, events, generators and memory, as ``torch.cuda``.
 
-The one place that says which accelerators are used: CUDA's, which ROCm's builds of torch also go by.
+The only file that names the accelerator: CUDA, whose name ROCm's builds of torch also use.
 """
 
 from contextlib import AbstractContextManager
@@ -18,17 +18,17 @@ def accelerators() -> Any:
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether tensors on ``device`` are computed by another processor, in streams, while the host goes on."""
+    """Return whether tensors on ``device`` are computed asynchronously, in streams of another processor."""
     return device.type not in ("cpu", "meta")
 
 
 def device_module(device: torch.device) -> Any:
-    """Return the module of torch for ``device``: ``torch.cuda`` for a GPU."""
+    """Return torch's module for ``device``: ``torch.cuda`` for a GPU."""
     return torch.get_device_module(device)
 
 
 def keep_for_stream(tensor: Tensor, stream: Any = None) -> None:
-    """Keep the memory of ``tensor``, made on another stream, until what ``stream`` does with it has ended.
+    """Keep the memory of ``tensor``, made on another stream, until the work queued on ``stream`` has ended.
 
     Args:
         stream: by default the current one.
@@ -44,7 +44,7 @@ def capability_of(device: torch.device) -> tuple[int, int]:
 
 
 def fork_random_state(device: torch.device) -> AbstractContextManager[Any]:
-    """Within: the random states of the host and of ``device`` may change; on leaving they are what they were."""
+    """Restore the RNG states of the CPU and of ``device`` at the end of the ``with`` block."""
     if is_accelerator(device):
         return torch.random.fork_rng(devices=[device], device_type=device.type)
     return torch.random.fork_rng(devices=[])

@@ -1,7 +1,7 @@
-"""Private names of torch's fake process group, and what lets FSDP2 run on the meta device.
+"""Torch's fake process group, and patches that let FSDP2 run on the meta device.
 
-Read and run with torch 2.13. FSDP2 asks a device for streams and events by the module of its name (``torch.cuda``),
-which the meta device has not, and refuses weights there as not loaded yet.
+Read and run with torch 2.13. FSDP2 gets streams and events from the device's module (``torch.cuda``), which the meta
+device lacks, and refuses meta weights as not loaded yet.
 """
 
 import importlib
@@ -23,7 +23,7 @@ _BACKEND = "cpu:fake,meta:fake"
 
 
 class _Event:
-    """Of a device on which all is done at once."""
+    """An event of a device without asynchronous work."""
 
     def record(self, stream: Any = None) -> "_Event":
         return self
@@ -48,7 +48,7 @@ class _Stream:
 
 
 class _Device:
-    """What ``torch.cuda`` is to a GPU, as far as FSDP2 and meshes ask."""
+    """A stand-in for ``torch.cuda``, as far as FSDP2 and meshes use it."""
 
     Stream, Event = _Stream, _Event
 
@@ -67,7 +67,7 @@ class _Device:
 
 @contextmanager
 def fake_process_group(world: int, rank: int) -> Iterator[None]:
-    """Within: this process is one of ``world`` ranks that nobody started; collectives return at once."""
+    """Make this process one of ``world`` fake ranks, whose collectives return at once, inside the ``with`` block."""
     new_group = dist.new_group
 
     def fake_group(ranks: Any = None, backend: Any = None, **options: Any) -> Any:
@@ -83,7 +83,7 @@ def fake_process_group(world: int, rank: int) -> Iterator[None]:
 
 
 def _named(group: Any) -> Any:
-    """The group, with a backend that it takes for its own: of one by devices it warns that it has none."""
+    """Return the group with a default backend; a group with backends by device warns that it has none."""
     if isinstance(group, dist.ProcessGroup):
         group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
     return group
@@ -91,7 +91,7 @@ def _named(group: Any) -> Any:
 
 @contextmanager
 def meta_as_accelerator() -> Iterator[None]:
-    """Within: FSDP2 takes the meta device for one that computes."""
+    """Let FSDP2 treat the meta device as an accelerator inside the ``with`` block."""
     device_of_mesh = _fsdp._get_device_from_mesh
 
     def device_from(mesh: Any) -> torch.device:
@@ -108,7 +108,7 @@ def meta_as_accelerator() -> Iterator[None]:
 
 
 def group_of(arguments: Any) -> Any:
-    """The process group among the arguments of a collective's operator; ``None`` where there is none."""
+    """Return the process group among the arguments of a collective's operator; ``None`` if there is none."""
     for argument in arguments:
         if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
             return dist.ProcessGroup.unbox(argument)
@@ -116,7 +116,7 @@ def group_of(arguments: Any) -> Any:
 
 
 def finished(func: Any, args: Any) -> Any:
-    """What the operator of a collective returns, done: its outputs as they are."""
+    """Return the results of a collective's operator as if it had completed: its outputs unchanged."""
     work = FakeWork().boxed()
     made = [work if "Work" in str(value.type) else args[0] for value in func._schema.returns]
     return made[0] if len(made) == 1 else tuple(made)

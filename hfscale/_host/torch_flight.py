@@ -1,7 +1,7 @@
-"""What a process is waiting for: torch's flight recorder, its groups by name and its store, and Python's main thread.
+"""Find what a process waits for: torch's flight recorder, group names and store, and the main thread's stack.
 
-Read and run with torch 2.13. Gloo's collectives are recorded since torch 2.8 or so, and none of its sends and receives;
-NCCL's are where ``TORCH_FR_BUFFER_SIZE`` is not 0.
+Read and run with torch 2.13. Gloo's collectives are recorded since about torch 2.8, its sends and receives are not;
+NCCL's are if ``TORCH_FR_BUFFER_SIZE`` is not 0.
 """
 
 import json
@@ -28,8 +28,8 @@ class UnderWay:
     Attributes:
         call: its name, as ``all_reduce``.
         group: the name of its group.
-        shapes: of its tensors.
-        created: when it was called, in nanoseconds since 1970.
+        shapes: dtypes and shapes of its inputs.
+        created: time of the call, in nanoseconds since 1970.
     """
 
     call: str
@@ -39,7 +39,7 @@ class UnderWay:
 
 
 def collectives_under_way(leave_out: Iterable[int] = ()) -> list[UnderWay]:
-    """Those of this process, the oldest first.
+    """Return this process's unfinished collectives, the oldest first.
 
     Args:
         leave_out: idents of threads whose collectives do not count.
@@ -75,7 +75,7 @@ def _unfinished(entries: Sequence[Any]) -> list[Any]:
 
 
 def ranks_of_group(name: str) -> list[int]:
-    """The ranks of the run in the group of that name; none where there is no such group."""
+    """Return the global ranks of the group of that name; none if there is no such group."""
     try:
         return list(dist.get_process_group_ranks(_groups._resolve_process_group(name)))
     except (LookupError, RuntimeError):
@@ -83,14 +83,14 @@ def ranks_of_group(name: str) -> list[int]:
 
 
 def own_store(prefix: str) -> Any:
-    """A connection of its own to where the ranks of torch's process group met: a ``torch.distributed.Store``."""
+    """Return a new connection to the ``torch.distributed.Store`` where the ranks met, with ``prefix``."""
     store: Any = _groups._get_default_store()
-    # What blocks in one connection holds up whoever else uses it.
+    # A blocking call holds up all other users of its connection.
     return _groups.PrefixStore(prefix, store.clone() if hasattr(store, "clone") else store)
 
 
 def frames_of_main_thread() -> list[FrameType]:
-    """Where the main thread is now, the innermost frame first."""
+    """Return the main thread's stack, the innermost frame first."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     found = []
     while frame is not None:

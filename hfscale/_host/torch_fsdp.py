@@ -1,13 +1,13 @@
 """Private names of FSDP2.
 
 Checked with torch 2.13, where a module has several parameter groups, and written for 2.11 too, where it has one. FSDP2
-reduces gradients in hooks of autograd. They do not serve where several microbatches are under way at once, nor where
-the gradients of weights are made without them (a split backward pass), so it is told when to; torch's own pipelines do
-the same.
+reduces gradients in autograd hooks. These do not work if several microbatches are in flight at once, nor if a split
+backward pass computes the gradients of weights without them, so reductions are triggered explicitly, as in torch's own
+pipelines.
 
-The gradients of a group are reduced in one buffer, so all that trains in it has one type; but models in 16 bits keep
-routers, decays or sinks in 32, and adapters train in 32 bits beside a base in 16. What trains in another type than most
-of a module gets a group of its own there: gathered and given up with the others, reduced by itself.
+The gradients of a group are reduced in one buffer, so all its trained parameters have one dtype; but models in 16 bits
+keep routers, decays or sinks in 32, and adapters train in 32 bits beside a base in 16. Parameters trained in another
+dtype than most of a module get a group of their own there: gathered and resharded with the others, reduced by itself.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -27,20 +27,20 @@ from ..errors import ConfigError
 from .torch_device import keep_for_stream
 
 MARKS = frozenset({"_is_fsdp_managed_module", "_fsdp_use_orig_params"})
-"""Attributes that FSDP2 gives to every module within one that it wraps."""
+"""Attributes that FSDP2 sets on every module inside of a wrapped one."""
 
 Agree = Callable[[list[bool]], list[bool]]
 
 
 def shard_by_type(module: nn.Module, *, ignored: set[nn.Parameter], **how: Any) -> None:
-    """``fully_shard`` with a group for each type that trains.
+    """Apply ``fully_shard`` with one group per trained dtype.
 
     Args:
         ignored: parameters of the module that are not to be sharded.
         how: arguments of ``fully_shard``.
 
     Raises:
-        ConfigError: this torch has one group for each module, and one of them holds parameters of several types.
+        ConfigError: this torch has one group per module, and a module holds parameters of several dtypes.
     """
     others = _other_types(module, ignored)
     if others and not _has_several_groups():
@@ -60,7 +60,7 @@ def shard_by_type(module: nn.Module, *, ignored: set[nn.Parameter], **how: Any) 
 
 
 def _other_types(module: nn.Module, ignored: set[nn.Parameter]) -> dict[torch.dtype, list[nn.Parameter]]:
-    """What trains in ``module``, and is not sharded yet, in another type than most of it."""
+    """Return the trained, not yet sharded parameters of ``module`` in other dtypes than its most frequent one."""
     types: dict[torch.dtype, list[nn.Parameter]] = {}
     for parameter in module.parameters():
         if parameter.requires_grad and parameter not in ignored and not isinstance(parameter, DTensor):
@@ -71,14 +71,14 @@ def _other_types(module: nn.Module, ignored: set[nn.Parameter]) -> dict[torch.dt
 
 
 def _has_several_groups() -> bool:
-    """Whether this torch has a list of groups for each module."""
+    """Return whether this torch has a list of groups per module."""
     return hasattr(FSDPState(), "_fsdp_param_groups")
 
 
 def _shard_modules_of_one_type(
     module: nn.Module, others: dict[torch.dtype, list[nn.Parameter]], ignored: set[nn.Parameter], how: dict[str, Any]
 ) -> None:
-    """Where a module has one group: wrap by themselves the modules within it that hold one of the ``others`` only."""
+    """Wrap inner modules that hold only one of the ``others``, for torch with one group per module."""
     left = {parameter: dtype for dtype, parameters in others.items() for parameter in parameters}
     for name, inner in module.named_modules():
         held = {parameter for parameter in inner.parameters() if parameter not in ignored}
@@ -109,12 +109,12 @@ def _states(model: nn.Module) -> list[Any]:
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Parameters that are reduced in one buffer.
+    """Parameters whose gradients are reduced in one buffer.
 
     Attributes:
         module: the name of the module that FSDP2 wraps.
-        sizes: of this rank's padded shards of those that train, in the buffer's order.
-        average_by: sets what is called with the buffer once it is reduced over the shards.
+        sizes: padded sizes of this rank's trained shards, in the buffer's order.
+        average_by: sets a hook that gets the buffer once it is reduced over the shards.
     """
 
     module: str
@@ -123,7 +123,7 @@ class ParameterGroup:
 
 
 def parameter_groups(model: nn.Module) -> Iterator[ParameterGroup]:
-    """Those of every wrapped module, in order; before the first pass."""
+    """Yield the groups of every wrapped module, in order; call before the first forward pass."""
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
             for group in _groups(fully_shard.state(module)):  # type: ignore[attr-defined]
@@ -134,8 +134,8 @@ def parameter_groups(model: nn.Module) -> Iterator[ParameterGroup]:
 
 def _average_by(group: Any, hook: Callable[[Tensor], None]) -> None:
     def averaged(flat: Tensor) -> None:
-        # The buffer belongs to the stream that reduce-scatters, and hooks run on another. FSDP2 gives it back as soon
-        # as they are called, unless gradients are views of it, and the next group's reduction would write into it.
+        # The buffer belongs to the reduce-scatter stream, and hooks run on another one. FSDP2 frees it as soon
+        # as they are called, unless gradients are views of it, and the next group's reduction would overwrite it.
         keep_for_stream(flat)
         hook(flat)
 
@@ -143,14 +143,14 @@ def _average_by(group: Any, hook: Callable[[Tensor], None]) -> None:
 
 
 def cast_shards(model: nn.Module, types: Mapping[nn.Parameter, torch.dtype]) -> None:
-    """Give parameters of wrapped modules other types, each parameter staying the same object; between steps.
+    """Give parameters of wrapped modules other dtypes, keeping the parameter objects; call between steps.
 
-    What trains in a group is reduced in one buffer, so where a group's would be of several types it stays as it is.
+    A group is reduced in one buffer, so a group whose parameters would differ in dtype stays as it is.
     """
     for module in model.modules():
         for group in _groups(fully_shard.state(module)) if isinstance(module, FSDPModule) else ():  # type: ignore[attr-defined]
             for held in group.fsdp_params:
-                held.reset_sharded_param()  # before the first pass they may be those of before loading
+                held.reset_sharded_param()  # before the first pass they may be from before loading
             trained = [held for held in group.fsdp_params if held.sharded_param.requires_grad]
             wanted = {types.get(held.sharded_param, held.sharded_param.dtype) for held in trained}
             if len(wanted) != 1 or wanted == {held.sharded_param.dtype for held in trained}:
@@ -163,16 +163,16 @@ def cast_shards(model: nn.Module, types: Mapping[nn.Parameter, torch.dtype]) -> 
 
 
 def gather_root(model: nn.Module) -> None:
-    """Gather the weights around the layers, for calls of the model's parts without the model itself."""
+    """Gather the weights outside of the layers, for calls of the model's modules without the model itself."""
     root: Any = fully_shard.state(model)  # type: ignore[attr-defined]
-    root._lazy_init()  # or the first layer that is called would take itself for the model
+    root._lazy_init()  # or the first layer that is called would become the root
     for group in _groups(root):
         group.unshard()
         group.wait_for_unshard()
 
 
 def reduce_now(model: nn.Module) -> None:
-    """Reduce and shard what gradients backward passes have left, and end the step."""
+    """Reduce-scatter the gradients that backward passes have left, and end the step."""
     for state in _states(model):
         for group in _groups(state):
             group.post_backward()
@@ -181,13 +181,13 @@ def reduce_now(model: nn.Module) -> None:
 
 
 def agree_on_gradients(model: nn.Module, modules: set[nn.Module], agree: Agree) -> None:
-    """Let ranks reduce the same gradients of ``modules``, also where some ranks' batches did not go through them.
+    """Let all ranks reduce the same gradients of ``modules``, even if some ranks' batches did not use them.
 
-    Gradients that some rank has and this one has not are taken for zeros here; those that no rank has stay none.
+    Missing gradients that some other rank has are reduced as zeros; those that no rank has stay ``None``.
 
     Args:
-        modules: they and what is in them belong to the root's groups.
-        agree: given which gradients there are here, says which there are on any rank; called before each reduction.
+        modules: modules whose parameters belong to the root's groups.
+        agree: maps which gradients exist here to which exist on any rank; called before each reduction.
     """
     root: Any = fully_shard.state(model)  # type: ignore[attr-defined]
     for group in _groups(root):
@@ -203,8 +203,8 @@ def _reduce_alike(
     agree: Agree,
     *_: Any,
 ) -> None:
-    # Where no tower was run and the embedding is frozen, the first layers' inputs have no gradient: FSDP2 would reduce
-    # those layers behind the root, and on other ranks before it.
+    # If no tower ran and the embedding is frozen, the first layers' inputs have no gradient: FSDP2 would reduce
+    # these layers after the root, and on other ranks before it.
     for state in reversed([state for state in root._state_ctx.all_states if state is not root]):
         for late in reversed(_groups(state)):
             if late._training_state != TrainingState.POST_BACKWARD:
@@ -218,7 +218,7 @@ def _reduce_alike(
 
 
 def add_up_gradients(model: nn.Module) -> None:
-    """Move gradients that autograd's hooks have not seen to where they are added up, in the type of reductions."""
+    """Accumulate gradients that autograd's hooks have not seen into FSDP2's buffers, in the reduction's dtype."""
     for parameter in _parameters(model):
         parameter.accumulate_unsharded_grad_if_needed()
         parameter.to_accumulated_grad_if_needed()
@@ -230,12 +230,12 @@ def _parameters(model: nn.Module) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class ManagedPlace:
-    """A place of a parameter that FSDP2 shards, where now its shard is and now the whole.
+    """A module's attribute that holds either FSDP2's shard or the full parameter.
 
     Attributes:
-        module: that holds it.
+        module: the module that holds it.
         name: the attribute there.
-        first: what was there when this was made; FSDP2 looks at it in its first pass.
+        first: its value when this was made; FSDP2 reads it in its first pass.
     """
 
     module: nn.Module
@@ -244,31 +244,31 @@ class ManagedPlace:
     _parameter: Any
 
     def has_its_own(self) -> bool:
-        """Whether one of them is there."""
+        """Return whether one of FSDP2's own tensors is there."""
         found, managed = self.module._parameters.get(self.name), self._parameter
         own = (self.first, managed.sharded_param, getattr(managed, "_unsharded_param", None))
         return any(found is each for each in own)
 
     def put_back(self) -> None:
-        """Put its shard there, unless one of them is there."""
+        """Put the shard back, unless one of FSDP2's own tensors is there."""
         if not self.has_its_own():
             self.module._parameters[self.name] = self._parameter.sharded_param
 
     def has_another_type(self) -> bool:
-        """Whether its shard was given another type since a pass, for whose type FSDP2 keeps its buffers."""
+        """Return whether the shard's dtype has changed since FSDP2 allocated its buffers."""
         managed = self._parameter
         return hasattr(managed, "_unsharded_param") and managed.sharded_param.dtype != managed.orig_dtype
 
     def is_gathered(self) -> bool:
-        """Whether the whole is there."""
+        """Return whether the full parameter is there."""
         return not isinstance(self.module._parameters.get(self.name), DTensor)
 
 
 def managed_places(model: nn.Module, inner: bool = True) -> Iterator[ManagedPlace]:
-    """Every place of every parameter that FSDP2 shards, second names included.
+    """Yield every place of every parameter that FSDP2 shards, including second names.
 
     Args:
-        inner: those too that it gathers for modules of the model, not for the model itself.
+        inner: include parameters gathered for inner modules, not only those of the model itself.
     """
     for wrapped in model.modules() if inner else [model]:
         if isinstance(wrapped, FSDPModule):
@@ -282,20 +282,20 @@ def managed_places(model: nn.Module, inner: bool = True) -> Iterator[ManagedPlac
 
 
 class Encoding(Protocol):
-    """How a parameter is gathered in another form."""
+    """A protocol for gathering a parameter in an encoded form."""
 
     def encode(self, shard: Tensor) -> tuple[Tensor, Any]:
-        """A shard -> bytes of its shape, and what every rank knows of the whole."""
+        """Encode a shard: return bytes of its shape, and metadata that is the same on every rank."""
 
     def decode(self, gathered: Tensor, known: Any, dtype: torch.dtype, out: Tensor | None) -> Tensor:
-        """The whole, which keeps the memory of ``gathered``; ``out`` is what it was before, to be made it again."""
+        """Return the full parameter over the memory of ``gathered``; ``out`` is the previous one, to be refilled."""
 
 
 class _Encoded(FSDPParam):
-    """A parameter that is gathered by FSDP2's extensions, without being a tensor that has them.
+    """A parameter that FSDP2 gathers by its extensions without being a tensor subclass that has them.
 
-    FSDP2 looks for them on the local tensor of the shard. That one stays plain, for all that loads, steps or saves it,
-    and FSDP2 alone is given something else to look at.
+    FSDP2 looks for extensions on the shard's local tensor. That one stays plain for loading, optimizers and saving, and
+    only FSDP2 sees another object in its place.
     """
 
     encoding: Encoding
@@ -306,36 +306,36 @@ class _Encoded(FSDPParam):
 
 
 class _Shard:
-    """What FSDP2 asks of a local tensor with extensions."""
+    """The local tensor with extensions that FSDP2 sees."""
 
     def __init__(self, of: _Encoded, flat: Tensor) -> None:
         self._of, self._flat = of, flat
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "_Shard":
-        """Where it is gathered, if it lies on the host."""
+        """Return the shard on the device where it is gathered, if it is offloaded."""
         return _Shard(self._of, self._flat.to(device, non_blocking=non_blocking))
 
     def size(self) -> torch.Size:
-        """With the padding that makes all shards one size."""
+        """Return the size with the padding that makes all shards equal."""
         return self._of.padded_sharded_param_size
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
-        """What is gathered, and what is known of the whole."""
+        """Return the tensors to gather, and metadata of the full parameter."""
         sent, known = self._of.encoding.encode(self._flat.view(self.size()))
         return (sent,), known
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], known: Any, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """What computes. Its memory is that of ``outputs``, which FSDP2 frees."""
+        """Return the parameter to compute with, in the memory of ``outputs``, which FSDP2 frees."""
         rows = self._of._orig_size[0]
         return self._of.encoding.decode(outputs[0][:rows], known, dtype, out), ()
 
 
 def gather_encoded(model: nn.Module, encodings: Mapping[nn.Module, Encoding], name: str = "weight") -> None:
-    """Have the parameter called ``name`` of each of some modules gathered in another form; before the first pass."""
+    """Gather the parameter ``name`` of each module in ``encodings`` encoded; call before the first forward pass."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             for group in _groups(fully_shard.state(module)):  # type: ignore[attr-defined]

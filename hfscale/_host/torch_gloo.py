@@ -1,4 +1,4 @@
-"""How torch makes gloo backends, and how their threads end; read and run with torch 2.11 to 2.13."""
+"""Create torch's gloo backends, and wait for their threads; read and run with torch 2.11 to 2.13."""
 
 import time
 from datetime import timedelta
@@ -16,11 +16,11 @@ _LOST = (
     "ncclRemoteError",
     "NCCL communicator was aborted",
 )
-"""What gloo and NCCL say, in errors without a type of their own, when a rank that they talk to is gone."""
+"""Messages of gloo's and NCCL's errors, which have no type of their own, when another rank is gone."""
 
 
 def is_connection_lost(error: BaseException | None) -> bool:
-    """Return whether an error, or one that it comes from, is that another rank's process is gone."""
+    """Return whether an error, or a cause of it, is that another rank's process is gone."""
     while error is not None:
         if isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST):
             return True
@@ -29,7 +29,7 @@ def is_connection_lost(error: BaseException | None) -> bool:
 
 
 class _OfOneDevice(dist.ProcessGroupGloo):
-    """A backend whose sockets are served by the thread that serves those of every other group of the process."""
+    """A gloo backend whose sockets share one thread with those of all other groups of the process."""
 
     _device: Any = None
 
@@ -47,20 +47,20 @@ class _OfOneDevice(dist.ProcessGroupGloo):
 
 
 def share_gloo_thread() -> None:
-    """Let the gloo groups that are made from here on share one thread.
+    """Let gloo groups that are created from now on share one thread.
 
-    Each of torch's own starts a thread that wakes up a hundred times a second: of a process that makes hundreds of
-    groups in its life, that is most of the work.
+    Otherwise each starts a thread that wakes up a hundred times a second: in a process that makes hundreds of groups,
+    that is most of the work.
     """
     distributed_c10d.ProcessGroupGloo = _OfOneDevice  # type: ignore[misc]
 
 
 def wait_for_gloo_threads(seconds: float = 5.0) -> None:
-    """Let gloo's threads put down what they have sent, for at most ``seconds``.
+    """Wait until gloo's threads have released what they have sent, for at most ``seconds``.
 
-    A thread that still holds a tensor when Python begins to end takes Python's lock to put it down, is ended by that in
-    the middle of C++, and a run that went well dies of SIGABRT (pytorch#190489). Torch does not tell when its threads
-    have nothing in hand. Linux does: they sleep, and nothing has woken them while this thread slept without the lock.
+    A thread that still holds a tensor when Python begins to end takes the GIL to release it, is ended by that in the
+    middle of C++, and a successful run dies of SIGABRT (pytorch#190489). Torch does not tell when its threads are idle.
+    Linux does: they sleep, and nothing has woken them while this thread slept without the GIL.
     """
     end, before = time.monotonic() + seconds, None
     while time.monotonic() < end:
@@ -72,7 +72,7 @@ def wait_for_gloo_threads(seconds: float = 5.0) -> None:
 
 
 def _gloo_threads() -> dict[str, tuple[str, ...]]:
-    """By thread: its state, and how often it has gone to sleep and was sent to."""
+    """Return, by thread, its state and how often it was switched out, voluntarily and not."""
     found: dict[str, tuple[str, ...]] = {}
     for task in Path("/proc/self/task").glob("*"):
         try:

@@ -1,6 +1,6 @@
-"""TRL's trainers: the functions that they call by name and that assume whole weights, or a batch for every process.
+"""TRL's trainers: functions that they call by name, and that assume full weights, or one batch per process.
 
-Read and run with TRL 1.16. Nothing here imports TRL: whoever has one of its trainers has loaded it.
+Read and run with TRL 1.16. Nothing here imports TRL: a script with one of its trainers has imported it.
 """
 
 import copy
@@ -13,14 +13,14 @@ from types import ModuleType
 from typing import Any
 
 _RECORDS = ("_metrics", "_total_train_tokens", "_logs", "_step")
-"""What a trainer keeps of the losses that it has computed."""
+"""Attributes in which a trainer records metrics of its losses."""
 
 
 class DataHooks:
-    """What TRL's trainers call as they make their data sets: put in front of one."""
+    """A mixin with the methods that TRL's trainers call as they prepare their data sets."""
 
     def arguments_of_data(self, arguments: Any) -> Any:
-        """The config that rows are prepared by."""
+        """Return the config by which rows are prepared."""
         return arguments
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, *rest: Any) -> Any:
@@ -28,7 +28,7 @@ class DataHooks:
         return prepare(dataset, processing_class, self.arguments_of_data(args), *rest)
 
     def check_cached(self, dataset: Any) -> None:
-        """Look at rows that the first rank is about to cache a reference's scores beside, for all ranks to read."""
+        """Check rows for which the first rank is about to cache a reference's scores for all ranks."""
 
     def _precompute_ref_logps(self, dataset: Any, *rest: Any) -> Any:
         self.check_cached(dataset)
@@ -36,12 +36,12 @@ class DataHooks:
 
 
 def pairs_rows_of_a_batch(trainer: Any) -> bool:
-    """Whether rows are paired with others of their batch, by its size, before they are dealt: KTO's."""
+    """Return whether rows are paired within batches before batches are distributed, as in KTO."""
     return bool(getattr(trainer, "calculate_KL", False))
 
 
 def is_trl(kind: type) -> bool:
-    """Whether a trainer is one of TRL's."""
+    """Return whether a trainer is one of TRL's."""
     return bool(_modules(kind))
 
 
@@ -52,9 +52,9 @@ def _modules(kind: type) -> list[ModuleType]:
 
 @contextmanager
 def replaced(kind: type, functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Within: the modules of a trainer and its bases call these functions in the place of those of the same names.
+    """Patch functions by name in the modules of a trainer and its bases inside the ``with`` block.
 
-    Each is given the stock one before its arguments.
+    Each gets the stock function before its arguments.
     """
     with ExitStack() as stack:
         for module in _modules(kind):
@@ -67,13 +67,13 @@ def replaced(kind: type, functions: Mapping[str, Callable[..., Any]]) -> Iterato
 
 
 def fused_output(**fields: Any) -> Any:
-    """What a model with a fused head answers."""
+    """Return the output of a model with a fused head."""
     return importlib.import_module("trl.trainer.utils").FusedCausalLMOutput(**fields)
 
 
 @contextmanager
 def unrecorded(trainer: Any) -> Iterator[None]:
-    """Within: losses are computed that are none of the run's."""
+    """Restore the trainer's records of metrics after the ``with`` block."""
     kept = {name: copy.deepcopy(vars(trainer)[name]) for name in _RECORDS if name in vars(trainer)}
     try:
         yield
@@ -82,7 +82,7 @@ def unrecorded(trainer: Any) -> Iterator[None]:
 
 
 def loss_is_scaled(trainer: Any, num_items_in_batch: Any) -> bool:
-    """Whether ``compute_loss`` has divided its loss by what the whole step has, and not by what its microbatch has."""
+    """Return whether ``compute_loss`` divides its loss by the number of items of the step, not of its microbatch."""
     told = getattr(trainer, "loss_is_scaled_for_ga", None)
     if told is not None:
         return bool(told)

@@ -1,8 +1,8 @@
 """``hfscale.Accelerator``, which counts distinct batches.
 
-Accelerate counts processes; under tensor parallelism several processes share one batch. This subclass makes it count
-*distinct batches* wherever it matters - ``num_processes``, which samples a rank gets, how results are gathered, how
-often a schedule steps - and leaves the model, which hfscale has wrapped already, alone.
+Accelerate counts processes; under tensor parallelism several processes share one batch. This subclass counts *distinct
+batches* wherever it matters - ``num_processes``, the samples of a rank, gathering of results, steps of a schedule - and
+leaves the model, which hfscale has wrapped already, alone.
 """
 
 import warnings
@@ -44,7 +44,7 @@ _FOREIGN = ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin", "parallelis
 
 
 class Accelerator(accelerate.Accelerator):
-    """``accelerate.Accelerator`` for models that hfscale parallelized.
+    """``accelerate.Accelerator`` for parallelized models.
 
     Pass the model to :meth:`prepare` together with, or before, the data loaders. Takes the arguments of
     ``accelerate.Accelerator`` except those that would shard the model a second time.
@@ -53,12 +53,12 @@ class Accelerator(accelerate.Accelerator):
     :meth:`prepare`; ``is_main_process`` and the like are about real processes.
 
     Attributes:
-        serves_hfscale: tells it from Accelerate's own, which refuses models that are spread over ranks.
+        serves_hfscale: distinguishes it from Accelerate's own, which refuses models that are spread over ranks.
     """
 
     serves_hfscale = True
     _runtime: Runtime | None = None
-    _listed: tuple[type, ...] = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)  # which end
+    _listed: tuple[type, ...] = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)  # finite ones
 
     def __init__(self, **kwargs: Any) -> None:
         clashing = [name for name in _FOREIGN if kwargs.get(name) is not None]
@@ -67,7 +67,7 @@ class Accelerator(accelerate.Accelerator):
                 f"{', '.join(clashing)} would shard the model a second time: leave it out, and give the layout to "
                 "hfscale.from_pretrained(..., parallel=hfscale.ParallelConfig(...))"
             )
-        # Without a GPU, Accelerate takes every process for the only one unless it is told to stay on the CPU.
+        # Without a GPU, Accelerate takes every process for the only one unless cpu=True.
         kwargs["cpu"] = kwargs.get("cpu") or not accelerators().is_available()
         if restarted() and not dist.is_initialized():
             start(own_device())  # Accelerate would meet the ranks of the first start
@@ -80,7 +80,7 @@ class Accelerator(accelerate.Accelerator):
 
     @property
     def mesh(self) -> Mesh:
-        """The ranks of the prepared model."""
+        """The mesh of the prepared model."""
         if self._runtime is None:
             raise ConfigError(
                 "no model that hfscale parallelized has been prepared yet: pass the model to prepare() together with, "
@@ -90,7 +90,7 @@ class Accelerator(accelerate.Accelerator):
 
     @property
     def num_processes(self) -> int:
-        """How many distinct batches a step has; before any model has been built, how many processes there are."""
+        """The number of distinct batches in a step; before any model has been built, the number of processes."""
         mesh = self._mesh_so_far
         told = int(self.state.num_processes) if mesh is None else mesh.batch_world
         if self._runtime is None:
@@ -99,16 +99,16 @@ class Accelerator(accelerate.Accelerator):
 
     @property
     def process_index(self) -> int:
-        """Which of the distinct batches this rank gets."""
+        """The index of this rank's distinct batch."""
         return int(self.state.process_index) if (mesh := self._mesh_so_far) is None else mesh.batch_rank
 
     @property
     def is_last_process(self) -> bool:
-        """True for one process only."""
+        """Whether this is the last real process."""
         return bool(self.state.is_last_process)
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """As Accelerate's; models must come from hfscale, and are returned as they are."""
+        """Prepare as Accelerate does; models must be parallelized, and are returned as they are."""
         for model in (obj for obj in args if isinstance(obj, nn.Module)):
             self._adopt(model)
         return super().prepare(*args, device_placement=device_placement)
@@ -116,7 +116,7 @@ class Accelerator(accelerate.Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """Remember the model; it is on its device and wrapped already."""
+        """Remember the model, which is on its device and wrapped already."""
         self._adopt(model)
         if model not in prepared_models(self):
             prepared_models(self).append(model)
@@ -125,7 +125,7 @@ class Accelerator(accelerate.Accelerator):
     def prepare_data_loader(
         self, data_loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
-        """Give each distinct batch rank its share of the samples; ranks that share a batch get the same ones."""
+        """Give each distinct batch rank its samples; ranks that share a batch get the same ones."""
         if is_prepared(data_loader):
             return data_loader
         if self.dispatch_batches:
@@ -154,16 +154,16 @@ class Accelerator(accelerate.Accelerator):
         return prepared
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """As Accelerate's: another loader, over the rest of an epoch."""
+        """Return a loader over the rest of an epoch, as Accelerate does."""
         rest = super().skip_first_batches(dataloader, num_batches)
         seed_workers_alike(rest, self.mesh, self._worker_seeds)
         return rest
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """As Accelerate's: in an optimizer step the schedule steps :attr:`num_processes` times.
+        """Prepare a schedule as Accelerate does: it steps :attr:`num_processes` times per optimizer step.
 
-        So its length is ``steps * accelerator.num_processes``, or ``epochs * len(loader)`` of the loader as it was
-        before :meth:`prepare`. With ``split_batches=True`` it steps once, and so does a schedule that is not prepared.
+        So its length is ``steps * accelerator.num_processes``, or ``epochs * len(loader)`` with the loader before
+        :meth:`prepare`. With ``split_batches=True``, or unprepared, it steps once.
         """
         if is_prepared(scheduler):
             return scheduler
@@ -178,7 +178,7 @@ class Accelerator(accelerate.Accelerator):
         return prepared
 
     def gather(self, tensor: Any) -> Any:
-        """Concatenate, along the first dim, what the distinct batch ranks hold; every sample once, in batch order."""
+        """Concatenate, along the first dim, the tensors of distinct batch ranks; every sample once, in batch order."""
         groups = self.mesh.batch_groups
 
         def gather_one(local: Tensor) -> Tensor:
@@ -192,13 +192,13 @@ class Accelerator(accelerate.Accelerator):
         return recursively_apply(gather_one, tensor, error_on_other_type=True)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As Accelerate's, over distinct batches: the duplicates that even out the last batch are dropped."""
+        """Gather over distinct batches, without the duplicates that pad the last batch."""
         if use_gather_object:
             raise ConfigError("use_gather_object=True gathers over all processes: gather tensors instead")
         return super().gather_for_metrics(input_data)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Sum or mean over the distinct batch ranks."""
+        """Return the sum or mean over the distinct batch ranks."""
 
         def reduce_one(local: Tensor) -> Tensor:
             total = local.clone()
@@ -209,10 +209,11 @@ class Accelerator(accelerate.Accelerator):
         return recursively_apply(reduce_one, tensor, error_on_other_type=True)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """As Accelerate's; through pipeline stages, :func:`hfscale.train_step` has run the backward pass already.
+        """Run the backward pass as Accelerate does.
 
         Raises:
-            ConfigError: the model is cut into pipeline stages.
+            ConfigError: the model is cut into pipeline stages: :func:`hfscale.train_step` has run the backward pass
+                already.
         """
         if self._runtime is not None:
             self._runtime.executor.check_plain_call("accelerator.backward")
@@ -220,7 +221,7 @@ class Accelerator(accelerate.Accelerator):
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Within: backward passes accumulate gradients without reducing them over the data axes."""
+        """Accumulate gradients without reducing them over the data axes inside the ``with`` block."""
         stock = runtime_of(model).model
         set_gradient_sync(stock, False)
         try:
@@ -229,7 +230,7 @@ class Accelerator(accelerate.Accelerator):
             set_gradient_sync(stock, True)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor | None:
-        """Clip by the true global norm, where this is a step that updates; ``parameters`` are those of the model.
+        """Clip by the global norm if gradients are synced in this step; ``parameters`` are those of the model.
 
         Raises:
             ConfigError: they are only some of its trainable parameters.
@@ -238,7 +239,7 @@ class Accelerator(accelerate.Accelerator):
         given = {id(p) for p in ([listed] if isinstance(listed, Tensor) else listed)}
         for model in prepared_models(self):
             trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-            # Where nothing trains on this rank's stages, it must take part in the norm all the same.
+            # A rank whose stages train nothing must take part in the norm all the same.
             still = runtime_of(model).plan.stages is not None and (
                 not given or given & set(map(id, model.parameters()))
             )
@@ -253,25 +254,25 @@ class Accelerator(accelerate.Accelerator):
         save_pretrained(model, save_directory, max_shard_size=max_shard_size)
 
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **_: Any) -> str:
-        """Write what the run needs to go on, in any layout (:func:`hfscale.save_state`); call it on every rank."""
+        """Write the training state, for any layout (:func:`hfscale.save_state`); call it on every rank."""
         model, optimizer, others = one_run(self, output_dir, self._orders)
         save_state(model, output_dir, optimizer=optimizer, **others)
         return str(output_dir)
 
     def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **_: Any) -> None:
-        """Put the prepared model, optimizer and schedulers back where :meth:`save_state` wrote them down."""
+        """Restore the prepared model, optimizer and schedulers from :meth:`save_state`."""
         model, optimizer, others = one_run(self, input_dir, self._orders)
         load_state(model, input_dir, optimizer=optimizer, **others)
         for order in self._orders:
             order.leave_off()
 
     def end_training(self) -> None:
-        """As Accelerate's, once saves that go on behind the steps are done."""
+        """Wait for asynchronous saves, then end as Accelerate does."""
         wait_for_saves()
         super().end_training()
 
     def _check_processes(self) -> None:
-        """Every rank would print and write if each took itself for the only one."""
+        """Refuse a wrong number of processes: every rank would print and write if each took itself for the only one."""
         world = dist.get_world_size() if dist.is_initialized() else started_processes()
         if (counted := self.state.num_processes) != world:
             raise ConfigError(
@@ -282,7 +283,7 @@ class Accelerator(accelerate.Accelerator):
 
     @property
     def _mesh_so_far(self) -> Mesh | None:
-        """The ranks of the prepared model, or else of the latest one that was built."""
+        """The mesh of the prepared model, or else of the latest one that was built."""
         return latest_mesh() if self._runtime is None else self._runtime.mesh
 
     def _adopt(self, model: nn.Module) -> None:
@@ -313,7 +314,7 @@ class Accelerator(accelerate.Accelerator):
             streams.synchronize(runtime)
 
     def _check_what_was_told(self) -> None:
-        """Warn of schedules that were given a length before the layout was known."""
+        """Warn of schedules whose length was computed before the layout was known."""
         batches = self.mesh.batch_world
         if self._told - {batches} and self.is_main_process:
             warnings.warn(
@@ -324,9 +325,10 @@ class Accelerator(accelerate.Accelerator):
             )
 
     def _agree_on_order(self, data_loader: Any) -> None:
-        """Shuffle alike on every rank: a sampler draws from each process's own stream.
+        """Make every rank shuffle alike, since a sampler draws from each process's own RNG.
 
-        One that may never end, or that Accelerate or a stateful loader handles itself, gets a generator in one state.
+        An infinite sampler, or one that Accelerate or a stateful loader handles itself, gets a generator in the same
+        state.
         """
         sampler = get_sampler(data_loader)
         if not hasattr(sampler, "generator"):

@@ -1,4 +1,4 @@
-"""What ranks that share a batch do alike as they read it: the order of an epoch, and the seeds of workers."""
+"""Give ranks that share a batch the same order of an epoch, and the same seeds of workers."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,15 +13,15 @@ from ..mesh import Mesh
 
 
 class OneOrder(Sampler[int]):
-    """The order that the first rank has drawn, on every rank.
+    """A sampler with the first rank's order on every rank.
 
-    Every rank draws, so that its random numbers go on as in one process. An epoch that was cut short goes on in its
-    order after :meth:`load_state_dict`.
+    Every rank draws, so that its random numbers continue as in one process. An interrupted epoch continues in its order
+    after :meth:`load_state_dict`.
     """
 
     def __init__(self, sampler: Any, mesh: Mesh) -> None:
         self.sampler, self._mesh = sampler, mesh
-        self._began: Tensor | None = None  # what the order under way was drawn from
+        self._began: Tensor | None = None  # RNG state from which the current order was drawn
         self._resumed: Tensor | None = None
         self._left_off: Tensor | None = None
 
@@ -52,26 +52,26 @@ class OneOrder(Sampler[int]):
         return len(self.sampler)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the order under way was drawn from."""
+        """Return the RNG state from which the current order was drawn."""
         return {"began": self._began}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Draw the next epoch's order from there."""
+        """Draw the next epoch's order from the saved RNG state."""
         self._resumed = state["began"]
 
     def leave_off(self) -> None:
-        """Let the process's random numbers, once that order is drawn, go on from where they are now."""
+        """Let the process's RNG, once that order is drawn, continue from its current state."""
         self._left_off = torch.random.get_rng_state()
 
 
 def seed_workers_alike(data_loader: Any, mesh: Mesh, seeds: torch.Generator) -> None:
-    """Give workers of ranks that share a batch one seed, each time that they start.
+    """Give the workers of ranks that share a batch the same seed each time they start.
 
-    Each rank draws it from the stream of the process, which so goes on as in one process; the first one's counts.
-    A generator of the user's stays.
+    Each rank draws it from the process's RNG, which therefore continues as in one process; the first rank's counts. A
+    generator of the user's stays.
 
     Args:
-        seeds: what all such loaders draw from.
+        seeds: the generator of all such loaders.
     """
     loader = getattr(data_loader, "base_dataloader", data_loader)
     if mesh.sharing is None or not loader.num_workers or loader.generator not in (None, seeds):
@@ -85,7 +85,7 @@ def seed_workers_alike(data_loader: Any, mesh: Mesh, seeds: torch.Generator) -> 
 
 
 def agreed(mesh: Mesh, value: int) -> int:
-    """Rank 0's ``value``, on every rank."""
+    """Broadcast rank 0's ``value`` to every rank, and return it."""
     box = [value]
     if mesh.control is not None:
         dist.broadcast_object_list(box, src=0, group=mesh.control)

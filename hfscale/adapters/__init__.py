@@ -1,10 +1,10 @@
 """Adapters by PEFT over every axis: LoRA (Hu et al. 2021), DoRA, rsLoRA, PiSSA, OLoRA, IA3, LoHa.
 
-Data flow. The adapters that a config asks for are found by putting them around the *whole* stock model, on the meta
-device: that says which modules are wrapped, and the shape of every factor, whatever the layout. From it the plan is
-extended. Then PEFT wraps the modules that this rank holds, which have local sizes, so its factors get local sizes too;
-they are filled with this rank's share of what PEFT makes of the whole module (:mod:`.initialize`) or of a saved adapter
-(:mod:`.storage`). The edges of the blocks are hooked afterwards, around the wrappers.
+Data flow. A config's adapters are found by wrapping the *full* stock model on the meta device: that tells which modules
+are wrapped, and the shape of every factor, whatever the layout. The plan is extended by them. Then PEFT wraps this
+rank's modules, which have local sizes, so its factors get local sizes too; they are filled with this rank's shard of
+PEFT's initial values (:mod:`.first_values`) or of a saved adapter (:mod:`.storage`). The edges of the blocks are hooked
+afterwards, around the wrappers.
 """
 
 from .._host.peft import wrapped_by_peft

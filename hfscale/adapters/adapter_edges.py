@@ -1,9 +1,9 @@
-"""Adapters that PEFT put around projections, inside the edges of tensor-parallel blocks.
+"""Tensor parallelism for PEFT's adapters inside tensor-parallel blocks.
 
-A wrapper computes with local factors, as the projection inside computes with a local weight, and what both give
-together is summed or kept cut by the block's edge. What is left to do here: factors that every rank holds whole see a
-part of their gradient; DoRA wants the norm of whole rows; and dropout in front of an adapter draws from the stream that
-fits its input.
+A wrapper computes with local factors, as the projection inside computes with a local weight, and their sum is
+all-reduced, or kept sharded, at the block's edge. The rest is done here: gradients of replicated factors are partial
+and must be summed; DoRA needs the norms of full rows; and dropout before an adapter must use the RNG state that fits
+its input.
 """
 
 from collections.abc import Callable
@@ -27,21 +27,21 @@ from ..runtime.names import owner_of, unwrapped
 
 
 def install_adapter_edges(runtime: Runtime) -> None:
-    """Let adapters compute with those of the other tensor ranks. No-op without adapters, or on one tensor rank."""
+    """Make adapters compute with those of the other tensor ranks, if there are adapters and several tensor ranks."""
     plan, model, tensor = runtime.plan, runtime.model, runtime.part(TensorParallel)
     if not plan.adapters or tensor is None or tensor.sums is None:
         return
     sums = tensor.sums
     for adapter in plan.adapters:
         planned = plan.by_name[adapter.name]
-        # A trained copy of a module is read like the module itself.
+        # A trained copy of a module is used like the module itself.
         if "tp" in planned.partial and adapter.kept_in != COPY and runtime.is_local(adapter.name):
             holder, name = owner_of(model, adapter.name)
-            # A bias behind a row projection enters the sum over the ranks once.
+            # A bias after a row projection must enter the all-reduce once.
             summed = len(planned.shape) == 1 and plan.by_name[adapter.base].cut_over("tp") is not None
             once = not summed or adapter.kept_in != LORA_B or runtime.mesh.ranks["tp"] == 0
             module = computes_with(model, holder)
-            if adapter.experts:  # their factors are read by what computes with all of them
+            if adapter.experts:  # factors of experts are read by the module that computes with all experts
                 module = model.get_submodule(adapter.base.rpartition(".")[0])
             read_partial(module, sums, names=(name,), once=once, holder=holder)
     for block in (block for block in plan.blocks if runtime.is_local(block.name)):
@@ -61,7 +61,7 @@ def _install_in_block(runtime: Runtime, tensor: TensorParallel, sums: PartialSum
 
 
 def _keep_shares(wrapper: nn.Module, overlap: Overlap, sums: PartialSums) -> None:
-    """Where a block's input is gathered again for gradients, adapters keep no more of it than their projection does."""
+    """Save only the shard of a block's input for adapters too, if the input is gathered again for weight gradients."""
 
     def note(x: Tensor, found: Tensor) -> None:
         if overlap.gathered is not None:
@@ -71,7 +71,7 @@ def _keep_shares(wrapper: nn.Module, overlap: Overlap, sums: PartialSums) -> Non
     if factors:
         note_casts(wrapper, note)
     for factor in factors:
-        overlap.read_by(factor, sums.read)  # every rank has it whole, and a part of its gradient
+        overlap.read_by(factor, sums.read)  # it is replicated, with a partial gradient
 
 
 def _to(dtype: torch.dtype, x: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ def _to(dtype: torch.dtype, x: Tensor) -> Tensor:
 
 
 def _wrappers(block: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
-    """Modules of a block that are wrapped, under their stock names."""
+    """Return the wrapped modules of a block, by their stock names."""
     return [
         (f"{name}.{path}" if path else name, module)
         for path, module in block.named_modules()
@@ -88,7 +88,7 @@ def _wrappers(block: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
 
 
 def sum_norms(wrapper: nn.Module, group: dist.ProcessGroup) -> None:
-    """A row projection has a part of every row of the weight."""
+    """All-reduce DoRA's weight norms of a row projection, of which each rank has a slice of every row."""
     for module in dora_modules(wrapper):
         module.get_weight_norm = partial(_norm_over_ranks, group, bool(module.fan_in_fan_out))  # type: ignore[assignment]
 
@@ -96,8 +96,8 @@ def sum_norms(wrapper: nn.Module, group: dist.ProcessGroup) -> None:
 def _norm_over_ranks(
     group: dist.ProcessGroup, transposed: bool, weight: Tensor, lora_weight: Tensor, scaling: float, **_: Any
 ) -> Tensor:
-    """``[out]``: norms of the rows of ``weight + scaling lora_weight``, of which every rank has a span of ``in``."""
-    with torch.no_grad():  # DoRA takes it for a constant
+    """Return the norms ``[out]`` of the rows of ``weight + scaling lora_weight``; every rank has a span of ``in``."""
+    with torch.no_grad():  # DoRA treats the norm as a constant
         whole = (weight.T if transposed else weight) + scaling * lora_weight
         squares = torch.linalg.vector_norm(whole, dim=1, dtype=torch.promote_types(whole.dtype, torch.float32)) ** 2
         dist.all_reduce(squares, group=group)
@@ -113,7 +113,7 @@ def _place_dropout(
     rank: int,
     overlap: Overlap | None,
 ) -> None:
-    """Draw masks of a row projection's input, which is cut, from this rank's own stream, and all others alike."""
+    """Draw dropout masks of a row projection's sharded input from this rank's RNG, and all others alike on ranks."""
 
     def in_cut_stream() -> bool:
         return stream.cut if stream is not None and stream.cut else block.dropout > 0

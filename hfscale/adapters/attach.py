@@ -1,10 +1,9 @@
-"""Put adapters around a model that has its local sizes and computes with nobody yet."""
+"""Attach adapters to a model that has its local sizes, before parts are installed."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,20 +24,20 @@ from .first_values import initialize_adapters
 from .guard import guard_methods
 from .merge import put_back
 from .planned import type_beside, wrap_and_plan
-from .storage import load_adapter, save_adapter, stored_names, write_adapter_config
+from .storage import load_adapter, stored_names
 from .structure import narrowed, quietly, targets_of
 
 
 @dataclass(eq=False)
 class Adapters(Part):
-    """What PEFT put around the modules of one model, as a part of it.
+    """A part with PEFT's adapters of one model.
 
     Attributes:
-        peft_model: PEFT's model around what this rank holds.
-        whole: the same around the whole model, without memory.
-        name: the adapter's, among others that PEFT could have.
-        stock_plan: the plan without them.
-        source: the path or Hub id of the saved adapter that they were, if any.
+        peft_model: PEFT's model around this rank's model.
+        whole: PEFT's model around the full model, on the meta device.
+        name: the adapter's name in PEFT.
+        stock_plan: the plan without adapters.
+        source: the path or Hub id of the saved adapter they were loaded from, if any.
     """
 
     peft_model: Any
@@ -48,21 +47,12 @@ class Adapters(Part):
     source: str | None = None
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Let adapters compute with those of the other tensor ranks. Comes behind the edges of blocks."""
+        """Make adapters compute with those of the other tensor ranks. Installed after the edges of blocks."""
         install_adapter_edges(runtime)
 
-    def save(self, runtime: Runtime, directory: Path) -> bool:
-        """Write the adapter in PEFT's format; collective."""
-        save_adapter(runtime, self.whole, self.name, directory)
-        return True
-
     def stored_names(self, runtime: Runtime) -> dict[str, str]:
-        """The keys of PEFT's file."""
+        """Return the keys of PEFT's file and the parameters they hold."""
         return {key: name for name, key in stored_names(self.whole, self.name, runtime.plan, "auto").items()}
-
-    def write_configs(self, runtime: Runtime, directory: Path) -> None:
-        """PEFT's config."""
-        write_adapter_config(self.whole, self.name, directory)
 
 
 def attach_adapters(
@@ -77,21 +67,21 @@ def attach_adapters(
     name: str = "default",
     seed: int | None = 0,
 ) -> tuple[Adapters, Plan]:
-    """Wrap the modules of ``model`` as ``config`` says; ``shares`` get those of the adapters.
+    """Wrap the modules of ``model`` as ``config`` says, and add the adapters' values to ``shares``.
 
     Args:
-        model: what this rank holds, with local sizes, on the meta device where ``shares`` hold the values.
-        template: the whole stock model on the meta device; it is wrapped too.
+        model: this rank's model, with local sizes, on the meta device if ``shares`` hold the values.
+        template: the full stock model on the meta device; it is wrapped too.
         plan: of the stock model.
-        shares: this rank's final shares, by name.
-        source: a saved adapter to go on with.
-        seed: of what is random in new adapters; ``None`` for torch's random numbers as they are.
+        shares: this rank's final shards, by name.
+        source: a saved adapter to load.
+        seed: of random values in new adapters; ``None`` for torch's current RNG state.
 
     Returns:
         the adapters, and the plan with their parameters.
 
     Raises:
-        ConfigError: the config asks for what hfscale or PEFT does not know, or matches nothing.
+        ConfigError: hfscale or PEFT does not support the config, or it matches nothing.
         CheckpointError: the saved adapter does not fit.
     """
     whole, planned = wrap_and_plan(template, config, plan, new=source is None, name=name)
@@ -109,7 +99,7 @@ def attach_adapters(
                 made.update(load_adapter(source, whole, name, planned, mesh))
     guard_methods(local, whole, mesh.layout.total_size)
     for parameter, share in made.items():
-        kept: Any = shares.get(parameter)  # a saved weight of the model's; its module may be on another stage
+        kept: Any = shares.get(parameter)  # a trained weight of the model; may be on another stage
         if kept is None:
             kept = parameter_at(model, parameter)
         shares[parameter] = share.to(kept.dtype)
@@ -118,7 +108,7 @@ def attach_adapters(
 
 @contextmanager
 def _unchanged_after_failure(model: nn.Module) -> Iterator[None]:
-    """The model can go on without adapters that could not be put around it."""
+    """Restore the model without adapters if the `with` block fails."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         yield
@@ -130,13 +120,13 @@ def _unchanged_after_failure(model: nn.Module) -> Iterator[None]:
 
 
 def _dequantized(model: nn.Module, plan: Plan, name: str) -> Tensor:
-    """This rank's share of a quantized weight, over which no data ranks are."""
+    """Return this rank's shard of a quantized weight, gathered over the data axes."""
     share = dequantized(*owner_of(model, name))
     return share.T if plan.quantized is not None and name in plan.quantized.transposed else share
 
 
 def _uninitialized(config: Any) -> Any:
-    """Values come later, and some cannot be made of a part of a weight."""
+    """Turn off initialization in a config: values come later, and some cannot be computed from shards of a weight."""
     for field in ("init_lora_weights", "init_weights", "init_ia3_weights"):
         if hasattr(config, field):
             setattr(config, field, False)
@@ -144,7 +134,7 @@ def _uninitialized(config: Any) -> Any:
 
 
 def _give_local_shapes(model: nn.Module, plan: Plan, mesh: Mesh, shares: dict[str, Tensor]) -> None:
-    """Give every adapter's parameter the shape that the plan says, and the type that PEFT gives those with memory.
+    """Give every adapter parameter the plan's local shape, and the dtype that PEFT gives parameters with memory.
 
     PEFT reads some sizes from attributes that keep their global values.
     """

@@ -1,4 +1,4 @@
-"""Say in words what has adapters, so that nobody trains a mixture and misses its experts."""
+"""Report which parameters have adapters, so that nobody misses the experts of a mixture of experts."""
 
 from math import prod
 
@@ -15,7 +15,7 @@ _WORDS = {
 
 
 def describe_coverage(plan: Plan) -> str:
-    """One line per kind of parameter; what a trained copy stands for counts as adapted."""
+    """Return one line per kind of parameter; trained copies count as adapted."""
     found = coverage(plan)
     trained = sum(prod(plan.by_name[a.name].shape) for a in plan.adapters if a.tied_to is None)
     total = sum(prod(p.shape) for p in plan.owned())

@@ -1,9 +1,9 @@
-"""First values of adapters: PEFT's own, in every layout.
+"""Initialization of adapters: PEFT's own initial values, in every layout.
 
-Every rank lets PEFT make the adapters of one whole module at a time, on the CPU and in PEFT's order, from the same
-random numbers, and keeps its share; those of other stages are made for the numbers that they take. Where the values
-are made of the weights that are adapted (PiSSA, Meng et al. 2024; OLoRA, Buyukakyuz 2024; DoRA's magnitudes), that one
-weight is put together first.
+Every rank lets PEFT initialize the adapters of one full module at a time, on the CPU, in PEFT's order and with the same
+random numbers, and keeps its shard; adapters of other stages are initialized too, to advance the RNG. If the values
+depend on the adapted weight (PiSSA, Meng et al. 2024; OLoRA, Buyukakyuz 2024; DoRA's magnitudes), that weight is
+gathered first.
 """
 
 import copy
@@ -35,13 +35,13 @@ def initialize_adapters(
     seed: int | None,
     dequantized: Callable[[str], Tensor],
 ) -> dict[str, Tensor]:
-    """Return this rank's shares of all adapters that it holds, and of weights that their making has changed.
+    """Return this rank's shards of all of its adapters, and of weights that their initialization has changed.
 
     Args:
-        whole: PEFT's model around the whole stock model, on the meta device.
-        shares: this rank's final shares of the stock model's parameters.
-        seed: PEFT's values after ``torch.manual_seed(seed)``; ``None`` for those of torch's random numbers as they are.
-        dequantized: gives this rank's share of a quantized weight.
+        whole: PEFT's model around the full stock model, on the meta device.
+        shares: this rank's final shards of the stock model's parameters.
+        seed: for ``torch.manual_seed(seed)``; ``None`` for torch's current RNG state.
+        dequantized: returns this rank's shard of a quantized weight.
     """
     made: dict[str, Tensor] = {}
     by_module: dict[str, list[AdapterParameter]] = {}
@@ -77,7 +77,7 @@ def initialize_adapters(
 
 @contextmanager
 def _random_numbers(seed: int | None, mesh: Mesh) -> Iterator[None]:
-    """Within: the same random numbers on every rank. Without a seed they are the first rank's, and go on afterwards."""
+    """Use the same RNG state on every rank inside the `with` block; without a seed the first rank's, which advances."""
     own = torch.random.get_rng_state()
     start = [own if seed is None else torch.Generator().manual_seed(seed).get_state()]
     if mesh.control is not None:
@@ -92,11 +92,11 @@ def _random_numbers(seed: int | None, mesh: Mesh) -> Iterator[None]:
 
 
 def _draw_alone(module: nn.Module, path: str, config: Any, name: str, adapters: list[AdapterParameter]) -> None:
-    """Take the random numbers that the adapters of a module of another stage are made of, if any."""
+    """Advance the RNG by the random numbers of a module's adapters that are on another stage."""
     config = copy.deepcopy(config)
-    config.use_dora = False  # which is made of weights, and draws nothing
+    config.use_dora = False  # computed from weights, without random numbers
     if getattr(config, "init_lora_weights", True) in ("olora", "pissa"):
-        config.init_lora_weights = False  # likewise
+        config.init_lora_weights = False  # the same
     if needs_weights(config):
         for parameter in module.parameters():
             parameter.data.zero_()
@@ -111,14 +111,14 @@ def _fill(
     shares: dict[str, Tensor],
     dequantized: Callable[[str], Tensor],
 ) -> dict[str, Tensor]:
-    """Put the real weights into ``module``; returns those of its parameters, in their own type."""
+    """Gather the real weights into ``module``; return those of its parameters, in their own dtype."""
     weights = {}
     for key, parameter in module.named_parameters(recurse=False):
         planned = plan.by_name[f"{path}.{key}"]
         quantized = plan.quantized is not None and planned.name in plan.quantized.weights
         share = dequantized(planned.name) if quantized else shares[planned.tied_to or planned.name]
         weights[key] = gather_full(share.contiguous(), planned.shape, planned.cuts, mesh).cpu()
-        # PEFT's decompositions take no wider type.
+        # PEFT's decompositions do not support float64.
         narrow = torch.float32 if share.dtype == torch.float64 else share.dtype
         parameter.data = weights[key].to(narrow, copy=True)
     return weights
@@ -127,7 +127,7 @@ def _fill(
 def _made_alone(
     module: nn.Module, path: str, config: Any, name: str, adapters: list[AdapterParameter]
 ) -> dict[str, Tensor]:
-    """The values that PEFT gives the adapters of ``module``, alone in a model in which it has the same name."""
+    """Return PEFT's initial values of the adapters of ``module``, alone in a model in which it has the same name."""
     import peft
 
     root = holder = nn.Module()

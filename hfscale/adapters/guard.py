@@ -1,4 +1,4 @@
-"""Methods of PEFT's model that would change, or write, the part of one rank as if it were the whole."""
+"""Refuse methods of PEFT's model that would change, or write, one rank's shards as if they were the full model."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,12 +21,12 @@ _REFUSED = {
     "delete_adapter": _ONE,
     "add_weighted_adapter": _ONE,
 }
-_OF_STOCK = ("add_adapter", "load_adapter", "delete_adapter")  # the host's own
+_OF_STOCK = ("add_adapter", "load_adapter", "delete_adapter")  # methods of transformers' models too
 _SAVE = "save_pretrained"
 
 
 def guard_methods(peft_model: Any, whole: Any, ranks: int) -> None:
-    """Refuse what PEFT would do behind the plan's back, and count parameters of the whole model."""
+    """Replace methods that would bypass the plan by errors, and let PEFT count the parameters of the full model."""
     stock = peft_model.get_base_model()
     for name, instead in _REFUSED.items():
         for holder in (peft_model, peft_model.base_model, *([stock] if name in _OF_STOCK else ())):
@@ -39,7 +39,7 @@ def guard_methods(peft_model: Any, whole: Any, ranks: int) -> None:
 
 
 def _refuse_parts(model: Any) -> None:
-    """PEFT's ``get_peft_model_state_dict``, often called on one rank alone, would return what that rank holds."""
+    """Refuse PEFT's ``get_peft_model_state_dict``, often called on one rank alone, if it would return shards."""
     runtime = find_runtime(model)
     if runtime is None:
         return
@@ -53,7 +53,7 @@ def _refuse_parts(model: Any) -> None:
 
 
 def give_back_methods(stock: nn.Module) -> None:
-    """Let the host's model do what it could do without adapters, and forget that it had any."""
+    """Restore the stock model's own methods, and remove its PEFT config."""
     for name in (*_OF_STOCK, "peft_config"):
         stock.__dict__.pop(name, None)
 

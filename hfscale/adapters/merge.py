@@ -1,4 +1,4 @@
-"""Merge adapters into the weights they adapt, every rank its share, one module at a time."""
+"""Merge adapters into the weights they adapt: every rank its shards, one module at a time."""
 
 import copy
 from dataclasses import replace
@@ -23,11 +23,7 @@ from .guard import give_back_methods
 
 
 def refuse_tied(adapters: Any, plan: Plan) -> None:
-    """Refuse to merge into a weight that is read elsewhere too, where the adapter is not.
-
-    Raises:
-        ConfigError: naming it.
-    """
+    """Raise :class:`ConfigError`, naming the adapter, if a weight to merge into is tied to one without the adapter."""
     stock: Plan = adapters.stock_plan
     names: dict[str, set[str]] = {}
     for planned in stock.parameters:
@@ -46,16 +42,16 @@ def refuse_tied(adapters: Any, plan: Plan) -> None:
 def merge_local_weights(
     adapters: Any, runtime: Runtime, shares: dict[str, Tensor]
 ) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Add every adapter of a model that has been taken apart to its weight, and put the stock modules back.
+    """Merge every adapter of a model that has been taken apart into its weight, and put the stock modules back.
 
     Args:
-        shares: this rank's final shares, with those of the adapters; they are changed.
+        shares: this rank's final shards, with those of the adapters; changed in place.
 
     Returns:
-        the stock model, without memory, and its shares.
+        the stock model, on the meta device, and its shards.
     """
     plan, model = runtime.plan, runtime.model
-    adapted: dict[str, list[AdapterParameter]] = {}  # path of a module -> what is around it
+    adapted: dict[str, list[AdapterParameter]] = {}  # path of a module -> its adapters
     for adapter in plan.adapters:
         if not plan.is_local(runtime.mesh.ranks["pp"], adapter.name):
             continue
@@ -73,7 +69,7 @@ def merge_local_weights(
 
 
 def _merge_at(path: str, own: list[AdapterParameter], runtime: Runtime, shares: dict[str, Tensor]) -> None:
-    """Merge what is around the module ``path``, which has memory meanwhile, into the shares of its weights."""
+    """Merge the adapters of the module ``path``, which gets memory meanwhile, into the shards of its weights."""
     plan, mesh, model = runtime.plan, runtime.mesh, runtime.model
     group, bias = mesh.group("tp"), f"{path}.bias"
     merged = dict.fromkeys([*(adapter.base for adapter in own), *([bias] if bias in plan.by_name else [])])
@@ -93,9 +89,9 @@ def _merge_at(path: str, own: list[AdapterParameter], runtime: Runtime, shares: 
 
 
 def dequantized_weights(runtime: Runtime, dtype: torch.dtype) -> dict[str, Tensor]:
-    """This rank's shares of the weights that are quantized, in ``dtype``; collective over the data ranks.
+    """Return this rank's shards of the quantized weights, in ``dtype``; collective over the data ranks.
 
-    One weight at a time is whole over the data ranks.
+    One weight at a time is gathered over the data axes.
     """
     plan, mesh = runtime.plan, runtime.mesh
     shares: dict[str, Tensor] = {}
@@ -108,18 +104,20 @@ def dequantized_weights(runtime: Runtime, dtype: torch.dtype) -> dict[str, Tenso
 
 
 def put_plain_modules(adapters: Any, runtime: Runtime, shares: dict[str, Tensor]) -> Plan:
-    """In a model that has been taken apart, put modules without quantization, and PEFT's wrappers for such, in the
-    place of those with; ``shares`` are those of :func:`dequantized_weights`.
+    """Replace quantized modules, and PEFT's wrappers for them, by plain ones, in a model that has been taken apart.
+
+    Args:
+        shares: from :func:`dequantized_weights`.
 
     Returns:
-        the plan of the stock model in which nothing is quantized.
+        the plan of the stock model without quantization.
     """
     model, mesh, stock = runtime.model, runtime.mesh, adapters.whole.get_base_model()
     for name, share in shares.items():
         planned = runtime.plan.by_name[name]
         module, attribute = owner_of(model, name)
         empty = torch.empty(planned.model_shape(mesh.ranks), dtype=share.dtype, device="meta")
-        if len(planned.shape) > 2:  # experts, which are modules of the host's all the time
+        if len(planned.shape) > 2:  # experts stay transformers' modules even if quantized
             forget_packed(module, attribute)
         else:
             path = name.rpartition(".")[0]
@@ -138,7 +136,7 @@ def put_plain_modules(adapters: Any, runtime: Runtime, shares: dict[str, Tensor]
 
 
 def _fill(model: nn.Module, planned: ParameterPlan, runtime: Runtime, shares: dict[str, Tensor]) -> None:
-    """Put this rank's part of a parameter, whole over the data ranks, in its place."""
+    """Put this rank's shard of a parameter, gathered over the data axes, in its place."""
     share = shares[planned.tied_to or planned.name]
     shape = planned.model_shape(runtime.mesh.ranks)
     local = gather_full(share.contiguous(), shape, planned.data_cuts, runtime.mesh)
@@ -152,7 +150,7 @@ def _cut_over_data(planned: ParameterPlan, local: Tensor, ranks: dict[str, int])
 
 
 def merge_wrapper(wrapper: Any) -> None:
-    """PEFT's own merge, of every wrapper around one module, the inner ones first."""
+    """Call PEFT's merge of every wrapper around one module, the inner ones first."""
     inner = wrapped(wrapper)
     if inner is not None and wrapped(inner) is not None:
         merge_wrapper(inner)
@@ -160,7 +158,7 @@ def merge_wrapper(wrapper: Any) -> None:
 
 
 def put_back(model: nn.Module) -> None:
-    """The stock modules in the place of PEFT's wrappers."""
+    """Put the stock modules in place of PEFT's wrappers."""
     give_back_methods(model)
     for module in list(model.modules()):
         for name, child in list(own_modules(module).items()):

@@ -1,6 +1,6 @@
 """Merge a saved adapter into a saved checkpoint, file to file: one process, one module in memory at a time.
 
-What no adapter changes is copied as it is stored. Where one does, PEFT's own merge runs on the whole weight and factors
+Tensors without adapters are copied as stored. For others PEFT's own merge runs on the full weight and factors
 (:mod:`.merge_whole`).
 """
 
@@ -31,7 +31,7 @@ _NAME = "default"
 
 
 class _Merged:
-    """The base's stored tensors with the adapter in them, read when they are asked for."""
+    """The base's stored tensors with the adapter merged, computed when indexed."""
 
     def __init__(self, base: Path, adapter: Path, trusted: bool) -> None:
         config, _ = read_config(str(adapter))
@@ -67,7 +67,7 @@ class _Merged:
         return merged.to(self.stored[key].dtype).contiguous()
 
     def _read(self, name: str) -> Tensor:
-        """A factor, or a weight as it was trained, or as it is in the base."""
+        """Return a factor, or a weight from the adapter if it was trained, else from the base."""
         trained = self.keys.get(name)
         return self.trained[trained][...] if trained in self.trained else self.stored[self.key_of[name]][...]
 
@@ -75,7 +75,7 @@ class _Merged:
 def merge_adapter(
     base: Path, adapter: Path, out: Path, *, max_shard_size: str | int = "5GB", trust_remote_code: bool = False
 ) -> int:
-    """Write ``base`` with ``adapter`` merged into it; returns how many of its tensors changed.
+    """Write ``base`` with ``adapter`` merged into it; return the number of changed tensors.
 
     Raises:
         CheckpointError: one of them cannot be read, or they do not fit each other.
@@ -101,8 +101,8 @@ def merge_adapter(
 
 
 def logit_difference(base: Path, adapter: Path, out: Path, trust_remote_code: bool = False) -> float:
-    """The largest difference of logits between base with adapter and what was merged, in shares of the largest logit;
-    both are loaded whole, one after the other.
+    """Return the largest difference of logits between base with adapter and the merged model, relative to the
+    largest logit; both full models are loaded, one after the other.
     """
     from peft import PeftModel
 

@@ -1,7 +1,7 @@
-"""Merge adapters into whole weights, one module at a time and beside the model, which stays as it is.
+"""Merge adapters into full weights, one module at a time, in copies that leave the model unchanged.
 
-Whole weight and whole factors are put into a copy of the module that PEFT wrapped in the whole model, and PEFT's own
-merge is called there: so it is what one process would get, to the last bit.
+Full weight and factors are put into a copy of the module that PEFT wrapped in the full model, and PEFT's own merge is
+called there: so the result is that of one process, bit by bit.
 """
 
 import copy
@@ -19,7 +19,7 @@ from .storage import stored_names
 
 
 class WholeMerge:
-    """Which whole tensors make which merged weights.
+    """A merge of full tensors, weight by weight.
 
     Attributes:
         factors: names of the adapters' own parameters.
@@ -28,9 +28,9 @@ class WholeMerge:
     def __init__(self, adapters: Adapters, plan: Plan) -> None:
         self._adapters, self._plan = adapters, plan
         self.factors = {adapter.name for adapter in plan.adapters}
-        self._copies: dict[str, str] = {}  # owned name of a weight -> the one of the trained copy in its place
-        self._around: dict[str, list[AdapterParameter]] = {}  # path of a module -> what is around it
-        self._path_of: dict[str, str] = {}  # owned name of a weight -> path of the module that adapters change it in
+        self._copies: dict[str, str] = {}  # owned name of a weight -> that of its trained copy
+        self._around: dict[str, list[AdapterParameter]] = {}  # path of a module -> its adapters
+        self._path_of: dict[str, str] = {}  # owned name of a weight -> path of its wrapped module
         for adapter in plan.adapters:
             base = plan.by_name[adapter.base]
             if adapter.kept_in == COPY:
@@ -43,11 +43,11 @@ class WholeMerge:
                     self._path_of[plan.by_name[name].tied_to or name] = path
 
     def refuse_tied(self) -> None:
-        """Refuse, by :class:`ConfigError`, to merge into a weight that is read elsewhere too, without the adapter."""
+        """Raise :class:`ConfigError` if a weight to merge into is tied to one without the adapter."""
         refuse_tied(self._adapters, self._plan)
 
     def parts(self, name: str) -> list[str]:
-        """The owned tensors that the weight ``name`` is made of; weights of one module are made together."""
+        """Return the owned tensors that the merged weight ``name`` needs; weights of one module are merged together."""
         if name in self._copies:
             return [self._copies[name]]
         if name not in self._path_of:
@@ -57,7 +57,7 @@ class WholeMerge:
         return list(dict.fromkeys([*bases, *(a.tied_to or a.name for a in self._around[path])]))
 
     def merged(self, name: str, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Merged weights, by owned name, out of what :meth:`parts` asked for."""
+        """Return merged weights, by owned name, from the tensors that :meth:`parts` named."""
         if name in self._copies:
             return {name: parts[self._copies[name]]}
         if name not in self._path_of:
@@ -74,11 +74,11 @@ class WholeMerge:
         return {base: parameter_at(wrapper, self._inside(base, path)).detach() for base in bases}
 
     def _inside(self, base: str, path: str) -> str:
-        """The name of a weight in its module; of a tied one, by the name that is in there."""
+        """Return the name of a weight inside its module; of a tied one, the name that is in this module."""
         names = [p.name for p in self._plan.parameters if base in (p.name, p.tied_to)]
         return next(name for name in names if name.startswith(f"{path}.")).removeprefix(f"{path}.")
 
     def keys(self) -> dict[str, str]:
-        """Names of the adapters' parameters -> their keys in PEFT's files."""
+        """Map names of the adapters' parameters to their keys in PEFT's files."""
         found = stored_names(self._adapters.whole, self._adapters.name, self._plan, False)
         return {name: key for name, key in found.items() if name in self.factors}

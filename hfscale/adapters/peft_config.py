@@ -1,4 +1,4 @@
-"""What a PEFT config may ask for."""
+"""Check that hfscale supports a PEFT config."""
 
 import copy
 import dataclasses
@@ -9,7 +9,7 @@ from ..errors import ConfigError
 from ..files.replace import finish_move
 
 _METHODS = ("LORA", "IA3", "LOHA")
-# Of LoRA: what is made of data, or changes how often or on which tokens an adapter computes.
+# Options of LoRA that are computed from data, or change how often or on which tokens an adapter computes.
 _LORA_REFUSED = (
     "layer_replication",
     "trainable_token_indices",
@@ -23,7 +23,7 @@ _INITS = ("gaussian", "olora", "orthogonal", "loftq")
 
 
 def config_class(method: str) -> tuple[type, dict[str, Any]]:
-    """PEFT's class of configs for ``lora``, ``dora``, ``ia3`` or ``loha``, and the fields that make it that."""
+    """Return PEFT's config class for ``lora``, ``dora``, ``ia3`` or ``loha``, and the fields that select it."""
     import peft
 
     classes: dict[str, tuple[type, dict[str, Any]]] = {
@@ -36,10 +36,10 @@ def config_class(method: str) -> tuple[type, dict[str, Any]]:
 
 
 def read_config(source: Any) -> tuple[Any, str | None]:
-    """A PEFT config, and the path or Hub id of the saved adapter it was read from, if any.
+    """Return a PEFT config, and the path or Hub id of the saved adapter it was read from, if any.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is neither a config nor a readable adapter.
     """
     from peft import PeftConfig
 
@@ -66,11 +66,7 @@ def read_config(source: Any) -> tuple[Any, str | None]:
 
 
 def check_config(config: Any) -> None:
-    """Refuse what is not known to be right over shards.
-
-    Raises:
-        ConfigError: naming it.
-    """
+    """Raise :class:`ConfigError`, naming the option, if a config is not known to be right over shards."""
     method = getattr(config.peft_type, "value", config.peft_type)
     if method not in _METHODS:
         raise ConfigError(
@@ -96,11 +92,7 @@ def check_config(config: Any) -> None:
 
 
 def check_over_quantized(config: Any, bits: int, batch_world: int) -> None:
-    """Refuse what is not known to be right over weights in 4 or 8 bits.
-
-    Raises:
-        ConfigError: naming it.
-    """
+    """Raise :class:`ConfigError`, naming the option, if a config is not known to be right over 4- or 8-bit weights."""
     method = getattr(config.peft_type, "value", config.peft_type)
     if method == "LOHA":
         raise ConfigError(f"LoHa is for weights of 16 or 32 bits, and these have {bits}: use LoRA or IA3")
@@ -118,6 +110,6 @@ def check_over_quantized(config: Any, bits: int, batch_world: int) -> None:
 
 
 def needs_weights(config: Any) -> bool:
-    """Whether the first values of adapters are made of the weights that they adapt."""
+    """Return whether the initial values of adapters depend on the weights that they adapt."""
     init = getattr(config, "init_lora_weights", True)
     return bool(getattr(config, "use_dora", False)) or (isinstance(init, str) and init != "gaussian")

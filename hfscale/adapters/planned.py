@@ -1,4 +1,4 @@
-"""The plan of a model with adapters: what they are around, and what they may not be. Needs no processes."""
+"""Plan a model with adapters, and refuse unsupported ones. Needs no processes."""
 
 import copy
 from dataclasses import replace
@@ -17,14 +17,14 @@ from .structure import adapter_parameters, check_matches, target_names, wrap
 
 
 def plan_with_adapters(template: nn.Module, config: Any, plan: Plan, new: bool = True) -> Plan:
-    """The plan with the parameters that ``config`` adds, in the types that they will have.
+    """Return the plan with the parameters that ``config`` adds, in their final dtypes.
 
     Args:
-        template: the whole stock model on the meta device, which is wrapped.
-        new: whether they begin anew; else a saved adapter goes on.
+        template: the full stock model on the meta device, which is wrapped.
+        new: whether adapters are new, rather than loaded from a saved one.
 
     Raises:
-        ConfigError: the config asks for what hfscale or PEFT does not know, or matches nothing.
+        ConfigError: hfscale or PEFT does not support the config, or it matches nothing.
     """
     _, planned = wrap_and_plan(template, config, plan, new)
     kinds = {
@@ -37,7 +37,7 @@ def plan_with_adapters(template: nn.Module, config: Any, plan: Plan, new: bool =
 def wrap_and_plan(
     template: nn.Module, config: Any, plan: Plan, new: bool = True, name: str = "default"
 ) -> tuple[Any, Plan]:
-    """PEFT's model around ``template``, and the plan with its parameters; PEFT completes ``config``.
+    """Return PEFT's model around ``template``, and the plan with its parameters; PEFT completes ``config``.
 
     Raises:
         ConfigError: as :func:`plan_with_adapters`.
@@ -46,7 +46,7 @@ def wrap_and_plan(
     asked = copy.deepcopy(config)
     whole = _wrapped(template, config, name, plan)
     found = adapter_parameters(whole, plan)
-    if new:  # PEFT writes down names that it came upon and that this model need not have; tensors decide
+    if new:  # saved configs may list names that this model lacks; there the tensors decide
         check_matches(asked, config, plan, found)
     planned = plan_adapters(plan, found)
     _refuse_cut_norms(planned)
@@ -55,7 +55,7 @@ def wrap_and_plan(
 
 
 def _check(config: Any, plan: Plan) -> None:
-    """Refuse what hfscale does not know, before anything is wrapped."""
+    """Refuse unsupported configs before anything is wrapped."""
     check_config(config)
     _refuse_inner_modules(config, plan)
     _refuse_tying(config, plan)
@@ -66,7 +66,7 @@ def _check(config: Any, plan: Plan) -> None:
 
 
 def _wrapped(template: nn.Module, config: Any, name: str, plan: Plan) -> Any:
-    """PEFT's model around the whole one; PEFT resolves and translates the targets in ``config``."""
+    """Return PEFT's model around the full one; PEFT resolves and translates the targets in ``config``."""
     try:
         return wrap(template, config, name)
     except ConfigError as error:
@@ -75,7 +75,7 @@ def _wrapped(template: nn.Module, config: Any, name: str, plan: Plan) -> Any:
 
 
 def _refuse_inner_modules(config: Any, plan: Plan) -> None:
-    # Experts are spread with their router around them, and not in a copy of both.
+    # Copies of experts with their router cannot be expert-parallel.
     mixtures = plan.mixtures if plan.layout.size("ep") > 1 else ()
     cut = (
         *plan.layers,
@@ -95,7 +95,7 @@ def _refuse_quantized_copies(config: Any, quantized: QuantizedPlan, head: str | 
     for wanted in getattr(config, "modules_to_save", None) or ():
         inside = [name for name in quantized.weights if _is_in(name, wanted)]
         if inside:
-            # The host goes by beginnings of names, and a list takes the place of its own, which has the head.
+            # transformers matches prefixes of names, and a user's list replaces its own, which has the head.
             paths = [name[: f".{name}.".index(f".{wanted}.") + len(wanted)] for name in inside]
             skipped = list(dict.fromkeys([*paths, *([head] if head is not None else [])]))
             raise ConfigError(
@@ -105,7 +105,7 @@ def _refuse_quantized_copies(config: Any, quantized: QuantizedPlan, head: str | 
 
 
 def _refuse_tying(config: Any, plan: Plan) -> None:
-    """PEFT ties adapters by views of one memory, of which the model's parameters say nothing."""
+    """Refuse to tie adapters of tied weights: PEFT does so by views of one storage, which the plan cannot see."""
     tied = next((planned for planned in plan.parameters if planned.tied_to is not None), None)
     if tied is not None and getattr(config, "ensure_weight_tying", False):
         raise ConfigError(
@@ -134,7 +134,7 @@ def _refuse_cut_norms(plan: Plan) -> None:
 
 
 def _refuse_several_stages(plan: Plan) -> None:
-    """Gradients are summed over the stages that have a parameter of the model's, and an adapter is none."""
+    """Refuse adapters on several pipeline stages: only gradients of the model's own parameters are summed there."""
     for adapter in plan.adapters:
         if sum(plan.is_local(rank, adapter.name) for rank in range(plan.layout.size("pp"))) > 1:
             path = adapter.base.rpartition(".")[0]
@@ -149,6 +149,6 @@ def _is_in(name: str, wanted: str) -> bool:
 
 
 def type_beside(base: torch.dtype, kept_in: str) -> torch.dtype:
-    """PEFT keeps factors in 32 bits where the weight has fewer, and copies in the weight's type."""
+    """Return an adapter's dtype: PEFT keeps factors of narrower weights in 32 bits, and copies in their dtype."""
     wide = base.is_floating_point and base.itemsize > 2
     return base if wide or kept_in == COPY else torch.float32

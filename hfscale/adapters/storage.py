@@ -1,4 +1,4 @@
-"""Adapters on disk, in PEFT's own format and names: ``adapter_config.json`` and ``adapter_model.safetensors``."""
+"""Save and load adapters in PEFT's own format and names: ``adapter_config.json`` and ``adapter_model.safetensors``."""
 
 import warnings
 from pathlib import Path
@@ -23,22 +23,22 @@ WEIGHTS = "adapter_model.safetensors"
 
 
 def stored_names(whole: Any, name: str, plan: Plan, embeddings: Any) -> dict[str, str]:
-    """Name of a parameter in the plan -> its key in a saved adapter, by PEFT's own rules.
+    """Map names of parameters in the plan to their keys in a saved adapter, by PEFT's own rules.
 
-    Besides adapters those are biases that train, and the embeddings where they are adapted.
+    Besides adapters these are trained biases, and the embeddings if they are adapted.
 
     Args:
-        embeddings: PEFT's ``save_embedding_layers``; ``"auto"`` looks at the base model's config, maybe on the Hub.
+        embeddings: PEFT's ``save_embedding_layers``; ``"auto"`` reads the base model's config, maybe from the Hub.
     """
     from peft import get_peft_model_state_dict
 
     prefix = "base_model.model."
-    # PEFT sorts out tensors by name alone, so each is sent through as a number that says which it was.
+    # PEFT selects and renames tensors by name alone, so pass an index as each tensor's value to recognize it.
     names = list(dict(whole.get_base_model().named_parameters(remove_duplicate=False)))
     marked = {f"{prefix}{key}": torch.tensor(number) for number, key in enumerate(names)}
     adapters = {adapter.name for adapter in plan.adapters}
     found: dict[str, str] = {}
-    # Those of embeddings may come a second time, with a name of the wrapper's.
+    # PEFT may return embeddings twice, the second time by a wrapper's name.
     for layers in (False,) if input_embedding(whole.get_base_model()) is None else (False, embeddings):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -50,10 +50,10 @@ def stored_names(whole: Any, name: str, plan: Plan, embeddings: Any) -> dict[str
 
 
 def load_adapter(path: str, whole: Any, name: str, plan: Plan, mesh: Mesh, **hub: Any) -> dict[str, Tensor]:
-    """This rank's shares of a saved adapter.
+    """Return this rank's shards of a saved adapter.
 
     Raises:
-        CheckpointError: it lacks parameters of its config, or has others, or their shapes are not the model's.
+        CheckpointError: it lacks parameters of its config, or has others, or their shapes differ from the model's.
     """
     try:
         stored = stored_weights(path, **hub)
@@ -86,7 +86,7 @@ def save_adapter(runtime: Runtime, whole: Any, name: str, target: Path) -> None:
     """Write the adapter; collective, like :func:`hfscale.save_pretrained`.
 
     Raises:
-        CheckpointError: it could not be written; ``target`` is then as it was before.
+        CheckpointError: it could not be written; ``target`` is then unchanged.
     """
     writes = is_writer(runtime.mesh)
     names = stored_names(whole, name, runtime.plan, "auto") if writes else {}

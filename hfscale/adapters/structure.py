@@ -1,4 +1,4 @@
-"""Put a PEFT config around a model, and say what parameters that adds to it."""
+"""Wrap a model by a PEFT config, and list the parameters that adds."""
 
 import copy
 import warnings
@@ -26,7 +26,7 @@ from ..runtime.names import stock_name, unwrapped
 
 
 def wrap(model: nn.Module, config: Any, name: str) -> Any:
-    """PEFT's model around ``model``, whose modules are wrapped in place; factors have no memory.
+    """Return PEFT's model around ``model``, whose modules are wrapped in place; factors are on the meta device.
 
     Raises:
         ConfigError: the config does not fit the model, in PEFT's words.
@@ -38,15 +38,15 @@ def wrap(model: nn.Module, config: Any, name: str) -> Any:
 
 
 def narrowed(config: Any, targets: Sequence[str], parameters: Sequence[str], copies: Sequence[str]) -> Any:
-    """The config for a part of the model: just those modules, by their full names."""
+    """Return a copy of the config that targets just the given modules, by their full names."""
     result = copy.deepcopy(config)
-    # PEFT wants a target where there may be none on this stage.
+    # PEFT needs a target, but this stage may have none.
     result.target_modules = list(targets) if targets or parameters else no_targets()
     if parameters and not targets:
         result.target_modules = []
     if hasattr(result, "target_parameters"):
         result.target_parameters = list(parameters) or None
-    if getattr(result, "feedforward_modules", None) is not None:  # IA3's, which have to be targets
+    if getattr(result, "feedforward_modules", None) is not None:  # IA3 needs them to be among the targets
         result.feedforward_modules = [n for n in targets if is_feedforward(config, n)]
     result.modules_to_save = list(copies) or None
     for field in ("exclude_modules", "layers_to_transform", "layers_pattern"):
@@ -56,10 +56,10 @@ def narrowed(config: Any, targets: Sequence[str], parameters: Sequence[str], cop
 
 
 def adapter_parameters(whole: Any, plan: Plan) -> list[AdapterParameter]:
-    """The parameters that PEFT's model ``whole`` has besides those of the plan, in the model's order.
+    """Return the parameters that PEFT's model ``whole`` has besides those of the plan, in the model's order.
 
     Raises:
-        ConfigError: some are of a kind that hfscale does not know.
+        ConfigError: hfscale does not know the kind of one of them.
     """
     stock = whole.get_base_model()
     modules = dict(stock.named_modules())
@@ -94,7 +94,7 @@ def adapter_parameters(whole: Any, plan: Plan) -> list[AdapterParameter]:
 
 
 def _is_transposed(adapted: nn.Module) -> bool:
-    """Whether a module keeps its parameters as ``[in, out]``; experts say so of themselves."""
+    """Return whether a module keeps its parameters as ``[in, out]``; experts have an attribute for it."""
     own = getattr(adapted, "is_transposed", None)
     return is_transposed(adapted) or isinstance(adapted, nn.Embedding) if own is None else bool(own)
 
@@ -106,7 +106,7 @@ def _planned_base(plan: Plan, name: str) -> str:
 
 
 def _place(modules: dict[str, nn.Module], name: str) -> tuple[str, str | None, list[str]]:
-    """Of an adapter's parameter: its wrapper, the attribute of it where it is kept, and the path in there."""
+    """Split the name of an adapter's parameter: its wrapper, the wrapper's attribute, and the path inside it."""
     parts = name.split(".")
     for end in range(len(parts) - 1, 0, -1):
         wrapper = ".".join(parts[:end])
@@ -119,7 +119,7 @@ def _place(modules: dict[str, nn.Module], name: str) -> tuple[str, str | None, l
 
 
 def targets_of(adapters: Collection[AdapterParameter]) -> tuple[list[str], list[str], list[str]]:
-    """What to target to get these: modules, parameters of experts, modules that are copied."""
+    """Return the targets that create these adapters: modules, parameters of experts, and copied modules."""
     modules: dict[str, None] = {}
     parameters: dict[str, None] = {}
     copies: dict[str, None] = {}
@@ -134,14 +134,11 @@ def targets_of(adapters: Collection[AdapterParameter]) -> tuple[list[str], list[
 
 
 def check_matches(asked: Any, resolved: Any, plan: Plan, adapters: Collection[AdapterParameter]) -> None:
-    """Refuse a target that matches nothing; PEFT does so only where all of them do not.
+    """Raise :class:`ConfigError` for a target that matches nothing; PEFT does so only if no target matches.
 
     Args:
         asked: the config as it was given.
-        resolved: as PEFT has changed it: names of older models' projections are parameters of experts now.
-
-    Raises:
-        ConfigError: naming it.
+        resolved: the config as PEFT changed it: older models' projection names become parameters of experts.
     """
     modules, parameters, copies = targets_of(adapters)
     known = [name.rpartition(".")[0] for name in plan.by_name]
@@ -164,7 +161,7 @@ def _fits(name: str, target: str) -> bool:
 
 
 def target_names(plan: Plan) -> list[str]:
-    """What a target can be called: modules by their last name, parameters of experts with their module's."""
+    """Return valid names of targets: the last name of modules, and parameters of experts with their module's name."""
     experts = tuple(f"{mixture.name}." for mixture in plan.mixtures)
     names = {
         ".".join(name.split(".")[-2:]) if name.startswith(experts) else name.split(".")[-2]
@@ -175,7 +172,7 @@ def target_names(plan: Plan) -> list[str]:
 
 
 def quietly(model: nn.Module, config: Any, name: str) -> Any:
-    """:func:`wrap` without the warnings, which the whole model has already given."""
+    """Call :func:`wrap` without the warnings that wrapping the full model has already given."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return wrap(model, config, name)

@@ -1,4 +1,4 @@
-"""What this machine's links carry: collectives by message size, measured; no model is involved."""
+"""Measure this machine's links: collectives by message size, without a model."""
 
 from .collectives import COLLECTIVES, Measured, measure, suggested_bucket
 

@@ -1,8 +1,8 @@
-"""The collectives that training uses, timed by message size within torch's process group.
+"""Time the collectives of training by message size within torch's process group.
 
-A message is what a rank holds on the larger side: all of what it sends (reduce-scatter, all-to-all, scatter's root) or
-receives (all-gather, gather's root). The *bus bandwidth* is what each link has to carry at least, whatever the number
-of ranks, so that collectives and machines can be compared; with ``n`` ranks and ``S`` bytes in ``t`` seconds::
+A message is a rank's larger side: all that it sends (reduce-scatter, all-to-all, scatter's root) or receives
+(all-gather, gather's root). The *bus bandwidth* is the least that each link must carry, whatever the number of ranks,
+so that collectives and machines can be compared; with ``n`` ranks and ``S`` bytes in ``t`` seconds::
 
     all-reduce                                          S / t * 2 (n - 1) / n
     all-gather, reduce-scatter, all-to-all,
@@ -23,11 +23,11 @@ from .._host.torch_device import device_module, is_accelerator
 
 Call = Callable[[], object]
 
-_NEW_NAME = "reduce_scatter_single"  # since torch 2.13, which warns at the old one
+_NEW_NAME = "reduce_scatter_single"  # since torch 2.13, which warns of the old name
 _reduce_scatter_into: Callable[[Tensor, Tensor], object] = getattr(dist, _NEW_NAME, dist.reduce_scatter_tensor)
 
 _SECONDS = 0.2
-"""About as long as one collective of one size is measured."""
+"""Approximate time of measuring one collective with one size."""
 _MOST = 200
 
 
@@ -39,7 +39,7 @@ class Measured:
         collective: a name of :data:`COLLECTIVES`.
         size: bytes of the message.
         ranks: how many took part.
-        seconds: of one call, the median of its repetitions on the slowest rank.
+        seconds: time of one call, the median of its repetitions on the slowest rank.
     """
 
     collective: str
@@ -49,7 +49,7 @@ class Measured:
 
     @property
     def bus_bandwidth(self) -> float:
-        """Bytes per second that a link carries at least."""
+        """The least bytes per second that a link carries."""
         return self.size / self.seconds * _factor(self.collective, self.ranks)
 
 
@@ -105,16 +105,16 @@ COLLECTIVES: dict[str, Callable[[Tensor, Tensor], Call]] = {
     "reduce-scatter": _reduce_scatter,
     "all-to-all": _all_to_all,
 }
-"""Name -> what makes a call of it from a whole message and one rank's part of it."""
+"""Name -> function that makes a call of it from a full message and one rank's piece of it."""
 
 
 def measure(device: torch.device, sizes: Sequence[int], seconds: float = _SECONDS) -> list[Measured]:
-    """Time every collective with every size, in bytes; call it on every rank, which all return the same.
+    """Time every collective with every size, in bytes; call it on every rank. All ranks return the same.
 
-    Sizes are rounded up to float32 numbers that the ranks can share evenly.
+    Sizes are rounded up to float32 numbers that divide evenly between the ranks.
 
     Args:
-        seconds: about as long as one of them is repeated.
+        seconds: approximate time of repeating one of them.
     """
     ranks, found = dist.get_world_size(), []
     for asked in sizes:
@@ -151,11 +151,13 @@ def _wait(device: torch.device) -> None:
 
 
 def suggested_bucket(measured: Sequence[Measured], share: float = 0.8) -> int | None:
-    """The smallest message with which all-reduce has ``share`` of its best bus bandwidth: smaller ones waste the link,
-    and larger ones begin later for nothing. It is what stock DDP's ``bucket_cap_mb`` is meant to be.
+    """Return the smallest message at which all-reduce has ``share`` of its best bus bandwidth.
+
+    Smaller ones waste the link, and larger ones delay the start for no gain: a good value of stock DDP's
+    ``bucket_cap_mb``.
 
     Returns:
-        bytes; ``None`` where nothing was measured.
+        bytes; ``None`` if nothing was measured.
     """
     found = [each for each in measured if each.collective == "all-reduce"]
     best = max((each.bus_bandwidth for each in found), default=0.0)

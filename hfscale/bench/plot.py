@@ -1,4 +1,4 @@
-"""The picture of measured collectives: bus bandwidth over message size."""
+"""Draw measured collectives: bus bandwidth over message size."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ def check_target(target: Path) -> None:
     """Refuse a picture that could not be drawn, before anything is measured.
 
     Raises:
-        ConfigError: matplotlib is missing, the folder is, or the kind of file is unknown.
+        ConfigError: matplotlib or the directory is missing, or the kind of file is unknown.
     """
     if target.suffix not in (".png", ".svg"):
         raise ConfigError(f"{target} is no picture that can be drawn: use .png or .svg")

@@ -1,4 +1,4 @@
-"""Start ranks of this machine for a measurement: one for each GPU over NCCL, or processes over gloo."""
+"""Start ranks on this machine for a measurement: one per GPU over NCCL, or processes over gloo."""
 
 import multiprocessing
 import os
@@ -15,11 +15,11 @@ from ..errors import HFScaleError
 
 
 class MeasurementError(HFScaleError, RuntimeError):
-    """A rank that was started for a measurement failed."""
+    """Raised if a rank that was started for a measurement failed."""
 
 
 def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: float = 300.0) -> Any:
-    """What ``function(device, *args)`` returns on rank 0 of ``world`` processes that are in one process group.
+    """Run ``function(device, *args)`` on ``world`` processes in one process group; return rank 0's result.
 
     Args:
         function: at the top of a module.

@@ -1,4 +1,4 @@
-"""Weights in and out: each rank reads its slices of a Hugging Face checkpoint, and rank 0 writes a plain one."""
+"""Load, save and resume: each rank reads its slices of a Hugging Face checkpoint, and rank 0 writes a plain one."""
 
 from .background import wait_for_saves
 from .checksums import verify_experts

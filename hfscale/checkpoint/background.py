@@ -1,7 +1,7 @@
-"""Saves that go on behind the steps: one at a time, by a thread with a group of ranks of its own.
+"""Asynchronous saves: one at a time, in a thread with its own process group.
 
-A step waits for the copy to the host's memory alone. The next save waits for the one before it, and so does the end of
-the process; an error of one is raised there, on every rank.
+Steps wait only for the copy to CPU memory. The next save, and the end of the process, wait for the previous save and
+raise its error on every rank.
 """
 
 import functools
@@ -22,7 +22,7 @@ from ..runtime.writing import saving
 
 
 class _Save(threading.Thread):
-    """Not a daemon, so the process does not end before it."""
+    """A thread that saves; not a daemon, so the process does not end before it."""
 
     def __init__(self, name: str, work: Callable[[], None]) -> None:
         super().__init__(name=f"hfscale-save {name}", daemon=False)
@@ -31,10 +31,10 @@ class _Save(threading.Thread):
 
     @saving()
     def run(self) -> None:
-        """Save; an error is kept for who asks, and said for the case that nobody will."""
+        """Save; keep an error for :func:`wait_for_saves`, and print it in case nobody waits."""
         try:
             self.work()
-        except BaseException as error:  # or whoever waits would take the save for done
+        except BaseException as error:  # kept, or wait_for_saves would take the save for done
             self.error = error
             told = in_words(error)
             print(f"hfscale: the save of {self.target} behind the steps failed: {told}", file=sys.stderr, flush=True)
@@ -44,21 +44,21 @@ _running: list[_Save] = []
 
 
 def begin_save(name: str, work: Callable[[], None]) -> None:
-    """Run ``work`` behind what comes next, once the save before it is done."""
+    """Run ``work`` in a thread, once the previous save is done."""
     wait_for_saves()
     save = _Save(name, work)
     try:
         save.start()
-    except (RuntimeError, MemoryError):  # no thread can be had, and the other ranks save
+    except (RuntimeError, MemoryError):  # no thread could be started, but the other ranks save
         save.run()
     _running.append(save)
 
 
 def wait_for_saves() -> None:
-    """Wait until what ``hfscale.save_state(..., asynchronous=True)`` began is on the disk; call it on every rank.
+    """Wait until the last ``hfscale.save_state(..., asynchronous=True)`` is on disk; call it on every rank.
 
     Raises:
-        CheckpointError: it failed; what its directory held before is still there.
+        CheckpointError: it failed; the previous content of its directory is still there.
     """
     while _running:
         save = _running.pop()
@@ -70,7 +70,7 @@ def wait_for_saves() -> None:
 
 
 def apart(mesh: Mesh) -> Mesh:
-    """The same ranks with a group of their own for what a thread has to say; the first call is collective."""
+    """Return the mesh with a separate control group for a thread's messages; the first call is collective."""
     return mesh if mesh.control is None else replace(mesh, control=_group(dist.group.WORLD))
 
 
@@ -80,7 +80,7 @@ def _group(world: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
 
 
 def on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies in the host's memory, pinned where they come from a GPU; complete on return."""
+    """Copy tensors to CPU memory, pinned if they come from a GPU; complete on return."""
     copies = {}
     for key, tensor in tensors.items():
         pinned = is_accelerator(tensor.device)

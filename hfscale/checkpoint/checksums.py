@@ -1,11 +1,11 @@
-"""A checksum of every expert, of the model over all its ranks and of the checkpoint, which must be equal.
+"""Checksums of every expert, of the model over all its ranks and of the checkpoint, which must be equal.
 
-Ranks that all loaded the same experts train without an error, and badly. Only the checkpoint can tell: experts may be
-equal rightly, as they are after upcycling. So the checkpoint is read a second time, once by all ranks together, by
-the host's converters and without a plan, and what is at hand counts as the experts whose tokens a rank is sent.
+Ranks that all loaded the same experts train without an error, and badly. Only the checkpoint can tell: experts may
+rightly be equal, as after upcycling. So the checkpoint is read again, once by all ranks together, by transformers'
+converters and without a plan, and compared with the experts of each rank, as numbered by token dispatch.
 
-The checksum of a tensor is the sum, modulo 2**64, of its entries' bits times a weight made of their place in the whole.
-So those of parts add up: an expert that several ranks share is compared without being gathered.
+A tensor's checksum is the sum, modulo 2**64, of its entries' bits times a weight that depends on the entry's index. So
+checksums of shards add up: an expert that several ranks share is compared without being gathered.
 """
 
 from collections import defaultdict
@@ -33,20 +33,20 @@ _BLOCK = 1 << 20
 _MODULUS = 1 << 64
 
 Sums = dict[int, int]
-"""Number of an expert -> its checksum."""
+"""Index of an expert -> its checksum."""
 
 
 def verify_experts(model: nn.Module, directory: str | Path) -> dict[str, Sums]:
     """Compare every expert, on the ranks that hold it, with the checkpoint that was loaded or saved last.
 
     Call it on every rank, before a step changes the weights. All ranks together read the experts' weights once; none
-    holds more than one whole parameter.
+    holds more than one full parameter.
 
     Returns:
-        the checksums of the experts of each parameter that ``ep_size`` spreads over ranks, by name.
+        the checksums of the experts of each parameter that ``ep_size`` shards, by name.
 
     Raises:
-        CheckpointError: on every rank, if some expert is not the checkpoint's; it says which, and whose it is.
+        CheckpointError: on every rank, if some expert differs; says which expert of the checkpoint it equals, if any.
         ConfigError: the experts are held in 4 bits.
     """
     runtime = runtime_of(model)
@@ -74,7 +74,7 @@ def verify_experts(model: nn.Module, directory: str | Path) -> dict[str, Sums]:
 
 
 def checksum(part: Tensor, spans: Sequence[Sequence[tuple[int, int]]], shape: Sequence[int]) -> int:
-    """What a part of a tensor of ``shape`` adds to its checksum; ``spans``, per dim, say where the part lies in it."""
+    """Return a slice's term of the checksum of a tensor of ``shape``; ``spans``, per dim, give the slice's position."""
     places = [_places(dim, part.device) for dim in spans]
     rows = max(1, _BLOCK // max(1, prod(part.shape[1:])))
     total = 0
@@ -88,7 +88,7 @@ def checksum(part: Tensor, spans: Sequence[Sequence[tuple[int, int]]], shape: Se
 
 
 def _weights(index: Tensor) -> Tensor:
-    """An odd number for each place, all unlike each other; products overflow on purpose."""
+    """Return a different odd number for each index; products overflow on purpose."""
     mixed = (index + 1) * (0x9E3779B97F4A7C15 - _MODULUS)
     return ((mixed ^ (mixed >> 29)) * (0xBF58476D1CE4E5B9 - _MODULUS)) | 1
 
@@ -98,13 +98,13 @@ def _places(spans: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
 
 
 def _held(runtime: Runtime) -> dict[str, tuple[torch.dtype, Any, Sums]]:
-    """Of every parameter of experts: its type, which copy of the experts this rank has a part of, and checksums.
+    """Return, for every parameter of experts: its dtype, the replica this rank has a shard of, and checksums.
 
-    Which experts they are is told by the group over which tokens are sent, not by the coordinates that cut them.
+    The experts' indices follow the group over which tokens are dispatched, not the coordinates that cut the parameter.
     """
     result: dict[str, tuple[torch.dtype, Any, Sums]] = {}
     group = runtime.mesh.group("ep")
-    adapters = {adapter.name for adapter in runtime.plan.adapters}  # which are in no checkpoint
+    adapters = {adapter.name for adapter in runtime.plan.adapters}  # not in the checkpoint
     for planned, parameter in runtime.parameters():
         if planned.cut_over("ep") is None or group is None or planned.name in adapters:
             continue
@@ -121,7 +121,7 @@ def _held(runtime: Runtime) -> dict[str, tuple[torch.dtype, Any, Sums]]:
 
 
 class _Shapes:
-    """Stands in for the whole model before the host's converters."""
+    """A stand-in of the full model for transformers' converters."""
 
     def __init__(self, parameters: dict[str, ParameterPlan]) -> None:
         self.parameters = parameters
@@ -131,7 +131,7 @@ class _Shapes:
 
 
 def _stored(runtime: Runtime, directory: Path, types: dict[str, torch.dtype]) -> dict[str, Sums]:
-    """Checksums of the checkpoint's experts, of those parameters that fall to this rank to read."""
+    """Return the checksums of the checkpoint's experts, for this rank's part of the parameters to read."""
     by_name = runtime.plan.by_name
     finish_move(directory)
     stored = open_tensors(sorted(directory.glob("*.safetensors")))
@@ -153,7 +153,7 @@ def _stored(runtime: Runtime, directory: Path, types: dict[str, torch.dtype]) ->
 
 
 def _differences(held: list[dict[str, tuple[torch.dtype, Any, Sums]]], stored: dict[str, Sums]) -> list[str]:
-    """What is wrong, in words: one line per expert of a parameter, on the ranks that hold a copy of it."""
+    """Describe the differences: one entry per expert of a parameter, with the ranks that hold a replica of it."""
     sums: dict[tuple[str, int, Any], int] = defaultdict(int)
     ranks: dict[tuple[str, int, Any], list[int]] = defaultdict(list)
     copies: dict[str, set[Any]] = defaultdict(set)

@@ -1,4 +1,4 @@
-"""Make an ordinary Hugging Face directory of a saved state: one process, one tensor at a time, no ranks, no GPU."""
+"""Convert a saved state to a Hugging Face directory: one process, one tensor at a time, without a GPU."""
 
 import shutil
 from pathlib import Path
@@ -27,20 +27,20 @@ _CONFIGS = (".json", ".py", ".jinja")
 def convert_state(
     source: Path, target: Path, *, max_shard_size: str | int = "5GB", trust_remote_code: bool = False
 ) -> StateIndex:
-    """Write the weights of a state as a Hugging Face directory, or, of a model with adapters, as PEFT's.
+    """Write the weights of a state as a Hugging Face directory, or, for a model with adapters, as PEFT's.
 
-    The bytes are those that :func:`hfscale.save_pretrained` would have written then. In memory is one tensor at a time,
-    and what the host makes of it where a checkpoint stores it otherwise.
+    The bytes are those that :func:`hfscale.save_pretrained` would have written. Memory holds one tensor at a time, and
+    its conversion to the checkpoint's format.
 
     Args:
-        source: of the state, or the directory that states are in.
+        source: directory of the state, or of several states.
 
     Returns:
-        what the state holds.
+        the index of the state.
 
     Raises:
-        CheckpointError: there is no whole state, or it does not have all weights (those in 4 or 8 bits are in the
-            checkpoint that the model was loaded from).
+        CheckpointError: there is no complete state, or it lacks weights (those in 4 or 8 bits are in the checkpoint
+            that the model was loaded from).
     """
     alone = Mesh(ParallelConfig(), torch.device("cpu"), dict.fromkeys((*MESH_AXES, "cp"), 0))
     with all_or_none(alone, f"{source} could not be read"):

@@ -1,4 +1,4 @@
-"""Find out at the first step, and not at the first save, that a run cannot be saved."""
+"""Check at the first step, rather than at the first save, that a run can be saved and resumed."""
 
 import shutil
 import time
@@ -15,12 +15,12 @@ from ..runtime.writing import all_or_none, is_writer
 from .state import load_state, save_state
 from .state_contents import contents_of
 
-_ROOM = 1.1  # of what is needed: configs, headers, and what others write meanwhile
+_ROOM = 1.1  # factor on the bytes needed: configs, headers, and others' files
 
 
 @dataclass(frozen=True)
 class SaveCheck:
-    """What a state of a run takes.
+    """Size and duration of a saved state of a run.
 
     Attributes:
         bytes: of all ranks' files.
@@ -38,14 +38,14 @@ class SaveCheck:
 def check_save(model: nn.Module, optimizer: torch.optim.Optimizer | None, directory: str | Path) -> SaveCheck:
     """Save a state of the run into ``directory``, load it, and remove it; call it on every rank.
 
-    Behind the first step an optimizer has its state: call it there. The run goes on as if nothing had happened.
+    Call it after the first step, when the optimizer has its state. The run continues unchanged.
 
     Args:
-        directory: where the run's states will be.
+        directory: where the run's states will be saved.
 
     Raises:
-        CheckpointError: there is no room for two states (the next one is written beside the last), or what
-            :func:`hfscale.save_state` and :func:`hfscale.load_state` raise.
+        CheckpointError: there is no room for two states (the next one is written beside the last), or an error of
+            :func:`hfscale.save_state` or :func:`hfscale.load_state`.
     """
     runtime, root = runtime_of(model), Path(directory)
     with all_or_none(runtime.mesh, f"{root} could not be checked"):
@@ -65,7 +65,7 @@ def check_save(model: nn.Module, optimizer: torch.optim.Optimizer | None, direct
 
 
 def _room(root: Path, needed: int) -> int:
-    """Return the bytes that are free on the disk of ``root``, which is made."""
+    """Make the directory ``root`` and return the free bytes of its disk."""
     root.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(root).free
     if free < 2 * _ROOM * needed:

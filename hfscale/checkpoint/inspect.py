@@ -1,4 +1,4 @@
-"""Say what a directory holds: a state, several, a checkpoint, or an adapter; whether it is whole, and who wrote it."""
+"""Describe a directory: a state, several, a checkpoint, or an adapter; whether it is complete, and what wrote it."""
 
 from collections import Counter
 from datetime import datetime, timezone
@@ -15,13 +15,13 @@ from .state_reader import StateReader
 
 
 def inspect(source: Path, verify: bool = True) -> tuple[str, bool]:
-    """What is in ``source``, in lines of text, and whether all of it is whole.
+    """Return a description of ``source``, in lines of text, and whether all of it is complete.
 
     Args:
         verify: read all files of states, and compare their checksums.
 
     Raises:
-        CheckpointError: it is none of these.
+        CheckpointError: it is neither a state, a checkpoint nor an adapter.
     """
     finish_move(source)
     files = sorted(source.glob("*.safetensors"))
@@ -69,7 +69,7 @@ def _state(directory: Path, verify: bool) -> tuple[list[str], list[str]]:
 
 
 def _sizes(directory: Path, index: StateIndex) -> Counter[str]:
-    """Bytes of whole tensors, by kind."""
+    """Return the bytes of full tensors, by kind."""
     reader, sizes = StateReader(directory, index), Counter[str]()
     for key, tensor in index.tensors.items():
         sizes[key.partition("/")[0]] += prod(tensor.shape) * reader.dtype(key).itemsize

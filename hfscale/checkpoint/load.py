@@ -1,10 +1,10 @@
 """Load a Hugging Face checkpoint so that each rank reads only its own bytes.
 
-Data flow: the host's ``from_pretrained`` builds the stock model on the meta device and is about to read weights; here
-the model gets its local shapes (tensor shares, then data shares) and the host is shown the checkpoint *through the
-plan*: a state dict whose tensors read only this rank's part. The host's own renaming, type rules and tying then do
-their work unchanged, and so does its quantizer. So it is with a weight that the host merges on its way in, from one
-tensor per expert, say; one whose values it moves in other ways is read whole and cut afterwards.
+Data flow: transformers' ``from_pretrained`` builds the stock model on the meta device; before it reads weights, the
+model gets its local shapes (tensor shards, then data shards) and transformers gets a state dict of lazy tensors that
+read only this rank's shard. Its own renaming, dtype rules and tying then work unchanged, and so does its quantizer. The
+same holds for parameters that transformers merges from several stored tensors, one per expert, say; parameters whose
+values it rearranges in other ways are read in full and cut afterwards.
 """
 
 from collections.abc import Collection
@@ -39,12 +39,12 @@ class _Loader:
         self.held = plan.local_names(mesh.ranks["pp"])  # owned parameter -> its name here
         self.converted: set[str] = set()
         self.meta: dict[str, nn.Parameter] = {}
-        self.stored: set[str] = set()  # parameters and buffers that the checkpoint has
+        self.stored: set[str] = set()  # parameters and buffers in the checkpoint
         self.overwritten: set[str] = set()
         self.quantizing: Quantizing | None = None
 
     def prepare(self, model: Any, weight_mapping: list[Any], files: list[str], quantizer: Any) -> dict[str, Any]:
-        """Give the meta model local shapes; return the checkpoint as this rank sees it."""
+        """Give the meta model local shapes; return the checkpoint as this rank's lazy tensors."""
         stored, packed = split_packed(open_tensors(files))
         targets = checkpoint_targets(model, list(stored), weight_mapping)
         for key in stored.keys() & targets.keys():
@@ -63,7 +63,7 @@ class _Loader:
             for key in packed:
                 if targets[key].name in self.quantizing.weights:
                     self.quantizing.read_packed(targets[key].name, packed[key], targets[key].converter is not None)
-                    shown[key] = torch.empty(0)  # read once the host comes to it
+                    shown[key] = torch.empty(0)  # read when transformers reaches it
             self.quantizing.shape(self.converted)
         for pieces in parts.values():
             shown.update(pieces)
@@ -71,7 +71,7 @@ class _Loader:
         return {**shown, **self._shown_one_by_one(remaining, targets)}
 
     def _give_local_shapes(self, model: Any) -> None:
-        """The meta model's parameters become this rank's; those that are converted whole stay whole."""
+        """Give the meta model's parameters this rank's shapes; parameters that are converted in full stay full."""
         whole = {name: p for name, p in model.named_parameters(remove_duplicate=False) if name in self.converted}
         cut_parameters(model, self.plan, self.mesh)
         self.meta = dict(model.named_parameters(remove_duplicate=False))
@@ -79,8 +79,8 @@ class _Loader:
             if planned.name not in self.meta:
                 continue
             parameter = self.meta[planned.name]
-            # The host ties only at the very end, and not what is tied to another stage's: a decoder's embedding and its
-            # head to the encoder's embedding.
+            # transformers ties only at the very end, and not to another stage's parameter: a decoder's embedding and
+            # its head to the encoder's embedding.
             self.meta[planned.name] = self.meta[self.held[planned.tied_to or planned.name]]
             shape = planned.local_shape(self.mesh.ranks)
             if planned.name in self.converted:
@@ -92,7 +92,7 @@ class _Loader:
     def _shown_one_by_one(
         self, stored: dict[str, TensorOnDisk], targets: dict[str, Destination]
     ) -> dict[str, ShareOnDisk | TensorOnDisk]:
-        """This rank's share of each stored tensor that becomes a parameter by itself; the others as they are."""
+        """Return this rank's shard of each stored tensor that becomes a parameter by itself; others unchanged."""
         shown: dict[str, ShareOnDisk | TensorOnDisk] = {}
         read_from: dict[str, str] = {}  # owned parameter -> the key it is read from
         for key, tensor in stored.items():
@@ -100,22 +100,22 @@ class _Loader:
             planned_target = self.plan.by_name.get(target)
             here = self._name_here(target)
             if here is None:
-                continue  # another stage's
+                continue  # on another stage
             if planned_target is None or targets[key].converter:
                 shown[key] = tensor
                 continue
             _check_shape(key, tensor.shape, planned_target)
             share = ShareOnDisk(tensor, planned_target.cuts, self.mesh.ranks)
             first = read_from.setdefault(planned_target.tied_to or target, key)
-            if first != key:  # a tied tensor that is stored under several names
+            if first != key:  # a tied tensor, stored under several names
                 _check_equal(share, ShareOnDisk(stored[first], planned_target.cuts, self.mesh.ranks), key, first)
                 continue
-            # Of a tied tensor, a stage may have another name than the checkpoint.
+            # A stage may know a tied tensor by another name than the checkpoint.
             shown[key if here == target else here] = share
         return shown
 
     def _merged(self, stored: dict[str, TensorOnDisk], targets: dict[str, Destination]) -> dict[str, dict[str, Any]]:
-        """Parameters of this rank that the host merges from stored tensors -> what it is shown to merge of each."""
+        """Map this rank's parameters that transformers merges from stored tensors to the slices it is given."""
         return {
             name: parts_of_share(self.plan.by_name[name], sources, stored, self.mesh.ranks)
             for name, sources in merged_parameters(targets).items()
@@ -123,36 +123,36 @@ class _Loader:
         }
 
     def _name_here(self, target: str) -> str | None:
-        """The name that what loads into ``target`` has on this rank; ``None`` where it is another stage's."""
+        """Return this rank's name of the parameter or buffer ``target``; ``None`` if it is on another stage."""
         planned = self.plan.by_name.get(target)
         if planned is None:
             return None if is_elsewhere(self.plan, self.mesh.ranks["pp"], target) else target
         return target if target in self.meta else self.held.get(planned.tied_to or target)
 
     def name_of_tie(self, name: str) -> str | None:
-        """The name that a tied parameter has in the model as it is; ``None`` where another stage holds it."""
+        """Return the name of a tied parameter in the model as it is; ``None`` if it is on another stage."""
         if name in self.meta or name not in self.plan.by_name:
             return name
         return self.held.get(self.plan.by_name[name].tied_to or name)
 
     def initialize(self, model: Any) -> None:
-        """In the place of the host's initialization: for buffers; missing parameters come later, by their own seed."""
+        """Run transformers' initialization for buffers only; missing parameters are initialized later, by own seeds."""
         shapes = {planned.name: planned.shape for planned in self.plan.parameters}
         self.overwritten = initialize_around(model, shapes)
 
     def overwrite(self, model: Any, shares: LocalWeights) -> None:
-        """Put into the shares what the host's initialization would have put into whole parameters."""
-        # What one stage has tied to another's parameter does not show where that is not.
+        """Write into the shards the entries that transformers' initialization would overwrite in full parameters."""
+        # Overwrites of a parameter tied to another stage's are only seen there, so stages always check.
         if not self.overwritten and self.plan.stages is None:
             return
         for name, found in find_overwrites(empty_copy(model), self.stored).items():
             planned = self.plan.by_name[self.plan.by_name[name].tied_to or name]
             quantized = self.quantizing is not None and planned.name in self.quantizing.weights
-            if planned.name in shares.tensors and not quantized:  # the host never initializes quantized modules
+            if planned.name in shares.tensors and not quantized:  # transformers never initializes quantized modules
                 found.apply(shares.tensors[planned.name], planned, self.mesh.ranks)
 
     def shares(self, model: Any) -> LocalWeights:
-        """What was loaded, as this rank's final shares; the model gets its meta parameters back."""
+        """Return the loaded weights as this rank's final shards, and put the meta parameters back into the model."""
         loaded = dict(model.named_parameters(remove_duplicate=False))
         shares = LocalWeights()
         if self.quantizing is not None:
@@ -165,7 +165,7 @@ class _Loader:
                 tensor = planned.take(tensor, self.mesh.ranks).clone()
             shares.tensors[planned.name] = tensor.to(self.mesh.device)
         for name, parameter in self.meta.items():
-            # The host may have chosen another type for a parameter while loading, or have thawed it.
+            # transformers may have changed a parameter's dtype or requires_grad while loading.
             owner = self.plan.by_name[name].tied_to or name
             if self.quantizing is not None and owner in self.quantizing.weights:
                 continue
@@ -179,26 +179,26 @@ class _Loader:
 def load_pretrained(
     auto_class: Any, path: str, plan: Plan, mesh: Mesh, kwargs: dict[str, Any], resized: Collection[str] = ()
 ) -> tuple[Any, LocalWeights, set[str]]:
-    """Run the host's ``from_pretrained``; parameters that are ``resized`` may have other numbers of rows there.
+    """Run transformers' ``from_pretrained``; ``resized`` parameters may have another number of rows in the checkpoint.
 
     Returns:
-        the model with tensor-local parameters on the meta device and real buffers, this rank's final shares by name,
-        and the owned names of what the checkpoint does not have, whose shares are not initialized.
+        the model with tensor-local parameters on the meta device and real buffers, this rank's final shards by name,
+        and the owned names of parameters that the checkpoint lacks, whose shards are not initialized.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, names files outside of its directory, or its shapes are not the
-            model's.
+        CheckpointError: the checkpoint is damaged, names files outside of its directory, or has other shapes than the
+            model.
     """
     for index in Path(path, kwargs.get("subfolder") or "").glob("*.safetensors.index*.json"):
         named_files(index)
     loader = _Loader(plan, mesh, resized)
     with loading_through(loader.prepare, loader.name_of_tie, loader.initialize) as report:
         model = auto_class.from_pretrained(path, **kwargs, **_placed(plan, mesh))
-    if plan.quantized is None:  # nothing is dispatched, and others would take the model for one that is
+    if plan.quantized is None:  # nothing is dispatched, and Accelerate would treat the model as dispatched
         vars(model).pop("hf_device_map", None)
     if report["mismatched"]:
         raise CheckpointError(f"{path}: shapes differ from the model's: {report['mismatched']}")
-    # A tied tensor is there if the checkpoint has it under any of its names that this rank has.
+    # A tied tensor is present if the checkpoint has it under any of its names on this rank.
     here = [planned for planned in plan.parameters if planned.name in loader.meta]
     present = {planned.tied_to or planned.name for planned in here if planned.name not in report["missing"]}
     shares = loader.shares(model)
@@ -207,9 +207,9 @@ def load_pretrained(
 
 
 def _placed(plan: Plan, mesh: Mesh) -> dict[str, Any]:
-    """Where the host is to put what it reads: on this rank's device.
+    """Return the ``device_map`` argument that makes transformers load onto this rank's device.
 
-    Unasked, it stages a rank's whole share in the memory of the CPU, and quantizes on the current GPU of a process that
+    By default it stages all of a rank's shards in CPU memory, and quantizes on the current GPU even if the process
     computes on the CPU.
     """
     return {"device_map": {"": mesh.device}} if plan.quantized is not None or mesh.device.type != "cpu" else {}
@@ -224,7 +224,7 @@ def _check_shape(key: str, shape: tuple[int, ...], planned: ParameterPlan) -> No
 
 
 def _check_equal(share: ShareOnDisk, first: ShareOnDisk, key: str, first_key: str) -> None:
-    """The host unties what differs in the checkpoint, and a plan is made before anything is read."""
+    """Refuse tied tensors that differ in the checkpoint: transformers would untie them, but the plan is fixed."""
     if not torch.equal(share[...], first[...]):
         raise CheckpointError(
             f"{first_key} and {key} are one tensor by the config, and differ in the checkpoint: set "
@@ -233,6 +233,6 @@ def _check_equal(share: ShareOnDisk, first: ShareOnDisk, key: str, first_key: st
 
 
 def materialize_buffers(model: nn.Module, buffers: dict[str, Tensor], device: torch.device) -> None:
-    """Put real buffers into a model, and move those it has to ``device``."""
+    """Put real buffers into a model, and move existing ones to ``device``."""
     for name, buffer in list(model.named_buffers()):
         put_buffer(model, name, buffers.get(name, buffer).to(device))

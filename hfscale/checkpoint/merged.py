@@ -1,12 +1,12 @@
-"""Read this rank's share of a parameter that the host merges from many stored tensors.
+"""Read this rank's shard of a parameter that transformers merges from many stored tensors.
 
-Most checkpoints of mixtures keep each expert's projections apart, and the host stacks and joins them into one 3-D
-parameter. Such a merge moves values and changes none, so the cuts of the parameter say which part of each *stored*
-tensor is this rank's::
+Most checkpoints of mixtures of experts store each expert's projections separately, and transformers stacks and
+concatenates them into one 3-D parameter. Such a merge moves values and changes none, so the parameter's cuts tell which
+slice of each *stored* tensor is this rank's::
 
     experts.4.gate_proj [2, 3]  ->  gate_up_proj[4, 0:2]      experts.4.up_proj [2, 3]  ->  gate_up_proj[4, 2:4]
 
-The host is shown these parts alone, and what it merges of them is the share: it never sees another rank's experts.
+transformers is given these slices only, and merges them to the shard: it never reads another rank's experts.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -25,7 +25,7 @@ from ..plan.cut import Spans, share_spans
 
 
 def merged_parameters(found: Mapping[str, Destination]) -> dict[str, list[tuple[str, Merge]]]:
-    """The parameters that are merged from stored tensors, with the keys of these, in the order of the merge."""
+    """Map parameters that are merged from stored tensors to the keys of these, in the order of the merge."""
     keys: dict[str, list[tuple[str, Destination]]] = {}
     for key, destination in found.items():
         keys.setdefault(destination.name, []).append((key, destination))
@@ -43,10 +43,11 @@ def parts_of_share(
     stored: Mapping[str, TensorOnDisk],
     ranks: dict[str, int],
 ) -> dict[str, Any]:
-    """What to show the host in place of the stored ``sources`` of a parameter, so that it merges this rank's share.
+    """Return the slices to give transformers in place of a parameter's stored ``sources``, so that it merges this
+    rank's shard.
 
     Raises:
-        CheckpointError: merged, the sources do not have the parameter's shape: there is one too few, say.
+        CheckpointError: the merged sources would not have the parameter's shape, because one is missing, say.
     """
     boxes = _boxes(planned, sources, stored)
     spans = share_spans(planned.shape, planned.cuts, ranks)
@@ -55,10 +56,10 @@ def parts_of_share(
     for key, box in boxes.items():
         parts = [_within(dim, *edges) for dim, edges in zip(spans, box, strict=True)]
         if stack is not None and not parts.pop(stack):
-            continue  # another rank's expert
-        # Rows may be another rank's altogether; nothing of them is shown, so that the host misses no source.
+            continue  # on another rank
+        # If this rank has no rows of a source, give an empty slice, so that transformers misses no source.
         shown[key] = PartOnDisk(stored[key], [part or [(0, 0)] for part in parts])
-    if not shown:  # a rank beyond the last expert; the host cannot stack nothing
+    if not shown:  # a rank without experts; transformers cannot stack an empty list
         shown[planned.name] = torch.empty(planned.local_shape(ranks), dtype=stored[sources[0][0]].dtype)
     return shown
 
@@ -66,7 +67,7 @@ def parts_of_share(
 def _boxes(
     planned: ParameterPlan, sources: Sequence[tuple[str, Merge]], stored: Mapping[str, TensorOnDisk]
 ) -> dict[str, Spans]:
-    """Where each stored tensor lies in the merged one: ``(start, stop)`` per dim."""
+    """Return the box of each stored tensor in the merged one: ``(start, stop)`` per dim."""
     stack, join = sources[0][1].stack, sources[0][1].join
     boxes: dict[str, Spans] = {}
     offset, alike = 0, True
@@ -79,7 +80,7 @@ def _boxes(
                 alike = alike and stored[key].shape == stored[keys[0]].shape
             if join is not None:
                 box[join] = (offset, offset + box[join][1])
-                if stack is None or key == keys[-1]:  # what is stacked lies at the same place of the joined dim
+                if stack is None or key == keys[-1]:  # stacked tensors have the same span of the joined dim
                     offset = box[join][1]
             boxes[key] = box
     if not alike or not _fill(boxes.values(), planned.shape):
@@ -92,13 +93,13 @@ def _boxes(
 
 
 def _fill(boxes: Collection[Spans], shape: tuple[int, ...]) -> bool:
-    """Whether ``boxes`` that do not overlap make up a tensor of ``shape``."""
+    """Return whether ``boxes`` that do not overlap fill a tensor of ``shape``."""
     reach = tuple(max(stop for _, stop in edges) for edges in zip(*boxes, strict=True))
     volume = sum(prod(stop - start for start, stop in box) for box in boxes)
     return reach == shape and volume == prod(shape)
 
 
 def _within(spans: Spans, low: int, high: int) -> Spans:
-    """What of ``spans`` is between ``low`` and ``high``, counted from ``low``."""
+    """Return the intersection of ``spans`` with ``low`` to ``high``, relative to ``low``."""
     kept = [(max(start, low) - low, min(stop, high) - low) for start, stop in spans]
     return [(start, stop) for start, stop in kept if start < stop]

@@ -1,13 +1,12 @@
-"""What the host's initialization does to weights that were loaded.
+"""Apply the writes of transformers' initialization to parameters that were already loaded.
 
-After loading, the host initializes every module. Parameters that were loaded carry a mark, which its own functions
-respect; code that writes through ``.data`` or a slice does not see it, and puts a row of zeros into a loaded embedding,
-say. What stock does to the whole parameter is part of what stock loads; run over a share, it would hit other entries.
+After loading, transformers initializes every module. Loaded parameters are marked, and its own functions skip them; but
+model code that writes through ``.data`` or a slice ignores the mark, and zeroes a row of a loaded embedding, say. Stock
+models contain the result; over a shard, the same code would hit other entries.
 
-So the host's initialization sees no share. It runs over stand-ins of the whole shapes, without memory, into which
-nothing is ever written; buffers are real, and become what they are in stock. Where it tries to write into a loaded
-parameter, that module of a whole model is initialized again, over real memory, and what it leaves there is taken to the
-shares like anything else: the same way for every layout.
+So initialization runs over placeholders of the full shapes, without memory, whose writes are dropped; buffers are real,
+and become what they are in stock models. If it tries to write into a loaded parameter, that module of a full model is
+initialized again, with real memory, and the written entries are copied to the shards: the same way for every layout.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -24,25 +23,25 @@ from ..errors import CheckpointError
 from ..plan import ParameterPlan
 from ..runtime.names import put_buffer, put_parameter
 
-# A parameter is filled with each of these in turn: entries that then end up alike were written.
+# A parameter is filled with each of these in turn: entries that are equal afterwards were written.
 _FILLS = (0.5, -3.25)
-_SEED = 0  # of what the host puts into loaded parameters at random
+_SEED = 0  # of random values that are written into loaded parameters
 
 
 @dataclass(frozen=True)
 class Overwrite:
-    """Entries of a whole parameter and what the host puts there.
+    """The entries of a full parameter that initialization overwrites, and their values.
 
     Attributes:
-        places: of the flattened parameter.
-        values: one for each.
+        places: indices into the flattened parameter.
+        values: one for each index.
     """
 
     places: Tensor
     values: Tensor
 
     def apply(self, share: Tensor, planned: ParameterPlan, ranks: dict[str, int]) -> None:
-        """Write into the ``share`` of the rank at ``ranks`` what of it is there."""
+        """Write the entries that belong to the shard of the rank at ``ranks`` into ``share``."""
         where = torch.zeros(planned.shape, dtype=torch.bool)
         where.view(-1)[self.places] = True
         found = torch.zeros(planned.shape, dtype=share.dtype)
@@ -52,12 +51,12 @@ class Overwrite:
 
 
 class _StandIns(TorchDispatchMode):
-    """Parameters without memory in the place of a model's own.
+    """A dispatch mode that puts placeholders without memory in place of a model's parameters.
 
-    While one module is initialized, operations that would write into them, or into views of them, are left out.
+    While a module is initialized, operations that would write into placeholders, or views of them, are skipped.
 
     Attributes:
-        tensors: what stands for each parameter, by name.
+        tensors: the placeholder of each parameter, by name.
     """
 
     def __init__(self, model: Any, shapes: dict[str, tuple[int, ...]]) -> None:
@@ -66,13 +65,13 @@ class _StandIns(TorchDispatchMode):
         self.own = dict(model.named_parameters(remove_duplicate=False))
         self.tensors: dict[str, nn.Parameter] = {}
         self._names: dict[int, str] = {}
-        self._kept: list[Tensor] = []  # whose storages no other tensor is to get
+        self._kept: list[Tensor] = []  # keeps storages alive, since _names goes by their address
         self._written: set[str] = set()
         for name, parameter in self.own.items():
             self._stand_in(name, parameter, shapes.get(name, tuple(parameter.shape)))
 
     def initialize(self, name: str, module: nn.Module, initialize: Callable[[], None]) -> set[str]:
-        """Let the host initialize a module; names of what it would have written into, or put something in place of."""
+        """Initialize a module; return the names of parameters that would have been written into, or were replaced."""
         self._written = set()
         with self:
             initialize()
@@ -85,7 +84,7 @@ class _StandIns(TorchDispatchMode):
 
     @contextmanager
     def without(self, name: str, other: nn.Parameter) -> Iterator[None]:
-        """Within: the model has a real parameter in the place of a stand-in, and may write into it."""
+        """Put a real, writable parameter in place of a placeholder inside the `with` block."""
         stand_in = self.tensors.pop(name)
         put_parameter(self.model, name, other)
         try:
@@ -95,7 +94,7 @@ class _StandIns(TorchDispatchMode):
             put_parameter(self.model, name, stand_in)
 
     def put_back(self) -> None:
-        """Give the model its own parameters back."""
+        """Put the model's own parameters back."""
         for name, parameter in self.own.items():
             parameter.requires_grad_(self.model.get_parameter(name).requires_grad)  # initialization may freeze some
             put_parameter(self.model, name, parameter)
@@ -127,11 +126,11 @@ class _StandIns(TorchDispatchMode):
 
 
 def initialize_around(model: Any, shapes: dict[str, tuple[int, ...]]) -> set[str]:
-    """Run the host's initialization of a ``model`` whose parameters it is neither to change nor to see.
+    """Run transformers' initialization of a ``model`` without letting it see or change the parameters.
 
     Args:
-        model: a meta model whose loaded parameters and buffers the host has put in and marked.
-        shapes: of whole parameters.
+        model: a meta model whose loaded parameters and buffers have been put in and marked.
+        shapes: of full parameters.
 
     Returns:
         names of loaded parameters that it would have written into.
@@ -145,14 +144,14 @@ def initialize_around(model: Any, shapes: dict[str, tuple[int, ...]]) -> set[str
 
 
 def find_overwrites(model: Any, loaded: Collection[str]) -> dict[str, Overwrite]:
-    """What the host's initialization leaves in loaded parameters.
+    """Return the entries that transformers' initialization overwrites in loaded parameters.
 
     Args:
-        model: a whole one on the meta device, for this purpose alone.
-        loaded: the names of what was loaded.
+        model: a full model on the meta device, used up by this call.
+        loaded: the names of loaded parameters and buffers.
 
     Raises:
-        CheckpointError: it depends on the values that were loaded.
+        CheckpointError: the written values depend on the loaded ones.
     """
     for name, buffer in list(model.named_buffers()):
         put_buffer(model, name, torch.zeros_like(buffer, device="cpu"))
@@ -163,7 +162,7 @@ def find_overwrites(model: Any, loaded: Collection[str]) -> dict[str, Overwrite]
     stand_ins = _StandIns(model, {})
     for name, module, initialize in initializations(model):
         for parameter in stand_ins.initialize(name, module, initialize):
-            # What is tied gets its owner's values in the end.
+            # Tied parameters get their owner's values in the end.
             if parameter in loaded and model.all_tied_weights_keys.get(parameter) not in loaded:
                 last = _left_by(name, module, initialize, parameter, stand_ins)
                 result[parameter] = _merged(result.get(parameter), last)
@@ -173,7 +172,7 @@ def find_overwrites(model: Any, loaded: Collection[str]) -> dict[str, Overwrite]
 def _left_by(
     name: str, module: nn.Module, initialize: Callable[[], None], parameter: str, stand_ins: _StandIns
 ) -> Overwrite:
-    """What the host, initializing ``module``, leaves in the loaded ``parameter``."""
+    """Return the entries of the loaded ``parameter`` that initializing ``module`` overwrites."""
     like = stand_ins.tensors[parameter]
     left = []
     for fill in _FILLS:

@@ -1,8 +1,7 @@
-"""Random streams of a rank, written down and put back.
+"""Save and restore a rank's RNG states.
 
-In another layout a rank goes on with the stream of a rank that had the same part of a step's batches, or, where there
-was none, with one that is derived from the first rank's: masks of dropout differ from those of the run that did not
-stop, and no two ranks draw the same.
+In another layout a rank takes over the RNG state of a rank that had the same data rank, or, if there was none, one
+derived from the first rank's: dropout masks differ from those of the uninterrupted run, and no two ranks draw the same.
 """
 
 import random
@@ -17,7 +16,7 @@ from .state_index import StateIndex
 
 
 def random_states(mesh: Mesh) -> dict[str, Any]:
-    """This rank's, as plain data."""
+    """Return this rank's RNG states as plain data."""
     version, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # type: ignore[misc]
     states = {
         "torch": torch.random.get_rng_state(),
@@ -30,7 +29,7 @@ def random_states(mesh: Mesh) -> dict[str, Any]:
 
 
 def restore_random_states(mesh: Mesh, states: dict[str, Any], place: str = "") -> None:
-    """Put them back; ``place`` is what tells this rank from the one whose streams they were, if it is another."""
+    """Restore RNG states; ``place``, if given, seeds new ones, since another rank has taken over these."""
     torch.random.set_rng_state(states["torch"])
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal), gauss))
@@ -51,10 +50,11 @@ def restore_random_states(mesh: Mesh, states: dict[str, Any], place: str = "") -
 
 
 def source_rank(mesh: Mesh, written: StateIndex, alike: bool) -> tuple[int, str]:
-    """Of which rank of a saved state this one takes what is no tensor, and what tells the two apart.
+    """Return the rank of a saved state whose RNG states this rank takes over, and a seed string if another rank does so
+    too.
 
     Args:
-        alike: whether ranks are divided as they were then.
+        alike: whether the ranks are arranged as they were then.
     """
     if alike:
         return written.rank_of((), mesh.ranks), ""

@@ -1,4 +1,4 @@
-"""Give a model another number of tokens while it is loaded."""
+"""Change the vocabulary size of a model while it is loaded."""
 
 import copy
 from collections.abc import Callable
@@ -14,17 +14,17 @@ from ..errors import ConfigError
 def resize_vocabulary(
     build: Callable[[PreTrainedConfig], Any], config: PreTrainedConfig, tokens: int
 ) -> tuple[PreTrainedConfig, frozenset[str]]:
-    """The config of a model with that many tokens, and which of its parameters have a row for each of them.
+    """Return the config of a model with ``tokens`` tokens, and the names of parameters with a row for each token.
 
-    The host says which those are, by doing it to a model without memory.
+    transformers finds these names, by resizing a model on the meta device.
 
     Args:
-        build: makes a model without memory of a config.
+        build: makes a meta model from a config.
         config: of the stored model.
-        tokens: how many it is to have.
+        tokens: the new vocabulary size.
 
     Raises:
-        ConfigError: the model has more that depends on it than rows of parameters.
+        ConfigError: the vocabulary size changes more than the numbers of rows of parameters.
     """
     before = build(copy.deepcopy(config))
     shapes = _shapes(before)

@@ -1,9 +1,9 @@
 """Write a plain Hugging Face checkpoint, tensor by tensor.
 
-Data flow: shapes and types of all tensors are known from the plan, so rank 0 writes each file's header first and then
-streams. For one parameter after the other, every rank whose share no other rank sends (replica 0 of the data axes)
-sends it to rank 0, which puts it in its place in one whole tensor and writes that to its file. No rank ever holds more
-than one whole tensor. Files grow aside and are put into place all at once (:mod:`hfscale.files.replace`).
+Data flow: shapes and dtypes of all tensors are known from the plan, so rank 0 writes each file's header first and then
+streams. For one parameter after the other, one replica of every shard is sent to rank 0, which assembles the full
+tensor and writes it to its file. No rank ever holds more than one full tensor. Files are written to a temporary
+directory and moved into place all at once (:mod:`hfscale.files.replace`).
 """
 
 from datetime import timedelta
@@ -14,8 +14,11 @@ from torch import Tensor, nn
 
 from .. import guards
 from .._host.transformers.saving import AsStored, write_configs
+from ..adapters import Adapters
+from ..adapters.storage import save_adapter
 from ..files.directories import target_of
 from ..files.writer import STALE, CheckpointWriter
+from ..quantization.part import refuse_quantized
 from ..runtime import Runtime, runtime_of
 from ..runtime.atomic_directory import atomic_directory
 from ..runtime.full_tensors import full_tensors, tensors_to_save
@@ -35,26 +38,29 @@ def save_pretrained(
 ) -> None:
     """Write ``model`` as an ordinary Hugging Face directory that loads with hfscale uninstalled.
 
-    Call it on every rank. Weights that ``directory`` holds already are replaced at the very end, all at once;
-    other files in it stay. Of a model with adapters, the adapter is written, in PEFT's format.
+    Call it on every rank. Earlier weights in ``directory`` are replaced at the very end, all at once; other files in it
+    stay. For a model with adapters, only the adapter is written, in PEFT's format.
 
     Args:
-        max_shard_size: the most bytes in one file, as for the host's ``save_pretrained``.
+        max_shard_size: the maximum size of one file, as for transformers' ``save_pretrained``.
         timeout: how long to wait for ranks that have not called it.
-        check_replicas: compare, bit by bit, what several ranks hold together.
+        check_replicas: compare replicas of parameters bit by bit first.
 
     Raises:
-        ConfigError: ``directory`` is empty, the root of the file system, or no path.
-        CheckpointError: a rank did not arrive, ranks have drifted apart, or writing failed; ``directory`` is then as it
-            was before.
+        ConfigError: ``directory`` is empty, the root of the file system, or not a path.
+        CheckpointError: a rank did not call it, replicas have drifted apart, or writing failed; ``directory`` is then
+            unchanged.
     """
     runtime, target, call = runtime_of(model), target_of(directory), f"save_pretrained({str(directory)!r})"
     everyone_arrives(runtime.mesh, timeout, call)
     failing = all_or_none(runtime.mesh, f"{target} could not be written")
-    with failing, runtime.around(lambda part: part.as_built()):
+    with failing, guards.as_built(runtime):
         if check_replicas:
             guards.check_replicas(runtime, call)
-        if not any(part.save(runtime, target) for part in runtime.parts):
+        if (adapters := runtime.part(Adapters)) is not None:
+            save_adapter(runtime, adapters.whole, adapters.name, target)
+        else:
+            refuse_quantized(runtime.plan.quantized, target)
             _write(runtime, target, max_shard_size)
 
 

@@ -1,13 +1,13 @@
-"""Stop a run and go on with it, in the same layout bit by bit as if it had not stopped, in another one to rounding.
+"""Save a run's state and resume from it: in the same layout bit by bit, in another one up to rounding.
 
-Every rank writes what it holds, and nothing is gathered: shares of weights, buffers and of what the optimizer keeps,
-once each, and its random streams. What the shares are of the whole tensors is written besides, so that a layout of any
-other kind finds its own shares in them::
+Every rank writes its shards of weights, buffers and optimizer state, one replica of each, and its RNG states; nothing
+is gathered. The position of each shard in the full tensor is written too, so that any other layout can read its own
+shards from them::
 
     DIRECTORY/state.json                every tensor: its shape and cuts; layout, step (:mod:`.state_index`)
-    DIRECTORY/rank-00000.safetensors    the shares that a rank wrote
-    DIRECTORY/rank-00000.pt             its random streams, scheduler, whatever else was given: plain data
-    DIRECTORY/config.json               and what else is beside a Hugging Face checkpoint's weights
+    DIRECTORY/rank-00000.safetensors    the shards that a rank wrote
+    DIRECTORY/rank-00000.pt             its RNG states, the scheduler and other objects passed: plain data
+    DIRECTORY/config.json               and the other config files of a Hugging Face checkpoint
     DIRECTORY/complete.json             sizes and checksums; comes last (:mod:`hfscale.files.complete`)
 """
 
@@ -26,6 +26,7 @@ from .._host.accelerate import stock_optimizer
 from ..errors import CheckpointError, ConfigError, check_count
 from ..files.directories import target_of
 from ..parallel.data import reshard
+from ..parallel.tensor.part import RandomStreams
 from ..runtime import Runtime, runtime_of
 from ..runtime.writing import all_or_none, everyone_arrives, saving
 from .background import apart, begin_save, on_host, wait_for_saves
@@ -52,39 +53,39 @@ def save_state(
     asynchronous: bool = False,
     **others: Any,
 ) -> None:
-    """Write all that a run needs to go on, in this or any other layout; call it on every rank, between two steps.
+    """Write the state a run needs to continue, in this or any other layout; call it on every rank, between two steps.
 
-    Whenever the process or the machine stops, what is there is a whole state or can be told from one.
+    Whenever the process or the machine stops, a directory is a complete state or recognizably incomplete.
 
     Args:
-        directory: of this state. A state that it holds already is replaced, once the new one is whole.
+        directory: of this state. A state in it is replaced once the new one is complete.
         optimizer: over parameters of ``model``.
-        step: what :func:`load_state` will say the run had come to.
-        keep_last: remove states of this run beside this one, except this many of the highest steps.
-        keep_every: keep those of steps that this divides as well.
-        check_replicas: compare, bit by bit, what several ranks hold together.
-        asynchronous: return once everything is copied to the host's memory, and write it behind the steps that follow.
-            The next save, :func:`load_state` and the end of the process wait for it, and raise if it failed; so does
+        step: number of steps done, which :func:`load_state` returns.
+        keep_last: remove other states of this run beside this one, except this many of the highest steps.
+        keep_every: also keep states whose step this number divides.
+        check_replicas: compare replicas of parameters bit by bit first.
+        asynchronous: return once everything is copied to CPU memory, and write it during the steps that follow. The
+            next save, :func:`load_state` and the end of the process wait for it, and raise if it failed; so does
             :func:`hfscale.wait_for_saves`.
         others: anything with ``state_dict`` and ``load_state_dict`` (``scheduler=...``, ``dataloader=...``), whose
-            states are plain data. What is ``None`` is left out.
+            states are plain data. ``None`` is ignored.
 
     Raises:
         ConfigError: ``directory``, ``step``, ``keep_last`` or ``keep_every`` is impossible; nothing was written.
-        CheckpointError: a rank did not arrive, or could not write, ranks have drifted apart, or a schedule without a
-            flush has microbatches under way; what ``directory`` held is then still there.
+        CheckpointError: a rank did not call it, or could not write, replicas have drifted apart, or a schedule without
+            a flush has microbatches in flight; ``directory`` is then unchanged.
     """
     runtime, target, call = runtime_of(model), target_of(directory), f"save_state({str(directory)!r})"
     count = _check_numbers(step, keep_last, keep_every)
     refuse_under_way(runtime, "save_state")
     everyone_arrives(runtime.mesh, timeout, call)
-    for part in runtime.parts:
-        part.before_state(runtime, resumed=False)
+    if (streams := runtime.part(RandomStreams)) is not None:
+        streams.synchronize(runtime)
     with all_or_none(runtime.mesh, f"{target} could not be written"):
         wait_for_saves()
         if check_replicas:
             guards.check_replicas(runtime, call)
-        reshard(runtime.model)  # or whole weights would be taken for the shares
+        reshard(runtime.model)  # or weights that FSDP2 has gathered would be saved as shards
         given = _given(others)
         taken = take_state(runtime, stock_optimizer(optimizer), count, given)
         runtime.run = runtime.run or new_run()
@@ -106,21 +107,21 @@ def load_state(
     missing_ok: bool = False,
     **others: Any,
 ) -> Resumed:
-    """Put a run back where :func:`save_state` wrote it down: weights, buffers, optimizer, random streams, ``others``.
+    """Restore a run from a state of :func:`save_state`: weights, buffers, optimizer, RNG states, ``others``.
 
-    Call it on every rank, with a model built as it was built then, in any layout. In the same one the run goes on bit
-    by bit; in another one to rounding, and with other masks of dropout.
+    Call it on every rank, with a model built as it was then, in any layout. In the same layout the run continues bit by
+    bit; in another one up to rounding, and with other dropout masks.
 
     Args:
-        directory: of a state; or the directory that states are in, of which the newest whole one is taken.
-        verify: read every file's checksum first; all ranks together read each file once more.
-        missing_ok: begin anew where there is no state at all, as the first start of a job that restarts itself does.
+        directory: of a state; or of several states, of which the newest complete one is loaded.
+        verify: compare every file's checksum first; all ranks together read each file once more.
+        missing_ok: return step 0 if there is no state at all, for the first start of a job that restarts itself.
 
     Returns:
-        which state it was, and its ``step``; 0, where there is none.
+        the loaded state's directory and ``step``; step 0 if there is none.
 
     Raises:
-        CheckpointError: there is no whole state, or it is of another model or optimizer; nothing was changed then.
+        CheckpointError: there is no complete state, or it is of another model or optimizer; nothing was changed then.
     """
     runtime = runtime_of(model)
     refuse_under_way(runtime, "load_state")
@@ -136,7 +137,7 @@ def load_state(
 
 
 def refuse_under_way(runtime: Runtime, call: str) -> None:
-    """Refuse between steps that still have gradients to give."""
+    """Raise CheckpointError if the executor has microbatches in flight, whose gradients would be lost."""
     if runtime.executor.under_way:
         raise CheckpointError(
             f"{call} knows nothing of the microbatches that {runtime.mesh.layout.pipeline_schedule} has under way: "
@@ -145,7 +146,7 @@ def refuse_under_way(runtime: Runtime, call: str) -> None:
 
 
 def _check_numbers(step: Any, keep_last: object, keep_every: object) -> int | None:
-    """Return the step as a plain number."""
+    """Check the numbers and return the step as an int."""
     for name, count in (("keep_last", keep_last), ("keep_every", keep_every)):
         if count is not None:
             check_count(name, count)
@@ -161,11 +162,11 @@ def _check_numbers(step: Any, keep_last: object, keep_every: object) -> int | No
 
 
 def _given(others: dict[str, Any]) -> dict[str, Any]:
-    """Those that have a state."""
+    """Return the objects that have a state; warn of dataloaders without one."""
     found = {}
     for name, other in others.items():
         has_state = hasattr(other, "state_dict") and hasattr(other, "load_state_dict")
-        # Accelerate's loaders have the methods always, and this attribute where they are of use.
+        # Accelerate's loaders always have the methods; this attribute tells whether they work.
         if has_state and getattr(other, "use_stateful_dataloader", True):
             found[name] = other
         elif isinstance(other, DataLoader):

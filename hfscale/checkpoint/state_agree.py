@@ -1,20 +1,20 @@
-"""What all ranks write together, as each of them knows it: a state's index, of what every rank tells of its own."""
+"""Agree on a state's index: every rank computes the same one from all ranks' contributions."""
 
 from dataclasses import dataclass, field
+from importlib import metadata
 from typing import Any
 
 import torch
 
 from ..plan.state_tensor import StateTensor
 from ..runtime.full_tensors import in_order
-from ..version import __version__
 from .state_index import StateIndex
 from .state_take import TakenState
 
 
 @dataclass
 class _Told:
-    """What a rank tells the others of a state."""
+    """One rank's contribution to the index of a state."""
 
     tensors: dict[str, dict[str, Any]] = field(default_factory=dict)
     numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -25,7 +25,7 @@ class _Told:
 
 
 def agreed_index(taken: TakenState) -> StateIndex:
-    """The same on every rank; collective. The first rank of each stage speaks for it."""
+    """Return the index, the same on every rank; collective. The first rank of each stage contributes its tensors."""
     mesh, plan, contents = taken.mesh, taken.runtime.plan, taken.contents
     told = _Told(others=taken.digests, entries=taken.entries, stored=taken.stored)
     if mesh.speaks_for_stage:
@@ -34,13 +34,13 @@ def agreed_index(taken: TakenState) -> StateIndex:
     every: list[_Told] = mesh.all_gather_object(told)
     index = StateIndex.of(mesh.layout, plan)
     index.step = taken.step
-    index.versions = {"hfscale": __version__, "torch": str(torch.__version__)}
+    index.versions = {"hfscale": metadata.version("hfscale"), "torch": str(torch.__version__)}
     index.optimizer = contents.optimizer
     digests = taken.digests.items()
     index.others = {name: all(each.others.get(name) == digest for each in every) for name, digest in digests}
     for each in every:
         _merge(index, each)
-    # A rank may keep a state of what the first of its stage has none of.
+    # A rank may have optimizer state that the first rank of its stage lacks.
     unheard = {key: contents.tensors[key].told() for key in contents.held if key not in index.tensors}
     for tensors in mesh.all_gather_object(unheard):
         _merge(index, _Told(tensors))
@@ -49,7 +49,7 @@ def agreed_index(taken: TakenState) -> StateIndex:
 
 
 def _add_stored_names(index: StateIndex, taken: TakenState, every: list[_Told]) -> None:
-    """What a converter needs to know."""
+    """Add the names that a converter to a checkpoint needs."""
     plan = taken.runtime.plan
     if names := {key: name for each in every for key, name in each.stored.items()}:
         owned = {planned.name: planned.tied_to or planned.name for planned in plan.parameters}
@@ -60,7 +60,7 @@ def _add_stored_names(index: StateIndex, taken: TakenState, every: list[_Told]) 
 
 
 def _merge(index: StateIndex, told: _Told) -> None:
-    """What is known already stays: of what several stages have, the first one's counts."""
+    """Add a contribution; existing entries stay, so the first stage's counts if several have a tensor."""
     for key, tensor in told.tensors.items():
         index.tensors.setdefault(key, StateTensor.hear(tensor))
     for name, numbers in told.numbers.items():

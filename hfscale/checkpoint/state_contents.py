@@ -1,4 +1,4 @@
-"""What a run's state consists of on this rank: tensors, how each lies in the whole, and an optimizer's numbers."""
+"""The contents of a run's state on this rank: tensors, their layouts, and the optimizer's numbers."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -18,14 +18,14 @@ from .state_index import writers
 
 @dataclass
 class StateContents:
-    """What this rank has of a state.
+    """This rank's contents of a state.
 
     Attributes:
-        tensors: key -> what it is, of everything of this rank's stage.
-        held: key -> what this rank writes of it.
-        numbers: name of a parameter -> what its optimizer keeps of it besides.
-        groups: names of the parameters of each of the optimizer's groups.
-        optimizer: what :func:`described` says of it.
+        tensors: key -> layout, of every tensor of this rank's stage.
+        held: key -> shard that this rank writes.
+        numbers: name of a parameter -> its optimizer state besides tensors.
+        groups: names of the parameters in each of the optimizer's groups.
+        optimizer: the result of :func:`described`.
         options: the options of these groups.
     """
 
@@ -37,7 +37,7 @@ class StateContents:
     options: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, key: str, tensor: StateTensor, share: Tensor, mesh: Mesh) -> None:
-        """A tensor of which this rank has ``share``; it writes it, if it is the first that has."""
+        """Add a tensor of which this rank has ``share``; it writes it if it is the first rank that has it."""
         self.tensors[key] = tensor
         if not tensor.own and tuple(share.shape) != (shape := tensor.local_shape(mesh.ranks)):
             raise CheckpointError(
@@ -52,9 +52,9 @@ class StateContents:
             self.held[key] = share
 
 
-@torch.no_grad()  # a sharded tensor's share is at hand without autograd, which took a third of the time
+@torch.no_grad()  # with autograd, to_local() of DTensors took a third of the time
 def contents_of(runtime: Runtime, optimizer: torch.optim.Optimizer | None) -> StateContents:
-    """All that is written of a model and its optimizer; no copies."""
+    """Collect the tensors to write of a model and its optimizer, without copies."""
     found, mesh = StateContents(), runtime.mesh
     for planned, parameter in written_parameters(runtime):
         home = runtime.plan.primary_rank(planned.name)
@@ -67,7 +67,7 @@ def contents_of(runtime: Runtime, optimizer: torch.optim.Optimizer | None) -> St
 
 
 def written_parameters(runtime: Runtime) -> list[tuple[ParameterPlan, Tensor]]:
-    """Not weights in 4 or 8 bits, which are frozen: they are those of the checkpoint that the model is loaded from."""
+    """Return the parameters to write, without frozen weights in 4 or 8 bits: those are loaded from the checkpoint."""
     frozen = runtime.plan.quantized.weights if runtime.plan.quantized is not None else ()
     return [(planned, parameter) for planned, parameter in runtime.parameters() if planned.name not in frozen]
 
@@ -83,7 +83,7 @@ def _add_optimizer(found: StateContents, runtime: Runtime, optimizer: torch.opti
         )
     for parameter, values in optimizer.state.items():
         planned = plans.get(id(parameter))
-        if planned is None:  # in 4 or 8 bits, which Adagrad has a state of from the beginning
+        if planned is None:  # frozen, in 4 or 8 bits; Adagrad has state for all parameters from the beginning
             continue
         home = runtime.plan.primary_rank(planned.name)
         share = tuple(local_tensor(parameter).shape)
@@ -110,7 +110,7 @@ def described(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def moved_parameters(optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:
-    """Of each group, what an optimizer may move: ``model.parameters()`` has weights in 4 or 8 bits as well."""
+    """Return each group's parameters that the optimizer may update, without frozen weights in 4 or 8 bits."""
     return [
         [parameter for parameter in group["params"] if parameter.is_floating_point() or parameter.requires_grad]
         for group in optimizer.param_groups
@@ -124,11 +124,11 @@ def state_lies(
     shape: tuple[int, ...],
     weight: tuple[int, ...],
 ) -> StateTensor:
-    """How a tensor of an optimizer's state lies in that of one process.
+    """Return how a tensor of an optimizer's state is sharded, relative to that of one process.
 
     Args:
-        shape: the tensor's: this rank's share, with that of the weight; or the whole, with the whole weight's.
-        weight: the shape of the share of the weight, or of the whole of it.
+        shape: the tensor's: this rank's shard, together with the weight's; or the full one, with the full weight's.
+        weight: the shape of the weight's shard, or of the full weight.
     """
     if getattr(optimizer, "lies", None) is not None:
         told: Any = optimizer
@@ -136,14 +136,14 @@ def state_lies(
         return found
     if not shape or not planned.cuts:
         return whole(*shape)
-    # Of bitsandbytes' own optimizers, over shares, what has 8 bits depends on the share's size.
+    # In bitsandbytes' own optimizers over shards, the shard's size decides which state has 8 bits.
     if shape == weight and not type(optimizer).__module__.startswith("bitsandbytes"):
         return like(planned)
     return own(planned)
 
 
 def parameters_of_state(tensors: dict[str, StateTensor]) -> Iterator[tuple[str, str, str]]:
-    """Of those that are an optimizer's: the key in the index, the name of the parameter, and the optimizer's key."""
+    """Yield for each optimizer tensor: the key in the index, the name of the parameter, and the optimizer's key."""
     for key in tensors:
         kind, _, rest = key.partition("/")
         if kind == "optimizer":

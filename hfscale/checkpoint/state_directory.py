@@ -1,15 +1,16 @@
-"""Directories of saved states: made aside, marked whole, moved into place; and the newest whole one found again.
+"""Directories of saved states: written in a staging directory, marked complete, moved into place, and found again.
 
 ::
 
-    .NAME.incomplete    where all ranks write (:mod:`hfscale.files.directories`), and what is marked when all is there
-    NAME                what it becomes
-    .NAME.old           what NAME was, until the new one is in its place
+    .NAME.incomplete    where all ranks write (:mod:`hfscale.files.directories`); marked when complete
+    NAME                its final name
+    .NAME.old           the previous NAME, until the new one is in its place
 
-Killed at any moment, a save leaves a state that is whole: under NAME, or, between the two renames, under .NAME.old.
-Every state has the id of the run that wrote it, which a run that goes on from a state takes over. So states of several
-runs may lie in one directory: the newest is the one of the highest step of the run that wrote last, and a run removes
-none but its own.
+Killed at any moment, a save leaves a complete state: under NAME, or, between the two renames, under .NAME.old.
+
+Every state has the id of the run that wrote it, which a run that resumes from it takes over. So states of several runs
+may be in one directory: the newest is the one of the highest step of the run that wrote last, and a run removes none
+but its own.
 """
 
 import functools
@@ -37,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 class NewState:
-    """One directory in the making, of the rank that makes it.
+    """A state directory that is being written, on the rank that makes it.
 
     Attributes:
         path: where to write.
@@ -49,10 +50,10 @@ class NewState:
         self._lock = make_staging(target, self.path)
 
     def commit(self, files: dict[str, FileSum], step: int | None, run: str) -> None:
-        """Let it take the place of the target, all of its ``files`` being on the disk."""
+        """Mark the state complete, once all of its ``files`` are on disk, and replace the target by it."""
         target, old = self.target, old_of(self.target)
         mark_complete(self.path, files, step, run)
-        if target.exists() and problems_of(target):  # what is whole may be in the old one
+        if target.exists() and problems_of(target):  # the complete state may be the old one, so keep that
             discard(target, target)
         elif target.exists():
             _remove(old, target)
@@ -60,17 +61,17 @@ class NewState:
         self.path.rename(target)
         sync_directory(target.parent)
         self._lock.release()
-        with suppress(OSError):  # the new one is in its place
+        with suppress(OSError):  # the new state is in place
             _remove(old, target)
 
     def give_up(self) -> None:
-        """Remove what was written."""
+        """Remove the staging directory."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.release()
 
 
 def old_of(target: Path) -> Path:
-    """Where a state is until its successor is in its place."""
+    """Return the path of a state's predecessor until the new one is in its place."""
     target = Path(os.path.abspath(target))
     return target.parent / f".{target.name}.old"
 
@@ -83,7 +84,7 @@ def _remove(old: Path, target: Path) -> None:
 
 
 def _refuse_other(target: Path) -> None:
-    """Refuse to replace what is no state."""
+    """Refuse to replace a directory that is not a state."""
     if holds_current_directory(target):
         raise CheckpointError(
             f"{target} is the current directory, or holds it, and a state would replace it: give a directory of its "
@@ -99,7 +100,7 @@ def _refuse_other(target: Path) -> None:
 
 
 def problems_of(directory: Path) -> list[str]:
-    """Why a directory is not whole, as far as can be said without reading its files."""
+    """Return why a directory is incomplete, without reading its files' contents."""
     try:
         return size_problems(directory, read_mark(directory))
     except CheckpointError as error:
@@ -107,7 +108,7 @@ def problems_of(directory: Path) -> list[str]:
 
 
 def states_in(source: Path) -> list[Path]:
-    """Return the directories that may be meant by ``source``, best first: itself, or the states in it, whole or not."""
+    """Return the directories that ``source`` may mean, best first: itself, or the states in it, complete or not."""
     source = _meant(source)
     if _is_state(source) or _is_state(old_of(source)):
         return [path for path in (source, old_of(source)) if _is_state(path)]
@@ -119,7 +120,7 @@ def states_in(source: Path) -> list[Path]:
 
 
 def candidates(source: Path) -> list[Path]:
-    """Return the states that may be meant by ``source``, best first; one line names those never completed.
+    """Return the states that ``source`` may mean, best first; warn once of those never completed.
 
     Raises:
         CheckpointError: there are none.
@@ -144,7 +145,7 @@ def candidates(source: Path) -> list[Path]:
 
 
 def _meant(source: Path) -> Path:
-    """Return the directory that ``.../latest`` stands for; any other one as it is."""
+    """Return the parent of ``.../latest``, unless that exists; any other path unchanged."""
     return source.parent if source.name == LATEST and not source.exists() else source
 
 
@@ -159,7 +160,7 @@ def _is_state(path: Path) -> bool:
 
 
 def _mark_of(directory: Path) -> Mark:
-    """Return its mark; that of the beginning of time, where it has none."""
+    """Return a directory's marker; one of time 0 if it has none."""
     try:
         return read_mark(directory)
     except CheckpointError:
@@ -167,18 +168,18 @@ def _mark_of(directory: Path) -> Mark:
 
 
 def _age(mark: Mark) -> tuple[int, float]:
-    """Order states of one run: by step, and by the clock those of one step, or of none."""
+    """Return a sort key for states of one run: by step, then by time of writing."""
     return (-1 if mark.step is None else mark.step, mark.written)
 
 
 def written_at(directory: Path) -> float:
-    """Return when a state was completed; the beginning of time for one that was not."""
+    """Return when a state was completed; 0 for one that was not."""
     return _mark_of(directory).written
 
 
 def run_of(directory: Path) -> str:
-    """Return the id of a run that goes on from a state: that of the run that wrote it, or, where that has come further
-    than this state, one of its own, so that the states of the way not taken are neither resumed nor removed.
+    """Return the run id for a run that resumes from a state: that of the run that wrote it, or a new one if that run
+    has later states, so that the abandoned states are neither resumed nor removed.
     """
     try:
         mark = read_mark(directory)
@@ -192,16 +193,16 @@ def run_of(directory: Path) -> str:
 
 
 def new_run() -> str:
-    """Return an id for a run."""
+    """Return a new id for a run."""
     return uuid.uuid4().hex
 
 
 def prune(newest: Path, run: str, keep_last: int | None, keep_every: int | None) -> None:
-    """Remove states of ``run`` beside ``newest``, which is whole, that need not be kept; broken ones are not counted.
+    """Remove states of ``run`` beside ``newest`` that need not be kept; incomplete ones are not counted.
 
     Args:
         keep_last: how many of the highest steps stay, ``newest`` among them; ``None`` for all.
-        keep_every: those of steps that this divides stay besides.
+        keep_every: states whose step this number divides stay too.
     """
     if keep_last is None:
         return
@@ -220,7 +221,7 @@ def prune(newest: Path, run: str, keep_last: int | None, keep_every: int | None)
     for path in newest.parent.glob(".*.incomplete"):
         try:
             lock = DirectoryLock(path)
-        except (CheckpointError, OSError):  # somebody writes it, or has moved it
+        except (CheckpointError, OSError):  # another job writes it, or has moved it
             continue
         if lock.held:
             shutil.rmtree(path, ignore_errors=True)

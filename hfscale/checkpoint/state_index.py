@@ -1,8 +1,7 @@
-"""What a saved state holds and where: ``state.json``, the same for whoever reads it, in whatever layout.
+"""The index of a saved state, ``state.json``, readable in every layout.
 
-Tensors are named as the stock model names them and described as wholes: shape, and the cuts that they were written
-with. Which ranks wrote the pieces of one, and so in which files they are, follows from its cuts and from how the ranks
-were divided.
+Tensors have the stock model's names and are described by their full shape and the cuts that they were written with. The
+ranks that wrote a tensor's shards, and so the files they are in, follow from its cuts and the arrangement of the ranks.
 """
 
 import json
@@ -28,17 +27,17 @@ class StateIndex:
     """The contents of ``state.json``.
 
     Attributes:
-        sizes: axis -> ranks, of the layout that it was written in.
-        layers: per pipeline rank, its layers, in words; empty without stages.
-        axes: how the ranks were divided, outermost axis first; and how as experts see them.
-        step: what the caller counted.
+        sizes: axis -> size, of the layout that it was written in.
+        layers: the layers of each pipeline rank, in words; empty without stages.
+        axes: axes and sizes, outermost first: of the mesh, and of the mesh that experts see.
+        step: the caller's step number.
         batch_world: distinct batches in a step.
-        tensors: ``weights/NAME``, ``buffers/NAME`` and ``optimizer/KEY/NAME`` -> what it is.
-        numbers: name of a parameter -> what its optimizer keeps of it besides tensors.
-        groups: names of the parameters of each of the optimizer's groups; ``None`` without an optimizer.
+        tensors: ``weights/NAME``, ``buffers/NAME`` and ``optimizer/KEY/NAME`` -> shape and cuts.
+        numbers: name of a parameter -> its optimizer state besides tensors.
+        groups: names of the parameters in each of the optimizer's groups; ``None`` without an optimizer.
         optimizer: its name, and the names of its options; ``None`` in states that were written without them.
-        others: what else was given -> whether its state was the same on every rank.
-        stored: name of a tensor of the model that is to be saved, or of the adapter -> its key here.
+        others: name of another saved object -> whether its state was the same on every rank.
+        stored: name of a tensor in a checkpoint, or in an adapter's file -> its key here.
         adapter: whether these are an adapter's, in PEFT's names.
         versions: of the packages that wrote it.
     """
@@ -59,7 +58,7 @@ class StateIndex:
 
     @classmethod
     def of(cls, layout: ParallelConfig, plan: Plan) -> "StateIndex":
-        """One without contents, of a layout."""
+        """Return an index of a layout, without contents."""
         return cls(
             {axis: layout.size(axis) for axis in _SIZES},
             layers_by_rank(layout, plan),
@@ -69,31 +68,31 @@ class StateIndex:
 
     @property
     def world(self) -> int:
-        """How many ranks wrote it."""
+        """The number of ranks that wrote it."""
         return math.prod(size for _, size in self.axes[0])
 
     def rank_of(self, cuts: Sequence[Cut], ranks: dict[str, int]) -> int:
-        """The number of the rank that was at coordinates ``ranks`` in the division that these ``cuts`` follow."""
+        """Return the global rank at coordinates ``ranks``, in the mesh that these ``cuts`` refer to."""
         number = 0
         for axis, size in self.axes[any(cut.axis == "ep" for cut in cuts)]:
             number = number * size + ranks.get(axis, 0) % size
         return number
 
     def placed_alike(self, other: "StateIndex") -> bool:
-        """Whether the ranks of another layout are divided likewise, and hold the same layers."""
+        """Return whether another layout has the same axes, sizes and layers per rank."""
         return (self.sizes, self.layers) == (other.sizes, other.layers)
 
     def write(self) -> bytes:
-        """As the bytes of a file."""
+        """Return the bytes of the file."""
         told = {**vars(self), "version": _VERSION, "tensors": {k: t.told() for k, t in self.tensors.items()}}
         return json.dumps(told).encode()
 
     @classmethod
     def read(cls, directory: Path) -> "StateIndex":
-        """Of a saved state.
+        """Read the index of a saved state.
 
         Raises:
-            CheckpointError: there is none, or it cannot be read.
+            CheckpointError: there is none, or it is damaged.
         """
         try:
             told: dict[str, Any] = json.loads((directory / INDEX).read_bytes())
@@ -119,14 +118,14 @@ class StateIndex:
 
 
 def _axes(layout: ParallelConfig, experts: bool) -> list[tuple[str, int]]:
-    """How ranks are divided, outermost axis first; or how as experts see them."""
+    """Return axes and sizes, outermost first, of the mesh, or of the mesh that experts see."""
     if experts and layout.size("ep") > 1:
         return [(axis, layout.size("expert_tp" if axis == "tp" else axis)) for axis in EXPERT_AXES]
     return [(axis, layout.size(axis)) for axis in MESH_AXES]
 
 
 def layers_by_rank(layout: ParallelConfig, plan: Plan) -> list[str]:
-    """Which layers each pipeline rank holds, in words."""
+    """Return the layers of each pipeline rank, in words."""
     if plan.stages is None:
         return []
     numbers = {name: number for number, name in enumerate(plan.layers)}
@@ -137,28 +136,28 @@ def layers_by_rank(layout: ParallelConfig, plan: Plan) -> list[str]:
 
 
 def writers(tensor: StateTensor) -> Iterator[range]:
-    """Per cut of a tensor, the coordinates of the ranks that write a piece: not those that have what one before has."""
+    """Yield, for each cut of a tensor, the coordinates of the ranks that write a shard: the first of each replica."""
     for cut in tensor.cuts:
         yield range(0, cut.size, 1 if tensor.own else _copies(cut))
 
 
 def writer_of(tensor: StateTensor, ranks: dict[str, int]) -> dict[str, int]:
-    """Coordinates of the rank that writes what the one at ``ranks`` has."""
+    """Return the coordinates of the rank that writes the shard of the rank at ``ranks``."""
     return {
         cut.axis: (rank := ranks.get(cut.axis, 0)) - (0 if tensor.own else rank % _copies(cut)) for cut in tensor.cuts
     }
 
 
 def _copies(cut: Cut) -> int:
-    """How many consecutive ranks hold the same share, where all parts of it are on as many."""
+    """Return how many consecutive ranks hold the same shard, if that is the same for all shards; else 1."""
     return cut.replicas[0] if len(set(cut.replicas)) == 1 else 1
 
 
 def weights_name(rank: int) -> str:
-    """The file of a rank's tensors."""
+    """Return the name of a rank's file of tensors."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def rest_name(rank: int) -> str:
-    """The file of what else a rank has."""
+    """Return the name of a rank's file of other data."""
     return f"rank-{rank:05d}.pt"

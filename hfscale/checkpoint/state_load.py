@@ -1,4 +1,4 @@
-"""Find a whole state, check that it is this run's, and put it back: every rank reads just its shares."""
+"""Find a complete state, check that it fits this run, and load it: every rank reads just its shards."""
 
 import logging
 import pickle
@@ -15,6 +15,7 @@ from torch import Tensor
 from ..errors import CheckpointError, HFScaleError, in_words
 from ..files.complete import content_problems, read_mark
 from ..mesh import Mesh
+from ..parallel.tensor.part import RandomStreams
 from ..plan.state_tensor import StateTensor, like, own
 from ..runtime import Runtime
 from ..runtime.writing import is_writer
@@ -30,13 +31,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where a run was put back.
+    """The state from which a run was resumed.
 
     Attributes:
-        directory: of the state; ``None`` where there was none.
-        step: what :func:`hfscale.save_state` was told.
-        batch_world: distinct batches in a step, as it was then.
-        same_layout: whether the run goes on bit by bit.
+        directory: of the state; ``None`` if there was none.
+        step: the ``step`` passed to :func:`hfscale.save_state`.
+        batch_world: number of distinct batches in a step when it was saved.
+        same_layout: whether the run continues bit by bit.
     """
 
     directory: Path | None
@@ -48,7 +49,7 @@ class Resumed:
 def load_from(
     runtime: Runtime, source: Path, optimizer: torch.optim.Optimizer | None, others: dict[str, Any], verify: bool
 ) -> Resumed:
-    """See :func:`hfscale.load_state`; collective."""
+    """Load a state: see :func:`hfscale.load_state`; collective."""
     mesh = runtime.mesh
     directory = find_whole(source, mesh, verify)
     with _in_words_of(directory):
@@ -62,17 +63,17 @@ def load_from(
             other.load_state_dict(found.rest["others"][name])
         restore_random_states(mesh, *found.random)
         for part in runtime.parts:
-            if state := found.rest["parts"].get(type(part).__name__):
+            if state := found.rest["parts"].get(part.state_key):
                 part.put_state(runtime, state)
-    for part in runtime.parts:
-        part.before_state(runtime, resumed=True)
+    if (streams := runtime.part(RandomStreams)) is not None:
+        streams.agreed = True  # as they were when the state was saved
     read.put_back(optimizer, found.rest["options"])
     return Resumed(directory, found.index.step, found.index.batch_world, found.alike)
 
 
 @contextmanager
 def _in_words_of(directory: Path) -> Iterator[None]:
-    """Say of which state it is that something has the wrong type or form."""
+    """Convert unexpected exceptions inside the `with` block to a CheckpointError that names the state."""
     try:
         yield
     except (HFScaleError, OSError, MemoryError):
@@ -84,7 +85,7 @@ def _in_words_of(directory: Path) -> Iterator[None]:
 
 
 def none_there(source: Path, mesh: Mesh) -> bool:
-    """Whether the first rank sees no state in ``source``, whole or not; the same answer on every rank."""
+    """Return whether the first rank finds no state in ``source``, complete or not; the same answer on every rank."""
 
     def nothing() -> bool:
         try:
@@ -96,7 +97,7 @@ def none_there(source: Path, mesh: Mesh) -> bool:
 
 
 def find_whole(source: Path, mesh: Mesh, verify: bool) -> Path:
-    """The newest whole state that ``source`` may mean; the same on every rank.
+    """Return the newest complete state that ``source`` may mean; the same on every rank.
 
     Raises:
         CheckpointError: there is none; it says what is wrong with each.
@@ -116,7 +117,7 @@ def find_whole(source: Path, mesh: Mesh, verify: bool) -> Path:
 
 
 def _changed(directory: Path, mesh: Mesh) -> list[str]:
-    """What is wrong with the bytes of the files that fall to this rank to read."""
+    """Return checksum problems of the files that this rank has to read."""
     rank = mesh.device_mesh.get_rank() if mesh.device_mesh is not None else 0
     try:
         mark = read_mark(directory)
@@ -130,7 +131,7 @@ def _in_words(wrong: dict[Path, list[str]]) -> str:
 
 
 class _Found:
-    """A state that fits the run: everything is checked when it is made, and nothing changed."""
+    """A state that fits the run: the constructor checks everything, and changes nothing."""
 
     def __init__(
         self, runtime: Runtime, directory: Path, optimizer: torch.optim.Optimizer | None, others: dict[str, Any]
@@ -152,7 +153,7 @@ class _Found:
 
     @property
     def source_of_batch(self) -> int:
-        """The rank then that had the batches that this one is given, or, if none had, the first."""
+        """The rank of the saved run that had this rank's batches; the first one if none had."""
         if self.alike:
             return self.index.rank_of((), self.mesh.ranks)
         if self.mesh.batch_world != self.index.batch_world:
@@ -180,7 +181,7 @@ class _Found:
                 )
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Those to be put back: what a model computes and does not save need not be the same in another layout."""
+        """Yield the buffers to restore: those that are computed and not saved may differ in another layout."""
         saved = self.runtime.model.state_dict().keys()
         for name, buffer in self.runtime.model.named_buffers():
             key = f"buffers/{name}"
@@ -216,7 +217,7 @@ class _Found:
             self.reader.check(key, lies)
 
     def states(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor, str, StateTensor]]:
-        """What there is of the optimizer's state for this rank's parameters, as :class:`ReadAside` takes it."""
+        """Yield the saved optimizer state of this rank's parameters, as :class:`ReadAside` takes it."""
         for key, name, state in parameters_of_state(self.index.tensors):
             if name in self.parameters:
                 planned, parameter = self.parameters[name]

@@ -1,7 +1,7 @@
-"""Read any share of a tensor of a saved state, whatever the shares that it was written in.
+"""Read any shard of a tensor of a saved state, whatever shards it was written in.
 
-Only the bytes that are asked for are read: of every piece that was written, the boxes in which it meets the share that
-is wanted. Where a rank wants what a rank had, that is one read.
+Only the needed bytes are read: the boxes in which the written shards overlap the wanted one. If a rank wants a shard
+just as it was written, that is one read.
 """
 
 from collections.abc import Iterator
@@ -24,20 +24,20 @@ _OPEN_FILES = 64
 
 
 class StateReader:
-    """The tensors of one saved state, by their keys in its index."""
+    """A reader of one saved state's tensors, by their keys in its index."""
 
     def __init__(self, directory: Path, index: StateIndex) -> None:
         self.directory, self.index = directory, index
         self._file = lru_cache(_OPEN_FILES)(partial(_slices, directory))
 
     def read(self, key: str, wanted: StateTensor, ranks: dict[str, int]) -> Tensor:
-        """The share at ``ranks`` of a tensor, on the host, in memory of its own.
+        """Return a copy of the shard of a tensor at ``ranks``, on the CPU.
 
         Args:
-            wanted: how the reading layout shares it.
+            wanted: how the reading layout shards the tensor.
 
         Raises:
-            CheckpointError: it has other shapes, means nothing in this layout, or is not whole.
+            CheckpointError: it has another shape, is usable only in the layout it was written in, or is incomplete.
         """
         self.check(key, wanted)
         written = self.index.tensors[key]
@@ -51,16 +51,16 @@ class StateReader:
         return self._assembled(key, written, wanted.spans(ranks))
 
     def whole(self, key: str) -> Tensor:
-        """A tensor as one process would have it."""
+        """Return the full tensor."""
         return self._whole(key, self.index.tensors[key])
 
     def dtype(self, key: str) -> torch.dtype:
-        """Its type."""
+        """Return a tensor's dtype."""
         written = self.index.tensors[key]
         return self._piece(key, written, {}).dtype
 
     def check(self, key: str, wanted: StateTensor) -> None:
-        """Refuse what :meth:`read` would, without reading."""
+        """Raise the errors of :meth:`read`, without reading."""
         written = self.index.tensors.get(key)
         if written is None:
             raise CheckpointError(f"{self.directory} has no {key}: it is of another model or another optimizer")
@@ -93,7 +93,7 @@ class StateReader:
         return found
 
     def _pieces(self, written: StateTensor, wanted: list[Spans]) -> Iterator[dict[str, int]]:
-        """Coordinates of the pieces that meet what is wanted, found cut by cut: most are left out early."""
+        """Yield the coordinates of written shards that overlap the wanted one, found cut by cut to skip most early."""
         holders = list(writers(written))
 
         def below(done: int, ranks: dict[str, int]) -> Iterator[dict[str, int]]:

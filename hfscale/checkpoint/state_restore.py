@@ -1,4 +1,4 @@
-"""Read a state aside, and put it into a run once every rank has all it needs: on all ranks, or on none."""
+"""Read a state into memory, and copy it into a run once every rank has read its shards: on all ranks, or on none."""
 
 import copy
 from collections import defaultdict
@@ -18,23 +18,23 @@ from .random_states import random_states, restore_random_states
 from .state_contents import written_parameters
 from .state_reader import StateReader
 
-_COUNTED = ("step", "mu_product")  # in the states of torch's optimizers
+_COUNTED = ("step", "mu_product")  # scalars in the states of torch's optimizers
 
 States = Iterable[tuple[str, Tensor, str, StateTensor]]
-"""Of an optimizer: key in the index, parameter, the optimizer's key, and how this layout shares the tensor."""
+"""Tensors of an optimizer: key in the index, parameter, the optimizer's key, and how this layout shards it."""
 
 
 class ReadAside:
-    """This rank's shares of a state; the run is unchanged until :meth:`put_back`.
+    """This rank's shards of a state; the run is unchanged until :meth:`put_back`.
 
-    They are in the host's memory. Those of an optimizer that has no state yet go to their device at once, where they
-    take no room twice.
+    They are in CPU memory. Those of an optimizer without state go to their device at once, where they take no room
+    twice.
     """
 
     def __init__(self, reader: StateReader, runtime: Runtime, buffers: dict[str, Tensor]) -> None:
         self.reader, self.runtime = reader, runtime
         self._not_finite = ""
-        self._copies: list[tuple[Tensor, Tensor]] = []  # from, into
+        self._copies: list[tuple[Tensor, Tensor]] = []  # source, destination
         self._states: dict[Tensor, dict[str, Any]] = defaultdict(dict)
         for planned, parameter in written_parameters(runtime):
             self._copy_later(self._read(f"weights/{planned.name}", like(planned)), local_tensor(parameter.detach()))
@@ -42,7 +42,7 @@ class ReadAside:
             self._copy_later(reader.read(f"buffers/{name}", whole(*buffer.shape), runtime.mesh.ranks), buffer)
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer, states: States) -> None:
-        """Read what an optimizer keeps of parameters."""
+        """Read the optimizer's state of this rank's parameters."""
         here = {planned.name: parameter for planned, parameter in self.runtime.parameters()}
         for name, numbers in self.reader.index.numbers.items():
             if name in here:
@@ -53,12 +53,12 @@ class ReadAside:
             self._place(optimizer)
 
     def warn_of_not_finite(self) -> None:
-        """Name the first tensor with NaN or infinity; collective, so every rank has read all it needs."""
+        """Warn of the first tensor with NaN or infinity; collective, so afterwards every rank has read its shards."""
         warn_of_not_finite(self.runtime.mesh, self._not_finite, f"{self.reader.directory}")
 
     @torch.no_grad()
     def put_back(self, optimizer: torch.optim.Optimizer | None, options: list[dict[str, Any]]) -> None:
-        """Copy all of it into the run."""
+        """Copy everything into the run."""
         try:
             for read, into in self._copies:
                 into.copy_(read)
@@ -91,8 +91,8 @@ class ReadAside:
 
     @torch.no_grad()
     def _place(self, optimizer: torch.optim.Optimizer) -> None:
-        """Bring what was read of an optimizer's state to where it would have made it."""
-        plain = getattr(optimizer, "keeps_plain_state", False)  # hfscale's own: some are of other shapes than shares
+        """Move the optimizer's state to the devices where the optimizer would have made it."""
+        plain = getattr(optimizer, "keeps_plain_state", False)  # hfscale's: shapes may differ from shards'
         groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
         for parameter, values in self._states.items():
             for state, value in values.items():
@@ -105,7 +105,7 @@ class ReadAside:
 def unchanged_on_failure(
     runtime: Runtime, optimizer: torch.optim.Optimizer | None, others: dict[str, Any]
 ) -> Iterator[None]:
-    """Put ``others``, random streams, states of parts and options of groups back if the block fails on some rank."""
+    """Restore ``others``, RNG states, states of parts and options of groups if the `with` block fails on some rank."""
     random = random_states(runtime.mesh)
     parts = [(part, copy.deepcopy(state)) for part in runtime.parts if (state := part.state(runtime))]
     before = [(other, copy.deepcopy(other.state_dict()), dict(vars(other))) for other in others.values()]
@@ -129,9 +129,9 @@ def unchanged_on_failure(
 
 
 def _placed(key: str, value: Tensor, parameter: Tensor, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Any:
-    """A value of an optimizer's state where the optimizer itself would have made it."""
+    """Return a value of an optimizer's state on the device where the optimizer would have made it."""
     if key in _COUNTED and not (group.get("fused") or group.get("capturable")):
-        return value  # torch reads them on the host, which would wait for a device
+        return value  # torch reads them on the CPU, and would sync with a device
     if getattr(optimizer, "is_paged", False) and value.shape == parameter.shape:
         paged: Any = optimizer
         buffer: Tensor = paged.get_state_buffer(parameter.detach(), dtype=value.dtype)
@@ -140,7 +140,7 @@ def _placed(key: str, value: Tensor, parameter: Tensor, optimizer: torch.optim.O
 
 
 def _like(value: Tensor, parameter: Tensor) -> Any:
-    """An optimizer's value, as a sharded tensor where it has the shape of a sharded parameter's share."""
+    """Return an optimizer's value, as a DTensor if its shape is that of a DTensor parameter's shard."""
     if value.ndim == 0 or value.shape != local_tensor(parameter).shape:
         return value
     return like_sharded(value, parameter)

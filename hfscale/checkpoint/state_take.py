@@ -1,4 +1,4 @@
-"""Take a state from a run as it is now: what one rank has of it. Other ranks are told nothing, nothing is written."""
+"""Take a rank's state of a run as it is now, without communication and without writing."""
 
 import hashlib
 import io
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from .._host.transformers.saving import write_configs
+from ..adapters import Adapters
+from ..adapters.storage import write_adapter_config
 from ..errors import CheckpointError
 from ..mesh import Mesh
 from ..runtime import Runtime
@@ -23,18 +25,18 @@ from .state_contents import StateContents, contents_of
 
 @dataclass
 class TakenState:
-    """What this rank has of a state that is not written yet.
+    """This rank's state that is not written yet.
 
     Attributes:
         mesh: the ranks that write it.
         runtime: of the run.
         contents: its tensors, of which ``contents.held`` are written: the run's own, or copies.
-        step: what the caller counted.
-        digests: of the states of what else was given, by name.
-        rest: what else this rank writes: a file's bytes.
-        entries: what this rank tells of the tensors that a converter is to save.
-        stored: key in the file of an adapter -> name of a parameter; empty where there is none, and on other ranks.
-        beside: files that lie beside a Hugging Face checkpoint's weights, by name; of the first rank.
+        step: the caller's step number.
+        digests: of the states of other objects, by name.
+        rest: this rank's other data, as the bytes of a file.
+        entries: this rank's entries of the tensors that a converter saves.
+        stored: key in the file of an adapter -> name of a parameter; empty without one, and on other ranks.
+        beside: config files of a Hugging Face checkpoint, by name; on the first rank.
     """
 
     mesh: Mesh
@@ -51,36 +53,37 @@ class TakenState:
 def take_state(
     runtime: Runtime, optimizer: torch.optim.Optimizer | None, step: int | None, others: dict[str, Any]
 ) -> TakenState:
-    """What this rank has of a run as it is now. Tensors are the run's own; all else is a copy.
+    """Return this rank's state of a run as it is now. Tensors are the run's own; everything else is copied.
 
     Raises:
-        CheckpointError: something of this rank's cannot be written.
+        CheckpointError: something on this rank cannot be written.
     """
     contents = contents_of(runtime, optimizer)
     states = {name: other.state_dict() for name, other in others.items()}
-    parts = {type(part).__name__: state for part in runtime.parts if (state := part.state(runtime))}
+    parts = {part.state_key: state for part in runtime.parts if (state := part.state(runtime))}
     random = random_states(runtime.mesh)
     rest = _plain_bytes({"random": random, "others": states, "options": contents.options, "parts": parts})
     writes = is_writer(runtime.mesh)
-    stored = {k: v for part in runtime.parts for k, v in part.stored_names(runtime).items()} if writes else {}
+    adapters = runtime.part(Adapters)
+    stored = adapters.stored_names(runtime) if writes and adapters is not None else {}
     digests = {name: _digest(state) for name, state in states.items()}
     entries, beside = tensors_of_stage(runtime), _beside(runtime)
     return TakenState(runtime.mesh, runtime, contents, step, digests, rest, entries, stored, beside)
 
 
 def _beside(runtime: Runtime) -> dict[str, bytes]:
-    """Configs, and code that came with the model."""
+    """Return the config files, and code that came with the model."""
     if not is_writer(runtime.mesh):
         return {}
     with tempfile.TemporaryDirectory() as written:
         write_configs(runtime.model, Path(written))
-        for part in runtime.parts:
-            part.write_configs(runtime, Path(written))
+        if (adapters := runtime.part(Adapters)) is not None:
+            write_adapter_config(adapters.whole, adapters.name, Path(written))
         return {path.name: path.read_bytes() for path in sorted(Path(written).iterdir()) if path.is_file()}
 
 
 def _plain_bytes(content: dict[str, Any]) -> bytes:
-    """As ``torch.save`` writes it, if ``torch.load(weights_only=True)`` reads it."""
+    """Return the bytes of ``torch.save``, if ``torch.load(weights_only=True)`` can read them."""
     for name, state in content["others"].items():
         file = io.BytesIO()
         try:
@@ -96,7 +99,7 @@ def _plain_bytes(content: dict[str, Any]) -> bytes:
 
 
 def _digest(state: Any) -> str:
-    """The same for equal states."""
+    """Return a digest that is equal for equal states."""
     digest = hashlib.blake2b(digest_size=16)
 
     def add(value: Any) -> None:

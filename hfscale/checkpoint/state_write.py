@@ -1,4 +1,4 @@
-"""Write a state that was taken: every rank its file, and rank 0 what all of them agree on."""
+"""Write a state that was taken: every rank its file, and rank 0 the common index."""
 
 from pathlib import Path
 
@@ -13,17 +13,17 @@ from .state_take import TakenState
 
 
 def write_state(taken: TakenState, target: Path, keep_last: int | None, keep_every: int | None) -> None:
-    """Write what was taken to ``target``; collective.
+    """Write a taken state to ``target``; collective.
 
     Raises:
-        CheckpointError: on every rank, if one could not; what ``target`` held is then still there.
+        CheckpointError: on every rank, if one could not; ``target`` is then unchanged.
     """
     mesh, run, new = taken.mesh, taken.runtime.run, None
     with all_or_none(mesh, f"{target} could not be written"):
         try:
             if is_writer(mesh):
                 new = NewState(target)
-            index = agreed_index(taken)  # behind it, the directory is there for every rank
+            index = agreed_index(taken)  # collective, so the directory exists for every rank afterwards
             every = mesh.all_gather_object(_write_own(taken, index, staging_of(target)))
             if new is not None:
                 new.commit({name: file for rank in every for name, file in rank.items()}, taken.step, run)
@@ -39,7 +39,7 @@ def write_state(taken: TakenState, target: Path, keep_last: int | None, keep_eve
 
 
 def _write_own(taken: TakenState, index: StateIndex, directory: Path) -> dict[str, FileSum]:
-    """Write this rank's files; they are on the disk afterwards."""
+    """Write this rank's files and fsync them."""
     rank = index.rank_of((), taken.mesh.ranks)
     files = {rest_name(rank): write_synced(directory / rest_name(rank), taken.rest)}
     if taken.contents.held:

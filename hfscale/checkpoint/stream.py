@@ -1,5 +1,5 @@
-"""Whole weights one after the other, by a Hugging Face checkpoint's names: for what takes them while a run goes on,
-such as an inference engine that generates with the latest ones.
+"""Full weights one after the other, by a Hugging Face checkpoint's names, to pass them on during a run, for example
+to an inference engine that generates with the latest weights.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,23 +31,23 @@ def stream_weights(
     merge_adapters: bool = False,
     quantization_config: Any = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield ``(name, whole tensor)``, on the CPU, in the order and under the names of a Hugging Face checkpoint.
+    """Yield ``(name, full tensor)``, on the CPU, in the order and under the names of a Hugging Face checkpoint.
 
-    Call it on every rank and go through it to its end: every rank sends its shares. Ranks that are not chosen get
-    nothing. No rank holds more than one whole tensor, and what the host makes of it where a checkpoint stores it
-    otherwise (one tensor per expert, say). A tensor is valid until the next one is asked for, and not to be changed.
+    Call it on every rank and exhaust it: every rank sends its shards. Ranks that are not chosen get nothing. No rank
+    holds more than one full tensor, and its conversion to the checkpoint's format (one tensor per expert, say). A
+    tensor is valid until the next one is requested, and must not be changed.
 
     Args:
-        ranks: who gets them: numbers of processes, or ``"all"``.
-        merge_adapters: yield weights with their adapters added, as stock PEFT would merge them; the model stays as it
-            is. Otherwise adapters follow the weights, under the keys of PEFT's files.
-        quantization_config: a ``transformers.FineGrainedFP8Config``: what the host would quantize on loading is yielded
-            in 8-bit floating point, bit by bit as the host makes it, each weight followed by the scales of its blocks
+        ranks: the global ranks that get the tensors, or ``"all"``.
+        merge_adapters: yield weights with their adapters added, as stock PEFT would merge them; the model is unchanged.
+            Otherwise adapters follow the weights, under the keys of PEFT's files.
+        quantization_config: a ``transformers.FineGrainedFP8Config``: weights that transformers would quantize on
+            loading are yielded in the same 8-bit floating point, bit by bit, each followed by the scales of its blocks
             (``KEY_scale_inv``).
 
     Raises:
-        ConfigError: a rank is none of this run's, the weights are held in 4 or 8 bits, adapters cannot be merged, or a
-            weight is not made of whole blocks.
+        ConfigError: a rank does not exist, the weights are held in 4 or 8 bits, adapters cannot be merged, or a weight
+            is not made of whole blocks.
     """
     runtime = runtime_of(model)
     reshard(runtime.model)
@@ -77,7 +77,7 @@ def stream_weights(
 
 
 def whole_tensors(runtime: Runtime, ranks: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the same by the names of the model itself, adapters merged: for another model of its class."""
+    """Yield full tensors by the model's own names, adapters merged: for another model of the same class."""
     reshard(runtime.model)
     adapters, entries = runtime.part(Adapters), tensors_to_save(runtime)
     if adapters is None:
@@ -90,7 +90,7 @@ def whole_tensors(runtime: Runtime, ranks: Sequence[int]) -> Iterator[tuple[str,
 
 
 class _Stored:
-    """Whole tensors of a model as a checkpoint holds them, encoded where that is asked for; on the chosen ranks."""
+    """Full tensors of a model in the checkpoint's format, optionally quantized to fp8; on the chosen ranks."""
 
     def __init__(self, runtime: Runtime, entries: list[SavedTensor], encoder: Fp8Encoder | None, here: bool) -> None:
         self._model, self._encoder, self._here = runtime.model, encoder, here
@@ -100,7 +100,7 @@ class _Stored:
                 self._refuse_parts_of_blocks(name, AsStored(self._model, {name: tensor}).layout)
 
     def of(self, whole: Iterator[tuple[SavedTensor, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """One after the other."""
+        """Yield the tensors one after the other."""
         as_stored = AsStored(self._model, self._contents)
         for entry, tensor in whole:
             if not self._here:
@@ -114,7 +114,7 @@ class _Stored:
         return self._encoder.made_of(key, tensor)
 
     def _refuse_parts_of_blocks(self, name: str, layout: dict[str, Tensor]) -> None:
-        """On every rank alike, before anything is sent."""
+        """Refuse weights with partial blocks, on every rank alike, before anything is sent."""
         for key, tensor in layout.items():
             if self._encoder is not None and self._encoder.wants(name) and len(self._encoded(name, key, tensor)) == 1:
                 raise ConfigError(
@@ -161,14 +161,14 @@ def _rank(mesh: Mesh) -> int:
 
 
 def _whole(runtime: Runtime, entries: list[SavedTensor], chosen: Sequence[int]) -> Iterator[tuple[SavedTensor, Tensor]]:
-    """Each tensor on the chosen ranks; every rank goes through all, and has nothing where it is not chosen."""
+    """Yield each full tensor on the chosen ranks; every rank must exhaust it, and gets empty tensors if not chosen."""
     mesh = runtime.mesh
     for entry, (_, tensor) in zip(entries, full_tensors(runtime, entries), strict=True):
         yield entry, _handed_on(entry, tensor, mesh, chosen, _rank(mesh))
 
 
 def _handed_on(entry: SavedTensor, tensor: Tensor, mesh: Mesh, chosen: Sequence[int], rank: int) -> Tensor:
-    """What the first rank has, on the chosen ones."""
+    """Send the first rank's tensor to the chosen ranks."""
     if is_writer(mesh) and (tensor.device.type != "cpu" or not tensor.is_contiguous()):
         tensor = tensor.cpu().contiguous()
     if mesh.control is None or tuple(chosen) == (0,) or 0 in entry.shape:

@@ -1,4 +1,4 @@
-"""Other weights for a model that computes already: those of a plain checkpoint, in whatever layout it is."""
+"""Replace the weights of a parallelized model by those of a plain checkpoint."""
 
 from pathlib import Path
 
@@ -18,10 +18,10 @@ from .load import load_pretrained
 
 @torch.no_grad()
 def load_weights(model: nn.Module, directory: str | Path) -> None:
-    """Replace, in place, the weights of a model of any layout by those of a plain checkpoint; call it on every rank.
+    """Replace a model's weights in place by those of a plain checkpoint, in any layout; call it on every rank.
 
-    Of a model with adapters the adapter is read, and nothing else. Each rank reads its shares, which lie in its memory
-    beside the present ones for as long.
+    For a model with adapters only the adapter is read. Each rank reads its shards, which take memory beside the present
+    ones meanwhile.
 
     Raises:
         CheckpointError: the checkpoint is of another model, or lacks some of its weights.

@@ -9,9 +9,8 @@ import traceback
 from types import ModuleType, TracebackType
 from typing import NoReturn
 
-from ..errors import HFScaleError
-from ..names import meant
-from ..version import __version__
+from .. import __version__
+from ..errors import HFScaleError, meant
 from . import (
     bench,
     blueprint,
@@ -52,7 +51,7 @@ _COMMANDS: dict[str, ModuleType] = {
     "bench": bench,
     "completion": completion,
 }
-"""Each module has ``HELP``, ``DESCRIPTION``, ``EXAMPLE``, ``add_arguments(parser)`` and ``run(arguments)``."""
+"""Modules with ``HELP``, ``DESCRIPTION``, ``EXAMPLE``, ``add_arguments(parser)`` and ``run(arguments)``."""
 
 _EXAMPLES = """examples:
   hfscale plan Qwen/Qwen3-8B --tp 2 --dp-shard 4
@@ -61,16 +60,16 @@ _EXAMPLES = """examples:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command line; returns the exit code: 0, 1 where a check failed, 2 where it cannot be carried out.
+    """Run one command line; return the exit code: 0, 1 if a check failed, 2 if it cannot be carried out.
 
-    Errors of hfscale's are a message. Where ``argv`` is left out, as for the installed command, those that nobody
-    foresaw are a line too, unless ``--debug`` is given.
+    An error of hfscale's is printed as a message. Without ``argv``, as in the installed command, an unexpected
+    exception is printed as one line, unless ``--debug`` is given.
     """
     try:
         arguments = _parse(argv)
-    except SystemExit as stop:  # argparse has printed the help, the version or what is wrong
+    except SystemExit as stop:  # argparse has printed the help, the version or an error
         return int(stop.code or 0)
-    if argv is None and not arguments.debug and arguments.command != "train":  # whose ranks' tracebacks belong in logs
+    if argv is None and not arguments.debug and arguments.command != "train":  # tracebacks of its ranks belong in logs
         sys.excepthook = _in_a_line
     try:
         check_early(arguments)
@@ -83,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _in_a_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """What the interpreter shows of an exception that ends it."""
+    """Print an exception that ends the interpreter as one line."""
     if issubclass(kind, KeyboardInterrupt):
         print("hfscale: interrupted", file=sys.stderr)
         return
@@ -115,7 +114,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _refuse(parser: argparse.ArgumentParser, rest: list[str]) -> None:
-    """End as the subcommand's own parser does, with what may have been meant."""
+    """Exit as the subcommand's own parser does, suggesting a similar flag."""
     unknown = next((text for text in rest if text.startswith("-")), rest[0])
     flags = re.findall(r"--[\w-]+", parser.format_usage())
     close = meant(unknown.partition("=")[0], flags, 0.75) if unknown.startswith("-") else None
@@ -123,10 +122,10 @@ def _refuse(parser: argparse.ArgumentParser, rest: list[str]) -> None:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, and where to read on: no usage before it."""
+    """A parser that prints an error in one line, with a pointer to ``--help`` instead of the usage."""
 
     def error(self, message: str) -> NoReturn:
-        """End the process with code 2."""
+        """Exit with code 2."""
         self.exit(2, f"{self.prog}: {message}\nsee {self.prog} --help\n")
 
 

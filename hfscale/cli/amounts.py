@@ -1,4 +1,4 @@
-"""Amounts on a command line: bytes, where GB and GiB differ, and tokens, which come in powers of two."""
+"""Parse amounts on the command line: bytes, with GB unlike GiB, and tokens, in powers of two."""
 
 import re
 
@@ -9,7 +9,9 @@ _TOKENS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
 
 def bytes_of(text: str, flag: str) -> int:
-    """``"60GiB"`` -> 64,424,509,440, ``"60GB"`` and ``"60G"`` -> 60,000,000,000: as in :class:`hfscale.MemoryConfig`.
+    """Parse a size: ``"60GiB"`` -> 64,424,509,440, ``"60GB"`` and ``"60G"`` -> 60,000,000,000.
+
+    The units are those of :class:`hfscale.MemoryConfig`.
 
     Raises:
         ConfigError: it is no positive number with a unit.
@@ -24,10 +26,10 @@ def bytes_of(text: str, flag: str) -> int:
 
 
 def tokens_of(text: str, flag: str) -> int:
-    """``"4M"`` -> 4,194,304.
+    """Parse a number of tokens: ``"4M"`` -> 4,194,304.
 
     Raises:
-        ConfigError: it is no whole positive number, alone or with K, M or G.
+        ConfigError: it is no positive integer, alone or with K, M or G.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)", text.strip().lower())
     count = 0.0 if found is None else float(found[1]) * _TOKENS[found[2]]
@@ -40,7 +42,7 @@ def tokens_of(text: str, flag: str) -> int:
 
 
 def gigabytes_of(text: str, flag: str) -> float:
-    """``"80"`` and ``"80GB"`` -> 80, ``"80GiB"`` -> 85.899: in 10^9 bytes.
+    """Parse a size in units of 10^9 bytes: ``"80"`` and ``"80GB"`` -> 80, ``"80GiB"`` -> 85.899.
 
     Raises:
         ConfigError: it is no positive number, alone or with a unit.

@@ -1,4 +1,4 @@
-"""``hfscale bench``: what this machine's links carry."""
+"""``hfscale bench``: time collectives on this machine's links."""
 
 import argparse
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ _SIZES = "4KiB,64KiB,512KiB,4MiB,32MiB"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``hfscale bench``."""
+    """Add the arguments of ``hfscale bench``."""
     parser.add_argument("what", choices=("collectives",), help="what to measure")
     parser.add_argument("--processes", type=int, metavar="N", help="ranks (default: one for each GPU, or 2)")
     parser.add_argument("--sizes", default=_SIZES, metavar="SIZE,...", help="of messages (default: %(default)s)")
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, and print."""
+    """Measure collectives, and print their bus bandwidth."""
     check_writable(arguments.out)
     sizes = [bytes_of(text, "--sizes") for text in arguments.sizes.split(",")]
     if arguments.processes is not None and arguments.processes < 2:
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _measured(sizes: list[int], processes: int | None) -> tuple[list["Measured"], str]:
-    """What was measured, and over what; nothing on a launcher's other ranks."""
+    """Return the measurements, and over which links; none on a launcher's other ranks."""
     from .._host.torch_device import accelerators
     from ..bench import ranks
     from ..bench.collectives import measure

@@ -1,4 +1,4 @@
-"""``hfscale blueprint``: which parts of a model tensor parallelism cuts."""
+"""``hfscale blueprint``: print the modules of a model that tensor parallelism cuts."""
 
 import argparse
 
@@ -14,7 +14,7 @@ EXAMPLE = "hfscale blueprint Qwen/Qwen3-8B --infer"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``hfscale blueprint``."""
+    """Add the arguments of ``hfscale blueprint``."""
     add_model_arguments(parser)
     parser.add_argument("--infer", action="store_true", help="infer it, also where the family is known")
     add_json(parser)

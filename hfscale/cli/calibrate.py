@@ -11,12 +11,12 @@ DESCRIPTION = (
     "Time products, attention, a copy, one real layer, the loss, the optimizer and collectives on this machine, in at "
     "most a minute, and write what --hardware and hfscale.estimate take."
 )
-_SIZES = (4 << 10, 1 << 20, 16 << 20)  # bytes of the messages that links are measured with
+_SIZES = (4 << 10, 1 << 20, 16 << 20)  # bytes of the messages for measuring links
 EXAMPLE = "hfscale calibrate --out mine.json && hfscale estimate MODEL --hardware mine.json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``hfscale calibrate``."""
+    """Add the arguments of ``hfscale calibrate``."""
     parser.add_argument("--out", type=Path, metavar="FILE", help="write it there (default: print it)")
     parser.add_argument("--name", default="this machine", help="of the machine (default: %(default)s)")
     parser.add_argument("--like", metavar="NAME", help="a known machine, whose links are taken instead of measured")
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, and write."""
+    """Measure this machine, and write the result."""
     check_writable(arguments.out)
     import json
     from dataclasses import replace

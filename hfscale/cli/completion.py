@@ -1,4 +1,4 @@
-"""``hfscale completion``: what shells need to complete a command line."""
+"""``hfscale completion``: print shell completion scripts."""
 
 import argparse
 import re
@@ -35,13 +35,13 @@ complete -o default -F _hfscale hfscale
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``hfscale completion``."""
+    """Add the arguments of ``hfscale completion``."""
     parser.add_argument("shell", choices=("bash", "zsh", "fish"))
     add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the script."""
+    """Print the completion script."""
     commands: Mapping[str, argparse.ArgumentParser] = arguments.commands
     text = script(arguments.shell, commands)
     if arguments.json:
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def script(shell: str, commands: Mapping[str, argparse.ArgumentParser]) -> str:
-    """What ``shell`` is to read, of the parsers of all subcommands."""
+    """Return the completion script of ``shell`` for the parsers of all subcommands."""
     if shell == "fish":
         return "".join(_fish_lines(commands))
     choices, flags = [], []
@@ -67,14 +67,14 @@ def script(shell: str, commands: Mapping[str, argparse.ArgumentParser]) -> str:
 
 
 def _flags(parser: argparse.ArgumentParser) -> dict[str, list[str]]:
-    """Flag -> its choices, if it has some."""
-    usage = " ".join(parser.format_usage().split())  # which is the public list of them
+    """Return flag -> its choices, empty if it has none."""
+    usage = " ".join(parser.format_usage().split())  # the only public list of flags
     found = re.findall(r"(--[\w-]+)(?: \{([^}]*)\})?", usage)
     return {flag: choices.split(",") if choices else [] for flag, choices in found}
 
 
 def _places(name: str, parser: argparse.ArgumentParser) -> list[str]:
-    """What may stand without a flag: choices, and the recipes that come with hfscale."""
+    """Return completions of positional arguments: choices, and the recipes that ship with hfscale."""
     usage = " ".join(parser.format_usage().split())
     unnamed = re.search(r"(?:\]|hfscale \w+) \{([^}]*)\}", usage)
     found = unnamed[1].split(",") if unnamed else []

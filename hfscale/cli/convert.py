@@ -1,4 +1,4 @@
-"""``hfscale convert``: a Hugging Face directory from a saved state."""
+"""``hfscale convert``: write a Hugging Face directory from a training state."""
 
 import argparse
 from pathlib import Path
@@ -16,7 +16,7 @@ EXAMPLE = "hfscale convert states/step-500 out"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``hfscale convert``."""
+    """Add the arguments of ``hfscale convert``."""
     parser.add_argument("state", metavar="DIR", type=Path, help="of a state, or of several: the newest whole one")
     parser.add_argument("out", metavar="OUT", type=Path, help="the directory to write")
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one file (default: %(default)s)")
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write it."""
+    """Convert the state, and print what was written."""
     check_target(arguments.out, arguments.overwrite, DIR=arguments.state)
     from ..checkpoint.convert import convert_state
 

@@ -1,4 +1,4 @@
-"""``hfscale doctor``: what a run would stumble over."""
+"""``hfscale doctor``: check this machine, and a recipe, for problems of a run."""
 
 import argparse
 from collections.abc import Iterable, Iterator
@@ -11,7 +11,7 @@ from .look import add_json, print_json
 if TYPE_CHECKING:
     from ..doctor.finding import Finding
 
-_WIDTH = 16  # of the names of findings
+_WIDTH = 16  # of the column with names of findings
 
 HELP = "look for what a run would stumble over: versions, devices, launch config, a recipe"
 DESCRIPTION = (
@@ -24,7 +24,7 @@ hfscale doctor my_recipe.yaml parallel.tp_size=4"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``hfscale doctor``."""
+    """Add the arguments of ``hfscale doctor``."""
     parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="a YAML file, or a name that train --list shows")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="on top of the recipe")
     parser.add_argument("--recipe-only", action="store_true", help="leave this machine out")
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Look, and say what was found."""
+    """Run the checks, and print the findings."""
     recipe = None
     if arguments.recipe is not None:
         from ..recipes import check_installed
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _sections(arguments: argparse.Namespace, recipe: Any) -> Iterator[tuple[str, Iterable["Finding"]]]:
-    """What is looked at, each by a name; findings are made as they are asked for."""
+    """Yield sections of checks by name; each check runs as its findings are iterated over."""
     if not arguments.recipe_only:
         from ..doctor import machine
 

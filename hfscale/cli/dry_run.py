@@ -1,4 +1,4 @@
-"""``hfscale plan MODEL --dry-run``: a step of every kind of stage, counted beside the estimate."""
+"""``hfscale plan MODEL --dry-run``: count a step of every kind of stage, beside the estimate."""
 
 import argparse
 from typing import Any
@@ -14,7 +14,7 @@ _OTHERS = ("quantize", "optimizer", "gpu")
 
 
 def add_dry_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """``--dry-run``, and what of its step no other flag says."""
+    """Add ``--dry-run``."""
     parser.add_argument(
         "--dry-run",
         action="store_true",
@@ -24,10 +24,10 @@ def add_dry_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, config: Any) -> int:
-    """Count, and print.
+    """Run the dry run, and print its counts.
 
     Raises:
-        ConfigError: quantized weights or an optimizer are asked for, which a dry run has not.
+        ConfigError: quantized weights or an optimizer are requested, which a dry run does not have.
     """
     from ..forecast.dry_run import dry_run
     from ..memory_config import MemoryConfig

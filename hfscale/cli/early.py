@@ -1,11 +1,10 @@
-"""What is wrong in a command line, said before torch is imported, which takes seconds."""
+"""Check a command line before torch is imported, which takes seconds."""
 
 import argparse
 from typing import Any
 
 from ..errors import ConfigError, check_choice, check_count
-from ..names import CP_METHODS
-from ..schedules import SCHEDULES, spelled
+from ..schedules import CP_METHODS, SCHEDULES, spelled
 from .amounts import bytes_of, tokens_of
 from .layout import SIZES
 from .model import check_place
@@ -21,7 +20,7 @@ def check_early(arguments: argparse.Namespace) -> None:
     """Refuse names, sizes and paths of any command that are impossible in themselves.
 
     Raises:
-        ConfigError: naming the first.
+        ConfigError: naming the first of them.
     """
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     if "model" in given:

@@ -1,4 +1,4 @@
-"""``hfscale estimate``: seconds and bytes of a layout, before anything is rented."""
+"""``hfscale estimate``: estimate seconds and bytes of a step under a layout."""
 
 import argparse
 from pathlib import Path
@@ -20,7 +20,7 @@ EXAMPLE = "hfscale estimate Qwen/Qwen3-8B --tp 2 --dp-shard 4 --hardware h100 --
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``hfscale estimate``."""
+    """Add the arguments of ``hfscale estimate``."""
     add_model_arguments(parser)
     add_layout_arguments(parser)
     add_machine_arguments(parser)
@@ -71,10 +71,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _offload(text: str) -> dict[str, Any]:
-    """``"activations,optimizer"`` as arguments of ``MemoryConfig``.
+    """Parse ``"activations,optimizer"`` into arguments of ``MemoryConfig``.
 
     Raises:
-        ConfigError: one of them cannot be on the host.
+        ConfigError: one of them cannot be offloaded.
     """
     names = [name for name in text.split(",") if name]
     for name in names:

@@ -1,4 +1,4 @@
-"""``hfscale explain``: where the memory of training a model goes, by the formulas of the papers."""
+"""``hfscale explain``: tabulate the memory of training a model, by the formulas of the papers."""
 
 import argparse
 from typing import Any
@@ -20,7 +20,7 @@ _SIZES |= {"--batch-size": (1, "sequences of a microbatch"), "--rank": (16, "of 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``hfscale explain``."""
+    """Add the arguments of ``hfscale explain``."""
     add_model_arguments(parser)
     for flag, (default, text) in _SIZES.items():
         parser.add_argument(flag, type=int, default=default, metavar="N", help=f"{text} (default: {default})")

@@ -1,4 +1,4 @@
-"""Flags that several subcommands have: what is trained, with what, on what."""
+"""Flags shared by several subcommands: adapters, quantization, machine and optimizer."""
 
 import argparse
 from typing import Any, Protocol
@@ -6,22 +6,22 @@ from typing import Any, Protocol
 from ..errors import ConfigError
 
 OPTIMIZER = "adamw_torch_fused"
-"""The optimizer where none is named: HF Trainer's own."""
+"""The default optimizer: HF Trainer's own."""
 
 
 class Adds(Protocol):
-    """A parser, or a group of it."""
+    """A parser, or an argument group of one."""
 
     def add_argument(self, *names: str, **options: Any) -> argparse.Action:
-        """Add one."""
+        """Add one argument."""
         ...
 
 
 def add_adapter_arguments(parser: Adds, quantize: str = "weights in 4 or 8 bits") -> None:
-    """``--quantize``, ``--lora`` and ``--rank``, which :func:`plan_arguments` reads.
+    """Add ``--quantize``, ``--lora`` and ``--rank``, which :func:`plan_arguments` reads.
 
     Args:
-        quantize: what to say of the first of them.
+        quantize: help of the first of them.
     """
     parser.add_argument("--quantize", choices=("nf4", "fp4", "int8"), help=quantize)
     parser.add_argument(
@@ -35,7 +35,7 @@ def add_adapter_arguments(parser: Adds, quantize: str = "weights in 4 or 8 bits"
 
 
 def plan_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What :func:`hfscale.plan` is told of adapters, quantized weights and products in 8 bits.
+    """Return the arguments of :func:`hfscale.plan` for adapters, quantized weights and products in 8 bits.
 
     Raises:
         ConfigError: the rank of adapters is impossible, or there are none.
@@ -61,14 +61,14 @@ def plan_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def add_sequence_length(parser: Adds) -> None:
-    """``--sequence-length``, which :func:`.amounts.tokens_of` reads."""
+    """Add ``--sequence-length``, which :func:`.amounts.tokens_of` reads."""
     parser.add_argument(
         "--sequence-length", default="4096", metavar="N", help="tokens of a sequence, as 8192 or 8K (default: 4K)"
     )
 
 
 def add_machine_arguments(parser: Adds) -> None:
-    """``--hardware``, ``--sequence-length`` and ``--optimizer``: what a step's time depends on beside its layout."""
+    """Add ``--hardware``, ``--sequence-length`` and ``--optimizer``, on which a step's time depends."""
     parser.add_argument(
         "--hardware", default="h100", metavar="NAME", help="h100, h200, b200, a100-80, a100-40, or a calibration's JSON"
     )

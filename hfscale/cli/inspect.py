@@ -1,4 +1,4 @@
-"""``hfscale inspect``: what a directory of states or weights holds."""
+"""``hfscale inspect``: describe a directory of training states or weights."""
 
 import argparse
 from pathlib import Path
@@ -14,14 +14,14 @@ EXAMPLE = "hfscale inspect states"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``hfscale inspect``."""
+    """Add the arguments of ``hfscale inspect``."""
     parser.add_argument("directory", metavar="DIR", type=Path, help="of a state, of several, of a checkpoint")
     parser.add_argument("--quick", action="store_true", help="compare sizes only: read no file to its end")
     add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print it."""
+    """Print the description; return 1 if something is incomplete."""
     from ..checkpoint.inspect import inspect
 
     text, whole = inspect(arguments.directory, verify=not arguments.quick)

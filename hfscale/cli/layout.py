@@ -1,4 +1,4 @@
-"""The flags of a command line that describe a layout."""
+"""Flags that describe a layout."""
 
 import argparse
 from typing import TYPE_CHECKING, Any
@@ -18,9 +18,9 @@ SIZES = {
     "--expert-tp": "1 (whole experts) or tp: ranks over which each expert is cut besides, with --ep",
     "--cp": "context ranks: every sequence is cut, and attention reads all of it",
 }
-"""Flags of axes, and what they are."""
+"""Flags of the axes, with their help."""
 
-# Flag -> field of the layout, what to call the value, help.
+# Flag -> field of the layout, metavar, help.
 _PIPELINE = {
     "--schedule": ("pipeline_schedule", "NAME", f"with --pp: {', '.join(SCHEDULES)}, or a .csv file (default: 1f1b)"),
     "--microbatches": ("num_microbatches", "N", "with --pp: microbatches of one step"),
@@ -30,8 +30,8 @@ _PIPELINE = {
 
 
 def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of the axes, of sequence parallelism and of pipelines."""
-    # Values stay strings here: ParallelConfig says what is wrong with them, and fills in those left out.
+    """Add the flags of the axes, of sequence parallelism and of pipelines."""
+    # Values stay strings here: ParallelConfig checks them, and fills in those left out.
     layout = parser.add_argument_group("layout")
     for flag, text in SIZES.items():
         layout.add_argument(flag, metavar="N", help=text)
@@ -46,7 +46,7 @@ def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def layout_of(arguments: argparse.Namespace) -> "ParallelConfig":
-    """The layout that the flags describe.
+    """Return the layout that the flags describe.
 
     Raises:
         ConfigError: a value is impossible in itself, or does not fit the schedule.

@@ -1,4 +1,4 @@
-"""One look for all subcommands: what is under way, tables, and JSON."""
+"""Output shared by all subcommands: progress, tables, and JSON."""
 
 import argparse
 import json
@@ -12,20 +12,20 @@ from ..errors import ConfigError
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """``--json``: for programs."""
+    """Add ``--json``."""
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
 def print_json(document: Any) -> None:
-    """A document for programs, and nothing else on the standard output."""
+    """Print a document as JSON, the only text on standard output."""
     print(json.dumps(document, indent=1, default=str))
 
 
 def check_writable(*files: Path | None) -> None:
-    """Refuse files that cannot be written before what goes into them is worked out.
+    """Refuse files that cannot be written, before their contents are computed.
 
     Raises:
-        ConfigError: one of them is to lie in no folder.
+        ConfigError: a file's directory does not exist.
     """
     for path in filter(None, files):
         if not path.absolute().parent.is_dir():
@@ -33,7 +33,7 @@ def check_writable(*files: Path | None) -> None:
 
 
 def check_directory(directory: Path, of: str) -> None:
-    """Refuse a directory that is none; imports nothing, so that it is said at once.
+    """Refuse a path that is no directory, without slow imports.
 
     Raises:
         ConfigError: it does not exist, or is a file.
@@ -44,15 +44,17 @@ def check_directory(directory: Path, of: str) -> None:
 
 
 def working(what: str) -> None:
-    """Say what takes a while, where a person is looking."""
+    """Print what is being done, if standard error is a terminal."""
     if sys.stderr.isatty():
         print(f"{what} ...", file=sys.stderr, flush=True)
 
 
 @contextmanager
 def bar() -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar, where a person is looking; call what it gives with what is under way, its number, and of how
-    many.
+    """Show a progress bar, if standard error is a terminal, inside the ``with`` block.
+
+    Yields:
+        a function of the current item's name, its number, and the number of items.
     """
     from tqdm import tqdm
 
@@ -67,7 +69,7 @@ def bar() -> Iterator[Callable[[str, int, int], None]]:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
-    """Columns as wide as they need to be; those whose place is in ``right`` end alike."""
+    """Format a table with aligned columns; those with an index in ``right`` are aligned right."""
     widths = [max(len(row[place]) for row in (head, *rows)) for place in range(len(head))]
 
     def line(cells: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""What a command line says of training, and whether that fits on a GPU."""
+"""Flags of training, and whether it fits on a GPU."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ _TOKENS, _GB = "2048", "80"
 
 
 def add_training_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adapters, quantized weights, optimizer, tokens, and the memory that there is."""
+    """Add the flags of adapters, quantized weights, optimizer, tokens, and memory of a GPU."""
     group = parser.add_argument_group("training (any of these adds what a rank holds, by kind, and whether it fits)")
     add_adapter_arguments(group, "weights in 4 or 8 bits, and where they align")
     group.add_argument(
@@ -33,13 +33,13 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def is_asked(arguments: argparse.Namespace) -> bool:
-    """Whether the command line says anything of training."""
+    """Return whether any flag of training is given."""
     names = ("quantize", "lora", "rank", "tokens", "optimizer", "mixed_precision", "recompute", "gpu")
     return any(getattr(arguments, name) is not None for name in names)
 
 
 def estimate(arguments: argparse.Namespace, plan: "Plan") -> "MemoryEstimate":
-    """What the rank with most holds.
+    """Estimate the memory of the rank with most.
 
     Raises:
         ConfigError: the optimizer is unknown, or ``--tokens`` is no number.
@@ -56,12 +56,12 @@ def estimate(arguments: argparse.Namespace, plan: "Plan") -> "MemoryEstimate":
 
 
 def fits(arguments: argparse.Namespace, found: "MemoryEstimate") -> bool:
-    """Whether it is less than the memory of a GPU."""
+    """Return whether the estimate is below the memory of a GPU."""
     return found.total < _gigabytes(arguments) * 1e9
 
 
 def describe_fit(arguments: argparse.Namespace, found: "MemoryEstimate") -> str:
-    """The answer in a line, and where it is no, what to change."""
+    """Return whether it fits in one line, and if not, what to change."""
     size, total = _gigabytes(arguments), found.total / 1e9
     if fits(arguments, found):
         return f"fits {size:g} GB: yes, {total:.1f} GB of it, without what kernels and collectives use meanwhile"
@@ -77,19 +77,19 @@ def _gigabytes(arguments: argparse.Namespace) -> float:
 
 
 def tokens_asked(arguments: argparse.Namespace) -> int:
-    """Tokens of one microbatch.
+    """Return the tokens of one microbatch.
 
     Raises:
-        ConfigError: ``--tokens`` is no number of them.
+        ConfigError: ``--tokens`` is no number of tokens.
     """
     return tokens_of(_TOKENS if arguments.tokens is None else arguments.tokens, "--tokens")
 
 
 def check_amounts(arguments: argparse.Namespace) -> None:
-    """Refuse ``--tokens`` and ``--gpu`` that are no amounts before anything is planned.
+    """Refuse impossible ``--tokens`` and ``--gpu`` before anything is planned.
 
     Raises:
-        ConfigError: one of them is none.
+        ConfigError: naming one of them.
     """
     tokens_asked(arguments)
     _gigabytes(arguments)

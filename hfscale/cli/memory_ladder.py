@@ -1,4 +1,4 @@
-"""``hfscale memory-ladder``: what a rank holds as one lever after the other is added to a run."""
+"""``hfscale memory-ladder``: count a rank's memory as memory-saving features are added one by one."""
 
 import argparse
 from pathlib import Path
@@ -31,7 +31,7 @@ _GIB = 2**30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``hfscale memory-ladder``."""
+    """Add the arguments of ``hfscale memory-ladder``."""
     add_model_arguments(parser)
     parser.add_argument(
         "--tokens",
@@ -100,7 +100,7 @@ def _text(steps: "list[Step]", family: str, tokens: int) -> str:
 
 
 def draw(path: Path, steps: "list[Step]", family: str, tokens: int) -> None:
-    """Stacked bars of the clone, counted beside estimated, and of the model itself."""
+    """Draw stacked bars of the clone, counted beside estimated, and of the model itself."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure

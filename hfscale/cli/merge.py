@@ -1,4 +1,4 @@
-"""``hfscale merge``: an adapter merged into its base, file to file."""
+"""``hfscale merge``: merge an adapter into its base checkpoint, file by file."""
 
 import argparse
 from pathlib import Path
@@ -16,7 +16,7 @@ EXAMPLE = "hfscale merge path/to/base runs/mine/adapter out"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``hfscale merge``."""
+    """Add the arguments of ``hfscale merge``."""
     parser.add_argument("base", metavar="BASE", type=Path, help="the directory of the checkpoint")
     parser.add_argument("adapter", metavar="ADAPTER", type=Path, help="the directory of the adapter, in PEFT's format")
     parser.add_argument("out", metavar="OUT", type=Path, help="the directory to write")
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Merge, and compare."""
+    """Merge the adapter, and compare logits."""
     check_directory(arguments.base, "the checkpoint that the adapter is of")
     check_directory(arguments.adapter, "an adapter, which has adapter_config.json")
     check_target(arguments.out, arguments.overwrite, BASE=arguments.base, ADAPTER=arguments.adapter)

@@ -1,4 +1,4 @@
-"""The arguments of a command line that name a model, and what they stand for."""
+"""Arguments that name a model, and the config and class that they select."""
 
 import argparse
 import difflib
@@ -6,15 +6,14 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, written_like_a_path
 from ..files.replace import finish_move
-from ..names import written_like_a_path
 
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """MODEL, its Auto class, its type, and whether its own code may run."""
+    """Add MODEL, its Auto class, its dtype, and whether its own code may run."""
     parser.add_argument("model", metavar="MODEL", help="a model directory, a Hub id, or the path of a config.json")
     parser.add_argument("--auto-class", default="AutoModelForCausalLM", help="the Auto class (default: %(default)s)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code that comes with the model")
@@ -22,19 +21,19 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def remote_code(arguments: argparse.Namespace) -> dict[str, bool]:
-    """Keyword arguments that let the model's own code run, where that was asked for."""
+    """Return keyword arguments that let the model's own code run, if requested."""
     return {"trust_remote_code": True} if arguments.trust_remote_code else {}
 
 
 def building(arguments: argparse.Namespace, config: Any) -> AbstractContextManager[None]:
-    """Within: what the host says of a model that it cannot build becomes our words."""
+    """Explain transformers' errors about a model that it cannot build inside the ``with`` block."""
     from .._host.transformers.configs import built_or_explained
 
     return built_or_explained(auto_class_of(arguments.auto_class), config)
 
 
 def auto_class_of(name: str) -> Any:
-    """The Auto class of this name.
+    """Return the Auto class of this name.
 
     Raises:
         ConfigError: transformers has none of this name.
@@ -51,7 +50,7 @@ def auto_class_of(name: str) -> Any:
 
 
 def load_config(model: str, trusted: bool = False) -> Any:
-    """The config of MODEL.
+    """Return the config of MODEL.
 
     Raises:
         ConfigError, CheckpointError: there is none, or it cannot be read.
@@ -65,7 +64,7 @@ def load_config(model: str, trusted: bool = False) -> Any:
 
 
 def check_place(model: str) -> None:
-    """Refuse a MODEL that is written like a path and is none; imports nothing, so that it is said at once.
+    """Refuse a MODEL that is written like a path and does not exist, without slow imports.
 
     Raises:
         ConfigError: it does not exist, or is a directory without a config.

@@ -1,4 +1,4 @@
-"""``hfscale plan``: what becomes of every parameter under a layout."""
+"""``hfscale plan``: print how a layout places every parameter."""
 
 import argparse
 import json
@@ -22,7 +22,7 @@ hfscale plan meta-llama/Llama-3.1-405B --tp 8 --sequence-parallel --pp 16 --dp-s
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``hfscale plan``."""
+    """Add the arguments of ``hfscale plan``."""
     add_model_arguments(parser)
     add_layout_arguments(parser)
     add_training_arguments(parser)

@@ -1,4 +1,4 @@
-"""``hfscale schedule``: see a pipeline schedule before it runs, and beside it how it ran."""
+"""``hfscale schedule``: draw a pipeline schedule, and beside it the trace of a run."""
 
 import argparse
 from pathlib import Path
@@ -16,7 +16,7 @@ EXAMPLE = "hfscale schedule zbv --pp 4 --microbatches 8"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``hfscale schedule``."""
+    """Add the arguments of ``hfscale schedule``."""
     parser.add_argument(
         "name", nargs="?", metavar="NAME",
         help=f"one of {', '.join(SCHEDULES)}, or a .csv file (default: the trace's, 1f1b)",
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Draw it.
+    """Draw the schedule.
 
     Raises:
         ConfigError: two schedules are named.

@@ -1,4 +1,4 @@
-"""``hfscale search``: the best layout for a number of GPUs."""
+"""``hfscale search``: find the fastest layout for a number of GPUs."""
 
 import argparse
 from pathlib import Path
@@ -20,7 +20,7 @@ hfscale search meta-llama/Llama-3.1-70B --gpus 8 --tokens-per-step 256K --lora -
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``hfscale search``."""
+    """Add the arguments of ``hfscale search``."""
     add_model_arguments(parser)
     parser.add_argument("--gpus", type=int, required=True, metavar="N", help="ranks of the run")
     parser.add_argument(
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Search, print, and write the recipe."""
+    """Search, print the layouts, and write the recipe."""
     check_writable(arguments.out, arguments.html)
     from ..build import plan as make_plan
     from ..estimate.machine import find_machine

@@ -1,15 +1,15 @@
-"""The directory that a command writes: one that has something in it already is left alone unless that is asked for."""
+"""Check the directory that a command writes: its files are kept unless overwriting is requested."""
 
 import argparse
 from pathlib import Path
 
 from ..errors import ConfigError
 
-_STAGING = ".incomplete"  # what a killed command leaves, which the next one removes
+_STAGING = ".incomplete"  # left by a killed command, and removed by the next one
 
 
 def add_overwrite(parser: argparse.ArgumentParser) -> None:
-    """``--overwrite``, for a command that writes a directory."""
+    """Add ``--overwrite``, for a command that writes a directory."""
     parser.add_argument(
         "--overwrite", action="store_true", help="write into OUT though it has files: those of the same names, and "
         "weights, are replaced, others stay"
@@ -17,14 +17,14 @@ def add_overwrite(parser: argparse.ArgumentParser) -> None:
 
 
 def check_target(out: Path, overwrite: bool, **sources: Path | str) -> None:
-    """Refuse a directory that would lose what is in it; imports nothing, so that it is said at once.
+    """Refuse a directory whose files would be lost, without slow imports.
 
     Args:
-        overwrite: whether it may lose it.
-        sources: name of an argument -> what the command reads, which it may not write into in any case.
+        overwrite: whether its files may be lost.
+        sources: name of an argument -> a path that the command reads, into which it never writes.
 
     Raises:
-        ConfigError: it has files already, is a file, or is what the command reads.
+        ConfigError: it has files already, is a file, or is one of ``sources``.
     """
     for name, source in sources.items():
         if out.resolve() == Path(source).resolve():

@@ -1,4 +1,4 @@
-"""``hfscale upcycle``: a mixture of experts from a dense checkpoint."""
+"""``hfscale upcycle``: turn a dense checkpoint into a mixture of experts."""
 
 import argparse
 from pathlib import Path
@@ -17,7 +17,7 @@ EXAMPLE = "hfscale upcycle path/to/dense out --num-experts 8 --top-k 2"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``hfscale upcycle``."""
+    """Add the arguments of ``hfscale upcycle``."""
     parser.add_argument("model", metavar="MODEL", help="the dense model: a directory with safetensors, or a Hub id")
     parser.add_argument("directory", metavar="OUT", type=Path, help="the directory to write")
     parser.add_argument("--num-experts", type=int, default=8, metavar="N", help="(default: %(default)s)")
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write it."""
+    """Write the mixture of experts."""
     check_target(arguments.directory, arguments.overwrite, MODEL=arguments.model)
     from ..upcycle.upcycle import upcycle
 

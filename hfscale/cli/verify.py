@@ -1,4 +1,4 @@
-"""``hfscale verify``: a layout proved on a tiny clone of the model."""
+"""``hfscale verify``: compare a layout with one process on a tiny clone of the model."""
 
 import argparse
 from dataclasses import asdict
@@ -19,7 +19,7 @@ _DEFAULT = "AutoModelForCausalLM"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``hfscale verify``."""
+    """Add the arguments of ``hfscale verify``."""
     add_model_arguments(parser)
     add_layout_arguments(parser)
     parser.add_argument(
@@ -33,14 +33,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compare, and print the differences."""
+    """Run the comparison, and print the differences; return 1 if they exceed the tolerance."""
     check_place(arguments.model)
     import transformers
 
     from ..config import AXES
     from ..testing.verify import TOLERANCE, render, verify
 
-    transformers.utils.logging.disable_progress_bar()  # of a clone's few kilobytes
+    transformers.utils.logging.disable_progress_bar()  # for a clone's few kilobytes
     if arguments.dtype not in (None, "float64"):
         raise ConfigError(
             f"--dtype {arguments.dtype}: verify compares in float64, in which a wrong layout cannot hide behind "

@@ -1,1 +1,1 @@
-"""What a run would stumble over, found before it starts: of this machine, and of a recipe."""
+"""Check this machine, and a recipe, for problems before a run starts."""

@@ -1,4 +1,4 @@
-"""One thing that was looked at."""
+"""The result of one check."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,12 +8,12 @@ Verdict = Literal["ok", "note", "problem"]
 
 @dataclass(frozen=True)
 class Finding:
-    """What was looked at, and what was found.
+    """The result of one check.
 
     Attributes:
-        about: what was looked at, in a word or two.
-        verdict: ``note`` is nothing wrong, and worth knowing.
-        text: what was found; of a problem, what to do.
+        about: the subject of the check, in a word or two.
+        verdict: ``note`` means that nothing is wrong, but worth knowing.
+        text: the result; for a problem, also the remedy.
     """
 
     about: str

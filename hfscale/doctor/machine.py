@@ -1,4 +1,4 @@
-"""This machine: versions, devices, an 8-bit step, ranks that talk, and what Accelerate was told."""
+"""Check this machine: versions, devices, an 8-bit optimizer step, collectives, and Accelerate's settings."""
 
 import os
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ _ONE_PROCESS = ("NO", "MULTI_CPU")
 
 
 def versions() -> list[Finding]:
-    """Installed packages, beside the versions that hfscale was tried with."""
+    """Return the installed versions, compared with those that hfscale supports."""
     try:
         asked = [Requirement(text) for text in metadata.requires("hfscale") or ()]
     except metadata.PackageNotFoundError:  # run from its sources
@@ -50,7 +50,7 @@ def versions() -> list[Finding]:
 
 
 def devices() -> list[Finding]:
-    """GPUs or cores, and what carries collectives."""
+    """Return the GPUs, or the number of cores, and the backends for collectives."""
     carried = [name for name in ("nccl", "gloo", "mpi") if getattr(dist, f"is_{name}_available")()]
     found = [Finding("backends", "ok" if "gloo" in carried else "problem", ", ".join(carried) or "none: another torch")]
     gpus = accelerators().device_count()
@@ -65,19 +65,19 @@ def devices() -> list[Finding]:
 
 
 def eight_bit_step() -> Finding:
-    """A step of bitsandbytes' 8-bit AdamW, really taken."""
+    """Take a step of bitsandbytes' 8-bit AdamW."""
     device = torch.device(ACCELERATOR, 0) if accelerators().is_available() else torch.device("cpu")
     try:
         text = try_step(device)
     except ConfigError as error:
         return Finding("8-bit step", "note", str(error))
-    except (RuntimeError, OSError, AttributeError) as error:  # of a library that was built for something else
+    except (RuntimeError, OSError, AttributeError) as error:  # a library built for another platform
         return Finding("8-bit step", "problem", f"bitsandbytes cannot step on {device}: {error}")
     return Finding("8-bit step", "ok", text)
 
 
 def collectives() -> Finding:
-    """Ranks that really talk: one for each GPU, or two processes."""
+    """Run an all-reduce between ranks: one per GPU, or two processes."""
     world = max(2, accelerators().device_count())
     try:
         total = run_ranks(world, sum_of_ranks, timeout=120)
@@ -90,14 +90,14 @@ def collectives() -> Finding:
 
 
 def sum_of_ranks(device: torch.device) -> float:
-    """What every rank of torch's process group adds its number to."""
+    """Return the sum of all ranks' numbers by an all-reduce in torch's process group."""
     own = torch.tensor([float(dist.get_rank())], device=device)
     dist.all_reduce(own)
     return float(own)
 
 
 def accelerate_config(path: Path | None = None) -> Finding:
-    """The file that ``accelerate launch`` takes what its line leaves out from.
+    """Check the config file with defaults of ``accelerate launch``.
 
     Args:
         path: by default Accelerate's own.
@@ -133,6 +133,6 @@ def accelerate_config(path: Path | None = None) -> Finding:
 
 
 def environment() -> list[Finding]:
-    """Variables that change what a launch line or a layout means."""
+    """Return the environment variables that change what a launch line or a layout means."""
     names = [name for name in sorted(os.environ) if name in _TOLD or name.startswith(_LAYOUT)]
     return [Finding("environment", "note", f"{name}={os.environ[name]}") for name in names]

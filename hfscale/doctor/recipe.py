@@ -1,4 +1,4 @@
-"""A recipe: its ranks and batches, whether its layout fits its model, what trains, and what a rank will hold."""
+"""Check a recipe: ranks and batches, whether the layout fits the model, trained parameters, memory of a rank."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +26,7 @@ AnyRecipe = PretrainRecipe | FinetuneRecipe
 
 
 def examine(recipe: AnyRecipe) -> list[Finding]:
-    """All of it; no weights are read, and no process is started."""
+    """Return all findings about a recipe, without reading weights or starting processes."""
     try:
         layout = ParallelConfig(**recipe.parallel)
     except HFScaleError as error:
@@ -44,7 +44,7 @@ def examine(recipe: AnyRecipe) -> list[Finding]:
 def _tried(about: str, look: Callable[[], list[Finding]]) -> list[Finding]:
     try:
         return look()
-    except (HFScaleError, OSError) as error:  # of a base that is not there, in the host's words
+    except (HFScaleError, OSError) as error:  # transformers' own, for a missing base
         return [Finding(about, "problem", str(error))]
 
 

@@ -27,3 +27,11 @@ def follow_weight(module: Any) -> None:
     for attribute, dim in _SIZE_ATTRIBUTES.items():
         if attribute in module.__dict__ and module.weight.ndim == 2:
             setattr(module, attribute, module.weight.shape[dim])
+
+
+_TOKENWISE = (*PROJECTIONS, nn.Dropout, nn.Identity, nn.Embedding)
+
+
+def is_tokenwise(module: nn.Module) -> bool:
+    """Return whether a module is known to treat each token by itself."""
+    return isinstance(module, _TOKENWISE) or "Norm" in type(module).__name__

@@ -1,1 +1,1 @@
-"""Bytes on disk: safetensors read in slices and written tensor by tensor."""
+"""File formats and file systems: safetensors read in slices and written tensor by tensor, and atomic directories."""

@@ -1,7 +1,7 @@
-"""Whether a directory of files is whole: it is marked so once all its bytes are on the disk, with sizes and checksums.
+"""A marker file for complete directories, written once all files are on disk, with their sizes and checksums.
 
-A mark comes last, by a rename, so that a process that is killed at any moment leaves a directory with a right mark, or
-with none. Checksums are CRC-32: one flipped bit, or a run of up to 32, is always seen.
+The marker comes last, by a rename, so a process that is killed at any moment leaves a directory with a correct marker
+or with none. Checksums are CRC-32: one flipped bit, or a run of up to 32, is always detected.
 """
 
 import json
@@ -17,7 +17,7 @@ from ..errors import CheckpointError
 from .directories import sync_directory
 
 MARK = "complete.json"
-_BLOCK = 1 << 20  # stays in a core's cache
+_BLOCK = 1 << 20  # bytes; fits into a core's cache
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class FileSum:
 
     @classmethod
     def of(cls, path: Path) -> "FileSum":
-        """Of a file as it is."""
+        """Read a file and return its size and checksum."""
         size, crc = 0, 0
         block = memoryview(bytearray(_BLOCK))
         with path.open("rb", buffering=0) as file:
@@ -40,13 +40,13 @@ class FileSum:
 
 @dataclass(frozen=True)
 class Mark:
-    """What a directory was when it was whole.
+    """The content of a directory's marker file.
 
     Attributes:
-        written: when, in seconds since 1970.
-        files: by name.
-        step: of the run.
-        run: the run's id; ``None`` where an earlier hfscale wrote it.
+        written: time of writing, in seconds since 1970.
+        files: sizes and checksums by file name.
+        step: training step of the run.
+        run: the run's id; ``None`` if an earlier hfscale wrote it.
     """
 
     written: float
@@ -56,7 +56,7 @@ class Mark:
 
 
 def write_synced(path: Path, content: bytes) -> FileSum:
-    """Write a small file, and bring it to the disk."""
+    """Write a small file and fsync it."""
     with path.open("wb") as file:
         file.write(content)
         file.flush()
@@ -65,7 +65,7 @@ def write_synced(path: Path, content: bytes) -> FileSum:
 
 
 def mark_complete(directory: Path, files: dict[str, FileSum], step: int | None = None, run: str | None = None) -> None:
-    """From now on ``directory``, whose ``files`` are on the disk, is whole."""
+    """Write the marker of ``directory``, whose ``files`` are on disk."""
     sums = {name: [file.size, file.crc] for name, file in sorted(files.items())}
     told = {"written": time.time(), "step": step, "run": run, "files": sums}
     fresh = directory / f".{MARK}"
@@ -75,16 +75,16 @@ def mark_complete(directory: Path, files: dict[str, FileSum], step: int | None =
 
 
 def unmark(directory: Path) -> None:
-    """From now on ``directory`` is not whole; before it is removed, which takes its time."""
+    """Remove the marker of ``directory``, before it is deleted, which takes time."""
     (directory / MARK).unlink(missing_ok=True)
     sync_directory(directory)
 
 
 def read_mark(directory: Path) -> Mark:
-    """The mark of a directory.
+    """Return the marker of a directory.
 
     Raises:
-        CheckpointError: it has none that can be read, in words that follow the directory's name.
+        CheckpointError: it is missing or damaged; the message continues a sentence that begins with the directory.
     """
     try:
         told: Any = json.loads((directory / MARK).read_bytes())
@@ -98,7 +98,7 @@ def read_mark(directory: Path) -> Mark:
 
 
 def size_problems(directory: Path, mark: Mark) -> list[str]:
-    """What is wrong with the sizes of its files, in words; reads no file."""
+    """Return problems with the presence and sizes of the files, in words, without reading them."""
     found = []
     for name, file in mark.files.items():
         if Path(name).name != name:
@@ -115,7 +115,7 @@ def size_problems(directory: Path, mark: Mark) -> list[str]:
 
 
 def content_problems(directory: Path, mark: Mark, names: Iterable[str]) -> list[str]:
-    """What is wrong with the bytes of some of its files, in words; reads them all."""
+    """Return problems with the checksums of the files ``names``, in words; reads all of them."""
     found = []
     for name in names:
         try:

@@ -1,9 +1,9 @@
-"""Directories that are written aside: their hidden names, the lock of the job that writes one, and their removal.
+"""Staging directories: their hidden names, the lock of the job that writes one, and their removal.
 
 ::
 
     .NAME.incomplete            where a new NAME is written, locked by the process that does
-    .NAME.XXXXXXXX.discarded    what is being removed (8 random digits)
+    .NAME.XXXXXXXX.discarded    a directory that is being removed (8 random digits)
 
 Nothing here follows a symbolic link at one of these names: whoever can write the parent directory could plant one.
 """
@@ -24,10 +24,10 @@ _log = logging.getLogger(__name__)
 
 
 class DirectoryLock:
-    """Tells other jobs that a living process writes a directory; the system lifts it when the process ends.
+    """A lock on a directory that a living process writes; the system releases it when the process ends.
 
     Attributes:
-        held: whether the file system has such locks.
+        held: whether the file system supports such locks.
     """
 
     def __init__(self, path: Path) -> None:
@@ -44,7 +44,7 @@ class DirectoryLock:
             _log.info("%s cannot be locked", path)
 
     def release(self) -> None:
-        """Lift it, if it is not."""
+        """Release the lock; a second call does nothing."""
         if self._handle >= 0:
             os.close(self._handle)
             self._handle = -1
@@ -54,7 +54,7 @@ def target_of(directory: Any) -> Path:
     """Return the absolute path of a directory to write, with symbolic links followed.
 
     Raises:
-        ConfigError: the path is empty, the root, or no path.
+        ConfigError: the path is empty, the root, or not a path.
     """
     if not isinstance(directory, str | os.PathLike) or not os.fspath(directory):
         raise ConfigError(f"the directory to write must be a path, got {directory!r}: name one, 'out' say")
@@ -65,11 +65,7 @@ def target_of(directory: Any) -> Path:
 
 
 def check_inside(name: object, source: str | Path) -> None:
-    """Refuse the name of a file, read from the file ``source``, that leads out of its directory.
-
-    Raises:
-        CheckpointError: with the name.
-    """
+    """Raise CheckpointError if a file name, read from the file ``source``, leads out of its directory."""
     path = Path(name) if isinstance(name, str) else Path()
     if not path.parts or path.is_absolute() or ".." in path.parts:
         raise CheckpointError(
@@ -78,7 +74,7 @@ def check_inside(name: object, source: str | Path) -> None:
 
 
 def holds_current_directory(path: Path) -> bool:
-    """Whether the current directory is ``path`` or lies in it: replaced, it would be gone for this process."""
+    """Return whether the current directory is ``path`` or inside it: if replaced, it would be lost for this process."""
     try:
         return Path.cwd().is_relative_to(path)
     except OSError:  # it is gone already
@@ -86,12 +82,12 @@ def holds_current_directory(path: Path) -> bool:
 
 
 def staging_of(target: Path) -> Path:
-    """Where a directory is written before it is whole."""
+    """Return the path at which a directory is written before it is complete."""
     return target.with_name(f".{target.name}.incomplete")
 
 
 def make_staging(target: Path, staging: Path) -> DirectoryLock:
-    """Make ``staging``, an empty directory, for a new ``target``; remove what killed processes left of either.
+    """Make the empty directory ``staging`` for a new ``target``, and remove leftovers of killed processes.
 
     Raises:
         CheckpointError: ``target`` is a file, or another job writes ``staging``.
@@ -117,24 +113,24 @@ def make_staging(target: Path, staging: Path) -> DirectoryLock:
 
 
 def discard(path: Path, target: Path) -> None:
-    """Remove ``path``, of ``target``: at once under its name, so that a killed process leaves no half of it there."""
+    """Remove ``path``, renamed first, so that a killed process leaves no half of it under its name."""
     hidden = discarded_of(path, target)
     path.rename(hidden)
     shutil.rmtree(hidden, ignore_errors=True)
 
 
 def discarded_of(path: Path, target: Path) -> Path:
-    """Return a new name for ``path``, of ``target``, which is to be removed."""
+    """Return a hidden name beside ``target`` for a ``path`` that is to be removed."""
     return path.with_name(f".{target.name}.{secrets.token_hex(4)}.discarded")
 
 
 def sync_directory(path: Path) -> None:
-    """Bring what was renamed, made or removed in a directory to the disk."""
+    """Fsync a directory, so that renamed, new and removed entries are on disk."""
     _sync(path, os.O_DIRECTORY)
 
 
 def sync_file(path: Path) -> None:
-    """Bring a file to the disk."""
+    """Fsync a file."""
     _sync(path, 0)
 
 

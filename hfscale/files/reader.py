@@ -1,8 +1,8 @@
-"""Read parts of the tensors of a safetensors file without mapping or reading the whole.
+"""Read slices of safetensors files without mapping the file or reading full tensors.
 
 ``safetensors.safe_open`` either maps the file, so that every page a slice touches counts towards the process until the
-kernel takes it back, or (``backend="pread"``) reads a whole tensor to return a slice of it. Here a slice along the
-first dim is one ``pread`` of just its bytes, and another slice is read in row blocks of a few MiB.
+kernel takes it back, or (``backend="pread"``) reads a full tensor to return a slice of it. Here a slice along the first
+dim is one ``pread`` of just its bytes, and another slice is read in row blocks of a few MiB.
 """
 
 import json
@@ -42,10 +42,10 @@ _BLOCK_BYTES = 8 << 20
 
 
 class SafetensorsFile:
-    """The header of one file; tensors are read on demand.
+    """An open safetensors file with its header; tensors are read on demand.
 
     Raises:
-        CheckpointError: the file is not a whole safetensors file.
+        CheckpointError: the file is not a complete safetensors file.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -65,7 +65,7 @@ class SafetensorsFile:
             self._file.close()
 
     def slices(self) -> dict[str, "TensorOnDisk"]:
-        """Every tensor of the file, unread."""
+        """Return a lazy tensor for every tensor of the file."""
         return {name: TensorOnDisk(self, name) for name in self.header}
 
     def read(self, offset: int, buffer: Tensor) -> None:
@@ -80,7 +80,7 @@ class SafetensorsFile:
 
 
 def open_tensors(files: Iterable[str | Path]) -> "dict[str, TensorOnDisk]":
-    """Every tensor of several files, unread."""
+    """Return a lazy tensor for every tensor of several files."""
     return {name: tensor for file in files for name, tensor in SafetensorsFile(file).slices().items()}
 
 
@@ -88,7 +88,7 @@ def named_files(index: Path) -> list[Path]:
     """Return the files that the index of a checkpoint names.
 
     Raises:
-        CheckpointError: it is damaged, or one of them is not in its directory.
+        CheckpointError: the index is damaged, or names a file outside of its directory.
     """
     try:
         names = set(json.loads(index.read_bytes())["weight_map"].values())
@@ -100,7 +100,7 @@ def named_files(index: Path) -> list[Path]:
 
 
 def _header(file: FileIO) -> tuple[dict[str, Any], int]:
-    """The entry of each tensor, and where the data begins; checked against the file's size."""
+    """Return the header's entry for each tensor and the offset of the data, checked against the file's size."""
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(os.pread(file.fileno(), 8, 0), "little")
     if not 2 <= length <= size - 8:
@@ -123,7 +123,7 @@ def _header(file: FileIO) -> tuple[dict[str, Any], int]:
 
 
 class TensorOnDisk:
-    """One tensor of a file, with the interface of safetensors' own lazy slices: index it to read."""
+    """One tensor of a file, with the interface of safetensors' lazy slices: index it to read."""
 
     def __init__(self, file: SafetensorsFile, name: str) -> None:
         entry = file.header[name]
@@ -142,11 +142,11 @@ class TensorOnDisk:
             )
 
     def get_shape(self) -> list[int]:
-        """Its shape."""
+        """Return the shape."""
         return list(self.shape)
 
     def get_dtype(self) -> str:
-        """Its type, as safetensors names it."""
+        """Return safetensors' name of the dtype."""
         return NAMES[self.dtype]
 
     def __getitem__(self, index: Any) -> Tensor:
@@ -154,7 +154,7 @@ class TensorOnDisk:
         return self.read(whole) if index is Ellipsis else self.read(whole)[index]
 
     def read(self, spans: tuple[tuple[int, int], ...]) -> Tensor:
-        """The box ``spans``, one ``(start, stop)`` per dim, in memory of its own."""
+        """Return a copy of the box ``spans``, one ``(start, stop)`` per dim."""
         if not self.shape:
             out = torch.empty((), dtype=self.dtype)
             self._file.read(self._begin, out)

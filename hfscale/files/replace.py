@@ -1,23 +1,23 @@
-"""Replace the files of a directory all at once, and keep what others have in it.
+"""Replace the files of a directory all at once, and keep the other files in it.
 
 A checkpoint is several files, and a process may be killed between any two system calls. A save has three phases:
 
-1. *Write.* The new files grow in ``.NAME.incomplete`` beside the directory. Killed here, NAME is as it was; the next
-   save removes the rest. A first save ends with one rename to NAME.
-2. *Exchange.* What others have in NAME is linked into the new directory (hard links; sub-directories as trees of
-   them), all of it is brought to the disk, and the two directories trade names in one system call (``renameat2`` of
-   Linux). Killed here, NAME is the old one whole, or the new one whole.
-3. *Remove.* What others wrote into the old directory meanwhile is moved over, and the rest is removed. Killed here,
-   NAME is the new one; the next save removes the rest.
+1. *Write.* New files are written to ``.NAME.incomplete`` beside the directory. If killed here, NAME is unchanged; the
+   next save removes the rest. A first save ends with one rename to NAME.
+2. *Exchange.* Other files of NAME are linked into the new directory (hard links; sub-directories as trees of them),
+   everything is synced to disk, and the two directories exchange names in one system call (``renameat2`` of Linux).
+   If killed here, NAME is either the complete old directory or the complete new one.
+3. *Remove.* Files that others wrote into the old directory meanwhile are moved over, and the rest is removed. If
+   killed here, NAME is the new directory; the next save removes the rest.
 
-Directories are not exchanged on NFS, on another system than Linux, where NAME is a mount point or the current
-directory or has a mount point in it, or where there are very many files. There phases 2 and 3 are:
+Directories are not exchanged on NFS, on systems other than Linux, if NAME is a mount point or the current directory or
+contains a mount point, or if there are very many files. Then phases 2 and 3 are:
 
-2. *Complete.* The new files, and the names of those that they replace, are brought to the disk in ``NAME/.complete``,
-   which gets this name by one rename. Killed before it, NAME is as it was.
-3. *Move.* ``config.json`` is removed, so that nobody loads half of each; obsolete files are removed; the new ones are
-   renamed one by one, ``config.json`` last. Killed here, the next call of hfscale that reads or writes NAME finishes
-   the move (:func:`finish_move`); until then transformers says that there is no ``config.json``.
+2. *Complete.* New files, and the names of those that they replace, are synced to disk in ``NAME/.complete``, which
+   gets this name by one rename. If killed before, NAME is unchanged.
+3. *Move.* ``config.json`` is removed, so that nobody loads a mixture; obsolete files are removed; the new ones are
+   renamed one by one, ``config.json`` last. If killed here, the next call of hfscale that reads or writes NAME finishes
+   the move (:func:`finish_move`); until then transformers reports that there is no ``config.json``.
 """
 
 import ctypes
@@ -43,14 +43,14 @@ from .directories import (
 )
 
 _INSIDE, _COMPLETE, _LIST = ".incomplete", ".complete", ".files"
-_DOORS = ("config.json", "adapter_config.json")  # without which nothing is loaded
-_MOST_LINKS = 20_000  # a second's work
+_DOORS = ("config.json", "adapter_config.json")  # without them nothing can be loaded
+_MOST_LINKS = 20_000  # hard links: about a second
 _RENAME_EXCHANGE, _AT_FDCWD = 2, -100
 _log = logging.getLogger(__name__)
 
 
 class NewFiles:
-    """The files of a directory in the making.
+    """New files of a directory that is being written.
 
     Attributes:
         path: where to write them.
@@ -63,7 +63,7 @@ class NewFiles:
         self._lock, self._placed = make_staging(target, self.path), False
 
     def commit(self, stale: Sequence[str]) -> None:
-        """Put the files into the target, and remove those files of it that match the patterns ``stale``."""
+        """Move the files into the target, and remove its files that match the patterns ``stale``."""
         new = sorted(path.name for path in self.path.iterdir())
         if blocked := [name for name in new if (self.target / name).is_dir()]:
             raise CheckpointError(f"{self.target / blocked[0]} is a directory, and a file is to be written there")
@@ -80,7 +80,7 @@ class NewFiles:
             self._move(new, sorted(old))
 
     def close(self) -> None:
-        """Remove what was written, unless it is in its place."""
+        """Remove the new files unless they were committed, and release the lock."""
         try:
             if not self._placed:
                 with suppress(OSError):
@@ -89,7 +89,7 @@ class NewFiles:
             self._lock.release()
 
     def _exchange(self, replaced: Collection[str]) -> bool:
-        """Let the new directory and the target trade names, if they can; ``replaced`` is not taken over."""
+        """Exchange the new directory and the target if possible; files named in ``replaced`` are not kept."""
         linked: dict[str, int] = {}
         try:
             _link(self.target, self.path, "", replaced, linked)
@@ -98,7 +98,7 @@ class NewFiles:
             _log.info("%s cannot be exchanged (%s): its files are moved one by one", self.target, error)
             return False
         self._placed = True
-        with suppress(OSError):  # whatever becomes of the old one
+        with suppress(OSError):  # the save is done, whatever happens to the old directory
             sync_directory(self.target.parent)
             old = discarded_of(self.path, self.target)
             self.path.rename(old)
@@ -112,7 +112,7 @@ class NewFiles:
             shutil.rmtree(inside, ignore_errors=True)
             inside.mkdir()
             for name in new:
-                shutil.move(self.path / name, inside / name)  # copied, where it is another file system
+                shutil.move(self.path / name, inside / name)  # copies between file systems
                 sync_file(inside / name)
         (inside / _LIST).write_text(json.dumps({"new": new, "old": old}))
         sync_file(inside / _LIST)
@@ -127,7 +127,7 @@ class NewFiles:
 
 
 def finish_move(directory: str | Path) -> None:
-    """Finish what a save that was killed in its last phase left; several processes may do so at once.
+    """Finish the move of a save that was killed in its last phase; several processes may do so at once.
 
     Raises:
         CheckpointError: this process may not write the directory.
@@ -140,7 +140,7 @@ def finish_move(directory: str | Path) -> None:
         told = json.loads((source / _LIST).read_text())
         doors = {*_DOORS} & {*told["new"]}
         if doors and all((target / name).exists() for name in doors):
-            return  # the move has not begun, or is over, or somebody has saved something else since
+            return  # the move has not begun, or is over, or another save came since
         for name in [*told["old"], *told["new"]]:
             check_inside(name, source / _LIST)
         for name in told["old"]:
@@ -160,10 +160,10 @@ def finish_move(directory: str | Path) -> None:
 
 
 def _stays(target: Path) -> bool:
-    """Whether a directory cannot be exchanged, or should not, as far as can be told beforehand."""
+    """Return whether a directory cannot or should not be exchanged, as far as known beforehand."""
     if not target.is_dir():
         return False
-    with suppress(OSError):  # the system's list of mount points, of which none may be the directory or in it
+    with suppress(OSError):  # not a mount point, nor a directory that contains one
         place = str(target).replace(" ", "\\040")
         if re.search(f" {re.escape(place)}[ /]", Path("/proc/self/mountinfo").read_text()):
             return True
@@ -171,7 +171,7 @@ def _stays(target: Path) -> bool:
 
 
 def _link(source: Path, target: Path, within: str, left_out: Collection[str], linked: dict[str, int]) -> None:
-    """Link the entries of ``source`` into ``target``, noting each one's inode; owner, mode and times are kept."""
+    """Hard-link the entries of ``source`` into ``target``, recording their inodes; owner, mode and times are kept."""
     with os.scandir(source) as found:
         entries = list(found)
     for entry in entries:

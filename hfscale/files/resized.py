@@ -1,4 +1,4 @@
-"""A stored matrix, or vector, with another number of rows than it was stored with."""
+"""A stored embedding matrix or bias, read with another number of rows than it was stored with."""
 
 from math import prod
 
@@ -11,7 +11,7 @@ _BLOCK_BYTES = 64 << 20
 
 
 class ResizedOnDisk(TensorOnDisk):
-    """The first ``rows`` of ``source``, or all of it and behind it copies of the mean of its rows.
+    """The first ``rows`` of ``source``, or all of it followed by copies of the mean of its rows.
 
     A token that was never seen then scores as the average of all (Hewitt, "Initializing new word embeddings for
     pretrained language models", 2021).
@@ -22,7 +22,7 @@ class ResizedOnDisk(TensorOnDisk):
         self.shape = (rows, *source.shape[1:])
 
     def read(self, spans: tuple[tuple[int, int], ...]) -> Tensor:
-        """The box ``spans``, one ``(start, stop)`` per dim, in memory of its own."""
+        """Return a copy of the box ``spans``, one ``(start, stop)`` per dim."""
         (start, stop), *rest = spans
         stored = self._source.shape[0]
         out = torch.empty([stop - start, *(high - low for low, high in rest)], dtype=self.dtype)

@@ -1,4 +1,4 @@
-"""Show a checkpoint through the plan: a tensor that, when read, reads only one rank's share."""
+"""Lazy tensors of a checkpoint that, when indexed, read only this rank's shard."""
 
 from collections.abc import Sequence
 from copy import copy
@@ -14,25 +14,25 @@ from .reader import NAMES, TensorOnDisk
 
 
 def is_elsewhere(plan: Plan, rank: int, name: str) -> bool:
-    """Whether a parameter, buffer or module is other stages' only: pipeline rank ``rank`` has a stand-in there."""
+    """Return whether a parameter, buffer or module is only on other stages than those of pipeline rank ``rank``."""
     return (
         plan.stages is not None and not plan.is_local(rank, name) and any(s.is_local(name) for s in plan.stages.stages)
     )
 
 
 class PartOnDisk:
-    """Of a stored tensor, per dim, the ``spans``, laid side by side."""
+    """The ``spans`` of each dim of a stored tensor, concatenated."""
 
     def __init__(self, source: TensorOnDisk, spans: Sequence[Spans]) -> None:
         self.source, self.dtype, self.spans = source, source.dtype, spans
         self.shape = tuple(sum(stop - start for start, stop in dim) for dim in spans)
 
     def get_shape(self) -> list[int]:
-        """Shape of the part."""
+        """Return the shape of the selection."""
         return list(self.shape)
 
     def get_dtype(self) -> str:
-        """Its type, as safetensors names it."""
+        """Return safetensors' name of the dtype."""
         return NAMES[self.dtype]
 
     def __getitem__(self, index: Any) -> Tensor:
@@ -48,17 +48,17 @@ class PartOnDisk:
 
 
 class ShareOnDisk(PartOnDisk):
-    """The share of a stored tensor that the ``cuts`` leave to the rank at coordinates ``ranks``."""
+    """The shard of a stored tensor that ``cuts`` give to the rank at coordinates ``ranks``."""
 
     def __init__(self, source: TensorOnDisk, cuts: tuple[Cut, ...], ranks: dict[str, int]) -> None:
         super().__init__(source, [spans or [(0, 0)] for spans in share_spans(source.shape, cuts, ranks)])
 
 
 def _read(source: TensorOnDisk, box: tuple[tuple[int, int], ...]) -> Tensor:
-    """Read one box. Of matrices stacked in one tensor, rows of each are read, not each of them whole."""
+    """Read one box. Of matrices stacked in one tensor, read only the rows needed of each."""
     if len(box) < 3 or box[1] == (0, source.shape[1]):
         return source.read(box)
-    rows = copy(source)  # the same bytes as one matrix, all below one another
+    rows = copy(source)  # the same bytes seen as one tall matrix
     rows.shape = (source.shape[0] * source.shape[1], *source.shape[2:])
     (first, last), (start, stop), *rest = box
     part = torch.empty([high - low for low, high in box], dtype=source.dtype)
@@ -69,7 +69,7 @@ def _read(source: TensorOnDisk, box: tuple[tuple[int, int], ...]) -> Tensor:
 
 
 def _places(spans: Spans) -> Spans:
-    """Where each span lies once all are laid side by side."""
+    """Return the position of each span once all are concatenated."""
     result, offset = [], 0
     for start, stop in spans:
         result.append((offset, offset + stop - start))

@@ -1,7 +1,7 @@
-"""Stream safetensors files whose contents arrive one tensor at a time, in any order.
+"""Write safetensors files one tensor at a time, in any order.
 
-safetensors' own writer wants every tensor in memory at once. The format is simple: eight bytes with the length of a
-JSON header that gives each tensor's type, shape and place, then the bytes.
+safetensors' own writer needs every tensor in memory at once. The format is simple: eight bytes with the length of a
+JSON header that gives each tensor's dtype, shape and offsets, then the data.
 """
 
 import json
@@ -31,15 +31,15 @@ STALE = (
     f"pytorch_model{_SHARDS}.bin",
     "pytorch_model.bin.index.json",
 )
-"""Patterns of earlier weights, which the host might prefer to those of a :class:`CheckpointWriter`."""
+"""Patterns of earlier weights, which transformers might load in place of a :class:`CheckpointWriter`'s."""
 
 
 REPLACED = (*STALE, "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
-"""And an earlier adapter, which the host would load on top: of commands that make a directory of something else."""
+"""The same and earlier adapters, which transformers would load on top of the weights."""
 
 
 class CheckpointWriter:
-    """Writes ``contents`` (stored name -> meta tensor) as files in ``directory``."""
+    """A writer of ``contents`` (stored name -> meta tensor) to safetensors files in ``directory``."""
 
     def __init__(self, directory: Path, contents: dict[str, Tensor], max_shard_size: str | int) -> None:
         self.directory = directory
@@ -54,10 +54,10 @@ class CheckpointWriter:
             self._files.update(dict.fromkeys(names, opened))
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Write one tensor; its shape and type are those announced.
+        """Write one tensor, of the announced shape and dtype.
 
         Raises:
-            CheckpointError: they are not, or the tensor was not announced or is written already.
+            CheckpointError: they differ, or the tensor was not announced or is written already.
         """
         if name not in self._missing:
             raise CheckpointError(f"{name} was written already, or is not part of this checkpoint")
@@ -68,7 +68,7 @@ class CheckpointWriter:
         del self._missing[name]
 
     def finish(self) -> None:
-        """Write the index that makes shards a model.
+        """Write the index, if there are several files.
 
         Raises:
             CheckpointError: a tensor was never written.
@@ -98,7 +98,7 @@ def _describe(tensor: Tensor) -> str:
 
 
 class _File:
-    """No handle stays open between two writes, so a save that fails leaves none behind."""
+    """One file of a checkpoint. No handle stays open between writes, so a save that fails leaves none open."""
 
     def __init__(self, path: Path, contents: dict[str, Tensor]) -> None:
         header, self._places, size = safetensors_header(contents)
@@ -114,7 +114,7 @@ class _File:
 
 
 def safetensors_header(contents: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int], int]:
-    """How a safetensors file begins, where each tensor lies in it, and its size."""
+    """Return the header bytes of a safetensors file, the offset of each tensor in it, and its size."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, tensor in contents.items():
@@ -130,13 +130,13 @@ def safetensors_header(contents: Mapping[str, Tensor]) -> tuple[bytes, dict[str,
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor, on the host."""
+    """Return the bytes of a tensor, on the CPU."""
     data: Any = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
     return memoryview(data)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileSum:
-    """Write a safetensors file from front to back, tensors one at a time, and bring it to the disk."""
+    """Write a safetensors file from front to back, one tensor at a time, and fsync it."""
     header, _, size = safetensors_header(tensors)
     crc = 0
     with path.open("wb") as file:

@@ -1,4 +1,4 @@
-"""What would leave a model's plan behind, refused when it is asked for."""
+"""Refuse calls that would change or copy a model without its plan."""
 
 from typing import Any
 
@@ -8,12 +8,12 @@ from ..errors import ConfigError
 
 
 def refuse_changes(model: Any, layout: ParallelConfig) -> None:
-    """Let ``resize_token_embeddings`` and ``copy.deepcopy`` say what to do instead."""
+    """Replace ``resize_token_embeddings`` and ``copy.deepcopy`` of a model by errors that say what to do instead."""
     kind = class_name(model)
 
     def resize(new_num_tokens: int | None = None, *_: Any, **__: Any) -> Any:
         if new_num_tokens in (None, model.config.get_text_config().vocab_size):
-            return model.get_input_embeddings()  # the host's answer where nothing is to change
+            return model.get_input_embeddings()  # as transformers does if nothing changes
         raise ConfigError(
             f"resize_token_embeddings({new_num_tokens}) would change this {kind} behind the back of its plan, by which "
             "its loss is computed and its weights are saved. Resize it while it is loaded: "

@@ -1,4 +1,4 @@
-"""How many parameters a model has, of which this rank holds a part."""
+"""The number of parameters of the full model, on a rank that holds shards of it."""
 
 import functools
 import math
@@ -10,17 +10,16 @@ from ..runtime import Runtime
 
 
 def count_whole(runtime: Runtime) -> None:
-    """From now on, ``model.num_parameters()`` is of the whole model, on every rank, without asking the others.
+    """Make ``model.num_parameters()`` return the number of the full model, on every rank, without communication.
 
-    What trains in a layer of another stage is taken to be what trained when the model was built: adapters and nothing
-    else, or everything.
+    Parameters of other stages' layers are assumed to train as when the model was built: adapters alone, or everything.
     """
     model, plan = runtime.model, runtime.plan
     adapters = {adapter.name: math.prod(plan.by_name[adapter.name].shape) for adapter in plan.adapters}
 
     @functools.lru_cache
     def whole() -> tuple[dict[str, int], set[str]]:
-        """Sizes by stock names, and which of them are embeddings."""
+        """Return sizes by stock names, and the names of embeddings."""
         empty = empty_copy(model)
         embeddings = {f"{name}.weight" for name, module in empty.named_modules() if isinstance(module, nn.Embedding)}
         return {**{name: each.numel() for name, each in empty.named_parameters()}, **adapters}, embeddings

@@ -1,11 +1,10 @@
-"""Optimizers of any class, over parameters of which ranks hold parts.
+"""Refuse optimizers whose step over shards differs from that of one process.
 
-Most optimizers treat entries one by one, and each rank may step its own. Some look at whole matrices (Adafactor's means
-of rows and columns, Muon's products, the norms of LARS and LAMB) or at all parameters together (L-BFGS, Prodigy): over
-parts they take other steps than one process, and nothing raises. Which of the two a class is, is found by trial, before
-its first step: a copy of the optimizer steps two small matrices whole, and as a rank would hold them. Over FSDP2's
-shards, with which torch computes as if they were whole, the copy steps two small sharded tensors: some classes use
-operations that DTensor does not have.
+Most optimizers update each entry on its own, so each rank may step its shards. Some need full matrices (Adafactor's row
+and column means, Muon's products, the norms of LARS and LAMB) or all parameters together (L-BFGS, Prodigy): over shards
+they take other steps than one process, and nothing raises. Which of the two a class is, is tried before its first step:
+a copy of the optimizer steps two small matrices, full and as a rank would hold them. For FSDP2's shards, which DTensor
+computes with as if they were full, the copy steps two small DTensors: some classes use operations that DTensor lacks.
 """
 
 import inspect
@@ -30,12 +29,12 @@ _INSTEAD = (
 )
 _judged: "weakref.WeakSet[torch.optim.Optimizer]" = weakref.WeakSet()
 _hooked: list[Any] = []
-_trying: list[None] = []  # not empty while a trial steps, which is not judged itself
+_trying: list[None] = []  # not empty during a trial step, which is not checked itself
 
 
 def refuse_whole_tensor_optimizers(runtime: Runtime) -> None:
-    """From now on, an optimizer's first step over this model's parameters is refused if it would not be that of one
-    process, or cannot be made over FSDP2's shards: :class:`ConfigError`.
+    """Raise :class:`ConfigError` before an optimizer's first step over this model's parameters if it would differ
+    from that of one process, or is impossible over FSDP2's shards.
     """
     layout = runtime.mesh.layout
     for planned, parameter in runtime.parameters():
@@ -46,11 +45,11 @@ def refuse_whole_tensor_optimizers(runtime: Runtime) -> None:
 
 
 def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Called before any optimizer's step."""
+    """Check an optimizer before its first step; torch calls it before every optimizer's step."""
     if _trying or optimizer in _judged:
         return
     _judged.add(optimizer)
-    if getattr(optimizer, "keeps_plain_state", False):  # of hfscale's own, which know what is cut
+    if getattr(optimizer, "keeps_plain_state", False):  # hfscale's own optimizers know which parameters are cut
         return
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     parts = [getattr(parameter, _PARTS) for parameter in held if hasattr(parameter, _PARTS)]
@@ -82,8 +81,9 @@ def _refuse(optimizer: torch.optim.Optimizer, part: tuple[str, str, bool, bool],
 
 
 def _fails_on_shards(optimizer: torch.optim.Optimizer, sharded: DTensor, held: Sequence[Tensor]) -> str:
-    """Return the error of a step over small tensors that are sharded like ``sharded``, with as many dims as those
-    ``held``; empty where there is none, and where a step over plain tensors fails too. All ranks call it, as the step.
+    """Return the error of a step over small DTensors that are sharded like ``sharded``, one for each ndim in ``held``.
+
+    Empty if there is none, or if a step over plain tensors fails too. All ranks call it, since the step is collective.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         return "it puts all of them into one vector"
@@ -94,22 +94,22 @@ def _fails_on_shards(optimizer: torch.optim.Optimizer, sharded: DTensor, held: S
 
     try:
         _stepped(optimizer, start, [start, start], sharded.device)
-    except Exception:  # whatever a class says of a trial that it was not made for
+    except Exception:  # a class may raise anything in a trial that it was not made for
         return ""
     try:
         _stepped(optimizer, start, [start, start], sharded.device, shard)
-    except Exception as error:  # of any kind: DTensor's, for what it cannot do
+    except Exception as error:  # of any type: DTensor's errors for missing operations
         return f"{type(error).__name__}: {error}".splitlines()[0][:100]
     return ""
 
 
 def _differs(optimizer: torch.optim.Optimizer, device: torch.device, halved: bool) -> bool:
-    """Whether steps of a rank that holds half of one matrix (or nothing of it) are not those of one process.
+    """Return whether steps of a rank that holds half of one matrix (or nothing of it) differ from those of one process.
 
-    ``False`` where that cannot be tried: a class that wants more than its options, or that draws at random.
+    ``False`` if that cannot be tried: a class that needs more than its defaults, or that draws random numbers.
     """
     generator = torch.Generator().manual_seed(0)
-    scale = torch.logspace(-1, 1, 8)[:, None]  # so that halves have norms of their own
+    scale = torch.logspace(-1, 1, 8)[:, None]  # so that the two halves have different norms
     start = [torch.randn(8, 8, generator=generator) * scale for _ in range(2)]
     gradients = [[torch.randn(8, 8, generator=generator) * scale for _ in start] for _ in range(3)]
     part = [start[0][:4], start[1]] if halved else start[1:]
@@ -118,7 +118,7 @@ def _differs(optimizer: torch.optim.Optimizer, device: torch.device, halved: boo
         with fork_random_state(device):
             whole, again = (_stepped(optimizer, start, gradients, device) for _ in range(2))
             found = _stepped(optimizer, part, given, device)
-    except Exception:  # whatever a class says of a trial that it was not made for
+    except Exception:  # a class may raise anything in a trial that it was not made for
         return isinstance(optimizer, torch.optim.LBFGS)
     if any(not torch.equal(one, other) for one, other in zip(whole, again, strict=True)):
         return False
@@ -136,7 +136,7 @@ def _stepped(
     device: torch.device,
     shard: Callable[[Tensor], Tensor] = lambda plain: plain,
 ) -> list[Tensor]:
-    """Where another optimizer of the same class and options takes parameters that begin at ``start``."""
+    """Return the parameters after steps from ``start`` by another optimizer of the same class and options."""
     asked = inspect.signature(type(optimizer)).parameters
     options = {name: value for name, value in optimizer.defaults.items() if name in asked and name != "params"}
     wanted = inspect.signature(type(optimizer).step).parameters.get("closure")

@@ -1,14 +1,14 @@
-"""Ranks that hold the same values, compared bit by bit with one small exchange.
+"""Compare replicas of parameters bit by bit, by one small exchange of checksums.
 
-Tensor ranks hold norms and factors of adapters together, groups of them key/value heads, replicas of the data axes
-everything, stages a tied head. Nothing keeps these equal but that all of them make the same update. Clipping each rank
-by the part of the norm that it sees, say, ends that, and nothing raises: a checkpoint would hold one rank's values.
+Tensor ranks replicate norms and adapter factors, groups of them key/value heads, data replicas everything, pipeline
+stages a tied head. They stay equal only as long as all ranks make the same update. Clipping each rank by the norm of
+its shards, say, ends that, and nothing raises: a checkpoint would hold one rank's values.
 
-A checksum of 64 bits is summed over the bits of a share, each weighted by its place. It is exact for every type, not a
-number and packed 4-bit weights included, costs one pass over what has replicas, and needs no memory besides.
+The checksum is a sum over a shard's bits, weighted by position, modulo 2**64. It works for every dtype, including NaN
+and packed 4-bit weights, reads each replicated tensor once, and needs no extra memory.
 
-On the CPU equal work gives equal bits. Kernels of a GPU may add in another order each time, so there replicas may part
-by roundings, which accumulate: that is said, and refused only where it is more than roundings could make it.
+On the CPU equal work gives equal bits. GPU kernels may add in another order each time, so replicas may drift apart by
+accumulated rounding: that is a warning, and an error only if the difference is larger than rounding could make it.
 """
 
 import logging
@@ -26,27 +26,27 @@ from ..plan.cut import share_spans
 from ..runtime import Runtime, local_tensor
 
 _WIDTHS = (64, 4096)
-_ROUNDINGS = 1e-3  # of a tensor's largest entry: more is no rounding, on a GPU
-_LOOKED_AT = 16  # parameters, and
-_ENTRIES = 256  # of each, where replicas differ
+_ROUNDINGS = 1e-3  # relative to a tensor's largest entry: larger differences are not rounding, on a GPU
+_LOOKED_AT = 16  # parameters whose drift is measured
+_ENTRIES = 256  # entries compared of each
 _MODULUS = 1 << 64
 
 _Place = tuple[tuple[tuple[int, int], ...], ...]
-"""Per dim of a whole parameter, spans: ranks with the same ones hold the same."""
+"""Spans per dim of the full parameter: ranks with equal spans hold replicas."""
 
 _log = logging.getLogger(__name__)
 
 
 def check_replicas(runtime: Runtime, saving: str | None = None, tolerance: float | None = None) -> None:
-    """Compare what several ranks hold together; collective.
+    """Compare the parameters that several ranks hold; collective.
 
     Args:
-        saving: the call that would write it.
-        tolerance: warn instead, where nothing differs by more than this share of a tensor's largest entry; by default
-            0 on the CPU.
+        saving: the call that would save them, for the message.
+        tolerance: warn instead of raising if no difference exceeds this fraction of a tensor's largest entry; by
+            default 0 on the CPU.
 
     Raises:
-        CheckpointError, ConfigError: on every rank, where some differ; it names the first and the ranks.
+        CheckpointError, ConfigError: on every rank, if some differ; names the first parameter and the ranks.
     """
     if runtime.mesh.control is None or not any(_is_replicated(runtime, planned) for planned in runtime.plan.owned()):
         return
@@ -61,7 +61,7 @@ def check_replicas(runtime: Runtime, saving: str | None = None, tolerance: float
 
 
 def _checksums(runtime: Runtime) -> dict[tuple[str, _Place], int]:
-    """Of each piece of a parameter that other ranks may hold too: its checksum, by name and place."""
+    """Return the checksums of this rank's shards that other ranks may hold too, by name and position."""
     places, sums = [], []
     for planned, parameter in runtime.parameters():
         if not _is_replicated(runtime, planned):
@@ -70,12 +70,12 @@ def _checksums(runtime: Runtime) -> dict[tuple[str, _Place], int]:
         for spans, piece in _pieces(planned, local_tensor(parameter.detach()), ranks):
             places.append((planned.name, spans))
             sums.append(checksum(piece))
-    read = torch.stack(sums).tolist() if sums else []  # all at once: the device is waited for once
+    read = torch.stack(sums).tolist() if sums else []  # one device sync
     return dict(zip(places, read, strict=True))
 
 
 def _apart(every: list[dict[tuple[str, _Place], int]]) -> list[tuple[str, list[list[int]]]]:
-    """The parameters of which ranks hold different values at one place, with the ranks that hold each value."""
+    """Return the parameters whose replicas differ, with the ranks that hold each value."""
     values: dict[tuple[str, _Place], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, held in enumerate(every):
         for place, value in held.items():
@@ -84,7 +84,7 @@ def _apart(every: list[dict[tuple[str, _Place], int]]) -> list[tuple[str, list[l
 
 
 def _drift(runtime: Runtime, names: set[str]) -> float:
-    """How far replicas of some parameters are apart, in shares of their largest entries; from a few entries of each."""
+    """Return the largest difference between replicas, relative to a tensor's largest entry, from a few entries each."""
     mine: dict[tuple[str, _Place], list[float]] = {}
     for planned, parameter in runtime.parameters():
         if planned.name in names:
@@ -104,7 +104,7 @@ def _drift(runtime: Runtime, names: set[str]) -> float:
 
 
 def checksum(share: Tensor) -> Tensor:
-    """64 bits of a tensor's bits, as an integer scalar on its device: those of equal tensors are equal."""
+    """Return a 64-bit checksum of a tensor's bits, an integer scalar on its device."""
     data = share.contiguous().view(-1)
     if data.numel() == 0:
         return torch.zeros((), dtype=torch.int64, device=share.device)
@@ -115,20 +115,20 @@ def checksum(share: Tensor) -> Tensor:
     width = min(max(isqrt(len(words)), _WIDTHS[0]), _WIDTHS[1])
     rows = len(words) // width
     table, last = words[: rows * width].view(rows, width), words[rows * width :]
-    # A word's weight is the sum of its row's and its column's: two swapped ones change the sum.
+    # Row sums and column sums are both weighted, so swapping two words changes the checksum.
     parts = [table.sum(0), table.sum(1), last, rest.long()]
     return sum((_weighted(part, salt) for salt, part in enumerate(parts)), torch.zeros_like(parts[0][0]))
 
 
 def _weighted(numbers: Tensor, salt: int) -> Tensor:
-    """Products and sums overflow on purpose."""
+    """Return a position-weighted sum; products and sums overflow on purpose."""
     index = torch.arange(len(numbers), device=numbers.device) + (1 + (salt << 48))
     mixed = index * (0x9E3779B97F4A7C15 - _MODULUS)
     return (numbers * (((mixed ^ (mixed >> 29)) * (0xBF58476D1CE4E5B9 - _MODULUS)) | 1)).sum()
 
 
 def _is_replicated(runtime: Runtime, planned: ParameterPlan) -> bool:
-    """Whether several ranks hold some of a parameter, in whole or in part; the same answer on every rank."""
+    """Return whether several ranks hold entries of a parameter; the same answer on every rank."""
     layout, (_, ranks) = runtime.mesh.layout, runtime.mesh.view(planned.cuts)
     cut = {cut.axis for cut in planned.cuts}
     free = [axis for axis in ranks if axis != "pp" and axis not in cut]
@@ -137,10 +137,10 @@ def _is_replicated(runtime: Runtime, planned: ParameterPlan) -> bool:
 
 
 def _pieces(planned: ParameterPlan, share: Tensor, ranks: dict[str, int]) -> Iterator[tuple[_Place, Tensor]]:
-    """A share and where it is in the whole; apart the parts of a fused weight, of which ranks may share some only."""
+    """Yield a shard with its position in the full tensor; fused weights by sub-matrix: only some may be replicated."""
     spans = share_spans(planned.shape, planned.cuts, ranks)
     fused = next((cut for cut in planned.cuts if cut.most_replicas > 1 and len(cut.parts) > 1), None)
-    if fused is None or share.shape != planned.local_shape(ranks):  # packed: rows and columns are no more
+    if fused is None or share.shape != planned.local_shape(ranks):  # packed weights have no rows and columns
         yield tuple(tuple(dim) for dim in spans), share
         return
     offset = 0

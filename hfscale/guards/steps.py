@@ -1,4 +1,4 @@
-"""What the first training steps show of a run that would go on without a word, and badly."""
+"""Checks before the first training steps, for runs that would train badly without an error."""
 
 import logging
 import os
@@ -10,6 +10,7 @@ from ..errors import ConfigError
 from ..plan.lines import describe_quantization
 from ..plan.quantized import BLOCK
 from ..runtime import Runtime
+from .part import check_model
 from .replicas import check_replicas
 
 _CHECKED = frozenset({10, 100, 1000, 10000})
@@ -18,16 +19,15 @@ _log = logging.getLogger(__name__)
 
 
 def before_step(runtime: Runtime) -> None:
-    """Look at a model that is about to take a training step; on every rank, in every step.
+    """Check a model before a training step; on every rank, in every step.
 
-    Ranks that hold the same weights are compared before a few of the steps, so that a run that goes wrong does not find
-    out when it saves.
+    Replicas are compared before a few of the steps, so that a run that goes wrong does not find out only when it saves.
 
     Raises:
-        ConfigError: something else was put into the model since it was built, ranks have drifted apart, the model is in
-            float16, or gradients are switched off.
+        ConfigError: the model was changed since it was built, replicas have drifted apart, the model is in float16, or
+            gradients are disabled.
     """
-    runtime.check_model()
+    check_model(runtime)
     if not torch.is_grad_enabled():
         raise ConfigError(
             "train_step was called within torch.no_grad() or torch.inference_mode(), where nothing has a gradient: "
@@ -46,7 +46,7 @@ def before_step(runtime: Runtime) -> None:
 
 
 def _refuse_float16(runtime: Runtime) -> None:
-    """Gradients of such weights could not be unscaled in their own type; by the plan, which every rank has whole."""
+    """Refuse float16 weights, whose gradients cannot be unscaled in float16; by the plan, the same on every rank."""
     found = next((planned.name for planned in runtime.plan.parameters if planned.dtype == torch.float16), None)
     if found is not None:
         raise ConfigError(
@@ -57,7 +57,7 @@ def _refuse_float16(runtime: Runtime) -> None:
 
 
 def _warn_of_rounding(runtime: Runtime) -> None:
-    """Where numbers are not those of one process to the last digits, or not of the type that was asked for."""
+    """Warn of weights that are quantized, and of a launcher's precision that differs from the model's."""
     for line in describe_quantization(runtime.plan)[1:]:
         _log.warning("%s (losses differ from those of one process by the rounding of these weights)", line)
     asked, own = os.environ.get("ACCELERATE_MIXED_PRECISION", "no"), runtime.options.mixed_precision
@@ -70,7 +70,7 @@ def _warn_of_rounding(runtime: Runtime) -> None:
 
 
 def _warn_of_misread_rows(runtime: Runtime) -> None:
-    """Stock models are misread alike, so no comparison shows it."""
+    """Warn of 4-bit matrices that bitsandbytes misreads on CPUs, in stock models too, so no comparison shows it."""
     quantized = runtime.plan.quantized
     if quantized is None or quantized.bits != 4 or runtime.mesh.device.type != "cpu":
         return
@@ -88,9 +88,10 @@ def _warn_of_misread_rows(runtime: Runtime) -> None:
 
 
 def _warn_of_a_base_alone(runtime: Runtime) -> None:
-    """A base in 4 or 8 bits cannot train, and what is left of the model does, unasked: embeddings and norms.
+    """Warn if a base model in 4 or 8 bits has no adapters, so that only embeddings and norms train.
 
-    As in a stock loop; ``transformers.Trainer`` refuses it. One who has frozen something has made a choice.
+    A stock loop trains them too; ``transformers.Trainer`` refuses it. A model with something frozen is taken as
+    intended.
     """
     quantized = runtime.plan.quantized
     if quantized is None or runtime.plan.adapters:
@@ -106,7 +107,7 @@ def _warn_of_a_base_alone(runtime: Runtime) -> None:
 
 
 def _warn_of_lost_updates(runtime: Runtime) -> None:
-    """Most updates of a weight in 16 bits are smaller than half its last bit, and rounded away."""
+    """Warn of 16-bit weights that train: most updates are smaller than half their last bit, and rounded away."""
     if runtime.keeps_small_updates:
         return
     trained = [(planned.name, p.dtype) for planned, p in runtime.parameters() if p.requires_grad]

@@ -1,15 +1,15 @@
-"""Stock loops around models of hfscale's: Accelerate's own ``Accelerator``, which ``transformers.Trainer`` and its
-subclasses use too, and torch's clipping.
+"""Refuse stock training loops for parallelized models: Accelerate's ``Accelerator``, which ``transformers.Trainer`` and
+its subclasses use too, and torch's clipping.
 
-The ``Accelerator`` counts every process as a distinct batch. Given a model that several ranks hold together it would
-wrap it a second time (DDP then overwrites one rank's shares with another's), deal ranks that share a batch different
-ones, and clip the part of a norm that each rank sees; nothing of that raises. What all these loops must do before their
-first step is to hand the model to :meth:`accelerate.Accelerator.prepare`, so that is where the model is refused.
+The ``Accelerator`` treats every process as a data rank. It would wrap the model again (DDP then overwrites one rank's
+shards with another's), give different batches to ranks that must share one, and clip by the norm of each rank's shards;
+none of that raises. All these loops must pass the model to :meth:`accelerate.Accelerator.prepare` before their first
+step, so the model is refused there.
 
-``torch.nn.utils.clip_grad_norm_`` sees the gradients of one rank. Where ranks hold different ones (tensor, pipeline and
-expert ranks do; of what FSDP2 shards, torch knows the whole norm) each would clip by a norm of its own, and
-``get_total_norm`` return one. A
-``torch.amp.GradScaler`` looks for overflows in the same gradients: one rank would skip a step that others take.
+``torch.nn.utils.clip_grad_norm_`` sees the gradients of one rank. If ranks hold different ones (tensor, pipeline and
+expert ranks do; of FSDP2's shards torch knows the full norm) each would clip by another norm, and ``get_total_norm``
+return one. A ``torch.amp.GradScaler`` looks for overflows in the same gradients: one rank would skip a step that others
+take.
 """
 
 import functools
@@ -31,19 +31,19 @@ _spread_models: "WeakSet[nn.Module]" = WeakSet()
 
 
 def refuse_stock_accelerator() -> None:
-    """From now on, Accelerate's own ``Accelerator`` refuses models that hfscale has spread over several ranks.
+    """Patch Accelerate's ``Accelerator`` to refuse models that hfscale has sharded over several ranks.
 
-    Its subclasses that know hfscale's models say so: ``serves_hfscale = True``.
+    Its subclasses that support hfscale's models set ``serves_hfscale = True``.
     """
     for name in ("prepare", "prepare_model"):
         _check_first(accelerate.Accelerator, name, _check_models)
 
 
 def refuse_stock_clipping(runtime: Runtime) -> None:
-    """From now on, ``torch.nn.utils.clip_grad_norm_`` and ``GradScaler`` refuse parameters of this model, if its ranks
-    have norms of their own.
+    """Patch ``torch.nn.utils.clip_grad_norm_`` and ``GradScaler`` to refuse this model's parameters if its ranks see
+    different norms.
 
-    Where a script has imported the function by its name before, :mod:`.replicas` finds what it did.
+    If a script imported the function by name before, :mod:`.replicas` detects the result.
     """
     layout = runtime.mesh.layout
     if max(layout.size("tp"), layout.size("pp"), layout.size("ep")) == 1:
@@ -58,7 +58,7 @@ def refuse_stock_clipping(runtime: Runtime) -> None:
 
 
 def _check_first(holder: Any, name: str, check: Callable[..., tuple[Any, ...]]) -> None:
-    """From now on, the function ``name`` of ``holder`` goes on with the positional arguments that ``check`` returns."""
+    """Patch the function ``name`` of ``holder`` to run on the positional arguments that ``check`` returns."""
     function = getattr(holder, name)
     if hasattr(function, _MARK):
         return
@@ -103,7 +103,7 @@ def _check_gradients(tensors: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]
 
 
 def _spread_of(parameters: Iterable[Tensor]) -> str | None:
-    """The layout of a model whose ranks have norms of their own, if one of its parameters is there."""
+    """Return the layout of the first parameter of a model whose ranks see different norms, or ``None``."""
     return next((getattr(each, _SPREAD) for each in parameters if hasattr(each, _SPREAD)), None)
 
 

@@ -1,10 +1,10 @@
-"""What was put into a model after it was built: other modules, parameters, a loss, hooks.
+"""Detect modules, parameters, losses and hooks that were put into a model after it was built.
 
-A layout is installed in modules: a head that somebody put in the place of the one that was cut is no part of it, and
-nobody would sum its gradients over ranks, nor save it. So modules and parameters are looked at again before passes: a
-comparison of dictionaries for each module. Stock code may put the same weights into another module while it runs
-(BigBird's attention of short sequences): that is followed. Hooks stay where they were hung; of those that see a part of
-what is computed, it is said once for each way of seeing one.
+A layout is installed in modules: a head that replaced the sharded one would not be part of it, its gradients would not
+be summed over ranks, and it would not be saved. So modules and parameters are compared before forward passes: one
+comparison of dictionaries per module. Stock code may move the same weights into another module while it runs (BigBird's
+attention for short sequences): that is accepted. Hooks are kept; of those that see sharded activations a warning is
+printed, once for each kind of sharding.
 """
 
 import functools
@@ -28,11 +28,11 @@ _Held = list[tuple[nn.Module, dict[str, Any]]]
 
 
 class Structure:
-    """A model as it was built."""
+    """A record of a model's modules, parameters and loss as they were built."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        # What FSDP2 manages is now a shard and now whole; of bitsandbytes' weights others take the place by themselves.
+        # FSDP2 swaps its parameters between shard and full tensor; bitsandbytes replaces its weights by itself.
         self._managed = list(managed_places(runtime.model))
         self._modules, self._parameters = self._look()
         self._loss = loss_function_of(runtime.model)
@@ -40,7 +40,7 @@ class Structure:
         self._said = set[str]()
 
     def _look(self) -> tuple[_Held, _Held]:
-        """Return the children of every module, and its parameters (``None``: any may be there)."""
+        """Return the children of every module, and its parameters (``None``: may be replaced)."""
         modules = list(self._runtime.model.modules())
         managed = {(place.module, place.name) for place in self._managed}
         parameters = [
@@ -51,10 +51,10 @@ class Structure:
         return [(module, dict(own_modules(module))) for module in modules], parameters
 
     def check(self) -> None:
-        """Look again, in the order of what is said; also at hooks, of which nothing is refused.
+        """Compare the model with the record, and watch new hooks.
 
         Raises:
-            ConfigError: something else is there, or it has another type.
+            ConfigError: a module, parameter or loss was replaced, or a parameter's dtype changed.
         """
         if (changed := self._changed()) is not None:
             raise ConfigError(
@@ -75,7 +75,7 @@ class Structure:
 
     @contextmanager
     def as_built(self) -> Iterator[None]:
-        """Within: the modules and parameters that were trained are in the model, whatever has replaced them."""
+        """Put the trained modules and parameters back inside the `with` block, and warn if some were replaced."""
         changed = self._changed()
         if changed is None:
             yield
@@ -106,7 +106,7 @@ class Structure:
         return f"this {class_name(self._runtime.model)} was spread over {self._runtime.mesh.layout.describe()}"
 
     def _refuse_other_types(self) -> None:
-        """FSDP2 sends all it gathers through buffers of the type that the first pass found."""
+        """Refuse a changed dtype: FSDP2 gathers into buffers of the dtype that the first pass found."""
         other = next((place for place in self._managed if place.has_another_type()), None)
         if other is not None:
             name, now = self._place(other.module, other.name), getattr(other.module, other.name).dtype
@@ -117,7 +117,7 @@ class Structure:
             )
 
     def _changed(self) -> str | None:
-        """In words, the first place where something else is; ``None`` where the same weights are in other modules."""
+        """Return in words the first replaced module or parameter; ``None`` if there is none, or weights only moved."""
         followed = False
         for module, held in self._modules:
             if (inside := own_modules(module)) != held:
@@ -141,7 +141,7 @@ class Structure:
         return None
 
     def _is_moved(self, old: nn.Module | None, new: nn.Module | None) -> bool:
-        """Whether ``new`` has the children and parameters of ``old`` by name, and no part of a layout went with it."""
+        """Return whether ``new`` has the children and parameters of ``old`` by name, and nothing installed was lost."""
         restore = self._runtime.restore
         if old is None or new is None or restore is None or not own_modules(old).keys() <= own_modules(new).keys():
             return False
@@ -157,20 +157,20 @@ class Structure:
         return next((name for name, found in self._runtime.model.named_modules() if found is module), "")
 
     def _watch_hooks(self) -> None:
-        """Of hooks that somebody hung on modules since, let the next pass say if they see a part."""
+        """Watch modules that users have hung hooks on, to warn in the next pass if they see sharded activations."""
         for module, _ in self._modules:
             if id(module) not in self._hooked and any(map(_is_somebodys, forward_hooks(module))):
                 self._hooked.add(id(module))
                 name = self._name(module)
-                if name:  # what the model itself is given and returns is refused elsewhere, where it is a part
+                if name:  # sharded inputs and outputs of the model itself are refused elsewhere
                     _Witness(self._runtime, name, module, self._said)
 
 
 class _Witness:
-    """Looks on in the passes of a module that has somebody's hook, until it has something to say.
+    """A hook beside a user's hook, which warns once if the module computes with sharded activations.
 
     Args:
-        said: what others had to say, in any layer.
+        said: the warnings given so far, in any layer.
     """
 
     def __init__(self, runtime: Runtime, name: str, module: nn.Module, said: set[str]) -> None:
@@ -200,7 +200,7 @@ def _what(was: bool, is_there: bool) -> str:
 
 
 def _is_somebodys(hook: Any) -> bool:
-    """Whether it is none of the libraries' that know what ranks hold, or ask for nothing."""
+    """Return whether a hook is a user's, not one of a library that knows about sharding or only observes."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     place = getattr(hook, "__module__", None) or type(hook).__module__

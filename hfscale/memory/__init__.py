@@ -1,1 +1,1 @@
-"""Memory of a rank, as predicted and as it is."""
+"""Activation checkpointing, offload, 8-bit activations, and reports of a rank's memory, predicted and measured."""

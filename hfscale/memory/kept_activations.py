@@ -1,14 +1,13 @@
-"""What layers keep for their backward pass as a part: it waits on the host, or in 8 bits, or both.
+"""Activation offload and compression as a part: layers' saved tensors are kept on the CPU, in 8 bits, or both.
 
 ::
 
-    forward   layer 1 --copy--> host    layer 2 --copy--> host    ...            copies beside the computation
-    backward                            layer 2 <--copy-- host   layer 1 <-- fetched while layer 2 computes
+    forward   layer 1 --copy--> CPU     layer 2 --copy--> CPU     ...            copies overlap with compute
+    backward                            layer 2 <--copy-- CPU    layer 1 <-- fetched while layer 2 computes
 
-Saved-tensor hooks around each layer, outside of what is recomputed: of a layer that is recomputed, its input is put
-away. What is a parameter, or smaller than the size that was asked, stays, and so does what all layers are given beside
-their input (positions' embeddings, masks): each would put away a copy of its own. On a CPU the same copies are made,
-one after the other.
+Saved-tensor hooks wrap each layer, outside of recomputation: of a recomputed layer, its input is offloaded. Parameters
+and tensors below a minimum size stay, and so do tensors that all layers are given besides their input (position
+embeddings, masks): each layer would store its own copy. On a CPU the same copies are made synchronously.
 """
 
 import weakref
@@ -32,11 +31,11 @@ from .on_host import OnHost
 
 
 class KeptActivations(Part):
-    """Nothing where it was not asked for. Comes behind recomputation.
+    """A part that offloads or compresses activations if the plan asks for it. Installed after recomputation.
 
     Attributes:
-        copied: bytes that were copied to the host so far.
-        stored: bytes that were kept in 8 bits so far; ``given`` before that.
+        copied: bytes copied to the CPU so far.
+        stored: bytes kept in 8 bits so far; ``given`` before compression.
     """
 
     def __init__(self) -> None:
@@ -46,7 +45,7 @@ class KeptActivations(Part):
         self._latest: weakref.ref[LayerPass] | None = None
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Put hooks around the layers."""
+        """Wrap the layers with saved-tensor hooks."""
         self._to_host, self._to_bytes = offloaded(runtime.plan).activations, compressed(runtime.plan)
         if self._to_host is not None or self._to_bytes is not None:
             rounds_routes = self._to_bytes is not None and bool(runtime.plan.mixtures)
@@ -55,21 +54,21 @@ class KeptActivations(Part):
 
     @property
     def rounds(self) -> bool:
-        """Whether anything is kept in 8 bits."""
+        """Whether any activation is kept in 8 bits."""
         return self._to_bytes is not None
 
     def metrics(self, runtime: Runtime) -> Mapping[str, float]:
-        """How much was copied, and how much compressed into how much."""
+        """Return the bytes offloaded, and the bytes before and after compression."""
         found = {} if self._to_host is None else {"offloaded_activation_bytes": float(self.copied)}
         if self._to_bytes is not None:
             found |= {"compressed_activation_bytes": float(self.stored), "activation_bytes": float(self.given)}
         return found
 
     def _wrap(self, layer: nn.Module, rounds_routes: bool) -> None:
-        """Hooks around one layer.
+        """Wrap one layer's forward with saved-tensor hooks.
 
         Args:
-            rounds_routes: whether a mixture's layers keep 8 bits, so that none may be computed again.
+            rounds_routes: whether layers with experts keep 8 bits, so that none may be recomputed.
         """
         forward = layer.forward
 
@@ -93,11 +92,11 @@ class KeptActivations(Part):
             current.over()
             return output
 
-        forward_keeping.__wrapped__ = forward  # type: ignore[attr-defined]  # the host inspects forward's signature
+        forward_keeping.__wrapped__ = forward  # type: ignore[attr-defined]  # transformers inspects forward's signature
         layer.forward = forward_keeping  # type: ignore[method-assign]
 
     def store(self, values: int, tensor: Tensor, stays_exact: bool) -> Stored | None:
-        """Where a tensor goes that a layer keeps whose input has so many ``values``."""
+        """Offload or compress a saved tensor of a layer whose input has ``values`` entries; ``None`` to keep it."""
         size = tensor.numel() * tensor.element_size()
         if self._is_rounded(tensor, size, values) and not stays_exact:
             found = Compressed(tensor, Here if self._to_host is None else OnHost)

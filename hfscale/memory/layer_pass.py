@@ -1,4 +1,4 @@
-"""What one pass through one layer keeps for its backward pass, each tensor once, and put elsewhere."""
+"""Saved-tensor hooks for one forward pass through one layer, which store each saved tensor once."""
 
 import weakref
 from collections.abc import Callable, Collection
@@ -15,19 +15,19 @@ from .compressed import Stored
 
 
 class LayerPass:
-    """Saved-tensor hooks for one pass through one layer. Parameters stay, and so does what ``store`` leaves.
+    """Saved-tensor hooks for one forward pass through one layer. Parameters, and tensors that ``store`` declines, stay.
 
-    A number for each row of a tensor that was saved before it is what the row is normalized by: the logarithm of a sum
-    of exponentials (minus infinity, where attention reads nothing), or the statistics of a norm. Attention and norms
-    save their rows first.
+    Tensors with one number per row of a previously saved tensor are kept exact: they normalize the rows, as logarithms
+    of sums of exponentials (minus infinity if attention reads nothing) or a norm's statistics. Attention and norms save
+    their rows first.
 
     Args:
-        store: what becomes of a tensor that is saved: given it, and whether it stays exact, as what may be a weight, in
-            a copy, does, or a mask, or a number for each row.
-        before: the pass through a layer that came before this one, while its graph is alive.
-        beside: what the layer is given beside its input, and others are given, too. Of four dims it may be a mask,
-            ``[b, heads or 1, queries, keys]``: attention may keep it in another type, and it has infinities, or the
-            largest number there is, beside small biases, which no common scale can tell apart.
+        store: stores a saved tensor; called with the tensor, and whether it must stay exact because it may be a copy of
+            a weight, a mask, or one number per row.
+        before: the forward pass through the previous layer, while its graph is alive.
+        beside: tensors that this and other layers are given besides their input. Those of four dims may be masks, ``[b,
+            heads or 1, queries, keys]``: attention may save them in another dtype, and they hold infinities or the
+            largest number beside small biases, which no common scale can represent.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class LayerPass:
         self._read = False
 
     def over(self) -> None:
-        """The layer has kept what it keeps."""
+        """End the layer's forward pass: drop the records that only packing needs."""
         self._known, self._stays, self._rows = {}, set(), set()
 
     def pack(self, tensor: Tensor) -> "Packed":
-        """Called for every tensor that an operation keeps."""
+        """Store a saved tensor; autograd calls it for every tensor that an operation saves."""
         local, shape, stride = tensor.detach(), tensor.shape, tensor.stride()
         if tensor.ndim > 1 and shape[-1] > _PAIR:
             self._rows.add(tuple(shape[:-1]))
@@ -68,7 +68,7 @@ class LayerPass:
             return self, local, None
         in_order = local.permute(sorted(range(local.ndim), key=lambda dim: stride[dim], reverse=True))
         dense = in_order.is_contiguous()
-        if dense:  # all views of the same memory are one
+        if dense:  # store all views of the same memory once
             local = in_order.view(-1)
         key = storage_key(storage), local.data_ptr(), local.shape, local.stride(), local.dtype, version_of(tensor)
         alive, found = self._known.get(key, (None, None))
@@ -83,7 +83,7 @@ class LayerPass:
         return self, found, (shape, stride) if dense else None
 
     def unpack(self, kept: "Packed") -> Tensor:
-        """Called when the backward pass reads one; the first time, fetching for the layer before begins."""
+        """Return a saved tensor to the backward pass; the first call prefetches for the layer before."""
         _, saved, view = kept
         if isinstance(saved, Tensor):
             return saved
@@ -95,30 +95,32 @@ class LayerPass:
         return found if view is None else found.as_strided(*view)
 
     def fetch(self) -> None:
-        """Begin to copy back what waits."""
+        """Begin to copy back the stored tensors."""
         for reference in self._waiting:
             waiting = reference()
             if waiting is not None:
                 waiting.fetch()
 
     def _may_be_weight(self, tensor: Tensor) -> bool:
-        """A copy in another type, or one that was unpacked: of a weight's shape, and no rows of something larger."""
+        """Return whether a tensor may be a cast or dequantized weight: of a weight's shape, and not a view of rows."""
         base = base_of(tensor)
         return tuple(tensor.shape) in self._of_weights and (base is None or base.ndim == tensor.ndim)
 
     def _is_of_rows(self, shape: torch.Size) -> bool:
-        """Whether there is a number for each row of something: ``[...]`` or ``[..., 1]`` beside ``[..., d]``."""
+        """Return whether a tensor of ``shape``, ``[...]`` or ``[..., 1]``, has one number per row of a saved ``[...,
+        d]``.
+        """
         return tuple(shape) in self._rows or (shape[-1:] == (1,) and tuple(shape[:-1]) in self._rows)
 
 
 _PAIR = 2
-"""Entries of a row that is none: rotated numbers are looked at in pairs."""
+"""Last dims up to this size are not rows: rotary embeddings view numbers as pairs."""
 
 Packed = tuple[LayerPass, Stored | Tensor, tuple[torch.Size, tuple[int, ...]] | None]
-"""A pass, what it keeps elsewhere or here, and how that is looked at."""
+"""The forward pass, its stored or unchanged tensor, and the view of a stored one."""
 
 
 def _shape_of(module: nn.Module) -> tuple[int, ...]:
-    """Of the matrix that a projection multiplies by, which may be packed."""
+    """Return the shape of a projection's weight, which may be packed."""
     sizes = getattr(module, "out_features", None), getattr(module, "in_features", None)
     return sizes if all(isinstance(size, int) for size in sizes) else ()  # type: ignore[return-value]

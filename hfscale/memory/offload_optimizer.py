@@ -1,4 +1,4 @@
-"""Offload of the optimizer as a part: a run that asked for it is not stepped by an optimizer that does not do it."""
+"""Optimizer offload as a part: refuse optimizers that would keep their state on the device."""
 
 from typing import Any
 
@@ -15,10 +15,10 @@ _hooked: list[Any] = []
 
 
 class OffloadOptimizer(Part):
-    """Nothing where it was not asked for."""
+    """A part that guards optimizer steps if the plan offloads the optimizer."""
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Mark the parameters. Comes behind what makes the final ones."""
+        """Mark the parameters. Installed after the parts that replace parameters."""
         if not offloaded(runtime.plan).optimizer:
             return
         if not _hooked:
@@ -28,7 +28,7 @@ class OffloadOptimizer(Part):
 
 
 def _refuse_others(optimizer: Any, *_: Any) -> None:
-    """Called before any optimizer's step."""
+    """Refuse the step of an optimizer that is not offloaded; torch calls it before every optimizer's step."""
     if getattr(optimizer, "state_device", None) is not None:
         return
     held: list[nn.Parameter] = [parameter for group in optimizer.param_groups for parameter in group["params"]]

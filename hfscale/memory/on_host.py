@@ -1,4 +1,4 @@
-"""A tensor that waits on the host: pinned memory and a stream of its own on a GPU, a plain copy on a CPU."""
+"""Offloaded tensors: pinned CPU memory and a separate CUDA stream on a GPU, a plain copy on a CPU."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from .._host.torch_device import device_module, is_accelerator, keep_for_stream
 
 
 class OnHost:
-    """A tensor that waits on the host.
+    """A tensor that is offloaded to the CPU: see :class:`.compressed.Stored`.
 
     Attributes:
         readers: how many saved references to it have not been read.
@@ -46,8 +46,8 @@ class OnHost:
             self._copied = stream.record_event()
 
     def read(self) -> Tensor:
-        """The tensor, on its device; given up there with the last reader."""
-        self.readers = max(self.readers, 1)  # a graph that is kept is read again
+        """Return the tensor, on its device; the last reader frees it there."""
+        self.readers = max(self.readers, 1)  # with retain_graph it is read again
         self.fetch()
         found = self._here
         assert found is not None

@@ -1,8 +1,8 @@
-"""Recomputation as a part: forward passes of which the backward pass computes a part again.
+"""Activation checkpointing as a part.
 
-Torch's ``checkpoint`` is put in the place of ``forward`` of the modules that the plan names, inside of their hooks:
-what ranks exchange at a block's edges is sent again where whole layers are recomputed, and is not where blocks are. A
-recomputation sees the random state, autocast and function modes of the pass that it repeats.
+Torch's ``checkpoint`` replaces ``forward`` of the modules that the plan names, inside of their hooks: communication at
+a block's edges is repeated if full layers are recomputed, and not if blocks are. A recomputation sees the RNG state,
+autocast and function modes of the original forward pass.
 """
 
 import inspect
@@ -35,10 +35,10 @@ _PREFIX = "hfscale_recomputed_"
 
 
 class Recomputation(Part):
-    """Nothing where nothing is recomputed.
+    """A part that recomputes the layers and modules named by the plan.
 
     Attributes:
-        chosen: the layers that are recomputed; under a budget, once it is known.
+        chosen: the layers that are recomputed; ``None`` while a memory budget has not chosen yet.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Recomputation(Part):
         self._attention: list[tuple[Any, str]] = []
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Put torch's ``checkpoint`` into place."""
+        """Wrap the planned modules in torch's ``checkpoint``."""
         planned, model = recomputed(runtime.plan), runtime.model
         if planned.budget is None:
             self.chosen = frozenset(planned.layers)
@@ -56,7 +56,7 @@ class Recomputation(Part):
             recompute(model.get_submodule(name), lambda name=name: name in (self.chosen or ()), planned.keep)  # type: ignore[misc]
         for name in filter(runtime.is_local, planned.modules):
             recompute(model.get_submodule(name), lambda: True)
-        if self.chosen is None and runtime.plan.stages is None:  # in loops of one's own
+        if self.chosen is None and runtime.plan.stages is None:  # for users' own loops
             model.register_forward_pre_hook(partial(self._before, runtime), with_kwargs=True)
         if planned.attention:
             for config in attention_configs(model):
@@ -65,14 +65,14 @@ class Recomputation(Part):
                 set_implementation(config, answer(_PREFIX, host, _attend, _mask))
 
     def take_out(self, runtime: Runtime, weights: LocalWeights) -> None:
-        """Let the host's attention answer again."""
+        """Restore transformers' attention implementation."""
         for config, host in self._attention:
             set_implementation(config, host)
 
     def around_step(
         self, runtime: Runtime, microbatches: Sequence[Microbatch], train: bool
     ) -> AbstractContextManager[None]:
-        """Under a budget, the first training step chooses, on every rank."""
+        """Let the first training step choose the layers under a memory budget, on every rank."""
         if train and self.chosen is None:
             self._choose_for(runtime, microbatches)
         return nullcontext()
@@ -85,7 +85,7 @@ class Recomputation(Part):
     def _choose_for(self, runtime: Runtime, batches: Sequence[Batch]) -> None:
         shapes = [shape_of(batch) for batch in batches]
         most = torch.tensor([max(rows * length for rows, length in shapes), max(length for _, length in shapes)])
-        if runtime.mesh.control is not None:  # ranks that exchange tokens in a layer recompute it together
+        if runtime.mesh.control is not None:  # ranks that exchange tokens in a layer must all recompute it, or none
             dist.all_reduce(most, dist.ReduceOp.MAX, runtime.mesh.control)
         tokens, sequence = most.tolist()
         self._choose(runtime, tokens, sequence, len(batches))
@@ -106,7 +106,7 @@ class Recomputation(Part):
 
 
 def recompute(module: nn.Module, wanted: Callable[[], bool], keep: Sequence[str] = ()) -> None:
-    """Have ``module`` computed again in the backward pass, where it is ``wanted``.
+    """Recompute ``module`` in the backward pass if ``wanted`` returns true.
 
     Args:
         keep: names of operators whose results are kept.
@@ -120,7 +120,7 @@ def recompute(module: nn.Module, wanted: Callable[[], bool], keep: Sequence[str]
         args, kwargs = without_cache(args, kwargs)
         return _checkpointed(forward, *args, operators=operators, **kwargs)
 
-    forward_recomputed.__wrapped__ = forward  # type: ignore[attr-defined]  # the host inspects forward's signature
+    forward_recomputed.__wrapped__ = forward  # type: ignore[attr-defined]  # transformers inspects forward's signature
     module.forward = forward_recomputed  # type: ignore[method-assign]
 
 
@@ -128,7 +128,7 @@ def _checkpointed(
     function: Callable[..., Any], *args: Any, operators: frozenset[Any] = frozenset(), **kwargs: Any
 ) -> Any:
     function, args, kwargs = _with_tensor_by_position(function, args, kwargs)
-    if torch.compiler.is_compiling():  # a graph has no modes to see again, and takes no closure for the contexts
+    if torch.compiler.is_compiling():  # graphs have no modes to restore, and take no closure
         kept: dict[str, Any] = {}
         if operators:
             kept["context_fn"] = partial(create_selective_checkpoint_contexts, list(operators))
@@ -149,8 +149,8 @@ def _with_tensor_by_position(
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """Return an equal call that passes at least one tensor by position, if it passes tensors at all.
 
-    Torch keeps the random state of the devices of positional tensors alone, and most hosts call attention by keyword:
-    without this, dropout on a GPU would drop other entries in the recomputation.
+    Torch keeps the RNG state only of positional tensors' devices, and most models call attention by keyword: without
+    this, dropout on a GPU would drop other entries in the recomputation.
     """
     if _has_tensor(args):
         return function, args, kwargs
@@ -169,7 +169,7 @@ def _has_tensor(value: Any) -> bool:
 
 
 class _Again:
-    """Within: a recomputation, which sees what the first computation saw."""
+    """A context for recomputation that enters the function modes of the original forward pass."""
 
     def __init__(self, modes: Sequence[Any], *contexts: AbstractContextManager[Any]) -> None:
         self._modes, self._contexts, self._stacks = modes, contexts, list[ExitStack]()
@@ -189,7 +189,7 @@ class _Again:
 def _attend(
     host: Callable[..., Any], module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
 ) -> Any:
-    """Queries, keys and values are kept, and nothing between them and the output."""
+    """Call attention under ``checkpoint``: queries, keys and values are kept, and nothing between them and output."""
     if not (module.training and torch.is_grad_enabled()):
         return host(module, query, key, value, mask, **kwargs)
 

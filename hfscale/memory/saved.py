@@ -1,4 +1,4 @@
-"""What is kept for backward passes, seen by saved-tensor hooks: each piece of memory once, without parameters."""
+"""Count the bytes saved for backward passes, by saved-tensor hooks: each storage once, without parameters."""
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -17,21 +17,21 @@ from ..runtime import find_runtime, local_tensor, memory_of
 
 
 class _Saved:
-    """Holds a tensor for autograd, which lets go of it with the node that saved it."""
+    """A holder of a saved tensor; autograd frees it with the node that saved it."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor.detach()  # an output that is saved would else keep the node that keeps it
+        self.tensor = tensor.detach()  # a saved output would otherwise keep its own node alive
 
 
 @dataclass
 class SavedBytes:
-    """The most bytes that were kept for backward passes at once, each piece of memory once, without parameters.
+    """Peak bytes saved for backward passes, each storage once, without parameters.
 
     Attributes:
-        layers: what the layers kept, and their inputs.
-        around: what was kept outside of them; the loss of stock models keeps logits.
+        layers: saved in the layers, with their inputs.
+        around: saved outside of them; the loss of stock models saves logits.
         head: gradients of the head that wait for the backward pass.
-        total: of all of it; the kinds may reach their most at different times.
+        total: of all kinds together; each kind may peak at another time.
     """
 
     layers: int = 0
@@ -42,11 +42,11 @@ class SavedBytes:
 
     @property
     def now(self) -> int:
-        """What is kept at this moment."""
+        """The bytes saved at this moment."""
         return sum(self._now.values())
 
     def add(self, kind: str, size: int) -> None:
-        """Note that so many bytes of a kind are saved, or, if negative, given up."""
+        """Record that ``size`` bytes of a kind are saved or, if negative, freed."""
         self._now[kind] += size
         setattr(self, kind, max(getattr(self, kind), self._now[kind]))
         self.total = max(self.total, sum(self._now.values()))
@@ -54,10 +54,10 @@ class SavedBytes:
 
 @contextmanager
 def count_saved(model: nn.Module, layers: Iterable[str], head: str | None = None) -> Iterator[SavedBytes]:
-    """Within: forward and backward passes of ``model`` are counted.
+    """Count the bytes saved by forward and backward passes of ``model`` inside the `with` block.
 
     Args:
-        layers: names of the layers; those that this rank does not hold are passed over.
+        layers: names of the layers; those that this rank does not hold are ignored.
         head: name of the projection onto the vocabulary.
     """
     found = SavedBytes()
@@ -66,13 +66,13 @@ def count_saved(model: nn.Module, layers: Iterable[str], head: str | None = None
 
 
 class SavedCounter:
-    """Within: saved tensors of ``model`` are counted, each piece of memory once, without parameters.
+    """A context that counts the saved tensors of ``model``, each storage once, without parameters.
 
     Args:
-        layers: names of the layers; those that this rank does not hold are passed over.
+        layers: names of the layers; those that this rank does not hold are ignored.
         head: name of the projection onto the vocabulary.
-        note: told the kind, and how many bytes more are kept, or, if negative, fewer.
-        copies: keys of the memory of copies of weights, which are not counted either; they may come later.
+        note: called with the kind and the number of bytes saved or, if negative, freed.
+        copies: storage keys of copies of weights, which are not counted either; may be extended later.
     """
 
     def __init__(
@@ -85,13 +85,13 @@ class SavedCounter:
     ) -> None:
         self._note, self._copies = note, copies
         self._kept: dict[int, list[Any]] = {}  # storage -> how often it is saved, bytes, kind
-        self._parameters: dict[int, StorageWeakRef] = {}  # alive, so that no other storage takes an address
+        self._parameters: dict[int, StorageWeakRef] = {}  # referenced, so that no other storage reuses an address
         self._depth = 0
         self._handles: list[Any] = []
         modules = dict(model.named_modules())
         found = modules.get(head) if head is not None else None
         weight = None if found is None else next(found.parameters(recurse=False), None)
-        self._head = None if weight is None else tuple(weight.shape)  # as the data ranks gather it
+        self._head = None if weight is None else tuple(weight.shape)  # its shape when gathered over the data ranks
         for module in modules.values():
             self._handles.append(module.register_forward_pre_hook(self._note_parameters))
         names, runtime = [name for name in layers if name in modules], find_runtime(model)
@@ -113,47 +113,47 @@ class SavedCounter:
             handle.remove()
 
     def kind_of(self, tensor: Tensor) -> str:
-        """Of what kind a tensor is that is saved now."""
+        """Return the kind of a tensor that is saved now."""
         return "layers" if self._depth else "head" if self.is_of_head(tensor) else "around"
 
     def is_of_head(self, tensor: Tensor) -> bool:
-        """Whether it is as large as the head's weight."""
+        """Return whether a tensor has the shape of the head's weight."""
         return tuple(tensor.shape) == self._head
 
     def saved_as(self, key: int) -> str | None:
-        """Of what kind a storage is that was saved; ``None`` of a parameter's."""
+        """Return the kind of a saved storage; ``None`` for a parameter's."""
         return str(self._kept[key][2]) if key in self._kept else None
 
     def freed(self, key: int) -> None:
-        """A storage is kept no more."""
+        """React to a storage that is no longer saved."""
 
     def unpack(self, saved: _Saved) -> Tensor:
-        """What the backward pass is given."""
+        """Return a saved tensor to the backward pass."""
         return saved.tensor
 
     def _note_parameters(self, module: nn.Module, _: Any) -> None:
-        # While data ranks have weights gathered, these are the whole ones.
+        # While FSDP2 has gathered weights, these are the full ones.
         for parameter in (*own_parameters(module).values(), *own_buffers(module).values()):
             for plain in [] if parameter is None else memory_of(parameter.detach()):
                 storage = plain.untyped_storage()
                 self._parameters.setdefault(storage_key(storage), StorageWeakRef(storage))
 
     def enter(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """A layer begins."""
+        """Record that a layer begins, and count its input."""
         self._depth += 1
         for module in layer.modules():  # an adapter reads the weights of what it wraps without calling it
             self._note_parameters(module, None)
         stream = hidden_states_of(args, kwargs)
         if isinstance(stream, Tensor) and stream.requires_grad:
-            self._count(stream)  # what recomputes a layer keeps it out of sight of the hooks
+            self._count(stream)  # recomputation saves it where the hooks do not see it
 
     def _send(self, _: nn.Module, given: Any, output: Any) -> None:
         stream = output[0] if isinstance(output, tuple) else output
         if isinstance(stream, Tensor) and stream.requires_grad:
-            self._count(stream)  # it stays until its gradient is back
+            self._count(stream)  # sent to the next stage; kept until its gradient arrives
 
     def leave(self, *_: Any) -> None:
-        """A layer is done."""
+        """Record that a layer is done."""
         self._depth -= 1
 
     def _pack(self, tensor: Tensor) -> _Saved:
@@ -173,7 +173,7 @@ class SavedCounter:
             self._kept[key] = [0, storage.nbytes(), kind]
             self._note(kind, storage.nbytes())
         self._kept[key][0] += 1
-        if saved is None:  # as long as the tensor is alive
+        if saved is None:  # counted as long as the tensor is alive
             weakref.finalize(tensor, self._free, key)
         return key
 

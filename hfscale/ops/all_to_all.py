@@ -1,4 +1,4 @@
-"""Exchange rows of a tensor between ranks; no autograd here, since what surrounds an exchange has better gradients.
+"""All-to-all of a tensor's rows between ranks; no autograd, since the callers compute better gradients themselves.
 
 ::
 
@@ -14,9 +14,9 @@ from torch import Tensor
 
 
 def all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup | None) -> Tensor:
-    """``x [sum(send), ...]``, rows for rank 0 first -> ``[sum(receive), ...]``, rows from rank 0 first.
+    """Send rows of ``x [sum(send), ...]``, rank 0's first; return ``[sum(receive), ...]``, rank 0's rows first.
 
-    Every rank of ``group`` takes part, also one that neither sends nor receives; without a group it is ``x``.
+    Every rank of ``group`` takes part, also one that neither sends nor receives; without a group it returns ``x``.
     """
     if group is None:
         return x
@@ -26,7 +26,7 @@ def all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], group: di
 
 
 def exchange_counts(counts: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """``counts [ranks, n]``: row ``r`` goes to rank ``r`` -> ``[ranks, n]``: row ``r`` came from it."""
+    """Exchange ``counts [ranks, n]``: row ``r`` goes to rank ``r``; row ``r`` of the result came from rank ``r``."""
     if group is None:
         return counts
     received = torch.empty_like(counts)

@@ -1,7 +1,7 @@
 """Dropout that keeps no mask: the backward pass draws it again.
 
-Dropout multiplies every entry by a number that is drawn for it, in the order of memory. So its gradient is the same
-dropout of the gradient, with the same draws.
+Dropout multiplies each entry by a number drawn for it, in memory order. So its gradient is the same dropout, with the
+same draws, applied to the gradient.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ class _DrawnAgain(torch.autograd.Function):
 
 
 def drawn_again(x: Tensor, drop: Derive) -> Tensor:
-    """``drop(x)``.
+    """Return ``drop(x)``, and draw the mask again in the backward pass instead of keeping it.
 
     Args:
         drop: dropout that draws the same numbers whenever it is called.

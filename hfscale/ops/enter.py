@@ -5,8 +5,8 @@
     rank 0: x ----> x        backward   g = g0 + g1 <---- g0
     rank 1: x ----> x                   g = g0 + g1 <---- g1
 
-``f`` in Shoeybi et al. 2019 (Megatron-LM), section 3. It also serves a parameter used whole inside the region: each
-rank sees a part of its gradient, and the sum is the whole.
+``f`` in Shoeybi et al. 2019 (Megatron-LM), section 3. It also serves a replicated parameter used inside the region:
+each rank has a partial gradient, and their sum is the gradient.
 """
 
 from typing import Any
@@ -34,5 +34,5 @@ class _Enter(torch.autograd.Function):
 
 
 def enter(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """``x``, any shape, equal on all ranks of ``group``; its gradient is summed over them."""
+    """Return ``x``, any shape, equal on all ranks of ``group``, and all-reduce its gradient over them."""
     return x if group is None else _Enter.apply(x, group)

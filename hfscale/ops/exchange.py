@@ -1,7 +1,7 @@
-"""Collectives on one dim of a tensor whose shares may differ in length; no autograd here.
+"""Collectives on one dim of a tensor whose shards may differ in length; no autograd here.
 
-All-gather and reduce-scatter are each half of an all-reduce: every rank sends ``(n - 1) / n`` of the whole. Each is
-*started*, so that its caller can compute before it takes the result.
+All-gather and reduce-scatter are each half of an all-reduce: every rank sends ``(n - 1) / n`` of the full tensor. Each
+is *started*, so that its caller can compute before it takes the result.
 
 While ``torch.compile`` traces, they are torch's functional collectives: it takes no others without breaking its graph,
 and decides itself when to wait for them.
@@ -24,13 +24,13 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 
 class Started:
-    """A collective under way: ``result()`` waits for it."""
+    """A collective in flight: ``result()`` waits for it."""
 
     def __init__(self, work: Any, finish: Callable[[], Tensor]) -> None:
         self._work, self._finish = work, finish
 
     def result(self) -> Tensor:
-        """What it computed; to be called once."""
+        """Wait for the collective and return its result; to be called once."""
         if self._work is not None:
             self._work.wait()
         return self._finish()
@@ -42,7 +42,7 @@ _LARGE = 64 << 10
 
 
 def start_all_reduce(x: Tensor, group: dist.ProcessGroup) -> Started:
-    """Sum ``x``, contiguous, over the ranks, in place where nothing is compiled."""
+    """Start summing ``x``, contiguous, over the ranks, in place unless ``torch.compile`` traces."""
     if torch.compiler.is_compiling():
         total = functional.all_reduce(x, "sum", group)
         return Started(None, lambda: total)
@@ -54,7 +54,7 @@ def start_all_reduce(x: Tensor, group: dist.ProcessGroup) -> Started:
 
 
 def start_all_gather(x: Tensor, lengths: Sequence[int], dim: int, group: dist.ProcessGroup) -> Started:
-    """``x`` with ``lengths[rank]`` entries along ``dim`` on each rank -> all of them, in rank order, on every rank."""
+    """Start gathering ``x``, ``lengths[rank]`` entries along ``dim`` on each rank, to the full tensor in rank order."""
     dim, size = dim % x.ndim, len(lengths)
     even = len(set(lengths)) == 1
     x = _padded(x, max(lengths), dim).contiguous()
@@ -78,7 +78,7 @@ def start_all_gather(x: Tensor, lengths: Sequence[int], dim: int, group: dist.Pr
 
 
 def start_reduce_scatter(x: Tensor, lengths: Sequence[int], dim: int, group: dist.ProcessGroup) -> Started:
-    """Partial sums ``x``, whole along ``dim`` -> this rank's ``lengths[rank]`` entries of their sum over the ranks."""
+    """Start summing partial ``x``, full along ``dim``, over ranks; each gets ``lengths[rank]`` entries of the sum."""
     dim, size, length = dim % x.ndim, len(lengths), lengths[dist.get_rank(group)]
     if len(set(lengths)) == 1 and _leads(x.shape, dim):
         pieces = x.contiguous().view(size, *x.shape[:dim], length, *x.shape[dim + 1 :])
@@ -98,18 +98,19 @@ def start_reduce_scatter(x: Tensor, lengths: Sequence[int], dim: int, group: dis
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """``x``, contiguous, summed over the ranks, in place."""
+    """Sum ``x``, contiguous, over the ranks, in place."""
     return start_all_reduce(x, group).result()
 
 
 def _exchanges(x: Tensor, group: dist.ProcessGroup) -> bool:
-    """Whether an exchange of everybody's ``x`` is the faster way to send the same bytes."""
+    """Return whether an all-to-all of ``x`` is the faster way to send the same bytes (large tensors over gloo)."""
     return x.numel() * x.element_size() >= _LARGE and backend_of(group, x.device) == "gloo"
 
 
 def _leads(shape: Sequence[int], dim: int) -> bool:
-    """Whether a tensor's memory begins with ``dim`` (a batch of one sample, cut along its tokens), so that what ranks
-    send lies in order already and is moved by no copy.
+    """Return whether ``dim`` is the outermost dim in memory (a batch of one sample, cut along its tokens).
+
+    The ranks' shards then lie in order already and need no copy.
     """
     return all(size == 1 for size in shape[:dim])
 

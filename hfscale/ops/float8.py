@@ -1,15 +1,15 @@
-"""Products of matrices in 8 bits (Micikevicius et al. 2022), with scales of whole tensors that several ranks share.
+"""Matrix products in float8 (Micikevicius et al. 2022), with tensorwise scales that several ranks share.
 
 Each operand is divided by its largest entry and rounded to a float of 8 bits; the product is multiplied back. The
-arithmetic is torchao's (``Float8LinearConfig``), bit for bit, but for one thing: the largest entry is that of the whole
-tensor, over all ranks that have a part of it, so that every entry is rounded as one process rounds it::
+arithmetic is torchao's (``Float8LinearConfig``), bit for bit, but for one thing: the largest entry is that of the full
+tensor, over all ranks that hold a shard of it, so that every entry is rounded as one process rounds it::
 
-    operand          its parts are over                 largest entry over
+    operand          its dims are cut over              largest entry over
     x [n, in]        tokens (cp), inputs (tp, row)      tokens, inputs
     weight [out,in]  outputs (tp, column), inputs       outputs, inputs
     grad [n, out]    tokens, outputs                    tokens, outputs
 
-Rowwise, each row that a product adds up over has a scale of its own, and only ranks with other parts of that row are
+Rowwise, each row along the contracted dim has a scale of its own, and only ranks with other shards of that row are
 asked: ``x`` along ``in`` for the output, along ``n`` for the gradient of the weight.
 """
 
@@ -28,14 +28,14 @@ from .products import Products
 
 FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16
-"""What tensor cores take of both dims of a weight."""
+"""Tensor cores need both dims of a weight to be multiples of this."""
 
-_LEAST = 1e-12  # of a largest entry: what is zero all over stays so
+_LEAST = 1e-12  # lower bound of a largest entry: a tensor of zeros stays zero
 
 
 @dataclass(frozen=True)
 class Float8Groups:
-    """Ranks with other parts of a projection's tensors, along each of their dims; empty where a rank has all of it."""
+    """Ranks with other shards of a projection's tensors, along each of their dims; empty where the dim is not cut."""
 
     tokens: Sequence[dist.ProcessGroup] = ()
     inputs: Sequence[dist.ProcessGroup] = ()
@@ -44,7 +44,7 @@ class Float8Groups:
 
 @dataclass(frozen=True)
 class _Scaled:
-    """``data / scale`` is the matrix ``[n, m]``; a scale for all of it, or ``[n, 1]`` or ``[1, m]``."""
+    """A matrix ``[n, m]`` as ``data / scale``; one scale, or one per row ``[n, 1]``, or one per column ``[1, m]``."""
 
     data: Tensor
     scale: Tensor
@@ -57,16 +57,16 @@ class _Scaled:
 
 
 class Float8Projection:
-    """One projection whose products are in 8 bits: call it for those of a pass.
+    """A projection whose products are in 8 bits; calling it returns the products of one pass.
 
     Args:
-        groups: who has the rest of its tensors.
+        groups: ranks with the other shards of its tensors.
         rowwise: a scale for each row, a power of two, and gradients with as many digits as the rest; or one for each
             tensor, and gradients with fewer digits over a wider range.
 
     Attributes:
-        shared: between passes that find the same weight, scales of it: the dim they are along -> scales, ``None`` for
-            that of all of it. ``None`` where the weight may have changed since the pass before.
+        shared: scales of the weight kept between passes that find it unchanged, by the dim they are along (``None``:
+            the tensorwise one). ``None`` where the weight may have changed since the last pass.
     """
 
     def __init__(self, groups: Float8Groups, rowwise: bool = False) -> None:
@@ -74,18 +74,18 @@ class Float8Projection:
         self.shared: dict[int | None, Tensor] | None = None
 
     def __call__(self) -> "Float8Products":
-        """Those of the pass that begins."""
+        """Return the products of the pass that begins."""
         return Float8Products(self.groups, self.rowwise, self.shared)
 
     def __deepcopy__(self, memo: Any) -> "Float8Projection":
-        """Of the same ranks, with a weight of its own."""
+        """Return a projection over the same ranks, with a weight of its own."""
         return Float8Projection(self.groups, self.rowwise)
 
     def encode(self, shard: Tensor, owners: Sequence[dist.ProcessGroup]) -> tuple[Tensor, Tensor]:
-        """A data rank's shard of the weight in 8 bits, and the scale of the whole weight.
+        """Return a data rank's shard of the weight in 8 bits, and the scale of the full weight.
 
         Args:
-            owners: who has the other shards.
+            owners: groups of the ranks with the other shards.
         """
         matrix = shard.to(computed_in(shard.dtype))
         everyone = (*owners, *self.groups.inputs, *self.groups.outputs)
@@ -95,14 +95,12 @@ class Float8Projection:
 
 
 def computed_in(dtype: torch.dtype) -> torch.dtype:
-    """By way of which type a weight goes to 8 bits: what is around the products computes in it."""
+    """Return the type that a weight passes through on its way to 8 bits: the compute type around the products."""
     return dtype if dtype == torch.float64 else torch.bfloat16
 
 
 def weight_scales(weights: Sequence[Tensor], groups: Sequence[dist.ProcessGroup]) -> list[Tensor]:
-    """The scale of each of some weights as wholes, of which this rank and those of ``groups`` have parts; by one
-    reduction over each group.
-    """
+    """Return the scale of each full weight, given this rank's shards, with one all-reduce over each of ``groups``."""
     largest = torch.stack([_largest_of_all(weight) for weight in weights])
     for group in groups:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
@@ -110,7 +108,7 @@ def weight_scales(weights: Sequence[Tensor], groups: Sequence[dist.ProcessGroup]
 
 
 def _largest_of_all(weight: Tensor) -> Tensor:
-    """Without a copy of it, in 32 bits or more."""
+    """Return the weight's largest absolute value in 32 bits or more, without a copy of the weight."""
     wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
     if not weight.numel():
         return weight.new_zeros((), dtype=wide)
@@ -118,7 +116,7 @@ def _largest_of_all(weight: Tensor) -> Tensor:
 
 
 class Float8Products(Products):
-    """Of one pass of one projection.
+    """Products in 8 bits of one pass of one projection.
 
     Args:
         groups: see :class:`Float8Projection`; ``rowwise`` and ``shared`` likewise.
@@ -132,14 +130,14 @@ class Float8Products(Products):
         self._dtype = torch.float32
 
     def kept(self, weight: Tensor) -> Tensor:
-        """The parameter itself, or the 8 bits in which it was gathered: no copy in another type."""
+        """Return the parameter itself, or the 8 bits in which it was gathered: no copy in another type."""
         if isinstance(weight, Float8Weight):
             self._scales["weight"] = weight.scale
             return weight.entries
         return weight
 
     def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """In the type of ``x``, to which autocast has brought it."""
+        """Return the output in the type of ``x``, to which autocast has brought it."""
         self._dtype = x.dtype
         rows = self._scaled("x", x.reshape(-1, x.shape[-1]), 1, self._groups.tokens, self._groups.inputs)
         found = _product(rows, self._weight(weight, 1).t(), x.dtype, fast=True)
@@ -147,25 +145,30 @@ class Float8Products(Products):
         return found if bias is None else found + bias.to(found.dtype)
 
     def to_input(self, grad: Tensor, weight: Tensor) -> Tensor:
-        """See :class:`Products`."""
+        """Return the gradient of the input; see :class:`Products`."""
         rows = self._scaled("grad", grad, 1, self._groups.tokens, self._groups.outputs)
         return _product(rows, self._weight(weight, 0), grad.dtype)
 
     def to_weight(self, grad: Tensor, x: Tensor, transposed: bool) -> Tensor:
-        """See :class:`Products`."""
+        """Return the gradient of the weight; see :class:`Products`."""
         outputs = self._scaled("grad", grad, 0, self._groups.tokens, self._groups.outputs)
         inputs = self._scaled("x", x, 0, self._groups.tokens, self._groups.inputs)
         found = _product(outputs.t(), inputs, grad.dtype)
         return found.t() if transposed else found
 
     def _weight(self, weight: Tensor, along: int) -> _Scaled:
-        if weight.dtype == FORWARD:  # gathered so
+        if weight.dtype == FORWARD:  # gathered in 8 bits
             return _Scaled(weight, self._scales["weight"])
-        # By way of the type of the input, as data ranks gather it, with autocast and, in the backward pass, without.
+        # Through the input's type, as data ranks gather it: the backward pass, which has no autocast, rounds alike.
         return self._scaled("weight", weight.to(self._dtype), along, self._groups.outputs, self._groups.inputs)
 
     def _scaled(self, name: str, matrix: Tensor, along: int, *groups_by_dim: Sequence[dist.ProcessGroup]) -> _Scaled:
-        """``matrix``, scaled as a whole, once in a pass, or along a dim, over who has other parts ``along`` it."""
+        """Return ``matrix`` in 8 bits, with one scale per pass or, rowwise, a scale for each row.
+
+        Args:
+            along: the contracted dim.
+            groups_by_dim: ranks with other shards of the matrix, for each of its dims.
+        """
         dtype = GRADIENT if name == "grad" and not self._rowwise else FORWARD
         shared = self._of_weight if name == "weight" else None
         of = along if self._rowwise else None
@@ -193,7 +196,7 @@ def _power_of_two(scale: Tensor) -> Tensor:
 
 
 def _largest(matrix: Tensor, along: int | None, groups: Sequence[dist.ProcessGroup]) -> Tensor:
-    """The largest absolute value of a matrix, or ``along`` a dim of it, over this rank and those of ``groups``."""
+    """Return a matrix's largest absolute value, or ``along`` a dim of it, over this rank and those of ``groups``."""
     if along is None:
         found = matrix.abs().amax() if matrix.numel() else matrix.new_zeros(())
     elif matrix.shape[along]:
@@ -210,10 +213,10 @@ def _scale_for(largest: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _product(a: _Scaled, b: _Scaled, dtype: torch.dtype, fast: bool = False) -> Tensor:
-    """``a [n, k]`` times ``b [k, m]`` in ``dtype``.
+    """Return ``a [n, k]`` times ``b [k, m]`` in ``dtype``.
 
     Args:
-        fast: whether sums may be kept with fewer digits.
+        fast: whether sums may be accumulated with fewer digits.
     """
     if not a.data.is_cuda:  # the same numbers; sums are not rounded to what tensor cores keep of them
         wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -224,10 +227,10 @@ def _product(a: _Scaled, b: _Scaled, dtype: torch.dtype, fast: bool = False) -> 
 def on_tensor_cores(
     a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch.dtype, fast: bool = False
 ) -> Tensor:
-    """``(a / scale_a) @ (b / scale_b)`` of matrices in 8 bits, by torch's own kernel.
+    """Return ``(a / scale_a) @ (b / scale_b)`` of float8 matrices, by torch's own kernel.
 
-    It takes ``a`` by rows and ``b`` by columns, and multiples of 16 of the dim that is added up and of ``b``'s other.
-    Scales of rows are multiplied afterwards unless sums may be ``fast``, since the kernel for them is slow otherwise.
+    It takes ``a`` by rows and ``b`` by columns, and multiples of 16 of the contracted dim and of ``b``'s other. Scales
+    of rows are multiplied afterwards unless sums may be ``fast``, since the kernel for them is slow otherwise.
     """
     inverse_a, inverse_b = scale_a.reciprocal(), scale_b.reciprocal()
     rowwise, columns = scale_a.ndim == 2, b.shape[1]
@@ -256,7 +259,7 @@ def _by_rows(matrix: Tensor) -> Tensor:
 
 
 def _padded(matrix: Tensor, *dims: int) -> Tensor:
-    """With zeros behind, so that the size of each of ``dims`` is a multiple of 16."""
+    """Pad the matrix with zeros so that the size of each of ``dims`` is a multiple of 16."""
     missing = [-matrix.shape[dim] % MULTIPLE if dim in dims else 0 for dim in (0, 1)]
     if not any(missing):
         return matrix

@@ -1,4 +1,4 @@
-"""A whole weight as data ranks have gathered it: in 8 bits, with one scale, for products and nothing else."""
+"""A weight all-gathered over data ranks in 8 bits, with one scale; it serves matrix products and nothing else."""
 
 from typing import Any
 
@@ -14,44 +14,44 @@ _LIKE = (_aten.zeros_like.default, _aten.empty_like.default, _aten.new_zeros.def
 
 
 class Float8Weight(Tensor):
-    """Takes the place of a parameter ``[out, in]`` while it is gathered: autograd sees the type of its gradient.
+    """A tensor in place of a parameter ``[out, in]`` while it is gathered; autograd sees the type of its gradient.
 
     Attributes:
         entries: the weight times its scale, rounded to 8 bits.
-        scale: a number; views of the weight have the same one, so that it can be renewed with the entries.
+        scale: a scalar tensor that views of the weight share, so that it can be renewed with the entries.
     """
 
     entries: Tensor
     scale: Tensor
 
     def __new__(cls, entries: Tensor, scale: Tensor, dtype: torch.dtype) -> "Float8Weight":
-        """As a tensor in ``dtype``."""
+        """Make a tensor that poses as ``dtype``."""
         made: Float8Weight = tensor_without_memory(cls, tuple(entries.shape), dtype, entries.device)
         made.entries, made.scale = entries, scale
         return made
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """Which tensors it is made of, in torch's protocol."""
+        """Return the names of the inner tensors, in torch's protocol for tensor subclasses."""
         return ["entries", "scale"], self.dtype
 
     @staticmethod
     def __tensor_unflatten__(made_of: dict[str, Tensor], dtype: Any, *_: Any) -> "Float8Weight":
-        """The reverse."""
+        """Rebuild the weight from its inner tensors."""
         return Float8Weight(made_of["entries"], made_of["scale"], dtype)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Torch's own, down to :meth:`__torch_dispatch__`."""
+        """Run torch's own functions, down to :meth:`__torch_dispatch__`."""
         return as_plain_tensors(func, *args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Views, and plain tensors of its shape and type.
+        """Return views, and plain tensors of its shape and type.
 
         Raises:
-            ConfigError: something else would read its entries.
+            ConfigError: any other operation, which would read its entries.
         """
         weight = args[0]
         if func is _aten.t.default:

@@ -5,8 +5,8 @@
     rank 0: [a]  ----> [a b]        backward   g[:len a] <---- g
     rank 1: [b]  ----> [a b]                   g[len a:] <---- g
 
-Slices may differ in length (a vocabulary that does not divide). The gradient that comes back is equal on all ranks,
-because what follows is computed on all of them alike.
+Slices may differ in length (a vocabulary that does not divide). All ranks compute alike with the gathered tensor, so
+its gradient is equal on all of them.
 """
 
 from collections.abc import Sequence
@@ -33,5 +33,5 @@ class _Gather(torch.autograd.Function):
 
 
 def gather(x: Tensor, lengths: Sequence[int], group: dist.ProcessGroup | None, dim: int = -1) -> Tensor:
-    """``x`` with ``lengths[rank]`` entries along ``dim`` on each rank of ``group`` -> all of them on every rank."""
+    """All-gather ``x``, ``lengths[rank]`` entries along ``dim`` on each rank of ``group``."""
     return x if group is None else _Gather.apply(x, lengths, dim, group)

@@ -1,12 +1,12 @@
-"""Enter a tensor-parallel region from shares of the sequence: all-gather forward, reduce-scatter backward.
+"""Enter a tensor-parallel region from sequence shards: all-gather forward, reduce-scatter backward.
 
 ::
 
     rank 0: [a]  ----> [a b]        backward   (g0 + g1)[:len a] <---- g0
     rank 1: [b]  ----> [a b]                   (g0 + g1)[len a:] <---- g1
 
-``g`` bar in Korthikanti et al. 2022 (Reducing Activation Recomputation), section 4.2.2. What follows differs between
-ranks, so each of them sees a part of the gradient.
+``g`` bar in Korthikanti et al. 2022 (Reducing Activation Recomputation), section 4.2.2. Ranks compute different things
+with the gathered tensor, so each has a partial gradient.
 """
 
 from collections.abc import Sequence
@@ -37,9 +37,9 @@ class _GatherSum(torch.autograd.Function):
 def gather_sum(
     x: Tensor, lengths: Sequence[int], group: dist.ProcessGroup, dim: int = 1, known: Tensor | None = None
 ) -> Tensor:
-    """``x`` with ``lengths[rank]`` entries along ``dim`` on each rank of ``group`` -> all of them on every rank.
+    """All-gather ``x``, ``lengths[rank]`` entries along ``dim`` on each rank of ``group``; reduce-scatter its gradient.
 
     Args:
-        known: the result, where it has been gathered before; only the backward pass communicates then.
+        known: the gathered tensor, if there is one already; only the backward pass communicates then.
     """
     return _GatherSum.apply(x, lengths, dim, group, None if known is None else known.detach())

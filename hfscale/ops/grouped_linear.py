@@ -1,8 +1,8 @@
 """One linear layer per group of rows: ``out[r] = x[r] @ weight[g].T + bias[g]`` for the rows ``r`` of group ``g``.
 
-Rows of one group lie side by side. Where torch has a grouped matrix product for the device and type it is used; else
-there is a matrix product per group, which on a CPU is what torch's own does, and which serves every type. A group
-without rows takes part all the same: its gradient is zero, and not missing.
+Rows of a group are contiguous. torch's grouped matrix product is used where it supports the device and type; else there
+is one matrix product per group, which on a CPU is what torch's own does, and which supports every type. A group without
+rows takes part all the same: its gradient is zero, and not missing.
 """
 
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ from torch.nn import functional as F
 from .._host.torch_device import capability_of, is_accelerator
 
 ALIGNED = 16
-"""Bytes that the rows of a grouped product's operands begin at multiples of."""
-# Those it is written for (Hopper, datacenter Blackwell); others get a loop that waits for the device every time.
+"""Alignment in bytes of the rows of a grouped product's operands."""
+# The kernel is written for Hopper and datacenter Blackwell; elsewhere it is a loop that waits for the device.
 _KERNEL_CAPABILITIES = (9, 10)
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """``weight [g, n, k]``, or ``[g, k, n]`` where ``transposed``; ``x [r, k]`` -> ``[r, n]``."""
+    """One product per group: ``weight [g, n, k]``, or ``[g, k, n]`` if ``transposed``; ``x [r, k]`` -> ``[r, n]``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Sequence[int], transposed: bool) -> Tensor:
@@ -61,7 +61,7 @@ class _GroupedLinear(torch.autograd.Function):
 def grouped_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, counts: Sequence[int], *, transposed: bool = False
 ) -> Tensor:
-    """``x [rows, k]`` through the layer of each row's group.
+    """Apply to each row of ``x [rows, k]`` the linear layer of its group.
 
     Args:
         weight: ``[groups, n, k]``, or ``[groups, k, n]`` where ``transposed``.
@@ -78,13 +78,13 @@ def grouped_linear(
 
 
 def rows_of_groups(values: Tensor, counts: Sequence[int], rows: int) -> Tensor:
-    """``values [groups, n]`` -> ``[rows, n]``: those of each row's group."""
+    """Return ``[rows, n]``: for each row the entry of its group in ``values [groups, n]``."""
     groups = torch.arange(rows, dtype=torch.int32, device=values.device)
     return values.index_select(0, torch.bucketize(groups, _ends(counts, values.device), right=True))
 
 
 def _ends(counts: Sequence[int], device: torch.device) -> Tensor:
-    """Where each group ends, ``[groups]``, without waiting for the device."""
+    """Return the row at which each group ends, ``[groups]``, without waiting for the device."""
     ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32, pin_memory=is_accelerator(device))
     return ends if ends.device == device else ends.to(device, non_blocking=True)
 
@@ -99,7 +99,7 @@ def _has_kernel(x: Tensor, weight: Tensor) -> bool:
 
 
 def kernel_takes(x: Tensor, weight: Tensor) -> bool:
-    """Whether torch's grouped product takes operands of these types and sizes, in the backward pass as well.
+    """Return whether torch's grouped product takes operands of these types and sizes, in the backward pass as well.
 
     Every row of every matrix, of results and gradients too, must begin at a multiple of 16 bytes.
     """

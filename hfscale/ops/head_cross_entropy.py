@@ -1,4 +1,4 @@
-"""Head and cross entropy in one operator, over chunks of rows: logits of all rows never exist.
+"""Head and cross entropy in one operator, over chunks of rows: the logits of all rows never exist at once.
 
 ::
 
@@ -7,9 +7,9 @@
        gradient of the hidden rows <-- head <-- gradient, written into the logits
        sums of the head's gradients <----+
 
-Each chunk's gradients are taken in the forward pass, right after its loss, so that its logits are computed once and
-can be dropped (Liger Kernel, Hsu et al. 2024); the backward pass multiplies what was kept by the gradient of the loss.
-Memory: one chunk of logits and the gradients themselves. Rows without a target are neither projected nor sent.
+The forward pass takes each chunk's gradients right after its loss, so that its logits are computed once and can be
+dropped (Liger Kernel, Hsu et al. 2024); the backward pass multiplies the saved gradients by that of the loss. Memory:
+one chunk of logits and the gradients themselves. Rows without a target are neither projected nor sent.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ _CHUNK_ELEMENTS_GPU = 1 << 26
 # Fewer rows make the products slow: each chunk also reads the head's weight twice and its gradient once.
 _FEWEST_ROWS = 128
 _SMALL_ELEMENTS = 1 << 20  # fewer logits than these are not worth a chunk
-_once: list[bool] = []  # not empty within each_gradient_once; autograd's threads read it too
+_once: list[bool] = []  # not empty inside each_gradient_once; autograd's threads read it too
 _CHUNKS = 4  # also where everything would fit, unless they had fewer rows; then two
 
 
@@ -63,8 +63,8 @@ def _loss_and_gradients(
     gradients: bool,
     expected: float,
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:
-    """The loss, its gradient by ``hidden``, and its gradients by the head's parameters, both times ``expected``."""
-    # The same on all tensor ranks, and so are the chunks.
+    """Return the loss, its gradient by ``hidden`` and those by the head's parameters, both times ``expected``."""
+    # Equal on all tensor ranks, and so are the chunks.
     valid = targets != ignore_index
     chosen = (valid.nonzero() if known is None else valid.nonzero_static(size=known)).squeeze(1)
     losses: list[Tensor] = []
@@ -92,7 +92,10 @@ def _loss_and_gradients(
 
 @contextmanager
 def each_gradient_once() -> Iterator[None]:
-    """Within: backward passes that keep their graph do not come to a loss twice for the same gradients."""
+    """Promise inside the ``with`` block that no backward pass reaches a loss twice for the same gradients.
+
+    :func:`_times` may then overwrite saved gradients even where the graph is kept.
+    """
     _once.append(True)
     try:
         yield
@@ -101,7 +104,7 @@ def each_gradient_once() -> Iterator[None]:
 
 
 def _times(saved: Tensor | None, factor: Tensor) -> Tensor | None:
-    """``saved * factor``, in the saved tensor itself where no second backward pass will look at it."""
+    """Return ``saved * factor``, in place where no second backward pass will read the saved tensor."""
     if saved is None:
         return None
     # Where the graph is not kept (or for other parts of it only), autograd lets go of what is saved right after this,
@@ -114,7 +117,7 @@ def _times(saved: Tensor | None, factor: Tensor) -> Tensor | None:
 
 
 def rows_per_chunk(rows: int, width: int, device: torch.device) -> int:
-    """How many of ``rows`` are worked at once, where a row has ``width`` logits."""
+    """Return how many of ``rows`` a chunk holds, where a row has ``width`` logits."""
     budget = _CHUNK_ELEMENTS if device.type == "cpu" else _CHUNK_ELEMENTS_GPU
     even = max(-(-rows // _CHUNKS), min(max(_FEWEST_ROWS, _SMALL_ELEMENTS // width), -(-rows // 2)))
     if device.type != "cpu":  # few different sizes: an allocator's pieces fit again, and products have even shapes
@@ -134,17 +137,17 @@ def head_cross_entropy(
     valid: int | None = None,
     expected: float = 1.0,
 ) -> Tensor:
-    """Sum of the cross entropies of the rows whose target is not ``ignore_index``, divided by ``divisor``.
+    """Return the sum of the cross entropies of rows whose target is not ``ignore_index``, divided by ``divisor``.
 
     Args:
-        hidden: ``[N, h]``, equal on all tensor ranks; each rank's gradient is what its slice contributes.
+        hidden: ``[N, h]``, equal on all tensor ranks; its gradient is partial: each rank has its slice's term.
         targets: ``[N]``, global token ids, equal on all ranks.
         head: maps rows to this rank's slice of the vocabulary.
         divisor: a scalar; by default the number of such rows, which makes it their mean.
         dtype: of the logits, where it is not that of ``hidden``.
         valid: how many rows have a target, where the host knows; otherwise it asks the device.
-        expected: the gradient of the loss with which the backward pass will begin. Gradients in 16 bits are taken of so
-            many times the loss.
+        expected: the gradient of the loss with which the backward pass will begin (a loss scale): gradients in 16 bits
+            are taken of the loss times this.
 
     Returns:
         a scalar, float32 (float64 for float64 logits), equal on all ranks.

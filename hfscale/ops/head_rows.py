@@ -1,7 +1,7 @@
 """The projection onto the vocabulary, run on some rows at a time with its gradients taken at once.
 
-A head is anything that maps ``[n, h]`` to ``[n, V/t]`` row by row. Gradients of its parameters are sums over the
-rows, kept in one buffer each; gradients by the rows are returned chunk by chunk.
+A head is anything that maps ``[n, h]`` to ``[n, V/t]`` row by row. Gradients of its parameters are sums over the rows,
+kept in one buffer each; gradients by the rows are returned chunk by chunk.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,35 +17,35 @@ _SLICE_ELEMENTS = 1 << 24  # of a low-precision product on its way into a float3
 
 
 class HeadRows(Protocol):
-    """What :func:`hfscale.ops.head_cross_entropy` needs of a head.
+    """The interface of a head as :func:`hfscale.ops.head_cross_entropy` runs it.
 
     Attributes:
-        parameters: those it may have gradients for.
-        reusable: nothing reads the last logits any more, so their gradient may be written into them.
+        parameters: its parameters, trained or not.
+        reusable: whether the gradient may be written into the last logits, which nothing reads any more.
     """
 
     parameters: Sequence[Tensor]
     reusable: bool
 
     def logits(self, rows: Tensor, gradients: bool) -> Tensor:
-        """``[n, h]`` -> ``[n, V/t]``, without a graph; ``gradients`` announces that :meth:`backward` follows."""
+        """Compute logits ``[n, V/t]`` of rows ``[n, h]``, without a graph; ``gradients`` announces :meth:`backward`."""
         ...
 
     def backward(self, gradient: Tensor) -> Tensor | None:
-        """``[n, V/t]`` for the last logits -> ``[n, h]``, and adds up what the parameters get."""
+        """Return the rows' gradient ``[n, h]`` for that of the last logits, and add up the parameters' gradients."""
         ...
 
     def sums(self) -> list[Tensor | None]:
-        """The gradient of every parameter, ``None`` where it does not train."""
+        """Return the gradient of every parameter, ``None`` where it does not train."""
         ...
 
 
 class LinearRows:
-    """A plain ``nn.Linear``: two matrix products, the second added to the weight's buffer as it is made.
+    """A plain ``nn.Linear``: two matrix products, the second accumulated into the weight's buffer.
 
     Args:
-        finish: what the model does to the logits afterwards, pointwise; ``None`` for nothing.
-        reusable: no operation of ``finish`` keeps its last result for its own gradient.
+        finish: pointwise operations of the model on the logits (a softcap, a scale); ``None`` for none.
+        reusable: whether no operation of ``finish`` keeps its last result for its own gradient.
         needed: whether the rows' gradients are asked for.
     """
 
@@ -58,7 +58,7 @@ class LinearRows:
         self._kept: tuple[Any, ...] = ()
 
     def logits(self, rows: Tensor, gradients: bool) -> Tensor:
-        """See :class:`HeadRows`."""
+        """Compute logits; see :class:`HeadRows`."""
         raw = F.linear(rows, self.weight, self.bias)
         if self.finish is None:
             self._kept = (rows, None, None)
@@ -69,7 +69,7 @@ class LinearRows:
         return final.detach()
 
     def backward(self, gradient: Tensor) -> Tensor | None:
-        """See :class:`HeadRows`."""
+        """Return the rows' gradient; see :class:`HeadRows`."""
         (rows, raw, final), self._kept = self._kept, ()
         if self.finish is not None:
             (gradient,) = torch.autograd.grad(final, raw, gradient)
@@ -79,7 +79,7 @@ class LinearRows:
         return gradient @ self.weight if self.needed else None
 
     def sums(self) -> list[Tensor | None]:
-        """See :class:`HeadRows`."""
+        """Return the parameters' gradients; see :class:`HeadRows`."""
         return [each.total() for each in self._sums]
 
 
@@ -94,7 +94,7 @@ class AnyRows:
         self._kept: tuple[Any, ...] = ()
 
     def logits(self, rows: Tensor, gradients: bool) -> Tensor:
-        """See :class:`HeadRows`."""
+        """Compute logits; see :class:`HeadRows`."""
         with torch.set_grad_enabled(gradients):
             final = self.head(rows.requires_grad_(gradients and self.needed))
             if self.finish is not None:
@@ -103,7 +103,7 @@ class AnyRows:
         return final.detach()
 
     def backward(self, gradient: Tensor) -> Tensor | None:
-        """See :class:`HeadRows`."""
+        """Return the rows' gradient; see :class:`HeadRows`."""
         (rows, final), self._kept = self._kept, ()
         trained = [each for each in self._sums if each.trains]
         inputs = [each.parameter for each in trained] + [rows] * self.needed
@@ -115,7 +115,7 @@ class AnyRows:
         return by_rows
 
     def sums(self) -> list[Tensor | None]:
-        """See :class:`HeadRows`."""
+        """Return the parameters' gradients; see :class:`HeadRows`."""
         return [each.total() for each in self._sums]
 
 
@@ -133,14 +133,14 @@ class _Sum:
             self._total.add_(part)
 
     def add_product(self, gradient: Tensor, rows: Tensor) -> None:
-        """``gradient [n, V/t]``, ``rows [n, h]`` of a weight ``[V/t, h]``."""
+        """Add ``gradient.T @ rows`` (``gradient [n, V/t]``, ``rows [n, h]``) to the weight's gradient ``[V/t, h]``."""
         if not self.trains:
             return
         first = self._total is None
         if self._total is None:
             self._total = self._buffer()
         if self._total.dtype == rows.dtype:
-            self._total.addmm_(gradient.T, rows, beta=0 if first else 1)  # 0: what is in the buffer is not read
+            self._total.addmm_(gradient.T, rows, beta=0 if first else 1)  # 0: the empty buffer is not read
             return
         step = max(1, _SLICE_ELEMENTS // rows.shape[1])
         for i in range(0, gradient.shape[1], step):

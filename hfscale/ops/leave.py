@@ -31,5 +31,5 @@ class _Leave(torch.autograd.Function):
 
 
 def leave(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The sum over the ranks of ``group`` of their partial results ``x``, any shape, equal on all of them after."""
+    """All-reduce the partial results ``x``, any shape, over the ranks of ``group``."""
     return x if group is None else _Leave.apply(x, group)

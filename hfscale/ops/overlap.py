@@ -1,8 +1,8 @@
-"""Enter a tensor-parallel region with the backward collective hidden behind the gradients of the weights that follow.
+"""Enter a tensor-parallel region with the backward collective hidden behind the weight gradients of its projections.
 
-Backward through a projection makes two products: the gradient of its input, which the other ranks wait for, and that
-of its weight, which nobody waits for. The stock graph has both in one node. Here they are two, and autograd, which runs
-the latest made of the nodes that are ready, finds them in this order::
+Backward through a projection makes two products: the gradient of its input, which the other ranks wait for, and that of
+its weight, which nobody waits for. The stock graph has both in one node. Here they are two, and autograd, which runs
+the youngest of the nodes that are ready, finds them in this order::
 
     forward    await ---> weights W1 W2 ---> launch ---> projections 1, 2 ---> ...
     backward   projections 2, 1 (input gradients) -> launch: the collective starts -> W2, W1 -> await: it has ended
@@ -28,7 +28,7 @@ from .shared_casts import autocasted
 
 Start = Callable[[Tensor], Started]
 Derive = Callable[[Tensor], Tensor]
-"""Makes of a gathered tensor ``[n, h]`` what the forward pass made of it: another type, or with entries dropped."""
+"""Derives from a gathered tensor ``[n, h]`` what the forward pass made of it: another type, or with entries dropped."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ class _Flight:
 
 
 class Regather:
-    """Gathers a tensor once more in the backward pass, for the projections that read it, or what is made of it."""
+    """A second gather of a tensor in the backward pass, for projections that read it or a tensor derived from it."""
 
     def __init__(self, gather: Start, whole: Tensor | None = None) -> None:
         self.gather, self.readers, self.left = gather, 0, 0
@@ -51,11 +51,11 @@ class Regather:
         self._pass = -1  # the backward pass it was gathered for
 
     def gives(self, x: Tensor) -> Derive | None:
-        """How ``x`` is made of what was gathered, where it is that, as it was then, or the same in another shape."""
+        """Return how ``x`` is derived from the gathered tensor; ``None`` if it is not, or was changed since."""
         return next((derive for known, version, derive in self._known if _is_still(x, known(), version)), None)
 
     def made(self, x: Tensor, found: Tensor, derive: Derive) -> None:
-        """Note that ``found`` was made of ``x``: a projection that reads it need not keep it either."""
+        """Note that ``found`` was derived from ``x``: a projection that reads ``found`` need not keep it either."""
         before = self.gives(x)
         if before is not None:
             self._know(found, lambda whole: derive(before(whole)))
@@ -64,13 +64,13 @@ class Regather:
         self._known.append((weakref.ref(x), version_of(x), derive))
 
     def start(self, x: Tensor) -> None:
-        """Begin, if no reader has."""
+        """Start the gather, unless a reader in this backward pass has."""
         current = backward_pass()
         if self._pass != current:
             self._pass, self._started, self._whole = current, self.gather(x), None
 
     def take(self) -> Tensor:
-        """The gathered tensor as ``[n, h]``; given up with the last reader."""
+        """Return the gathered tensor as ``[n, h]``, and drop it with the last reader."""
         if self._started is not None:
             gathered = self._started.result()
             self._whole, self._started, self.left = gathered.reshape(-1, gathered.shape[-1]), None, self.readers
@@ -83,7 +83,7 @@ class Regather:
 
 
 def as_it_is(x: Tensor) -> Tensor:
-    """``x``."""
+    """Return ``x``."""
     return x
 
 
@@ -99,9 +99,9 @@ class WeightLater:
 
     Attributes:
         token: the weight, as the projection must use it: by :func:`project`, once.
-        products: who makes the projection's products.
-        regather: gathers ``own``, this rank's share of the input, again; ``None`` where the input is kept.
-        narrow: the same share in the type that autocast multiplies in, and what gathers that.
+        products: computes the projection's matrix products.
+        regather: gathers ``own``, this rank's shard of the input, again; ``None`` where the input is kept.
+        narrow: the shard in autocast's type, and the gather of it.
     """
 
     def __init__(self, weight: Tensor, transposed: bool, own: Tensor | None) -> None:
@@ -191,18 +191,18 @@ def enter_overlapped(
     gather: Start | None = None,
     regather: bool = False,
 ) -> tuple[Tensor, list[WeightLater]]:
-    """``x`` inside the region, and the weights of the projections that read it.
+    """Return ``x`` inside the region, and the weights of the projections that read it.
 
     Args:
         weights: each with whether it is stored transposed, ``[in, out]``.
-        reduce: starts the collective on the gradient of what is inside.
-        gather: starts the collective that makes what is inside out of ``x``; ``None`` where it is ``x``.
+        reduce: starts the backward collective, on the gradient of the tensor inside.
+        gather: starts the collective that makes the tensor inside from ``x``; ``None`` where it is ``x``.
         regather: gather once more in backward, for the weights' gradients, instead of keeping the result.
     """
     flight = _Flight()
     x = _Await.apply(x, flight)
     own = x.detach() if regather and gather is not None else None
-    # Made before the launch, so that autograd, which runs the latest made of what is ready, comes to them after it.
+    # Made before the launch, so that autograd, which runs the youngest ready node, comes to them after it.
     later = [WeightLater(weight, transposed, own) for weight, transposed in weights]
     whole = _Launch.apply(x, flight, gather, reduce)
     if own is not None and gather is not None:
@@ -214,12 +214,12 @@ def enter_overlapped(
 
 
 def project(x: Tensor, later: WeightLater, bias: Tensor | None) -> Tensor:
-    """``x @ weight.T + bias`` (or ``x @ weight``, where it is stored transposed), ``[..., in]`` -> ``[..., out]``.
+    """Return ``x @ weight.T + bias`` (``x @ weight`` if it is stored transposed), ``[..., in]`` -> ``[..., out]``.
 
-    ``x`` is kept for the gradient of the weight, unless it is what was gathered on entering and can be gathered again,
-    or known to be made of that: a block may compute something else first (a norm, a low-rank projection). Under
-    autocast the product, and what is kept for the backward pass, are of its type, as in stock code; so is what is
-    gathered again, where nothing was made of it before.
+    ``x`` is kept for the gradient of the weight, unless it is the gathered tensor, which can be gathered again, or
+    known to be derived from it: a block may compute something else first (a norm, a low-rank projection). Under
+    autocast the product and the tensors kept for the backward pass are in its type, as in stock code; so is the second
+    gather, unless something was derived from the first.
     """
     own, narrow, later.own, later.narrow = later.own, later.narrow, None, None  # autograd's saved tensors keep it
     derive = None if later.regather is None else later.regather.gives(x)
@@ -235,7 +235,7 @@ def project(x: Tensor, later: WeightLater, bias: Tensor | None) -> Tensor:
 
 
 def narrowed(reduce: Start, dtype: torch.dtype) -> Start:
-    """``reduce`` of 32-bit tensors in ``dtype``, with results in 32 bits again."""
+    """Return ``reduce`` that sends 32-bit tensors in ``dtype``, with results in 32 bits again."""
 
     def start(grad: Tensor) -> Started:
         if grad.dtype != torch.float32:

@@ -1,11 +1,11 @@
-"""Keep this rank's share of a dim: a slice forward, all-gather backward.
+"""Keep this rank's shard of a dim: a slice forward, all-gather backward.
 
 ::
 
     rank 0: [a b] ----> [a]        backward   [ga gb] <---- [ga]
     rank 1: [a b] ----> [b]                   [ga gb] <---- [gb]
 
-What came before was computed on all ranks alike, and so is its gradient.
+All ranks computed the input alike, and so they do its gradient.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, lengths: Sequence[int], dim: int, group: dist.ProcessGroup) -> Tensor:
         ctx.arguments, rank = (lengths, dim, group), dist.get_rank(group)
-        # A copy, also of what lies together (one sample), so that the whole can be given up.
+        # A copy, also where the slice is contiguous (one sample), so that the full tensor can be freed.
         return x.narrow(dim, sum(lengths[:rank]), lengths[rank]).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
@@ -33,5 +33,5 @@ class _Scatter(torch.autograd.Function):
 
 
 def scatter(x: Tensor, lengths: Sequence[int], group: dist.ProcessGroup, dim: int = 1) -> Tensor:
-    """``x``, equal on all ranks of ``group`` -> its ``lengths[rank]`` entries along ``dim`` on each of them."""
+    """Return this rank's ``lengths[rank]`` entries along ``dim`` of ``x``, which is equal on all ranks of ``group``."""
     return _Scatter.apply(x, lengths, dim, group)

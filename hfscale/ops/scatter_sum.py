@@ -1,4 +1,4 @@
-"""Leave a tensor-parallel region into shares of the sequence: reduce-scatter forward, all-gather backward.
+"""Leave a tensor-parallel region into sequence shards: reduce-scatter forward, all-gather backward.
 
 ::
 
@@ -32,5 +32,5 @@ class _ScatterSum(torch.autograd.Function):
 
 
 def scatter_sum(x: Tensor, lengths: Sequence[int], group: dist.ProcessGroup, dim: int = 1) -> Tensor:
-    """Partial sums ``x`` on the ranks of ``group`` -> ``lengths[rank]`` entries along ``dim`` of the sum on each."""
+    """Reduce-scatter partial sums ``x`` over the ranks of ``group``, ``lengths[rank]`` entries of ``dim`` to each."""
     return _ScatterSum.apply(x, lengths, dim, group)

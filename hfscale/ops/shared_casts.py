@@ -1,7 +1,7 @@
-"""One copy of each weight in the type of mixed precision, for all microbatches that compute with it.
+"""One mixed-precision copy of each weight, for all microbatches that compute with it.
 
 Autocast makes its copies anew in every forward pass, and each microbatch keeps its own until its backward pass: a
-pipeline stage with eight under way holds every weight eight times more. The weights are the same for all of them, so
+pipeline stage with eight in flight holds every weight eight times more. The weights are the same for all of them, so
 one copy serves; each microbatch's gradient is made in 16 bits and added to the weight's in 32, as ever.
 """
 
@@ -24,9 +24,9 @@ class Casts:
     """Copies of weights as they are now.
 
     Attributes:
-        memory: the storages that they lie in.
-        plain: by place and form of the weight.
-        in_graph: the same with their graphs, of those that train.
+        memory: the storages of the copies.
+        plain: copies by place and form of the weight.
+        in_graph: copies with their autograd graphs, of weights that train.
     """
 
     memory: set[int] = field(default_factory=set)
@@ -39,7 +39,11 @@ _current: Casts | None = None  # not by thread: backward passes, which recompute
 
 @contextmanager
 def sharing(casts: Casts | None) -> Iterator[None]:
-    """Within: all passes use these copies, and add to them; the weights stay as they are. ``None``: none are kept."""
+    """Share ``casts`` between all passes inside the ``with`` block, in which weights must not change.
+
+    Args:
+        casts: found there, and added to; ``None`` to share none.
+    """
     global _current
     before, _current = _current, casts
     try:
@@ -49,12 +53,12 @@ def sharing(casts: Casts | None) -> Iterator[None]:
 
 
 def is_sharing() -> bool:
-    """Whether passes share copies now."""
+    """Return whether passes share copies now."""
     return _current is not None
 
 
 def autocasted(x: Tensor) -> Tensor:
-    """``x`` as autocast, where it is on, would give it to a product: it leaves 64 bits alone."""
+    """Return ``x`` as autocast, where it is on, would give it to a matrix product; float64 stays."""
     kind = x.device.type
     if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
         return x
@@ -62,7 +66,7 @@ def autocasted(x: Tensor) -> Tensor:
 
 
 def autocasted_weight(weight: Tensor) -> Tensor:
-    """The same of a weight, in the copy that passes share, where they do."""
+    """Return a weight as autocast would give it to a matrix product, from the shared copies where there are any."""
     kind = weight.device.type
     if weight.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
         return weight
@@ -70,7 +74,7 @@ def autocasted_weight(weight: Tensor) -> Tensor:
 
 
 def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """``weight.to(dtype)``, in the copy that passes share, where they do."""
+    """Return ``weight.to(dtype)``, from the shared copies where there are any."""
     if _current is None or weight.dtype == dtype or not weight.numel() or torch.compiler.is_compiling():
         return weight.to(dtype)
     key = weight.data_ptr(), weight.shape, weight.stride(), dtype
@@ -86,12 +90,12 @@ def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def is_shared_cast(tensor: Tensor) -> bool:
-    """Whether it lies in the memory of a copy that passes share."""
+    """Return whether the tensor lies in the memory of a shared copy."""
     return _current is not None and storage_key(tensor.untyped_storage()) in _current.memory
 
 
 class _Cast(torch.autograd.Function):
-    """Keeps nothing, so that the backward passes of several microbatches may go through it."""
+    """A cast that saves nothing, so that the backward passes of several microbatches may go through it."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, cast: Tensor) -> Tensor:

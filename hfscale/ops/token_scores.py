@@ -1,6 +1,6 @@
-"""What preference and reinforcement losses need of each token's logits, over a vocabulary that is cut over ranks.
+"""Per-token statistics for preference and reinforcement losses, over a vocabulary that is cut over ranks.
 
-Each rank reduces its logits ``[N, V/t]`` to a few numbers per row, and one all-gather of those makes them whole::
+Each rank reduces its logits ``[N, V/t]`` to a few numbers per row, and one all-gather of those completes them::
 
     log p(target)  = z_target - lse              lse  = logsumexp over ranks of their slices' lse_r
     entropy        = lse - E[z]                  E[z] = sum over ranks of exp(lse_r - lse) E_r[z]
@@ -23,7 +23,7 @@ from .vocab_cross_entropy import Targets, VocabularySlice, compute_dtype
 
 @dataclass
 class TokenScores:
-    """Of every position, ``[b, s]``: what its logits say of the token that it predicts; 0 where it predicts none.
+    """Statistics ``[b, s]`` of each position's logits for the token that it predicts; 0 where it predicts none.
 
     Position ``i`` predicts the label at ``i + 1``, as in the model's own loss, so the last one predicts none.
 
@@ -42,7 +42,7 @@ class TokenScores:
     is_top1: Tensor
 
     def each(self) -> tuple[Tensor, ...]:
-        """All five, in order."""
+        """Return all five, in order."""
         return self.log_probs, self.entropy, self.log_sum_sq_probs, self.mean_logits, self.is_top1
 
 
@@ -94,7 +94,7 @@ class _Scores(torch.autograd.Function):
 
 
 def _gathered(terms: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """``[N, k]`` of this rank -> ``[t, N, k]``."""
+    """All-gather this rank's ``[N, k]`` into ``[t, N, k]``."""
     if group is None:
         return terms.unsqueeze(0)
     pieces = [torch.empty_like(terms) for _ in range(dist.get_world_size(group))]
@@ -103,8 +103,8 @@ def _gathered(terms: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def token_scores(logits: Tensor, targets: Tensor, vocabulary: VocabularySlice) -> TokenScores:
-    """Scores of ``logits [N, V/t]``, this rank's slice, for ``targets [N]``: all ``[N]``, equal on all ranks.
+    """Return scores ``[N]`` of ``logits [N, V/t]``, this rank's slice, for ``targets [N]``; equal on all ranks.
 
-    Each rank's gradient of ``logits`` is what the loss makes of its own slice.
+    Each rank's gradient of ``logits`` is that of its own slice.
     """
     return TokenScores(*_Scores.apply(logits, targets, vocabulary))

@@ -1,9 +1,9 @@
 """Cross entropy over a vocabulary that is cut over ranks; full logits never exist.
 
 Each rank holds ``logits [N, V/t]`` for its slice of the vocabulary and reduces them to two numbers per token: the
-log-sum-exp of its slice and the logit of the target, where the target lies in its slice. One all-gather of those
-``2 N`` numbers gives the loss everywhere. (Megatron-LM, Shoeybi et al. 2019, section 3, reduces twice: a maximum, then
-the sums.) Label smoothing (Szegedy et al. 2016) takes a third number, the sum of the slice. The backward pass needs no
+log-sum-exp of its slice and the logit of the target, where the target lies in its slice. One all-gather of those ``2
+N`` numbers gives the loss everywhere. (Megatron-LM, Shoeybi et al. 2019, section 3, reduces twice: a maximum, then the
+sums.) Label smoothing (Szegedy et al. 2016) takes a third number, the sum of the slice. The backward pass needs no
 communication.
 
 ::
@@ -31,14 +31,14 @@ _BLOCK_ELEMENTS_GPU = 1 << 26
 
 @dataclass(frozen=True)
 class VocabularySlice:
-    """Which part of the vocabulary this rank holds.
+    """This rank's slice of the vocabulary.
 
     Attributes:
         start: the first token id of this rank's slice.
-        size: token ids in the whole vocabulary.
+        size: token ids in the full vocabulary.
         widest: token ids in the longest slice, equal on all ranks.
-        group: the tensor ranks; ``None`` for one rank, which holds the whole vocabulary.
-        smoothing: share of the target's probability that is spread evenly over the whole vocabulary.
+        group: the tensor ranks; ``None`` for one rank, which holds the full vocabulary.
+        smoothing: fraction of the target's probability that is spread evenly over the full vocabulary.
     """
 
     start: int
@@ -50,11 +50,11 @@ class VocabularySlice:
 
 @dataclass(frozen=True)
 class Targets:
-    """Where the targets of some rows are; columns, ``[n, 1]``.
+    """Columns of the targets of some rows in this rank's logits, ``[n, 1]``.
 
     Attributes:
-        places: in this rank's slice; 0 where they are not in it.
-        missed: whether they are not in it; ``None`` where all are.
+        places: column in this rank's slice; 0 for a target outside of it.
+        missed: whether the target is outside; ``None`` where all are inside.
     """
 
     places: Tensor
@@ -62,10 +62,10 @@ class Targets:
 
     @classmethod
     def of(cls, targets: Tensor, vocabulary: VocabularySlice, width: int, known: bool = False) -> "Targets":
-        """Those of ``targets [n]``, equal on all ranks, in a slice of ``width``; any outside hit no logit.
+        """Locate ``targets [n]``, equal on all ranks, in a slice of ``width``; a target outside hits no logit.
 
         Args:
-            known: whether somebody has made sure that they are in the vocabulary.
+            known: whether the targets have been checked to be in the vocabulary.
         """
         if known and vocabulary.group is None:
             return cls(targets.unsqueeze(1), None)
@@ -74,13 +74,13 @@ class Targets:
         return cls(places.masked_fill(missed, 0), missed)
 
     def split(self, step: int) -> "list[Targets]":
-        """Of ``step`` rows each."""
+        """Split into chunks of ``step`` rows."""
         places = _cut(self.places, step)
         missed = [None] * len(places) if self.missed is None else _cut(self.missed, step)
         return [Targets(*pair) for pair in zip(places, missed, strict=True)]
 
     def kept(self, values: Tensor) -> Tensor:
-        """``values [n, 1]``, 0 where a target is not in the slice; or one value for all of them."""
+        """Return ``values [n, 1]``, or one value for all rows, with 0 where a target is outside of the slice."""
         if self.missed is None:
             return values if values.ndim else values.expand(self.places.shape)
         return values.masked_fill(self.missed, 0)
@@ -98,8 +98,8 @@ class RowTerms:
         self.vocabulary, self.targets = vocabulary, targets
         compute = compute_dtype(logits.dtype)
         hit = targets.kept(logits.gather(1, targets.places).to(compute))
-        # On a GPU passes over the logits are what the loss costs: the fewest are those of the fused kernel, whose
-        # result then is what the gradient is made of. On a CPU a block stays in the cache between passes.
+        # On a GPU the loss costs as much as it reads the logits: the fused kernel reads them least, and the gradient is
+        # made from its result. On a CPU a block stays in the cache between reads.
         self._kept: Tensor | None = None
         if keep and logits.numel() and _is_fused(logits.device) and len(logits) <= _rows_per_block(logits):
             self._kept = torch.log_softmax(logits, -1, dtype=compute)
@@ -121,7 +121,7 @@ class RowTerms:
         self.lse, self._sums = terms[0], terms[1:]
 
     def losses(self) -> Tensor:
-        """``[n, 1]``, equal on all ranks."""
+        """Return the losses ``[n, 1]``, equal on all ranks."""
         eps = self.vocabulary.smoothing
         if not eps:
             return self.lse - self._sums[0]
@@ -153,7 +153,7 @@ class RowTerms:
                 target.copy_(probabilities)
 
     def _finish(self, probabilities: Tensor, scale: Tensor, places: Tensor, hit: Tensor) -> None:
-        """Probabilities -> gradients, in place."""
+        """Turn probabilities into gradients, in place."""
         eps = self.vocabulary.smoothing
         probabilities.mul_(scale)
         if eps:
@@ -162,12 +162,12 @@ class RowTerms:
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type that sums over the vocabulary are made in."""
+    """Return the type in which sums over the vocabulary are made."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _over_ranks(terms: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """``[k, n, 1]``: the log-sum-exp of this rank's slice, then sums over it -> the same of the whole vocabulary."""
+    """Combine ``[k, n, 1]``, a slice's log-sum-exp and then sums over it, into those of the full vocabulary."""
     pieces = [torch.empty_like(terms) for _ in range(dist.get_world_size(group))]
     dist.all_gather(pieces, terms, group=group)
     everyone = torch.stack(pieces)  # [t, k, n, 1]
@@ -175,7 +175,7 @@ def _over_ranks(terms: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _is_fused(device: torch.device) -> bool:
-    """Whether losses are made by one fused kernel, whose result is kept for the gradient."""
+    """Return whether one fused kernel computes the losses; its result is then kept for the gradient."""
     return device.type != "cpu"
 
 
@@ -218,12 +218,12 @@ def vocab_cross_entropy(
     ignore_index: int = -100,
     vocabulary: VocabularySlice | None = None,
 ) -> Tensor:
-    """Sum of the cross entropies of the rows whose target is not ``ignore_index``.
+    """Return the sum of the cross entropies of the rows whose target is not ``ignore_index``.
 
     Args:
         logits: ``[N, V/t]``, this rank's slice of the vocabulary.
         targets: ``[N]``, global token ids, equal on all ranks.
-        vocabulary: which slice that is, and how targets are smoothed; by default ``logits`` hold the whole vocabulary.
+        vocabulary: which slice that is, and how targets are smoothed; by default ``logits`` hold the full vocabulary.
 
     Returns:
         a scalar, float32 (float64 for float64 logits), equal on all ranks.

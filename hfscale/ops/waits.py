@@ -1,4 +1,4 @@
-"""What this process waits for besides collectives, kept where a watchdog finds it: torch records no sends over gloo."""
+"""Registry of this process's pending sends and receives for the watchdog: torch records no sends over gloo."""
 
 import time
 from collections.abc import Iterator
@@ -10,13 +10,13 @@ import torch.distributed as dist
 
 @dataclass(eq=False)
 class Waiting:
-    """Something that a thread waits for.
+    """A send or receive that a thread waits for.
 
     Attributes:
         call: ``send`` or ``recv``.
-        peer: the rank of the run that it is to, or from.
-        group: over which.
-        since: by the clock of ``time.monotonic``.
+        peer: the global rank of the other side.
+        group: the process group it goes over.
+        since: its start, by the clock of ``time.monotonic``.
     """
 
     call: str
@@ -30,7 +30,7 @@ _waits: list[Waiting] = []
 
 @contextmanager
 def waiting(call: str, peer: int, group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Within: this process waits for what ``peer`` sends, or takes."""
+    """Register inside the ``with`` block that this process waits for ``peer`` to send or receive."""
     one = Waiting(call, peer, group)
     _waits.append(one)
     try:
@@ -40,5 +40,5 @@ def waiting(call: str, peer: int, group: dist.ProcessGroup | None) -> Iterator[N
 
 
 def waits() -> list[Waiting]:
-    """All at this moment, the oldest first."""
+    """Return all pending waits, the oldest first."""
     return list(_waits)

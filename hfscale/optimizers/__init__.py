@@ -1,4 +1,4 @@
-"""Optimizers over shards: HF Trainer's names, each with the update that one process would make."""
+"""Optimizers over shards, by HF Trainer's names, each with the update of one process."""
 
 from .factory import create_optimizer
 from .sharded import ShardedOptimizer

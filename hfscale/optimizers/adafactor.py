@@ -1,17 +1,16 @@
 """Adafactor (Shazeer & Stern 2018) over shards, as in ``transformers.optimization.Adafactor``.
 
-For a matrix of squared gradients, it keeps the means of rows and of columns. Of a matrix that is cut, these are means
-over ranks, and so are the two norms that scale an update; everything else is computed entry by entry. A step has four
-stages with a sum over ranks after each of the first three, which carries vectors for the first and numbers for the
-others, those of all parameters together::
+It keeps row and column means of a matrix's squared gradients. For a sharded matrix these are sums over ranks, and so
+are the two norms that scale an update; everything else is elementwise. A step has four stages with an all-reduce after
+each of the first three, of vectors for the first and scalars for the others, batched over all parameters::
 
     1  squares   -> sums of rows and of columns; of squared weights, if these scale the step
     2  averages  -> the mean of the rows' averages
     3  update    -> its norm
-    4  update again, clipped, scaled, applied: made twice so that updates of all parameters are never held at once
+    4  update again, clipped, scaled, applied: computed twice so that updates of all parameters are never held at once
 
-``[..., R, C]`` is the whole, ``[..., r, c]`` a share; leading dims (experts) are matrices of their own, except that the
-norms are those of the whole parameter.
+``[..., R, C]`` is the full parameter, ``[..., r, c]`` a shard; leading dims (experts) are separate matrices, except
+that the norms are those of the full parameter.
 """
 
 import math
@@ -36,34 +35,34 @@ DEFAULTS: dict[str, Any] = {
     "relative_step": True,
     "warmup_init": False,
 }
-"""The stock class's; HF Trainer sets ``scale_parameter`` and ``relative_step`` to ``False``."""
+"""The stock class's defaults; HF Trainer sets ``scale_parameter`` and ``relative_step`` to ``False``."""
 
 _NARROW = (torch.float16, torch.bfloat16)
 _FACTORS = {"exp_avg_sq_row": -1, "exp_avg_sq_col": -2}
-"""Means of squares -> the dim that they are means over."""
+"""State of mean squares -> the dim that it averages over."""
 
 
 class AdafactorStepper:
-    """Adafactor's update of ``members``."""
+    """A stepper that updates ``members`` by Adafactor."""
 
     def __init__(self, members: Sequence[Member], mesh: Mesh) -> None:
         self._members, self._mesh = members, mesh
 
     def publish(self, state: State) -> None:
-        """See :class:`Stepper`; there is none before the first step."""
+        """Publish nothing: there is no state before the first step."""
 
     def members(self) -> Sequence[Member]:
-        """See :class:`Stepper`."""
+        """Return the parameters this stepper updates."""
         return self._members
 
     def lies(self, planned: ParameterPlan, key: str, shape: tuple[int, ...]) -> StateTensor:
-        """See :class:`Stepper`; what is summed over ranks is the same, bit by bit, on all of them."""
+        """Return the state layout, see :meth:`Stepper.lies`; all-reduced tensors are bitwise equal on all ranks."""
         if key in _FACTORS:
             return without_dim(planned, _FACTORS[key])
         return like(planned) if shape else whole()
 
     def step(self, groups: Groups, state: State) -> None:
-        """See :class:`Stepper`; communicates over the axes of the parameters' cuts."""
+        """Make one update; communicates over the axes of the parameters' cuts."""
         present = gradients_present(self._members, self._mesh)
         updates = [
             _Update(member, groups[member.group], state.setdefault(member.parameter, {}), self._mesh)
@@ -80,7 +79,7 @@ class AdafactorStepper:
 
 
 class _Update:
-    """One parameter's update. ``sums`` holds what the stages so far have summed over ranks, by name."""
+    """One parameter's update. ``sums`` holds the results of the earlier stages' all-reduces, by name."""
 
     def __init__(self, member: Member, group: dict[str, Any], state: dict[str, Any], mesh: Mesh) -> None:
         self.group, self.state, self.sums = group, state, dict[str, Tensor]()
@@ -167,12 +166,12 @@ class _Update:
         return (row / mean).rsqrt_().unsqueeze(-1).mul(col.rsqrt().unsqueeze(-2)).mul_(self.gradient)
 
     def _everything(self, tensor: Tensor) -> Tensor:
-        """The sum of squares of the entries of a share that count."""
+        """Return the sum of squares of the entries of a shard that this rank counts."""
         counted = tensor if self.counted is None else self._once(tensor, self.counted[0])
         return counted.square().sum()
 
     def _once(self, tensor: Tensor, dim: int) -> Tensor:
-        """Without what earlier ranks have a copy of along ``dim``, which is to be summed over."""
+        """Return the tensor without entries along ``dim`` that earlier ranks have replicas of: each is summed once."""
         if self.counted is None or self.counted[0] != dim:
             return tensor
         pieces = [tensor.narrow(dim, start, stop - start) for start, stop in self.counted[1]]

@@ -1,12 +1,13 @@
-"""Steps on copies of weights, one parameter at a time: on the host, or in float32 for what is then rounded by chance.
+"""Optimizer steps on copies of weights, one parameter at a time: on the CPU (offload), or in float32 for stochastic
+rounding.
 
 ::
 
-    weight, gradient --copy--> host and / or float32 --stock optimizer--> copy --written back, rounded--> weight
-                                                            |
-                                                          state   stays where the copies were
+    weight, gradient --copy--> CPU and / or float32 --stock optimizer--> copy --written back, rounded--> weight
+                                                          |
+                                                        state   stays where the copies were
 
-Beside the state nothing lasts: a copy of the largest share of a parameter, and of its gradient, is the most there is.
+Besides the state no memory is kept: at most one copy of the largest shard of a parameter, and of its gradient.
 """
 
 from collections.abc import Sequence
@@ -26,28 +27,28 @@ from .stock import LocalStepper, Stock, StockOverStandIns, WholeStepper
 from .sums import gradients_present
 
 UPDATES = "updates"
-"""Option of a parameter group that counts updates, so that saved states know the number of the next."""
+"""Key of a parameter group that counts updates, so that a resumed run continues the rounding's random numbers."""
 
 
 @dataclass(frozen=True)
 class Aside:
-    """Where steps are made, and how their results are written back.
+    """Where copies are stepped, and how results are written back.
 
     Attributes:
-        device: of the copies.
-        seed: of rounding weights in bfloat16 by chance; ``None``: they are stepped as they are.
+        device: device of the copies.
+        seed: seed of the stochastic rounding of bfloat16 weights; ``None``: copies keep the weight's dtype.
     """
 
     device: torch.device
     seed: int | None = None
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """What is stepped in the place of a weight, or read in the place of its gradient."""
+        """Return a copy of a weight or gradient for the optimizer, in float32 if the weight is to be rounded."""
         wide = self.seed is not None and tensor.dtype == torch.bfloat16
         return tensor.to(self.device, torch.float32 if wide else tensor.dtype, copy=True)
 
     def write(self, member: Member, stepped: Tensor, mesh: Mesh, update: int) -> None:
-        """Put this rank's share ``stepped`` of a member into its weight."""
+        """Write this rank's updated shard ``stepped`` into the member's weight."""
         share = member.weight
         if self.seed is None or share.dtype != torch.bfloat16:
             share.copy_(stepped)
@@ -57,7 +58,7 @@ class Aside:
 
 
 class AsideStepper(LocalStepper):
-    """Steps shares one by one, for what is computed entry by entry, or block by block of whole blocks."""
+    """A stepper of copies of shards, for elementwise optimizers, and blockwise ones if shards are whole blocks."""
 
     def __init__(self, stock: Stock, members: Sequence[Member], groups: Groups, mesh: Mesh, aside: Aside) -> None:
         self._members, self._mesh, self._aside = members, mesh, aside
@@ -65,21 +66,21 @@ class AsideStepper(LocalStepper):
         for inner in self._inners:
             inner.release()
             optimizer: Any = inner.optimizer
-            if hasattr(optimizer, "name2qmap"):  # bitsandbytes' tables of 8-bit values, once for all
+            if hasattr(optimizer, "name2qmap"):  # share bitsandbytes' tables of 8-bit values
                 first: Any = self._inners[0].optimizer
                 optimizer.name2qmap = first.name2qmap
 
     def publish(self, state: State) -> None:
-        """See :class:`Stepper`."""
+        """Publish the state that exists before the first step."""
         for inner in self._inners:
             inner.publish(state)
 
     def members(self) -> Sequence[Member]:
-        """See :class:`Stepper`."""
+        """Return the parameters this stepper updates."""
         return self._members
 
     def step(self, groups: Groups, state: State) -> None:
-        """See :class:`Stepper`; no communication."""
+        """Make one update; no communication."""
         for member, inner in zip(self._members, self._inners, strict=True):
             if member.parameter.grad is None or not member.weight.numel():
                 continue
@@ -90,14 +91,14 @@ class AsideStepper(LocalStepper):
 
 
 class WholeAsideStepper(WholeStepper):
-    """Likewise for what is stepped whole."""
+    """A stepper of copies of full parameters, gathered one at a time."""
 
     def __init__(self, stock: Stock, members: Sequence[Member], groups: Groups, mesh: Mesh, aside: Aside) -> None:
         self._aside = aside
         super().__init__(stock, members, groups, mesh, aside.copy)
 
     def step(self, groups: Groups, state: State) -> None:
-        """See :class:`Stepper`; communicates over the axes of each parameter's cuts."""
+        """Make one update; communicates over the axes of each parameter's cuts."""
         present = gradients_present(self._members, self._mesh)
         for member, inner, with_gradient in zip(self._members, self._inners, present, strict=True):
             if not with_gradient:
@@ -114,20 +115,20 @@ class WholeAsideStepper(WholeStepper):
 
 
 class CountUpdates:
-    """A stepper that steps nothing: it counts the updates, behind those that read the number."""
+    """A stepper that only counts updates, after the steppers that read the number."""
 
     def publish(self, state: State) -> None:
-        """See :class:`Stepper`."""
+        """Publish nothing: it has no state."""
 
     def members(self) -> Sequence[Member]:
-        """See :class:`Stepper`."""
+        """Return no parameters."""
         return ()
 
     def lies(self, planned: ParameterPlan, key: str, shape: tuple[int, ...]) -> StateTensor:
-        """Nobody asks."""
+        """Raise NotImplementedError: it has no state."""
         raise NotImplementedError
 
     def step(self, groups: Groups, state: State) -> None:
-        """See :class:`Stepper`."""
+        """Count one update."""
         for group in groups:
             group[UPDATES] = group.get(UPDATES, 0) + 1

@@ -1,7 +1,7 @@
-"""The optimizers there are: HF Trainer's names (``transformers.training_args.OptimizerNames``), and a few more.
+"""The supported optimizers: HF Trainer's names (``transformers.training_args.OptimizerNames``), and a few more.
 
-A name stands for a class, the options that come with it, and those a user may give. Options and defaults are those of
-``transformers.trainer_optimizer``; where that hands on text, it is turned into numbers here.
+A name stands for a class, fixed options, and the options a user may give. Options and defaults are those of
+``transformers.trainer_optimizer``; where that passes strings on, they are converted to numbers here.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ Options = dict[str, Any]
 
 
 def _truth(value: Any) -> bool:
-    """HF Trainer's reading of a truth value."""
+    """Parse a boolean as HF Trainer does."""
     return value.lower() in ("true", "1", "yes") if isinstance(value, str) else bool(value)
 
 
@@ -29,15 +29,15 @@ def _floats(value: Any) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a name stands for.
+    """The meaning of an optimizer's name.
 
     Attributes:
         engine: what builds it: ``torch``, ``bitsandbytes``, ``adafactor`` or ``muon``.
-        stock: the name of the stock class.
-        fixed: options that come with the name.
-        takes: options that a user may give, with what reads their values.
+        stock: name of the stock class.
+        fixed: options that the name implies.
+        takes: options that a user may give, with functions that parse their values.
         adam: which of ``betas`` and ``eps`` it has.
-        finish: makes the stock class's options of all that were given.
+        finish: converts all options to those of the stock class.
     """
 
     engine: str
@@ -49,14 +49,14 @@ class Choice:
 
     @property
     def betas(self) -> tuple[int, ...]:
-        """How many ``betas`` may be given."""
+        """The numbers of ``betas`` that may be given."""
         return (2, 3) if self.finish is _three_betas else (2,)
 
     def options(self, name: str, adam: Options, given: Options) -> Options:
-        """The stock class's options.
+        """Return the stock class's options.
 
         Raises:
-            ConfigError: an option is none of this optimizer's, or has a value that cannot be read.
+            ConfigError: the optimizer has no such option, or a value cannot be parsed.
         """
         unknown = [option for option in given if option not in self.takes]
         if unknown:
@@ -74,7 +74,7 @@ class Choice:
 
 
 def _three_betas(options: Options) -> Options:
-    """AdEMAMix's averages: two like Adam's, and a slow one (Pagliardini et al. 2024)."""
+    """Collect AdEMAMix's betas: two like Adam's, and a slow one (Pagliardini et al. 2024)."""
     betas = (*options.pop("betas"), 0.9999)[:3]
     given = [options.pop(f"beta{number}", beta) for number, beta in enumerate(betas, 1)]
     return {**options, "betas": tuple(given)}
@@ -184,14 +184,14 @@ REFUSED: dict[str, str] = {
         _PACKAGE,
     ),
 }
-"""HF Trainer's names that cannot be had, and why."""
+"""HF Trainer's names that are not supported, and why."""
 
 
 def find_choice(name: str) -> Choice:
-    """What ``name`` stands for.
+    """Return the :class:`Choice` of an optimizer's name.
 
     Raises:
-        ConfigError: it cannot be had, or is no name; those that can be had are listed.
+        ConfigError: it is not supported, or unknown; the supported ones are listed.
     """
     found = CHOICES.get(str(getattr(name, "value", name)))
     if found is None:
@@ -202,7 +202,7 @@ def find_choice(name: str) -> Choice:
 
 
 def parse_arguments(optim_args: str | Mapping[str, Any] | None) -> Options:
-    """HF Trainer's ``optim_args``: ``"momentum=0.9, nesterov=true"``, or a mapping.
+    """Parse HF Trainer's ``optim_args``: ``"momentum=0.9, nesterov=true"``, or a mapping.
 
     Raises:
         ConfigError: it is neither a mapping nor a list of ``name=value``.

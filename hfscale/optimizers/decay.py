@@ -1,4 +1,4 @@
-"""Which parameters decay: HF Trainer's rule, on the names and module types of the stock model."""
+"""Choose the parameters with weight decay by HF Trainer's rule, on the stock model's names and module types."""
 
 import re
 from typing import Any
@@ -8,11 +8,11 @@ from torch import nn
 from ..runtime import Runtime
 
 _NEVER = tuple(map(re.compile, (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")))
-"""Parts of a parameter's name, in lower case, by which ``transformers.Trainer`` excludes it."""
+"""Patterns of lower-case parameter names that ``transformers.Trainer`` excludes from decay."""
 
 
 def owners_of(model: nn.Module) -> dict[int, list[nn.Module]]:
-    """``id`` of every parameter -> the modules that hold it: several, where it is tied."""
+    """Map the ``id`` of every parameter to the modules that hold it: several if it is tied."""
     found: dict[int, list[nn.Module]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -21,11 +21,11 @@ def owners_of(model: nn.Module) -> dict[int, list[nn.Module]]:
 
 
 def decays(name: str, owners: list[nn.Module]) -> bool:
-    """Whether weight decay acts on a parameter: not on biases, nor on what normalizes.
+    """Return whether weight decay applies to a parameter: not to biases and norms.
 
     Args:
         name: in the stock model, whatever wraps its module now.
-        owners: the modules that hold it; what FSDP2 makes of a class is a subclass of it.
+        owners: the modules that hold it; FSDP2's classes are subclasses of the stock ones.
     """
     if any(isinstance(owner, nn.LayerNorm) for owner in owners):
         return False
@@ -33,9 +33,9 @@ def decays(name: str, owners: list[nn.Module]) -> bool:
 
 
 def weight_decay_groups(runtime: Runtime, weight_decay: float) -> list[dict[str, Any]]:
-    """Two parameter groups of what trains: with ``weight_decay``, and without. Either may be empty on a rank.
+    """Return two groups of trainable parameters: with ``weight_decay``, and without. Either may be empty on a rank.
 
-    A parameter is in the same group in every layout: the plan's name decides, and not the one it has on this rank.
+    A parameter is in the same group in every layout: the plan's name decides, not the one it has on this rank.
     """
     owners = owners_of(runtime.model)
     groups: list[dict[str, Any]] = [

@@ -1,8 +1,8 @@
-"""bitsandbytes' optimizers (Dettmers et al. 2022) on shares, with the update of the whole tensor.
+"""bitsandbytes' optimizers (Dettmers et al. 2022) over shards, with the update of the full tensor.
 
-Two things would depend on a shard's size if bitsandbytes saw but that. Which states have 8 bits: those of tensors of
-``min_8bit_size`` entries or more, which here is the size of the whole. And the borders of blocks that share a scale:
-where a share is made of whole blocks of the whole tensor it is stepped where it is, and elsewhere as a whole.
+Two things would depend on the shard's size if bitsandbytes saw only that: whether the state has 8 bits, which here
+``min_8bit_size`` decides by the full tensor's size; and the borders of blocks that share a scale: a shard that consists
+of whole blocks is stepped in place, and other parameters are gathered and stepped as full tensors.
 """
 
 import warnings
@@ -24,7 +24,7 @@ Make = Callable[[Stock, Sequence[Member], Groups], Stepper]
 
 
 def stock_class(name: str, stock: str) -> Any:
-    """The class of that name in bitsandbytes.
+    """Return bitsandbytes' class ``stock``.
 
     Raises:
         ConfigError: bitsandbytes is not installed.
@@ -38,7 +38,7 @@ def stock_class(name: str, stock: str) -> Any:
 
 
 def without_paging(name: str, options: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """The options for ``device``: only states on a GPU can be paged out of it."""
+    """Return the options without paging if ``device`` is the CPU: only GPU states can be paged."""
     if options.get("is_paged") and device.type == "cpu":
         warnings.warn(f"{name!r}: states are on the CPU already, so they are not paged", stacklevel=4)
         return {**options, "is_paged": False}
@@ -55,10 +55,10 @@ def steppers_by_size(
     local: Make,
     whole: Make,
 ) -> list[Stepper]:
-    """Who steps which of ``members``: 8 bits in place, 8 bits as a whole, or 32 bits in place.
+    """Return three steppers of ``members``: 8 bits on shards, 8 bits on full tensors, and 32 bits on shards.
 
     Args:
-        local, whole: make what steps shares, and what steps whole parameters.
+        local, whole: make the steppers of shards, and of full parameters.
     """
     narrow: list[Member] = []
     if options["optim_bits"] == 8:
@@ -80,7 +80,7 @@ def steppers_by_size(
 
 def _warn(name: str, apart: Sequence[Member], mesh: Mesh) -> None:
     if not mesh.speaks_for_stage:
-        return  # another rank says so
+        return  # another rank warns
     entries = sum(torch.Size(member.planned.shape).numel() for member in apart)
     largest = max(torch.Size(m.planned.shape).numel() * m.parameter.element_size() for m in apart)
     warnings.warn(
@@ -93,7 +93,7 @@ def _warn(name: str, apart: Sequence[Member], mesh: Mesh) -> None:
 
 
 def try_step(device: torch.device) -> str:
-    """Take one step of 8-bit AdamW on ``device``; says what its state is kept in.
+    """Take one step of 8-bit AdamW on ``device`` and return a description of its state.
 
     Raises:
         ConfigError: bitsandbytes is not installed, or the step did nothing.

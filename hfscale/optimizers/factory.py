@@ -1,4 +1,4 @@
-"""Make an optimizer by name, over whatever the plan left of each parameter on this rank."""
+"""Create an optimizer by name over this rank's shards."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -38,31 +38,31 @@ def create_optimizer(
     rounding_seed: int = 0,
     **kwargs: Any,
 ) -> ShardedOptimizer:
-    """An optimizer whose update is that of one process, whatever the layout; call it on every rank.
+    """Return an optimizer whose update is that of one process, whatever the layout; call it on every rank.
 
-    Make it when the model is parallelized and ``requires_grad`` is set. For schedulers, Accelerate, states and loops it
-    is a ``torch.optim.Optimizer`` over the model's own parameters.
+    Create it once the model is parallelized and ``requires_grad`` is set. For schedulers, Accelerate, states and loops
+    it is a ``torch.optim.Optimizer`` over the model's own parameters.
 
-    Names are HF Trainer's, with ``adam_8bit`` and ``muon``. bitsandbytes' 8-bit states have the blocks of one process,
-    ``adafactor`` averages rows and columns of whole matrices, ``muon`` orthogonalizes whole matrices of the layers
-    (embeddings, head, vectors and stacks of experts are AdamW's). Results equal those of one process bit by bit, except
-    where ranks sum (``adafactor``, to rounding) and where a CPU kernel rounds the ends of a tensor otherwise (torch's
-    fused AdamW in float32, SGD in bfloat16).
+    Names are HF Trainer's, plus ``adam_8bit`` and ``muon``. bitsandbytes' 8-bit states have the blocks of one process,
+    ``adafactor`` averages rows and columns of full matrices, ``muon`` orthogonalizes full matrices of the layers
+    (embeddings, head, vectors and stacks of experts use AdamW). Results equal those of one process bit by bit, except
+    for sums over ranks (``adafactor``, up to rounding) and for CPU kernels that round the ends of a tensor differently
+    (torch's fused AdamW in float32, SGD in bfloat16).
 
     No optimizer here keeps a float32 copy of 16-bit weights: updates smaller than about 1/512 of a bfloat16 weight are
     lost. Train with float32 weights and ``mixed_precision="bf16"``, or with ``stochastic_rounding``. Under
-    ``MemoryConfig(offload_optimizer=True)`` states lie, and steps are made, on the host.
+    ``MemoryConfig(offload_optimizer=True)`` states are kept, and steps computed, on the CPU.
 
     Args:
-        name: of the optimizer; an unknown one is answered with the list.
+        name: of the optimizer; the error for an unknown one lists all.
         lr: learning rate; ``None`` only for ``adafactor`` with ``relative_step=True``.
-        weight_decay: of what HF Trainer lets decay: neither biases nor norms, by their names in the stock model.
+        weight_decay: as in HF Trainer not of biases and norms, by their names in the stock model.
         betas, eps: of the Adam family (and Lion); others may have options of these names in ``optim_args``.
         optim_args: further options as HF Trainer takes them, ``"momentum=0.9,nesterov=true"``, or as a mapping.
-        groups: parameter groups in place of those by decay, with the model's own parameters.
-        stochastic_rounding: step bfloat16 weights in float32 and round them by chance, so that small updates are right
-            in the mean; alike in every layout. By optimizers of torch and bitsandbytes.
-        rounding_seed: of that.
+        groups: parameter groups of the model's own parameters, in place of the two with and without decay.
+        stochastic_rounding: step bfloat16 weights in float32 and round them stochastically, so that small updates are
+            right on average; the same in every layout. For torch's and bitsandbytes' optimizers.
+        rounding_seed: seed of the stochastic rounding.
         kwargs: further options, before ``optim_args``.
 
     Raises:
@@ -87,7 +87,7 @@ def create_optimizer(
 
 
 def _check_numbers(given: Mapping[str, Any], betas: Any, counts: tuple[int, ...]) -> None:
-    """Refuse what no optimizer can calculate with; which numbers are too large is the stock class's to say."""
+    """Refuse values that are not valid numbers; upper limits are left to the stock class."""
     for option, value in given.items():
         if not isinstance(value, Tensor) and not (option == "lr" and value is None):
             check_number(option, value, least=0)
@@ -101,7 +101,7 @@ def _check_numbers(given: Mapping[str, Any], betas: Any, counts: tuple[int, ...]
 
 
 def _seed(stochastic: Any, seed: Any) -> int | None:
-    """Of rounding by chance, where that is asked for."""
+    """Return the seed of stochastic rounding, or ``None`` if that is off."""
     check_switch("stochastic_rounding", stochastic)
     check_count("rounding_seed", seed, least=0)
     return seed if stochastic else None
@@ -119,19 +119,19 @@ class _Order:
     aside: Aside | None = None
 
     def local(self, stock: Stock, members: Sequence[Member], groups: Groups) -> Stepper:
-        """What steps shares by ``stock``."""
+        """Return a stepper of shards by ``stock``."""
         if self.aside is None:
             return LocalStepper(stock, members, groups)
         return AsideStepper(stock, members, groups, self.runtime.mesh, self.aside)
 
     def whole(self, stock: Stock, members: Sequence[Member], groups: Groups) -> Stepper:
-        """What steps whole parameters by ``stock``."""
+        """Return a stepper of full parameters by ``stock``."""
         if self.aside is None:
             return WholeStepper(stock, members, groups, self.runtime.mesh)
         return WholeAsideStepper(stock, members, groups, self.runtime.mesh, self.aside)
 
     def made(self, groups: list[dict[str, Any]], defaults: Options, steppers: Any) -> ShardedOptimizer:
-        """The optimizer; ``steppers`` makes its steppers from members and groups with all their options."""
+        """Return the optimizer; ``steppers`` makes its steppers from members and groups with all their options."""
         full = [{**defaults, **group} for group in groups]
         counted = [CountUpdates()] if self.aside is not None and self.aside.seed is not None else []
         made = [*steppers(members_of(full, self.plans), full), *counted]
@@ -171,7 +171,7 @@ def _adafactor(order: _Order) -> ShardedOptimizer:
 
 
 def _muon(order: _Order) -> ShardedOptimizer:
-    """Every group becomes two: matrices of the layers, and the rest."""
+    """Make a Muon optimizer; each parameter group is split into matrices of the layers and the rest, for AdamW."""
     runtime, given = order.runtime, dict(order.options)
     adam = {key: given.pop(key) for key in order.choice.adam}
     other_lr = given.pop("adamw_lr", None)
@@ -209,7 +209,7 @@ _ENGINES: dict[str, Callable[[_Order], ShardedOptimizer]] = {
 
 
 def _aside(name: str, runtime: Runtime, seed: int | None) -> Aside | None:
-    """Where copies are stepped, if any are."""
+    """Return how weights are copied for offload or stochastic rounding; ``None`` if they are stepped in place."""
     host = offloaded(runtime.plan).optimizer
     runtime.keeps_small_updates = seed is not None
     if seed is None and not host:
@@ -221,7 +221,7 @@ def _aside(name: str, runtime: Runtime, seed: int | None) -> Aside | None:
 def _checked(
     groups: Sequence[Mapping[str, Any]] | None, plans: dict[int, ParameterPlan], weight_decay: float, runtime: Runtime
 ) -> list[dict[str, Any]]:
-    """Return a user's groups, as lists; those by decay where there are none."""
+    """Return the user's parameter groups as checked dictionaries; those by weight decay if there are none."""
     if groups is None:
         return weight_decay_groups(runtime, weight_decay)
     result = []

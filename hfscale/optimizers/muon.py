@@ -1,8 +1,7 @@
 """Muon (Jordan et al. 2024) over shards, as in ``torch.optim.Muon``: momentum, then the nearest orthogonal matrix.
 
-Momentum is kept where the gradient is, entry by entry. An update is orthogonal as a whole matrix, so it is gathered
-over the ranks of the parameter's cuts, in bfloat16, in which it is orthogonalized; every one of them does so, and
-applies its share.
+Momentum is elementwise and kept sharded like the gradient. The update must be orthogonal as a full matrix, so it is
+gathered over the ranks of the parameter's cuts, in bfloat16; each of them orthogonalizes it and applies its shard.
 """
 
 import math
@@ -32,36 +31,36 @@ _RATIOS = {
     "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
 }
-"""``adjust_lr_fn`` -> what the learning rate of a matrix is multiplied by."""
+"""``adjust_lr_fn`` -> factor on the learning rate of a matrix."""
 ADJUSTMENTS = tuple(_RATIOS)
 
 
 def is_hidden_matrix(planned: ParameterPlan, owners: Sequence[nn.Module], layers: Sequence[str]) -> bool:
-    """Whether a parameter is a matrix of a layer: no embedding, no head, no stack of experts, no vector."""
+    """Return whether a parameter is a matrix of a layer: not an embedding, head, stack of experts or vector."""
     if len(planned.shape) != 2 or any(isinstance(owner, nn.Embedding) for owner in owners):
         return False
     return any(planned.name.startswith(f"{layer}.") for layer in layers)
 
 
 class MuonStepper:
-    """Muon's update of ``members``, which are matrices."""
+    """A stepper that updates ``members``, which are matrices, by Muon."""
 
     def __init__(self, members: Sequence[Member], mesh: Mesh) -> None:
         self._members, self._mesh = members, mesh
 
     def publish(self, state: State) -> None:
-        """See :class:`Stepper`; there is none before the first step."""
+        """Publish nothing: there is no state before the first step."""
 
     def members(self) -> Sequence[Member]:
-        """See :class:`Stepper`."""
+        """Return the parameters this stepper updates."""
         return self._members
 
     def lies(self, planned: ParameterPlan, key: str, shape: tuple[int, ...]) -> StateTensor:
-        """See :class:`Stepper`."""
+        """Return the state layout: sharded like the parameter."""
         return like(planned)
 
     def step(self, groups: Groups, state: State) -> None:
-        """See :class:`Stepper`; communicates over the axes of the parameters' cuts."""
+        """Make one update; communicates over the axes of the parameters' cuts."""
         present = gradients_present(self._members, self._mesh)
         for member, with_gradient in zip(self._members, present, strict=True):
             if with_gradient:
@@ -80,7 +79,7 @@ class MuonStepper:
 
 
 def orthogonalized(matrix: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:
-    """``[R, C]`` -> about ``U V^T`` of its singular value decomposition, by Newton-Schulz iterations of a quintic."""
+    """Return about ``U V^T`` of a matrix's singular value decomposition, by quintic Newton-Schulz iterations."""
     a, b, c = coefficients
     tall = matrix.size(0) > matrix.size(1)
     x = matrix.T if tall else matrix

@@ -1,9 +1,9 @@
-"""Stochastic rounding to bfloat16: up or down by chance, so that the mean is right (Gupta et al. 2015).
+"""Stochastic rounding to bfloat16: up or down at random, so that the mean is right (Gupta et al. 2015).
 
-A bfloat16 is the upper half of a float32. A random number of 16 bits is added to the lower half, which is then cut
-off: a value a third of the way between two neighbours becomes the upper one a third of the time. The numbers are a hash
-of the seed, the update's number, the parameter's name and the entry's place in the whole tensor, so ranks need not
-agree on anything: whoever holds an entry, in whatever layout, rounds it alike.
+A bfloat16 is the upper half of a float32. A random number of 16 bits is added to the lower half, which is then cut off:
+a value a third of the way between two neighbours becomes the upper one a third of the time. The numbers are a hash of
+the seed, the update's number, the parameter's name and the entry's index in the full tensor, so replicas of an entry
+are rounded alike in every layout, without communication.
 """
 
 import hashlib
@@ -15,19 +15,19 @@ from torch import Tensor
 from ..plan import ParameterPlan
 from ..plan.cut import share_spans
 
-_CHUNK = 1 << 20  # entries at a time: their numbers have 64 bits
+_CHUNK = 1 << 20  # entries at a time: their random numbers take 8 bytes each
 _LOW = (1 << 16) - 1
 _MIX = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # of SplitMix64 (Steele et al. 2014), signed
 
 
 def key_of(seed: int, update: int, name: str) -> int:
-    """What the random numbers of a parameter in one update begin with; 63 bits."""
+    """Return the hash key of a parameter's random numbers in one update; 63 bits."""
     digest = hashlib.blake2b(f"{seed} {update} {name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def places_of(planned: ParameterPlan, ranks: dict[str, int], device: torch.device) -> list[Tensor]:
-    """Per dim of the share at ``ranks``: what each index along it adds to the place of an entry in the whole tensor."""
+    """Return indices of the shard at ``ranks`` in the full tensor: per dim, the terms that add up to a flat index."""
     spans = share_spans(planned.shape, planned.cuts, ranks)
     strides = [prod(planned.shape[dim + 1 :]) for dim in range(len(planned.shape))]
     empty = torch.zeros(0, dtype=torch.int64, device=device)
@@ -38,10 +38,10 @@ def places_of(planned: ParameterPlan, ranks: dict[str, int], device: torch.devic
 
 
 def write_rounded(share: Tensor, wide: Tensor, places: list[Tensor], key: int) -> None:
-    """Round ``wide``, float32, into ``share``, bfloat16 of the same shape; what is not finite is cast.
+    """Round ``wide``, float32, into ``share``, bfloat16 of the same shape; NaN and infinity are cast.
 
     Args:
-        places: of the entries, by dim: see :func:`places_of`.
+        places: indices of the entries, by dim: see :func:`places_of`.
     """
     if share.numel() == 0:
         return
@@ -63,7 +63,7 @@ def _rounded(wide: Tensor, places: Tensor, key: int) -> Tensor:
 
 
 def _hashed(places: Tensor, key: int) -> Tensor:
-    """SplitMix64 of the places, whose products wrap around."""
+    """Return SplitMix64 of the indices; products wrap around."""
     x = (places + 1) * _MIX[0] + key
     x = (x ^ _shifted(x, 30)) * _MIX[1]
     x = (x ^ _shifted(x, 27)) * _MIX[2]
@@ -71,5 +71,5 @@ def _hashed(places: Tensor, key: int) -> Tensor:
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """To the right, with zeros from the left."""
+    """Shift to the right, with zeros from the left."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,8 +1,8 @@
-"""The optimizer that a training loop holds: the model's own parameters outside, plain local tensors inside.
+"""The optimizer that a training loop holds: outside the model's own parameters, inside plain local tensors.
 
-Schedulers, Accelerate and ``zero_grad`` see ``param_groups`` with the model's parameters, sharded tensors or not. The
-arithmetic is done by *steppers*, each on some of the parameters, on the plain tensors that this rank holds of them: a
-dispatch through sharded tensors would cost more than the update of a small one, and bitsandbytes knows none. A step::
+Schedulers, Accelerate and ``zero_grad`` see ``param_groups`` with the model's parameters, DTensors or not. The
+arithmetic is done by *steppers*, each on some of the parameters, on this rank's plain local tensors: DTensor dispatch
+would cost more than the update of a small tensor, and bitsandbytes does not support it. A step::
 
     param_groups[i] (lr, ...)  ---->  stepper's options of group i
     parameter, parameter.grad  ---->  local weight and gradient, the same memory; weights change in place
@@ -30,8 +30,8 @@ class Member:
     """One parameter that an optimizer steps.
 
     Attributes:
-        planned: what the plan says of it.
-        parameter: the model's own.
+        planned: its entry in the plan.
+        parameter: the model's own parameter.
         group: index of its parameter group.
     """
 
@@ -42,12 +42,12 @@ class Member:
     @property
     def weight(self) -> Tensor:
         """The plain tensor this rank holds of it; may be empty."""
-        with torch.no_grad():  # with autograd, a sharded tensor would make a node of its graph
+        with torch.no_grad():  # with autograd, to_local() of a DTensor would add a node to the graph
             return local_tensor(self.parameter).detach()
 
     @property
     def gradient(self) -> Tensor:
-        """Likewise of its gradient; without entries where an empty share has none."""
+        """The plain local tensor of its gradient; empty if an empty shard has none."""
         grad = self.parameter.grad
         return self.weight if grad is None else local_tensor(grad)
 
@@ -58,37 +58,37 @@ class Member:
 
 
 class Stepper(Protocol):
-    """Updates some of an optimizer's parameters, in place."""
+    """An object that updates some of an optimizer's parameters, in place."""
 
     def publish(self, state: State) -> None:
-        """Put what state there is before the first step into ``state``."""
+        """Put the state that exists before the first step into ``state``."""
 
     def step(self, groups: Groups, state: State) -> None:
-        """One update by the gradients there are; the same calls on every rank of a pipeline stage."""
+        """Make one update by the present gradients; every rank of a pipeline stage makes the same calls."""
 
     def members(self) -> Sequence[Member]:
-        """What it steps."""
+        """Return the parameters this stepper updates."""
 
     def lies(self, planned: ParameterPlan, key: str, shape: tuple[int, ...]) -> StateTensor:
-        """How a tensor of a parameter's state lies in that of one process.
+        """Return how a tensor of a parameter's state is sharded, relative to that of one process.
 
         Args:
-            shape: of what this rank has of it, or of the whole; both have the same dims in front of the weight's.
+            shape: of this rank's tensor, or of the full one; both have the same dims in front of the weight's.
         """
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
     """A ``torch.optim.Optimizer`` whose update is that of one process; made by :func:`hfscale.create_optimizer`.
 
-    ``state`` holds plain tensors of this rank, so ``state_dict`` is one rank's; :func:`hfscale.save_state` writes every
+    ``state`` holds this rank's plain tensors, so ``state_dict`` is one rank's; :func:`hfscale.save_state` writes every
     rank's.
 
     Args:
-        name: what it was asked for by.
+        name: the name it was created by.
         groups: parameter groups with the model's own parameters; some may have none on this rank.
         defaults: of options that a group does not have.
-        steppers: between them, they step every parameter of the groups, each once.
-        state_device: where its state lies, if not where the parameters do.
+        steppers: together they step every parameter of the groups exactly once.
+        state_device: device of the state, if not that of the parameters.
     """
 
     keeps_plain_state = True  # read where checkpoints are loaded
@@ -112,13 +112,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One update; call it on every rank.
+        """Make one update; call it on every rank.
 
         Args:
-            closure: computes the loss again, and its gradients.
+            closure: recomputes the loss and its gradients.
 
         Returns:
-            what ``closure`` returned.
+            the result of ``closure``.
         """
         loss = None
         if closure is not None:
@@ -129,7 +129,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Not after it was made: what steps a parameter is decided then.
+        """Add a parameter group; only while the optimizer is being made, since steppers are chosen then.
 
         Raises:
             ConfigError: always, once the optimizer is made.
@@ -142,7 +142,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` returned on this rank, in the same layout; types are left as they are."""
+        """Load the :meth:`state_dict` of this rank in the same layout; dtypes are left as they are."""
         super().load_state_dict({**state_dict, "state": {}})
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         places = [(parameter, group) for group in self.param_groups for parameter in group["params"]]
@@ -154,25 +154,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 }
 
     def lies(self, planned: ParameterPlan, key: str, shape: tuple[int, ...]) -> StateTensor:
-        """How a tensor of a parameter's state lies in that of one process; see :meth:`Stepper.lies`."""
+        """Return how a tensor of a parameter's state is sharded; see :meth:`Stepper.lies`."""
         return self._stepper_of[planned.name].lies(planned, key, shape)
 
     def state_bytes(self) -> int:
-        """Bytes of the state on this rank; most optimizers have none before the first step."""
+        """Return the bytes of the state on this rank; most optimizers have none before the first step."""
         held = (value for values in self.state.values() for value in values.values() if isinstance(value, Tensor))
-        # Parameters may share a tensor: the code book of 8-bit states.
+        # Parameters may share a tensor: the table of 8-bit values.
         return sum({value.data_ptr(): value.numel() * value.element_size() for value in held if value.numel()}.values())
 
 
 def _placed(value: Any, group: dict[str, Any], device: torch.device) -> Any:
-    """On its device, except for a count of steps that the host keeps."""
+    """Move a state tensor to its device, except for a step counter that stays on the CPU."""
     if not isinstance(value, Tensor) or (value.ndim == 0 and not (group.get("fused") or group.get("capturable"))):
         return value
     return value.to(device)
 
 
 def members_of(groups: Groups, plans: dict[int, ParameterPlan]) -> list[Member]:
-    """Every parameter of ``groups`` with its plan, found by ``id``, in order."""
+    """Return every parameter of ``groups`` with its plan, found by ``id``, in order."""
     return [
         Member(plans[id(parameter)], parameter, index)
         for index, group in enumerate(groups)
@@ -181,6 +181,6 @@ def members_of(groups: Groups, plans: dict[int, ParameterPlan]) -> list[Member]:
 
 
 def describe(members: Iterable[Member], limit: int = 3) -> str:
-    """The first names of some parameters."""
+    """Return the first names of some parameters."""
     names = [member.planned.name for member in members]
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

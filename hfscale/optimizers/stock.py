@@ -1,4 +1,4 @@
-"""Step with a stock optimizer class, of torch or bitsandbytes, that is shown plain tensors."""
+"""Steps with a stock optimizer class, of torch or bitsandbytes, on plain tensors."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,14 +14,14 @@ from ..runtime.unshard import gather_full
 from .sharded import Groups, Member, State
 from .sums import gradients_present
 
-_SCALES, _TABLES = "absmax", "qmap"  # of bitsandbytes' 8-bit states
+_SCALES, _TABLES = "absmax", "qmap"  # keys of bitsandbytes' 8-bit states
 
 Stock = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 """Makes the stock optimizer over parameter groups."""
 
 
 class StockOverStandIns:
-    """A stock optimizer over stand-ins: parameters that are given memory, gradient and state for one step."""
+    """A stock optimizer over placeholder parameters, which get memory, gradient and state for one step."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class StockOverStandIns:
         groups: Groups,
         copied: Callable[[Tensor], Tensor] = lambda weight: weight,
     ) -> None:
-        """``copied`` makes what is stepped of a weight, where that is not the weight itself."""
+        """Make the optimizer; ``copied`` copies a weight if the optimizer steps a copy."""
         self.pairs = [(member, nn.Parameter(copied(member.weight))) for member in members]
         mine = [
             {**group, "params": [stand_in for member, stand_in in self.pairs if member.group == index]}
@@ -39,13 +39,13 @@ class StockOverStandIns:
         self.optimizer = stock(mine)
 
     def step(self, groups: Groups, state: State, tensors: Callable[[Member], tuple[Tensor, Tensor | None]]) -> None:
-        """One step on the weight and gradient that ``tensors`` says of each member; without a gradient, it stays."""
+        """Make one step on the weight and gradient that ``tensors`` returns for a member; none without a gradient."""
         for mine, group in zip(self.optimizer.param_groups, groups, strict=True):
             mine.update({key: value for key, value in group.items() if key != "params"})
         scattered = []
         for member, stand_in in self.pairs:
             weight, gradient = tensors(member)
-            if not weight.is_contiguous():  # bitsandbytes would go on with a copy, and leave the weight as it was
+            if not weight.is_contiguous():  # bitsandbytes would update a copy and leave the weight unchanged
                 scattered.append((weight, stand_in))
             stand_in.data = weight.contiguous()
             stand_in.grad = gradient
@@ -59,33 +59,33 @@ class StockOverStandIns:
         self.publish(state)
 
     def publish(self, state: State) -> None:
-        """Hand the state over, by the model's own parameters."""
+        """Move the optimizer's state into ``state``, keyed by the model's own parameters."""
         for member, stand_in in self.pairs:
             if stand_in in self.optimizer.state:
                 state[member.parameter] = self.optimizer.state.pop(stand_in)
 
     def release(self) -> None:
-        """Keep no memory of weights between steps."""
+        """Drop the placeholders' memory between steps."""
         for _, stand_in in self.pairs:
             stand_in.data = stand_in.data.new_empty(0)
 
 
 class LocalStepper:
-    """Steps shares where they are: for what is computed entry by entry, or block by block of whole blocks."""
+    """A stepper of shards in place, for elementwise optimizers, and blockwise ones if shards are whole blocks."""
 
     def __init__(self, stock: Stock, members: Sequence[Member], groups: Groups) -> None:
         self._inner = StockOverStandIns(stock, members, groups)
 
     def publish(self, state: State) -> None:
-        """See :class:`Stepper`."""
+        """Publish the state that exists before the first step."""
         self._inner.publish(state)
 
     def members(self) -> Sequence[Member]:
-        """See :class:`Stepper`."""
+        """Return the parameters this stepper updates."""
         return [member for member, _ in self._inner.pairs]
 
     def lies(self, planned: ParameterPlan, key: str, shape: tuple[int, ...]) -> StateTensor:
-        """See :class:`Stepper`."""
+        """Return the state layout, see :meth:`Stepper.lies`: sharded like the parameter, or scales of its blocks."""
         if not shape or key.startswith(_TABLES):
             return whole(*shape)
         if key.startswith(_SCALES):
@@ -93,7 +93,7 @@ class LocalStepper:
         return like(planned, *shape[: len(shape) - len(planned.shape)])
 
     def step(self, groups: Groups, state: State) -> None:
-        """See :class:`Stepper`; no communication."""
+        """Make one update; no communication."""
         self._inner.step(groups, state, _here)
 
 
@@ -103,10 +103,10 @@ def _here(member: Member) -> tuple[Tensor, Tensor | None]:
 
 
 class WholeStepper:
-    """Steps parameters that are cut as one process would: every rank of the cut has the whole of one at a time.
+    """A stepper of full parameters: every rank that holds a shard of one gathers it, one parameter at a time.
 
-    Per parameter, weight and gradient are gathered over the ranks of its cuts; all of them make the same update of the
-    same whole tensor, and each takes its share of it back. The state is whole on every rank.
+    Weight and gradient are gathered over the ranks of the parameter's cuts; all of them make the same update of the
+    same full tensor, and each copies its shard back. The state is full on every rank.
     """
 
     def __init__(
@@ -123,16 +123,16 @@ class WholeStepper:
             inner.release()
 
     def publish(self, state: State) -> None:
-        """See :class:`Stepper`."""
+        """Publish the state that exists before the first step."""
         for inner in self._inners:
             inner.publish(state)
 
     def members(self) -> Sequence[Member]:
-        """See :class:`Stepper`."""
+        """Return the parameters this stepper updates."""
         return self._members
 
     def lies(self, planned: ParameterPlan, key: str, shape: tuple[int, ...]) -> StateTensor:
-        """See :class:`Stepper`; every rank has all of it."""
+        """Return the state layout, see :meth:`Stepper.lies`: full on every rank."""
         if not shape or key.startswith(_TABLES):
             return whole(*shape)
         if key.startswith(_SCALES):
@@ -140,7 +140,7 @@ class WholeStepper:
         return whole(*shape[: len(shape) - len(planned.shape)], *planned.shape)
 
     def step(self, groups: Groups, state: State) -> None:
-        """See :class:`Stepper`; communicates over the axes of each parameter's cuts."""
+        """Make one update; communicates over the axes of each parameter's cuts."""
         present = gradients_present(self._members, self._mesh)
         for member, inner, with_gradient in zip(self._members, self._inners, present, strict=True):
             if with_gradient:

@@ -1,4 +1,4 @@
-"""Sums over the ranks of parameters' cuts, many at once."""
+"""All-reduces over the ranks of parameters' cuts, batched over many tensors."""
 
 from collections.abc import Sequence
 
@@ -11,14 +11,14 @@ from ..plan.flat_blocks import some_share_is_empty
 from .sharded import Member
 
 Piece = tuple[Tensor, tuple[str, ...]]
-"""A tensor, and the axes to sum it over."""
+"""A tensor, and the axes to all-reduce it over."""
 
 
 def sum_over_ranks(pieces: Sequence[Piece], mesh: Mesh) -> list[Tensor]:
-    """Every piece summed over its axes: one collective per axis, on all pieces laid side by side.
+    """All-reduce every piece over its axes: one collective per axis, on all pieces concatenated.
 
     Every rank of a pipeline stage passes pieces of the same axes in the same order, and ranks of one group, of the same
-    shapes. The result is the same, bit by bit, on all ranks that were summed over.
+    shapes. The result is bitwise the same on all ranks that were summed over.
     """
     found = [piece for piece, _ in pieces]
     for axis in sorted({axis for _, axes in pieces for axis in axes}):
@@ -35,10 +35,10 @@ def sum_over_ranks(pieces: Sequence[Piece], mesh: Mesh) -> list[Tensor]:
 
 
 def gradients_present(members: Sequence[Member], mesh: Mesh) -> list[bool]:
-    """Which of them have a gradient on the ranks of their cuts; the same answer on all of these.
+    """Return for each member whether it has a gradient on the ranks of its cuts; the same answer on all of these.
 
-    A rank that has entries of a parameter knows it. Autograd may leave a rank with an empty share without one: where
-    there are such ranks, they ask the others.
+    A rank with entries of a parameter knows. Autograd may leave a rank with an empty shard without a gradient: if there
+    are such ranks, they ask the others.
     """
     present = [member.parameter.grad is not None for member in members]
     doubtful = [index for index, member in enumerate(members) if some_share_is_empty(member.planned)]

@@ -1,1 +1,1 @@
-"""The axes of a layout, a folder each; none imports another."""
+"""The parallel axes, one folder each; none imports another."""

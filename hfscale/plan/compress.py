@@ -1,34 +1,34 @@
-"""What layers keep in 8 bits, as data."""
+"""Plan which saved activations are kept in 8 bits, as data."""
 
 from dataclasses import dataclass
 
 from .contents import Feature, PlanContents
 
 BLOCK = 256
-"""Entries that share a scale."""
+"""Entries per scale."""
 BYTES = 1 + 4 / BLOCK
-"""Of one entry, its part of the scale included."""
+"""Bytes per entry, including its fraction of the scale."""
 FEW = 16
-"""What has less than the layer's input by this factor stays exact: logarithms of sums and statistics of norms, which
-everything else is divided by, rotary tables, logits of routers."""
+"""Tensors smaller than the layer's input by this factor stay exact: log-sum-exps and statistics of norms, by which
+everything else is divided, rotary tables, router logits."""
 
 
 @dataclass(frozen=True)
 class CompressPlan(Feature):
-    """What layers keep for their backward pass is kept in 8 bits.
+    """Activations saved for the backward pass are stored in 8 bits.
 
     Attributes:
-        least: bytes of the smallest tensor that is.
+        least: bytes of the smallest tensor that is compressed.
     """
 
     least: int
 
     def describe(self, plan: PlanContents) -> list[str]:
-        """What it is."""
+        """Return the line about compressed activations in the plan's printout."""
         return [f"in 8 bits: what layers keep for the backward pass, in tensors of {self.least:,} bytes and more"]
 
 
 def compressed(plan: PlanContents) -> int | None:
-    """Bytes of the smallest tensor that layers keep in 8 bits; ``None``: they keep them as they are."""
+    """Return the bytes of the smallest activation saved in 8 bits, or ``None`` if activations are saved as they are."""
     found = plan.feature(CompressPlan)
     return None if found is None else found.least

@@ -1,4 +1,4 @@
-"""What a plan holds, and the questions that are asked of it."""
+"""The contents of a plan, and the lookups that other modules make in it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ from .stages import StagePlan
 
 @dataclass(frozen=True)
 class Feature:
-    """What one feature of a layout has decided, beyond cuts and reductions of parameters.
+    """The decisions of one feature of a layout, beyond cuts and reductions of parameters.
 
-    A subclass holds the decisions as its fields, numbers and names alone. The part that runs the feature asks the plan
-    for it by its class; tables and programs read all of them.
+    A subclass holds the decisions as its fields: numbers and names alone. The part that runs the feature gets them by
+    class from :meth:`PlanContents.feature`; tables and programs read all of them.
     """
 
     def describe(self, plan: "PlanContents") -> list[str]:
-        """Lines for people, below the plan's table."""
+        """Return the lines about this feature below the plan's table."""
         raise NotImplementedError
 
 
@@ -31,7 +31,7 @@ FeatureT = TypeVar("FeatureT", bound=Feature)
 
 @dataclass(frozen=True)
 class PlanContents:
-    """What becomes of a model under a layout.
+    """A model under a layout: parameters, layers, blocks, stages and features.
 
     Attributes:
         family: ``config.model_type``.
@@ -39,19 +39,19 @@ class PlanContents:
         parameters: every parameter, in the model's order, tied ones included.
         layers: names of the layers, in order; an encoder's before its decoder's.
         blocks: the tensor-parallel blocks; empty where ``tp_size`` is 1.
-        sequence_regions: the streams that are cut along the sequence, under sequence parallelism.
-        features: what other features of the layout have decided, one entry each (:meth:`feature`).
+        sequence_regions: the layer stacks whose hidden states are cut along the sequence, under sequence parallelism.
+        features: the decisions of all other features of the layout, one entry each (:meth:`feature`).
         experts: the experts that are spread over ranks; empty where ``ep_size`` is 1.
         mixtures: the experts of every mixture, spread or not.
         embedding: name of the vocabulary-parallel embedding, if cut.
         lookup: name of the embedding that every token is looked up in, cut or not, where there is one.
         head: name of the output projection onto the vocabulary, if the loss runs on it.
-        loss: the host's name of the loss, if it is one of :data:`hfscale.families.losses.LOSSES`.
+        loss: transformers' name of the loss, if it is one of :data:`hfscale.families.losses.LOSSES`.
         no_step: why ``train_step`` cannot run the model's loss, in words; empty where it can.
         source: where the blueprint of its blocks comes from, in words; empty where there are none.
-        stages: what each pipeline stage holds; ``None`` where ``pp_size`` is 1.
+        stages: the pipeline stages; ``None`` where ``pp_size`` is 1.
         quantized: which weights are loaded in 4 or 8 bits; ``None`` where none are.
-        adapters: which of the parameters are those of adapters; they come last.
+        adapters: the parameters of adapters, which come last in ``parameters``.
     """
 
     family: str
@@ -86,7 +86,7 @@ class PlanContents:
 
     @cached_property
     def of_layers(self) -> dict[str, tuple[ParameterPlan, ...]]:
-        """The parameters in each layer, those of its adapters included."""
+        """The parameters in each layer, including those of its adapters."""
         depths = {layer.count(".") + 1 for layer in self.layers}
         found: dict[str, list[ParameterPlan]] = {layer: [] for layer in self.layers}
         for parameter in self.parameters:
@@ -97,12 +97,12 @@ class PlanContents:
 
     @cached_property
     def replicas(self) -> tuple[int, ...]:
-        """On how many consecutive tensor ranks chunks of some parameters are, in ascending order, 1 left out."""
+        """Numbers of consecutive tensor ranks that hold the same chunk of some parameter, ascending, without 1."""
         return tuple(sorted({count for p in self.parameters for cut in p.cuts for count in cut.replicas if count > 1}))
 
     @cached_property
     def ties(self) -> tuple[tuple[int, ...], ...]:
-        """Sets of pipeline ranks that hold one tensor, each set once, in order."""
+        """Sets of pipeline ranks that hold the same tied tensor, each set once, in order."""
         if self.stages is None:
             return ()
         ranks = {tuple(sorted({self.stages.ranks[stage] for stage in tie.stages})) for tie in self.stages.ties}
@@ -115,17 +115,17 @@ class PlanContents:
         return tuple(sorted({(min(a, b), max(a, b)) for a, b in pairwise(ranks) if a != b}))
 
     def feature(self, kind: type[FeatureT]) -> FeatureT | None:
-        """What the feature of this class has decided; ``None`` where the layout does not ask for it."""
+        """Return the decisions of the feature of class ``kind``, or ``None`` if the layout does not use it."""
         return next((feature for feature in self.features if isinstance(feature, kind)), None)
 
     def is_local(self, rank: int, name: str) -> bool:
-        """Whether pipeline rank ``rank`` holds a parameter or module; not asked of what is on every stage."""
+        """Return whether pipeline rank ``rank`` holds a parameter or module, which must not be on every stage."""
         return self.stages is None or any(stage.is_local(name) for stage in self.stages.of_rank(rank))
 
     def local_names(self, rank: int) -> dict[str, str]:
-        """What pipeline rank ``rank`` holds: name of an owned parameter -> a name that it has there.
+        """Return what pipeline rank ``rank`` holds, as name of the owned parameter -> its name on that rank.
 
-        Another one than its own where the rank has but a copy of a tied tensor: a head without the embedding.
+        The two differ where the rank has only a tied copy: a head without the embedding, say.
         """
         if rank not in self._local_names:
             found: dict[str, str] = {}
@@ -140,11 +140,11 @@ class PlanContents:
         return {}
 
     def primary_rank(self, name: str) -> int:
-        """The pipeline rank of the primary stage of an owned parameter, which counts and saves it."""
+        """Return the pipeline rank of the primary stage of an owned parameter, which counts and saves it."""
         return 0 if self.stages is None else self.stages.ranks[self._stages_with(name)[0]]
 
     def holders(self, name: str) -> tuple[int, ...]:
-        """All pipeline ranks that hold an owned parameter, ascending."""
+        """Return all pipeline ranks that hold an owned parameter, ascending."""
         return (0,) if self.stages is None else tuple(sorted({self.stages.ranks[s] for s in self._stages_with(name)}))
 
     def _stages_with(self, name: str) -> tuple[int, ...]:
@@ -153,5 +153,5 @@ class PlanContents:
         return (self.by_name[name].stage,) if tied is None else tied.stages
 
     def owned(self) -> Iterator[ParameterPlan]:
-        """The parameters that are not another one under a second name."""
+        """Return the parameters without the second names of tied tensors."""
         return (parameter for parameter in self.parameters if parameter.tied_to is None)

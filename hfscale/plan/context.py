@@ -1,4 +1,4 @@
-"""What is planned about sequences that are cut over context ranks."""
+"""Plan how sequences are cut over context ranks, as data."""
 
 from dataclasses import dataclass
 
@@ -8,16 +8,16 @@ from .parameter import wild_name
 
 @dataclass(frozen=True)
 class ContextPlan(Feature):
-    """How sequences are cut over context ranks.
+    """Sequences are cut over context ranks.
 
     Attributes:
         method: one of :data:`hfscale.names.CP_METHODS`.
         pads: whether rows may have padding; some families count positions, or chunks, from where it ends.
-        whole: modules besides attention that mix tokens, which every rank runs on whole sequences.
-        together: for ``heads_ring``, how many ranks share out heads between them; 1 for other methods.
-        text: name of the model of text where sequences are cut, in a model of more; empty: where batches enter.
-        heads: of queries, on one tensor rank; 0 where the config does not say.
-        key_heads: of keys and values, likewise.
+        whole: modules besides attention that mix tokens; every rank runs them on full sequences.
+        together: for ``heads_ring``, size of the groups of ranks that exchange tokens for heads; 1 for other methods.
+        text: name of the text model of a multimodal model, at whose input sequences are cut; empty: batches are cut.
+        heads: query heads on one tensor rank; 0 where the config does not say.
+        key_heads: key/value heads on one tensor rank, likewise.
     """
 
     method: str
@@ -29,7 +29,7 @@ class ContextPlan(Feature):
     key_heads: int = 0
 
     def describe(self, plan: PlanContents) -> list[str]:
-        """How attention reads the tokens of other ranks."""
+        """Return the line about context parallelism in the plan's printout."""
         whole = ", ".join(dict.fromkeys(map(wild_name, self.whole)))
         mixers = f"; run on whole sequences by each: {whole}" if whole else ""
         padding = "" if self.pads else "; rows without padding only"

@@ -1,4 +1,4 @@
-"""How one tensor is cut over one axis: integers in, integers out."""
+"""Cut one tensor over one axis: integers in, integers out."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 Spans = list[tuple[int, int]]
-"""``(start, stop)`` of pieces along one dim."""
+"""``(start, stop)`` of intervals along one dim."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class Cut:
 
     @property
     def most_replicas(self) -> int:
-        """On how many ranks a chunk is, of the part that has most."""
+        """The largest number of ranks that hold the same chunk of a part."""
         return max(self.replicas, default=1)
 
     def spans(self, length: int, rank: int) -> list[tuple[int, int]]:
-        """``(start, stop)`` of each part's chunk on ``rank``, in a dim of ``length`` entries."""
+        """Return ``(start, stop)`` of each part's chunk on ``rank``, in a dim of ``length`` entries."""
         parts = self.parts or (length,)
         result, offset = [], 0
         for part, replicas in zip(parts, self.replicas or (1,) * len(parts), strict=True):
@@ -49,7 +49,9 @@ class Cut:
         return result
 
     def local_spans(self, length: int, rank: int, replicas: Callable[[int], bool]) -> list[tuple[int, int]]:
-        """``(start, stop)``, in the *share* of ``rank``, of the parts whose number of replicas is as asked."""
+        """Return ``(start, stop)`` in the *shard* of ``rank`` of the parts whose number of replicas fulfils
+        ``replicas``.
+        """
         spans = self.spans(length, rank)
         result, offset = [], 0
         for (start, stop), count in zip(spans, self.replicas or (1,) * len(spans), strict=True):
@@ -59,18 +61,18 @@ class Cut:
         return result
 
     def local_length(self, length: int, rank: int) -> int:
-        """How many of ``length`` entries are on ``rank``."""
+        """Return how many of ``length`` entries are on ``rank``."""
         return sum(stop - start for start, stop in self.spans(length, rank))
 
     def take(self, tensor: Tensor, rank: int) -> Tensor:
-        """The share of a whole tensor on ``rank``: a view where the cut has one part, else a copy."""
+        """Return the shard of a full tensor on ``rank``: a view if the cut has one part, else a copy."""
         spans = self.spans(tensor.shape[self.dim], rank)
         pieces = [tensor.narrow(self.dim, start, stop - start) for start, stop in spans]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
 
 
 def cut_shape(shape: Sequence[int], cuts: Sequence[Cut], ranks: dict[str, int]) -> tuple[int, ...]:
-    """Local shape on the rank at coordinates ``ranks`` (axis -> rank) after all ``cuts``, in order."""
+    """Return the local shape on the rank at coordinates ``ranks`` (axis -> rank) after all ``cuts``, in order."""
     local = list(shape)
     for cut in cuts:
         local[cut.dim] = cut.local_length(local[cut.dim], ranks.get(cut.axis, 0))
@@ -78,7 +80,7 @@ def cut_shape(shape: Sequence[int], cuts: Sequence[Cut], ranks: dict[str, int]) 
 
 
 def share_spans(shape: Sequence[int], cuts: Sequence[Cut], ranks: dict[str, int]) -> list[Spans]:
-    """Per dim of a whole tensor: the spans that make up the share at coordinates ``ranks``, neighbours joined."""
+    """Return, per dim of a full tensor, the spans of the shard at coordinates ``ranks``, adjacent ones joined."""
     spans: list[Spans] = [[(0, size)] for size in shape]
     for cut in cuts:
         length = sum(stop - start for start, stop in spans[cut.dim])
@@ -88,7 +90,7 @@ def share_spans(shape: Sequence[int], cuts: Sequence[Cut], ranks: dict[str, int]
 
 
 def _within(spans: Spans, low: int, high: int) -> Iterator[tuple[int, int]]:
-    """Entries ``low`` to ``high`` of what ``spans`` make up, as spans of the same dim."""
+    """Yield entries ``low`` to ``high`` of the concatenation of ``spans``, as spans of the same dim."""
     offset = 0
     for start, stop in spans:
         first, last = max(low - offset, 0), min(high - offset, stop - start)
@@ -108,7 +110,7 @@ def _joined(spans: Iterator[tuple[int, int]]) -> Spans:
 
 
 def narrow_spans(spans: Sequence[tuple[int, int]], within: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """What is left of ``spans`` of a dim when only the pieces ``within`` are kept of it, laid side by side."""
+    """Intersect ``spans`` of a dim with ``within``; positions count in the concatenation of ``within``."""
     result, offset = [], 0
     for low, high in within:
         for start, stop in spans:
@@ -120,7 +122,7 @@ def narrow_spans(spans: Sequence[tuple[int, int]], within: Sequence[tuple[int, i
 
 
 def write_share(target: Tensor, share: Tensor, cuts: Sequence[Cut], ranks: dict[str, int]) -> None:
-    """Copy one rank's ``share`` into its place in the whole tensor ``target``: the inverse of taking the ``cuts``."""
+    """Copy one rank's shard into its place in the full tensor ``target``: the inverse of taking the ``cuts``."""
     if not cuts:
         target.copy_(share)
         return
@@ -138,3 +140,8 @@ def write_share(target: Tensor, share: Tensor, cuts: Sequence[Cut], ranks: dict[
     joined = torch.cat([target.narrow(cut.dim, start, stop - start) for start, stop in spans], cut.dim)
     write_share(joined, share, rest, ranks)
     write_share(target, joined, [cut], ranks)
+
+
+def share_evenly(total: int, size: int) -> list[int]:
+    """Return the lengths of ``total`` entries over ``size`` ranks: at most one apart, the longer ones first."""
+    return [total // size + (rank < total % size) for rank in range(size)]

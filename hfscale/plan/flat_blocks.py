@@ -1,8 +1,8 @@
-"""Whether the shares of a tensor are made of whole blocks of it: integers in, a truth value out.
+"""Check whether the shards of a tensor consist of complete blocks of the flattened tensor: integers in, a bool out.
 
 8-bit optimizers quantize a state in blocks of consecutive entries of the flattened tensor, each block with a scale of
-its own (Dettmers et al. 2022). A share can be stepped on its own, with the same result, where every block of the whole
-tensor is on one rank, in one piece, and begins at a border of a block of the flattened share::
+its own (Dettmers et al. 2022). A shard can be stepped on its own, with the same result, if every block of the full
+tensor is on one rank, contiguous, and begins at a block boundary of the flattened shard::
 
     [4, 512] cut along dim 1 over 2, blocks of 256      row 0: | block 0: rank 0 | block 1: rank 1 |
                                                         row 1: | block 2: rank 0 | block 3: rank 1 | ...
@@ -19,10 +19,10 @@ from .parameter import ParameterPlan
 
 @cache
 def flat_blocks_align(planned: ParameterPlan, block: int) -> bool:
-    """Whether every rank's share is made of whole blocks of ``block`` entries of the flattened tensor.
+    """Return whether every rank's shard consists of complete blocks of ``block`` entries of the flattened tensor.
 
-    The tensor's last block may be shorter. Where runs of entries of a share touch across rows, it may say ``False``
-    of blocks that do align.
+    The tensor's last block may be shorter. Where runs of entries of a shard touch across rows, it may return ``False``
+    for blocks that do align.
     """
     return all(
         runs_align(planned.shape, share_spans(planned.shape, planned.cuts, ranks), block)
@@ -32,18 +32,20 @@ def flat_blocks_align(planned: ParameterPlan, block: int) -> bool:
 
 @cache
 def some_share_is_empty(planned: ParameterPlan) -> bool:
-    """Whether a rank has none of its entries."""
+    """Return whether some rank holds no entries of the parameter."""
     return any(prod(cut_shape(planned.shape, planned.cuts, ranks)) == 0 for ranks in coordinates(planned.cuts))
 
 
 def coordinates(cuts: Sequence[Cut]) -> Iterator[dict[str, int]]:
-    """Those of every rank that ``cuts`` tell apart."""
+    """Yield the coordinates (axis -> rank) of every shard that ``cuts`` make."""
     for ranks in product(*(range(cut.size) for cut in cuts)):
         yield {cut.axis: rank for cut, rank in zip(cuts, ranks, strict=True)}
 
 
 def runs_align(shape: Sequence[int], spans: Sequence[Spans], block: int) -> bool:
-    """Whether runs of consecutive entries of a share, ``spans`` per dim, are whole blocks of the flattened whole."""
+    """Return whether the runs of consecutive entries of a shard, ``spans`` per dim, are blocks of the flattened full
+    tensor.
+    """
     if not all(spans):
         return True  # an empty share has no block
     cut = [dim for dim, size in enumerate(shape) if spans[dim] != [(0, size)]]

@@ -1,4 +1,4 @@
-"""What is multiplied in 8 bits, as data."""
+"""Plan which matrix products run in 8 bits, as data."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ class Float8Plan(Feature):
         modules: the projections.
         rowwise: a scale for each row; else one for each tensor.
         left_out: projections of the layers that stay as they are, each with why, in words.
-        gathers: whether data ranks send each other shards of these weights in 8 bits.
+        gathers: whether data ranks all-gather these weights in 8 bits.
     """
 
     modules: tuple[str, ...]
@@ -25,7 +25,7 @@ class Float8Plan(Feature):
     gathers: bool = False
 
     def describe(self, plan: PlanContents) -> list[str]:
-        """What is, and what is not."""
+        """Return the lines about products in 8 bits, and projections left out of them, in the plan's printout."""
         what = "rows" if self.rowwise else "tensors"
         lines = [f"products in 8 bits, scaled by {what}: {_counted(list(self.modules))}"]
         if gathered := gathered_in_8_bits(plan):
@@ -42,13 +42,16 @@ def _counted(names: list[str]) -> str:
 
 
 def float8_weights(plan: PlanContents) -> frozenset[str]:
-    """Parameters whose products are in 8 bits."""
+    """Return the names of the parameters whose products are in 8 bits."""
     found = plan.feature(Float8Plan)
     return frozenset() if found is None else frozenset(f"{name}.weight" for name in found.modules)
 
 
 def gathered_in_8_bits(plan: PlanContents) -> frozenset[str]:
-    """Those that data ranks send each other in 8 bits: what else reads the whole weight (DoRA) reads all its digits."""
+    """Return the names of the parameters that data ranks all-gather in 8 bits.
+
+    Weights that something else reads in full precision are not among them: DoRA takes the norms of a weight's rows.
+    """
     found = plan.feature(Float8Plan)
     if found is None or not found.gathers or plan.layout.size("dp_shard") == 1:
         return frozenset()

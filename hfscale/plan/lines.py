@@ -1,6 +1,6 @@
-"""What each feature of a layout says of itself under the printed table: a function of the plan, one per feature.
+"""Describe each feature of a layout under the printed table: one function of the plan per feature.
 
-A function returns no lines where the plan does not have its feature.
+A function returns no lines if the plan does not have its feature.
 """
 
 from collections.abc import Callable, Iterable
@@ -11,7 +11,7 @@ from .parameter import wild_name
 
 
 def describe_tensor(plan: PlanContents) -> list[str]:
-    """Where ranks of the tensor axis talk: at the edges of blocks, and at both ends of the vocabulary."""
+    """Return the lines about tensor-parallel communication: at block edges, and at both ends of the vocabulary."""
     if not plan.blocks:
         return []
     talk = "one all-reduce forward, one backward"
@@ -49,7 +49,7 @@ def _tokens(plan: PlanContents, module: str) -> str:
 
 
 def describe_sequence(plan: PlanContents) -> list[str]:
-    """Between which modules the sequence is cut, and what is run on all of it."""
+    """Return the modules between which the sequence is cut, and those that run on all tokens."""
     lines = []
     for region in plan.sequence_regions:
         gathered = ", ".join(dict.fromkeys(map(wild_name, region.gathered)))
@@ -62,12 +62,12 @@ def describe_sequence(plan: PlanContents) -> list[str]:
 
 
 def describe_features(plan: PlanContents) -> list[str]:
-    """What is a feature of its own in the plan."""
+    """Return the lines of all :class:`~.contents.Feature` entries of the plan."""
     return [line for feature in plan.features for line in feature.describe(plan)]
 
 
 def describe_experts(plan: PlanContents) -> list[str]:
-    """How many experts a rank holds, and how tokens get to them."""
+    """Return the number of experts per rank, and how tokens are dispatched to them."""
     size = plan.layout.size("ep")
     talk = f"two all-to-alls forward and two backward over ep{size}"
     if plan.layout.slices_tokens:
@@ -82,14 +82,14 @@ def describe_experts(plan: PlanContents) -> list[str]:
 
 
 def describe_data(plan: PlanContents) -> list[str]:
-    """What the data axes gather and reduce at a time."""
+    """Return the units that the data axes gather and reduce at a time."""
     if plan.layout.data_world == 1:
         return []
     return [f"data axes: {len(plan.layers)} layers, each gathered and reduced as one, and the rest of the model"]
 
 
 def describe_quantization(plan: PlanContents) -> list[str]:
-    """What a person should know about the arithmetic of a quantized model."""
+    """Return how the arithmetic of a quantized model can differ from one process."""
     quantized = plan.quantized
     if quantized is None:
         return []
@@ -109,7 +109,7 @@ def describe_quantization(plan: PlanContents) -> list[str]:
 
 
 def describe_pipeline(plan: PlanContents) -> list[str]:
-    """What each stage holds and costs: a table of its own."""
+    """Return the table of stages: layers, parameters and cost."""
     return str(plan.stages).splitlines() if plan.stages else []
 
 
@@ -119,10 +119,10 @@ SECTIONS: tuple[tuple[_Describe, ...], ...] = (
     (describe_tensor, describe_sequence, describe_features, describe_experts, describe_data, describe_quantization),
     (describe_pipeline,),
 )
-"""Every feature's description; an empty line follows each section that has any."""
+"""The describing functions by section; an empty line follows each section that is not empty."""
 
 
 def describe_parts(plan: PlanContents) -> list[str]:
-    """The lines of all features that the plan has."""
+    """Return the lines of all features that the plan has."""
     sections = ([line for describe in section for line in describe(plan)] for section in SECTIONS)
     return [line for lines in sections if lines for line in (*lines, "")]

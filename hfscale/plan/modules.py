@@ -1,4 +1,4 @@
-"""What becomes of the modules of a model: blocks, the streams between them, mixtures of experts, adapters."""
+"""Plan a model's modules: tensor-parallel blocks, regions cut along the sequence, mixtures of experts, adapters."""
 
 from dataclasses import dataclass
 
@@ -7,39 +7,42 @@ import torch
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """One attention or MLP module whose edges talk over the tensor axis. Names are full module names."""
+    """An attention or MLP module with collectives over the tensor axis at its edges.
+
+    Fields are those of its role in the blueprint, with full module names.
+    """
 
     name: str
     column: tuple[str, ...]
     row: tuple[str, ...]
     shared: tuple[str, ...]
-    local_attributes: tuple[tuple[str, int], ...]  # with what their values are divided by
+    local_attributes: tuple[tuple[str, int], ...]  # attribute, divisor of its value
     dropout: float
     enter: tuple[str, ...] = ()
     enter_inputs: tuple[str, ...] = ()
     leave: tuple[str, ...] = ()
     heads: tuple[tuple[str, int], ...] = ()
     sample_heads: tuple[str, ...] = ()
-    across: tuple[tuple[str, int], ...] = ()  # with the whole width of the input
-    local_config: tuple[tuple[str, int], ...] = ()  # likewise
+    across: tuple[tuple[str, int], ...] = ()  # module, full width of its input
+    local_config: tuple[tuple[str, int], ...] = ()  # field of the config, divisor of its value
     replicas: int = 1  # how many consecutive ranks hold each key/value head
-    replicated: tuple[str, ...] = ()  # what of the block they hold replicas of, where there are several
+    replicated: tuple[str, ...] = ()  # modules of the block that are replicated with them
     cut_from: str | None = None
-    once: tuple[str, ...] = ()  # parameters that one rank adds to the sum
+    once: tuple[str, ...] = ()  # parameters that only one rank adds to the sum
 
 
 @dataclass(frozen=True)
 class SequencePlan:
-    """The stream of one layer stack, cut along the sequence between blocks. Names are full module names.
+    """One layer stack whose hidden states are cut along the sequence between blocks. Names are full module names.
 
     Attributes:
         owner: the module that calls the layers.
-        exit: the module whose output is the whole stream again: the norm behind the layers, or the owner.
+        exit: the module behind which the hidden states are full again: the norm behind the layers, or the owner.
         layers: the layers.
-        gathered: modules in the layers that are run on the whole sequence.
+        gathered: modules in the layers that run on the full sequence.
         partial: modules with parameters of their own that see this rank's tokens only.
-        direct: what the embedding returns goes into the first layer, and nowhere else.
-        dropout: something in the layers drops activations out.
+        direct: whether the embedding's output goes into the first layer, and nowhere else.
+        dropout: whether the layers drop out activations.
     """
 
     owner: str
@@ -68,17 +71,17 @@ class ExpertsPlan:
 
 @dataclass(frozen=True)
 class AdapterParameter:
-    """One parameter of an adapter, of the whole model.
+    """One parameter of an adapter, of the full model.
 
     Attributes:
         name: in the model with adapters.
-        shape: of the whole parameter.
+        shape: the global shape.
         dtype: its type.
         base: the stock name of the parameter that it adapts, or is a copy of.
         kept_in: the attribute of the wrapper that holds it, ``lora_A`` say.
-        transposed: ``base`` is stored as ``[in, out]``.
-        experts: how many experts' parameters lie side by side in it; 0 where it is of one module.
-        tied_to: the name of the parameter it is the same tensor as.
+        transposed: whether ``base`` is stored as ``[in, out]``.
+        experts: how many experts' parameters lie side by side in it; 0 if it belongs to one module.
+        tied_to: the name of the parameter that it shares its tensor with.
     """
 
     name: str

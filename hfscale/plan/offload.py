@@ -1,4 +1,4 @@
-"""What of a run lies on the host beside its device, as data."""
+"""Plan what is offloaded to the CPU, as data."""
 
 from dataclasses import dataclass
 
@@ -8,12 +8,12 @@ from .contents import Feature, PlanContents
 
 @dataclass(frozen=True)
 class OffloadPlan(Feature):
-    """What lies on the host.
+    """Tensors that are offloaded to the CPU.
 
     Attributes:
-        optimizer: the optimizer's state, which is stepped there.
-        parameters: this rank's shards of parameters, and of their gradients, which are stepped there.
-        activations: what layers keep for their backward pass, in tensors of so many bytes or more; ``None``: nothing.
+        optimizer: the optimizer's state; updates of it run on the CPU.
+        parameters: this rank's shards of parameters and of their gradients; updates of them run on the CPU.
+        activations: bytes of the smallest activation that is offloaded until its backward pass; ``None``: none are.
     """
 
     optimizer: bool = False
@@ -21,7 +21,7 @@ class OffloadPlan(Feature):
     activations: int | None = None
 
     def describe(self, plan: PlanContents) -> list[str]:
-        """What is there."""
+        """Return the line about offloading in the plan's printout."""
         what = ["the optimizer's state"] if self.optimizer else []
         what += ["shards of parameters and gradients"] if self.parameters else []
         if self.activations is not None:
@@ -30,15 +30,15 @@ class OffloadPlan(Feature):
 
 
 def offloaded(plan: PlanContents) -> OffloadPlan:
-    """What a plan says of it; an empty one where nothing was asked."""
+    """Return what the plan offloads; an empty :class:`OffloadPlan` if nothing."""
     return plan.feature(OffloadPlan) or OffloadPlan()
 
 
 def refuse_aside(name: str, asked: str = "offload_optimizer=True") -> None:
-    """Refuse an optimizer that cannot step copies of single weights, which ``asked`` needs.
+    """Refuse an optimizer that cannot update copies of single weights, as ``asked`` requires.
 
     Raises:
-        ConfigError: it looks at whole matrices.
+        ConfigError: its update needs full matrices.
     """
     if name in ("adafactor", "muon"):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What is planned about a loss that a model takes itself."""
+"""Plan how a loss that the model computes itself is averaged."""
 
 from dataclasses import dataclass
 
@@ -7,16 +7,16 @@ from .contents import Feature, PlanContents
 
 @dataclass(frozen=True)
 class OwnLossPlan(Feature):
-    """A loss of the model's own that is a mean: over rows, or over the labels that are not ignored.
+    """A loss computed by the model itself, as a mean over rows or over the labels that are not ignored.
 
     Attributes:
         over: ``"rows"`` or ``"labels"``.
-        divides: whether it is divided by ``num_items_in_batch``, where that is given.
+        divides: whether it is divided by ``num_items_in_batch``, if that is passed.
     """
 
     over: str
     divides: bool = False
 
     def describe(self, plan: PlanContents) -> list[str]:
-        """How microbatches of a step are weighted."""
+        """Return the line about the weights of microbatches in the plan's printout."""
         return [f"loss: the model's own, a mean over {self.over}; microbatches count by their {self.over}"]

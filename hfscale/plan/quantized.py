@@ -1,9 +1,9 @@
-"""Which weights are quantized, and whether what a rank quantizes of one is what one process would have: integers only.
+"""Plan which weights are quantized, and check whether shards quantize as the full weight would: integers only.
 
 A 4-bit weight is quantized in blocks of 64 consecutive values of the matrix, row by row, each with a scale of its own
-(QLoRA, Dettmers et al. 2023); an 8-bit one row by row (LLM.int8(), Dettmers et al. 2022). A rank quantizes its share as
-a matrix of its own. Where every block of the share is a block of the whole matrix, the result is the same to the last
-bit; where a cut goes through blocks, scales differ::
+(QLoRA, Dettmers et al. 2023); an 8-bit one row by row (LLM.int8(), Dettmers et al. 2022). A rank quantizes its shard as
+a matrix of its own. If every block of the shard is a block of the full matrix, the result is the same to the last bit;
+if a cut goes through blocks, scales differ::
 
     row of 128 values, cut in two      |---- block 0 ----|---- block 1 ----|     aligned: 64 | 64
     row of 96 values, cut in two       |---- block 0 -----|-- block 1 ...        48 | 48: the blocks are other ones
@@ -18,22 +18,22 @@ from .flat_blocks import coordinates, runs_align
 from .parameter import ParameterPlan
 
 BLOCK = 64
-"""Values with one scale in 4 bits."""
+"""Values per scale in 4 bits."""
 OUTER_BLOCK = 256
-"""Scales with one scale of their own, in double quantization."""
+"""Scales per scale of their own, in double quantization."""
 
 
 @dataclass(frozen=True)
 class QuantizedPlan:
-    """What is quantized as it is loaded.
+    """Weights that are quantized as they are loaded.
 
     Attributes:
         bits: 4 or 8.
         kind: ``nf4``, ``fp4`` or ``int8``.
         double: whether the scales of 4-bit blocks are quantized too.
         weights: names of the parameters.
-        transposed: those of them that are ``[in, out]`` and quantized ``[out, in]``.
-        stored: whether the checkpoint holds them quantized; scales are kept in float32 then.
+        transposed: names of ``weights`` that are stored as ``[in, out]`` and quantized as ``[out, in]``.
+        stored: whether the checkpoint holds them quantized; their scales then stay in float32.
     """
 
     bits: int
@@ -44,7 +44,7 @@ class QuantizedPlan:
     stored: bool = False
 
     def aligned(self, planned: ParameterPlan) -> bool:
-        """Whether every rank's share of a weight is quantized as in one process, double quantization aside."""
+        """Return whether every rank's shard of a weight is quantized as in one process, double quantization aside."""
         return matrix_blocks_align(planned.shape, planned.cuts, self.bits, planned.name in self.transposed)
 
 
@@ -52,12 +52,12 @@ class QuantizedPlan:
 def matrix_blocks_align(
     shape: tuple[int, ...], cuts: tuple[Cut, ...], bits: int = 4, transposed: bool = False, block: int = BLOCK
 ) -> bool:
-    """Whether the blocks of every rank's share are blocks of the whole.
+    """Return whether the blocks of every rank's shard are blocks of the full matrix.
 
     Args:
         shape: ``[rows, columns]``, or ``[matrices, rows, columns]`` of experts, each matrix quantized by itself.
         cuts: how it is cut between ranks, in order.
-        bits: 4, or 8, where a block is a whole row.
+        bits: 4, or 8, with a full row as block.
         transposed: whether it is quantized as ``[columns, rows]``.
         block: values in a 4-bit block.
     """
@@ -76,7 +76,7 @@ def matrix_blocks_align(
 
 
 def packed_scale_bytes(blocks: int, double: bool) -> int:
-    """Bytes of the scales of a packed 4-bit matrix, a multiple of 4.
+    """Return the bytes of the scales of a packed 4-bit matrix, a multiple of 4.
 
     A float per block; in ``double`` quantization a float per block of scales, their mean, and a byte per block.
     """

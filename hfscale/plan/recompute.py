@@ -1,4 +1,4 @@
-"""What of a model is computed again in the backward pass, as data."""
+"""Plan activation checkpointing, as data."""
 
 from dataclasses import dataclass
 
@@ -8,15 +8,15 @@ from .parameter import wild_name
 
 @dataclass(frozen=True)
 class RecomputePlan(Feature):
-    """What the backward pass computes again instead of keeping it. Names are full module names.
+    """Modules whose forward pass runs again in the backward pass. Names are full module names.
 
     Attributes:
-        layers: layers of which the input alone is kept; under a budget, those that may be chosen.
-        modules: modules in the layers that are computed again by themselves.
-        attention: whether what is between queries, keys, values and the output projection is.
-        keep: operators of those ``layers`` whose results are kept.
+        layers: recomputed layers, of which only the input is kept; under a budget, the candidates.
+        modules: modules in the layers that are recomputed by themselves.
+        attention: whether attention is recomputed between its query, key, value and output projections.
+        keep: operators in ``layers`` whose results are kept (selective checkpointing).
         budget: bytes that the layers of a rank may keep; ``None``: all ``layers`` are recomputed.
-        tokens: of one microbatch, that the budget is for; ``None``: of the largest one in the first step.
+        tokens: tokens of the microbatch that the budget holds for; ``None``: of the largest one in the first step.
     """
 
     layers: tuple[str, ...] = ()
@@ -27,16 +27,16 @@ class RecomputePlan(Feature):
     tokens: int | None = None
 
     def is_alone(self, module: str) -> bool:
-        """Whether a module is recomputed without the rest of its layer, by itself or in another one."""
+        """Return whether a module is recomputed without the rest of its layer, by itself or within another module."""
         return any(f"{module}.".startswith(f"{name}.") for name in self.modules)
 
     @property
     def recomputes_weights(self) -> bool:
-        """Whether products with weights are among it."""
+        """Whether products with weights are recomputed."""
         return bool(self.layers or self.modules)
 
     def describe(self, plan: PlanContents) -> list[str]:
-        """What is computed again."""
+        """Return the line about recomputation in the plan's printout."""
         again = ["attention between its projections"] if self.attention else []
         again += [f"{len(self.layers)} of {len(plan.layers)} layers"] if self.layers and self.budget is None else []
         if self.budget is not None:
@@ -48,5 +48,5 @@ class RecomputePlan(Feature):
 
 
 def recomputed(plan: PlanContents) -> RecomputePlan:
-    """What a plan says of it; an empty one where nothing was asked."""
+    """Return what the plan recomputes; an empty :class:`RecomputePlan` if nothing."""
     return plan.feature(RecomputePlan) or RecomputePlan()

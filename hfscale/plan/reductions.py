@@ -1,14 +1,14 @@
-"""What happens to a gradient between the backward pass and the optimizer: decided once, printed and executed from it.
+"""Plan the reductions of a gradient between the backward pass and the optimizer.
 
 ::
 
-    kind              who holds what                                          what is done
-    sum               ranks of ``axis`` see a part each (their heads, their   all-reduce over ``axis``
-                      tokens) of the gradient of what all of them hold
-    sum-stages        pipeline ``stages`` hold one tied tensor, and see the   all-reduce over their ranks
-                      gradient of their own use each
+    kind              which ranks                                             reduction
+    sum               ranks of ``axis`` hold the same parameter, each with    all-reduce over ``axis``
+                      a partial gradient (of its heads, its tokens)
+    sum-stages        pipeline ``stages`` hold one tied tensor, each with     all-reduce over their ranks
+                      the gradient of its own use
     sum-replicas      ``replicas`` consecutive ranks of ``axis`` hold the     all-reduce over those ranks
-                      same heads, and see the gradient of their queries
+                      same heads, each with the gradient of its queries
     reduce-scatter    ranks of ``axis`` have batches and shards of their own  reduce-scatter over ``axis``
     all-reduce        ranks of ``axis`` have batches of their own             all-reduce over ``axis``
 """
@@ -25,13 +25,13 @@ Kind = Literal["sum", "sum-stages", "sum-replicas", "reduce-scatter", "all-reduc
 
 @dataclass(frozen=True)
 class Reduction:
-    """One step on the way of a gradient; ``str`` of it is what the printed plan says.
+    """One reduction of a gradient; ``str`` of it is its text in the printed plan.
 
     Attributes:
         kind: see the module's table.
         axis: the mesh axis whose ranks take part.
-        stages: the pipeline stages, of ``sum-stages``.
-        replicas: how many consecutive ranks take part, of ``sum-replicas``.
+        stages: for ``sum-stages``, the pipeline stages.
+        replicas: for ``sum-replicas``, how many consecutive ranks take part.
     """
 
     kind: Kind
@@ -52,19 +52,19 @@ class Reduction:
 
 
 def data_axes(spread: bool) -> tuple[str, str]:
-    """The replicating and the sharding data axis of a parameter, ``spread`` over the expert axis or not."""
+    """Return the replicating and the sharding data axis of a parameter, ``spread`` over the expert axis or not."""
     return ("edp_replicate", "edp_shard") if spread else ("dp_replicate", "dp_shard")
 
 
 def reductions_of(
     layout: ParallelConfig, cuts: Sequence[Cut], partial: Sequence[str] = (), stages: Sequence[int] = ()
 ) -> tuple[Reduction, ...]:
-    """Every step, in order.
+    """Return all reductions of a parameter's gradient, in order.
 
     Args:
         cuts: how the parameter is cut.
-        partial: axes whose ranks see a part of its gradient each.
-        stages: the pipeline stages that hold it, where it is tied over several.
+        partial: axes over which its gradient is partial.
+        stages: the pipeline stages that hold it, if it is tied over several.
     """
 
     def steps() -> Iterator[Reduction]:
@@ -83,3 +83,10 @@ def reductions_of(
             yield Reduction("all-reduce", replicate)
 
     return tuple(steps())
+
+
+def data_cut(layout: ParallelConfig, spread: bool = False, dim: int = 0) -> list[Cut]:
+    """Return the cut of a parameter over the sharding data axis; none if that has one rank."""
+    _, axis = data_axes(spread)
+    size = layout.size(axis)
+    return [Cut(axis, dim, size)] if size > 1 else []

@@ -1,4 +1,4 @@
-"""Attention that keeps its scores, as data."""
+"""Plan for attention that materializes its scores, as data."""
 
 from dataclasses import dataclass
 
@@ -10,17 +10,17 @@ class ScoresPlan(Feature):
     """Attention is eager: it keeps a score for every head and pair of tokens.
 
     Attributes:
-        heads: of queries in a layer, over all tensor ranks.
+        heads: query heads of a layer, over all tensor ranks.
     """
 
     heads: int
 
     def describe(self, plan: PlanContents) -> list[str]:
-        """Nothing: the memory estimate says it."""
+        """Return no lines: the memory estimate reports the scores."""
         return []
 
 
 def heads_with_scores(plan: PlanContents) -> int:
-    """Return how many heads keep scores; 0 for fused attention, and where sequences are cut over context ranks."""
+    """Return how many heads keep scores; 0 for fused attention, and if sequences are cut over context ranks."""
     found = plan.feature(ScoresPlan)
     return 0 if found is None or plan.layout.size("cp") > 1 else found.heads

@@ -1,7 +1,7 @@
-"""Pipeline stages as data: how layers are shared out, which rank holds which stage, and what each stage costs.
+"""Pipeline stages as data: the layers, the rank and the cost of each stage.
 
-Integers in, integers out; what a layer costs is measured in :mod:`hfscale.planner.costs`, and which modules come before
-and after the layers is found in :mod:`hfscale.planner.assign`.
+Integers in, integers out. :mod:`hfscale.planner.costs` measures the cost of a layer, and :mod:`hfscale.planner.assign`
+finds the modules before and behind the layers.
 """
 
 from bisect import bisect_left, bisect_right
@@ -12,23 +12,23 @@ from ..errors import ConfigError
 from .loans import Loan
 
 V_SCHEDULES = ("zbv", "dualpipev")
-"""Schedules whose stages go down the ranks and up again (Qi et al. 2023; DeepSeek 2025)."""
+"""Schedules that place stages down the ranks and up again (Qi et al. 2023; DeepSeek 2025)."""
 
 _COLUMNS = ("stage", "rank", "layers", "of the model", "parameters", "of FLOPs", "of the mean")
 
 
 def balance(work: Sequence[int], stages: int, first: int = 0, last: int = 0) -> tuple[int, ...]:
-    """Share consecutive layers out to ``stages`` so that the largest stage is as small as it can be.
+    """Distribute consecutive layers over ``stages`` so that the largest stage is as small as possible.
 
     A pipeline advances at the pace of its slowest stage (Huang et al. 2019, GPipe; Narayanan et al. 2019, PipeDream),
-    so the largest is what counts. Of all optima, that with the most even numbers of layers is taken, and of those the
+    so the largest counts. Among optima, those with the most even numbers of layers are preferred, and among these the
     one with fewer layers in front, where a schedule keeps the activations of most microbatches.
 
     Args:
-        work: what each layer costs, in any unit.
+        work: the cost of each layer, in any unit.
         stages: stages over all ranks.
-        first: what the first stage has besides layers (the embedding).
-        last: what the last stage has besides (the final norm and the head).
+        first: further cost of the first stage (the embedding).
+        last: further cost of the last stage (the final norm and the head).
 
     Returns:
         the number of layers of each stage, each at least 1.
@@ -47,10 +47,10 @@ def balance(work: Sequence[int], stages: int, first: int = 0, last: int = 0) -> 
         return total[stop] - total[start] + first * (stage == 0) + last * (stage == stages - 1)
 
     # Both tables are filled from the last stage forwards; their rows are indexed by a stage's first layer.
-    ends = range(layers, layers - stages, -1)  # where each stage must stop at the latest, from the last stage on
+    ends = range(layers, layers - stages, -1)  # the latest stop of each stage, the last stage first
     least: dict[int, int] = {layers: 0}
     for stage, end in zip(reversed(range(stages)), ends, strict=True):
-        # A longer stage is larger and what it leaves is not: the least of both is where the one overtakes the other.
+        # A longer stage costs more and leaves less: the minimum of the maximum is where the first overtakes the second.
         rest, row = least, dict[int, int]()
         for start in range(stage, end):
             stops = range(max(start + 1, min(rest)), end + 1)
@@ -58,7 +58,7 @@ def balance(work: Sequence[int], stages: int, first: int = 0, last: int = 0) -> 
             row[start] = min(max(size(stage, start, stop), rest[stop]) for stop in stops[max(0, over - 1) : over + 1])
         least = row
     bound = least[0]
-    # The same once more, over the partitions within the bound: squares of the counts, then the counts themselves.
+    # Again, over the partitions within the bound: minimize squares of the counts, then the counts themselves.
     best: dict[int, tuple[int, tuple[int, ...]]] = {layers: (0, ())}
     for stage in reversed(range(stages)):
         rows, best = best, {}
@@ -72,7 +72,7 @@ def balance(work: Sequence[int], stages: int, first: int = 0, last: int = 0) -> 
 
 
 def place_stages(schedule: str, pp_size: int, virtual_stages: int = 1) -> tuple[int, ...]:
-    """The pipeline rank of each stage.
+    """Return the pipeline rank of each stage.
 
     ::
 
@@ -98,7 +98,7 @@ def place_stages(schedule: str, pp_size: int, virtual_stages: int = 1) -> tuple[
 
 @dataclass(frozen=True)
 class Stage:
-    """One consecutive part of a model.
+    """One stage: consecutive layers of a model.
 
     Attributes:
         index: its number, counted along the model over all ranks.
@@ -117,20 +117,21 @@ class Stage:
     flops: int
 
     def is_local(self, name: str) -> bool:
-        """Whether a parameter or module is this stage's (those that every stage has are nobody's)."""
+        """Return whether a parameter or module is on this stage; ``False`` for those that every stage has."""
         return any(name == owned or name.startswith(f"{owned}.") for owned in (*self.layers, *self.modules))
 
 
 @dataclass(frozen=True)
 class Tie:
-    """One tensor that several stages hold a copy of: an embedding and the head tied to it, or what all layers read.
+    """One tensor of which several stages hold a copy: an embedding and the head tied to it, or one that all layers
+    read.
 
-    Its gradient is the sum over ``stages``; it counts once in a norm, in memory of the model, and in a checkpoint: at
+    Its gradient is the sum over ``stages``. It counts once in a norm, in the model's memory and in a checkpoint: at
     ``owner``.
 
     Attributes:
         names: all its names, the model's first one first.
-        stages: who holds it, ascending.
+        stages: the stages that hold it, ascending.
     """
 
     names: tuple[str, ...]
@@ -148,11 +149,11 @@ class TwoStacks:
 
     ::
 
-        stages of the encoder      ids --> its stream, [b, s, h] -->
-        stages of the decoder      target ids --> its stream and behind it what the encoder made, [b, t + s, h] -->
+        stages of the encoder      ids --> its hidden states, [b, s, h] -->
+        stages of the decoder      target ids --> its hidden states, then the encoder's output, [b, t + s, h] -->
 
-    Every stage of the decoder passes on what the encoder made, so that the gradients of all that read it add up on
-    their way back.
+    Every stage of the decoder passes the encoder's output on, so that the gradients of all its readers add up on the
+    way back.
 
     Attributes:
         encoder, decoder: names of the modules.
@@ -166,25 +167,26 @@ class TwoStacks:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """A model cut into pipeline stages. ``print`` it for what each stage costs.
+    """A model cut into pipeline stages. ``print`` it for the cost of each stage.
 
-    Between stages travels the stream alone: what the last layer of a stage returns is what the first layer of the next
-    one gets. A stage is the stock model with stand-ins for what it does not hold; as modules without parameters, and
-    whatever else the stock code computes around the layers, still run on it, the stream must be taken where its last
-    layer returns it, and put in where its first layer is called.
+    Only the hidden states are sent between stages: the output of a stage's last layer is the input of the next stage's
+    first. A stage is the stock model with placeholders for the modules of other stages. Modules without parameters, and
+    other computation of the stock code around the layers, still run on it, so the hidden states are taken where its
+    last layer returns them and inserted where its first layer is called.
 
     Attributes:
         stages: all stages, in the order of the model.
-        everywhere: modules without parameters that are outside of the layers (rotary tables, dropouts): on every stage.
+        everywhere: modules without parameters outside of the layers (rotary tables, dropouts), which are on every
+            stage.
         owner: the module that calls the layers; the empty string is the model itself.
         layer_list: name of the list that the layers are in.
-        returns: what a layer returns: ``None`` for a tensor, the stream; ``n`` for a tuple of ``n`` with the stream
-            first. A stand-in for an absent layer must return the same.
-        module_returns: the same of each module in :attr:`Stage.modules`, where it was called, and of each layer of an
-            encoder; 0 for anything else.
+        returns: what a layer returns: ``None`` for a tensor, the hidden states; ``n`` for a tuple of ``n`` with the
+            hidden states first. A placeholder for a layer returns the same.
+        module_returns: likewise for each module in :attr:`Stage.modules` that was called, and each layer of an encoder;
+            0 for anything else.
         ties: tensors that several stages hold.
-        work: what each stage costs, in the unit of :meth:`hfscale.planner.costs.Cost.work`.
-        stacks: of an encoder-decoder, its two; ``None`` where there is one list of layers.
+        work: the cost of each stage, in the unit of :meth:`hfscale.planner.costs.Cost.work`.
+        stacks: the encoder and decoder, if there are two; ``None`` for one list of layers.
         loans: modules of first layers that every stage with layers of their list holds.
     """
 
@@ -201,14 +203,14 @@ class StagePlan:
 
     @property
     def places(self) -> dict[str, int]:
-        """Name of each layer -> its number, counted along the model."""
+        """Name of each layer -> its index, counted along the model."""
         return {name: number for number, name in enumerate(name for stage in self.stages for name in stage.layers)}
 
     def arrives(self, stage: int) -> tuple[bool, bool]:
-        """Whether a stage is in front of, and whether it is behind, the first layer of a decoder.
+        """Return whether a stage begins before, and whether it begins after, the decoder's first layer.
 
-        What arrives in front is a stream of the source's tokens, as at a decoder's very first layer; behind it, that of
-        the target's and what the encoder made of the source.
+        A stage that begins after it receives the target's hidden states and the encoder's output; all others receive
+        the source's hidden states.
         """
         if self.stacks is None:
             return True, False
@@ -222,15 +224,15 @@ class StagePlan:
 
     @property
     def imbalance(self) -> float:
-        """The largest stage over the mean stage: 1.0 is perfect, and every step takes that many times the ideal."""
+        """The cost of the largest stage over the mean: 1.0 is perfect, and a step takes that many times the ideal."""
         return max(self.work) * len(self.work) / max(1, sum(self.work))
 
     def of_rank(self, rank: int) -> tuple[Stage, ...]:
-        """The stages of one rank, in the order of the model."""
+        """Return the stages of one rank, in the order of the model."""
         return tuple(stage for stage in self.stages if stage.rank == rank)
 
     def stage_of(self, name: str) -> int:
-        """The stage of a parameter or module; of one that two stages hold, the first.
+        """Return the stage of a parameter or module; if several hold it, the first.
 
         Raises:
             KeyError: no stage holds it.
@@ -272,7 +274,7 @@ class StagePlan:
 
 
 def _extent(stage: Stage) -> str:
-    """``model.embed_tokens, model.layers.0-4``."""
+    """Return the modules and the range of layers of a stage: ``model.embed_tokens, model.layers.0-4``."""
     lists: dict[str, list[str]] = {}
     for layer in stage.layers:
         path, _, number = layer.rpartition(".")

@@ -1,4 +1,4 @@
-"""A plan as a table for people and as JSON for programs."""
+"""Render a plan as a table for people and as JSON for programs."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -20,12 +20,12 @@ _NUMBERS = ("copies", "stage", "bytes per rank")  # aligned right
 
 
 def gradient_rule(parameter: ParameterPlan) -> str:
-    """What is done to the gradient of one parameter before the optimizer sees it."""
+    """Return the reductions of one parameter's gradient, in words."""
     return ", ".join(map(str, parameter.reductions)) or "complete"
 
 
 def describe_cut(parameter: ParameterPlan) -> str:
-    """``dim 1 / tp2 in 3 parts, dim 0 / dp_shard4``, in the order of the cuts; ``-`` where it stays whole."""
+    """Return the cuts in order, ``dim 1 / tp2 in 3 parts, dim 0 / dp_shard4``; ``-`` if there are none."""
     cuts = []
     for cut in parameter.cuts:
         parts = f" in {len(cut.parts)} parts" if len(cut.parts) > 1 else ""
@@ -35,14 +35,14 @@ def describe_cut(parameter: ParameterPlan) -> str:
 
 
 def local_bytes(parameter: ParameterPlan, ranks: dict[str, int]) -> int:
-    """Bytes of one parameter on the rank at ``ranks``; 0 for the second name of a tied tensor."""
+    """Return the bytes of one parameter on the rank at ``ranks``; 0 for the second name of a tied tensor."""
     if parameter.tied_to is not None:
         return 0
     return prod(parameter.local_shape(ranks)) * parameter.dtype.itemsize
 
 
 def weights_per_rank(plan: PlanContents) -> tuple[int, int]:
-    """How many numbers, and how many bytes, the weights of a rank have; the most that any rank holds."""
+    """Return the number of weights, and their bytes, on the rank that holds most."""
 
     def weights(held: Iterable[ParameterPlan]) -> tuple[int, int]:
         once = {parameter.tied_to or parameter.name: parameter for parameter in held}.values()
@@ -59,7 +59,7 @@ def weights_per_rank(plan: PlanContents) -> tuple[int, int]:
 
 
 def to_json(plan: PlanContents) -> str:
-    """The whole plan as JSON; shapes and bytes of a parameter are those of the first rank of its stage.
+    """Return the plan as JSON; shapes and bytes of a parameter are those of the first rank of its stage.
 
     No other rank of the stage has more.
     """
@@ -87,7 +87,7 @@ def to_json(plan: PlanContents) -> str:
 
 
 def _json_fields(data: BlockPlan | Cut) -> dict[str, Any]:
-    """The fields of ``data``, by the names that programs read them by."""
+    """Return the fields of ``data`` by their names in the JSON."""
     return {_JSON_NAMES.get(name, name): value for name, value in asdict(data).items()}
 
 
@@ -108,7 +108,7 @@ def _json_row(parameter: ParameterPlan) -> dict[str, Any]:
 
 
 def render(plan: PlanContents) -> str:
-    """The plan as text: one line per kind of parameter, the same parameter of like layers folded into one."""
+    """Return the plan as text, with one line for the same parameter of all like layers."""
     folded: dict[tuple[Any, ...], list[ParameterPlan]] = {}
     for parameter in plan.parameters:
         tied = wild_name(parameter.tied_to or "")
@@ -127,7 +127,7 @@ def render(plan: PlanContents) -> str:
 
 
 def _training(plan: PlanContents) -> str:
-    """How a model is trained, before anybody tries."""
+    """Return whether ``train_step`` can run the model, and if not, why."""
     if not plan.no_step:
         return "train_step: yes"
     return f"train_step: no ({plan.no_step}); a plain loop: loss = model(**batch).loss; loss.backward()"
@@ -148,7 +148,7 @@ def _row(group: list[ParameterPlan], plan: PlanContents) -> tuple[str, ...]:
 
 
 def _tie(parameter: ParameterPlan, plan: PlanContents) -> Tie | None:
-    """The copies of a parameter on several stages, if there are."""
+    """Return the tie of a parameter that several stages hold, if it is one."""
     ties = plan.stages.ties if plan.stages else ()
     return next((tie for tie in ties if parameter.name in tie.names), None)
 
@@ -175,7 +175,7 @@ def _align(rows: Sequence[tuple[str, ...]]) -> list[str]:
 def _memory(plan: PlanContents) -> str:
     count, weights = weights_per_rank(plan)
     which = "largest rank" if plan.stages else "per rank"
-    if plan.quantized is not None or plan.adapters:  # of which not all trains, or takes its shape's bytes
+    if plan.quantized is not None or plan.adapters:  # not all of it trains, or takes its shape's bytes
         return f"{which}: {count:,} parameters; by kind: hfscale.memory_estimate(plan, tokens=...)"
     return (
         f"{which}: {count:,} parameters; weights {human(weights)} + gradients {human(weights)} + AdamW state "
@@ -188,7 +188,7 @@ def _shape(shape: Iterable[int]) -> str:
 
 
 def human(size: float) -> str:
-    """Bytes with a binary unit: ``1536`` -> ``1.5 KiB``."""
+    """Return bytes with a binary unit: ``1536`` -> ``1.5 KiB``."""
     if size < 1024:
         return f"{size:.0f} B"
     for unit in ("KiB", "MiB", "GiB"):

@@ -1,4 +1,4 @@
-"""What is planned about the parts of a model that are not of its text."""
+"""Plan the towers and projectors around a model's text model."""
 
 from dataclasses import dataclass
 
@@ -8,15 +8,14 @@ from .parameter import wild_name
 
 @dataclass(frozen=True)
 class TowersPlan(Feature):
-    """Towers and projectors around a model of text, and such of its layers as read nothing else: what only texts with a
-    picture, or a sound, go through.
+    """Towers and projectors around a text model, and the layers of it that read only their output (images, audio).
 
     Attributes:
-        text: name of the model of text; empty where that is the model itself.
+        text: name of the text model; empty if that is the model itself.
         items: modules and parameters around it, its head left out, and layers.
         parameters: how many numbers they hold.
-        read_inside: inputs of the model of text by which its layers read them, besides the embeddings that go in.
-        first_layers: how many of the first layers read them alone; 0 where any may, or none does.
+        read_inside: inputs of the text model by which its layers read them, besides the embeddings.
+        first_layers: how many of the first layers alone read them; 0 if any may, or none does.
     """
 
     text: str
@@ -26,7 +25,7 @@ class TowersPlan(Feature):
     first_layers: int = 0
 
     def describe(self, plan: PlanContents) -> list[str]:
-        """What stays whole, and on which ranks."""
+        """Return the line about the towers in the plan's printout."""
         where = "every tensor rank" if plan.layout.size("tp") > 1 else "every rank"
         gathered = "; data ranks gather them together" if plan.layout.data_world > 1 else ""
         what = f"{', '.join(dict.fromkeys(map(wild_name, self.items)))}, {self.parameters:,} parameters"
@@ -34,5 +33,5 @@ class TowersPlan(Feature):
         return [f"{beside}: {what}, whole on {where}{gathered}"]
 
     def holds(self, name: str) -> bool:
-        """Whether a parameter or a module is one of them, or in one."""
+        """Return whether a parameter or a module is one of the items, or inside of one."""
         return any(name == item or name.startswith(f"{item}.") for item in self.items)

@@ -20,8 +20,7 @@ from ..plan.cut import Cut
 from ..plan.modules import AdapterParameter
 from ..plan.parameter import ParameterPlan, wild_name
 from ..plan.plan import Plan
-from ..plan.reductions import reductions_of
-from .data import data_cut
+from ..plan.reductions import data_cut, reductions_of
 
 
 def is_known(kept_in: str) -> bool:

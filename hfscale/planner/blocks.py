@@ -1,14 +1,16 @@
 """Plan the blocks: which module is which role of the blueprint, and what follows for its parameters."""
 
+from collections.abc import Iterator
+
 from ..families.blueprint import Block, Blueprint
 from ..families.clone import PER_LAYER
+from ..families.expert_modules import holds_experts
 from ..families.fields import field, text_config
 from ..families.partial_outputs import partial_output
 from ..plan.modules import BlockPlan
 from ..plan.parameter import join_path, wild_name
 from .block_parameters import PlacedBlock, cut_parameters
 from .draft import Draft
-from .experts import blocks_around_experts
 from .heads import KEY_VALUE_COUNTS, check_block_heads, check_heads, key_value_replicas
 from .layers import has_every_list
 
@@ -147,3 +149,37 @@ def _probability(draft: Draft, path: str) -> float:
     for name in path.split("."):
         value = field(value, name)
     return float(value or 0.0)
+
+
+def blocks_around_experts(draft: Draft, name: str, role: Block) -> Iterator[tuple[str, Block]]:
+    """What the tensor axis cuts of block ``name``.
+
+    The block itself; or, if tensor ranks hold whole experts in it, its shared experts, each as a block of its own:
+    what enters and leaves the mixture is whole then, and its router is an ordinary whole module.
+    """
+    inside = [
+        found for found, module in draft.modules.items() if found.startswith(f"{name}.") and holds_experts(module)
+    ]
+    if not draft.layout.slices_tokens or not inside:
+        yield name, role
+        return
+    children = dict.fromkeys(child.rpartition(".")[0] for child in (*role.column, *role.row) if "." in child)
+    for child in children:
+        if f"{name}.{child}" in draft.modules:
+            yield f"{name}.{child}", _inner(role, child)
+
+
+def _inner(role: Block, child: str) -> Block:
+    """The part of a block's role that is about its module ``child``."""
+
+    def within(paths: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(path.removeprefix(f"{child}.") for path in paths if path.startswith(f"{child}."))
+
+    return Block(
+        column=within(role.column),
+        row=within(role.row),
+        parts={path: role.parts[f"{child}.{path}"] for path in within(tuple(role.parts))},
+        shared=within(role.shared),
+        optional=True,
+        dropout=(),
+    )

@@ -10,6 +10,7 @@ from torch import nn
 from .._host.transformers.experts import use_eager_experts
 from ..families.clone import layers_of_every_kind
 from ..families.fields import HEAD_FIELDS, field, first_count, text_config
+from ..families.projections import is_tokenwise
 from ..families.unwritable import UNWRITABLE
 from ..plan.context import ContextPlan
 from ..plan.parameter import wild_name
@@ -19,9 +20,7 @@ from ..sequences.probe import find_mixing
 from .draft import Draft
 from .probe import tiny_model_of
 from .remembered import Remembered, said_by
-from .sequence import is_tokenwise
-from .text_model import find_text_model
-from .towers import other_inputs
+from .text_model import find_text_model, other_inputs
 
 _NO_CLONE = "no tiny clone of it can be built, on which to prove what reads which tokens"
 _WINDOWS = ("sliding_window", "attention_chunk_size")

@@ -1,9 +1,6 @@
 """Plan the data axes: shards of parameters, and what FSDP2 cannot hold."""
 
-from ..config import ParallelConfig
-from ..plan.cut import Cut
 from ..plan.parameter import wild_name
-from ..plan.reductions import data_axes
 from .draft import Draft
 
 
@@ -27,10 +24,3 @@ def _refuse_layers_left_out(draft: Draft) -> None:
             f"{draft.layout.describe()}: {name}={getattr(draft.config, name)} leaves out layers at random, others on "
             f"every rank, and data ranks gather each layer's weights together: use config.{name} = 0, or one data rank"
         )
-
-
-def data_cut(layout: ParallelConfig, spread: bool = False, dim: int = 0) -> list[Cut]:
-    """The shards of a parameter that is ``spread`` over the expert axis, or not; none where nothing is sharded."""
-    _, axis = data_axes(spread)
-    size = layout.size(axis)
-    return [Cut(axis, dim, size)] if size > 1 else []

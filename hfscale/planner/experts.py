@@ -9,12 +9,11 @@ axes.
 from collections.abc import Iterator
 
 from ..config import ParallelConfig
-from ..families.blueprint import Block
 from ..families.expert_modules import holds_experts
 from ..plan.cut import Cut, cut_shape
 from ..plan.modules import ExpertsPlan
 from ..plan.parameter import wild_name
-from .data import data_cut
+from ..plan.reductions import data_cut
 from .draft import Draft
 
 
@@ -70,37 +69,3 @@ def expert_cuts(layout: ParallelConfig, shape: tuple[int, ...], cuts: list[Cut])
         local = cut_shape(shape, cuts, {})
         by_rows = local[0] % shards != 0 and local[1] % shards == 0
     return [*cuts, *data_cut(layout, spread=True, dim=1 if by_rows else 0)]
-
-
-def blocks_around_experts(draft: Draft, name: str, role: Block) -> Iterator[tuple[str, Block]]:
-    """What the tensor axis cuts of block ``name``.
-
-    The block itself; or, if tensor ranks hold whole experts in it, its shared experts, each as a block of its own:
-    what enters and leaves the mixture is whole then, and its router is an ordinary whole module.
-    """
-    inside = [
-        found for found, module in draft.modules.items() if found.startswith(f"{name}.") and holds_experts(module)
-    ]
-    if not draft.layout.slices_tokens or not inside:
-        yield name, role
-        return
-    children = dict.fromkeys(child.rpartition(".")[0] for child in (*role.column, *role.row) if "." in child)
-    for child in children:
-        if f"{name}.{child}" in draft.modules:
-            yield f"{name}.{child}", _inner(role, child)
-
-
-def _inner(role: Block, child: str) -> Block:
-    """The part of a block's role that is about its module ``child``."""
-
-    def within(paths: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(path.removeprefix(f"{child}.") for path in paths if path.startswith(f"{child}."))
-
-    return Block(
-        column=within(role.column),
-        row=within(role.row),
-        parts={path: role.parts[f"{child}.{path}"] for path in within(tuple(role.parts))},
-        shared=within(role.shared),
-        optional=True,
-        dropout=(),
-    )

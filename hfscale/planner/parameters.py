@@ -2,8 +2,7 @@
 
 from ..plan.cut import Cut
 from ..plan.parameter import ParameterPlan, wild_name
-from ..plan.reductions import reductions_of
-from .data import data_cut
+from ..plan.reductions import data_cut, reductions_of
 from .draft import Draft
 from .experts import expert_cuts
 

@@ -7,23 +7,11 @@ from torch import nn
 
 from ..families import SEQUENCE_UNFIT
 from ..families.blueprint import INFERRED
-from ..families.projections import PROJECTIONS
+from ..families.projections import is_tokenwise
 from ..plan.modules import BlockPlan, SequencePlan
 from ..plan.parameter import wild_name
 from .draft import Draft
 from .probe import PROBED, EntryProbe, direct_children, probe_entry
-
-_TOKENWISE = (*PROJECTIONS, nn.Dropout, nn.Identity, nn.Embedding)
-
-
-def is_tokenwise(module: nn.Module) -> bool:
-    """Whether a module is known to treat each token by itself."""
-    return isinstance(module, _TOKENWISE) or "Norm" in type(module).__name__
-
-
-def share_evenly(total: int, size: int) -> list[int]:
-    """``total`` entries over ``size`` ranks: lengths that differ by at most one, the longer ones first."""
-    return [total // size + (rank < total % size) for rank in range(size)]
 
 
 def plan_sequence(draft: Draft) -> None:

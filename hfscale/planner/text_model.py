@@ -18,6 +18,13 @@ from ..families.fields import text_config
 from ..plan.parameter import join_path
 from .infer.subject import Unproved, find_layer_list
 
+_PLAIN = {
+    *("args", "kwargs", "input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache_position", "head_mask"),
+    *("token_type_ids", "mm_token_type_ids", "labels", "logits_to_keep", "past_key_values", "use_cache"),
+    *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
+}
+"""Inputs of models of text, none of which is made of pictures but the embeddings."""
+
 _CROSS = ("encoder_hidden_states", "cross_attention_states", "key_value_states")
 """Inputs of the host's attention, besides the stream, that keys and values are made of."""
 
@@ -83,3 +90,8 @@ def _with_cross_inputs(inner: Any, lists: list[str], child: str, block: Block) -
     inputs = {name for found in blocks if found is not None for name in inspect.signature(found.forward).parameters}
     missing = tuple(name for name in _CROSS if name in inputs and name not in block.enter_inputs)
     return replace(block, enter_inputs=(*block.enter_inputs, *missing)) if missing else block
+
+
+def other_inputs(text: Any) -> tuple[str, ...]:
+    """Return the inputs of a model of text that models of text alone do not have."""
+    return tuple(name for name in inspect.signature(text.forward).parameters if name not in _PLAIN)

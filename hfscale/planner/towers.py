@@ -1,6 +1,5 @@
 """Plan what lies around the model of text."""
 
-import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,15 +13,7 @@ from ..plan.towers import TowersPlan
 from .around import items_around, tensors_of
 from .draft import Draft
 from .probe import PROBED, Probe, tiny_model
-from .text_model import find_text_model
-
-_PLAIN = {
-    *("args", "kwargs", "input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache_position", "head_mask"),
-    *("token_type_ids", "mm_token_type_ids", "labels", "logits_to_keep", "past_key_values", "use_cache"),
-    *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
-}
-"""Inputs of models of text, none of which is made of pictures but the embeddings."""
-
+from .text_model import find_text_model, other_inputs
 
 _ADDED_BEHIND_LAYERS = {"visual_pos_masks", "deepstack_visual_embeds"}
 """Inputs by which a model of text adds features of pictures behind its first layers (Meng et al. 2024, DeepStack)."""
@@ -54,11 +45,6 @@ def _first_layers(fields: Mapping[str, Any]) -> int:
     """Return behind how many of the first layers pictures are added: as many as there are features of a tower."""
     inside = (_first_layers(value) for value in fields.values() if isinstance(value, dict))
     return max([len(fields.get(_FEATURES) or ()), *inside])
-
-
-def other_inputs(text: nn.Module) -> tuple[str, ...]:
-    """Inputs of a model of text that models of text alone do not have."""
-    return tuple(name for name in inspect.signature(text.forward).parameters if name not in _PLAIN)
 
 
 def _unreached(draft: Draft) -> list[str]:

@@ -1,1 +1,1 @@
-"""What forward passes compute in."""
+"""Precision of forward passes: autocast, loss scaling, fp8 projections, and Liger's kernels."""

@@ -1,8 +1,9 @@
-"""Products of the layers' linear projections in 8 bits, as a part.
+"""FP8 matrix multiplications of the layers' linear projections, as a part.
 
-The plan says which. Each projection stays the module that it is, of whatever class, with its weight in its own type;
-its three products are made by :mod:`hfscale.ops.float8`, with the largest entries of tensors over all ranks that have
-parts of them. What is around it computes as under ``"bf16"``: under autocast, or in what the data axes have cast.
+The plan names the projections. Each stays the module that it is, of any class, with its weight in its own dtype; its
+three products (output, input gradient, weight gradient) are computed by :mod:`hfscale.ops.float8`, with scales from the
+largest entries over all ranks that have shards of a tensor. Everything else computes as under ``"bf16"``: under
+autocast, or in the dtype that FSDP2 casts to.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,13 +27,13 @@ from ..schedules import ASYNCHRONOUS
 
 
 class Float8(Part):
-    """Nothing where no products are in 8 bits."""
+    """A part that computes the planned projections in fp8."""
 
     def __init__(self) -> None:
         self._projections: list[tuple[nn.Module, Float8Projection]] = []
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Inside of everything: edges of blocks, and what is recomputed, find such projections."""
+        """Replace the projections' forward, before block edges and recomputation are installed around it."""
         planned = runtime.plan.feature(Float8Plan)
         if planned is None:
             return
@@ -40,20 +41,21 @@ class Float8(Part):
             for projection in computing(module_at(runtime.model, name)):
                 made = Float8Projection(_groups(runtime, name, projection), planned.rowwise)
                 multiply_by(projection, made)
-                # Where nobody takes the gradient of its weight apart; no closure, so that a deep copy has its own.
+                # For calls without deferred weight gradients. No closure, so that a deep copy has its own.
                 projection.forward = partial(compute, projection)
                 self._projections.append((projection, made))
 
     @contextmanager
     def around_step(self, runtime: Runtime, microbatches: Sequence[Microbatch], train: bool) -> Iterator[None]:
-        """Weights stay as they are within a step, so that their scales are found once: by tensors at its beginning, by
-        one reduction for all of them. Schedules without a flush compute with several versions of the weights.
+        """Compute the weights' scales once per step, since weights do not change within it: tensorwise ones at its
+        beginning, by one all-reduce for all. Not with schedules without a flush, which compute with several
+        versions of the weights.
         """
         layout = runtime.mesh.layout
         if not self._projections or (layout.size("pp") > 1 and layout.pipeline_schedule in ASYNCHRONOUS):
             yield
             return
-        runtime.release()  # or gathered weights would be taken for this rank's shards
+        runtime.release()  # gathered weights would be taken for shards
         for _, made in self._projections:
             made.shared = {}
         if not self._projections[0][1].rowwise:
@@ -69,7 +71,7 @@ class Float8(Part):
 
 
 def _groups(runtime: Runtime, name: str, projection: Any) -> Float8Groups:
-    """Ranks with other parts of its tensors, as the plan cuts its weight and sequences are cut."""
+    """Return the process groups of the ranks with other shards of a projection's input, output and tokens."""
     dims = {cut.dim for cut in runtime.plan.by_name[f"{name}.weight"].cuts if cut.axis == "tp"}
     tensor: list[dist.ProcessGroup] = runtime.mesh.groups("tp")
     outputs, inputs = (tensor if dim in dims else [] for dim in weight_dims(projection))
@@ -77,7 +79,7 @@ def _groups(runtime: Runtime, name: str, projection: Any) -> Float8Groups:
 
 
 def compute(projection: Any, x: Tensor) -> Tensor:
-    """The output of a projection whose products are made as :func:`hfscale.ops.products.multiply_by` has said."""
+    """Return the output of a projection whose products :func:`hfscale.ops.products.multiply_by` has set."""
     later = WeightLater(projection.weight, is_transposed(projection), None)
     later.products = products_of(projection)
     return project(x, later, projection.bias)

@@ -1,7 +1,7 @@
-"""Liger's kernels for what lies between products: norms, gated activations, rotary embeddings (Hsu et al. 2024).
+"""Liger's kernels for norms, gated activations and rotary embeddings, as a part (Hsu et al. 2024).
 
-Each works on one token, or on one head of one token, so inside of a block it works on a rank's share as on the whole.
-The loss stays hfscale's: Liger's reads a whole head.
+Each works on one token, or on one head of one token, so inside of a block it works on shards too. The loss stays
+hfscale's: Liger's needs the full head.
 """
 
 import os
@@ -22,14 +22,14 @@ from ..runtime.names import stock_name
 from ..runtime.snapshot import Undo, watch
 
 _ACTIVATIONS = ("act_fn", "activation_fn", "act")
-"""Under what names stock MLPs hold their activation."""
+"""Attribute names of the activation in stock MLPs."""
 
 
 def check_kernels(asked: bool | Mapping[str, bool], family: str, device: torch.device) -> None:
-    """Look at what is asked for, before anything is loaded.
+    """Check ``use_liger_kernel`` before anything is loaded.
 
     Args:
-        asked: :attr:`hfscale.options.Options.use_liger_kernel`.
+        asked: the value of :attr:`hfscale.options.Options.use_liger_kernel`.
         family: the config's ``model_type``.
 
     Raises:
@@ -61,10 +61,10 @@ def _without_losses(names: list[str]) -> list[str]:
 
 
 class LigerKernels(Part):
-    """Nothing where none are asked for."""
+    """A part that gives the model Liger's kernels if they were asked for."""
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Inside of everything: edges of blocks, and what is recomputed, find modules with such kernels."""
+        """Install the kernels, before block edges and recomputation are installed around the modules."""
         asked = runtime.options.use_liger_kernel
         if asked is False:
             return
@@ -82,7 +82,7 @@ class LigerKernels(Part):
             AttributeError,
             ImportError,
             TypeError,
-        ) as error:  # another class of the family, or of transformers, than it knows
+        ) as error:  # a class of the family, or a version of transformers, that Liger does not know
             raise ConfigError(
                 f"use_liger_kernel={asked!r}: Liger has no kernels for {class_name(model)} ({error}): leave it out"
             ) from error
@@ -101,12 +101,12 @@ class LigerKernels(Part):
 
 
 def _has_kernels(runtime: Runtime, name: str, module: nn.Module) -> bool:
-    """Not stand-ins for modules of other stages, nor experts, which may be elsewhere and have products of their own."""
+    """Return whether a module keeps its kernel: not placeholders of other stages, nor experts, which may differ."""
     return runtime.is_local(name) and not holds_experts(module) and not takes_routes(module)
 
 
 def _check_activation(module: nn.Module) -> None:
-    """Liger asks a config for its activation where it makes a module, and not where it changes one."""
+    """Refuse an activation that Liger would replace by another: it checks the config only when it creates a module."""
     kernel = activation_of(module)
     found: Any = next((getattr(module, name) for name in _ACTIVATIONS if hasattr(module, name)), None)
     if kernel is not None and found is not None and not applies(found, kernel):

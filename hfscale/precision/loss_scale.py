@@ -1,14 +1,15 @@
-"""One loss scale for all ranks, and one decision whether a step is skipped (Micikevicius et al. 2018).
+"""Loss scaling with one scale and one decision to skip a step for all ranks (Micikevicius et al. 2018).
 
-In float16 gradients of activations below 6e-8 are zero, so the loss is multiplied before its backward pass, and
+In float16, gradients of activations below 6e-8 are zero, so the loss is multiplied before its backward pass, and
 gradients, which are in 32 bits, are divided after it. Data flow of a training step::
 
     loss x scale -> backward passes, sums over ranks -> gradients / scale -> any infinite, on any rank?
-        no    .grad is true; after `growth_interval` such steps the scale grows
-        yes   .grad is None everywhere, so any optimizer leaves everything as it is; the scale shrinks
+      no    .grad is unscaled; after `growth_interval` such steps the scale grows
+      yes   .grad is None everywhere, so any optimizer leaves everything as it is; the scale shrinks
 
-The arithmetic is ``torch.amp.GradScaler``'s, which decides for the gradients of one process. The data axes average what
-they sum; the scale leaves their factor out, so that activations see the gradients that one process would show them.
+The arithmetic is that of ``torch.amp.GradScaler``, which decides for the gradients of one process. FSDP2 averages the
+gradients it reduces; the loss is divided by the number of data ranks, so that activations get the gradients of one
+process.
 """
 
 import math
@@ -28,32 +29,34 @@ from ..runtime.local_weights import LocalWeights
 
 
 class LossScaling(Part):
-    """Nothing in other types than float16.
+    """A part that scales the loss under ``mixed_precision="fp16"``.
 
     Attributes:
-        scale: what the loss is multiplied by.
+        scale: the factor on the loss.
         growth: steps without an overflow since it changed.
-        skipped: how many steps were skipped so far.
-        overflowed: whether the last one was.
+        skipped: number of steps skipped so far.
+        overflowed: whether the last one was skipped.
     """
+
+    state_key = "LossScaling"
 
     def __init__(self) -> None:
         self.scale, self.growth, self.skipped, self.overflowed = 1.0, 0, 0, False
         self._active = self._within = False
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Refuse training passes that nobody scales."""
+        """Refuse, by a hook, training passes outside of steps, whose loss would not be scaled."""
         self._active = runtime.options.mixed_precision == "fp16"
         if self._active:
             self.scale = runtime.options.scaling.init_scale
             runtime.model.register_forward_pre_hook(self._refuse_unscaled)
 
     def loss_factor(self, runtime: Runtime) -> float:
-        """The scale, without the factor of the data axes."""
+        """Return the scale, divided by the factor of the data axes."""
         return self.scale / runtime.mesh.data_world if self._active else 1.0
 
     def around_gradients(self, runtime: Runtime) -> AbstractContextManager[None]:
-        """On leaving, gradients are true, or none."""
+        """Unscale the gradients on leaving the `with` block, or drop them after an overflow."""
         return self._scaled(runtime) if self._active else nullcontext()
 
     @contextmanager
@@ -75,9 +78,9 @@ class LossScaling(Part):
         self._update(runtime)
 
     def _expect(self, runtime: Runtime, scale: float | None) -> None:
-        """With what gradient backward passes begin; ``None`` outside of a step."""
+        """Set the gradient with which backward passes begin; ``None`` outside of a step."""
         self._within = scale is not None
-        if runtime.loss is not None:  # a loss of the user's own takes no gradients before
+        if runtime.loss is not None:  # a user's loss computes no gradients in the forward pass
             runtime.loss.expected_gradient = 1.0 if scale is None else scale
 
     def _anywhere(self, runtime: Runtime, here: bool) -> bool:
@@ -97,7 +100,7 @@ class LossScaling(Part):
             self.scale, self.growth = grown if math.isfinite(grown) else self.scale, 0
 
     def metrics(self, runtime: Runtime) -> Mapping[str, float]:
-        """The scale, and what became of steps."""
+        """Return the scale, and the counts of skipped steps."""
         if not self._active:
             return {}
         return {
@@ -108,13 +111,13 @@ class LossScaling(Part):
         }
 
     def state(self, runtime: Runtime) -> dict[str, Any]:
-        """For a resumed run."""
+        """Return the scale and counts for a resumed run."""
         if not self._active:
             return {}
         return {"scale": self.scale, "growth": self.growth, "skipped": self.skipped, "overflowed": self.overflowed}
 
     def put_state(self, runtime: Runtime, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Restore the scale and counts."""
         if self._active:
             self.scale, self.growth = float(state["scale"]), int(state["growth"])
             self.skipped, self.overflowed = int(state["skipped"]), bool(state["overflowed"])

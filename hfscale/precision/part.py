@@ -1,4 +1,4 @@
-"""Mixed precision where the data axes do not do it, or not all of it: torch's autocast around the forward pass."""
+"""Mixed precision by torch's autocast around the forward pass, where FSDP2 does not cast, or not everything."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,12 +12,14 @@ from ..runtime.local_weights import LocalWeights
 
 
 class Autocast(Part):
-    """Nothing without mixed precision; over several data ranks, whose wrapper casts what goes into a layer, only for
-    families that go on in 32 bits inside.
+    """A part that autocasts the forward pass under mixed precision.
+
+    Over several data ranks FSDP2 casts a layer's weights and inputs, so it is used only for families that compute in 32
+    bits inside their layers.
     """
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Put autocast around ``model.forward``."""
+        """Wrap ``model.forward`` in autocast."""
         dtype, model = MIXED_PRECISIONS[runtime.options.mixed_precision], runtime.model
         if dtype is None or (runtime.mesh.data_world > 1 and runtime.plan.family not in WIDENS_INSIDE):
             return
@@ -28,5 +30,5 @@ class Autocast(Part):
             with torch.autocast(device, dtype=dtype):
                 return forward(*args, **kwargs)
 
-        autocast_forward.__wrapped__ = forward  # type: ignore[attr-defined]  # the host inspects forward's signature
+        autocast_forward.__wrapped__ = forward  # type: ignore[attr-defined]  # transformers inspects its signature
         model.forward = autocast_forward

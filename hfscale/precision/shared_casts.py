@@ -1,12 +1,12 @@
-"""Copies of weights in 16 bits that all microbatches of a step share, as a part.
+"""16-bit copies of weights that all microbatches of a step share, as a part.
 
-Where microbatches run one after the other, the copies of one are gone when the next begins. Where several are under
-way in a pipeline stage, each would keep its own of every weight: the first of eight stages eight under 1F1B.
+Autocast frees a microbatch's copies before the next one begins. If several are in flight in a pipeline stage, each
+would keep its own copy of every weight: the first of eight stages eight under 1F1B.
 
-Projections, trained and frozen, use :mod:`hfscale.ops.shared_casts`, and so do those whose gradients are taken apart.
-What else trains (convolutions, routers) autocast itself remembers for as long as a step is within it. Recomputation by
-the host may be the reentrant one, whose first pass has no graph; autocast would remember copies without one, so it
-forgets there, and layers that are recomputed keep none anyway.
+Projections, trained and frozen, use :mod:`hfscale.ops.shared_casts`, also with deferred weight gradients. For other
+trained weights (convolutions, routers) autocast's own cache is kept for the whole step. transformers' recomputation may
+be reentrant, with a first forward pass without a graph; autocast would cache copies without one, so its cache is not
+kept there; recomputed layers keep no copies anyway.
 """
 
 from collections.abc import Iterator
@@ -26,23 +26,23 @@ from ..runtime.mixed_weights import shares_casts
 
 
 class SharedCasts(Part):
-    """Nothing without mixed precision, stages, or over several data ranks, whose wrapper casts what it gathers."""
+    """A part for mixed precision in pipeline stages without data ranks; over data ranks FSDP2 casts what it gathers."""
 
     def __init__(self) -> None:
         self._active = False
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Inside of everything: who takes a projection's products apart casts its weight by itself."""
+        """Wrap the projections' forward, inside of block edges; with deferred weight gradients those cast weights."""
         self._active = shares_casts(runtime)
         if not self._active:
             return
         for module in runtime.model.modules():
-            if type(module) in PROJECTIONS:  # a subclass may look at the type of its weight
+            if type(module) in PROJECTIONS:  # a subclass may check the dtype of its weight
                 module.forward = partial(_with_shared_cast, module, module.forward)
 
     @contextmanager
     def around_interleaved(self, runtime: Runtime, backward: bool) -> Iterator[None]:
-        """The weights stay as they are within."""
+        """Share casts inside the `with` block, in which the weights do not change."""
         if not self._active:
             yield
             return
@@ -51,7 +51,7 @@ class SharedCasts(Part):
 
 
 def _with_shared_cast(module: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
-    """A projection's own forward pass, over the copy of its weight."""
+    """Call a projection's own forward with the shared copy of its weight."""
     held = own_parameters(module)
     weight = held.get("weight")
     if torch.compiler.is_compiling() or weight is None or weight.dtype != torch.float32 or not is_sharing():

@@ -1,1 +1,1 @@
-"""Weights in 4 and 8 bits over shards: the one room that knows bitsandbytes' layers."""
+"""Weights in 4 and 8 bits over shards: the only room that knows bitsandbytes' layers."""

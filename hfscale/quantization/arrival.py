@@ -1,9 +1,9 @@
-"""Quantize weights as they arrive: a rank reads its share of one, quantizes it, and drops the 16 bits.
+"""Quantize weights while they are loaded: a rank reads its shard of one, quantizes it, and frees the 16-bit tensor.
 
-The host replaces ``nn.Linear`` by bitsandbytes' modules on the meta device and quantizes every weight once it is read
-(QLoRA, Dettmers et al. 2023). Here these modules get this rank's sizes, and the host's operation sees this rank's
-share; so a projection stays the stock module with local sizes. Two kinds of weights are packed by hfscale instead, as
-plain bytes (:mod:`.four_bit`): those that data ranks shard, and experts, which the host does not quantize.
+transformers replaces ``nn.Linear`` by bitsandbytes' modules on the meta device and quantizes every weight once it is
+read (QLoRA, Dettmers et al. 2023). Here these modules get this rank's sizes, and transformers quantizes this rank's
+shard; so a projection stays the stock module with local sizes. Two kinds of weights are packed by hfscale instead, as
+plain bytes (:mod:`.four_bit`): those that data ranks shard, and experts, which transformers does not quantize.
 """
 
 from collections.abc import Collection
@@ -26,13 +26,13 @@ from .stored import PackedOnDisk, check_row, fill_row
 
 
 class Quantizing:
-    """The weights of a model on this rank that are quantized as they arrive.
+    """The quantized weights of a model on this rank, while they are loaded.
 
     Args:
-        model: the host's, on the meta device, with this rank's modules, before anything is cut.
-        plan: says which weights.
-        mesh: this rank's place.
-        host: the host's quantizer, which is told what to do with them until :meth:`collect`.
+        model: the stock model on the meta device, with this rank's modules, before anything is cut.
+        plan: names the weights to quantize.
+        mesh: this rank's coordinates.
+        host: transformers' quantizer; its operations are replaced until :meth:`collect`.
     """
 
     def __init__(self, model: Any, plan: Plan, mesh: Mesh, host: Any) -> None:
@@ -47,12 +47,12 @@ class Quantizing:
         self.stored: dict[str, PackedOnDisk] = {}
         self.stock = host.get_quantize_ops()
         for name in self.plan.transposed & self.weights.keys():
-            # The plan speaks of the weight as it is stored; the host has turned it already.
+            # The plan has the shape as stored; transformers' module has transposed it already.
             turned = torch.empty(self.weights[name].shape, dtype=self.originals[name].dtype, device="meta")
             put_parameter(model, name, nn.Parameter(turned, requires_grad=False))
 
     def read_packed(self, name: str, packed: PackedOnDisk, converted: bool) -> None:
-        """Read a weight from what is stored in 4 bits already.
+        """Read a weight from 4-bit data in the checkpoint.
 
         Raises:
             CheckpointError: it cannot be cut.
@@ -77,7 +77,7 @@ class Quantizing:
         """Give the modules their local sizes, once parameters are cut.
 
         Args:
-            whole: weights that are read whole, since the host converts them, and cut behind that.
+            whole: weights that transformers converts, which are read in full and cut afterwards.
         """
         self.whole = whole
         for name, planned in self.weights.items():
@@ -89,7 +89,7 @@ class Quantizing:
                 local = planned.model_shape(self.mesh.ranks)
                 turned = name in self.plan.transposed
                 module.out_features, module.in_features = local[::-1] if turned else local
-                keep_layout(module)  # that for evaluation is another one than training's
+                keep_layout(module)  # bitsandbytes has another layout for evaluation
                 empty = torch.empty(share, dtype=original.dtype, device="meta")
                 own_parameters(module)[attribute] = type(original)(empty, requires_grad=False, **original.__dict__)
             if self.plan.bits == 4 and (self.mesh.data_world > 1 or planned.shape[2:]):
@@ -100,7 +100,7 @@ class Quantizing:
         self.host.get_quantize_ops = lambda: self
 
     def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        """The host's operation on what it has read and converted, by parameter: quantized, where it is to be."""
+        """Quantize loaded parameters: replaces the operation of transformers' quantizer."""
         result = dict(input_dict)
         for name in input_dict.keys() & self.weights.keys():
             if name in self.stored:
@@ -120,7 +120,8 @@ class Quantizing:
         return result
 
     def collect(self, shares: LocalWeights) -> None:
-        """Take what was quantized out of the model; packed parameters of it are on the meta device afterwards.
+        """Move the quantized weights from the model into ``shares``; packed parameters are on the meta device
+        afterwards.
 
         Raises:
             CheckpointError: the checkpoint lacks one.

@@ -1,15 +1,15 @@
-"""4-bit weights as plain bytes: what data ranks can shard and gather like any other tensor.
+"""4-bit weights as plain bytes, which data ranks can shard and gather like any other tensor.
 
-bitsandbytes keeps a 4-bit weight (QLoRA, Dettmers et al. 2023) as packed bytes with a state object beside them, and
-wrappers that shard parameters lose the object. Here packed bytes and scales are two ``uint8`` tensors with one row per
-data rank, and a frozen :class:`Packing` says how to read them::
+bitsandbytes keeps a 4-bit weight (QLoRA, Dettmers et al. 2023) as packed bytes with a state object, which FSDP2 loses
+when it shards parameters. Here packed bytes and scales are two ``uint8`` tensors with one row per data rank, and a
+frozen :class:`Packing` says how to read them::
 
     weight  [shards, matrices * blocks * 32]     32 bytes = one block of 64 values
     scales  [shards, matrices * scale_bytes]     float32 per block; with double quantization
                                                  [float32 per 256 blocks | float32 mean | byte per block]
 
-Row ``s`` is what data rank ``s`` has read and quantized by itself: rows, columns or whole matrices of the weight.
-Gathered rows are the weight as all data ranks compute with it.
+Row ``s`` was read and quantized by data rank ``s``: rows, columns or full matrices of the weight. The gathered rows are
+the weight that all data ranks compute with.
 """
 
 from dataclasses import dataclass
@@ -28,16 +28,16 @@ from ..plan.quantized import BLOCK, OUTER_BLOCK, packed_scale_bytes
 
 @dataclass(frozen=True)
 class Packing:
-    """How the bytes of a weight are to be read.
+    """The layout of a packed weight's bytes.
 
     Attributes:
-        shape: ``[matrices, rows, columns]`` of the weight once it is gathered; a projection is one matrix.
+        shape: ``[matrices, rows, columns]`` of the gathered weight; a projection is one matrix.
         quant_type: ``nf4`` or ``fp4``.
         double: whether the scales are quantized too.
-        dtype: the type it was quantized from.
-        compute_dtype: the type that experts compute in; a projection knows its own.
-        shards: how many data ranks share it.
-        dim: the dim of ``shape`` along which they do.
+        dtype: the dtype it was quantized from.
+        compute_dtype: the dtype that experts compute in; a projection knows its own.
+        shards: number of data ranks that shard it.
+        dim: the dim of ``shape`` that they shard.
     """
 
     shape: tuple[int, int, int]
@@ -57,34 +57,34 @@ class Packing:
 
     @property
     def blocks(self) -> int:
-        """Blocks of one matrix of a shard."""
+        """The number of blocks of one matrix of a shard."""
         return ceil(self.chunk[1] * self.chunk[2] / BLOCK)
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of the scales of one matrix of a shard, a multiple of 4."""
+        """The bytes of the scales of one matrix of a shard, a multiple of 4."""
         return packed_scale_bytes(self.blocks, self.double)
 
     @property
     def weight_shape(self) -> tuple[int, int]:
-        """Shape of the packed bytes, gathered."""
+        """The shape of the gathered packed bytes."""
         return self.shards, self.chunk[0] * self.blocks * BLOCK // 2
 
     @property
     def scales_shape(self) -> tuple[int, int]:
-        """Shape of the bytes of the scales, gathered."""
+        """The shape of the gathered bytes of the scales."""
         return self.shards, self.chunk[0] * self.scale_bytes
 
     @property
     def is_one_stream(self) -> bool:
-        """Whether the gathered bytes are those of one matrix that was quantized at once."""
+        """Whether the gathered bytes are those of one matrix, quantized as one sequence of blocks."""
         if self.shape[0] != 1:
             return False
         return self.shards == 1 or (self.dim == 1 and self.chunk[1] * self.chunk[2] % BLOCK == 0)
 
 
 def pack(share: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
-    """Quantize one data rank's share.
+    """Quantize one data rank's shard.
 
     Args:
         share: ``[matrices, rows, columns]`` in 16 or 32 bits; no larger than ``packing.chunk``.
@@ -123,7 +123,7 @@ def _write(row: Tensor, start: int, values: Tensor) -> None:
 
 
 def unpack_state(weight: Tensor, scales: Tensor, packing: Packing) -> tuple[Tensor, Any]:
-    """Packed bytes ``[n, 1]`` and bitsandbytes' ``QuantState`` of a weight whose bytes are one stream."""
+    """Return packed bytes ``[n, 1]`` and bitsandbytes' ``QuantState`` of a weight that is one contiguous matrix."""
     _, rows, columns = packing.shape
     size = rows * columns
     state = _state(read_scales(scales, packing).view(-1)[: ceil(size / BLOCK)], packing, (rows, columns))
@@ -131,10 +131,10 @@ def unpack_state(weight: Tensor, scales: Tensor, packing: Packing) -> tuple[Tens
 
 
 def unpack(weight: Tensor, scales: Tensor, packing: Packing, dtype: torch.dtype | None = None) -> Tensor:
-    """The weight ``[matrices, rows, columns]`` out of its gathered bytes.
+    """Dequantize the weight ``[matrices, rows, columns]`` from its gathered bytes.
 
     Args:
-        dtype: the type to dequantize into at once; by default the type it was quantized from.
+        dtype: the dtype to dequantize to; by default the one it was quantized from.
     """
     if packing.is_one_stream:
         packed, state = unpack_state(weight, scales, packing)
@@ -155,7 +155,7 @@ def unpack(weight: Tensor, scales: Tensor, packing: Packing, dtype: torch.dtype 
 
 
 def read_scales(scales: Tensor, packing: Packing) -> Tensor:
-    """One scale per block, ``[shards * matrices, blocks]`` in float32."""
+    """Return one float32 scale per block, ``[shards * matrices, blocks]``."""
     rows = as_bytes(scales).view(-1, packing.scale_bytes)
     if not packing.double:
         return rows.view(torch.float32)
@@ -172,13 +172,13 @@ def read_scales(scales: Tensor, packing: Packing) -> Tensor:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The plain bytes; wrappers for mixed precision may have made numbers of them (0 to 255 are exact in bfloat16)."""
+    """Return plain bytes; mixed precision may have cast them to floats (0 to 255 are exact in bfloat16)."""
     plain = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
     return plain if plain.dtype == torch.uint8 else plain.to(torch.uint8)
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """The bytes of all data ranks, whether they are gathered now or not; every data rank calls it."""
+    """Return the bytes of all data ranks, gathered if necessary; every data rank calls it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
@@ -193,15 +193,15 @@ def _state(absmax: Tensor, packing: Packing, shape: tuple[int, int]) -> Any:
     )
 
 
-@cache  # made of a list, which a device is waited for, and asked for by every product
+@cache  # it is copied from a list, which syncs with the device, and every product needs it
 def _code_of_4_bits(quant_type: str, device: torch.device) -> Tensor:
-    """The values that 4 bits stand for."""
+    """Return the values of the 4-bit codes."""
     code: Tensor = functional().get_4bit_type(quant_type, device=device)
     return code
 
 
 @cache
 def _code(device: torch.device) -> Tensor:
-    """The 8-bit type that bitsandbytes keeps quantized scales in."""
+    """Return bitsandbytes' values of 8-bit codes, for quantized scales."""
     code: Tensor = functional().create_dynamic_map().to(device)
     return code

@@ -1,7 +1,7 @@
-"""Products with a frozen weight that is dequantized for the time of the product, and again for its gradient.
+"""Matrix multiplications with frozen weights that are dequantized for the forward pass and again for the backward pass.
 
-Autograd keeps no weight between forward and backward, neither in 16 bits nor packed: the reader is asked anew, so the
-bytes may be given up in between and gathered again, as FSDP does (ZeRO stage 3, Rajbhandari et al. 2020).
+Autograd keeps no weight in between, neither in 16 bits nor packed: the weight is read again, so its bytes may be
+resharded in between and gathered again, as FSDP does (ZeRO stage 3, Rajbhandari et al. 2020).
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from ..ops.grouped_linear import grouped_linear, rows_of_groups
 
 Read = Callable[[torch.dtype], Tensor]
-"""Gives the weight, dequantized, in a type."""
+"""Returns the weight, dequantized to a dtype."""
 
 
 class _FrozenLinear(torch.autograd.Function):
@@ -39,10 +39,10 @@ class _FrozenLinear(torch.autograd.Function):
 def frozen_linear(
     x: Tensor, bias: Tensor | None, product: Callable[[Tensor, Tensor | None], Tensor], read: Read
 ) -> Tensor:
-    """``product(x, bias)``, which is ``x [..., in] @ weight.T + bias``, differentiable in ``x`` and ``bias``.
+    """Return ``product(x, bias)``, which is ``x [..., in] @ weight.T + bias``, differentiable in ``x`` and ``bias``.
 
     Args:
-        read: gives the weight ``[out, in]`` in a type; asked in the backward pass.
+        read: returns the weight ``[out, in]`` in a dtype; called in the backward pass.
     """
     out: Tensor = _FrozenLinear.apply(x, bias, product, read)
     return out
@@ -66,10 +66,11 @@ class _FrozenGroupedLinear(torch.autograd.Function):
 def frozen_grouped_linear(
     x: Tensor, read: Read, bias: Tensor | None, counts: Sequence[int], *, transposed: bool = False
 ) -> Tensor:
-    """Like :func:`~hfscale.ops.grouped_linear.grouped_linear`, with a frozen weight.
+    """Compute :func:`~hfscale.ops.grouped_linear.grouped_linear` with a frozen weight.
 
     Args:
-        read: gives it in a type, ``[groups, n, k]``, or ``[groups, k, n]`` where ``transposed``; asked in both passes.
+        read: returns the weight in a dtype, ``[groups, n, k]``, or ``[groups, k, n]`` if ``transposed``; called in both
+            passes.
     """
     out: Tensor = _FrozenGroupedLinear.apply(x, read, counts, transposed)
     if bias is not None:

@@ -14,11 +14,11 @@ from .four_bit import Packing, unpack_state
 from .frozen_linear import frozen_linear
 from .packed import packings_of, read_packed, register_packed
 
-bnb: Any = bitsandbytes  # whose types say little
+bnb: Any = bitsandbytes  # its annotations are incomplete
 
 
 class ShardedLinear4bit(bnb.nn.Linear4bit):
-    """bitsandbytes' ``Linear4bit`` over sharded bytes (QLoRA, Dettmers et al. 2023).
+    """A bitsandbytes ``Linear4bit`` over sharded bytes (QLoRA, Dettmers et al. 2023).
 
     ``weight`` and ``scales`` are ``uint8 [data ranks, bytes]``; see :mod:`.four_bit`. ``in_features``,
     ``out_features``, ``bias`` and ``compute_dtype`` are those of the stock class, and so is the arithmetic.
@@ -27,7 +27,7 @@ class ShardedLinear4bit(bnb.nn.Linear4bit):
     compute_type_is_set: bool
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x [..., in]`` -> ``[..., out]``, in the type of ``x``."""
+        """Project ``x [..., in]`` to ``[..., out]``, in the dtype of ``x``."""
         given = x.dtype
         if not self.compute_type_is_set:
             self.set_compute_type(x)

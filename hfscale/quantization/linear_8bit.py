@@ -14,18 +14,18 @@ from .._host.torch import own_parameters
 from .four_bit import as_bytes
 from .frozen_linear import frozen_linear
 
-bnb: Any = bitsandbytes  # whose types say little
+bnb: Any = bitsandbytes  # its annotations are incomplete
 
 
 class ShardedLinear8bitLt(bnb.nn.Linear8bitLt):
-    """bitsandbytes' ``Linear8bitLt`` over sharded rows (LLM.int8(), Dettmers et al. 2022).
+    """A bitsandbytes ``Linear8bitLt`` over sharded rows (LLM.int8(), Dettmers et al. 2022).
 
-    ``weight`` is ``int8 [out, in]``, ``scales`` are the bytes of one float32 for each row, ``uint8 [out, 4]``: data
-    ranks share rows of both. Everything else is as in the stock class.
+    ``weight`` is ``int8 [out, in]``, ``scales`` are the bytes of one float32 per row, ``uint8 [out, 4]``: data ranks
+    shard the rows of both. Everything else is as in the stock class.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x [..., in]`` -> ``[..., out]``, in the type of ``x``."""
+        """Project ``x [..., in]`` to ``[..., out]``, in the dtype of ``x``."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return frozen_linear(x, bias, self._product, self._read)
 
@@ -43,7 +43,7 @@ def _rows(weight: Tensor) -> Tensor:
 
 
 def float_scales(scales: Tensor) -> Tensor:
-    """One float32 per row, out of its bytes ``[rows, 4]``."""
+    """Return one float32 per row from its bytes ``[rows, 4]``."""
     return as_bytes(scales).contiguous().view(torch.float32).view(-1)
 
 
@@ -54,7 +54,7 @@ def make_sharded(module: Any) -> None:
 
 
 def empty_parameters(module: Any) -> None:
-    """Give a :class:`ShardedLinear8bitLt` parameters without memory, of the sizes that all data ranks share."""
+    """Give a :class:`ShardedLinear8bitLt` parameters on the meta device, of the sizes before data sharding."""
     weight = torch.empty((module.out_features, module.in_features), dtype=torch.int8, device="meta")
     scales = torch.empty((module.out_features, 4), dtype=torch.uint8, device="meta")
     own_parameters(module)["weight"] = nn.Parameter(weight, requires_grad=False)

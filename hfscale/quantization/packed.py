@@ -1,4 +1,4 @@
-"""Parameters of a module that hold a weight in 4 bits as plain bytes: see :mod:`.four_bit`."""
+"""Access to parameters that hold a 4-bit weight as plain bytes: see :mod:`.four_bit`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,13 +15,13 @@ _SCALES = "scales"
 
 
 def packings_of(module: nn.Module) -> dict[str, Packing]:
-    """The parameters of ``module`` that hold packed bytes, by name; beside each are its scales: :func:`scales_name`."""
+    """Return the packings of a module's packed parameters, by name; the scales of each are in :func:`scales_name`."""
     found: dict[str, Packing] = module.__dict__.get(_PACKINGS, {})
     return found
 
 
 def scales_name(name: str) -> str:
-    """The parameter beside a packed one that holds its scales."""
+    """Return the name of the parameter that holds a packed parameter's scales."""
     return _SCALES if name == "weight" else f"{name}_{_SCALES}"
 
 
@@ -35,13 +35,13 @@ def register_packed(module: nn.Module, name: str, packing: Packing) -> None:
 
 
 def forget_packed(module: nn.Module, name: str) -> None:
-    """Undo :func:`register_packed`; the parameter itself is its caller's to put back."""
+    """Undo :func:`register_packed`; the caller puts the original parameter back."""
     packings_of(module).pop(name, None)
     own_parameters(module).pop(scales_name(name), None)
 
 
 def mark(module: nn.Module) -> None:
-    """Let a packed weight say of itself what adapters ask a stock one for."""
+    """Set the attributes of packed weights that PEFT reads from stock ones."""
     for name, packing in packings_of(module).items():
         parameter: Any = own_parameters(module)[name]
         parameter.quant_type, parameter.compress_statistics = packing.quant_type, packing.double
@@ -49,7 +49,7 @@ def mark(module: nn.Module) -> None:
 
 @contextmanager
 def shown_unpacked(model: nn.Module) -> Iterator[None]:
-    """Within: packed experts have a parameter without memory of the unpacked shape, for those who go by it."""
+    """Replace packed experts inside the `with` block by meta parameters of the unpacked shape, for PEFT."""
     kept = []
     for module in model.modules():
         for name, packing in packings_of(module).items():
@@ -65,6 +65,6 @@ def shown_unpacked(model: nn.Module) -> Iterator[None]:
 
 
 def read_packed(module: nn.Module, name: str, dtype: torch.dtype | None = None) -> Tensor:
-    """A packed parameter of ``module`` as ``[matrices, rows, columns]``; its bytes must be gathered now."""
+    """Dequantize a packed parameter of ``module`` to ``[matrices, rows, columns]``; its bytes must be gathered."""
     parameters: Any = own_parameters(module)
     return unpack(parameters[name], parameters[scales_name(name)], packings_of(module)[name], dtype)

@@ -1,30 +1,30 @@
-"""Quantized weights as a part: they are put into the model last, and are never saved as they are."""
+"""Quantized weights as a part: they are put into the model last, and are never saved in 4 or 8 bits."""
 
 from pathlib import Path
 
 from ..errors import ConfigError
+from ..plan.quantized import QuantizedPlan
 from ..runtime import Part, Runtime
 from ..runtime.local_weights import LocalWeights
 from .quantized_modules import install_quantized, take_quantized
 
 
 class Quantization(Part):
-    """Nothing where no weights are quantized."""
+    """A part that installs quantized weights."""
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Comes behind all other weights."""
+        """Install the quantized weights, after all others."""
         if weights is not None:
             install_quantized(weights)
 
     def take_out(self, runtime: Runtime, weights: LocalWeights) -> None:
-        """Scales, and parameters of bitsandbytes' classes."""
+        """Move scales and bitsandbytes' parameters into ``weights``."""
         take_quantized(runtime.model, weights)
 
-    def save(self, runtime: Runtime, directory: Path) -> bool:
-        """Refuse: the error of the bits would be kept for good."""
-        quantized = runtime.plan.quantized
-        if quantized is None:
-            return False
+
+def refuse_quantized(quantized: QuantizedPlan | None, directory: Path) -> None:
+    """Raise :class:`ConfigError` for weights in 4 or 8 bits: a checkpoint would keep their error for good."""
+    if quantized is not None:
         raise ConfigError(
             f"the model is held in {quantized.bits} bits, and {str(directory)!r} would keep their error for "
             "good: merge it into 16 bits first, with hfscale.merge_and_unload(model, dtype=torch.bfloat16), or train "

@@ -1,8 +1,7 @@
-"""A frozen base in 4 or 8 bits, under any layout (QLoRA, Dettmers et al. 2023; LLM.int8(), Dettmers et al. 2022).
+"""A frozen base model in 4 or 8 bits, in any layout (QLoRA, Dettmers et al. 2023; LLM.int8(), Dettmers et al. 2022).
 
-``quantization_config=BitsAndBytesConfig(...)`` is the host's own. What is quantized is planned here, checked before any
-weight is read, and put in place here at the end; weights are quantized in :mod:`hfscale.quantization.arrival`, as they
-arrive.
+``quantization_config=BitsAndBytesConfig(...)`` is transformers' own. Here quantized weights are planned, checked before
+any weight is read, and installed at the end; :mod:`hfscale.quantization.arrival` quantizes them while they are loaded.
 """
 
 import importlib
@@ -40,11 +39,7 @@ _ROWS = "ShardedLinear8bitLt"
 
 
 def check_quantization(config: Any) -> None:
-    """Whether hfscale can quantize a model as ``config`` says.
-
-    Raises:
-        ConfigError: it cannot; the message says what to change.
-    """
+    """Raise :class:`ConfigError`, saying what to change, if hfscale cannot quantize a model as ``config`` says."""
     if config is None:
         return
     if not isinstance(config, BitsAndBytesConfig) or not (config.load_in_4bit or config.load_in_8bit):
@@ -60,16 +55,16 @@ def check_quantization(config: Any) -> None:
         )
     if config.llm_int8_enable_fp32_cpu_offload:
         raise ConfigError("llm_int8_enable_fp32_cpu_offload=True splits the model over devices: leave it out")
-    with suppress(ImportError):  # before the host does; without it, the host says what to do
+    with suppress(ImportError):  # import it before transformers, which reports if it is missing
         importlib.import_module("bitsandbytes")
 
 
 def split_quantization(config: Any) -> tuple[Any, BitsAndBytesConfig | None]:
-    """A config, and what it says of weights that bitsandbytes stored in 4 bits.
+    """Split the description of weights that bitsandbytes stored in 4 bits from a model's config.
 
     Returns:
-        a copy that says nothing of them, for the host would read such weights its own way, whole, with what it said;
-        any other ``config`` itself, with ``None``.
+        a copy without the description, with which transformers would read full weights its own way, and the
+        description; any other ``config`` itself, and ``None``.
     """
     found = getattr(config, "quantization_config", None)
     values = found if isinstance(found, dict) or found is None else found.to_dict()
@@ -88,7 +83,7 @@ def _weights_of_experts(planned: Plan, model: nn.Module, chosen: Callable[[str],
 
 
 def _refuse_shared(planned: Plan, weights: list[str], config: Any) -> None:
-    """Refuse to quantize the head, the embedding, and what is tied."""
+    """Refuse to quantize the head, the embedding, and tied weights."""
     vocabulary = {planned.by_name[f"{name}.weight"] for name in (planned.head, planned.embedding) if name is not None}
     kept = {name for found in vocabulary for name in (found.name, found.tied_to)}
     kept |= {name for p in planned.parameters if p.tied_to is not None for name in (p.name, p.tied_to)}
@@ -102,16 +97,16 @@ def _refuse_shared(planned: Plan, weights: list[str], config: Any) -> None:
 
 
 def plan_quantized(planned: Plan, model: nn.Module, config: Any, stored: bool = False) -> Plan:
-    """The plan with what ``config`` quantizes of the stock ``model``, whole and on any device.
+    """Return the plan with the weights of the full stock ``model`` that ``config`` quantizes.
 
-    That is what the host quantizes (every ``nn.Linear`` and ``Conv1D`` but those that it keeps), and in 4 bits the
-    experts of every mixture, each matrix by itself; ``llm_int8_skip_modules`` leaves out those too.
+    These are the weights that transformers quantizes (every ``nn.Linear`` and ``Conv1D`` but its exceptions), and in 4
+    bits the experts of every mixture, each matrix by itself, unless ``llm_int8_skip_modules`` names them.
 
     Args:
-        stored: whether the checkpoint holds them quantized; then experts are as the host stores them, in 16 bits.
+        stored: whether the checkpoint holds them quantized; then experts are as transformers stores them, in 16 bits.
 
     Raises:
-        ConfigError: a weight would be quantized that is an embedding's or the head's.
+        ConfigError: a weight of an embedding or the head, or a tied one, would be quantized.
     """
     if config is None:
         return planned
@@ -144,9 +139,9 @@ def plan_quantized(planned: Plan, model: nn.Module, config: Any, stored: bool = 
 
 
 def install_quantized(shares: LocalWeights) -> None:
-    """Put what belongs to quantized weights into their modules, FSDP2-wrapped or not; comes after all other shares."""
+    """Install scales and bitsandbytes' parameters into their modules, FSDP2-wrapped or not, after all other shards."""
     for module, name, share in shares.quantized:
-        if isinstance(share, nn.Parameter):  # bitsandbytes' own class, which knows its scales
+        if isinstance(share, nn.Parameter):  # of bitsandbytes' own class, which holds its scales
             own_parameters(module)[name] = share
             continue
         empty: Any = own_parameters(module)[name]
@@ -155,10 +150,10 @@ def install_quantized(shares: LocalWeights) -> None:
 
 
 def take_quantized(model: nn.Module, shares: LocalWeights) -> None:
-    """The reverse of :func:`install_quantized`, once FSDP2 is undone: packed parameters are left on the meta device.
+    """Undo :func:`install_quantized`, once FSDP2 is undone: packed parameters are left on the meta device.
 
     Args:
-        shares: gets what belongs to quantized weights, besides the shares by name that it has.
+        shares: holds the shards by name, and gets the additional tensors of quantized weights.
     """
     for module in model.modules():
         for name, packing in list(packings_of(module).items()):
@@ -177,24 +172,24 @@ def take_quantized(model: nn.Module, shares: LocalWeights) -> None:
 
 
 def is_quantized(module: nn.Module, name: str = "weight") -> bool:
-    """Whether a parameter of ``module`` itself is held in 4 or 8 bits."""
+    """Return whether a direct parameter of ``module`` is held in 4 or 8 bits."""
     stock = is_stock_parameter(own_parameters(module).get(name))
     return stock or name in packings_of(module) or (name == "weight" and type(module).__name__ == _ROWS)
 
 
 def dequantized(module: nn.Module, name: str = "weight") -> Tensor:
-    """A quantized weight of a local module in the type it was quantized from.
+    """Return a quantized weight of a local module in the dtype it was quantized from.
 
-    Where data ranks share it they all call this, and each gets the whole: what is local to this rank's tensor, expert
-    and pipeline axes.
+    If data ranks shard it, all of them call this, and each gets the tensor gathered over the data axes: this rank's
+    shard over the tensor, expert and pipeline axes.
 
     Args:
         module: a module of bitsandbytes, or one of experts.
-        name: the parameter.
+        name: name of the parameter.
 
     Returns:
-        ``[out, in]`` of a projection (of a ``Conv1D`` too, which is stored the other way round); ``[experts, ...]`` of
-        experts, as their module holds it.
+        ``[out, in]`` for a projection (also a ``Conv1D``, which is stored transposed); ``[experts, ...]`` for experts,
+        as their module holds it.
 
     Raises:
         ConfigError: it is not quantized.
@@ -220,8 +215,8 @@ def dequantized(module: nn.Module, name: str = "weight") -> Tensor:
 
 
 def beside_quantized(model: nn.Module) -> Iterator[Any]:
-    """What is needed to read the quantized weights of ``model``, wherever bitsandbytes or hfscale keeps it; ``None``
-    for what is not there.
+    """Yield the scales and other tensors needed to read the quantized weights of ``model``, of bitsandbytes or
+    hfscale; ``None`` for missing ones.
     """
     for module in model.modules():
         for name in packings_of(module):

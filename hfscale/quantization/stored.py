@@ -1,9 +1,9 @@
-"""Read this rank's share of weights that bitsandbytes stored in 4 bits.
+"""Read this rank's shard of weights that bitsandbytes stored in 4 bits.
 
-A stored weight is packed bytes, two values in each, with one scale per 64 values (QLoRA, Dettmers et al. 2023). Where
-the blocks of a share are blocks of the whole (:mod:`hfscale.plan.quantized`), the share is spans of the bytes and of
-the scales, and nothing is quantized anew. Scales that are quantized too are read whole, since their blocks and their
-mean belong to the whole weight, and kept in float32.
+A stored weight is packed bytes, two values in each, with one scale per 64 values (QLoRA, Dettmers et al. 2023). If the
+blocks of a shard are blocks of the full weight (:mod:`hfscale.plan.quantized`), the shard consists of spans of the
+bytes and of the scales, and nothing is quantized again. Scales that are quantized too are read in full, since their
+blocks and mean belong to the full weight, and kept in float32.
 """
 
 import json
@@ -28,12 +28,12 @@ _BESIDE = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 
 
 class PackedOnDisk:
-    """One weight that is stored in 4 bits, unread.
+    """One weight that is stored in 4 bits, read on demand.
 
     Attributes:
         shape: ``[out, in]``.
         kind: ``nf4`` or ``fp4``.
-        dtype: the type it was quantized from.
+        dtype: the dtype it was quantized from.
 
     Raises:
         CheckpointError: its blocks are not of 64 values.
@@ -54,7 +54,7 @@ class PackedOnDisk:
             )
 
     def share(self, planned: ParameterPlan, transposed: bool, ranks: dict[str, int]) -> tuple[Tensor, Tensor]:
-        """Packed bytes ``[n]`` and scales ``[blocks]``, float32, of the share at ``ranks``, whose blocks align."""
+        """Return packed bytes ``[n]`` and float32 scales ``[blocks]`` of the shard at ``ranks``, whose blocks align."""
         spans = share_spans(planned.shape, planned.cuts, ranks)
         down, across = spans[::-1] if transposed else spans
         rows, columns = self.shape
@@ -73,7 +73,7 @@ class PackedOnDisk:
         return part.flatten(), scales.view(rows, -1)[places][:, blocks].flatten()
 
     def _scales(self) -> Tensor:
-        """All scales of the whole weight."""
+        """Return all scales of the full weight."""
         stored = self._beside["absmax"][...]
         if "nested_absmax" not in self._beside:
             return stored.float()
@@ -84,7 +84,7 @@ class PackedOnDisk:
 
 
 def split_packed(stored: dict[str, TensorOnDisk]) -> tuple[dict[str, TensorOnDisk], dict[str, PackedOnDisk]]:
-    """The stored tensors without what only says how others are packed, and those others by key."""
+    """Return the stored tensors without the quantization states, and the packed weights by key."""
     keys = [name.rpartition(_STATE)[0] for name in stored if _STATE in name]
     packed = {key: PackedOnDisk(key, stored) for key in keys}
     states = {name for name in stored if _STATE in name}
@@ -93,11 +93,7 @@ def split_packed(stored: dict[str, TensorOnDisk]) -> tuple[dict[str, TensorOnDis
 
 
 def check_row(packing: Packing, name: str) -> None:
-    """Whether :func:`fill_row` can fill the rows of all data ranks.
-
-    Raises:
-        CheckpointError: the data ranks' shares are columns, and not equally many.
-    """
+    """Raise CheckpointError if :func:`fill_row` cannot fill the rows of all data ranks: uneven shards of columns."""
     if packing.dim == 2 and packing.shape[2] % packing.shards:
         raise CheckpointError(
             f"{name} has {packing.shape[2]} columns, which {packing.shards} data ranks cannot share equally: use "
@@ -106,7 +102,7 @@ def check_row(packing: Packing, name: str) -> None:
 
 
 def fill_row(weight: Tensor, scales: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
-    """One data rank's row of packed bytes and of scales, from what is stored; see :func:`.four_bit.pack`."""
+    """Return one data rank's row of packed bytes and of scales, from stored ones; see :func:`.four_bit.pack`."""
     row = weight.new_zeros((1, packing.weight_shape[1]))
     row[0, : weight.numel()] = weight
     beside = weight.new_zeros((1, packing.scales_shape[1]))

@@ -10,7 +10,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from ..names import meant
+from ..errors import meant
 from .checks import check_values
 from .flags import add_memory_limit
 from .schema import FinetuneRecipe, PretrainRecipe, Recipe, RecipeError

@@ -1,4 +1,4 @@
-"""What a parallelized model carries with it: its plan, its ranks, its parts, what runs it, and its names."""
+"""The state of a parallelized model: its plan, mesh, parts and executor, and helpers that read them."""
 
 from .forward_passes import recomputing
 from .objective import Objective, StepLoss

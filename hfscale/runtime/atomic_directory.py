@@ -1,4 +1,4 @@
-"""Write a directory aside, and move it into place when all of it is whole: on every rank, or on none."""
+"""Write a directory in a temporary place and move it into place when it is complete: on every rank, or on none."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ class Staging:
 
     Attributes:
         path: where to write; it exists, for every rank.
-        failure: what went wrong first on this rank.
+        failure: the first exception on this rank.
     """
 
     def __init__(self, path: Path) -> None:
@@ -26,9 +26,9 @@ class Staging:
         self.failure: Exception | None = None
 
     def attempt(self, work: Callable[..., _Result], *arguments: object) -> _Result | None:
-        """What ``work(*arguments)`` returns; ``None`` if it fails, or something has failed before.
+        """Return ``work(*arguments)``; ``None`` if it fails or something has failed before.
 
-        For a rank that others wait for in what comes next: it has to go on, and to say at the end what went wrong.
+        Lets a rank that others wait for continue with the collectives that follow, and report its failure at the end.
         """
         if self.failure is None:
             try:
@@ -40,17 +40,17 @@ class Staging:
 
 @contextmanager
 def atomic_directory(directory: Any, mesh: Mesh | None = None, *, stale: Sequence[str] = ()) -> Iterator[Staging]:
-    """Write files aside, and put them into ``directory`` at the end unless something failed on some rank.
+    """Write files to a temporary directory inside the `with` block, and move them to ``directory`` if no rank failed.
 
     Collective over ``mesh``, whose first rank makes the directory and moves it (:mod:`hfscale.files.replace`).
-    A rank may raise in it if no other waits for it there; otherwise it goes through :meth:`Staging.attempt`.
+    A rank may raise in the block if no other rank waits for it there; otherwise it uses :meth:`Staging.attempt`.
 
     Args:
         mesh: the ranks that write; ``None``: this process alone.
-        stale: patterns of files of the directory that go when the new ones come. Others stay.
+        stale: patterns of existing files to delete when the new ones are moved in. Others stay.
 
     Raises:
-        ConfigError: ``directory`` is none that could be written.
+        ConfigError: ``directory`` cannot be written.
         CheckpointError: on every rank, if one of them failed; the directory is then as it was before.
     """
     target = target_of(directory)

@@ -1,11 +1,11 @@
-"""The batches of a step: looked at once, compared between the ranks that share them, and sent to the device.
+"""Check the microbatches of a step, compare them between the ranks that share them, and copy them to the device.
 
-Batches come from a loader on the CPU as a rule, and there they are looked at, before they are moved: a device is not
-waited for. Those that are on the device already are read back once, whatever their number. A step's look at its batches
-and what ranks tell each other of them travel and are read together::
+Batches usually come from a loader on the CPU and are checked there, before they are copied, so the host never waits for
+a device. Batches that are already on the device are read back once, whatever their number. The checks of a step and the
+messages between ranks are packed into one tensor and read by the host together::
 
     per microbatch [valid labels, ids outside of the vocabulary, packed, hash] --+
-    per rank: refused?, number, shapes, hashes, and what stages say (pipeline) --+--gloo--> one look at the host
+    per rank: refused?, number, shapes, hashes, pipeline stages' report        --+--gloo--> one read by the host
 """
 
 import inspect
@@ -24,24 +24,24 @@ from .._host.transformers.computing import begins_anew, text_positions
 from ..errors import ConfigError
 
 Look = Callable[[Mapping[str, Any]], tuple[Tensor, Tensor]]
-"""Valid labels of a microbatch, and how many labels in it are outside of the vocabulary."""
+"""Count the valid labels of a microbatch, and its labels outside of the vocabulary."""
 
-_SAME = 4  # numbers that ranks with one batch must have alike: whether it is refused, its parts, shapes and contents
-_ROW = 4  # numbers of one microbatch
-_ALIGNED = 256  # bytes, of the places in what is sent to a device
+_SAME = 4  # leading numbers that ranks sharing a batch must agree on: refused, number of microbatches, shapes, contents
+_ROW = 4  # numbers per microbatch
+_ALIGNED = 256  # bytes: alignment of the tensors in the buffer that is copied to a device
 BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")  # transformers' FlashAttentionKwargs
 _PLAIN = {"input_ids", "labels", "shift_labels", "attention_mask", "position_ids", "use_cache", "num_items_in_batch"}
 _PLAIN |= {*BORDERS}
 
 
 class Microbatch(dict[str, Any]):
-    """The keyword arguments of one forward pass, and what is known of them on the host.
+    """The keyword arguments of one forward pass, and what the host knows about them.
 
     Attributes:
-        valid: how many of its labels count; ``None``: not known.
+        valid: number of valid labels; ``None``: not known.
         restarts: whether positions restart within its rows.
-        shifted: whether its labels are what the tokens beside them predict.
-        tokens: of each sample, in the hidden states of this rank, where they are cut; ``None``: all that it has.
+        shifted: whether its labels are already shifted: each is the target of the token beside it.
+        tokens: tokens per sample in this rank's hidden states if the sequence is cut; ``None``: all of them.
     """
 
     valid: int | None = None
@@ -51,30 +51,30 @@ class Microbatch(dict[str, Any]):
 
     @property
     def packed(self) -> bool | None:
-        """Whether the model's positions restart within rows; ``None``: it takes a look."""
-        # Other inputs than of text may make positions of their own.
+        """Whether positions restart within rows; ``None``: unknown without reading the tensors."""
+        # Models may derive other positions from inputs that are not text.
         return self.restarts if self.restarts or self.keys() <= _PLAIN or self.shifted else None
 
     def like(self, values: Mapping[str, Any]) -> "Microbatch":
-        """Other arguments of which the same is known."""
+        """Return a microbatch of other arguments with the attributes of this one."""
         other = Microbatch(values)
         other.valid, other.restarts, other.shifted, other.tokens = self.valid, self.restarts, self.shifted, self.tokens
         return other
 
 
 def known(batch: Mapping[str, Any], row: Sequence[int]) -> Microbatch:
-    """A microbatch, and what :func:`agree` says of it."""
+    """Return a :class:`Microbatch` with the facts that :func:`agree` returned for it."""
     microbatch = Microbatch(batch)
     microbatch.valid, microbatch.restarts = row[0], bool(row[2])
     return microbatch
 
 
 def look_at(batches: Sequence[Mapping[str, Any]], look: Look, hashed: bool, tokens: int | None = None) -> Tensor:
-    """``[microbatches, 4]``, where the batches are; nothing is waited for.
+    """Return counts and hashes of microbatches, ``[microbatches, 4]``, on their device; never waits for it.
 
     Args:
-        hashed: whether other ranks are given the same.
-        tokens: in the vocabulary; slices of it would not notice others.
+        hashed: whether to hash the contents, because other ranks are given the same batch.
+        tokens: size of the vocabulary, to count input ids outside of it: a sharded embedding would not fail on them.
     """
     rows = []
     for batch in batches:
@@ -98,7 +98,7 @@ def _restarts(batch: Mapping[str, Any], zero: Tensor) -> Tensor:
 
 
 def _hash(batch: Mapping[str, Any], zero: Tensor) -> Tensor:
-    """Of what is in ids, labels, and masks of numbers that are none of rounding; 64 bits."""
+    """Hash the integer and boolean tensors (ids, labels, masks) into 64 bits; floats may differ by rounding."""
     total = zero
     for value in batch.values():
         if isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex() and value.numel():
@@ -111,7 +111,7 @@ def _hash(batch: Mapping[str, Any], zero: Tensor) -> Tensor:
 
 @lru_cache(maxsize=32)
 def _weights(length: int, device: torch.device) -> Tensor:
-    """Odd numbers at random, the same in every process."""
+    """Return random odd numbers, the same in every process."""
     drawn = torch.randint(2**62, (length,), generator=torch.Generator().manual_seed(length))
     return (drawn * 2 + 1).to(device, non_blocking=True)
 
@@ -124,19 +124,20 @@ def agree(
     told: Sequence[int] = (),
     read: Sequence[Tensor] = (),
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Compare the batches of ranks that are to have the same, and look at them.
+    """Compare the batches of ranks that must have the same one, and read the counts of this rank's microbatches.
 
     Args:
-        seen: by :func:`look_at`; ``None`` where this rank refuses its batch, which the others are told.
-        group: those ranks; ``None`` for one.
-        told: more that this rank tells them.
-        read: the same, where it is on a device yet: integers of 64 bits.
+        seen: the result of :func:`look_at`; ``None`` if this rank refuses its batch, which the others are told.
+        group: the ranks that share the batch; ``None`` for a single rank.
+        told: more integers that this rank sends to the others.
+        read: more int64 tensors to send, still on a device.
 
     Returns:
-        per microbatch: valid labels, ids outside of the vocabulary, packed or not; per rank: what it told.
+        per microbatch: valid labels, ids outside of the vocabulary, packed or not; per rank: what it sent in ``told``
+        and ``read``.
 
     Raises:
-        ConfigError: on all of them, if they were given different batches.
+        ConfigError: on all of the ranks, if they were given different batches.
     """
     empty = torch.empty(0, _ROW, dtype=torch.int64)
     own, *more = _on_host([empty if seen is None else seen, *(read if group is not None else ())])
@@ -148,7 +149,7 @@ def agree(
     mine = torch.cat((torch.tensor(about), content.view(1), torch.tensor(told, dtype=torch.int64), *more))
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     group.allgather([every], [mine]).wait()
-    flat = torch.cat((own.flatten(), *every)).tolist()  # the only look at the host
+    flat = torch.cat((own.flatten(), *every)).tolist()  # the only read by the host
     numbers = flat[own.numel() :]
     ranks = [numbers[i : i + len(mine)] for i in range(0, len(numbers), len(mine))]
     if seen is not None and any(rank[:_SAME] != ranks[0][:_SAME] for rank in ranks):
@@ -160,24 +161,24 @@ def agree(
 def total_of(
     valid: int, refused: ConfigError | None, group: dist.ProcessGroup | None, counts: bool, passes: int
 ) -> int:
-    """Valid labels of all distinct batches, by way of the hosts, so that no device is waited for.
+    """Return the number of valid labels in all distinct batches, summed over gloo so that no device is waited for.
 
     Args:
-        refused: why this rank refuses its batch, if it does.
-        group: all ranks; ``None`` where there is one batch.
-        counts: whether this rank counts its labels: one of those that share a batch.
-        passes: through how many passes this rank goes together with all others, which must have as many.
+        refused: the error with which this rank refuses its batch, if any.
+        group: all ranks; ``None`` if there is only one batch.
+        counts: whether this rank counts its labels: true on one of the ranks that share a batch.
+        passes: number of passes in which this rank runs collectives with all others, which must have the same number.
 
     Raises:
-        ConfigError: on every rank, where one refuses its batch: its own error, or one that speaks of others'; or where
-            their numbers of passes differ, and some would wait for others forever.
+        ConfigError: on every rank if one refuses its batch: its own error there, a pointer to it elsewhere; or if
+            the numbers of passes differ, and some ranks would wait forever.
     """
     refusing = int(refused is not None)
     if group is not None:
         sums = torch.tensor([valid if counts else 0, refusing, passes, passes**2])
         dist.all_reduce(sums, group=group)
         valid, refusing, every, squares = sums.tolist()
-        if not refusing and squares * dist.get_world_size(group) != every**2:  # all alike, or the squares are more
+        if not refusing and squares * dist.get_world_size(group) != every**2:  # equal only if all have the same
             raise ConfigError(
                 f"this rank has {passes} microbatches in this step and another has more or fewer, and data ranks "
                 "gather weights, or exchange tokens, in each: pass as many on every rank; of a batch that is cut into "
@@ -191,7 +192,7 @@ def total_of(
 
 
 def compare_first(model: nn.Module, group: dist.ProcessGroup) -> RemovableHandle:
-    """For plain loops, which compare nothing else: the batch of the first forward pass in training, over ``group``."""
+    """Compare the batch of the first training forward pass over ``group``, by a hook, for plain loops."""
     names = list(inspect.signature(model.forward).parameters)
 
     def compare(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -207,7 +208,7 @@ def compare_first(model: nn.Module, group: dist.ProcessGroup) -> RemovableHandle
 
 
 def _on_host(tensors: list[Tensor]) -> list[Tensor]:
-    """The same on the CPU, by one copy of all that is elsewhere."""
+    """Return the tensors on the CPU, with one copy for all that are on a device."""
     away = [index for index, tensor in enumerate(tensors) if tensor.device.type != "cpu"]
     if away:
         sizes = [tensors[index].numel() for index in away]
@@ -230,10 +231,10 @@ def _different(ranks: list[list[int]], names: list[int]) -> str:
 
 
 def with_borders(batch: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """A batch of packed rows, with what flash attention needs to stay within the examples.
+    """Add the ``cu_seq_lens`` arguments that flash attention needs to keep packed examples apart.
 
-    Without, the host finds the borders by a look at the device in every layer where there is one row, and attends
-    across them where there are several.
+    Without them, transformers derives the borders from ``position_ids`` by a device sync in every layer if there is one
+    row, and attends across examples if there are several.
 
     Raises:
         ConfigError: the model takes no such arguments.
@@ -256,7 +257,7 @@ def with_borders(batch: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
 
 
 def to_device(batches: Sequence[Microbatch], device: torch.device) -> list[Microbatch]:
-    """The microbatches on ``device``, in one copy that nobody waits for."""
+    """Return the microbatches on ``device``, by one non-blocking copy."""
     moved = [batch.like(batch) for batch in batches]
     if device.type == "cpu":
         for each in moved:
@@ -271,8 +272,8 @@ def _away(batch: Microbatch, device: torch.device) -> list[tuple[str, Tensor]]:
 
 
 def _move_together(batches: list[Microbatch], device: torch.device) -> None:
-    """Move what is on the CPU and without gradients in one copy, and the rest one by one."""
-    together: dict[int, tuple[Tensor, list[tuple[Microbatch, str]]]] = {}  # what several microbatches share goes once
+    """Copy CPU tensors without gradients to the device in one buffer, and the rest one by one."""
+    together: dict[int, tuple[Tensor, list[tuple[Microbatch, str]]]] = {}  # shared tensors are copied once
     for batch in batches:
         for name, value in _away(batch, device):
             if value.device.type == "cpu" and not value.requires_grad:
@@ -286,7 +287,7 @@ def _move_together(batches: list[Microbatch], device: torch.device) -> None:
 
 
 def _sent(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Through one buffer, of memory that a GPU copies from by itself."""
+    """Copy tensors to the device through one buffer, pinned if the device is an accelerator."""
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
     starts = [0]
     for size in sizes:

@@ -1,8 +1,8 @@
-"""The latest forward passes of a model, and which of them a computation under way belongs to.
+"""Find the forward pass that a computation belongs to, also inside activation checkpointing.
 
-A layer that is recomputed belongs to an earlier pass than the latest, in a pipeline not even to the one before.
-Autograd numbers its nodes as they are made, and recomputation runs inside the backward pass of a node that the first
-computation made: its number says which pass that was.
+A recomputed layer belongs to an earlier forward pass than the latest one; in a pipeline, not even to the one before.
+Autograd numbers its nodes as they are made, and recomputation runs inside the backward of a node of the original
+forward pass: that node's number tells which pass it was.
 """
 
 from collections import deque
@@ -11,31 +11,31 @@ from typing import Generic, TypeVar
 from .._host.torch import backward_pass, current_node_number, next_node_number
 from ..errors import ConfigError
 
-_KEPT = 1024  # passes that may wait for their backward pass
+_KEPT = 1024  # forward passes that may wait for their backward pass
 _T = TypeVar("_T")
 
 
 class ForwardPasses(Generic[_T]):
-    """What is known of each."""
+    """The latest forward passes, with a value of type ``_T`` for each."""
 
     def __init__(self) -> None:
         self._begun: deque[tuple[int, _T]] = deque(maxlen=_KEPT)
 
     def begin(self, known: _T) -> None:
-        """A pass begins, or more is known of it from here on."""
+        """Record that a forward pass begins, or replace the value of the current one from here on."""
         self._begun.append((next_node_number(), known))
 
     def clear(self) -> None:
-        """No backward pass will come."""
+        """Forget all forward passes: no backward pass will follow."""
         self._begun.clear()
 
     @property
     def latest(self) -> _T:
-        """Of the pass that began last."""
+        """The value of the pass that began last."""
         return self._begun[-1][1]
 
     def current(self) -> _T:
-        """Of the pass that the computation under way belongs to.
+        """Return the value of the forward pass that the running computation belongs to.
 
         Raises:
             ConfigError: it is a recomputation, and too many passes have begun since.
@@ -53,5 +53,5 @@ class ForwardPasses(Generic[_T]):
 
 
 def recomputing() -> bool:
-    """Whether this forward pass is activation checkpointing's second one, inside a backward pass."""
+    """Return whether this forward pass is activation checkpointing's recomputation, inside a backward pass."""
     return backward_pass() != -1

@@ -1,4 +1,4 @@
-"""The tensors of a model put together on rank 0, one after the other; no rank holds more than one."""
+"""Gather a model's full tensors on rank 0, one at a time; no rank holds more than one."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,22 +21,22 @@ from .writing import Attempt, is_writer, plainly
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """One tensor to save: what it is, and the pipeline rank it comes from. The same on every rank."""
+    """One tensor to save and the pipeline rank that has it; the same on every rank."""
 
     name: str
     shape: torch.Size
     dtype: torch.dtype
     home: int
-    planned: ParameterPlan | None  # None: a buffer, whole on every rank of its stage
+    planned: ParameterPlan | None  # None: a buffer, full on every rank of its stage
 
     def told(self) -> tuple[Any, ...]:
-        """What other ranks, which have the same plan, need to hear of it: little, for there are as many as tensors."""
+        """Return the fields as a short tuple to send to other ranks, which have the same plan; one per tensor."""
         planned = None if self.planned is None else self.planned.name
         return (self.name, tuple(self.shape), self.dtype, self.home, planned)
 
     @classmethod
     def hear(cls, told: tuple[Any, ...], plan: Plan) -> "SavedTensor":
-        """The same on another rank."""
+        """Rebuild the entry from the tuple of :meth:`told`, on another rank."""
         name, shape, dtype, home, planned = told
         return cls(name, torch.Size(shape), dtype, home, None if planned is None else plan.by_name[planned])
 
@@ -44,15 +44,15 @@ class SavedTensor:
 def full_parameters(
     runtime: Runtime, wanted: Callable[[ParameterPlan], bool], attempt: Attempt = plainly
 ) -> Iterator[tuple[str, Tensor]]:
-    """Owned parameters by name, one at a time: whole on rank 0, empty elsewhere. Every rank goes through all."""
+    """Yield owned parameters by name, one at a time: full on rank 0, empty elsewhere. Every rank must exhaust it."""
     entries = [entry for entry in tensors_to_save(runtime) if entry.planned and wanted(entry.planned)]
     for entry, (_, tensor) in zip(entries, full_tensors(runtime, entries, attempt=attempt), strict=True):
         yield entry.planned.name if entry.planned else entry.name, tensor
 
 
 def tensors_to_save(runtime: Runtime) -> list[SavedTensor]:
-    """Everything to save, in order: parameters in the plan's, but those that the host never stores (tables that it
-    computes), then buffers. Collective where there are stages.
+    """Return everything to save, in order: parameters in plan order, except computed tables that transformers never
+    stores, then buffers. Collective if there are pipeline stages.
     """
     told = tensors_of_stage(runtime)
     staged = runtime.plan.stages is not None
@@ -60,7 +60,7 @@ def tensors_to_save(runtime: Runtime) -> list[SavedTensor]:
 
 
 def tensors_of_stage(runtime: Runtime) -> list[tuple[Any, ...]]:
-    """What one rank of each stage tells of what the stage has to save, for :func:`in_order`; nothing on the others."""
+    """Return the tuples of what this stage saves, for :func:`in_order`; empty on all but one rank of each stage."""
     mesh = runtime.mesh
     if runtime.plan.stages is not None and not mesh.speaks_for_stage:
         return []
@@ -77,24 +77,24 @@ def tensors_of_stage(runtime: Runtime) -> list[tuple[Any, ...]]:
 
 
 def in_order(runtime: Runtime, told: list[list[tuple[Any, ...]]]) -> list[SavedTensor]:
-    """What all stages told; not collective."""
+    """Merge the tuples of all stages into the sorted list of tensors to save; not collective."""
     plan, ignored = runtime.plan, never_stored(runtime.model)
     found = [SavedTensor.hear(each, plan) for entries in told for each in entries]
     places = {planned.name: place for place, planned in enumerate(plan.owned())}
     found.sort(key=lambda entry: places[entry.planned.name] if entry.planned else len(places))
-    first = {entry.name: entry for entry in reversed(found)}  # a buffer that every stage has is the first one's
+    first = {entry.name: entry for entry in reversed(found)}  # the first stage saves buffers that several have
     return [entry for entry in found if first[entry.name] is entry and entry.name not in ignored]
 
 
 def _kept_name(runtime: Runtime, planned: ParameterPlan) -> str:
-    """The one of a tensor's names under which the host stores it; that need not be the first in the model."""
+    """Return the name under which transformers stores a tied tensor; it need not be its first name in the model."""
     source = runtime.model.all_tied_weights_keys.get(planned.name)
     by_name = runtime.plan.by_name
     return source if source in by_name and by_name[source].tied_to == planned.name else planned.name
 
 
 def _buffers(runtime: Runtime) -> dict[str, Tensor]:
-    """Buffers that belong in a checkpoint; they are whole and equal on every rank."""
+    """Return the persistent buffers; they are full and equal on every rank."""
     saved = runtime.model.state_dict().keys()
     return {name: buffer for name, buffer in runtime.model.named_buffers() if name in saved}
 
@@ -105,12 +105,12 @@ def full_tensors(
     share_of: Callable[[SavedTensor], Tensor | None] | None = None,
     attempt: Attempt = plainly,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor to save, one at a time: whole on rank 0, empty elsewhere. Same order on every rank.
+    """Yield every tensor to save, one at a time, in the same order on every rank: full on rank 0, empty elsewhere.
 
     Args:
-        share_of: what this rank holds of each, where it is something else than the model's own, cut likewise.
-        attempt: what does all that may fail without another rank. After a failure shares are still sent and received,
-            so that no rank waits for another, and the tensors mean nothing.
+        share_of: returns this rank's shard of an entry, if not the model's own parameter; cut the same way.
+        attempt: calls everything that may fail on one rank alone. After a failure shards are still sent and
+            received, so that no rank waits for another, and the tensors' values mean nothing.
     """
     held = share_of or _shares(runtime)
     for entry in entries:
@@ -146,7 +146,7 @@ def _gather(entry: SavedTensor, share: Tensor | None, mesh: Mesh, attempt: Attem
 
 
 def _on_host(share: Tensor, attempt: Attempt) -> Tensor:
-    """A copy on the host; after a failure, something of that size."""
+    """Return a CPU copy of a shard; after a failure, an empty tensor of the same size."""
     copied: Tensor | None = attempt(_copy, share)
     return torch.empty(share.shape, dtype=share.dtype) if copied is None else copied
 
@@ -156,7 +156,7 @@ def _copy(share: Tensor) -> Tensor:
 
 
 def _put_together(entry: SavedTensor, own: Tensor | None, mesh: Mesh, attempt: Attempt) -> Tensor:
-    """The whole tensor, of all ranks' shares; ``own`` is the writer's, where it has one that counts."""
+    """Assemble the full tensor from all ranks' shards; ``own`` is rank 0's shard, ``None`` if another rank sends it."""
     cuts = entry.planned.cuts if entry.planned else ()
     whole = attempt(partial(torch.empty, entry.shape, dtype=entry.dtype))
     for coordinates in product(*(range(cut.size) for cut in cuts)):
@@ -167,7 +167,7 @@ def _put_together(entry: SavedTensor, own: Tensor | None, mesh: Mesh, attempt: A
 
 
 def _receive(entry: SavedTensor, ranks: dict[str, int], mesh: Mesh) -> Tensor:
-    """The share of the rank with these coordinates, which sends it."""
+    """Receive the shard of the rank with the coordinates ``ranks``."""
     shape = entry.planned.local_shape(ranks) if entry.planned else entry.shape
     share = torch.empty(shape, dtype=entry.dtype)
     if share.numel():

@@ -8,9 +8,9 @@ from torch import Tensor
 
 @contextmanager
 def gradients_aside(parameters: Sequence[Tensor]) -> Iterator[list[Tensor | None]]:
-    """Within, ``parameters`` begin without gradients; gives what they had, for :func:`add_back`.
+    """Clear the gradients of ``parameters`` inside the `with` block; yields the old ones, for :func:`add_back`.
 
-    A step that fails leaves the gradients that were there before it.
+    If the block fails, the old gradients are restored.
     """
     before = [parameter.grad for parameter in parameters]
     for parameter in parameters:
@@ -24,6 +24,6 @@ def gradients_aside(parameters: Sequence[Tensor]) -> Iterator[list[Tensor | None
 
 
 def add_back(parameter: Tensor, before: Tensor | None) -> None:
-    """Add to the gradient of ``parameter`` the one from :func:`gradients_aside`, in that one's memory."""
+    """Add the old gradient from :func:`gradients_aside` to that of ``parameter``, in the old one's memory."""
     if before is not None:
         parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)

@@ -1,13 +1,14 @@
-"""Random weights that do not depend on the layout.
+"""Random initialization of weights that does not depend on the layout.
 
-The model is initialized by its own code, unit by unit (a decoder layer, the embedding, ...), each from a seed made of
-the run's seed and the unit's name, whole and on the CPU; every rank keeps its share and drops the rest. No rank ever
-holds more than one whole unit.
+The model's own code initializes one unit at a time (a decoder layer, the embedding, ...), full and on the CPU, from a
+seed made of the run's seed and the unit's name; every rank keeps its shard and drops the rest. No rank ever holds more
+than one full unit.
 
-What the host's code leaves alone has its first values from the constructor of its module, which ran without memory
-here. So a unit is marked before it is initialized, and what still has the mark afterwards is taken from a model in
-which constructors of such modules run over real memory, of all layers at once: of 176 causal-LM families four have any
-(an activation's scalars, a head's bias, multipliers; openai-gpt alone has large ones).
+Tensors that ``_init_weights`` does not write have their first values from their module's constructor, which ran on the
+meta device here. So a unit is filled with a marker before it is initialized, and entries that still have the marker
+afterwards are copied from a second model, in which the constructors of such modules ran with real memory, for all
+layers at once: of 176 causal-LM families four have any (an activation's scalars, a head's bias, multipliers; openai-gpt
+alone has large ones).
 """
 
 import hashlib
@@ -23,20 +24,20 @@ from ..files.slices import is_elsewhere
 from ..mesh import Mesh
 from ..plan import Plan
 
-_WHOLE_NUMBER = 113  # no table of positions is full of it
+_WHOLE_NUMBER = 113  # the marker of integer tensors: no table of positions is filled with it
 
 
 def initialize_local_weights(
     template: Any, plan: Plan, mesh: Mesh, seed: int, wanted: Callable[[str], bool] = lambda name: True
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """This rank's shares of freshly initialized parameters on this rank, and the whole buffers.
+    """Return this rank's shards of freshly initialized parameters, and the full buffers.
 
     Args:
-        template: the stock model on the meta device, whole; its modules are filled and emptied again one by one.
+        template: the full stock model on the meta device; its modules are filled and emptied again one by one.
         plan: how its parameters are cut.
-        mesh: this rank's place.
+        mesh: the ranks, and this rank's coordinates.
         seed: the run's seed.
-        wanted: which of the parameters that this rank's stages hold are needed, by their owned name.
+        wanted: whether a parameter of this rank's stages is needed, by its owned name.
     """
     rank = mesh.ranks["pp"]
     held = plan.local_names(rank)
@@ -68,14 +69,14 @@ def initialize_local_weights(
 
 
 def _mark(tensors: Iterable[Tensor]) -> None:
-    """Fill with what no initialization leaves."""
+    """Fill tensors with the marker, a value that no initialization writes."""
     for tensor in tensors:
         if tensor.dtype != torch.bool:
             tensor.detach().fill_(torch.nan if tensor.is_floating_point() else _WHOLE_NUMBER)
 
 
 def _untouched(tensor: Tensor) -> Tensor:
-    """Which entries still have the mark; of whole numbers, all or none."""
+    """Return a mask of the entries that still have the marker; for integers, all or none."""
     if tensor.is_floating_point():
         return tensor.isnan()
     alike = tensor.dtype != torch.bool and bool((tensor == _WHOLE_NUMBER).all())
@@ -83,7 +84,7 @@ def _untouched(tensor: Tensor) -> Tensor:
 
 
 class _Constructors:
-    """First values from modules' constructors, for what the host's initialization leaves alone."""
+    """First values from modules' constructors, for entries that ``_init_weights`` does not write."""
 
     def __init__(self, template: Any, seed: int) -> None:
         self._template, self._seed = template, seed
@@ -91,7 +92,7 @@ class _Constructors:
         self._made: Any = None
 
     def fill(self, names: list[str]) -> None:
-        """Put them into those of the template's parameters and buffers that still have the mark."""
+        """Fill the entries of the template's parameters and buffers ``names`` that still have the marker."""
         template = self._template
         tensors = {name: _tensor_at(template, name) for name in names}
         left = {name: where for name, tensor in tensors.items() if (where := _untouched(tensor)).any()}
@@ -117,7 +118,7 @@ def _tensor_at(model: Any, name: str) -> Tensor:
 
 
 def _units(module: nn.Module, name: str, layers: set[str]) -> Iterator[tuple[str, nn.Module, bool]]:
-    """``(name, module, recurse)``: whole subtrees that hold no layer or are one, and the modules above layers alone."""
+    """Yield ``(name, module, recurse)``: subtrees that are a layer or contain none, and modules above layers alone."""
     inside = {child for child, _ in module.named_modules(prefix=name)}
     if name in layers or not inside & layers:
         yield name, module, True
@@ -128,6 +129,6 @@ def _units(module: nn.Module, name: str, layers: set[str]) -> Iterator[tuple[str
 
 
 def seed_of(seed: int, name: str) -> int:
-    """A seed for the part of a model called ``name``."""
+    """Return the seed of the unit called ``name``."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -1,4 +1,4 @@
-"""The executor of ranks that hold all layers: microbatches one after the other, each forward and backward."""
+"""The executor of ranks that hold all layers: forward and backward of one microbatch after the other."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,17 +12,17 @@ from .runtime import Batch, Executor, Runtime
 
 
 class LocalLoop(Executor):
-    """Gradients add up over the microbatches of a step."""
+    """An executor without pipeline stages. Gradients add up over the microbatches of a step."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
 
     def share_out(self, given: Sequence[Batch]) -> list[dict[str, Any]]:
-        """As they were given."""
+        """Return the microbatches as they were given."""
         return [dict(batch) for batch in given]
 
     def run(self, model: nn.Module, batches: Sequence[Microbatch], objective: Objective, backward: bool) -> Tensor:
-        """See :meth:`.runtime.Executor.run`."""
+        """Run the microbatches one after the other: see :meth:`.runtime.Executor.run`."""
         run = self._train if backward else self._evaluate
         return self._runtime.sum_of_shares(run(model, batches, objective))
 
@@ -31,8 +31,7 @@ class LocalLoop(Executor):
         total: Tensor | None = None
         with runtime.around(lambda part: part.around_gradients(runtime)):
             for index, batch in enumerate(batches):
-                for part in runtime.parts:
-                    part.before_backward(runtime, last=index == len(batches) - 1)
+                runtime.data.before_backward(last=index == len(batches) - 1)
                 loss = objective.loss(model, batch, index)
                 (loss * runtime.loss_factor()).backward()
                 total = loss.detach() if total is None else total + loss.detach()

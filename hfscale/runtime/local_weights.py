@@ -1,4 +1,4 @@
-"""What one rank holds of a model's weights, between being loaded, or taken out of the model, and being put into it."""
+"""One rank's weights between being loaded, or taken out of the model, and being installed into it."""
 
 from dataclasses import dataclass, field
 
@@ -7,17 +7,17 @@ from torch import Tensor, nn
 
 @dataclass
 class LocalWeights:
-    """This rank's final shares.
+    """This rank's shards of all weights.
 
     Attributes:
         tensors: by owned name.
-        quantized: what belongs to quantized weights besides: module, parameter, and its share; or the parameter itself,
-            where it is of a class of bitsandbytes.
+        quantized: the additional tensors of quantized weights: module, parameter name, and this rank's shard; or the
+            parameter itself, if it is of a bitsandbytes class.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     quantized: list[tuple[nn.Module, str, Tensor]] = field(default_factory=list)
 
     def copy(self) -> "LocalWeights":
-        """The same tensors, to be added to and taken from without changing these."""
+        """Return a shallow copy: the same tensors in new containers."""
         return LocalWeights(dict(self.tensors), list(self.quantized))

@@ -1,4 +1,4 @@
-"""What a step makes of its microbatches: the loss of the model, or one of its scores."""
+"""The objective of a step's microbatches: the loss of the model, or one of its token scores."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -14,11 +14,12 @@ class StepLoss(Protocol):
     """A loss that can be normalized for a whole step.
 
     Attributes:
-        shift: how far behind a token its label is.
-        expected_gradient: with which its backward passes will begin, for what takes 16-bit gradients before.
+        shift: by how many positions labels are shifted against the tokens they are compared with.
+        expected_gradient: the gradient with which backward passes start (a loss scale), for losses that compute
+            16-bit gradients in the forward pass.
         needs_labels: whether batches without ``labels`` are refused.
-        ignores: whether labels of -100 count nothing.
-        divides: whether the model's own code divides it by ``num_items_in_batch``.
+        ignores: whether labels of -100 are ignored.
+        divides: whether the model's own code divides the loss by ``num_items_in_batch``.
     """
 
     shift: int
@@ -28,31 +29,33 @@ class StepLoss(Protocol):
     divides: bool
 
     def look(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """How many positions of one microbatch contribute to it, and how many labels are outside of the vocabulary;
-        where the batch is, and without waiting for it.
+        """Count the positions of a microbatch that contribute to the loss, and its labels outside of the vocabulary;
+        the counts are on the batch's device and are not waited for.
         """
 
     def of(self, model: nn.Module, batch: Microbatch, count: Tensor, label_smoothing: float) -> Tensor:
-        """The loss of one microbatch, as a share of a step with ``count`` valid labels."""
+        """Compute the loss of one microbatch, scaled for a step with ``count`` valid labels."""
 
     def check_smoothing(self, label_smoothing: float) -> None:
-        """Raise :class:`ConfigError` where its labels cannot be smoothed, on all ranks alike."""
+        """Raise :class:`ConfigError`, on all ranks alike, if its labels cannot be smoothed."""
 
     def scoring(self, temperature: float) -> AbstractContextManager[Any]:
-        """Within: a pass scores its tokens, and its loss is not what counts."""
+        """Let forward passes inside the `with` block compute token scores; the loss they return does not count."""
 
     def keeping_outputs(self) -> AbstractContextManager[list[Any]]:
-        """Within: what the model returns of every microbatch is added to the list, logits whole, ``[b, s, V]``."""
+        """Append the model's output of every microbatch inside the `with` block to the list, with full logits, ``[b, s,
+        V]``.
+        """
 
 
 class KeepsOutputs:
-    """What a loss does with the outputs of the model that it is taken from: nothing, or they are asked for."""
+    """A base of losses that records the model's outputs on request."""
 
     _kept: list[Any] | None = None
 
     @contextmanager
     def keeping_outputs(self) -> Iterator[list[Any]]:
-        """See :meth:`StepLoss.keeping_outputs`."""
+        """Record the model's outputs inside the `with` block: see :meth:`StepLoss.keeping_outputs`."""
         self._kept = []
         try:
             yield self._kept
@@ -66,11 +69,11 @@ class KeepsOutputs:
 
 @dataclass(frozen=True)
 class Objective:
-    """What a step makes of its microbatches, where the head is.
+    """The loss of a step's microbatches, computed on the rank that has the head.
 
     Attributes:
-        loss: of one microbatch, by its number, as a share of the step's; is given what to call.
-        recomputes: whether its backward pass computes again, so that weights' gradients are not to be taken apart.
+        loss: ``loss(model, microbatch, index)``, scaled so that the step's loss is the sum over microbatches.
+        recomputes: whether its backward pass recomputes, so that weight gradients cannot be deferred.
     """
 
     loss: Callable[[Any, Microbatch, int], Tensor]

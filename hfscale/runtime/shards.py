@@ -1,11 +1,11 @@
-"""Plain tensors of this rank as shards of the data axes."""
+"""Conversion between plain local tensors and DTensors of the data axes."""
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 
 def like_sharded(share: Tensor, other: Tensor) -> Tensor:
-    """This rank's ``share`` as a tensor sharded as ``other`` is; the share itself where that is not sharded."""
+    """Return this rank's ``share`` as a DTensor sharded like ``other``; unchanged if ``other`` is no DTensor."""
     if not isinstance(other, DTensor):
         return share
     mesh, placements = other.device_mesh, other.placements
@@ -13,7 +13,7 @@ def like_sharded(share: Tensor, other: Tensor) -> Tensor:
 
 
 def memory_of(tensor: Tensor) -> list[Tensor]:
-    """The plain tensors that a tensor is made of, by torch's protocol for such: itself, where it is plain."""
+    """Return the plain tensors inside a tensor, by torch's ``__tensor_flatten__``; a plain tensor is its own."""
     if isinstance(tensor, DTensor):
         return memory_of(tensor.to_local())
     parts = getattr(tensor, "__tensor_flatten__", None)
@@ -21,5 +21,5 @@ def memory_of(tensor: Tensor) -> list[Tensor]:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """The plain tensor this rank holds of a parameter or gradient."""
+    """Return the plain tensor this rank holds of a parameter or gradient."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,8 +1,8 @@
-"""Take back what was done to a model: its modules, with whatever has been put around them since, as they were before.
+"""Undo the installation of parts into a model, keeping its modules and whatever others have wrapped around them since.
 
-What makes a model compute with other ranks are hooks, functions in the place of ``forward``, classes in the place of
-stock ones, and attributes with local values. They are written down as the difference between two looks at the model, so
-whoever installs something need not know how to take it out. What others did in the meantime stays.
+A model computes with other ranks by means of hooks, replaced ``forward`` functions, replaced classes and attributes
+with local values. They are recorded as the difference between two snapshots of the model, so the installing code need
+not know how to undo itself. Changes that others made in the meantime stay.
 """
 
 from collections.abc import Callable, Collection
@@ -16,7 +16,7 @@ from .._host.torch_fsdp import MARKS
 
 
 class _Missing:
-    """Stands for an attribute that was not there; a class, since a deep copy keeps classes as they are."""
+    """A marker of an attribute that did not exist; a class, since a deep copy keeps classes as they are."""
 
 
 _Look = list[tuple[nn.Module, type, dict[str, Any], dict[str, set[Any]]]]
@@ -24,10 +24,10 @@ _Look = list[tuple[nn.Module, type, dict[str, Any], dict[str, set[Any]]]]
 
 @dataclass
 class Undo:
-    """Call it to take changes back. A deep copy of a model takes its copy with it.
+    """A callable that reverts changes to modules. A deep copy of a model takes its copy with it.
 
     Attributes:
-        changes: of every module: itself, its class, attributes as they were, hooks that came.
+        changes: per module: the module, its class, attributes as they were, and hooks that were added.
     """
 
     changes: list[tuple[nn.Module, type, dict[str, Any], dict[str, set[Any]]]]
@@ -49,7 +49,7 @@ class Undo:
                     held.pop(key, None)
 
     def touches(self, modules: Collection[nn.Module]) -> bool:
-        """Whether anything was changed in one of ``modules``, besides FSDP2's marks."""
+        """Return whether anything was changed in one of ``modules``, besides FSDP2's marks."""
         return any(
             module in modules and (type(module) is not kind or changed.keys() - MARKS or any(added.values()))
             for module, kind, changed, added in self.changes
@@ -57,7 +57,9 @@ class Undo:
 
 
 def watch(model: nn.Module) -> Callable[[], Undo]:
-    """Look at ``model`` now; the function that is returned looks again, and returns what takes the changes back."""
+    """Take a snapshot of ``model``; the returned function takes another and returns the :class:`Undo` of the
+    difference.
+    """
     before = _look(model)
 
     def stop() -> Undo:
@@ -82,7 +84,7 @@ def watch(model: nn.Module) -> Callable[[], Undo]:
 def _look(model: nn.Module) -> _Look:
     looks = []
     for module in model.modules():
-        # What a module holds is put back by whoever takes it apart.
+        # Parameters, buffers and submodules are put back by the code that takes the model apart.
         attributes = {
             name: value for name, value in module.__dict__.items() if name not in HOOKS and name not in CONTENTS
         }

@@ -1,4 +1,4 @@
-"""Put a cut tensor together again, on every rank that holds a share of it."""
+"""Gather a cut tensor on every rank that holds a shard of it."""
 
 from collections.abc import Sequence
 
@@ -12,13 +12,13 @@ from ..plan.cut import cut_shape
 
 
 def gather_full(share: Tensor, shape: Sequence[int], cuts: Sequence[Cut], mesh: Mesh) -> Tensor:
-    """The tensor of which this rank holds ``share``: the inverse of taking its ``cuts``, one after the other.
+    """Return the full tensor of which this rank holds ``share``, by undoing its ``cuts`` in reverse order.
 
-    Every rank that differs in the coordinates of these cuts alone has to call it. No autograd.
+    Every rank that differs only in the coordinates of these cuts must call it. No autograd.
 
     Args:
-        share: a plain tensor of the local shape; may be empty.
-        shape: of the whole.
+        share: this rank's shard, a plain tensor; may be empty.
+        shape: of the full tensor.
         cuts: in the order in which they were made.
     """
     whole = share.detach()

@@ -1,4 +1,4 @@
-"""What all ranks do together around files: arrive, let one rank write, and fail together."""
+"""Coordination of all ranks around files: arrive together, let one rank write, and fail together."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 def is_writer(mesh: Mesh) -> bool:
-    """Whether this rank writes files: the first one."""
+    """Return whether this rank writes files: the first one does."""
     return not any(mesh.ranks.values())
 
 
@@ -39,12 +39,12 @@ def everyone_arrives(mesh: Mesh, timeout: timedelta, call: str) -> None:
         ) from error
 
 
-_saves: list[None] = []  # one for each save of this process that is under way
+_saves: list[None] = []  # one entry per running save of this process
 
 
 @contextmanager
 def saving() -> Iterator[None]:
-    """Let :func:`is_saving` say that this process is saving."""
+    """Make :func:`is_saving` return true inside the `with` block."""
     _saves.append(None)
     try:
         yield
@@ -53,24 +53,24 @@ def saving() -> Iterator[None]:
 
 
 def is_saving() -> bool:
-    """Return whether a save is under way, in any thread: whoever ends the process waits for its end."""
+    """Return whether a save is running in any thread; code that ends the process waits for it."""
     return bool(_saves)
 
 
 @contextmanager
 def all_or_none(mesh: Mesh | None, what: str) -> Iterator[None]:
-    """Let an exception on one rank end the block on every rank.
+    """Let an exception on one rank end the `with` block on every rank.
 
-    The rank that failed tells it in its next :meth:`Mesh.all_gather_object`; the others hear of it in theirs, at the
-    latest at the end of the block. So within it ranks wait for each other in no other way.
+    The rank that failed reports it in its next :meth:`Mesh.all_gather_object`; the others learn of it in theirs, at the
+    latest at the end of the block. So ranks must not wait for each other in any other way inside the block.
 
     Args:
         mesh: the ranks that run the block; ``None``: this process alone.
         what: the beginning of the message.
 
     Raises:
-        CheckpointError: on every rank, with the ranks that failed and the reasons. Where all ranks fail alike with one
-            of hfscale's errors, each raises its own.
+        CheckpointError: on every rank, with the ranks that failed and the reasons. If all ranks fail with the same
+            hfscale error, each raises its own.
     """
     failure: Exception | None = None
     try:
@@ -78,7 +78,7 @@ def all_or_none(mesh: Mesh | None, what: str) -> Iterator[None]:
     except Exception as error:
         failure = error
     if isinstance(failure, HFScaleError) and failure.everywhere and not isinstance(failure, RankFailedError):
-        raise failure  # from a block within this one
+        raise failure  # from a nested block: all ranks have it already
     told, alike = (str(failure), False) if isinstance(failure, RankFailedError) else _tell(mesh, in_words(failure))
     if told:
         own = failure if alike and isinstance(failure, HFScaleError) else CheckpointError(f"{what}: {told}")
@@ -87,7 +87,7 @@ def all_or_none(mesh: Mesh | None, what: str) -> Iterator[None]:
 
 
 def _tell(mesh: Mesh | None, failure: str) -> tuple[str, bool]:
-    """Tell all ranks of this one's ``failure``; return what went wrong on any, and whether all have the same."""
+    """Send this rank's ``failure`` to all ranks; return what went wrong on any, and whether all have the same."""
     if mesh is None or mesh.control is None:
         return failure, True
     try:
@@ -101,18 +101,18 @@ def _tell(mesh: Mesh | None, failure: str) -> tuple[str, bool]:
 
 
 Attempt = Callable[..., Any]
-"""Calls a function with arguments; returns its result, or ``None`` after a failure, which it keeps."""
+"""Calls a function and returns its result, or keeps its exception and returns ``None``."""
 
 
 def plainly(work: Callable[..., Any], *arguments: Any) -> Any:
-    """Call ``work``: the :data:`Attempt` that lets failures through."""
+    """Call ``work`` and let exceptions through: the default :data:`Attempt`."""
     return work(*arguments)
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> str:
     """Return the name of the first tensor with NaN or infinity in it, or ``""``.
 
-    One pass, without memory: of a tensor, the least and the greatest entry are NaN or infinite where any is.
+    One read of each tensor, without extra memory: its minimum or maximum is not finite if any entry is not.
     """
     finite: dict[torch.device, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
@@ -120,13 +120,13 @@ def not_finite(tensors: Mapping[str, Tensor]) -> str:
             ends = torch.stack(tensor.detach().aminmax())
             finite.setdefault(tensor.device, {})[name] = ends.isfinite().all()
     for each in finite.values():
-        if not torch.stack(list(each.values())).all():  # all at once: a device is waited for once
+        if not torch.stack(list(each.values())).all():  # one sync per device
             return next(name for name, right in each.items() if not right)
     return ""
 
 
 def warn_of_not_finite(mesh: Mesh, name: str, where: str) -> None:
-    """Warn of the first ``name`` that some rank has: of a tensor with NaN or infinity in it; collective."""
+    """Warn of the first non-empty ``name`` on any rank, a tensor with NaN or infinity; collective."""
     found = next(filter(None, mesh.all_gather_object(name)), None)
     if found and is_writer(mesh):
         _log.warning("%s has NaN or infinity in %s: every loss from there is NaN, so use an earlier one", where, found)

@@ -1,4 +1,4 @@
-"""Count what is sent: collectives and bytes, seen at torch's dispatcher, whoever issued them."""
+"""Count collectives and their bytes at torch's dispatcher, wherever they are called."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -15,20 +15,22 @@ from ..estimate.links import ring_share
 
 @dataclass
 class Traffic:
-    """What one rank gave to collectives.
+    """The collectives of one rank.
 
     Attributes:
-        calls: collective -> how often.
-        payload: collective -> bytes of the tensors handed in (for an all-gather this rank's piece, for a
-            reduce-scatter the whole input).
+        calls: collective -> number of calls.
+        payload: collective -> bytes of its inputs (for an all-gather this rank's piece, for a reduce-scatter the full
+            input).
     """
 
     calls: Counter[str] = field(default_factory=Counter)
     payload: Counter[str] = field(default_factory=Counter)
 
     def bytes_sent(self, ranks: int) -> float:
-        """Bytes each of ``ranks`` ranks sends if every collective runs as a ring: ``2 (n-1)/n`` of an all-reduce's
-        payload, ``n-1`` times an all-gather's, ``(n-1)/n`` of a reduce-scatter's or an all-to-all's.
+        """Return the bytes that each of ``ranks`` ranks sends if every collective runs as a ring.
+
+        That is ``2 (n-1)/n`` of an all-reduce's payload, ``n-1`` times an all-gather's, ``(n-1)/n`` of a
+        reduce-scatter's or an all-to-all's.
         """
         return sum(size * ring_share(name, ranks) for name, size in self.payload.items())
 
@@ -51,7 +53,7 @@ class _Counting(TorchDispatchMode):
 
 @contextmanager
 def count_traffic() -> Iterator[Traffic]:
-    """Count within; CPU backward passes are included, since they run on the calling thread."""
+    """Count collectives inside the ``with`` block, also in CPU backward passes, which run on the calling thread."""
     traffic = Traffic()
     with _Counting(traffic), torch.autograd.set_multithreading_enabled(False):
         yield traffic

@@ -1,11 +1,11 @@
-"""How far two tensors are apart."""
+"""Measure differences between tensors."""
 
 import torch
 from torch import Tensor
 
 
 def difference(found: Tensor, expected: Tensor, scale: Tensor | None = None, floor: float = 1e-30) -> float:
-    """Largest difference, relative to the largest entry of ``scale``, or to ``floor`` where that is larger."""
+    """Return the largest difference, relative to the largest entry of ``scale``, or to ``floor`` if that is larger."""
     assert found.shape == expected.shape, f"{tuple(found.shape)} instead of {tuple(expected.shape)}"
     if found.numel() == 0:
         return 0.0
@@ -15,19 +15,20 @@ def difference(found: Tensor, expected: Tensor, scale: Tensor | None = None, flo
 
 
 def gradient_difference(found: Tensor, expected: Tensor, whole: Tensor, largest: float, loss: float) -> float:
-    """The same of a share of a gradient in float64, of which some are zero in truth.
+    """Return :func:`difference` of a gradient's shard in float64, treating rounding noise around zero as equal.
 
-    Softmax does not see the bias of its keys, nor a loss over classes what is added to all of them; a batch norm
-    removes what the bias before it adds. All that is left of such a sum is rounding, and another order of it is another
-    number. A tensor that is within 64 roundings of the largest gradient, or of the loss, is taken for zero, and what is
-    within as much of it is equal. Others are measured by themselves, or a millionth of the largest gradient.
+    Some gradients are zero in exact arithmetic: softmax is invariant to a bias of the keys, a loss over classes to a
+    constant added to all of them, a batch norm to the bias before it. What is left of such a sum is rounding, which
+    depends on its order. A tensor within 64 roundings of the largest gradient, or of the loss, counts as zero, and a
+    difference within as much as none. Others are compared relative to their own largest entry, or a millionth of the
+    largest gradient.
 
     Args:
-        found: of a layout.
-        expected: the same share of one process's.
-        whole: of which it is a share.
-        largest: entry of any gradient of the model.
-        loss: of the step.
+        found: a layout's shard.
+        expected: one process's shard.
+        whole: the full tensor of ``expected``.
+        largest: the largest entry of any gradient of the model.
+        loss: the step's loss.
     """
     zero = 64 * torch.finfo(torch.float64).eps * max(largest, abs(loss))
     if (whole.abs() <= zero).all() and ((found.cpu() - expected.cpu()).abs() <= zero).all():

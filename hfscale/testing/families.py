@@ -1,4 +1,4 @@
-"""Tiny configs of causal-LM families: what clones need besides their defaults to build and train."""
+"""Tiny configs of causal-LM families, with the fields that clones need to build and train."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from transformers import AutoConfig
 
 from ..families.clone import LAYERS, layers_of_every_kind, shares_keys, tiny_clone
 
-# What a default config needs besides to build and train as a decoder.
+# Changes that a default config needs to build and train as a decoder.
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8}
 CHANGES: dict[str, dict[str, Any]] = {
     "bamba": {**_MAMBA, "attn_layer_indices": [1]},
@@ -60,7 +60,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "xlm-roberta-xl": {"pad_token_id": 1},
     "xmod": {"pad_token_id": 1, "default_language": "en_XX"},
 }
-# What makes a mixture of a clone that is dense otherwise.
+# Changes that turn a dense clone into a mixture.
 MIXED: dict[str, dict[str, Any]] = {
     "doge": {"is_moe": True},
     "gemma4_text": {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24},
@@ -68,7 +68,7 @@ MIXED: dict[str, dict[str, Any]] = {
 
 
 def config_of(family: str, layers: int = LAYERS, **further: Any) -> Any:
-    """A tiny config of ``family``, without a padding token, which some look for among tokens drawn at random."""
+    """Return a tiny config of ``family``, without a padding token, since random tokens could hit it."""
     changes = {"pad_token_id": None, **CHANGES.get(family, {}), **further}
     for name, value in changes.items():
         if name.startswith("layer") and isinstance(value, list) and len(value) < layers:

@@ -1,8 +1,8 @@
-"""The test of everything: a layout computes what one process computes.
+"""Measure parity: a layout computes the same as one process.
 
-One process runs the *stock* model, with nothing of hfscale, over all microbatches of all ranks; the layout runs the
-same checkpoint and data; loss, every gradient, the clipped norm and every weight after each optimizer step are compared
-in float64.
+One process runs the *stock* model, without hfscale, over all microbatches of all ranks; the layout runs the same
+checkpoint and data. Loss, every gradient, the clipped norm and every weight after each optimizer step are compared in
+float64.
 """
 
 import copy
@@ -41,7 +41,7 @@ Batch = dict[str, Tensor]
 
 @dataclass
 class Case:
-    """What to run.
+    """The model, data and options of one comparison.
 
     Attributes:
         config: the stock model's config, tiny.
@@ -53,13 +53,13 @@ class Case:
         checkpointing: recompute activations.
         lengths: sequence lengths, used in turn by microbatches.
         build: how the layout gets its model: ``from_pretrained``, ``parallelize``.
-        hf_kwargs: given to both models' ``from_pretrained``.
+        hf_kwargs: arguments of both models' ``from_pretrained``.
         auto_class: the Auto class, or the stock class, of the model.
         peft: a PEFT config; the reference is then stock PEFT around the stock model, with random factors.
         peft_build: how the layout gets its adapters: ``from_pretrained``, or ``get_peft_model`` afterwards.
-        memory: what the layout computes again instead of keeping it.
-        asked: what else the layout is built with, and the reference is not: ``mixed_precision``, ``float8``.
-        unlike: ends of the names of stored tensors that are not compared: what each data rank counts for itself.
+        memory: recomputation and offloading in the layout.
+        asked: options of the layout that the reference does not have: ``mixed_precision``, ``float8``.
+        unlike: ends of names of stored tensors that are not compared: counters of each data rank.
     """
 
     config: PreTrainedConfig
@@ -81,7 +81,7 @@ class Case:
     unlike: tuple[str, ...] = ()
 
     def batches(self, batch_world: int) -> list[list[list[Batch]]]:
-        """``[step][distinct batch][microbatch]``, with uneven labels: see :func:`ragged_batch`."""
+        """Return ``[step][distinct batch][microbatch]``, with uneven labels: see :func:`ragged_batch`."""
         generator = torch.Generator().manual_seed(11)
         vocabulary = vocabulary_of(self.config)
         result = []
@@ -91,7 +91,7 @@ class Case:
                     [
                         ragged_batch(
                             generator, vocabulary, self.rows, self.lengths[(rank + i) % len(self.lengths)],
-                            # one microbatch without any label; in the second step, one whole rank
+                            # one microbatch without any label; in the second step, all of one rank's
                             masked=(step == 0 and rank == 0 and i == 1) or (step == 1 and rank == batch_world - 1 > 0),
                         )
                         for i in range(self.accumulation)
@@ -102,12 +102,12 @@ class Case:
         return result
 
     def reference_step(self, model: Any, step: list[list[Batch]]) -> list[Tensor]:
-        """Forward and backward of the stock model over all microbatches; the loss each distinct batch reports."""
+        """Run forward and backward of the stock model over all microbatches; return each distinct batch's loss."""
         microbatches = [microbatch for rank in step for microbatch in rank]
         counts = [self.count(microbatch["labels"]) for microbatch in microbatches]
         loss = torch.zeros((), dtype=torch.float64)
         for microbatch, count in zip(microbatches, counts, strict=True):
-            with torch.set_grad_enabled(count > 0):  # what a model counts itself, it counts without labels too
+            with torch.set_grad_enabled(count > 0):  # a model's own counters count without labels too
                 mean = model(**microbatch).loss
             if count:
                 part = mean * count / sum(counts)
@@ -116,11 +116,11 @@ class Case:
         return [loss] * len(step)
 
     def count(self, labels: Tensor) -> int:
-        """How much a microbatch with these labels weighs: by the tokens that are predicted."""
+        """Return the weight of a microbatch with these labels: the number of predicted tokens."""
         return int((labels[:, 1:] != -100).sum())
 
     def layout_step(self, model: Any, microbatches: list[Batch]) -> Tensor:
-        """The same by the layout, on a rank with these microbatches."""
+        """Run a step of the layout on a rank with these microbatches; return its loss."""
         return hfscale.train_step(model, microbatches)
 
 
@@ -135,17 +135,17 @@ class Parity:
     weight: float
     worst_weight: str
     saved: float
-    replicas: float = 0.0  # what several ranks hold, after the last step: nothing but 0 is equal
+    replicas: float = 0.0  # between replicas, after the last step: must be exactly 0
     worst_replica: str = ""
 
     def worst(self) -> float:
-        """The largest of all."""
+        """Return the largest difference of all."""
         apart = float("inf") if self.replicas > 0 else 0.0
         return max(self.loss, self.gradient, self.norm, self.weight, self.saved, apart)
 
 
 def assert_layout_equal(case: Case, layout: ParallelConfig, pool: RankPool | None, tolerance: float = 1e-10) -> Parity:
-    """Measure, and fail where anything differs by more than ``tolerance``."""
+    """Measure parity, and fail if anything differs by more than ``tolerance``."""
     parity = measure_parity(case, layout, pool)
     assert parity.worst() <= tolerance, f"{layout.describe()} differs from one process: {parity}"
     return parity
@@ -180,9 +180,9 @@ def measure_parity(case: Case, layout: ParallelConfig, pool: RankPool | None) ->
 
 
 def _replicas_apart(directory: Path) -> tuple[float, str]:
-    """The largest difference between two ranks in an entry of a parameter that both hold, and whose that is.
+    """Return the largest difference between two ranks in a parameter entry that both hold, and its name.
 
-    Parts of one sum are the same bits on all ranks, so ranks that hold the same thing stay equal bit by bit.
+    An all-reduce gives the same bits on all ranks, so replicas stay equal bit by bit.
     """
     first: dict[str, Tensor] = {}
     worst, name = 0.0, ""
@@ -198,7 +198,7 @@ def _replicas_apart(directory: Path) -> tuple[float, str]:
 
 
 def _portable(case: Case) -> Case:
-    """The case without a config class that came with a checkpoint: other processes could not import it."""
+    """Return the case without a config class that came with a checkpoint: other processes could not import it."""
     if type(case.config).__module__.startswith("transformers."):
         return case
     plain: Any = PreTrainedConfig()
@@ -207,7 +207,7 @@ def _portable(case: Case) -> Case:
 
 
 def in_float64(model: Any) -> Any:
-    """The host keeps some modules in float32."""
+    """Convert all parameters to float64, including those that transformers keeps in float32."""
     for parameter in model.parameters():
         if parameter.dtype != torch.float64:
             parameter.data = parameter.data.double()
@@ -221,20 +221,20 @@ def _prepare(model: Any, case: Case) -> Any:
     use_eager_experts(model)
     model.train()
     if case.checkpointing:
-        # The recomputation runs outside of the block in which the forward pass ran.
+        # The recomputation runs outside of the forward pass's own context.
         enable_checkpointing(model, context_fn=lambda: (nullcontext(), keep_float64()))
     return model
 
 
 def _reference(case: Case, batch_world: int, directory: Path) -> None:
-    """Train the stock model; saves its start and its end, and what every step gave."""
+    """Train the stock model; save its start, its end, and every step's results."""
     torch.manual_seed(5)
     model = host_from_config(case.auto_class, case.config, dtype=torch.float64, **case.hf_kwargs)
     with torch.no_grad():  # norms start as ones and biases as zeros, which would hide errors in both
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
     model.save_pretrained(directory / "start")
-    # Reloaded, as the layout loads it: the host changes some weights on the way (a type, the padding token's row).
+    # Reloaded, as the layout loads it: transformers changes some weights on the way (a dtype, the padding token's row).
     model = case.auto_class.from_pretrained(directory / "start", dtype=torch.float64, **case.hf_kwargs)
     if case.peft is not None:
         model = _with_random_adapters(model, case, directory)
@@ -256,11 +256,11 @@ def _reference(case: Case, batch_world: int, directory: Path) -> None:
 
 
 def _with_random_adapters(model: Any, case: Case, directory: Path) -> Any:
-    """Stock PEFT around ``model``, saved as it starts; new adapters would change nothing, and hide errors in them."""
+    """Put stock PEFT around ``model``, and save it; untouched new adapters would be no-ops, and hide errors."""
     import peft
 
     with warnings.catch_warnings():
-        # PEFT 0.21 asks by a name that transformers 5.23 has deprecated.
+        # PEFT 0.21 uses a name that transformers 5.23 has deprecated.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         model = peft.get_peft_model(model, copy.deepcopy(case.peft))
     with torch.no_grad():
@@ -272,14 +272,14 @@ def _with_random_adapters(model: Any, case: Case, directory: Path) -> Any:
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name in the plan."""
+    """Return a parameter's name in the plan."""
     name = name.removeprefix("base_model.model.")
     adapted = any(part in name for part in NEW_WEIGHTS)
     return name if adapted else stock_name(name)
 
 
 def stored(directory: Path) -> dict[str, Tensor]:
-    """What the files of a checkpoint hold."""
+    """Return the tensors in a checkpoint's files."""
     tensors: dict[str, Tensor] = {}
     for file in directory.glob("*.safetensors"):
         tensors.update(load_file(file))
@@ -287,13 +287,13 @@ def stored(directory: Path) -> dict[str, Tensor]:
 
 
 def _built(case: Case, layout: ParallelConfig, directory: str) -> Any:
-    """The model of one rank, as it starts."""
+    """Build the model of one rank in its initial state."""
     start = Path(directory) / "start"
     adapter = str(Path(directory) / "adapter") if case.peft is not None else None
     later = adapter is not None and (case.build == "parallelize" or case.peft_build == "get_peft_model")
     if case.build == "parallelize":
         whole = case.auto_class.from_pretrained(start, dtype=torch.float64, **case.hf_kwargs)
-        # FSDP2 holds parameters whose type cannot be changed like that.
+        # In float64 before, since FSDP2's parameters cannot be converted so.
         model = hfscale.parallelize(in_float64(whole), layout, memory=case.memory, **case.asked)
     else:
         model = hfscale.from_pretrained(
@@ -307,12 +307,12 @@ def _built(case: Case, layout: ParallelConfig, directory: str) -> Any:
 
 
 def run_rank(case: Case, layout: ParallelConfig, directory: str) -> Parity:
-    """One rank's part of :func:`measure_parity`."""
+    """Run one rank of :func:`measure_parity`."""
     reference = torch.load(Path(directory) / "reference.pt", weights_only=False)
     model = _built(case, layout, directory)
     runtime = runtime_of(model)
     ranks, batch_rank = runtime.mesh.ranks, hfscale.batch_rank(model)
-    # With the frozen ones, which optimizers skip: a pipeline stage may have nothing that trains.
+    # Including frozen ones, which optimizers skip: a pipeline stage may train nothing.
     optimizer = torch.optim.SGD(model.parameters(), lr=case.learning_rate)
     parity = Parity(0.0, 0.0, "", 0.0, 0.0, "", 0.0)
     with keep_float64():

@@ -1,4 +1,4 @@
-"""Tiny configs of vision-language families: towers, texts and placeholders that fit one another."""
+"""Tiny configs of vision-language families, with towers, texts and placeholders that fit one another."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from .families import CHANGES
 
 SIDE, PATCH = 16, 4
 GRID = SIDE // PATCH
-# Tokens with a meaning, by the word in the name of their field: apart from one another, and from those that are drawn.
+# Special tokens, by the word in the name of their field: distinct, and never drawn at random.
 TOKENS = {
     "image_token": 60,
     "image_patch": 60,
@@ -26,11 +26,11 @@ TOKENS = {
 LOWEST = min(TOKENS.values())
 IMAGE_TOKEN = TOKENS["image_token"]
 PLACEHOLDERS = ("image_token_id", "image_token_index", "image_patch_id", "video_token_index")
-# Families whose encoder reads pictures alone, and what they are not given of a text.
+# Families whose encoder reads pictures alone -> inputs of a text that they are not given.
 LABELS_ONLY = {"pp_formulanet": ("attention_mask",), "pix2struct": ("attention_mask",)}
 # Families that cannot be given a text alone, although their classes do not say so.
 ALWAYS_PICTURED = ("git", "idefics", "kosmos-2", "pi0", "pix2struct", "pp_formulanet", "vision-encoder-decoder")
-# Sizes in a config that reads pictures, and in what is inside of it.
+# Sizes in a config that reads pictures, and in nested ones.
 _TOWER: dict[str, Any] = {
     "image_size": SIDE,
     "patch_size": PATCH,
@@ -72,7 +72,7 @@ _SECTIONS = {
 }
 _TOKEN = {"image_token_id": IMAGE_TOKEN}
 _QFORMER = {"image_token_index": IMAGE_TOKEN, "num_query_tokens": 4}
-# What a family needs besides: changes to the config, and, in dicts, to those inside of it.
+# Changes that a family needs: to the config, and, in dicts, to nested ones.
 FAMILIES: dict[str, dict[str, Any]] = {
     "aria": {"projector_patch_to_query_dict": {GRID**2: 4}},
     **dict.fromkeys(("blip-2", "instructblip"), _QFORMER),
@@ -153,7 +153,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "vision-encoder-decoder": {"pad_token_id": 0, "decoder_start_token_id": 2},
 }  # fmt: skip
-# The same of a model of text inside, by its own name.
+# Changes to a nested text config, by its own family.
 TEXTS = {
     **CHANGES,
     "nemotron_h": {**CHANGES["nemotron_h"], "layers_block_type": ["linear_attention", "full_attention"]},
@@ -161,7 +161,7 @@ TEXTS = {
 
 
 def with_pictures(family: Any, **changes: Any) -> Any:
-    """A tiny config of a vision-language family, its pictures ``SIDE x SIDE``.
+    """Return a tiny config of a vision-language family, with pictures of ``SIDE x SIDE``.
 
     Args:
         family: its name, or a config.
@@ -169,7 +169,7 @@ def with_pictures(family: Any, **changes: Any) -> Any:
     """
     config = AutoConfig.for_model(family) if isinstance(family, str) else family
     fields = config.to_dict()
-    if fields.get("vision_config", {}) is None:  # of a family that comes without, too
+    if fields.get("vision_config", {}) is None:  # some default configs have none
         config = AutoConfig.for_model(config.model_type, vision_config={})
         fields = config.to_dict()
     own = merged(_sizes_for_pictures(fields, "patch_size" in fields, _WHOLE), FAMILIES.get(config.model_type, {}))
@@ -177,7 +177,7 @@ def with_pictures(family: Any, **changes: Any) -> Any:
 
 
 def _sizes_for_pictures(fields: dict[str, Any], seeing: bool, besides: dict[str, Any]) -> dict[str, Any]:
-    """Changes to a config, and to those inside; ``seeing`` where it, or one around it, reads pictures."""
+    """Return changes to a config and nested ones; ``seeing`` if it, or one around it, reads pictures."""
     wanted = {**(_TOWER if seeing else {}), **besides, **_tokens(fields)}
     found: dict[str, Any] = dict(TEXTS.get(fields.get("model_type", ""), {}))
     for name, value in fields.items():
@@ -197,7 +197,7 @@ def _tokens(fields: dict[str, Any]) -> dict[str, int]:
 
 
 def _with_sections(fields: dict[str, Any]) -> dict[str, Any]:
-    """Rotary sections (time, height, width), of heads this small, where a config has them."""
+    """Return rotary sections (time, height, width) for such small heads, if the config has any."""
     rope = fields.get("rope_parameters") or {}
     if fields.get("model_type") not in _SECTIONED and "mrope_section" not in rope:
         return {}

@@ -1,4 +1,4 @@
-"""One picture, as a family is given it; known by the inputs that its forward pass has."""
+"""Make one picture in a family's format, recognized by the inputs of its forward pass."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,15 +11,15 @@ from .picture_configs import GRID, PATCH, SIDE
 Picture = dict[str, Tensor]
 _Noise = Callable[..., Tensor]
 _PLACED = ("token_type_ids", "mm_token_type_ids", "image_embeds_position_mask")
-"""Inputs that tell placeholders from text."""
+"""Inputs that distinguish placeholders from text."""
 
 
 def make_picture(config: Any, given: Any, generator: torch.Generator) -> Picture:
-    """A picture; pictures of a batch are joined along their first dimension.
+    """Return a picture; pictures of a batch are concatenated along their first dim.
 
     Args:
         given: names of the inputs that the class takes.
-        generator: of its values.
+        generator: generator of its values.
     """
     vision = vision_part(config)
     channels = int(getattr(vision, "num_channels", 0) or getattr(vision, "in_channels", 3))
@@ -32,8 +32,8 @@ def make_picture(config: Any, given: Any, generator: torch.Generator) -> Picture
 
 
 def join_pictures(pictures: list[Picture]) -> Picture:
-    """Those of a batch."""
-    if "image_token_pooling" in pictures[0]:  # which patches of the whole batch make a token
+    """Concatenate the pictures of a batch."""
+    if "image_token_pooling" in pictures[0]:  # indices into the patches of the full batch
         patches = pictures[0]["pixel_values"].shape[1]
         pictures = [
             {**picture, "image_token_pooling": picture["image_token_pooling"] + patches * index}
@@ -44,7 +44,7 @@ def join_pictures(pictures: list[Picture]) -> Picture:
 
 
 def vision_part(config: Any) -> Any:
-    """The config that says how large pictures are, wherever it is kept."""
+    """Return the nested config with the size of pictures."""
     for name in ("vision_config", "vlm_config", "vq_config", "encoder"):
         inside = getattr(config, name, None)
         if inside is not None:
@@ -53,7 +53,7 @@ def vision_part(config: Any) -> Any:
 
 
 def beside_text(given: Any, ids: Tensor, token: int) -> Picture:
-    """What comes with a text: where its placeholders are, and who attends to pictures."""
+    """Return the inputs beside a text: positions of its placeholders, and its attention to pictures."""
     found = {name: (ids == token).long() for name in _PLACED if name in given}
     if "image_attention_mask" in given:  # [samples, tokens, pictures]
         found["image_attention_mask"] = torch.ones(*ids.shape, 1, dtype=torch.long)
@@ -64,11 +64,11 @@ def beside_text(given: Any, ids: Tensor, token: int) -> Picture:
 
 
 def _packed(config: Any, vision: Any, given: Any, channels: int, noise: _Noise) -> Picture:
-    """Patches, those of all pictures one after the other."""
+    """Make patches, with all pictures of a batch packed into one dim."""
     square = any(word in config.model_type for word in ("kimi", "paddleocr"))
     times = getattr(vision, "temporal_patch_size", 0) or getattr(vision, "patch_temporal", 1)
     width = channels * times * PATCH**2
-    if vision.model_type == "inkling2_vision":  # squares of as many patches as make a token
+    if vision.model_type == "inkling2_vision":  # squares of all patches of a token
         side = PATCH * vision.spatial_merge_size
         tokens = GRID // vision.spatial_merge_size
         grid = torch.tensor([[1, tokens, tokens]])
@@ -89,13 +89,13 @@ def _shaped(config: Any, vision: Any, given: Any, channels: int, noise: _Noise) 
 
 
 def _side_by_side(config: Any, vision: Any, given: Any, channels: int, noise: _Noise) -> Picture:
-    """Patches side by side; pictures are joined along their last dimension."""
+    """Make patches side by side; pictures are concatenated along their last dim."""
     sides = torch.tensor([[GRID, GRID]], dtype=torch.int32)
     return {"pixel_values": noise(1, channels, PATCH, GRID**2 * PATCH), "target_sizes": sides}
 
 
 def _asked_about(config: Any, vision: Any, given: Any, channels: int, noise: _Noise) -> Picture:
-    """With what is asked about it; a film of four pictures where the config calls it one."""
+    """Make a picture with a question; a video of four frames if the config is for videos."""
     asked = 3 + (noise(1, 5).abs() * 20).long() % 50
     frames = (4,) if hasattr(config, "video_token_index") else ()
     return {"pixel_values": noise(1, *frames, channels, SIDE, SIDE), "qformer_input_ids": asked}
@@ -108,14 +108,14 @@ def _placed_patches(config: Any, vision: Any, given: Any, channels: int, noise: 
 
 
 def _tiles(config: Any, vision: Any, given: Any, channels: int, noise: _Noise) -> Picture:
-    """``[samples, pictures, tiles, ...]``."""
+    """Make a picture of shape ``[samples, pictures, tiles, ...]``."""
     ones = torch.ones(1, 1, 1, dtype=torch.long)
     picture = noise(1, 1, 1, channels, SIDE, SIDE)
     return {"pixel_values": picture, "aspect_ratio_ids": ones[0], "aspect_ratio_mask": ones}
 
 
 def _of_sample(config: Any, vision: Any, given: Any, channels: int, noise: _Noise) -> Picture:
-    """``[samples, pictures, ...]``."""
+    """Make a picture of shape ``[samples, pictures, ...]``."""
     return {"pixel_values": noise(1, 1, channels, SIDE, SIDE)}
 
 
@@ -125,12 +125,12 @@ def _masked_tiles(config: Any, vision: Any, given: Any, channels: int, noise: _N
 
 
 def _with_pinpoints(config: Any, vision: Any, given: Any, channels: int, noise: _Noise) -> Picture:
-    """The whole picture, and two tiles of it."""
+    """Make a picture with two tiles of it."""
     return {"pixel_values": noise(1, 3, channels, SIDE, SIDE), "image_sizes": torch.tensor([[2 * SIDE, SIDE]])}
 
 
 def _numbered(config: Any, vision: Any, given: Any, channels: int, noise: _Noise) -> Picture:
-    """Patches that begin with their row and their column, counted from one."""
+    """Make patches that begin with their row and their column, counted from one."""
     places = 1.0 + torch.cartesian_prod(torch.arange(GRID), torch.arange(GRID)).double()
     return {"flattened_patches": torch.cat([places, noise(GRID**2, channels * PATCH**2)], dim=1)[None]}
 
@@ -142,7 +142,7 @@ def _twice(config: Any, vision: Any, given: Any, channels: int, noise: _Noise) -
 
 
 def _pooled(config: Any, vision: Any, given: Any, channels: int, noise: _Noise) -> Picture:
-    """Patches, and which of them make a token."""
+    """Make patches, with the indices of those that are pooled into each token."""
     tokens = torch.arange(GRID**2).view(GRID**2 // 4, 4)
     grids = torch.tensor([[2, GRID // 2, 0, 0]])
     picture = noise(1, GRID**2, channels * PATCH**2)
@@ -150,7 +150,7 @@ def _pooled(config: Any, vision: Any, given: Any, channels: int, noise: _Noise) 
 
 
 def _robot(config: Any, vision: Any, given: Any, channels: int, noise: _Noise) -> Picture:
-    """A robot's state, what it did then, and the noise that this is told from."""
+    """Make a robot's state and views, its actions, and the noise of flow matching."""
     moves = (1, config.chunk_size, config.max_action_dim)
     views = {"pixel_values": noise(1, 1, channels, SIDE, SIDE), "pixel_attention_mask": torch.ones(1, 1).bool()}
     times = noise(1).sigmoid()
@@ -159,7 +159,7 @@ def _robot(config: Any, vision: Any, given: Any, channels: int, noise: _Noise) -
 
 
 def _flat(config: Any, vision: Any, given: Any, channels: int, noise: _Noise) -> Picture:
-    """Patches of one picture."""
+    """Make the flattened patches of one picture."""
     return {"pixel_values": noise(1, GRID**2, channels * PATCH**2)}
 
 
@@ -171,7 +171,7 @@ def _square(config: Any, vision: Any, given: Any, channels: int, noise: _Noise) 
     return {"pixel_values": noise(1, channels, side, side), **sizes}
 
 
-# By the first of these that is an input of the class, or a field of its config.
+# The first key that is an input of the class, or a field of its config, decides.
 _WAYS: dict[str, Callable[[Any, Any, Any, int, _Noise], Picture]] = {
     "image_grid_thw": _packed,
     "image_grid_hw": _packed_flat,

@@ -1,7 +1,7 @@
 """Tiny vision-language models, and batches of texts with pictures for them.
 
-Families differ in how they are given pictures; what a tower makes of them goes where the text has placeholders. How
-many placeholders a picture needs is not computed here: the model is asked what features it makes, and they are counted.
+Families differ in the format of pictures; a tower's features replace placeholders in the text. The number of
+placeholders per picture is not computed here: the model computes features, and they are counted.
 """
 
 import inspect
@@ -23,17 +23,17 @@ from .plain import PlainCase
 
 @dataclass
 class PictureCase(Case):
-    """Texts of which some have a picture in their middle.
+    """A case with texts, some of which have a picture in the middle.
 
     Attributes:
-        text_alone: which ``(step, distinct batch, microbatch)`` have none.
+        text_alone: which ``(step, distinct batch, microbatch)`` have no pictures.
     """
 
     auto_class: Any = AutoModelForImageTextToText
     text_alone: frozenset[tuple[int, int, int]] = frozenset()
 
     def batches(self, batch_world: int) -> list[list[list[Batch]]]:
-        """Those of any case, with pictures."""
+        """Return the batches of any case, with pictures."""
         generator = torch.Generator().manual_seed(12)
         return [
             [
@@ -48,7 +48,7 @@ class PictureCase(Case):
         ]  # fmt: skip
 
     def illustrated(self, batch: Batch, generator: torch.Generator) -> Batch:
-        """The texts of a batch, each with a picture."""
+        """Return a batch's texts, each with a picture."""
         pictures = [make_picture(self.config, self._arguments, generator) for _ in batch["input_ids"]]
         text = self._placed(self._without_special(batch), self._rows(pictures[0]))
         return {**self._typed(text), **join_pictures(pictures)}
@@ -63,13 +63,13 @@ class PictureCase(Case):
 
     @property
     def _token(self) -> int:
-        """The placeholder; a token that is never drawn where attention reads pictures without any."""
+        """The placeholder; a token that is never drawn if attention reads pictures without placeholders."""
         fields = self.config.to_dict()
         names = [name for name in PLACEHOLDERS if isinstance(fields.get(name), int)]
         return int(fields[names[0]]) if names else IMAGE_TOKEN
 
     def _placed(self, batch: Batch, rows: int) -> Batch:
-        """The text with ``rows`` placeholders, which are no labels."""
+        """Return the text with ``rows`` placeholders, whose labels are ignored."""
         fill = {"input_ids": self._token, "labels": -100, "attention_mask": 1}
         return {
             name: torch.cat([value[:, :2], value.new_full((len(value), rows), fill[name]), value[:, 2:]], dim=1)
@@ -77,7 +77,7 @@ class PictureCase(Case):
         }
 
     def _typed(self, batch: Batch) -> Batch:
-        """With what else the class takes beside a text; without what it does not take."""
+        """Return a batch with the further inputs that the class takes, and without those that it does not take."""
         batch = {**batch, **beside_text(self._arguments, batch["input_ids"], self._token)}
         left_out = LABELS_ONLY.get(self.config.model_type, ())
         return {name: value for name, value in batch.items() if name in self._arguments and name not in left_out}
@@ -88,7 +88,7 @@ class PictureCase(Case):
         return inspect.signature(kind.forward).parameters
 
     def _rows(self, picture: dict[str, Tensor]) -> int:
-        """How many features the model makes of a picture; 0 where attention reads them, without placeholders."""
+        """Return the number of a picture's features; 0 if attention reads them without placeholders."""
         fields = self.config.to_dict()
         if not {*PLACEHOLDERS} & fields.keys():
             return int(fields.get("latent_query_num", 0))
@@ -100,7 +100,7 @@ class PictureCase(Case):
 
 @dataclass
 class PlainPictureCase(PictureCase, PlainCase):
-    """Texts with pictures, and a loss that the class takes itself; by a plain loop."""
+    """A case with pictures and a loss computed by the class, trained by a plain loop."""
 
 
 _ROWS: dict[str, int] = {}
@@ -129,7 +129,7 @@ def _outside_in(model: Any) -> tuple[Any, Any]:
 
 
 def _features_in(output: Any) -> Any:
-    """What replaces placeholders, of all that is returned."""
+    """Return the features that replace placeholders."""
     if getattr(output, "pooler_output", None) is not None:
         return output.pooler_output
     if getattr(output, "deepstack_features", None) is not None:  # (layer, what is added there)

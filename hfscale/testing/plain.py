@@ -22,18 +22,18 @@ Maker = Callable[["PlainCase", torch.Generator, int], Batch]
 
 
 def causal_lm(case: "PlainCase", generator: torch.Generator, length: int) -> Batch:
-    """Tokens whose labels are themselves; also for masked tokens, where they need not be hidden for a gradient."""
+    """Return tokens with themselves as labels; also for masked LMs, where they need not be masked for a gradient."""
     return ragged_batch(generator, vocabulary_of(case.config), case.rows, length, masked=False)
 
 
 @dataclass
 class PlainCase(Case):
-    """What to run.
+    """A case whose model computes its own loss, trained by a plain loop.
 
     Attributes:
-        make_batch: a function of this module, or one like them, that makes a microbatch of some length.
-        rows: samples of a microbatch; three tell more of a contrast than two.
-        seed: of torch's default generator, for models with dropout; the same in one process and on every rank.
+        make_batch: makes a microbatch of some length: a function of this module, or a similar one.
+        rows: samples of a microbatch; three test a contrastive loss better than two.
+        seed: seed of torch's default generator, for models with dropout; the same in one process and on every rank.
     """
 
     make_batch: Maker = causal_lm
@@ -41,7 +41,7 @@ class PlainCase(Case):
     seed: int | None = None
 
     def batches(self, batch_world: int) -> list[list[list[Batch]]]:
-        """``[step][distinct batch][microbatch]``."""
+        """Return ``[step][distinct batch][microbatch]``."""
         generator = torch.Generator().manual_seed(11)
         lengths = [self.lengths[i % len(self.lengths)] for i in range(self.accumulation)]
         return [
@@ -50,11 +50,11 @@ class PlainCase(Case):
         ]
 
     def reference_step(self, model: Any, step: list[list[Batch]]) -> list[Tensor]:
-        """Forward and backward of the stock model over all microbatches; the loss each distinct batch reports."""
+        """Run forward and backward of the stock model over all microbatches; return each distinct batch's loss."""
         return [self._loop(model, microbatches, len(step)) for microbatches in step]
 
     def layout_step(self, model: Any, microbatches: list[Batch]) -> Tensor:
-        """The same by the layout, on a rank with these microbatches."""
+        """Run a step of the layout on a rank with these microbatches; return its loss."""
         return self._loop(model, microbatches, 1)
 
     def _loop(self, model: Any, microbatches: list[Batch], share: int) -> Tensor:
@@ -68,14 +68,14 @@ class PlainCase(Case):
         return total
 
     def loss_of(self, model: Any, batch: Batch) -> Tensor:
-        """What the loop runs backward."""
+        """Return the loss on which the loop calls backward."""
         found: Tensor = model(**batch).loss
         return found
 
 
 @dataclass
 class OwnLossCase(PlainCase):
-    """The same by :func:`hfscale.train_step`: the loss of a step is the mean over all of its rows, or labels.
+    """A case with the model's own loss in :func:`hfscale.train_step`: the mean over all rows, or labels, of a step.
 
     Attributes:
         over: ``"rows"`` or ``"labels"``.
@@ -84,30 +84,30 @@ class OwnLossCase(PlainCase):
     over: str = "rows"
 
     def reference_step(self, model: Any, step: list[list[Batch]]) -> list[Tensor]:
-        """Every microbatch counts by its rows, or labels."""
+        """Run a step of the stock model, with microbatches weighted by their rows, or labels."""
         return Case.reference_step(self, model, step)
 
     def count(self, labels: Tensor) -> int:
-        """Its rows, or labels that are not ignored."""
+        """Return the number of rows, or of labels that are not ignored."""
         return len(labels) if self.over == "rows" else int((labels != -100).sum())
 
     def layout_step(self, model: Any, microbatches: list[Batch]) -> Tensor:
-        """By the layout, on a rank with these microbatches."""
+        """Run :func:`hfscale.train_step` on a rank with these microbatches."""
         return hfscale.train_step(model, microbatches)
 
 
 @dataclass
 class UserLossCase(PlainCase):
-    """The same with a loss of the user's own, as :func:`hfscale.train_step` takes it.
+    """A case with a loss of the user's own in :func:`hfscale.train_step`.
 
     Attributes:
-        loss_fn: what a model returned for a batch, and the batch -> sum and count; defined at the top of a module.
+        loss_fn: maps a model's outputs and the batch to sum and count; defined at the top of a module.
     """
 
     loss_fn: LossOfOutputs | None = None
 
     def reference_step(self, model: Any, step: list[list[Batch]]) -> list[Tensor]:
-        """Sums over all microbatches, divided by all counts."""
+        """Run a step of the stock model: sums over all microbatches, divided by all counts."""
         assert self.loss_fn is not None
         found = []
         for microbatch in (microbatch for rank in step for microbatch in rank):
@@ -122,43 +122,43 @@ class UserLossCase(PlainCase):
         return {*inspect.signature(model.forward).parameters} - {"labels"}
 
     def layout_step(self, model: Any, microbatches: list[Batch]) -> Tensor:
-        """By the layout, on a rank with these microbatches."""
+        """Run :func:`hfscale.train_step` on a rank with these microbatches."""
         return hfscale.train_step(model, microbatches, self.loss_fn)
 
 
 def sequence_classification(case: PlainCase, generator: torch.Generator, length: int) -> Batch:
-    """Texts, each with a class."""
+    """Return texts with a class each."""
     labels = torch.randint(0, _classes(case), (case.rows,), generator=generator)
     return {**causal_lm(case, generator, length), "labels": labels}
 
 
 def token_classification(case: PlainCase, generator: torch.Generator, length: int) -> Batch:
-    """Texts with a class for most tokens."""
+    """Return texts with a class for most tokens."""
     batch = causal_lm(case, generator, length)
     return {**batch, "labels": batch["labels"].where(batch["labels"] < 0, batch["labels"] % _classes(case))}
 
 
 def sequence_to_sequence(case: PlainCase, generator: torch.Generator, length: int) -> Batch:
-    """Texts, each with a shorter one to be made of it."""
+    """Return texts with a shorter target text each."""
     batch, target = causal_lm(case, generator, length), causal_lm(case, generator, length - 2)
     return {**batch, "labels": target["labels"]}
 
 
 def speech_to_text(case: PlainCase, generator: torch.Generator, length: int) -> Batch:
-    """Spectra of one full window (Whisper takes no other), each with a text."""
+    """Return spectra of one full window (Whisper takes no other), with a text each."""
     shape = (case.rows, case.config.num_mel_bins, 2 * case.config.max_source_positions)
     features = torch.randn(shape, dtype=torch.float64, generator=generator)
     return {"input_features": features, "labels": causal_lm(case, generator, length)["labels"]}
 
 
 def image_classification(case: PlainCase, generator: torch.Generator, length: int) -> Batch:
-    """Images, each with a class."""
+    """Return images with a class each."""
     labels = torch.randint(0, _classes(case), (case.rows,), generator=generator)
     return {"pixel_values": _images(case.config, case.rows, generator), "labels": labels}
 
 
 def image_text_pairs(case: PlainCase, generator: torch.Generator, length: int) -> Batch:
-    """Texts and images that belong together."""
+    """Return pairs of a text and an image."""
     batch = causal_lm(case, generator, length)
     images = _images(case.config.vision_config, case.rows, generator)
     given: dict[str, Any] = {**batch, "pixel_values": images, "return_loss": True}

@@ -1,8 +1,9 @@
 """A pool of rank processes that stays alive between tests.
 
 Importing torch and transformers costs seconds per process, so one server imports them, every rank is forked from it,
-and ranks are started once per world size and are sent functions. They meet through a file, not a port. When a rank
-fails or the time is up, the pool says which rank raised what, and where each of the others stands, then starts afresh.
+and ranks are started once per world size and are sent functions. They rendezvous through a file, not a port. If a rank
+fails or a call times out, the pool reports each failing rank's error and each other rank's stack, and then starts new
+ranks.
 """
 
 import faulthandler
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 _GRACE_SECONDS = 3.0
-# What takes seconds to import; hfscale itself is left to the ranks, which know from where.
+# Slow imports; hfscale itself is imported by the ranks, which know its path.
 PRELOADED = (
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
@@ -36,11 +37,11 @@ PRELOADED = (
 
 
 class RankError(AssertionError):
-    """A function failed, or did not return in time, on some rank."""
+    """Raised if a function failed, or did not return in time, on some rank."""
 
 
 class RankPool:
-    """``world`` processes in one process group.
+    """A pool of ``world`` processes in one process group.
 
     Args:
         world: how many ranks.
@@ -61,9 +62,9 @@ class RankPool:
         self._directory: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Call ``function(*args, **kwargs)`` on every rank; returns the results by rank.
+        """Call ``function(*args, **kwargs)`` on every rank; return the results by rank.
 
-        ``function`` is sent by reference, so it is defined at the top of an importable module.
+        ``function`` is pickled by reference, so it is defined at the top of an importable module.
 
         Raises:
             RankError: it raised on a rank, or a rank did not return within the timeout.
@@ -79,7 +80,7 @@ class RankPool:
         return self._collect()
 
     def alone(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call ``function(*args)`` once, in no rank: in this process."""
+        """Call ``function(*args)`` once, in this process."""
         return function(*args)
 
     def close(self) -> None:
@@ -157,7 +158,7 @@ class RankPool:
 
 @dataclass
 class _Surroundings:
-    """What a rank takes over from the process that asked for it; the server's are as old as the server."""
+    """The path, environment and directory that a rank takes from the calling process; the server's are outdated."""
 
     path: list[str] = field(default_factory=lambda: list(sys.path))
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
@@ -204,8 +205,8 @@ def _serve(
         # Longer than the pool's own patience, so that a hang is reported by the pool, with stacks.
         name, patience = "gloo" if backend is None else backend(), timedelta(seconds=2 * timeout)
         dist.init_process_group(name, store=store, rank=rank, world_size=world, timeout=patience)
-        gc.freeze()  # what is imported stays: tests that collect need not go through it again
-        multiprocessing.set_start_method(None, force=True)  # or a loader's workers would import all of it once more
+        gc.freeze()  # imported modules stay: the garbage collector need not traverse them in tests
+        multiprocessing.set_start_method(None, force=True)  # or a loader's workers would import everything again
         may_have_children()
         while True:
             try:

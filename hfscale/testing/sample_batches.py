@@ -1,4 +1,4 @@
-"""What ``hfscale verify`` feeds a class: batches by the Auto class that chooses it."""
+"""Make batches for ``hfscale verify``, by Auto class."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from .parity import Case, in_float64
 from .picture_configs import with_pictures
 from .pictures import PictureCase, PlainPictureCase
 
-# Auto class -> what makes a batch of it. Causal language models that train_step knows are trained by that.
+# Auto class -> function that makes its batches. Causal LMs with a loss that train_step knows are trained by that.
 _MAKERS: dict[str, plain.Maker] = {
     "AutoModelForCausalLM": plain.causal_lm,
     "AutoModelForImageClassification": plain.image_classification,
@@ -35,10 +35,10 @@ def _name(auto_class: Any) -> str:
 
 
 def changes_for(config: PreTrainedConfig, auto_class: Any) -> dict[str, Any]:
-    """Fields of a clone that its batches need to be otherwise.
+    """Return the fields that a clone needs changed to fit its batches.
 
     Raises:
-        ConfigError: there is no making batches for this class.
+        ConfigError: no batches can be made for this class.
     """
     name = _name(auto_class)
     if name == _PICTURES:
@@ -60,24 +60,24 @@ def changes_for(config: PreTrainedConfig, auto_class: Any) -> dict[str, Any]:
         if getattr(config, "problem_type", None) is not None:
             changes["problem_type"] = "single_label_classification"
     if name == "AutoModelForSequenceClassification" and getattr(config, "pad_token_id", None) is None:
-        changes["pad_token_id"] = 0  # by which decoders find the last token
+        changes["pad_token_id"] = 0  # decoders find the last token by it
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
         changes["decoder_start_token_id"] = 0
     return changes
 
 
 def clone_for(config: PreTrainedConfig, auto_class: Any, layers: int, **changes: Any) -> Any:
-    """A tiny config of the same family; of a vision-language model, one whose pictures are as small.
+    """Return a tiny config of the same family; for a vision-language model, one for small pictures.
 
     Raises:
-        ConfigError: its class takes no such numbers.
+        ConfigError: its class does not take these sizes.
     """
     make = with_pictures if _name(auto_class) == _PICTURES else tiny_clone
     try:
         return make(config, layers=layers, **changes)
     except HFScaleError:
         raise
-    except Exception as error:  # of any kind: it is the host's, of a config that nobody has tried
+    except Exception as error:  # transformers may raise anything for an untested config
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise ConfigError(
             f"no tiny clone of this {config.model_type!r} can be built on which to compare ({type(error).__name__}: "
@@ -86,7 +86,7 @@ def clone_for(config: PreTrainedConfig, auto_class: Any, layers: int, **changes:
 
 
 def case_for(clone: PreTrainedConfig, auto_class: Any, planned: Plan) -> Case:
-    """What to train: by ``train_step`` where the loss is one that it knows, else by a plain loop."""
+    """Return the case to train: by ``train_step`` if it knows the loss, else by a plain loop."""
     if planned.loss is not None and _name(auto_class) == "AutoModelForCausalLM":
         return Case(clone, auto_class=auto_class)
     if _name(auto_class) == _PICTURES:
@@ -100,7 +100,7 @@ def case_for(clone: PreTrainedConfig, auto_class: Any, planned: Plan) -> Case:
 
 
 def check_stock(case: Case) -> None:
-    """Train the clone for one pass as it is, in this process.
+    """Run one forward and backward pass of the stock clone in this process.
 
     Raises:
         ConfigError: stock transformers cannot, so there is nothing to compare with.
@@ -113,7 +113,7 @@ def check_stock(case: Case) -> None:
         use_eager_experts(model)
         with keep_float64():
             model(**case.batches(1)[0][0][0]).loss.backward()
-    except Exception as error:  # of any kind: it is the host's, over a config that nobody has tried
+    except Exception as error:  # transformers may raise anything for an untested config
         first = str(error).strip().partition("\n")[0]
         raise ConfigError(
             f"a tiny clone of this {case.config.model_type!r} cannot be trained by stock transformers "

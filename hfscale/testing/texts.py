@@ -11,14 +11,14 @@ _ANY = 60
 
 
 def vocabulary_of(config: Any) -> int:
-    """How many tokens a model knows; where a model inside knows them, as many as all tiny ones do."""
+    """Return a model's vocabulary size, or that of tiny models if only a nested config has one."""
     return int(getattr(text_config(config), "vocab_size", _ANY))
 
 
 def ragged_batch(
     generator: torch.Generator, vocabulary: int, rows: int, length: int, masked: bool
 ) -> dict[str, Tensor]:
-    """Random tokens; about a third of the labels ignored, the second row padded at its end."""
+    """Return random tokens; about a third of the labels are ignored, and the second row is padded at its end."""
     ids = torch.randint(0, vocabulary, (rows, length), generator=generator)
     labels = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.35, -100)
     mask = torch.ones_like(ids)

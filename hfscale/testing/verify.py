@@ -1,6 +1,6 @@
-"""``hfscale verify``: train a tiny clone of a model in the asked layout and in one process, and compare.
+"""``hfscale verify``: train a tiny clone of a model in a layout and in one process, and compare.
 
-What a user runs before renting a cluster: it needs no GPU and no weights, and takes less than a minute.
+It needs no GPU and no weights, and takes less than a minute.
 """
 
 import re
@@ -28,12 +28,12 @@ MAX_LAYERS = 8
 
 
 def scale_down(layout: ParallelConfig) -> ParallelConfig:
-    """The layout, made small enough for one machine, with every number of its pipeline chosen.
+    """Return the layout scaled down to one machine, with all numbers of its pipeline chosen.
 
-    It keeps its ranks up to :data:`MAX_RANKS`; beyond, two are left on every axis that has more than one (a pipeline
-    from a file keeps its own). Microbatches and layers of stages stay as they are asked for as long as they are few and
-    the stages are the same; else there are two microbatches per pipeline rank, which every schedule can run, and a
-    layer or two in each stage.
+    It keeps its ranks up to :data:`MAX_RANKS`; beyond that, every axis with more than one rank keeps two (a pipeline
+    from a file keeps its own). Microbatches and layers of stages stay as requested if they are few and the stages are
+    the same; otherwise there are two microbatches per pipeline rank, which every schedule can run, and a layer or two
+    in each stage.
     """
     sizes: dict[str, Any] = {}
     from_file = str(layout.pipeline_schedule).endswith(".csv")
@@ -66,20 +66,20 @@ def verify(
     auto_class: Any = AutoModelForCausalLM,
     **hf_kwargs: Any,
 ) -> tuple[ParallelConfig, Parity]:
-    """Compare the layout (scaled down to what one machine can start) with one process, on a tiny clone of the model.
+    """Compare the layout, scaled down to one machine, with one process on a tiny clone of the model.
 
     Args:
         lora: put LoRA adapters around these modules, ``all-linear`` or names joined by commas, in both.
-        auto_class: the Auto class that chooses the model's class, and with it its loss and what a batch is.
+        auto_class: the Auto class that chooses the model's class, and with it its loss and its batches.
 
     Raises:
-        ConfigError: the pipeline schedule cannot run with its numbers, or is not meant to equal one process; there is
-            no making batches for ``auto_class``; stock transformers cannot train the clone; adapters match nothing.
+        ConfigError: the pipeline schedule cannot run with its numbers, or is not meant to equal one process; no batches
+            can be made for ``auto_class``; stock transformers cannot train the clone; adapters match nothing.
         PlanError: the layout does not fit the clone, or the stages do not fit the model.
     """
     if layout.size("pp") > 1:
         _refuse_asynchronous(layout)
-    # The model itself, first: its clone gets the heads, experts and layers that the layout needs, whatever it has.
+    # Plan the model itself first: its clone gets whatever heads, experts and layers the layout needs.
     plan(config, layout, auto_class=auto_class, **hf_kwargs)
     small = scale_down(layout)
     changes = _heads_that_fit(config, layout.size("tp"), small.size("tp")) | _experts_that_fit(config, small.size("ep"))
@@ -97,7 +97,7 @@ def verify(
         case.peft = LoraConfig(r=4, target_modules=lora if lora == "all-linear" else lora.split(","))
         sizes: dict[str, Any] = {f"{axis}_size": 1 for axis in AXES}
         one = ParallelConfig(**sizes)
-        from_config(clone, parallel=one, auto_class=auto_class, peft_config=case.peft, **hf_kwargs)  # what it refuses
+        from_config(clone, parallel=one, auto_class=auto_class, peft_config=case.peft, **hf_kwargs)  # may refuse
     if small.total_size == 1:
         return small, measure_parity(case, small, None)
     with RankPool(small.total_size) as pool:
@@ -105,7 +105,7 @@ def verify(
 
 
 def _measure(case: Case, layout: ParallelConfig, pool: RankPool) -> Parity:
-    """The comparison; what a rank refuses is an answer, and no accident."""
+    """Run the comparison; turn a rank's refusal into :class:`ConfigError`."""
     try:
         return measure_parity(case, layout, pool)
     except RankError as error:
@@ -125,16 +125,16 @@ def _refuse_asynchronous(layout: ParallelConfig) -> None:
 
 
 def _layers(config: PreTrainedConfig, layout: ParallelConfig) -> int:
-    """Layers of the clone: as few as show every kind of them, and let every stage have some."""
+    """Return the number of layers of the clone: all kinds of them, and at least one per stage."""
     if layout.stage_layers is not None:
         return sum(layout.stage_layers)
     return max(min(layers_of_every_kind(config), MAX_LAYERS), layout.size("pp") * int(layout.virtual_stages or 1))
 
 
 def _heads_that_fit(config: PreTrainedConfig, asked: int, tensor: int) -> dict[str, int]:
-    """Changes to a clone's four heads and two key/value heads so that ``tensor`` ranks can share them.
+    """Return changes to a clone's heads so that they divide between ``tensor`` ranks.
 
-    A model with fewer key/value heads than the ``asked`` tensor ranks has a clone of which that is true as well.
+    A model with fewer key/value heads than the ``asked`` tensor ranks gets a clone with fewer than ``tensor``.
     """
     fields = config.to_dict()
     if "num_key_value_heads" not in fields:
@@ -146,14 +146,14 @@ def _heads_that_fit(config: PreTrainedConfig, asked: int, tensor: int) -> dict[s
 
 
 def _experts_that_fit(config: PreTrainedConfig, ranks: int) -> dict[str, int]:
-    """Changes to a clone's few experts so that ``ranks`` can share them."""
+    """Return changes to a clone's experts so that they divide between ``ranks``."""
     if EXPERTS % ranks == 0:
         return {}
     return {name: ranks * -(-EXPERTS // ranks) for name in EXPERT_FIELDS if name in config.to_dict()}
 
 
 def describe_pipeline(layout: ParallelConfig) -> str:
-    """``zbv, 4 stages of 1, 1, 1, 1 layers on 2 pipeline ranks, 4 microbatches``, of a clone's layout."""
+    """Return a line such as ``zbv, 4 stages of 1, 1, 1, 1 layers on 2 pipeline ranks, 4 microbatches``."""
     stages = layout.size("pp") * int(layout.virtual_stages or 1)
     layers = ", ".join(map(str, layout.stage_layers or [1] * stages))
     return (
@@ -170,7 +170,7 @@ def render(
     lora: str | None = None,
     auto_class: str = "",
 ) -> str:
-    """The comparison as a table; ``auto_class`` is named where it is not the one for causal language models."""
+    """Return the comparison as a table; ``auto_class`` is named if it is not the one for causal language models."""
     rows = [
         ("loss", parity.loss, ""),
         ("worst gradient", parity.gradient, parity.worst_gradient),

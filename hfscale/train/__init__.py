@@ -1,4 +1,4 @@
-"""One training step, and the gradient norm, whatever the layout."""
+"""Training and evaluation steps, gradient clipping, preemption and the watchdog, in any layout."""
 
 from .bad_steps import BadStepError, BadSteps
 from .gradient_norm import clip_grad_norm_

@@ -1,4 +1,4 @@
-"""Steps whose loss or gradients are no numbers: left out by all ranks together, counted, and not forever."""
+"""Skip steps whose loss or gradient norm is not finite: on all ranks together, counted, and up to a limit."""
 
 import math
 from dataclasses import dataclass, field
@@ -10,12 +10,12 @@ from ..errors import HFScaleError, check_count
 
 
 class BadStepError(HFScaleError, RuntimeError):
-    """Too many steps in a row were no numbers."""
+    """Too many steps in a row had a loss or gradients that were not finite."""
 
 
 @dataclass
 class BadSteps:
-    """Decides which steps to leave out::
+    """A counter of steps that are not finite, which decides whether the optimizer may step::
 
         bad = hfscale.BadSteps(limit=10)
         loss = hfscale.train_step(model, batch)
@@ -25,13 +25,13 @@ class BadSteps:
         scheduler.step()
         optimizer.zero_grad()
 
-    Loss and norm are those of the whole step and the whole model, the same on every rank, so that all ranks decide
-    alike without another word. It has a state, for :func:`hfscale.save_state`.
+    Loss and norm are those of the whole step and the whole model, the same on every rank, so all ranks decide alike
+    without communication. It has a state, for :func:`hfscale.save_state`.
 
     Attributes:
-        limit: how many in a row are too many.
-        skipped: how many were left out.
-        in_a_row: how many since the last good one.
+        limit: number of bad steps in a row that raises an error.
+        skipped: number of steps skipped so far.
+        in_a_row: number of steps skipped since the last good one.
     """
 
     limit: int = 10
@@ -42,10 +42,10 @@ class BadSteps:
         check_count("limit", self.limit)
 
     def may_step(self, loss: Tensor | float, norm: Tensor | float) -> bool:
-        """Whether loss and norm of gradients are numbers; what is ``inf`` is none.
+        """Return whether loss and gradient norm are finite, and count the step if they are not.
 
         Raises:
-            BadStepError: on every rank, where ``limit`` steps in a row were not.
+            BadStepError: on every rank, if ``limit`` steps in a row were not finite.
         """
         if math.isfinite(float(loss)) and math.isfinite(float(norm)):
             self.in_a_row = 0
@@ -60,9 +60,9 @@ class BadSteps:
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        """The counts."""
+        """Return the counts."""
         return {"skipped": self.skipped, "in_a_row": self.in_a_row}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on counting."""
+        """Restore the counts."""
         self.skipped, self.in_a_row = state["skipped"], state["in_a_row"]

@@ -1,4 +1,4 @@
-"""Refuse a batch that a model cannot read, by names, types, shapes and devices alone: no device is waited for."""
+"""Refuse a batch that the model cannot read, by names, types, shapes and devices alone, without a device sync."""
 
 import difflib
 import inspect
@@ -15,17 +15,17 @@ from ..errors import ConfigError
 from ..runtime import Batch, Runtime, StepLoss
 from ..runtime.batches import BORDERS
 
-_INDICES = ("input_ids", "decoder_input_ids", "position_ids", "token_type_ids")  # what tables are read by
+_INDICES = ("input_ids", "decoder_input_ids", "position_ids", "token_type_ids")  # indices into embedding tables
 _TENSORS = (*_INDICES, "inputs_embeds", "labels", "shift_labels")
 _WHOLE = (torch.int64, torch.int32)
-_NEAR = 0.93  # how alike a misspelt name is to the one that was meant
+_NEAR = 0.93  # similarity from which an unknown name is taken for a misspelt one
 
 
 def microbatches_of(batch: Batch | Sequence[Batch]) -> list[dict[str, Any]]:
-    """Return the microbatches of what a step was given.
+    """Return the microbatches of a step's ``batch`` argument as a list of dictionaries.
 
     Raises:
-        ConfigError: it is neither a mapping nor a list of some.
+        ConfigError: it is neither a mapping nor a list of mappings.
     """
     listed: Any = [batch] if isinstance(batch, Mapping) else batch
     found = list(listed) if hasattr(listed, "__iter__") and not isinstance(listed, str | Tensor) else [listed]
@@ -42,11 +42,7 @@ def microbatches_of(batch: Batch | Sequence[Batch]) -> list[dict[str, Any]]:
 
 
 def check_microbatch(runtime: Runtime, batch: Mapping[str, Any], loss: StepLoss) -> None:
-    """Refuse a microbatch that the model, or the loss of the step, cannot read.
-
-    Raises:
-        ConfigError: naming the argument.
-    """
+    """Raise :class:`ConfigError`, naming the argument, if the model or the step's loss cannot read a microbatch."""
     names, takes_more = forward_arguments(stock_class(runtime.model))
     if loss.needs_labels and batch.get("labels") is None:
         raise ConfigError(f"a step needs 'labels' in every batch, and found only {', '.join(batch)}")
@@ -65,7 +61,7 @@ def check_microbatch(runtime: Runtime, batch: Mapping[str, Any], loss: StepLoss)
 
 @lru_cache(maxsize=64)
 def forward_arguments(kind: type) -> tuple[frozenset[str], bool]:
-    """Return the names of the arguments of a class's forward pass, and whether it takes any others."""
+    """Return the names of the arguments of a class's forward pass, and whether it also takes others."""
     found = inspect.signature(kind.forward).parameters.values()  # type: ignore[attr-defined]
     named = frozenset(each.name for each in found if each.kind != each.VAR_KEYWORD)
     return named, len(named) < len(found)
@@ -109,7 +105,7 @@ def _check_value(name: str, value: Any, device: torch.device) -> None:
 
 
 def _check_types(batch: Mapping[str, Any], loss: StepLoss) -> None:
-    labels = ("labels", "shift_labels") if loss.ignores else ()  # others may be numbers to come near to
+    labels = ("labels", "shift_labels") if loss.ignores else ()  # others may be regression targets
     for name in (*_INDICES, *labels):
         value = batch.get(name)
         if value is not None and value.dtype not in _WHOLE:
@@ -120,7 +116,7 @@ def _check_types(batch: Mapping[str, Any], loss: StepLoss) -> None:
 
 
 def _check_shapes(runtime: Runtime, batch: Mapping[str, Any], loss: StepLoss) -> None:
-    """What is given of tokens has their rows and their number; of causal language models all of it."""
+    """Check that tensors with an entry per token agree on rows and tokens; for causal language models, all tensors."""
     causal = runtime.loss is not None and runtime.loss.shift > 0
     ids, embeds = batch.get("input_ids"), batch.get("inputs_embeds")
     if causal and (ids is None) == (embeds is None):
@@ -148,7 +144,7 @@ def _check_tokens(rows: int, tokens: int) -> None:
 
 
 def _check_beside(batch: Mapping[str, Any], place: tuple[int, int], causal: bool, labelled: bool) -> None:
-    """What is given of each token besides, where ``place`` is rows and tokens."""
+    """Check the shapes of labels, mask and positions against ``place``: rows and tokens."""
     _check_tokens(*place)
     beside = f"beside {place[0]} rows of {place[1]} tokens"
     for name in ("labels", "shift_labels") if labelled else ():

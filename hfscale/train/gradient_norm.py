@@ -1,4 +1,4 @@
-"""The norm of all gradients, of which every rank holds a part, and clipping by it."""
+"""The global norm of gradients whose shards are on many ranks, and clipping by it."""
 
 import torch
 import torch.distributed as dist
@@ -15,13 +15,13 @@ _Gradient = tuple[ParameterPlan, Tensor]
 
 @torch.no_grad()
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """Scale gradients so that their global norm is at most ``max_norm``; returns the norm before.
+    """Scale gradients so that their global norm is at most ``max_norm``; return the norm before scaling.
 
-    Every parameter counts once, wherever its pieces are; the result is the same scalar on every rank. Same formula as
+    Every parameter counts once, wherever its shards are; the result is the same scalar on every rank. Same formula as
     ``torch.nn.utils.clip_grad_norm_``.
 
     Raises:
-        ConfigError: ``max_norm`` is below 0, ``norm_type`` is not above 0, or one of them is no number.
+        ConfigError: ``max_norm`` is below 0, ``norm_type`` is not above 0, or one of them is not a number.
     """
     runtime = runtime_of(model)
     if not isinstance(max_norm, Tensor):
@@ -36,27 +36,27 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
 
 
 def _global_norm(runtime: Runtime, here: list[_Gradient], norm_type: float) -> Tensor:
-    """Norms of what ranks hold apart are joined over just those ranks, and all of it over the stages."""
+    """Reduce norms of sharded gradients over just the axes that shard them, then the total over pipeline stages."""
     mesh, infinite = runtime.mesh, norm_type == float("inf")
     operation = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
     total: Tensor | None = None
     for axes, gradients in sorted(
         _counted_by_axes(runtime, here).items()
-    ):  # in one order, also where a rank holds none
+    ):  # the same order of collectives on every rank
         part = _joined(gradients, norm_type, mesh.device)
         for group in mesh.groups(*axes):
             dist.all_reduce(part, op=operation, group=group)
         total = part if total is None else torch.maximum(total, part) if infinite else total + part
     assert total is not None  # a model has parameters
     for group in mesh.groups("pp"):
-        wide, total = total.dtype, total.double()  # stages may differ in what they hold
+        wide, total = total.dtype, total.double()  # stages may differ in dtype
         dist.all_reduce(total, op=operation, group=group)
         total = total.to(wide)
     return total if infinite else total.pow(1.0 / norm_type)
 
 
 def _counted_by_axes(runtime: Runtime, here: list[_Gradient]) -> dict[_Axes, list[Tensor]]:
-    """The pieces of gradients that this rank counts, by the axes over which their parameter is cut."""
+    """Group the gradients that this rank counts by the axes over which their parameter is cut."""
     by_axes: dict[_Axes, list[Tensor]] = {_axes(planned): [] for planned in runtime.plan.owned()}
     for planned, gradient in here:
         if runtime.counts(planned):
@@ -69,7 +69,7 @@ def _axes(planned: ParameterPlan) -> _Axes:
 
 
 def _counted(planned: ParameterPlan, grad: Tensor, ranks: dict[str, int]) -> list[Tensor]:
-    """The pieces of this rank's gradient that no earlier rank has a copy of."""
+    """Return the slices of this rank's gradient that no earlier rank has a replica of."""
     found = planned.counted(ranks)
     if found is None:
         return [grad]
@@ -78,7 +78,7 @@ def _counted(planned: ParameterPlan, grad: Tensor, ranks: dict[str, int]) -> lis
 
 
 def _joined(grads: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """The largest of the norms of ``grads``, or the sum of their powers: a scalar in 32 bits at least."""
+    """Return the largest norm of ``grads``, or the sum of their powers: a scalar in at least 32 bits."""
     wide = torch.float64 if any(grad.dtype == torch.float64 for grad in grads) else torch.float32
     norms = _norms([grad for grad in grads if grad.numel()], norm_type, wide)
     if not norms:
@@ -88,7 +88,7 @@ def _joined(grads: list[Tensor], norm_type: float, device: torch.device) -> Tens
 
 
 def _norms(grads: list[Tensor], norm_type: float, dtype: torch.dtype) -> list[Tensor]:
-    """The norm of each, in order, by one launch for all that are alike."""
+    """Return the norm of each tensor, in order, by one kernel launch per device and dtype."""
     found: dict[int, Tensor] = {}
     for same in _alike(grads):
         found.update(zip(same, norms_of([grads[i] for i in same], norm_type, dtype), strict=True))
@@ -96,7 +96,7 @@ def _norms(grads: list[Tensor], norm_type: float, dtype: torch.dtype) -> list[Te
 
 
 def _alike(tensors: list[Tensor]) -> list[list[int]]:
-    """Places of the tensors that one launch can take: of one device and type."""
+    """Group the indices of tensors by device and dtype, so that one foreach launch can take each group."""
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for place, tensor in enumerate(tensors):
         groups.setdefault((tensor.device, tensor.dtype), []).append(place)

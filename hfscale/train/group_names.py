@@ -1,4 +1,4 @@
-"""The groups of ranks of a layout, in words: what a watchdog calls those that torch knows by numbers."""
+"""Names of a layout's process groups for the watchdog's reports; torch knows them by numbers."""
 
 import torch.distributed as dist
 
@@ -6,7 +6,7 @@ from ..mesh import EXPERT_AXES, MESH_AXES, Mesh
 
 
 def group_names(mesh: Mesh) -> dict[str, str]:
-    """Name of a group, as torch has it -> the axis that it is of."""
+    """Map torch's name of each process group to its axis, in words."""
     found: dict[str, str] = {}
 
     def add(group: dist.ProcessGroup | None, words: str) -> None:

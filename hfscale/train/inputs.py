@@ -1,4 +1,4 @@
-"""What a step runs: its microbatches, compared between the ranks that share them, and the labels that count."""
+"""Prepare a step: check its microbatches, compare them between ranks, count valid labels, and copy to the device."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor
 from .._host.transformers.classes import class_name, takes_argument
 from .._host.transformers.computing import uses_flash_attention
 from ..errors import ConfigError
-from ..guards import check_packed_rows, without_gaps
+from ..guards import check_model, check_packed_rows, without_gaps
 from ..runtime import Batch, Runtime, StepLoss
 from ..runtime.batches import Microbatch, agree, known, look_at, to_device, total_of, with_borders
 from .batch_check import check_microbatch, microbatches_of
@@ -18,16 +18,16 @@ from .batch_check import check_microbatch, microbatches_of
 def prepare(
     runtime: Runtime, batch: Batch | Sequence[Batch], train: bool, loss: StepLoss | None = None
 ) -> tuple[list[Microbatch], Tensor]:
-    """The microbatches on this rank's device, and the number of valid labels in the whole step (at least 1).
+    """Return the microbatches on this rank's device, and the number of valid labels in the whole step (at least 1).
 
     Args:
-        loss: that the step is normalized for; by default the model's.
+        loss: the loss that the step is normalized for; by default the model's.
 
     Raises:
-        ConfigError: on every rank, where one refuses its batch, or the model cannot be trained so.
+        ConfigError: on every rank, if one refuses its batch or the model cannot be trained this way.
     """
     if not train:  # before a training step that was looked at by itself
-        runtime.check_model()
+        check_model(runtime)
     loss = _loss_of(runtime, loss)
     mesh, rows, refused = runtime.mesh, list[list[int]](), None
     microbatches = list[Microbatch]()
@@ -37,8 +37,7 @@ def prepare(
         microbatches = [known(each, row) for each, row in zip(given, rows, strict=True)]
         if packed := [microbatch for microbatch in microbatches if microbatch.restarts]:
             check_packed_rows(runtime.model, packed)
-        for part in runtime.parts:
-            microbatches = [part.own_tokens(runtime, each) for each in microbatches]
+        microbatches = [runtime.context.shard_batch(each) for each in microbatches]
     except ConfigError as error:  # ranks with other batches must not wait for this one
         refused = error
     valid = sum(valid for valid, _, _ in rows)
@@ -58,7 +57,7 @@ def prepare(
 def _agreed(
     runtime: Runtime, loss: StepLoss, batch: Batch | Sequence[Batch], train: bool
 ) -> tuple[list[dict[str, Any]], list[list[int]]]:
-    """The microbatches, as ranks that share them agree on, and what :func:`agree` says of each."""
+    """Return the microbatches, checked and compared with the ranks that share them, and the rows of :func:`agree`."""
     executor, sharing = runtime.executor, runtime.mesh.sharing
     agrees = executor.agrees(train)
     given, seen, refused = list[dict[str, Any]](), None, None
@@ -78,7 +77,7 @@ def _agreed(
 
 
 def _loss_of(runtime: Runtime, asked: StepLoss | None) -> StepLoss:
-    """The loss that the step is normalized for; refuses what no batch can mend."""
+    """Return the loss that the step is normalized for; refuse models and parameters that no batch can train."""
     loss = asked or runtime.loss
     if loss is None:
         raise ConfigError(
@@ -96,10 +95,10 @@ def _loss_of(runtime: Runtime, asked: StepLoss | None) -> StepLoss:
 
 
 def _vocabulary(runtime: Runtime, batches: Sequence[Batch]) -> int | None:
-    """How many tokens there are, where others are looked for.
+    """Return the size of the vocabulary if input ids have to be checked against it, else ``None``.
 
-    Slices of a vocabulary would not notice them; other ranks would wait for one whose lookup fails, which costs nothing
-    to find out on the CPU.
+    A sharded embedding does not fail on ids outside of it; with a full one, a rank whose lookup fails would leave the
+    others waiting, and the check is free for ids on the CPU.
     """
     shape, ids = runtime.plan.lookup_shape, [batch.get("input_ids") for batch in batches]
     on_host = all(each is None or each.device.type == "cpu" for each in ids) and runtime.mesh.control is not None
@@ -117,7 +116,7 @@ def _refuse_outside(runtime: Runtime, outside: int) -> None:
 
 
 def _microbatches(runtime: Runtime, batch: Batch | Sequence[Batch], loss: StepLoss) -> list[dict[str, Any]]:
-    """What goes through the model, as it was given."""
+    """Check the given batch and return the microbatches that go through the model."""
     given = microbatches_of(batch)
     for microbatch in given:
         check_microbatch(runtime, microbatch, loss)
@@ -126,5 +125,5 @@ def _microbatches(runtime: Runtime, batch: Batch | Sequence[Batch], loss: StepLo
         raise ConfigError("this rank's batch has no rows, and loss_fn would be given padding: pass a row at least")
     given = runtime.executor.share_out([dict(microbatch) for microbatch in filled])
     for part in runtime.parts:
-        part.check_step(runtime, given)
+        part.check_step(runtime, given, user_loss=not loss.needs_labels)
     return given

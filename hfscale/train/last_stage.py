@@ -1,4 +1,4 @@
-"""What the last stage of a pipeline has made, on every stage."""
+"""Broadcast tensors from a pipeline's last stage to all of its stages."""
 
 import torch
 import torch.distributed as dist
@@ -8,10 +8,10 @@ from ..runtime import Runtime
 
 
 def from_last_stage(runtime: Runtime, made: list[Tensor]) -> list[Tensor]:
-    """Tensors of the rank that has the last stage, on all ranks of its pipeline, without a graph; collective.
+    """Return the last stage's tensors on all ranks of its pipeline, without a graph; collective.
 
     Args:
-        made: there, the tensors; elsewhere it does not count.
+        made: the tensors, on the rank that has the last stage; ignored elsewhere.
     """
     group, stages = runtime.mesh.group("pp"), runtime.plan.stages
     if group is None or stages is None:
@@ -24,7 +24,7 @@ def from_last_stage(runtime: Runtime, made: list[Tensor]) -> list[Tensor]:
     found = [tensor.detach().contiguous() for tensor in made] if here else []
     for index, (shape, dtype) in enumerate(told[0] or ()):
         tensor = found[index] if here else torch.empty(shape, dtype=dtype, device=device)
-        # As bytes: backends do not know every type.
+        # Booleans as bytes: not every backend can send them.
         dist.broadcast(tensor.view(torch.uint8) if dtype == torch.bool else tensor, src=source, group=group)
         if not here:
             found.append(tensor)

@@ -1,4 +1,4 @@
-"""What a model returns in a step, for whoever wants to see it."""
+"""Collect the model's outputs of a step, gathered over sequence shards and pipeline stages."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ _LOSS = "loss"
 
 
 class KeptOutputs:
-    """Tensors that a model returned beside its loss, by microbatch, where the head is."""
+    """The tensors that a model returned besides its loss, by microbatch, on the rank that has the head."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -25,21 +25,21 @@ class KeptOutputs:
 
     @contextmanager
     def keeping(self, batch: Microbatch, index: int) -> Iterator[None]:
-        """Within: the model's loss is computed of microbatch ``index``."""
+        """Record the model's output of microbatch ``index``, whose loss is computed inside the `with` block."""
         assert self._runtime.loss is not None  # checked as the step was prepared
         with self._runtime.loss.keeping_outputs() as outputs:
             yield
         self.keep(outputs[0], batch, index)
 
     def keep(self, output: Any, batch: Microbatch, index: int) -> None:
-        """Keep an output; of sequences that ranks have parts of, that of all tokens."""
+        """Keep an output; if ranks have shards of its sequences, gather all tokens."""
         found = {name: value.detach() for name, value in _named(output) if isinstance(value, Tensor) and value.ndim}
-        for part in self._runtime.parts:
-            found = {name: part.all_tokens(self._runtime, batch, value) for name, value in found.items()}
-        self._kept[index] = found
+        gather = self._runtime.context.gather_tokens
+        self._kept[index] = {name: gather(batch, value) for name, value in found.items()}
 
     def gathered(self, given: int) -> list[ModelOutput]:
-        """One output for each of ``given`` batches, on every rank of a pipeline; microbatches of one are put together.
+        """Return one output for each of ``given`` batches, on every rank of a pipeline, microbatches of a batch
+        concatenated.
 
         Collective over stages.
         """
@@ -66,7 +66,7 @@ def _output(tensors: dict[str, Tensor]) -> ModelOutput:
 
 
 def _told(runtime: Runtime, names: list[list[str]]) -> list[list[str]]:
-    """What the rank with the last stage says; collective over stages."""
+    """Broadcast the output names from the rank with the last stage; collective over stages."""
     group, stages = runtime.mesh.group("pp"), runtime.plan.stages
     if group is None or stages is None:
         return names

@@ -1,4 +1,4 @@
-"""An evaluation step whose logits are wanted, whatever the layout."""
+"""An evaluation step that returns the logits, in any layout."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,10 +15,10 @@ def predict_step(
     label_smoothing: float = 0.0,
     num_items_in_batch: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The loss that :func:`hfscale.eval_step` returns, and the logits of this rank's batch, ``[b, s, V]``.
+    """Return the loss of :func:`hfscale.eval_step` and the logits of this rank's batch, ``[b, s, V]``.
 
-    Every rank has them whole: of a cut vocabulary, of cut sequences, and those of the last stage on all stages. They
-    are as large as in one process.
+    Every rank gets full logits: gathered over the vocabulary and the sequence, and sent from the last stage to all
+    stages. They are as large as in one process.
 
     Raises:
         ConfigError: as :func:`hfscale.eval_step`.

@@ -1,8 +1,8 @@
-"""Machines that are taken away: a signal announces it, and all ranks stop behind the same step.
+"""Preempted machines: a signal announces the end, and all ranks stop after the same step.
 
-A signal reaches processes at different moments, some of them never (Slurm tells one per node). So a step ends with the
-question whether any rank was told, which costs one all-reduce of one number on the host. A rank that waits for one that
-is gone never comes to ask: a thread ends it when the time is up.
+The signal reaches processes at different moments, some of them never (Slurm signals one per node). So every step ends
+with the question whether any rank was signalled, an all-reduce of one number on the host. A rank that waits for a dead
+one never gets to ask: a thread ends its process when the time is up.
 """
 
 import os
@@ -22,7 +22,7 @@ from ..runtime import runtime_of
 from ..runtime.writing import is_saving
 
 _CODE = 75  # try again (EX_TEMPFAIL)
-_LOOK = 0.5  # seconds between two looks at whether a save is under way
+_LOOK = 0.5  # seconds between two checks whether a save is running
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -34,11 +34,11 @@ class Preempted(SystemExit):
 
 
 def preempted(model: nn.Module, *, patience: float = 20.0) -> bool:
-    """Whether some rank was sent SIGTERM or SIGUSR1: the same answer on every rank; each asks behind each step.
+    """Return whether some rank was sent SIGTERM or SIGUSR1: the same answer on every rank; call it after each step.
 
-    The first call begins to listen, so make it before the first step. A process that was told and does not ask within
-    ``patience`` seconds, because it waits for one that is gone, ends with exit code 75. A save that is under way is not
-    cut short: the seconds count from its end::
+    The first call installs signal handlers, so make it before the first step. A process that got the signal and does
+    not call this within ``patience`` seconds, because it waits for one that is gone, ends with exit code 75. A running
+    save is not cut short: the seconds count from its end::
 
         for step in range(start, steps):
             if hfscale.preempted(model):
@@ -46,7 +46,7 @@ def preempted(model: nn.Module, *, patience: float = 20.0) -> bool:
                 raise hfscale.Preempted
 
     Raises:
-        ConfigError: the first call is not made by the main thread, which alone can listen to signals.
+        ConfigError: the first call is not made by the main thread; Python handles signals only there.
     """
     mesh = runtime_of(model).mesh
     check_number("patience", patience, above=0)
@@ -60,11 +60,11 @@ def preempted(model: nn.Module, *, patience: float = 20.0) -> bool:
 
 
 class _Listener:
-    """Hears signals, and sees to it that they are answered.
+    """Signal handlers, and a thread that ends the process if nobody reacts to a signal.
 
     Attributes:
-        told: whether one came.
-        answered: set once the loop has heard of it, or nobody listens any more.
+        told: whether a signal came.
+        answered: set once the training loop knows of it, or the listener is closed.
     """
 
     def __init__(self, patience: float) -> None:
@@ -79,7 +79,7 @@ class _Listener:
         self._thread.start()
 
     def close(self) -> None:
-        """Hear no more; signals do what they did before."""
+        """Stop listening and restore the previous signal handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._woken)
@@ -128,6 +128,6 @@ def _listening(patience: float) -> _Listener:
 
 
 def stop_listening() -> None:
-    """Signals do again what they did before :func:`preempted` was asked; for a loop that ends before its process."""
+    """Restore the signal handlers that :func:`preempted` replaced; for a loop that ends before its process."""
     while _listener:
         _listener.pop().close()

@@ -1,4 +1,4 @@
-"""Log-probabilities, entropies and the like of every token: what losses of users, and of TRL, stand on."""
+"""Log-probabilities and entropies of every token, for users' and TRL's losses."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,24 +16,25 @@ from .last_stage import from_last_stage
 from .user_function import UserFunction
 
 LossOfScores = Callable[[TokenScores, int], Tensor]
-"""Scores of a microbatch, and its place in the step -> its loss, a scalar."""
+"""Compute the loss of a microbatch, a scalar, from its scores and its index in the step."""
 
 
 def token_scores(model: nn.Module, batch: Mapping[str, Any], *, temperature: float = 1.0) -> TokenScores:
-    """Score every token of a batch, in any layout, without whole logits: over a cut vocabulary, a chunk at a time.
+    """Return log-probability, entropy and the like of every token of a batch, in any layout, without full logits.
 
-    Where a rank holds all layers, ``log_probs`` and ``entropy`` have gradients: a loss of them may run backward, like
-    ``model(**batch).loss``. Through pipeline stages every rank gets the scores and none has gradients: train by
-    ``hfscale.train_step(model, batch, score_loss=...)``, which has the same scores on the last stage.
+    They are computed from shards of the vocabulary, a chunk of tokens at a time. Without pipeline stages ``log_probs``
+    and ``entropy`` have gradients, so a loss of them may run backward like ``model(**batch).loss``. With stages every
+    rank gets the scores without gradients: train with ``hfscale.train_step(model, batch, score_loss=...)``, which has
+    the same scores on the last stage.
 
     Args:
         batch: the keyword arguments of one forward pass; ``labels`` (or ``shift_labels``) say which tokens are scored,
             by default all that are attended to. Ranks that share a batch pass the same one.
-        temperature: what logits are divided by first.
+        temperature: divisor of the logits.
 
     Returns:
-        scores of this rank's batch, ``[b, s]`` each. Position ``i`` is about the token at ``i + 1``; with
-        ``shift_labels``, about the one that they name at ``i``.
+        scores of this rank's batch, ``[b, s]`` each. Position ``i`` scores the token at ``i + 1``; with
+        ``shift_labels``, the label at ``i``.
 
     Raises:
         ConfigError: as :func:`hfscale.train_step`.
@@ -58,14 +59,14 @@ def token_scores(model: nn.Module, batch: Mapping[str, Any], *, temperature: flo
 def loss_of_scores(
     runtime: Runtime, count: Tensor, score_loss: UserFunction, temperature: float, given: int, passes: int
 ) -> Objective:
-    """A user's loss of the scores of each microbatch, as a share of the mean over distinct batches.
+    """Return the objective of a user's ``score_loss``: its mean over distinct batches, microbatch by microbatch.
 
     Args:
-        given: how many microbatches the user has passed.
-        passes: how many go through the model.
+        given: number of microbatches the user has passed.
+        passes: number of microbatches that go through the model.
 
     Raises:
-        ConfigError: these are not the same, or the schedule has no end of a step.
+        ConfigError: these differ, or the schedule has no flush.
     """
     schedule = runtime.mesh.layout.pipeline_schedule
     if runtime.plan.stages is not None and schedule in ASYNCHRONOUS:
@@ -90,7 +91,7 @@ def loss_of_scores(
 
 
 def _scores(runtime: Runtime, called: Any, batch: Microbatch, count: Tensor, temperature: float) -> TokenScores:
-    """Of one forward pass, over all tokens of its sequences."""
+    """Return the scores of one forward pass, for all tokens of its sequences."""
     assert runtime.loss is not None  # checked as the step was prepared
     with runtime.loss.scoring(temperature) as scoring:
         runtime.loss.of(called, batch, count, 0.0)
@@ -98,10 +99,9 @@ def _scores(runtime: Runtime, called: Any, batch: Microbatch, count: Tensor, tem
 
 
 def _of_all_tokens(runtime: Runtime, batch: Microbatch, own: Tensor) -> Tensor:
-    flags = own.dtype == torch.bool  # which not every backend sends
+    flags = own.dtype == torch.bool  # not every backend can send booleans
     whole = own.to(torch.uint8) if flags else own
-    for part in runtime.parts:
-        whole = part.all_tokens(runtime, batch, whole)
+    whole = runtime.context.gather_tokens(batch, whole)
     return whole.bool() if flags else whole
 
 

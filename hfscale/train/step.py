@@ -1,4 +1,4 @@
-"""One step: the same few lines for every layout."""
+"""Training and evaluation steps: the same few lines for every layout."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, overload
@@ -27,39 +27,38 @@ def train_step(
     score_loss: LossOfScores | None = None,
     temperature: float = 1.0,
 ) -> Tensor:
-    """Forward and backward over this rank's batch; leaves synchronized gradients in ``.grad``.
+    """Run forward and backward over this rank's batch, and leave reduced gradients in ``.grad``.
 
-    Gradients and loss are those of the mean over *all* valid labels of the step - every microbatch on every distinct
-    batch rank counts by its number of labels - so they do not depend on how the step was divided. A class that takes
-    its loss itself counts by rows or by labels, whichever its loss proves to be a mean over (the plan says it). What
-    :class:`hfscale.RoutingConfig` adds to it is a mean over the tokens of the step likewise: it is in the gradients,
-    and not in the loss that is returned; see :func:`hfscale.expert_load`. Gradients add to
-    what ``.grad`` holds: zero them between steps, as always.
+    Loss and gradients are those of the mean over *all* valid labels of the step: every microbatch of every distinct
+    batch counts by its number of labels, so the result does not depend on how the step was divided. Models that compute
+    their own loss are weighted by rows or by labels, whichever that loss averages; ``print(plan)`` says which. The
+    losses that :class:`hfscale.RoutingConfig` adds are means over the tokens of the step: they are in the gradients,
+    but not in the returned loss; see :func:`hfscale.expert_load`. Gradients add to ``.grad``: zero them between steps.
 
     Args:
         batch: the keyword arguments of one forward pass, ``labels`` included, or a list of such (gradient
             accumulation). Ranks that share a batch (tensor ranks) pass the same one; see :func:`hfscale.batch_rank`.
             Every rank passes the same number of microbatches; one without rows counts nothing. Through pipeline stages,
-            the list is what goes through as microbatches; one batch is cut into ``num_microbatches`` along its rows.
-        loss_fn: a loss of your own, of any class: ``loss_fn(outputs, batch) -> (sum, count)`` of a microbatch, where
-            ``outputs`` is what the model returns for it without ``labels``, logits whole, and ``batch`` all that was
-            given, also what the model does not take. The step's loss is the sum of sums over the sum of counts, of all
-            microbatches and distinct batches. It is called where the model's head is: through stages, on the last one.
-            One batch may be cut between its rows there: give what belongs together, pairs say, as a list of
+            the list is the microbatches of the schedule; one batch is cut into ``num_microbatches`` along its rows.
+        loss_fn: a loss of your own, for any class: ``loss_fn(outputs, batch) -> (sum, count)`` of a microbatch, where
+            ``outputs`` is the model's output for it without ``labels``, with full logits, and ``batch`` all of its
+            arguments, also those the model does not take. The step's loss is the sum of sums over the sum of counts, of
+            all microbatches and distinct batches. It is called on the rank that has the head: with stages, the last
+            one. There a batch may be cut between its rows: pass rows that belong together, such as pairs, as a list of
             microbatches.
-        label_smoothing: share, 0 to 1, of every target's probability that is spread evenly over the whole vocabulary,
-            as in ``torch.nn.functional.cross_entropy``.
-        num_items_in_batch: what the sum over all valid labels of the step is divided by, on every rank the same; by
-            default, how many there are. Or a list, of what the sum over each batch of the list is divided by: 4 of them
-            of 10, 30, 20 and 20 labels with ``[40, 120, 80, 80]`` add up to the mean of their means.
-        score_loss: a loss of your own: from the scores of a microbatch (:class:`hfscale.TokenScores`) and its place in
-            the list, a scalar. The step's is their sum, and the mean of that over the distinct batches. It is called
-            where the model's head is: through stages, on the last one.
-        temperature: what logits are divided by for ``score_loss``.
+        label_smoothing: fraction, 0 to 1, of every target's probability that is spread evenly over the vocabulary, as
+            in ``torch.nn.functional.cross_entropy``.
+        num_items_in_batch: divisor of the sum over all valid labels of the step, the same on every rank; by default,
+            their number. Or a list with the divisor of each batch's sum: batches of 10, 30, 20 and 20 labels with
+            ``[40, 120, 80, 80]`` add up to the mean of their means.
+        score_loss: a loss of your own: ``score_loss(scores, index)`` returns a scalar for the scores of a microbatch
+            (:class:`hfscale.TokenScores`) and its index in the list. The step's loss is their sum, averaged over the
+            distinct batches. It is called on the rank that has the head: with stages, the last one.
+        temperature: divisor of the logits for ``score_loss``.
 
     Returns:
-        the loss, a scalar without a graph, equal on every rank; 0 where the step has no valid label. Under the
-        schedules without a flush, loss and gradients are those of an earlier batch: see :func:`drain`.
+        the loss, a scalar without a graph, equal on every rank; 0 if the step has no valid label. With schedules
+        without a flush, loss and gradients are those of an earlier batch: see :func:`drain`.
     """
     runtime = runtime_of(model)
     before_step(runtime)
@@ -80,7 +79,7 @@ def train_step(
 
 
 def _check_losses(loss_fn: Any, score_loss: Any, label_smoothing: float, items: Any, temperature: float) -> None:
-    """Refuse a loss beside what is for another one."""
+    """Refuse combinations of arguments that belong to different losses."""
     check_number("label_smoothing", label_smoothing, least=0, most=1)
     check_number("temperature", temperature, above=0)
     divided = bool(label_smoothing) or items is not None
@@ -97,10 +96,10 @@ def _refuse_beside(loss: str, names: str) -> None:
 
 
 def drain(model: nn.Module) -> Iterator[Tensor]:
-    """Finish what a schedule without a flush has under way; nothing under any other schedule.
+    """Finish the microbatches that a schedule without a flush has in flight; do nothing with any other schedule.
 
-    ``pipedream`` and ``pipedream_2bw`` hand out gradients of earlier batches than the last one: what is missing when a
-    run ends is ``p - 1`` updates, or one. The loop goes on like the one before it::
+    ``pipedream`` and ``pipedream_2bw`` return gradients of earlier batches than the last one: at the end of a run
+    ``p - 1`` updates, or one, are missing. Continue with a loop like the one before::
 
         for loss in hfscale.drain(model):
             hfscale.clip_grad_norm_(model, 1.0)
@@ -108,8 +107,8 @@ def drain(model: nn.Module) -> Iterator[Tensor]:
             optimizer.zero_grad()
 
     Yields:
-        the next batch's loss, whenever gradients are in ``.grad``; as many times on every rank. With those that
-        ``train_step`` returned, these are the losses of all batches, each once.
+        the next batch's loss, once its gradients are in ``.grad``; as many times on every rank. Together with those
+        that ``train_step`` returned, these are the losses of all batches, each once.
     """
     yield from runtime_of(model).executor.drain()
 
@@ -148,16 +147,15 @@ def eval_step(
     num_items_in_batch: float | None = None,
     return_outputs: bool = False,
 ) -> Tensor | tuple[Tensor, Any]:
-    """The loss :func:`train_step` would return, without gradients, in whatever mode the model is.
+    """Return the loss that :func:`train_step` would return, without gradients, in the model's current mode.
 
     Args:
         loss_fn, label_smoothing, num_items_in_batch: as for :func:`train_step`.
-        return_outputs: return what the model made of this rank's batch as well.
+        return_outputs: return the model's outputs of this rank's batch as well.
 
     Returns:
-        the loss; with ``return_outputs``, the loss and the outputs: tensors by the names that the stock model gives
-        them (``outputs.logits``), whole on every rank, those of the last stage on all stages. Of a list of batches, a
-        list. They are as large as in one process.
+        the loss; with ``return_outputs``, the loss and the outputs: full tensors by the stock model's names
+        (``outputs.logits``) on every rank and stage. A list for a list of batches. They are as large as in one process.
     """
     runtime = runtime_of(model)
     check_number("label_smoothing", label_smoothing, least=0, most=1)
@@ -189,7 +187,7 @@ def _keeping(mean: Objective, kept: KeptOutputs) -> Objective:
 
 
 def _divisors(count: Tensor, asked: float | Sequence[float] | None, microbatches: int) -> list[Tensor]:
-    """What the sum over the labels of each microbatch is divided by: of those cut from one batch the same."""
+    """Return the divisor of each microbatch's sum over labels: the same for those cut from one batch."""
     if asked is None:
         return [count] * microbatches
     given = list(asked) if isinstance(asked, Sequence) and not isinstance(asked, str) else [asked]
@@ -208,7 +206,7 @@ def _divisors(count: Tensor, asked: float | Sequence[float] | None, microbatches
 
 
 def token_mean(runtime: Runtime, counts: Sequence[Tensor], label_smoothing: float) -> Objective:
-    """The model's own loss, of which a step is the sum over valid labels, each microbatch's divided by its count."""
+    """Return the objective of the model's own loss: the sum over labels, each microbatch's divided by its count."""
     loss = runtime.loss
     assert loss is not None  # checked as the step was prepared
     loss.check_smoothing(label_smoothing)
@@ -216,10 +214,10 @@ def token_mean(runtime: Runtime, counts: Sequence[Tensor], label_smoothing: floa
 
 
 def batch_rank(model: nn.Module) -> int:
-    """Which of the distinct batches of a step this rank gets: ``0 <= batch_rank < batch_world``."""
+    """Return which of the step's distinct batches this rank gets: ``0 <= batch_rank < batch_world``."""
     return runtime_of(model).mesh.batch_rank
 
 
 def batch_world(model: nn.Module) -> int:
-    """How many distinct batches a step has; ranks that share one (tensor ranks) have the same ``batch_rank``."""
+    """Return the number of distinct batches of a step; ranks that share one (tensor ranks) have one ``batch_rank``."""
     return runtime_of(model).mesh.batch_world

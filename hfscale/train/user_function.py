@@ -1,4 +1,4 @@
-"""A loss function of the user's own, which is called where the model's head is, and whose errors reach every rank."""
+"""Call a user's loss function on the rank that has the head, and report its errors on every rank."""
 
 import inspect
 from collections.abc import Callable
@@ -15,13 +15,13 @@ Value = TypeVar("Value")
 
 
 class UserFunction:
-    """Call a function without leaving other ranks waiting where it fails.
+    """A user's function whose failure on one rank does not leave other ranks waiting.
 
-    A rank on which it failed goes on with a value that counts nothing, until all ranks meet at the end of the step.
+    A rank on which it failed continues with a value that counts nothing, until all ranks meet at the end of the step.
 
     Args:
-        name: of the argument.
-        arguments: that it is called with.
+        name: name of the argument that it was passed as.
+        arguments: names of the arguments that it is called with.
 
     Raises:
         ConfigError: it cannot be called with them.
@@ -34,7 +34,7 @@ class UserFunction:
         self._error: Exception | None = None
 
     def __call__(self, read: Callable[[Any], Value], *args: Any, instead: Value) -> Value:
-        """Return what ``read`` makes of the function's result; ``instead`` where one of them fails."""
+        """Return ``read(function(*args))``; ``instead`` if one of the two raises."""
         try:
             return read(self._function(*args))
         except Exception as error:  # of any type: it is raised in `agree`
@@ -42,7 +42,7 @@ class UserFunction:
             return instead
 
     def agree(self) -> None:
-        """Raise on every rank where the function failed on one; collective."""
+        """Raise on every rank if the function failed on one; collective."""
         error, control = self._error, self._runtime.mesh.control
         failed = torch.tensor([int(error is not None)])
         if control is not None:
@@ -53,10 +53,10 @@ class UserFunction:
             raise ConfigError(f"{self.name} failed on {int(failed)} other rank(s): see their error")
 
     def scalar(self, value: Any, what: str) -> Tensor:
-        """Return a loss, which must be a tensor of one number.
+        """Return a loss as a scalar tensor.
 
         Raises:
-            ConfigError: it is not.
+            ConfigError: it is not a floating-point tensor of one number.
         """
         if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
             given = f"{list(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else repr(value)[:60]

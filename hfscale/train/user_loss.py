@@ -1,7 +1,7 @@
-"""A loss of the user's own, of what a model returns: summed in the step, and divided at its end.
+"""A user's loss of the model's outputs, summed during the step and divided at its end.
 
-How much it counts is known only when it has been computed, with the last microbatch of the last rank. Gradients are
-linear in the loss, so a step runs its sums backward and divides gradients and loss afterwards::
+The divisor is known only after the last microbatch of the last rank. Gradients are linear in the loss, so a step runs
+the sums backward, and divides gradients and loss afterwards::
 
     microbatch --model, without labels--> outputs --loss_fn--> (sum, count)
     sums --backward, reductions of every axis--> .grad --divided by the count of the whole step--> .grad
@@ -27,18 +27,18 @@ from .outputs import KeptOutputs
 from .user_function import UserFunction
 
 LossOfOutputs = Callable[[Any, Mapping[str, Any]], tuple[Tensor, Tensor | float]]
-"""What the model returned for a microbatch, and that microbatch -> the sum of its losses, and how many they are."""
+"""Compute the sum of a microbatch's losses, and their number, from the model's outputs and the microbatch."""
 
 _LABELS = ("labels", "shift_labels", "num_items_in_batch")
 
 
 class _Rows:
-    """What a step looks for in its batches where the loss is the user's; see :class:`hfscale.runtime.StepLoss`."""
+    """The :class:`hfscale.runtime.StepLoss` of a user's loss, as far as preparing the step needs one."""
 
     shift, expected_gradient, needs_labels, ignores, divides = 0, 1.0, False, False, False
 
     def look(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Rows, of any tensor that has some."""
+        """Count the rows, in any tensor that has some."""
         found = next((value for value in batch.values() if isinstance(value, Tensor) and value.ndim), None)
         if found is None:
             raise ConfigError(f"a batch needs a tensor with a row for each sample, and found only {', '.join(batch)}")
@@ -50,7 +50,7 @@ class UserLoss:
     """The steps of one ``loss_fn``.
 
     Args:
-        kept: what the model returned, where somebody asked for it.
+        kept: records the model's outputs if they were asked for.
     """
 
     def __init__(self, runtime: Runtime, loss_fn: LossOfOutputs, kept: KeptOutputs | None = None) -> None:
@@ -65,10 +65,10 @@ class UserLoss:
         self._taken = {*forward, *(BORDERS if takes_more else ())} - set(_LABELS)
 
     def run(self, model: nn.Module, batch: Batch | Sequence[Batch], train: bool) -> Tensor:
-        """One step; its loss, on every rank.
+        """Run one step and return its loss, the same on every rank.
 
         Raises:
-            ConfigError: something in the layout does not go with such a loss.
+            ConfigError: a feature of the layout cannot run such a loss.
         """
         runtime = self._runtime
         self._refuse_unfit()
@@ -80,7 +80,7 @@ class UserLoss:
                 total = self._passes(model, inputs, train)
                 self._loss_fn.agree()
                 return (total / self._total_count()).to(total.dtype)
-        runtime.release()  # or gathered weights would be taken for the parameters
+        runtime.release()  # or weights that FSDP2 has gathered would be listed as parameters
         parameters = list(runtime.model.parameters())
         with gradients_aside(parameters) as before:
             total = self._passes(model, inputs, train)
@@ -94,7 +94,7 @@ class UserLoss:
         return (total / count).to(total.dtype)
 
     def _passes(self, model: nn.Module, inputs: list[Microbatch], train: bool) -> Tensor:
-        """The sum over all microbatches and distinct batches; with ``train``, its gradients are in ``.grad``."""
+        """Return the sum over all microbatches and distinct batches; with ``train``, leave gradients in ``.grad``."""
         runtime = self._runtime
         with runtime.around(lambda part: part.around_step(runtime, inputs, train=train)):
             return runtime.executor.run(model, inputs, Objective(self._loss), backward=train)
@@ -106,8 +106,6 @@ class UserLoss:
                 f"{layout.pipeline_schedule} takes no loss_fn, whose microbatches end in later steps: use '1f1b' or "
                 "'zbv'"
             )
-        for part in self._runtime.parts:
-            part.check_user_loss(self._runtime)
 
     def _loss(self, called: Any, inputs: Microbatch, index: int) -> Tensor:
         with packing(inputs.packed, inputs):
@@ -119,10 +117,10 @@ class UserLoss:
         self._counts.append(torch.as_tensor(count, dtype=torch.float64).detach().to(self._runtime.mesh.device))
         if total is not None and (total.requires_grad or not torch.is_grad_enabled()):
             return total
-        return 0.0 * _first_of(output).sum()  # nothing in this microbatch counts
+        return 0.0 * _first_of(output).sum()  # this microbatch has no loss, but needs a graph
 
     def _read(self, found: Any) -> tuple[Tensor | None, Tensor | float]:
-        """What ``loss_fn`` returned, if it can be a loss."""
+        """Check the result of ``loss_fn`` and return its sum (``None`` for a literal 0) and count."""
         if not isinstance(found, tuple) or len(found) != 2:
             raise ConfigError(
                 f"loss_fn returned a {type(found).__name__} for {class_name(self._runtime.model)}: return the sum of "
@@ -131,7 +129,7 @@ class UserLoss:
         total, count = found
         if isinstance(count, Tensor) and count.numel() == 1 and not count.is_complex():
             count = count.reshape(())
-        if not isinstance(count, Tensor) or count.device.type == "cpu":  # a device is not waited for
+        if not isinstance(count, Tensor) or count.device.type == "cpu":  # avoids a device sync
             number = count.item() if isinstance(count, Tensor) and not count.ndim else count
             check_number("count (the second value that loss_fn returns)", number, least=0)
         if isinstance(total, int | float) and not total:

@@ -1,8 +1,8 @@
-"""Ranks that wait for ever: one of them says who waits for whom, in which collective and over which axis.
+"""Report ranks that wait forever: which wait for which, in which collective and over which axis.
 
-A thread on every rank looks now and then what the rank waits for, in torch's flight recorder and in :mod:`..ops.waits`,
-and tells the others through the store at which the ranks met. Where a wait has taken too long, the first rank that
-waits reads what all have told, twice: who has not told anything in between is gone.
+A thread on every rank reads now and then what its rank waits for, from torch's flight recorder and :mod:`..ops.waits`,
+and writes it to the rendezvous store. If a wait has taken too long, the first waiting rank reads all entries twice: a
+rank whose entry did not change in between is gone.
 """
 
 import atexit
@@ -28,7 +28,7 @@ from ..ops.waits import waits
 from ..runtime import runtime_of
 from .group_names import group_names
 
-_CODE = 75  # as of a process that is to be started again
+_CODE = 75  # EX_TEMPFAIL: start the process again
 _HEAD = "[hfscale watchdog] ranks have waited for more than {:g} s"
 _PACKAGE = str(Path(__file__).parents[1])
 _PLACES = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
@@ -39,19 +39,19 @@ _LIBRARIES = tuple({os.path.join(folder, "") for folder in (*_PLACES, *_FOLDERS)
 
 
 def watchdog(model: nn.Module, *, patience: float = 300.0, end: bool = False) -> None:
-    """Say on screen which ranks wait for which others, in what and over which axis, once one waits too long.
+    """Report on stderr which ranks wait for which others, in which call and over which axis, once one waits too long.
 
-    Call it on every rank, once, before the first step. Besides torch's own time limits, which end a collective after
-    minutes without saying who was missing.
+    Call it on every rank, once, before the first step. It complements torch's own timeouts, which end a collective
+    after minutes without saying which rank was missing.
 
     Args:
-        patience: seconds that a collective, or a stage, may wait. What a rank does alone meanwhile (the first one,
-            writing a checkpoint) must not take longer.
-        end: end the processes that wait, with exit code 75, so that a launcher with ``--max_restarts`` starts the job
+        patience: seconds that a collective, or a stage, may wait. Work of a single rank (the first one, writing a
+            checkpoint) must not take longer.
+        end: end the waiting processes, with exit code 75, so that a launcher with ``--max_restarts`` starts the job
             again.
 
     Raises:
-        ConfigError: ``patience`` is no positive number.
+        ConfigError: ``patience`` is not a positive number.
     """
     check_number("patience", patience, above=0)
     check_switch("end", end)
@@ -64,14 +64,14 @@ def watchdog(model: nn.Module, *, patience: float = 300.0, end: bool = False) ->
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank tells of itself.
+    """The state that one rank writes to the store.
 
     Attributes:
-        beat: how often it has told.
+        beat: number of entries it has written.
         seconds: for how long it has waited.
-        waits: for what, in words; empty where it waits for no other rank.
-        place: the line of the user's that it is in.
-        inside: the line of hfscale's, where it is in one.
+        waits: the call and the group it waits in, in words; empty if it waits for no other rank.
+        place: the innermost line of the user's code.
+        inside: the innermost line of hfscale's code, if it is in some.
     """
 
     beat: int
@@ -82,7 +82,7 @@ class Seen:
 
 
 class _Watchdog(threading.Thread):
-    """A daemon that is stopped before the interpreter goes."""
+    """A daemon thread, stopped before the interpreter exits."""
 
     def __init__(self, mesh: Mesh, patience: float, end: bool) -> None:
         super().__init__(name="hfscale-watchdog", daemon=True)
@@ -97,18 +97,18 @@ class _Watchdog(threading.Thread):
         self.start()
 
     def stop(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         atexit.unregister(self.stop)
         self._ended.set()
         if threading.current_thread() is not self:
             self.join(10)
 
     def run(self) -> None:
-        """Tell, and look, until the process ends."""
+        """Write this rank's state and check for a long wait, until the process ends."""
         while not self._ended.wait(self.pause):
             seen = self._look()
             if seen.seconds < self._reported:
-                self._reported = 0.0  # another wait
+                self._reported = 0.0  # a new wait
             late = seen.seconds >= max(self.patience, 2 * self._reported)
             try:
                 self._tell(seen)
@@ -121,7 +121,7 @@ class _Watchdog(threading.Thread):
             if late:
                 self._reported = seen.seconds
                 if self.end:
-                    self._ended.wait(self.pause)  # until the others have read what this rank told
+                    self._ended.wait(self.pause)  # until the others have read this rank's state
                     os._exit(_CODE)
 
     def _look(self) -> Seen:
@@ -148,7 +148,7 @@ class _Watchdog(threading.Thread):
         return f"{self.names.get(group, f'group {group}')} ({ranks})" if found else f"group {group}"
 
     def _report(self) -> bool:
-        """Print what all told, if this is the first of the ranks that wait; whether the wait goes on."""
+        """Print the states of all ranks, if this is the first waiting one; return whether it still waits."""
         before = self._heard()
         if self._ended.wait(3 * self.pause):
             return False
@@ -172,10 +172,10 @@ _running: list[_Watchdog] = []
 
 
 def report(every: Sequence[Seen | None], silent: set[int], patience: float) -> str:
-    """What each rank is at, in words; ranks that are at the same thing share a line.
+    """Return the report of all ranks' states; ranks in the same state share a line.
 
     Args:
-        silent: the ranks that have told nothing new.
+        silent: the ranks that have written no new state.
     """
     texts = {rank: _in_words(seen, silent=rank in silent) for rank, seen in enumerate(every)}
     return "\n".join([f"{_HEAD.format(patience)}. Look at those that do not wait", *_lines(texts)])
@@ -203,7 +203,7 @@ def _say(text: str) -> None:
 
 
 def _places() -> tuple[str, str]:
-    """The innermost lines of the main thread that are the user's, and hfscale's."""
+    """Return the innermost lines of the user's code and of hfscale's in the main thread."""
     place, inside = "", ""
     for frame in frames_of_main_thread():
         file = frame.f_code.co_filename

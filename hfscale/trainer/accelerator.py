@@ -20,55 +20,56 @@ from .dealt import DealtStream, dealt
 
 
 class TrainerAccelerator(Accelerator):
-    """:class:`hfscale.Accelerator` that a Trainer asks for processes and means distinct batches."""
+    """The :class:`hfscale.Accelerator` of a Trainer, to which its processes are the distinct batches."""
 
     _listed = (Sampler,)
-    _last: tuple[int, int] | None = None  # of the batch of a stream that is evaluated
-    _counts: list[int] | None = None  # rows that count, of each data rank, in the batch that is evaluated
+    _last: tuple[int, int] | None = None  # rows, and rows that count, of an iterable's evaluated batch
+    _counts: list[int] | None = None  # rows that count in the evaluated batch, by data rank
 
     def __init__(self, **kwargs: Any) -> None:
         if kwargs.get("mixed_precision") == "fp16":
-            kwargs["mixed_precision"] = "no"  # the model has its own, and train_step scales the loss
+            kwargs["mixed_precision"] = "no"  # the model has its own casts, and train_step scales the loss
         super().__init__(**kwargs)
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether gradients overflowed in float16, so that the schedule is not to go on either."""
+        """Whether gradients overflowed in float16, so that the learning rate schedule must not step."""
         if self._runtime is None:
             return False
         return bool(metrics(self._runtime.model).get("step_was_skipped", False))
 
     def adopt(self, model: nn.Module) -> None:
-        """Count the distinct batches of this model from now on, in place of any other's."""
+        """Count the distinct batches of this model from now on, in place of any other model's."""
         self._runtime = None
         self._adopt(model)
 
     def prepare_data_loader(
         self, data_loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
-        """As :class:`hfscale.Accelerator`'s; ranks that share a batch augment its samples alike."""
+        """Prepare as :class:`hfscale.Accelerator` does; ranks that share a batch augment its samples alike."""
         seed_workers_by(data_loader, self.mesh.batch_rank)
-        if self.num_processes > 1 and not is_prepared(data_loader):  # which are dealt some examples twice
+        if self.num_processes > 1 and not is_prepared(data_loader):  # data ranks may get some examples twice
             if isinstance(data_loader.dataset, IterableDataset):
                 data_loader = dealt(data_loader, self.num_processes, self.process_index, self.split_batches)
             data_loader.collate_fn = Collator(data_loader.collate_fn)
-        # Batches stay on the CPU, where a step looks at them without waiting for a device, and moves them in one copy.
+        # Batches stay on the CPU, where a step checks them without a device sync, and moves them in one copy.
         return super().prepare_data_loader(data_loader, False, slice_fn_for_dispatch)
 
     def examples_of(self, batch: Any, of_stream: bool = False) -> tuple[int, int] | None:
-        """How many examples the batch has that the loader has just given, and how many of them repeat none.
+        """Return the number of examples in the loader's latest batch, and how many of these are not repeated.
 
-        Data ranks are dealt batches of one size; the last ones are filled up with examples from the beginning. ``None``
-        where none can have been, on every rank alike.
+        Data ranks get batches of one size; the last ones are padded with examples from the beginning. ``None``, on
+        every rank alike, if there can be no repeated ones.
 
         Args:
-            of_stream: whether it is of a stream that is trained on, whose loader may be at its end already.
+            batch: the loader's latest batch.
+            of_stream: whether it comes from an iterable dataset for training, whose loader may be at its end already.
         """
         state, self._last = self.gradient_state, None
         if self.num_processes == 1:
             size = getattr(state.active_dataloader, "batch_size", None)
             if state.end_of_dataloader and state.remainder == -1 and size and not of_stream:
-                self._last = size, rows_of(batch)  # of a stream, whose last batch may have fewer rows
+                self._last = size, rows_of(batch)  # an iterable dataset's last batch may have fewer rows
             return None
         if not self.even_batches:
             return None
@@ -79,7 +80,7 @@ class TrainerAccelerator(Accelerator):
         return self._dealt_last(state.active_dataloader) if state.end_of_dataloader else None
 
     def _dealt_last(self, loader: Any) -> tuple[int, int] | None:
-        """Of the last batch. Accelerate's remainder is lost where a run goes on in the middle of an epoch."""
+        """Compute :meth:`examples_of` for the last batch; Accelerate's remainder is lost when resuming in an epoch."""
         sampler: Any = loader.batch_sampler
         while sampler is not None and not isinstance(sampler, BatchSamplerShard):
             sampler = getattr(sampler, "batch_sampler", None)
@@ -91,9 +92,9 @@ class TrainerAccelerator(Accelerator):
 
     @contextmanager
     def counting(self, rows: int) -> Iterator[None]:
-        """Within: of what is gathered, the first ``rows`` rows of this rank count, and no others.
+        """Let only the first ``rows`` rows of this rank count in gathered tensors inside the ``with`` block.
 
-        A rank without any has one row, since its passes wait for those of other ranks.
+        A rank without any has one row, since its forward passes take part in other ranks' collectives.
         """
         counts: Tensor = super().gather(torch.tensor([rows], device=self.device))
         self._counts = counts.tolist()
@@ -103,7 +104,7 @@ class TrainerAccelerator(Accelerator):
             self._counts = None
 
     def gather(self, tensor: Any) -> Any:
-        """Accelerate's, of distinct batches; without rows that repeat others."""
+        """Gather over distinct batches, without rows that repeat others."""
         if self._counts is None or not isinstance(tensor, Tensor):
             return super().gather(tensor)
         counts = self._counts
@@ -117,10 +118,10 @@ class TrainerAccelerator(Accelerator):
         return torch.cat([part[:, :count].flatten(0, 1) for part, count in zip(every, counts, strict=True)])
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Also of a stream, whose length nobody knows, what fills up a batch is dropped.
+        """Gather over distinct batches, without padding rows, also for iterable datasets of unknown length.
 
-        A number of each rank's is none of an example's: Accelerate would drop those of all ranks but the first few.
-        Such numbers travel in one type: of no rows TRL makes another one (KTO, where a rank has no desirable ones).
+        A scalar of each rank belongs to no example: Accelerate would drop those of all ranks but the first few. Scalars
+        are gathered as float64, since TRL returns another dtype for zero rows (KTO, on a rank without desirable ones).
         """
         if isinstance(input_data, torch.Tensor) and input_data.ndim == 0:
             return self.gather(input_data.double() if input_data.is_floating_point() else input_data)
@@ -135,23 +136,23 @@ class TrainerAccelerator(Accelerator):
     def _agree_on_order(self, data_loader: Any) -> None:
         sampler = get_sampler(data_loader)
         if isinstance(sampler, LengthGroupedSampler):
-            sampler.batch_size *= self.mesh.batch_world  # of a step, as in one process
+            sampler.batch_size *= self.mesh.batch_world  # group over a full step, as in one process
         super()._agree_on_order(data_loader)
 
 
 class _OfRanks(Tensor):
-    """A number of each data rank: their sum, without ranks that have no rows; their mean, weighed by rows."""
+    """One number per data rank: their sum skips ranks without rows, their mean is weighted by rows."""
 
     rows: Tensor
 
     @classmethod
     def of(cls, numbers: Tensor, counts: list[int]) -> "_OfRanks":
-        """Numbers of ranks with so many rows."""
+        """Wrap numbers of ranks with ``counts`` rows."""
         rows = torch.tensor(counts, device=numbers.device)
         made = torch.where(rows > 0, numbers, 0).as_subclass(cls)
         made.rows = rows
         return made
 
     def mean(self, *_: Any, **__: Any) -> Tensor:
-        """Of the rows."""
+        """Return the mean weighted by rows."""
         return (self.as_subclass(Tensor) * self.rows).sum() / self.rows.sum()

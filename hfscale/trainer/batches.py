@@ -1,4 +1,4 @@
-"""Batches with fewer rows than a schedule can run, or with examples that do not count."""
+"""Adapt batches with fewer rows than a schedule needs, or with examples that must not count."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,11 +32,11 @@ _IGNORED = -100
 
 
 def filled_up(batches: Sequence[Mapping[str, Any]], count: int, rows: int) -> list[Mapping[str, Any]]:
-    """``count`` batches of ``rows`` rows: at the end of an epoch there may be fewer of both.
+    """Pad to ``count`` batches of ``rows`` rows; at the end of an epoch there may be fewer of both.
 
-    A schedule cannot run any number of microbatches, nor cut any number of rows into them. Rows that are added repeat
-    the last one and have no labels: they count nothing, and so change neither loss nor gradients. Of a loss that has no
-    label for that, see :func:`pieces`.
+    A schedule cannot run every number of microbatches, nor cut every number of rows into them. Added rows repeat the
+    last one without labels, so that they change neither loss nor gradients. For losses without an ignored label, see
+    :func:`pieces`.
     """
     full = [with_rows(batch, rows) for batch in batches]
     return full + [without_labels(full[-1])] * (count - len(full))
@@ -46,10 +46,10 @@ def filled_up(batches: Sequence[Mapping[str, Any]], count: int, rows: int) -> li
 def cut_by_schedule(
     executor: Executor, batches: Sequence[Mapping[str, Any]], arguments: Any, ignores: bool
 ) -> Iterator[list[Mapping[str, Any]]]:
-    """Within: the batches of a step through stages, as many and as large as ``TrainingArguments`` say.
+    """Yield a pipelined step's batches, padded to the number and size that ``TrainingArguments`` say.
 
     Args:
-        ignores: whether the loss has labels that count nothing.
+        ignores: whether the loss has a label that is ignored.
     """
     count, rows = arguments.gradient_accumulation_steps, arguments.per_device_train_batch_size
     if ignores:
@@ -62,10 +62,10 @@ def cut_by_schedule(
 def pieces(
     executor: Executor, batches: Sequence[Mapping[str, Any]], count: int, rows: int
 ) -> list[list[Mapping[str, Any]]]:
-    """The microbatches of each of ``count`` batches of ``rows`` rows, of which the last ones may have fewer, or none.
+    """Return the microbatches of each of ``count`` batches of ``rows`` rows; the last batches may have fewer, or none.
 
-    For losses that have no label that counts nothing, so that no row can be added: 3 rows in 4 microbatches are
-    1 + 1 + 1 + 0. Run them within ``executor.uncut()``.
+    For losses without an ignored label, to which no row can be added: 3 rows in 4 microbatches are 1 + 1 + 1 + 0. Run
+    them inside of ``executor.uncut()``.
     """
     row = torch.zeros(rows, 2, dtype=torch.int64)
     each = len(executor.share_out([{"input_ids": row, "labels": row}] * count)) // count
@@ -89,11 +89,11 @@ def _cut(batch: Mapping[str, Any], rows: int, parts: int) -> list[Mapping[str, A
 
 
 def first_examples(batch: Mapping[str, Any], known: tuple[int, int], drop: bool = True) -> Mapping[str, Any]:
-    """``batch``, not all of whose examples count.
+    """Return ``batch`` with only its first examples counting.
 
     Args:
-        known: how many it has, and how many count, from the first one on.
-        drop: leave rows out that do not; else they lose their labels, as examples do that are packed into one row.
+        known: how many it has, and how many of them count, from the first one on.
+        drop: leave the others' rows out; else they lose their labels, as packed examples in one row always do.
     """
     (given, own), rows = known, rows_of(batch)
     if own >= given or (rows != given and rows != 1):
@@ -105,10 +105,10 @@ def first_examples(batch: Mapping[str, Any], known: tuple[int, int], drop: bool 
 
 
 def warn_of_repeated(trainer: Any, known: tuple[int, int] | None) -> None:
-    """Say once that examples count twice, in losses that hfscale does not know how to leave them out of.
+    """Warn once that examples count twice in a loss from which hfscale cannot leave them out.
 
     Args:
-        known: how many the last batch has, and how many of them repeat none.
+        known: how many examples the last batch has, and how many of these are not repeated.
     """
     if known is None or known[1] >= known[0] or vars(trainer).setdefault("_told_of_repeated", False):
         return
@@ -122,11 +122,11 @@ def warn_of_repeated(trainer: Any, known: tuple[int, int] | None) -> None:
 
 
 class Marked(dict[str, Any]):
-    """A batch that knows of which examples it was made.
+    """A batch with the numbers of the examples in it.
 
     Attributes:
-        lengths: how many tokens each example has, where all are one row; positions do not tell, since an example may be
-            of several texts.
+        lengths: how many tokens each example has, if all are packed into one row; positions cannot tell, since an
+            example may consist of several texts.
         known: how many examples there are, and how many of them count.
     """
 
@@ -135,13 +135,13 @@ class Marked(dict[str, Any]):
 
 
 class Collator:
-    """``collate``, whose batches are :class:`Marked` where something is to be known of them."""
+    """A wrapper of ``collate`` whose batches are :class:`Marked` if examples are repeated or packed."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self._collate = collate
 
     def __call__(self, examples: Any) -> Any:
-        """What it makes of examples."""
+        """Collate examples, marking repeated and packed ones."""
         repeats = sum(isinstance(each, Repeated) for each in examples)
         plain = [each.example if isinstance(each, Repeated) else each for each in examples] if repeats else examples
         batch = self._collate(plain)
@@ -156,7 +156,7 @@ class Collator:
 
 
 def first_rows(batch: Mapping[str, Any], has: int, rows: int) -> Mapping[str, Any]:
-    """``batch`` without the others of its ``has`` rows; there may be none left."""
+    """Return ``batch`` with the first ``rows`` of its ``has`` rows; there may be none left."""
     if rows == has:
         return batch
     return {
@@ -166,7 +166,9 @@ def first_rows(batch: Mapping[str, Any], has: int, rows: int) -> Mapping[str, An
 
 
 def first_of_chunks(batch: Mapping[str, Any], has: int, rows: int) -> Mapping[str, Any]:
-    """``batch`` without the others of its ``has`` rows, in both chunks where chosen rows precede rejected ones."""
+    """Return ``batch`` with the first ``rows`` of its ``has`` rows, in both halves if chosen rows precede rejected
+    ones.
+    """
     return {
         name: torch.cat([chunk[:rows] for chunk in value.split(has)])
         if isinstance(value, Tensor) and value.ndim and len(value) in (has, 2 * has)
@@ -176,7 +178,7 @@ def first_of_chunks(batch: Mapping[str, Any], has: int, rows: int) -> Mapping[st
 
 
 def with_rows(batch: Mapping[str, Any], rows: int) -> Mapping[str, Any]:
-    """``batch`` with at least so many rows."""
+    """Return ``batch`` with at least ``rows`` rows, repeating the last one without labels."""
     has = rows_of(batch)
     if not 0 < has < rows:
         return batch
@@ -184,7 +186,7 @@ def with_rows(batch: Mapping[str, Any], rows: int) -> Mapping[str, Any]:
 
 
 def without_labels(batch: Mapping[str, Any], since: int = 0) -> Mapping[str, Any]:
-    """``batch`` whose rows from ``since`` on count nothing."""
+    """Return ``batch`` with all labels of rows from ``since`` on ignored."""
     masked = dict(batch)
     for name in _LABELS:
         if isinstance(batch.get(name), Tensor):
@@ -194,7 +196,7 @@ def without_labels(batch: Mapping[str, Any], since: int = 0) -> Mapping[str, Any
 
 
 def without_tokens(batch: Mapping[str, Any], since: int) -> Mapping[str, Any]:
-    """``batch`` whose tokens from ``since`` on count nothing."""
+    """Return ``batch`` with all labels of tokens from ``since`` on ignored."""
     masked = dict(batch)
     for name in _LABELS:
         if isinstance(batch.get(name), Tensor):

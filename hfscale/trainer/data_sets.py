@@ -1,4 +1,4 @@
-"""What TRL's trainers make of their rows before a step, in several processes."""
+"""Prepare data sets for TRL's trainers before a step, in several processes."""
 
 import copy
 from typing import Any
@@ -10,12 +10,12 @@ from .seams import Seams
 
 
 class DataSets(DataHooks):
-    """Rows that are paired, or scored, once before training."""
+    """Hooks for rows that are paired, or scored, once before training."""
 
     _seams: Seams
 
     def arguments_of_data(self, arguments: Any) -> Any:
-        """The config that TRL prepares rows by: pairs are made within the batch of one process, of all data ranks."""
+        """Return the config for TRL's preparation of rows: pairs form within the global batch, as in one process."""
         if not pairs_rows_of_a_batch(self):
             return arguments
         own = copy.copy(arguments)
@@ -23,5 +23,5 @@ class DataSets(DataHooks):
         return own
 
     def check_cached(self, dataset: Any) -> None:
-        """Refuse rows whose scores the other ranks could not read."""
+        """Refuse rows whose cached scores the other ranks could not read."""
         check_cached(dataset, started_processes())

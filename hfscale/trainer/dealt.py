@@ -1,9 +1,9 @@
-"""A stream of examples, dealt to distinct batches.
+"""Distribute an iterable dataset over distinct batches.
 
-Data ranks are dealt as many examples each, in the order of one process. Where the stream ends within a step, the last
-ones are filled up with examples from the beginning, which are marked, so that they count nothing::
+Data ranks get equally many examples, in the order of one process. If the dataset ends within a step, the last ones are
+padded with examples from the beginning, which are marked so that they do not count::
 
-    stream of 10, two ranks, 3 rows each        rank 0: 0 1 2 | 6 7 8
+    10 examples, two ranks, 3 rows each         rank 0: 0 1 2 | 6 7 8
                                                 rank 1: 3 4 5 | 9 (0) (1)
 """
 
@@ -22,13 +22,13 @@ _KEPT = (
 
 @dataclass
 class Repeated:
-    """An example that has been dealt already."""
+    """An example that another rank, or an earlier step, has already."""
 
     example: Any
 
 
 class DealtStream(IterableDatasetShard):
-    """Accelerate's, whose examples that fill up the last step are :class:`Repeated`."""
+    """Accelerate's shard of an iterable dataset, with :class:`Repeated` examples as padding of the last step."""
 
     def __iter__(self) -> Iterator[Any]:
         ranks = range(self.process_index * self.batch_size, (self.process_index + 1) * self.batch_size)
@@ -45,10 +45,10 @@ class DealtStream(IterableDatasetShard):
 
 
 def dealt(loader: Any, batches: int, index: int, split: bool = False) -> Any:
-    """The same loader, of the examples of one of ``batches`` distinct batches.
+    """Return a copy of the loader over the examples of distinct batch ``index`` of ``batches``.
 
     Args:
-        split: whether its batch size is that of all of them together.
+        split: whether the loader's batch size is the sum over all distinct batches.
     """
     size = loader.batch_size // batches if split else loader.batch_size
     stream = DealtStream(loader.dataset, size, loader.drop_last, batches, index)

@@ -1,8 +1,8 @@
-"""The directories that a Trainer's checkpoints are in: which are whole, how they appear, and how they go.
+"""Directories of a Trainer's checkpoints: check, write atomically, and rotate them.
 
 ::
 
-    checkpoint-N/               whole: it appears by one rename, once all of its bytes are on the disk
+    checkpoint-N/               complete: it appears by one rename, once all of its bytes are on the disk
     .incomplete/checkpoint-N/   while it is written; old ones are removed there, too
     .replaced/checkpoint-N/     an older one of the same name, until the new one is in its place
 """
@@ -36,22 +36,22 @@ _log = logging.getLogger(__name__)
 
 
 def has_state(checkpoint: Path) -> bool:
-    """Whether hfscale has written the state of a run into it."""
+    """Return whether the checkpoint holds a training state written by hfscale."""
     return (checkpoint / STATE).is_dir()
 
 
 def resumed_from(resume: Any, output: Path, mesh: Mesh) -> Any:
-    """Return the checkpoint that a run goes on from: the newest whole one, for ``True``; the same on every rank.
+    """Return the checkpoint to resume from, the newest complete one for ``True``; the same on every rank.
 
     Args:
         resume: Trainer's ``resume_from_checkpoint``.
         output: the directory with the checkpoints.
 
     Returns:
-        ``None`` where the run was killed within its first save, so that there is none.
+        ``None`` if the run was killed during its first save, so that there is none.
 
     Raises:
-        CheckpointError: on every rank: the checkpoint that was asked for is not whole, or none is.
+        CheckpointError: on every rank: the requested checkpoint is not complete, or none is.
     """
     if not isinstance(resume, str | Path) and resume is not True:
         return resume
@@ -69,7 +69,7 @@ def resumed_from(resume: Any, output: Path, mesh: Mesh) -> Any:
 
 
 def problem_of(checkpoint: Path) -> str | None:
-    """Return what is wrong with a checkpoint, in words that follow its name; no large file is read."""
+    """Return a checkpoint's defect, in words that follow its name; no large file is read."""
     if not (checkpoint / TRAINER_STATE_NAME).exists():
         return _UNFINISHED
     path = checkpoint / TRAINER_STATE_NAME
@@ -94,7 +94,7 @@ def problem_of(checkpoint: Path) -> str | None:
 
 
 def _check_readable(path: Path) -> None:
-    """Look at the table of contents of a file; at its checksums too, where it is small."""
+    """Read the table of contents of a file, and the checksums of a small one."""
     if path.suffix == ".safetensors":
         SafetensorsFile(path)
         return
@@ -105,7 +105,7 @@ def _check_readable(path: Path) -> None:
 
 
 def _checkpoints(output: Path) -> list[Path]:
-    """The directories that Trainer takes for checkpoints, in the order of their steps."""
+    """Return the directories that Trainer takes for checkpoints, in the order of their steps."""
     inside = output.iterdir() if output.is_dir() else ()
     found = [path for path in inside if re.fullmatch(r"checkpoint-\d+", path.name) and path.is_dir()]
     return sorted(found, key=_step)
@@ -128,7 +128,7 @@ def _newest_whole(output: Path) -> str | bool | None:
     if {*problems.values()} - {_UNFINISHED}:
         raise CheckpointError(f"{output} has no whole checkpoint: {_listed(problems)}")
     if not problems and not (output / ASIDE).exists():
-        return True  # which Trainer refuses
+        return True  # Trainer refuses it
     _log.warning("%s has no whole checkpoint, as its first save was stopped: training begins at step 0", output)
     return None
 
@@ -149,7 +149,7 @@ def _whole(checkpoint: Path) -> str:
 
 
 def make_empty(path: Path) -> None:
-    """Make a directory, without what a process that was killed left in it."""
+    """Make an empty directory, removing what a killed process left there."""
     remove(path)
     path.mkdir(parents=True)
 
@@ -162,7 +162,7 @@ def remove(path: Path) -> None:
 
 
 def put_in_place(source: Path, target: Path) -> None:
-    """Bring a checkpoint to the disk, and let it appear as ``target``."""
+    """Sync a checkpoint to the disk, and rename it to ``target``."""
     for directory, _, names in os.walk(source):
         for name in names:
             with (Path(directory) / name).open("rb") as file:
@@ -178,7 +178,7 @@ def put_in_place(source: Path, target: Path) -> None:
 
 
 def finish_replacing(output: Path) -> None:
-    """Remove checkpoints that were replaced, but for files of others; put one back whose successor never came."""
+    """Remove replaced checkpoints, moving foreign files to the new one; restore one if there is no new one."""
     replaced = output / _REPLACED
     if replaced.is_symlink() or not replaced.is_dir():
         return
@@ -194,9 +194,9 @@ def finish_replacing(output: Path) -> None:
 
 
 def rotate(newest: Path, limit: int | None, best: str | None) -> None:
-    """Remove checkpoints before ``newest``, which is whole, but for so many whole ones, it and the best one included.
+    """Keep ``limit`` complete checkpoints up to ``newest``, including it and the best one, and remove the others.
 
-    Those of later steps are another run's and stay. What was not finished is removed, and not counted.
+    Checkpoints of later steps belong to another run and stay. Incomplete ones are removed, and not counted.
     """
     if limit is None or limit <= 0:
         return

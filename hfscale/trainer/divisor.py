@@ -1,4 +1,4 @@
-"""What a step's loss is divided by."""
+"""Choose the divisor of a step's loss."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,17 +7,18 @@ import torch
 
 
 def divisor(trainer: Any, items: Any, batches: Sequence[Mapping[str, Any]]) -> float | list[float] | None:
-    """What the sum over a step's labels is divided by, where Trainer knows no better than all of them.
+    """Return the divisor of a step's summed loss as Trainer would apply it.
 
-    A loss that is not divided by it is a mean for each batch. Trainer takes the mean of these; or adds them up, of a
-    model that takes the number and makes nothing of it.
+    A loss that is not divided by ``num_items_in_batch`` is a mean per batch. Trainer takes the mean of these, or their
+    sum if the model accepts that number without using it.
 
     Args:
         items: Trainer's ``num_items_in_batch``.
-        batches: that a step accumulates.
+        batches: the batches that a step accumulates.
 
     Returns:
-        one number for the step; one for each batch, of all distinct ones; ``None`` for the number of all its labels.
+        one number for the step; or one for each batch, over all distinct batches; ``None`` for the number of all its
+        labels.
     """
     loss = trainer.runtime.loss
     if loss is None:

@@ -1,7 +1,7 @@
-"""One step of ``Trainer.evaluate`` and ``predict``, in any layout.
+"""Run one step of ``Trainer.evaluate`` and ``predict``, in any layout.
 
-Data ranks are dealt batches of one size, and the last ones are filled up with rows from the beginning. Trainer drops
-what is made of those again; here they do not count in the loss either, which so is that of one process.
+Data ranks get batches of one size, the last ones padded with rows from the beginning. Trainer drops their outputs; here
+they do not count in the loss either, which therefore equals that of one process.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,7 +28,7 @@ def scored_step(
     ignore_keys: list[str] | None,
     stock: Callable[..., tuple[Any, Any, Any]],
 ) -> tuple[Tensor | None, Any, Any]:
-    """The same where the loss is a trainer's own mean over the labels of this rank's batch."""
+    """Run a step whose loss is the trainer's own mean over the labels of this rank's batch."""
     known = trainer.accelerator.examples_of(inputs)
     counted = inputs if known is None else first_examples(inputs, known, drop=False)
     shifted = counted.get("shift_labels")
@@ -49,10 +49,10 @@ def counted_step(
     ignore_keys: list[str] | None,
     stock: Callable[..., tuple[Any, Any, Any]],
 ) -> tuple[Tensor | None, Any, Any]:
-    """The loss where it is TRL's mean over rows, or pairs of them; its metrics are of the same rows.
+    """Run a step whose loss is TRL's mean over rows, or pairs of them; its metrics are over the same rows.
 
     Args:
-        known: how many examples this rank's batch has, and how many of them repeat none.
+        known: how many examples this rank's batch has, and how many of these are not repeated.
     """
     accelerator = trainer.accelerator
     repeated = accelerator.gather(torch.tensor([known[0] - known[1]], device=accelerator.device))
@@ -71,22 +71,22 @@ def prediction_step(
     ignore_keys: list[str] | None,
     stock: Callable[..., tuple[Any, Any, Any]],
 ) -> tuple[Tensor | None, Any, Any]:
-    """Loss of all distinct batches, logits and labels of this rank's.
+    """Return the loss of all distinct batches, and logits and labels of this rank's.
 
     Args:
-        stock: Trainer's own, which runs where logits are wanted and there are no stages.
+        stock: Trainer's own step, which runs if logits are wanted and there are no stages.
     """
     smoothing, stages = trainer.args.label_smoothing_factor, trainer.runtime.plan.stages is not None
     if inputs.get("labels") is None and not stages:
         return stock(model, inputs, loss_only, ignore_keys)
     loss_of, known = trainer.runtime.loss, trainer.accelerator.examples_of(inputs)
     counted = inputs if known is None else first_examples(inputs, known, drop=not loss_of.ignores)
-    by_host = bool(smoothing) and trainer.runtime.plan.loss is None  # of a class that takes its loss itself
+    by_host = bool(smoothing) and trainer.runtime.plan.loss is None  # a class that computes its own loss
     if stages or ((loss_only or smoothing) and not by_host):
         return _by_steps(trainer, model, inputs, counted, loss_only)
     masked = loss_of.ignores or known is None
     loss, logits, labels = stock(model, counted if masked else inputs, loss_only, ignore_keys)
-    # Trainer takes a loss for divided by all labels, and multiplies it by the data ranks.
+    # Trainer assumes a loss divided by the labels of all data ranks, and multiplies it by their number.
     right = masked and (loss_of.divides or trainer.accelerator.num_processes == 1)
     loss = trainer.accelerator.reduce(loss, "mean") if right else eval_step(model, counted).float()
     return loss, convert_to_fp32(logits), labels
@@ -95,7 +95,7 @@ def prediction_step(
 def _by_steps(
     trainer: Any, model: nn.Module, inputs: Mapping[str, Any], counted: Mapping[str, Any], loss_only: bool
 ) -> tuple[Tensor | None, Any, Any]:
-    """By :func:`hfscale.eval_step`; ``counted`` is the batch without what repeats other rows."""
+    """Run :func:`hfscale.eval_step`; ``counted`` is the batch without repeated rows."""
     loss_of, rows, labelled = trainer.runtime.loss, rows_of(inputs), inputs.get("labels") is not None
     staged, most = trainer.runtime.plan.stages is not None, trainer.args.per_device_eval_batch_size
     full = counted
@@ -114,14 +114,14 @@ def _by_steps(
     logits = convert_to_fp32(logits)[:rows]
     if not labelled:
         return None, logits, None
-    # Of examples that are packed into one row, those that repeat others have no labels.
+    # Repeated examples that are packed into one row have no labels.
     return loss.float(), logits, (counted if loss_of.ignores else inputs)["labels"].to(logits.device)
 
 
 def _by_pieces(
     trainer: Any, model: nn.Module, inputs: Mapping[str, Any], given: list[Mapping[str, Any]], loss_only: bool
 ) -> tuple[Tensor | None, Any, Any]:
-    """Of a loss that has no label for rows that count nothing, through stages."""
+    """Run a loss without an ignored label through stages."""
     with trainer.runtime.executor.uncut():
         if loss_only:
             return eval_step(model, given).float(), None, None
@@ -132,7 +132,7 @@ def _by_pieces(
 
 
 def _fitting(executor: Executor, rows: int) -> int:
-    """So many rows, or as few more as the schedule can cut into microbatches."""
+    """Return the least number of rows, at least ``rows``, that the schedule can cut into microbatches."""
     for more in range(_MOST_ADDED):
         row = torch.zeros(rows + more, 2, dtype=torch.int64)
         try:

@@ -1,13 +1,13 @@
-"""Checkpoints of a Trainer: plain Hugging Face directories, and the state of a run inside them.
+"""Checkpoints of a Trainer: plain Hugging Face directories with a training state inside.
 
 ::
 
     checkpoint-N/   config.json, model.safetensors ... (any layout, and stock transformers, reads them)
                     tokenizer, training_args.bin, trainer_state.json: Trainer's own
-                    hfscale_state/: weights, optimizer, schedule and random streams (hfscale.save_state)
-                    optimizer.pt, scheduler.pt: what stock Trainer in one process resumes from (:mod:`.stock_state`)
+                    hfscale_state/: weights, optimizer, schedule and RNG states (hfscale.save_state)
+                    optimizer.pt, scheduler.pt: for resuming with stock Trainer in one process (:mod:`.stock_state`)
 
-Each is written aside, and appears whole (:mod:`.directories`).
+Each is written aside, and appears once complete (:mod:`.directories`).
 """
 
 from collections.abc import Iterator
@@ -30,19 +30,20 @@ from .streams import RandomStreams
 
 
 class Checkpoints(TrainerHooks):
-    """Writes and reads the checkpoints of a Trainer."""
+    """Hooks that write and read the checkpoints of a Trainer."""
 
     _streams: RandomStreams
 
     @property
     def runtime(self) -> Runtime:
-        """Plan, ranks and parts of the model."""
+        """The runtime of the model: plan, mesh and parts."""
         trainer: Any = self
         return runtime_of(trainer.model)
 
     @contextmanager
     def written_aside(self, target: Path) -> Iterator[Path]:
-        """Let the checkpoint ``target`` be written aside, and appear once it is whole on every rank.
+        """Write the checkpoint ``target`` to a temporary directory inside the ``with`` block; rename it once all ranks
+        succeed.
 
         Raises:
             CheckpointError: on every rank, if one of them failed; older checkpoints are then as they were.
@@ -76,7 +77,7 @@ class Checkpoints(TrainerHooks):
             super().save_model(directory, _internal_call)  # type: ignore[misc]
 
     def write_state(self, directory: Path) -> None:
-        """Write optimizer, schedule and random streams in hfscale's own format; on every rank."""
+        """Write optimizer, schedule and RNG states in hfscale's own format; on every rank."""
         trainer: Any = self
         optimizer, scheduler = trainer.optimizer, trainer.lr_scheduler
         save_state(trainer.model, directory / STATE, optimizer=optimizer, scheduler=scheduler)
@@ -84,10 +85,11 @@ class Checkpoints(TrainerHooks):
             stock_state.write(self.runtime, directory, stock_optimizer(optimizer), scheduler)
 
     def read_state(self, checkpoint: Path) -> None:
-        """Read them; a checkpoint without a state leaves everything at its beginning, as Trainer does.
+        """Read optimizer, schedule and RNG states; without any in the checkpoint, leave them at their beginning, as
+        Trainer does.
 
         Raises:
-            CheckpointError: the state is of another model, optimizer or, where hfscale wrote it, layout.
+            CheckpointError: the state belongs to another model, optimizer or, if hfscale wrote it, layout.
         """
         trainer: Any = self
         model, optimizer, scheduler = trainer.model, trainer.optimizer, trainer.lr_scheduler
@@ -99,28 +101,28 @@ class Checkpoints(TrainerHooks):
         self._streams.read(checkpoint, own=has_state(checkpoint))
 
     def write_random_states(self, directory: Path) -> None:
-        """Write the random streams that stock Trainer reads, and those at the beginning of the epoch."""
+        """Write the RNG states that stock Trainer reads, and those at the beginning of the epoch."""
         with all_or_none(self.runtime.mesh, f"{directory} could not be written"):
             self._streams.write(directory)
 
     def put_back_random_states(self) -> None:
-        """Go on with the checkpoint's random streams, once the batches before it are skipped."""
+        """Restore the checkpoint's RNG states, once the batches before it are skipped."""
         self._streams.put_back()
 
     def read_weights(self, checkpoint: Path) -> None:
-        """Read the weights of a checkpoint without a state, which would hold them too."""
+        """Read the weights of a checkpoint without a training state, which would hold them too."""
         if not has_state(checkpoint):
             self.read_best_weights(checkpoint)
 
     def read_best_weights(self, checkpoint: Path) -> None:
-        """Read the weights of the plain directory that every checkpoint is."""
+        """Read the weights from a checkpoint's plain Hugging Face files."""
         model: nn.Module = self.model  # type: ignore[attr-defined]
         load_weights(model, checkpoint)
 
 
 @contextmanager
 def _best_named(state: Any, target: Path) -> Iterator[None]:
-    """Within: the best checkpoint is written down under the name that it has, or will have, beside ``target``."""
+    """Record the best checkpoint by its final path, beside ``target``, inside the ``with`` block."""
     save = state.save_to_json
 
     def name_it() -> None:

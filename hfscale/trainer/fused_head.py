@@ -1,10 +1,11 @@
-"""TRL's fused head over models that hfscale parallelized: ``model(..., labels=, fused_lm_head=True)`` gives scores.
+"""TRL's fused head over parallelized models: ``model(..., labels=, fused_lm_head=True)`` returns token scores.
 
-TRL's own multiplies by ``lm_head.weight``, of which a rank has a part, or none. Three ways to an answer::
+TRL's own multiplies by ``lm_head.weight``, of which a rank has a shard, or nothing. There are three ways to compute the
+scores::
 
-    a rank has all layers      the model itself, whose loss scores tokens (graph included)
-    stages, no gradients       hfscale.token_scores: every stage asks, every stage gets them
-    stages, a training step    what :class:`Conversation` says: the step has its passes when the stages are together
+    a rank has all layers      the model's forward pass, whose loss scores tokens (with autograd graph)
+    stages, no gradients       hfscale.token_scores: a collective call whose result is on all stages
+    stages, a training step    record the calls in a :class:`Conversation`; the pipelined step computes the scores later
 """
 
 from dataclasses import dataclass, field
@@ -29,13 +30,13 @@ _TRAINS = object()
 
 @dataclass
 class Conversation:
-    """What one microbatch's loss asks of models, in order: once, with gradients, of the one that trains.
+    """The model calls that one microbatch's loss makes, in order; exactly one, of the trained model, has gradients.
 
     Attributes:
-        call: the arguments with which that was asked.
-        answers: of the others, or of it without gradients, in order; its own place is marked.
-        scores: of the one that trains; ``None`` while they are not known.
-        place: how many questions have been asked.
+        call: the arguments of that call.
+        answers: results of the other calls, in order, with a marker in the place of that one.
+        scores: the result of that call; ``None`` until the step has computed it.
+        place: how many calls have been made.
     """
 
     call: dict[str, Any] = field(default_factory=dict)
@@ -45,17 +46,17 @@ class Conversation:
 
 
 class FusedHead:
-    """Answers for one model.
+    """The fused head of one model.
 
     Args:
-        runtime: of that model.
-        temperature: what its logits are divided by.
+        runtime: the model's.
+        temperature: divisor of the logits.
         outputs: which scores are wanted.
-        trains: whether it is the model that trains.
+        trains: whether it is the model that is trained.
 
     Attributes:
         temperature: the same.
-        conversation: of the step that it is in, if any.
+        conversation: the recorded calls of the current pipelined step, if any.
     """
 
     def __init__(self, runtime: Runtime, temperature: float, outputs: tuple[str, ...], trains: bool) -> None:
@@ -64,11 +65,11 @@ class FusedHead:
         self.conversation: Conversation | None = None
 
     def install(self) -> None:
-        """Into the model."""
+        """Intercept the model's calls."""
         answer_calls(self._runtime.model, self)
 
     def __call__(self, call: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
-        """In the place of the model."""
+        """Handle a call of the model in its place."""
         if not fused_lm_head:
             return call(*args, **kwargs)
         if self.conversation is not None:
@@ -92,7 +93,7 @@ class FusedHead:
         return self.output(scoring.scores, kwargs, answer)
 
     def output(self, scores: TokenScores, kwargs: dict[str, Any], answer: Any = None) -> Any:
-        """In TRL's form: without the last position, which predicts nothing."""
+        """Return scores in TRL's form: without the last position, which predicts nothing."""
         shifted = kwargs.get("shift_labels")
         wanted: Tensor = kwargs["labels"][:, 1:] if shifted is None else shifted
         found = {name: getattr(scores, name)[:, : wanted.shape[1]] for name in _FIELDS if name in self._outputs}
@@ -123,7 +124,7 @@ def _unknown(labels: Tensor) -> TokenScores:
 
 
 def fused_head(model: nn.Module, temperature: float, outputs: tuple[str, ...], trains: bool) -> FusedHead:
-    """A fused head for a model, installed."""
+    """Return a fused head that is installed into the model."""
     head = FusedHead(runtime_of(model), temperature, outputs, trains)
     head.install()
     return head

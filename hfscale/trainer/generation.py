@@ -1,7 +1,7 @@
-"""Generation while a Trainer evaluates (``predict_with_generate``), in any layout.
+"""Generate while a Trainer evaluates (``predict_with_generate``), in any layout.
 
-Where each rank has all layers, ``model.generate`` runs as it is. Through stages, one rank of each distinct batch holds
-the whole model for as long as an evaluation lasts, and generates for the ranks that share the batch.
+If each rank has all layers, ``model.generate`` runs as it is. With stages, one rank of each distinct batch holds the
+full model during an evaluation, and generates for the ranks that share the batch.
 """
 
 import copy
@@ -24,15 +24,15 @@ from ..runtime import Runtime
 
 
 def generates(trainer: Any) -> bool:
-    """Whether predictions are generated tokens and not logits."""
+    """Return whether predictions are generated tokens instead of logits."""
     return bool(getattr(trainer.args, "predict_with_generate", False)) and trainer.runtime.model.can_generate()
 
 
 def check_predictions(trainer: Any) -> None:
-    """Look at a trainer that is to generate what it predicts.
+    """Check a trainer whose predictions are generated.
 
     Raises:
-        ConfigError: its class does not generate, or the whole model has no room on one rank.
+        ConfigError: its class does not generate, or the full model does not fit on one rank.
     """
     if not generates(trainer):
         return
@@ -73,9 +73,9 @@ def _check_room(runtime: Runtime, room: int) -> None:
 
 @contextmanager
 def while_evaluated(trainer: Any) -> Iterator[None]:
-    """Within: the model of a trainer generates in any layout, and rows that repeat others are not gathered.
+    """Let the trainer's model generate in any layout, and leave repeated rows out, inside the ``with`` block.
 
-    Seq2SeqTrainer keeps such rows, and weighs the loss of a smaller last batch as those of the others.
+    Seq2SeqTrainer keeps such rows, and weights the loss of a smaller last batch like the others.
     """
     accelerator = trainer.accelerator
     if trainer.gather_function == accelerator.gather:
@@ -96,10 +96,10 @@ def _is_losses(given: Any) -> bool:
 def generated_step(
     trainer: Any, inputs: Any, loss: Tensor | None, ignore_keys: list[str] | None, step: Callable[..., Any], more: Any
 ) -> tuple[Tensor | None, Any, Any]:
-    """Return the loss, tokens that the model generates, and labels, both as long as those of the other data ranks.
+    """Return the loss, generated tokens, and labels, both padded to the longest of all data ranks.
 
     Args:
-        step: Seq2SeqTrainer's, which also asks a model for the loss, and is given the one that is known.
+        step: Seq2SeqTrainer's step, which also asks the model for the loss, and gets the one that is known.
         more: arguments of ``generate``.
     """
     given, model, mesh = dict(inputs), trainer.runtime.model, trainer.runtime.mesh
@@ -124,11 +124,12 @@ def generated_step(
 
 
 def _filled(mesh: Mesh, rows: Tensor, known: tuple[int, int] | None, fill: int, after: int = 0) -> Tensor:
-    """Return rows as long as in one process: as the longest of any data rank, those that repeat others left out.
+    """Pad rows to their length in one process: that of the longest on any data rank, repeated rows left out.
 
     Args:
-        known: how many rows there are, and how many of them repeat none; ``None``: all.
-        after: how many of the columns behind the last that is no filling belong to the rows.
+        known: how many rows there are, and how many of these are not repeated; ``None``: all.
+        fill: the padding value.
+        after: how many columns behind the last unpadded one belong to the rows.
     """
     width = rows.shape[1]
     if known is not None and known[1] < known[0] == len(rows):
@@ -139,7 +140,7 @@ def _filled(mesh: Mesh, rows: Tensor, known: tuple[int, int] | None, fill: int, 
 
 
 class _WholeModel:
-    """A whole model on the first rank of each distinct batch, with the weights of one that is cut into stages."""
+    """The full model on the first rank of each distinct batch, with the weights gathered from all stages."""
 
     def __init__(self, runtime: Runtime) -> None:
         mesh, model = runtime.mesh, runtime.model
@@ -161,9 +162,9 @@ class _WholeModel:
                     places[name].copy_(tensor)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the whole model generates for this rank's batch; call it on every rank."""
+        """Return the tokens that the full model generates for this rank's batch; call it on every rank."""
         mesh, made, failure = self._runtime.mesh, None, ""
-        seed = int(torch.randint(2**31, ()))  # drawn on every rank: those that draw alike go on to
+        seed = int(torch.randint(2**31, ()))  # drawn on every rank, so that equal RNG states stay equal
         if self._model is not None:
             dtype = MIXED_PRECISIONS[self._runtime.options.mixed_precision]
             autocast = torch.autocast(mesh.device.type, dtype=dtype) if dtype else nullcontext()

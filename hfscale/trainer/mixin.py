@@ -1,11 +1,11 @@
-"""``hfscale.Trainer``, and what makes one of any subclass of transformers'.
+"""``hfscale.Trainer``, and the mixin that adapts any subclass of transformers'.
 
-Data flow of a step where the loss is the model's own (any layout)::
+Data flow of a step whose loss is the model's own (any layout)::
 
     loader: this distinct batch's rows --> microbatches wait for the last of their step --> hfscale.train_step
-    --> accelerator.clip_grad_norm_ (norm of the whole model) --> optimizer --> schedule --> logs, equal on all ranks
+    --> accelerator.clip_grad_norm_ (norm of the full model) --> optimizer --> schedule --> logs, equal on all ranks
 
-Where a subclass or a function makes the loss, Trainer's own step runs, over every axis but stages.
+If a subclass or a function computes the loss, Trainer's own step runs, over every axis but stages.
 """
 
 from collections.abc import Mapping
@@ -59,15 +59,16 @@ from .work import operations
 
 
 class TrainerMixin(Checkpoints, DataSets):
-    """Makes a Trainer that knows hfscale's models: ``class MyTrainer(hfscale.TrainerMixin, transformers.Trainer)``.
+    """A mixin that lets a Trainer train parallelized models: ``class MyTrainer(hfscale.TrainerMixin,
+    transformers.Trainer)``.
 
     Args:
-        model: one that hfscale parallelized, or a stock one, the same on every rank, which is then cut in place.
-        args: of the Trainer, and so are ``kwargs``.
+        model: a parallelized model, or a stock one, the same on every rank, which is cut in place.
+        args: arguments of the Trainer, as are ``kwargs``.
         parallel: the layout of a stock model; by default that of the ``PARALLELISM_CONFIG_*`` variables.
 
     Raises:
-        ConfigError: the arguments ask for what cannot work in the layout; nothing has been built yet.
+        ConfigError: the arguments cannot work in the layout; nothing has been built yet.
     """
 
     def __init__(self, model: Any = None, *args: Any, parallel: ParallelConfig | None = None, **kwargs: Any) -> None:
@@ -75,7 +76,7 @@ class TrainerMixin(Checkpoints, DataSets):
         if arguments is not None:
             check_run(arguments)
         self._parallel, self._waiting = parallel, list[Any]()
-        self._carried: Tensor | float = 0.0  # the loss of a step that its stream has cut short
+        self._carried: Tensor | float = 0.0  # the loss of a step that the end of the data has cut short
         self._items: Any = None
         layout, context = parallel or _layout_of_environment(), ExitStack()
         if isinstance(model, nn.Module):
@@ -88,7 +89,7 @@ class TrainerMixin(Checkpoints, DataSets):
         self._seams = Seams(layout, options_of(arguments) | seed)
         if isinstance(model, nn.Module):
             self._seams.train(model)
-        self._while_made = context  # which a model that is made on the way enters
+        self._while_made = context  # models made by Trainer's __init__ enter contexts into it
         with context, self._seams.while_made(type(self)):
             super().__init__(model, *args, **kwargs)  # type: ignore[call-arg]
         self._while_made = ExitStack()
@@ -98,7 +99,7 @@ class TrainerMixin(Checkpoints, DataSets):
         self.check_loss()
 
     def check_loss(self) -> None:
-        """Refuse a loss that needs what no rank has."""
+        """Refuse a loss, and other options, that the layout cannot run."""
         trainer: Any = self
         runtime, own = self.runtime, not has_stock_loss(self)
         check_packing(trainer, runtime)
@@ -119,7 +120,7 @@ class TrainerMixin(Checkpoints, DataSets):
         check_step(trainer, runtime, self.uses_train_step)
 
     def _parallelized(self, model: Any, arguments: TrainingArguments | None) -> Any:
-        """The model with a layout: the one that it has, or the one that is asked for."""
+        """Return the model parallelized: as it is, or by the requested layout."""
         runtime, asked = find_runtime(model), self._parallel
         if runtime is not None:
             if asked is not None and asked != runtime.mesh.layout:
@@ -136,7 +137,7 @@ class TrainerMixin(Checkpoints, DataSets):
     # --- hooks of Trainer ---------------------------------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Trainer's; with an accelerator that counts distinct batches."""
+        """Create Trainer's accelerator as one that counts distinct batches."""
         trainer: Any = self
         check_run(trainer.args)
         with accelerator_made_by(TrainerAccelerator):
@@ -145,10 +146,10 @@ class TrainerMixin(Checkpoints, DataSets):
             self._adopt(trainer.model)
 
     def call_model_init(self, trial: Any = None) -> Any:
-        """Trainer's; a stock model is cut."""
+        """Call the user's ``model_init``, and parallelize a stock model."""
         trainer: Any = self
         model = self._parallelized(super().call_model_init(trial), trainer.args)  # type: ignore[misc]
-        model.config.use_cache = getattr(trainer.args, "use_cache", False)  # Trainer says it to its first one alone
+        model.config.use_cache = getattr(trainer.args, "use_cache", False)  # Trainer sets it on its first model only
         self._while_made.enter_context(taken_for_adapted(runtime_of(model).model))
         self._adopt(model)
         return model
@@ -162,18 +163,18 @@ class TrainerMixin(Checkpoints, DataSets):
 
     @property
     def _scores_tokens(self) -> bool:
-        """Whether the loss is made of scores of tokens: TRL's, by its fused head."""
+        """Whether the loss is computed from token scores: TRL's, by its fused head."""
         trainer: Any = self
         smoothed = bool(trainer.args.label_smoothing_factor) and not hasattr(trainer, "label_pad_token_id")
         return bool(self._seams.heads) and trainer.compute_loss_func is None and not smoothed
 
     @property
     def uses_train_step(self) -> bool:
-        """Whether steps are :func:`hfscale.train_step`'s: the loss is the model's own mean over labels.
+        """Whether steps run :func:`hfscale.train_step`: the loss is the model's own mean over labels.
 
-        Of a model that is not divided by a step's number of labels, Trainer's is a mean of means, or their sum, which
-        its own step makes wherever it can: not through stages, over data ranks, nor where labels are smoothed. There
-        :func:`.divisor.divisor` says what each batch is divided by.
+        If the model does not divide by a step's number of labels, Trainer's loss is a mean of means, or their sum. Its
+        own step computes that, except through stages, over data ranks, or with smoothed labels; there
+        :func:`.divisor.divisor` returns what to divide each batch by.
         """
         trainer: Any = self
         runtime = self.runtime
@@ -185,11 +186,11 @@ class TrainerMixin(Checkpoints, DataSets):
 
     @property
     def knows_loss(self) -> bool:
-        """Whether the loss is the model's own, and a mean that hfscale knows."""
+        """Whether the loss is the model's own, and a mean that hfscale can compute."""
         return has_stock_loss(self) and self.runtime.loss is not None
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Trainer's."""
+        """Train as Trainer does, resuming from a complete checkpoint."""
         output = self.args.output_dir  # type: ignore[attr-defined]
         resume_from_checkpoint = resumed_from(resume_from_checkpoint, Path(output), self.runtime.mesh)
         self._waiting, self._carried = [], 0.0  # an earlier run may have ended within a step
@@ -198,7 +199,7 @@ class TrainerMixin(Checkpoints, DataSets):
         return done._replace(training_loss=done.metrics["train_loss"])
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Trainer's; the run's mean loss is that of all data ranks, also since the last row."""
+        """Log as Trainer does, with the run's mean loss over all data ranks."""
         accelerator = self.accelerator  # type: ignore[attr-defined]
         if "train_loss" in logs and accelerator.num_processes > 1:
             own = torch.tensor(logs["train_loss"], dtype=torch.float64, device=accelerator.device)
@@ -206,9 +207,9 @@ class TrainerMixin(Checkpoints, DataSets):
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
-        """Trainer's; rows that even out the data ranks at the end of an epoch are left out again."""
+        """Return a step's batches as Trainer does, without the rows that pad data ranks at the end of an epoch."""
         trainer: Any = self
-        if self._waiting:  # a stream has ended within a step: stock Trainer adds these gradients to the next one's
+        if self._waiting:  # the data ended within a step: stock Trainer adds these gradients to the next one's
             self._carried = self._step(self._items)
         batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]
         drops, stream = self.uses_train_step, isinstance(trainer.train_dataset, IterableDataset)
@@ -225,13 +226,13 @@ class TrainerMixin(Checkpoints, DataSets):
         return batches, count
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Trainer's; microbatches wait for the one that ends their step, and all go through it together."""
+        """Collect microbatches until the last one of their step, then run forward and backward over all of them."""
         trainer: Any = self
         staged = self.runtime.plan.stages is not None
         if not self.uses_train_step and not staged:
             return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc,no-any-return]
         model.train()
-        if callable(getattr(trainer.optimizer, "train", None)):  # those without a schedule
+        if callable(getattr(trainer.optimizer, "train", None)):  # schedule-free optimizers
             trainer.optimizer.train()
         self._waiting.append(prepared(self, inputs))
         loss, self._carried = self._carried, 0.0
@@ -242,7 +243,7 @@ class TrainerMixin(Checkpoints, DataSets):
         return torch.as_tensor(loss, dtype=torch.float32, device=trainer.args.device)
 
     def _step(self, num_items_in_batch: Any) -> Tensor:
-        """Forward and backward over the microbatches that wait."""
+        """Run forward and backward over the microbatches that wait."""
         trainer: Any = self
         batches, self._waiting = self._waiting, []
         args, model, staged = trainer.args, trainer.model, self.runtime.plan.stages is not None
@@ -253,7 +254,7 @@ class TrainerMixin(Checkpoints, DataSets):
         assert loss is not None  # or it would not be train_step's
         items = divisor(self, num_items_in_batch, batches)
         if staged and isinstance(items, list):
-            items += [1.0] * (args.gradient_accumulation_steps - len(batches))  # of those that fill it up
+            items += [1.0] * (args.gradient_accumulation_steps - len(batches))  # for padding microbatches
         given: dict[str, Any] = {"label_smoothing": args.label_smoothing_factor, "num_items_in_batch": items}
         if not staged:
             return train_step(model, batches, **given)
@@ -261,7 +262,7 @@ class TrainerMixin(Checkpoints, DataSets):
             return train_step(model, microbatches, **given)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Trainer's; where predictions are generated, in any layout."""
+        """Evaluate as Trainer does, with generated predictions in any layout."""
         with generation.while_evaluated(self):
             return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
 
@@ -273,7 +274,7 @@ class TrainerMixin(Checkpoints, DataSets):
         ignore_keys: list[str] | None = None,
         **generates: Any,
     ) -> tuple[Tensor | None, Any, Any]:
-        """Trainer's; rows that even out the last batch of data ranks do not count."""
+        """Evaluate one batch as Trainer does, without the rows that pad data ranks."""
         stock = evaluated_with_logits(self, super().prediction_step)  # type: ignore[misc]
         if generation.generates(self) and not prediction_loss_only:
             loss = self.prediction_step(model, inputs, True, ignore_keys)[0]
@@ -288,24 +289,24 @@ class TrainerMixin(Checkpoints, DataSets):
         return evaluation.prediction_step(self, model, inputs, prediction_loss_only, ignore_keys, stock)
 
     def around_inputs(self) -> AbstractContextManager[None]:
-        """Around Trainer's way of preparing a batch, in which some gather rewards."""
+        """Return a context for Trainer's preparation of a batch, in which some trainers gather rewards."""
         trainer: Any = self
         return batches_gathered(type(self), trainer.accelerator)
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
-        """Trainer's; by name, over shards. What a subclass chooses otherwise is made by Trainer."""
+        """Create the optimizer named in the arguments over shards, or let Trainer create what a subclass chooses."""
         trainer: Any = self
         if trainer.optimizer is None:
             trainer.optimizer = optimizers.named(trainer, trainer.model if model is None else model)
         return super().create_optimizer(model)  # type: ignore[misc]
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        """Rows of a step, over the distinct batches."""
+        """Return the rows of a step, over the distinct batches."""
         trainer: Any = self
         return int(trainer.accelerator.num_processes * args.gradient_accumulation_steps * args.train_batch_size)
 
     def floating_point_ops(self, inputs: Any) -> Any:
-        """This rank's share of a batch's operations: ranks that share the batch do them between them."""
+        """Return this rank's fraction of a batch's FLOPs, which ranks that share the batch divide between them."""
         return operations(self.runtime, inputs)
 
 
@@ -317,13 +318,13 @@ class Trainer(TrainerMixin, transformers.Trainer):
 
 
 class Seq2SeqTrainer(TrainerMixin, transformers.Seq2SeqTrainer):  # type: ignore[misc]
-    """``transformers.Seq2SeqTrainer`` in any layout, ``predict_with_generate`` included.
+    """``transformers.Seq2SeqTrainer`` in any layout, including ``predict_with_generate``.
 
-    See :class:`TrainerMixin` for ``parallel``, and docs/trainer.md for what generates through stages.
+    See :class:`TrainerMixin` for ``parallel``, and docs/trainer.md for generation with stages.
     """
 
 
 def _layout_of_environment() -> ParallelConfig | None:
-    """The layout that the environment names, where it fits the processes that were started."""
+    """Return the layout in the environment, or ``None`` if it does not fit the processes that were started."""
     found = ParallelConfig()
     return found if found.total_size == started_processes() else None

@@ -1,4 +1,4 @@
-"""The optimizer that ``TrainingArguments`` name, over shards."""
+"""Create the optimizer that ``TrainingArguments`` name, over shards."""
 
 import warnings
 from typing import Any
@@ -11,9 +11,9 @@ from ..optimizers.catalog import parse_arguments
 
 
 def named(trainer: Any, model: nn.Module) -> Any:
-    """What ``args.optim`` stands for; ``None`` where the script chooses otherwise, and Trainer makes it.
+    """Return the optimizer of ``args.optim``, or ``None`` if the script chooses another, which Trainer creates.
 
-    Parameters decay that a subclass says decay.
+    Weight decay follows the subclass's choice of parameters.
     """
     args = trainer.args
     if trainer.optimizer_cls_and_kwargs is not None or chooses_optimizer(trainer):
@@ -31,7 +31,7 @@ def named(trainer: Any, model: nn.Module) -> Any:
 
 
 def heard_options(arguments: Any) -> dict[str, Any]:
-    """Those of ``optim_args`` that ``transformers.Trainer`` heeds: a script is to log what it logged there."""
+    """Return the ``optim_args`` that ``transformers.Trainer`` uses, so that a script logs the same; warn of others."""
     given = parse_arguments(arguments.optim_args)
     unheard = unheard_options(arguments, given)
     if unheard:

@@ -1,4 +1,4 @@
-"""What a Trainer is asked for and hfscale's cannot do, refused before anything is built."""
+"""Refuse options of a Trainer that cannot work here, before anything is built."""
 
 import os
 from typing import Any
@@ -41,10 +41,10 @@ _REFUSED = {
 
 
 def check_run(arguments: Any) -> None:
-    """Look through ``TrainingArguments``, and make them see the processes that run.
+    """Check ``TrainingArguments``, and correct their number of processes on CPUs.
 
     Raises:
-        ConfigError: something cannot work, or they see others.
+        ConfigError: an argument cannot work, or they count other processes than were started.
     """
     check_arguments(arguments)
     check_optimizer(arguments)
@@ -60,10 +60,10 @@ def check_run(arguments: Any) -> None:
 
 
 def check_arguments(arguments: Any) -> None:
-    """Look through ``TrainingArguments``.
+    """Check ``TrainingArguments``.
 
     Raises:
-        ConfigError: one of them cannot work; it names the argument and what to use.
+        ConfigError: one of them cannot work; it names the argument and an alternative.
     """
     for name, why in _REFUSED.items():
         if getattr(arguments, name, None):
@@ -92,7 +92,7 @@ def check_arguments(arguments: Any) -> None:
 
 
 def check_optimizer(arguments: Any) -> None:
-    """Look at the optimizer that the arguments name.
+    """Check the optimizer that the arguments name.
 
     Raises:
         ConfigError: hfscale does not know it, or it does not take ``optim_args``.
@@ -100,19 +100,19 @@ def check_optimizer(arguments: Any) -> None:
     name = str(getattr(arguments.optim, "value", arguments.optim))
     adam = {"betas": (arguments.adam_beta1, arguments.adam_beta2), "eps": arguments.adam_epsilon}
     choice, given = find_choice(name), parse_arguments(arguments.optim_args)
-    unheard = {*unheard_options(arguments, given)} & {*choice.adam}  # which have arguments of their own
+    unheard = {*unheard_options(arguments, given)} & {*choice.adam}  # these have arguments of their own
     choice.options(name, adam, {option: value for option, value in given.items() if option not in unheard})
 
 
 def check_model(runtime: Runtime, arguments: Any, smoothed_by_host: bool) -> None:
-    """Look at the model and its layout.
+    """Check the model and its layout against the arguments.
 
     Args:
-        smoothed_by_host: whether labels would be smoothed by the host's code.
+        smoothed_by_host: whether labels would be smoothed by transformers' code.
 
     Raises:
-        ConfigError: its precision, its kernels or the place of its optimizer do not go with the arguments, or its
-            schedule has no end of a step.
+        ConfigError: its precision, its kernels or its optimizer's device do not match the arguments, or its schedule
+            has no flush.
     """
     if offloaded(runtime.plan).optimizer:
         refuse_aside(str(getattr(arguments.optim, "value", arguments.optim)))
@@ -144,10 +144,10 @@ def check_model(runtime: Runtime, arguments: Any, smoothed_by_host: bool) -> Non
 
 
 def check_layout_of(model: nn.Module, layout: ParallelConfig, processes: int) -> None:
-    """Look at a model that hfscale has not parallelized yet.
+    """Check the layout of a model that is not parallelized yet.
 
     Raises:
-        ConfigError: the layout is not for the processes that run.
+        ConfigError: the layout is not for the processes that were started.
     """
     if layout.total_size != processes:
         raise ConfigError(
@@ -159,10 +159,10 @@ def check_layout_of(model: nn.Module, layout: ParallelConfig, processes: int) ->
 
 
 def check_generation(trainer: Any, runtime: Runtime) -> None:
-    """Look at a trainer that generates what it learns from.
+    """Check a trainer that generates its training data.
 
     Raises:
-        ConfigError: over context ranks, which draw numbers of their own, as their tokens are others.
+        ConfigError: it has context ranks, which draw different random numbers for their different tokens.
     """
     if hasattr(trainer, "reward_funcs") and runtime.mesh.layout.size("cp") > 1:
         raise ConfigError(
@@ -173,10 +173,10 @@ def check_generation(trainer: Any, runtime: Runtime) -> None:
 
 
 def check_cached(dataset: Any, processes: int) -> None:
-    """Look at rows beside which the first rank is about to cache what all ranks then read.
+    """Check rows whose scores the first rank is about to cache beside them for all ranks.
 
     Raises:
-        ConfigError: they are in memory, and every rank would look for the file in a directory of its own.
+        ConfigError: they are in memory, and every rank would look for the cache in a directory of its own.
     """
     if processes > 1 and getattr(dataset, "cache_files", None) == []:
         raise ConfigError(
@@ -187,10 +187,10 @@ def check_cached(dataset: Any, processes: int) -> None:
 
 
 def check_losses_of_scores(trainer: Any, runtime: Runtime) -> None:
-    """Look at what TRL's trainers do beside their loss, where a model is cut into stages.
+    """Check features of TRL's trainers beside their loss, for a model cut into stages.
 
     Raises:
-        ConfigError: it needs the model on one rank.
+        ConfigError: it needs the full model on one rank.
     """
     layout = runtime.mesh.layout.describe()
     if hasattr(trainer, "reward_funcs"):
@@ -209,10 +209,10 @@ def check_losses_of_scores(trainer: Any, runtime: Runtime) -> None:
 
 
 def check_smoothing(trainer: Any, runtime: Runtime) -> None:
-    """Look at labels that are smoothed, in steps that hfscale makes.
+    """Check label smoothing in steps of :func:`hfscale.train_step`.
 
     Raises:
-        ConfigError: the model takes its loss itself, which nobody smooths there.
+        ConfigError: the model computes its loss itself, where labels cannot be smoothed.
     """
     if trainer.args.label_smoothing_factor and runtime.plan.loss is None:
         name, layout = class_name(runtime.model), runtime.mesh.layout.describe()
@@ -223,11 +223,11 @@ def check_smoothing(trainer: Any, runtime: Runtime) -> None:
 
 
 def check_step(trainer: Any, runtime: Runtime, uses_train_step: bool) -> None:
-    """Look at the microbatches that a step will have.
+    """Check the microbatches that a step will have.
 
     Raises:
         ConfigError: the schedule cannot run them, they would add the router's loss several times, or their labels are
-            smoothed and nobody does it.
+            to be smoothed in a loss that the model computes itself.
     """
     args = trainer.args
     if uses_train_step:
@@ -251,17 +251,17 @@ def check_step(trainer: Any, runtime: Runtime, uses_train_step: bool) -> None:
 
 
 def _same_rows(args: Any, microbatches: int) -> str:
-    """How a step keeps its rows."""
+    """Return advice on how a step keeps its number of rows."""
     rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
     same = f" and per_device_train_batch_size={rows // microbatches}, for as many rows in a step as now"
     return "" if rows % microbatches else same
 
 
 def check_scaled(trainer: Any, runtime: Runtime, own_step: bool) -> None:
-    """Look at who scales the loss of float16.
+    """Check that the loss of float16 will be scaled.
 
     Raises:
-        ConfigError: nobody would: its backward pass is the trainer's own.
+        ConfigError: it would not be: the backward pass is the trainer's own.
     """
     if runtime.options.mixed_precision == "fp16" and own_step:
         raise ConfigError(
@@ -271,7 +271,7 @@ def check_scaled(trainer: Any, runtime: Runtime, own_step: bool) -> None:
 
 
 def check_packing(trainer: Any, runtime: Runtime) -> None:
-    """Refuse collators that put several documents into one row, for models that do not keep them apart.
+    """Refuse collators that pack several documents into one row, for models that do not keep them apart.
 
     Raises:
         ConfigError: see :func:`hfscale.guards.check_packed_rows`.

@@ -1,4 +1,4 @@
-"""What TRL's trainers call by name, for models that hfscale parallelized."""
+"""Replacements for functions that TRL's trainers call by name, for parallelized models."""
 
 import hashlib
 from collections.abc import Iterable
@@ -23,12 +23,12 @@ from .fused_head import FusedHead, fused_head
 
 
 class Seams:
-    """The functions, for one trainer.
+    """The replacements, for one trainer.
 
     Attributes:
-        heads: the fused heads of its models; the first is of the one that trains.
-        layout: of models that it makes itself.
-        options: likewise, what they are built with.
+        heads: the fused heads of its models; the first belongs to the trained model.
+        layout: the layout of models that it makes itself.
+        options: the options, likewise.
     """
 
     def __init__(self, layout: ParallelConfig | None, options: dict[str, Any]) -> None:
@@ -38,7 +38,7 @@ class Seams:
         self._made_of: list[tuple[nn.Parameter, Tensor]] = []
 
     def while_made(self, kind: type) -> AbstractContextManager[None]:
-        """Within: a trainer of this class is made."""
+        """Patch the functions that a trainer of this class calls while it is constructed, inside the ``with`` block."""
         return replaced(
             kind,
             {
@@ -51,12 +51,12 @@ class Seams:
         )
 
     def train(self, model: Any) -> None:
-        """Remember the model that trains, and what its parameters are made of."""
+        """Remember the trained model, and the tensors behind its parameters."""
         self._policy = runtime_of(model)
         self._made_of = [(parameter, parameter.data) for parameter in model.parameters() if parameter.requires_grad]
 
     def follow_casts(self) -> None:
-        """TRL casts adapters over 4-bit weights to bfloat16 by their ``data``, which FSDP2's own shards do not see."""
+        """Repeat TRL's cast of adapters over 4-bit weights to bfloat16, made by ``data``, on FSDP2's own shards."""
         cast = {parameter: parameter.dtype for parameter, data in self._made_of if parameter.dtype != data.dtype}
         sharded: dict[nn.Parameter, torch.dtype]
         sharded = {parameter: dtype for parameter, dtype in cast.items() if isinstance(parameter, DTensor)}
@@ -101,9 +101,9 @@ class Seams:
         given = {name: value for name, value in kwargs.items() if name != "device_map" and value is not None}
         dtype = given.pop("dtype", torch.float32)
         dtype = getattr(torch, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
-        if self._policy is not None:  # what is made now is its reference, which it equals before the first step
+        if self._policy is not None:  # this model is its reference, which it equals before the first step
             given |= reference_of(self._policy)
-            if dtype == self._policy.model.dtype:  # of the first parameter that this rank has, an adapter's perhaps
+            if dtype == self._policy.model.dtype:  # that of this rank's first parameter, perhaps an adapter's
                 dtype = self._policy.plan.parameters[0].dtype
         return build.from_pretrained(
             path,
@@ -116,7 +116,7 @@ class Seams:
 
 
 def options_of(arguments: Any) -> dict[str, Any]:
-    """How models are built that a trainer with these ``TrainingArguments``, if any, is to train."""
+    """Return the options of models that a trainer with these ``TrainingArguments``, if any, makes."""
     if arguments is None:
         return {}
     kernels = (arguments.liger_kernel_config or True) if arguments.use_liger_kernel else False
@@ -124,7 +124,7 @@ def options_of(arguments: Any) -> dict[str, Any]:
 
 
 def reference_of(policy: Runtime) -> dict[str, Any]:
-    """How a second model is loaded that is what the first one was: over the same bits, with the same saved adapter.
+    """Return the arguments that load a reference model equal to the policy: quantized alike, with its saved adapter.
 
     Raises:
         ConfigError: its adapters are new, and the reference is the model without them.
@@ -143,7 +143,7 @@ def reference_of(policy: Runtime) -> dict[str, Any]:
 
 
 def _synchronized(stock: Any, **kwargs: Any) -> Any:
-    """TRL's callback that moves a reference towards the model; where both have whole weights just now, shares first."""
+    """Wrap TRL's callback that mixes a model into its reference, so that gathered weights are resharded first."""
     callback = stock(**kwargs)
     mix = callback.sync_target_model
 
@@ -157,7 +157,7 @@ def _synchronized(stock: Any, **kwargs: Any) -> Any:
 
 
 def _hash_module(stock: Any, module: Any) -> str:
-    """Of all ranks' shares; TRL's is of what this rank has."""
+    """Hash the shards of all ranks; TRL's hashes this rank's alone."""
     runtime = find_runtime(module)
     return str(stock(module)) if runtime is None else _hash(runtime)
 
@@ -171,7 +171,7 @@ def _hash(runtime: Runtime) -> str:
 
 
 def batches_gathered(kind: type, accelerator: Any) -> AbstractContextManager[None]:
-    """Within: what a trainer gathers by Accelerate's functions comes from distinct batches, each once."""
+    """Let a trainer's calls of Accelerate's gather functions return each distinct batch once in the ``with`` block."""
 
     def gather(stock: Any, tensor: Any) -> Any:
         return accelerator.gather(tensor)
@@ -187,10 +187,10 @@ def batches_gathered(kind: type, accelerator: Any) -> AbstractContextManager[Non
 
 
 def count_generations(arguments: Any, batches: int) -> None:
-    """A GRPO or RLOO config has multiplied by processes, before it could know that some share a batch.
+    """Set the generation batch size of a GRPO or RLOO config, which multiplied by processes that may share a batch.
 
     Raises:
-        ConfigError: a generation cannot be divided into groups then.
+        ConfigError: a generation cannot be divided into groups.
     """
     if getattr(arguments, "generation_batch_size", None) is None:
         return

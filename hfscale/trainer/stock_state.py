@@ -1,10 +1,10 @@
-"""The optimizer's state as ``transformers.Trainer`` writes it in one process, out of and into any layout.
+"""Read and write the optimizer's state as ``transformers.Trainer`` writes it in one process, in any layout.
 
-Stock Trainer numbers parameters: those that decay, in the order of the whole model, then those that do not. Each state
-of a parameter that has its shape is cut, or put together, as the parameter itself is::
+Stock Trainer numbers parameters: those that decay, in the order of the full model, then those that do not. Each state
+with the shape of its parameter is cut, or gathered, like the parameter::
 
-    optimizer.pt: {"state": {number: {"exp_avg": [whole], "step": []}}, "param_groups": [{..., "params": [numbers]}]}
-        <-- gathered on rank 0, one tensor after the other / --> each rank takes its shares
+    optimizer.pt: {"state": {number: {"exp_avg": [full], "step": []}}, "param_groups": [{..., "params": [numbers]}]}
+        <-- gathered on rank 0, one tensor after the other / --> each rank takes its shards
 """
 
 from collections.abc import Callable
@@ -26,17 +26,17 @@ from ..runtime.names import stock_name
 from ..runtime.writing import is_writer
 
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
-_LARGEST = 16 << 30  # bytes of a state that one process is taken to have room for
+_LARGEST = 16 << 30  # bytes of a state that one process is assumed to have room for
 
 Names = list[list[str]]
-"""Of each parameter group, the names of its parameters in the plan, in stock Trainer's order."""
+"""Per parameter group, the names of its parameters in the plan, in stock Trainer's order."""
 
 
 def write(runtime: Runtime, directory: Path, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
-    """What stock Trainer resumes from; collective.
+    """Write the files from which stock Trainer resumes; collective.
 
-    Where it could not hold the state, or an optimizer keeps other things than tensors like its parameters, it finds a
-    file that it refuses: without any it would begin with an empty state, and say nothing.
+    If it could not hold the state, or an optimizer keeps anything but tensors like its parameters, the file is one that
+    it refuses: without a file it would silently begin with an empty state.
     """
     numbers, kinds = _numbers(runtime, optimizer), _kinds(runtime, optimizer)
     written: dict[str, Any] = {"state": {}, "param_groups": [], "resume_with": "hfscale.Trainer"}
@@ -59,10 +59,10 @@ def write(runtime: Runtime, directory: Path, optimizer: torch.optim.Optimizer, s
 
 
 def read(runtime: Runtime, checkpoint: Path, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
-    """Go on from a checkpoint of stock Trainer's; call it on every rank.
+    """Resume from a checkpoint of stock Trainer's; call it on every rank.
 
     Raises:
-        CheckpointError: its state is not one of these parameters, or in blocks that the layout cuts.
+        CheckpointError: its state belongs to other parameters, or is in blocks that the layout cuts.
     """
     written = torch.load(checkpoint / OPTIMIZER, map_location="cpu", weights_only=True, mmap=True)
     names, groups = _numbers(runtime, optimizer), written["param_groups"]
@@ -97,7 +97,7 @@ def _refuse_blocks(checkpoint: Path, state: dict[str, Any], planned: ParameterPl
 
 
 def _flat(state: dict[str, Any]) -> dict[str, Any]:
-    """Bitsandbytes wraps what belongs together in a dictionary of its own."""
+    """Return the state without the nested dictionaries of bitsandbytes."""
     nested = [value for value in state.values() if isinstance(value, dict)]
     plain = {key: value for key, value in state.items() if not isinstance(value, dict)}
     return {**plain, **{key: value for each in nested for key, value in each.items()}}
@@ -106,7 +106,7 @@ def _flat(state: dict[str, Any]) -> dict[str, Any]:
 def _taken(
     key: str, value: Any, planned: ParameterPlan, parameter: Tensor, ranks: dict[str, int], optimizer: Any
 ) -> Any:
-    """This rank's share of a state of the whole parameter: of its shape, or, in hfscale's optimizers, as they say."""
+    """Return this rank's shard of a state of the full parameter: cut like it, or as hfscale's optimizers say."""
     if not isinstance(value, Tensor) or value.ndim == 0:
         return value
     plain = bool(getattr(optimizer, "keeps_plain_state", False))
@@ -122,7 +122,7 @@ def _taken(
 
 
 def _numbers(runtime: Runtime, optimizer: torch.optim.Optimizer) -> Names | None:
-    """All ranks' parameters in stock order; ``None`` for groups that are not stock Trainer's."""
+    """Return all ranks' parameters in stock order; ``None`` for groups that differ from stock Trainer's."""
     adapters = runtime.part(Adapters)
     whole = empty_copy(runtime.model) if adapters is None else adapters.whole.get_base_model()
     here = {planned.name for planned, p in runtime.parameters() if p.requires_grad}
@@ -139,11 +139,11 @@ def _numbers(runtime: Runtime, optimizer: torch.optim.Optimizer) -> Names | None
 
 
 _Kinds = dict[str, dict[str, torch.dtype | None]]
-"""By parameter: of each of its states, the type of a tensor that has its shape; ``None``: a scalar."""
+"""By parameter and state: the dtype of a tensor with the parameter's shape; ``None``: a scalar."""
 
 
 def _kinds(runtime: Runtime, optimizer: torch.optim.Optimizer) -> _Kinds | None:
-    """All ranks' states; ``None`` where some are not of that form."""
+    """Return all ranks' kinds of states; ``None`` if some are neither scalars nor shaped like their parameter."""
     found: _Kinds = {}
     fits = True
     for planned, parameter in runtime.parameters():
@@ -169,7 +169,7 @@ def _size(runtime: Runtime, kinds: _Kinds) -> int:
 
 
 def _gathered(runtime: Runtime, optimizer: torch.optim.Optimizer, kinds: _Kinds) -> dict[str, dict[str, Any]]:
-    """Whole states by parameter, on rank 0; every rank goes through all."""
+    """Return full states by parameter, on rank 0; every rank takes part for all of them."""
     held = {planned.name: optimizer.state.get(parameter, {}) for planned, parameter in runtime.parameters()}
     scalars = {
         name: {key: value for key, value in states.items() if kinds[name].get(key) is None}

@@ -1,11 +1,11 @@
-"""The random streams of a run that stops and goes on.
+"""RNG states of a run that is resumed.
 
-An epoch's order is drawn as it begins, and where a sampler has no generator (groups by length, or
-``use_seedable_sampler=False``) from the stream of the process. A run that goes on within an epoch needs both: what the
-order was drawn from, and, once the batches that were trained on are skipped, the stream as it was saved::
+An epoch's order is drawn as the epoch begins; a sampler without a generator (grouping by length, or
+``use_seedable_sampler=False``) draws it from the process's RNG. A run that resumes within an epoch needs both: the
+state from which the order was drawn, and, once the trained batches are skipped, the state that was saved::
 
     checkpoint-N/rng_state.pth      {python, numpy, cpu[, cuda]: of the first rank, for stock Trainer in one process,
-                                     "began": the same, where the epoch began}
+                                     "began": the same at the beginning of the epoch}
     checkpoint-N/hfscale_state/     every rank's own
 """
 
@@ -25,30 +25,30 @@ from ..runtime.writing import is_writer
 
 
 class RandomStreams(TrainerCallback):
-    """Knows where an epoch began, and where a checkpoint left off.
+    """A callback that saves and restores RNG states, at the beginning of an epoch and at a checkpoint.
 
-    Stock Trainer draws a resumed epoch's order from whatever the stream is at; so does a run here that goes on from a
-    checkpoint of it.
+    Stock Trainer draws a resumed epoch's order from the current RNG state; so does a run here that resumes from a stock
+    checkpoint.
     """
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._began: dict[str, Any] | None = None
-        self._before: dict[str, Any] | None = None  # where the epoch began in which the checkpoint was written
+        self._before: dict[str, Any] | None = None  # at the beginning of the checkpoint's epoch
         self._left_off: dict[str, Any] | None = None
         self._goes_on = False
 
     def write(self, directory: Path) -> None:
-        """Into a checkpoint, on its first rank."""
+        """Write the RNG states into a checkpoint, on its first rank."""
         if is_writer(self._mesh):
             directory.mkdir(parents=True, exist_ok=True)
             torch.save({**_written(self._mesh), "began": self._began}, directory / RANDOM)
 
     def read(self, checkpoint: Path, own: bool) -> None:
-        """From a checkpoint.
+        """Read the RNG states from a checkpoint.
 
         Args:
-            own: whether it had this rank's, which are where they were.
+            own: whether it held this rank's own, which are restored already.
         """
         mesh, found = self._mesh, read_random_states(checkpoint)
         self._goes_on, self._before, self._left_off = True, None, None
@@ -63,12 +63,12 @@ class RandomStreams(TrainerCallback):
             self._before = _read(found["began"])
 
     def put_back(self) -> None:
-        """Go on where the checkpoint left off."""
+        """Restore the checkpoint's RNG states."""
         if self._left_off is not None:
             restore_random_states(self._mesh, self._left_off)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Before its order is drawn; that of a run that goes on may have begun before."""
+        """Restore the RNG states from which a resumed run draws the epoch's order."""
         within = state.epoch is not None and state.epoch % 1 != 0 and not args.ignore_data_skip
         states = self._before if within else self._left_off
         if self._goes_on and states is not None:
@@ -78,7 +78,7 @@ class RandomStreams(TrainerCallback):
 
 
 def _written(mesh: Mesh | None) -> dict[str, Any]:
-    """This process's streams, as stock Trainer writes them."""
+    """Return this process's RNG states in stock Trainer's form."""
     states: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -90,7 +90,7 @@ def _written(mesh: Mesh | None) -> dict[str, Any]:
 
 
 def _read(written: dict[str, Any]) -> dict[str, Any]:
-    """As :func:`restore_random_states` takes them."""
+    """Return RNG states in the form of :func:`restore_random_states`."""
     name, keys, *rest = written["numpy"]
     states = {
         "torch": written["cpu"],

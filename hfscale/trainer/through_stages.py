@@ -1,10 +1,10 @@
-"""A step of a trainer's own loss through pipeline stages.
+"""Run a step of a trainer's own loss through pipeline stages.
 
-``compute_loss`` runs as it is, three times for each microbatch, and the model that trains passes once::
+``compute_loss`` runs unchanged, three times for each microbatch; the trained model runs once::
 
-    on every stage   ask: what is the model called with? other models (a reference) answer now, all stages together
-    last stage       the step; the loss of each microbatch, of its scores and of what the others have answered
-    on every stage   the same loss of the same scores once more, for what the trainer records
+    on every stage   record the model's arguments; other models (a reference) run now, on all stages together
+    last stage       in the step, the loss of each microbatch from its scores and the other models' outputs
+    on every stage   the same loss of the same scores again, for the metrics that the trainer records
 """
 
 from collections.abc import Sequence
@@ -21,12 +21,12 @@ from .fused_head import Conversation, FusedHead
 
 
 def training_step(trainer: Any, batches: Sequence[Any], count: Any, missing: int, heads: Sequence[FusedHead]) -> Tensor:
-    """All microbatches of a step.
+    """Run forward and backward over all microbatches of a step.
 
     Args:
         count: Trainer's ``num_items_in_batch``.
-        missing: how many microbatches the step lacks of a full one.
-        heads: of all models that the loss asks.
+        missing: how many microbatches the step is short of a full one.
+        heads: fused heads of all models that the loss calls.
 
     Returns:
         the sum of this distinct batch's losses.

@@ -1,4 +1,4 @@
-"""How many floating-point operations a batch is, as Trainer counts them."""
+"""Count the FLOPs of a batch as Trainer does."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,12 +7,12 @@ from ..runtime import Runtime
 
 
 def operations(runtime: Runtime, inputs: Mapping[str, Any]) -> float:
-    """``6 * tokens * parameters`` without embeddings, divided by the ranks that share the batch.
+    """Return ``6 * tokens * parameters`` without embeddings, divided by the number of ranks that share the batch.
 
-    Trainer adds up what all ranks say.
+    Trainer sums this over all ranks.
     """
     main = getattr(runtime.model, "main_input_name", "input_ids")
-    if main not in inputs:  # as it is of prompts, which are a list
+    if main not in inputs:  # prompts are a list
         return 0.0
     mesh = runtime.mesh
     sharing = mesh.layout.total_size / mesh.batch_world

@@ -1,1 +1,1 @@
-"""A dense model made a mixture of experts."""
+"""Upcycle a dense model to a mixture of experts."""

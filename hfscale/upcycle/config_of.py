@@ -1,4 +1,4 @@
-"""The config of the mixture of experts that a dense model becomes, or why it cannot become one."""
+"""Translate a dense model's config to that of a mixture of experts, or say why that is impossible."""
 
 from typing import Any
 
@@ -7,12 +7,12 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from ..errors import ConfigError
 from .targets import FAMILIES, REFUSED, Family
 
-# What says how a config was saved, not what the model computes; ``auto_map`` names code of the dense model.
+# Fields about how a config was saved, not what the model computes; ``auto_map`` names code of the dense model.
 _OF_THE_FILE = ("architectures", "auto_map", "model_type", "transformers_version", "_name_or_path")
 
 
 def find_family(config: PreTrainedConfig) -> Family:
-    """How the family of ``config`` is upcycled.
+    """Return how the family of ``config`` is upcycled.
 
     Raises:
         ConfigError: it is not one of the dense families in the table.
@@ -34,13 +34,13 @@ def find_family(config: PreTrainedConfig) -> Family:
 
 
 def upcycled_config(config: PreTrainedConfig, *, num_experts: int, top_k: int, every: int) -> PreTrainedConfig:
-    """The target's config: every field that both families have is carried over, the rest is translated.
+    """Return the target's config: fields that both families have are copied, the rest is translated.
 
     Args:
         config: of the dense model.
         num_experts: experts per layer.
         top_k: how many of them a token is sent to.
-        every: every how many layers one is a mixture, counted from the end of the first such group.
+        every: every ``every``-th layer becomes a mixture, starting with layer ``every - 1``.
 
     Raises:
         ConfigError: the family, a feature of the model or an argument does not fit; every reason is listed.
@@ -80,12 +80,12 @@ def upcycled_config(config: PreTrainedConfig, *, num_experts: int, top_k: int, e
 
 
 def mixture_layers(config: PreTrainedConfig, every: int) -> list[int]:
-    """The layers that become mixtures."""
+    """Return the layers that become mixtures."""
     return list(range(every - 1, config.num_hidden_layers, every))
 
 
 def _fields(kind: type[PreTrainedConfig]) -> set[str]:
-    """What a config class declares. A value under another name is a note that the model does not read."""
+    """Return the fields that a config class declares; the model does not read others."""
     return set(kind().to_dict())
 
 
@@ -115,7 +115,7 @@ def _without(family: Family, name: str) -> str:
 
 
 def _one_window(config: Any, family: Family, problems: list[str]) -> dict[str, Any]:
-    """The window of all layers; the dense family may give some layers one and others none."""
+    """Return the sliding window of all layers; the dense family may mix layers with and without one."""
     kinds = set(config.layer_types)
     if len(kinds) > 1:
         problems.append(

@@ -1,4 +1,4 @@
-"""A whole model to read tensor by tensor, whether it lies in a directory, on the Hub or in memory."""
+"""Read a full model tensor by tensor, from a directory, the Hub or memory."""
 
 import os
 from collections.abc import Mapping
@@ -23,18 +23,18 @@ TOKENIZER_FILES = (
     *("tokenizer*", "vocab.*", "merges.txt", "*.tiktoken", "*.model", "tekken.json"),
     *("special_tokens_map.json", "added_tokens.json", "chat_template*"),
 )
-"""What belongs to a tokenizer beside a checkpoint."""
+"""Patterns of a tokenizer's files in a checkpoint."""
 _GENERATION = "generation_config.json"
 
 
 @dataclass(frozen=True)
 class WholeModel:
-    """A model's config and its tensors, unread.
+    """A full model's config and tensors, read on demand.
 
     Attributes:
         tensors: stored name -> tensor, on disk or in memory.
-        generation: how it generates, where it says so.
-        directory: where it lies; ``None`` in memory.
+        generation: its generation config, if it has one.
+        directory: its directory; ``None`` in memory.
     """
 
     config: PreTrainedConfig
@@ -43,17 +43,17 @@ class WholeModel:
     directory: Path | None
 
     def read(self, name: str) -> Tensor:
-        """One tensor, in CPU memory of its own."""
+        """Return a copy of one tensor on the CPU."""
         tensor = self.tensors[name]
         return tensor[...] if isinstance(tensor, TensorOnDisk) else tensor.detach().cpu().clone()
 
 
 def open_whole(source: PreTrainedModel | str | os.PathLike[str]) -> WholeModel:
-    """Open a model for reading.
+    """Open a full model for reading.
 
     Raises:
-        ConfigError: a model in memory is cut, on the meta device, or no stock model.
-        CheckpointError: there is no whole safetensors checkpoint.
+        ConfigError: a model in memory is sharded, on the meta device, or not a stock model.
+        CheckpointError: there is no complete safetensors checkpoint.
     """
     return _in_memory(source) if not isinstance(source, (str, os.PathLike)) else _on_disk(source)
 
@@ -101,7 +101,7 @@ def _download(name: str) -> Path:
 
 
 def _weight_files(directory: Path) -> list[Path]:
-    if (directory / WEIGHTS).is_file():  # the host prefers it too
+    if (directory / WEIGHTS).is_file():  # transformers prefers it too
         return [directory / WEIGHTS]
     if not (directory / INDEX).is_file():
         raise CheckpointError(

@@ -1,8 +1,9 @@
-"""The tensors of a mixture of experts, made one at a time from those of a dense model.
+"""Make the tensors of a mixture of experts one at a time from those of a dense model.
 
-Data flow: the target on the meta device says what its checkpoint holds; every dense tensor is read once. What is not
-part of an MLP goes through under its name, and a projection of an MLP is handed on once per expert, varied if asked.
-Two tensors are in memory at a time, or four where experts vary; and where the target stores all experts in one, that.
+Data flow: the target on the meta device tells the contents of its checkpoint; every dense tensor is read once. Tensors
+outside of MLPs are copied under their names, and an MLP's projection is copied once per expert, varied on request. Two
+tensors are in memory at a time, or four if experts vary; plus the stacked tensor if the target stores all experts in
+one.
 """
 
 from collections.abc import Iterator
@@ -25,10 +26,10 @@ _BAR_AFTER_SECONDS = 2.0
 
 
 class Upcycling:
-    """One dense model on its way to a mixture of experts.
+    """A dense model that is converted to a mixture of experts.
 
     Attributes:
-        model: the target, on the meta device, with its config and the dense model's way to generate.
+        model: the target, on the meta device, with its config and the dense model's generation config.
 
     Raises:
         CheckpointError: the dense checkpoint lacks tensors, or has other shapes than its config says.
@@ -44,12 +45,12 @@ class Upcycling:
             self.model: Any = AutoModelForCausalLM.from_config(config)
         self.stored = _names_as_found(before, dense)
         self.dtype = self._type_of_mlps()
-        self.model.config.dtype = self.dtype  # what a model in memory says may be older than its weights
+        self.model.config.dtype = self.dtype  # the config of a model in memory may be older than its weights
         if dense.generation is not None:
             self.model.generation_config = dense.generation
 
     def contents(self) -> dict[str, Tensor]:
-        """Everything that the target's checkpoint holds, on the meta device, in the types of the dense one."""
+        """Return all tensors of the target's checkpoint, on the meta device, in the dense model's dtypes."""
         layout = stored_layout(self.model, dict(self.model.named_parameters()))
         types = {name: self.dense.tensors[found].dtype for name, found in self.stored.items()}
         return {
@@ -58,7 +59,7 @@ class Upcycling:
         }
 
     def with_progress(self) -> Iterator[tuple[str, Tensor]]:
-        """:meth:`tensors`, under a progress bar if it takes long."""
+        """Yield :meth:`tensors`, under a progress bar if it takes long."""
         hidden = not logging.is_progress_bar_enabled()
         with tqdm(desc="upcycle", unit="B", unit_scale=True, delay=_BAR_AFTER_SECONDS, disable=hidden) as bar:
             for name, tensor in self.tensors():
@@ -66,7 +67,7 @@ class Upcycling:
                 bar.update(tensor.nbytes)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the mixture under its stored name; each dense one is read once."""
+        """Yield every tensor of the mixture under its stored name; each dense one is read once."""
         projections = self._projections()
         for name in self.stored:
             if name not in projections:
@@ -77,7 +78,7 @@ class Upcycling:
                 yield from self._apart(layer, weight) if "{expert}" in weight.name else self._stacked(layer, weight)
 
     def _gates(self, layer: int) -> Iterator[tuple[str, Tensor]]:
-        """The router at random: equal scores would send every token to the first experts, and leave them equal."""
+        """Yield a random router: equal scores would send every token to the first experts, and leave them equal."""
         router = torch.empty(self.num_experts, self.config.hidden_size, dtype=self.dtype)
         generator = self.variation.generator(f"{layer}/router")
         yield _prefix(layer) + self.family.router, router.normal_(0, self.config.initializer_range, generator=generator)
@@ -112,7 +113,7 @@ class Upcycling:
         return self.dense.read(self.stored[name])
 
     def _type_of_mlps(self) -> torch.dtype:
-        """The type that experts and routers get."""
+        """Return the dtype of experts and routers."""
         types = {self.dense.tensors[self.stored[name]].dtype for name in self._projections()}
         if len(types) > 1:
             raise CheckpointError(
@@ -122,7 +123,7 @@ class Upcycling:
         return types.pop()
 
     def _projections(self) -> set[str]:
-        """The dense tensors that experts are made of."""
+        """Return the names of the dense tensors that experts are made of."""
         return {_prefix(layer) + DENSE.format(projection=p) for layer in self.layers for p in INTERMEDIATE_DIM}
 
 
@@ -131,7 +132,7 @@ def _prefix(layer: int) -> str:
 
 
 def _names_as_found(model: PreTrainedModel, dense: WholeModel) -> dict[str, str]:
-    """Stored name of each tensor that the dense ``model`` needs -> the one of its tied names that is there."""
+    """Map each tensor that the dense ``model`` needs to the one of its tied names that is stored."""
     others: dict[str, list[str]] = {}
     for tied, owner in model.all_tied_weights_keys.items():
         others.setdefault(owner, []).append(tied)

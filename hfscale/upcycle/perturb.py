@@ -1,8 +1,8 @@
-"""Experts that do not start equal: noise, and partial re-initialization.
+"""Make experts start different: noise, and partial re-initialization.
 
 Drop-Upcycling (Nakamura et al. 2025, "Drop-Upcycling: Training Sparse Mixture of Experts with Partial
-Re-initialization") draws a share of an expert's hidden channels anew, from the mean and the deviation of the weights
-that they replace. A channel is a row of ``gate``, the same row of ``up`` and the same column of ``down``.
+Re-initialization") redraws a fraction of an expert's hidden channels, with the mean and standard deviation of the
+weights that they replace. A channel is a row of ``gate``, the same row of ``up`` and the same column of ``down``.
 """
 
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ class Variation:
     """How experts differ from the dense MLP.
 
     Attributes:
-        noise: standard deviation of what is added to each weight, relative to that of the weight's matrix.
-        reinitialize: share of the channels that are drawn anew, other ones in each expert.
+        noise: standard deviation of the noise on each weight, relative to that of the weight's matrix.
+        reinitialize: fraction of the channels that are redrawn, different ones in each expert.
         seed: of both, and of the router.
 
     Raises:
@@ -38,16 +38,17 @@ class Variation:
         check_count("seed", self.seed, least=0)
 
     def generator(self, name: str) -> torch.Generator:
-        """A stream of its own for everything that has a name, so that no draw depends on the order of draws."""
+        """Return a separate RNG for each name, so that no value depends on the order of draws."""
         return torch.Generator().manual_seed(seed_of(self.seed, name))
 
     def channels(self, width: int, layer: int, expert: int) -> Tensor:
-        """The channels of an expert that are drawn anew, the same in its three projections."""
+        """Return the channels of an expert that are redrawn, the same in its three projections."""
         count = round(self.reinitialize * width)
         return torch.randperm(width, generator=self.generator(f"{layer}/{expert}/channels"))[:count]
 
     def apply(self, weight: Tensor, projection: str, layer: int, expert: int) -> Tensor:
-        """An expert's weight made from the dense one, which is left as it is; the dense one itself if nothing varies.
+        """Return an expert's weight made from the dense one, which is unchanged; the dense one itself if nothing
+        varies.
 
         Args:
             projection: ``gate``, ``up`` or ``down``.
@@ -58,7 +59,7 @@ class Variation:
         precise = torch.promote_types(weight.dtype, torch.float32)
         varied = weight.clone()
         if self.noise:
-            # Drawn in the weight's own type, so that a 16-bit matrix is never held in 32 bits.
+            # Drawn in the weight's own dtype, so that a 16-bit matrix is never held in 32 bits.
             deviation = float(weight.std(correction=0)) * self.noise
             varied += torch.empty_like(weight).normal_(0, deviation, generator=generator)
         dim = INTERMEDIATE_DIM[projection]

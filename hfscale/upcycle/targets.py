@@ -1,8 +1,8 @@
-"""What each dense family becomes when its MLPs are made mixtures of experts: a table, and how a config translates.
+"""The table of dense families and the mixtures of experts they are upcycled to, and how configs translate.
 
 Sparse upcycling (Komatsuzaki et al. 2023, "Sparse Upcycling: Training Mixture-of-Experts from Dense Checkpoints") gives
-every expert a copy of the dense MLP and draws the router at random. While the experts are equal a token's output is
-their output times the sum of its routing weights, so a target family must be able to normalize those to one.
+every expert a copy of the dense MLP and initializes the router at random. While the experts are equal a token's output
+is their output times the sum of its routing weights, so a target family must be able to normalize those to one.
 
 Everything here is names and numbers. :mod:`hfscale.upcycle.upcycle` moves the weights.
 """
@@ -12,20 +12,20 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 DENSE = "mlp.{projection}_proj.weight"
-"""A projection (``gate``, ``up`` or ``down``) of the MLP in a layer of every dense family below."""
+"""Name in a layer of the MLP's ``gate``, ``up`` or ``down`` projection, in every dense family below."""
 
 INTERMEDIATE_DIM = {"gate": 0, "up": 0, "down": 1}
-"""Where the MLP's width is in the weight of each projection."""
+"""The dim of each projection's weight that has the MLP's width."""
 
 
 @dataclass(frozen=True)
 class ExpertWeight:
-    """A tensor, or one per expert, that a layer's routed experts have in the target's checkpoint.
+    """One tensor, or one per expert, of a layer's routed experts in the target's checkpoint.
 
     Attributes:
-        name: inside the layer, as stored. With ``{expert}`` each expert has a tensor of its own; without, one tensor
-            holds all experts along a new first dim.
-        parts: the projections in it, one after the other along an expert's first dim.
+        name: inside the layer, as stored. With ``{expert}`` each expert has its own tensor; without, one tensor holds
+            all experts along a new first dim.
+        parts: the projections in it, concatenated along an expert's first dim.
     """
 
     name: str
@@ -34,7 +34,7 @@ class ExpertWeight:
 
 @dataclass(frozen=True)
 class SharedExpert:
-    """An expert of the target that takes every token, beside the routed ones, times the sigmoid of a gate.
+    """An expert of the target that computes every token, besides the routed ones, times the sigmoid of a gate.
 
     It gets a copy of the MLP too. Its gate starts at zero, whose sigmoid is a half, and the routed experts' ``down``
     starts halved: two halves of the dense output, exact in any floating-point type, and everything trains.
@@ -56,10 +56,10 @@ class Family:
         count_field: the target's field with the number of experts.
         width_field: the target's field with the width of one expert.
         fixed: further fields of the target, such as the one that normalizes routing weights.
-        every_field: the target's field that makes only every n-th layer a mixture; ``None`` if all have to be.
-        neutral: fields of the dense family alone, and the values with which they change nothing; ``None``: any.
+        every_field: the target's field that makes only every n-th layer a mixture; ``None`` if all layers must be.
+        neutral: fields that only the dense family has, and the values with which they have no effect; ``None``: any.
         kept: fields that the target reads without declaring them.
-        one_window: whether the target has one sliding window for all layers where the dense family has types of layers.
+        one_window: whether the target has one sliding window for all layers, and the dense family types of layers.
         shared: the target's shared expert.
     """
 
@@ -76,7 +76,7 @@ class Family:
     shared: SharedExpert | None = None
 
     def start(self, projection: str) -> float:
-        """What a routed expert's copy of a projection is multiplied by."""
+        """Return the factor on a routed expert's copy of a projection."""
         return 0.5 if self.shared is not None and projection == "down" else 1.0
 
 
@@ -141,11 +141,11 @@ FAMILIES: dict[str, Family] = {
     "olmo2": _FLEX_OLMO,
     "granite": _GRANITEMOE,
 }
-"""Dense ``model_type`` -> what it becomes."""
+"""Dense ``model_type`` -> how it is upcycled."""
 
 REFUSED = {
     "olmo": "its layer norms have no weights and its queries and keys no norms, while olmoe's have both",
     "olmo3": "flex_olmo, which has its layers, has no sliding windows",
     "phi3": "phimoe has layer norms where phi3 has RMS norms, and routing weights that do not sum to one",
 }
-"""Families that look as if they fit a mixture of experts, and why they do not."""
+"""Families that seem to fit a mixture of experts, and why they do not."""

@@ -1,4 +1,4 @@
-"""Make a dense model a mixture of experts: the call, and where its result goes."""
+"""The function that upcycles a dense model to a mixture of experts, in memory or to a directory."""
 
 import os
 import shutil
@@ -35,8 +35,8 @@ def upcycle(
 
     Every expert starts as a copy of the layer's MLP and the router at random (Komatsuzaki et al. 2023, "Sparse
     Upcycling"), so the mixture computes what the dense model does until it is trained, or until ``noise`` or
-    ``reinitialize`` (Nakamura et al. 2025, "Drop-Upcycling") set its experts apart from the start. Types of weights,
-    tied embeddings, biases of attention, rotary parameters and windows carry over.
+    ``reinitialize`` (Nakamura et al. 2025, "Drop-Upcycling") make its experts differ from the start. Dtypes, tied
+    embeddings, attention biases, rotary parameters and sliding windows are kept.
 
     Call it in one process.
 
@@ -47,18 +47,18 @@ def upcycle(
         num_experts: experts in each mixture.
         top_k: how many of them each token is sent to. With one, normalized routing weights are 1 and the router learns
             from a load-balancing loss alone.
-        every: every how many layers one becomes a mixture, for targets that can leave layers dense.
+        every: every ``every``-th layer becomes a mixture, for targets that can leave layers dense.
         noise: standard deviation of noise on every expert weight, relative to that of the weight's matrix.
-        reinitialize: share of each expert's hidden channels that are drawn anew.
+        reinitialize: fraction of each expert's hidden channels that are redrawn at random.
         seed: of the router, the noise and the channels. The same seed gives the same bytes.
-        max_shard_size: the most bytes in one file, as for ``save_pretrained``.
+        max_shard_size: the maximum size of one file, as for ``save_pretrained``.
 
     Returns:
         the path of ``directory``, or the model, in evaluation mode.
 
     Raises:
-        ConfigError: the family, one of the model's features or an argument does not fit; says all reasons.
-        CheckpointError: the dense checkpoint is not whole, or writing failed; ``directory`` is then as it was before.
+        ConfigError: the family, one of the model's features or an argument does not fit; lists all reasons.
+        CheckpointError: the dense checkpoint is incomplete, or writing failed; ``directory`` is then unchanged.
     """
     variation = Variation(noise, reinitialize, seed)
     for name, count in {"num_experts": num_experts, "top_k": top_k, "every": every}.items():
@@ -79,7 +79,7 @@ def upcycle(
 
 
 def _in_memory(job: Upcycling) -> Any:
-    """Equal experts share memory until the host puts them into one tensor."""
+    """Return the model in memory; equal experts share memory until transformers stacks them."""
     tensors = dict(job.with_progress())
     model = type(job.model).from_pretrained(None, config=job.config, state_dict=tensors, dtype=job.dtype)
     model.generation_config = job.model.generation_config
@@ -101,7 +101,7 @@ def _write(job: Upcycling, target: Path, max_shard_size: str | int) -> Path:
 
 
 def _check_class(source: Any, config: PreTrainedConfig) -> None:
-    find_family(config)  # a family that does not fit is the better reason
+    find_family(config)  # report a family that does not fit first
     in_memory = isinstance(source, PreTrainedModel)
     kinds = [type(source).__name__] if in_memory else config.architectures or []
     if not all(kind.endswith("ForCausalLM") for kind in kinds):

@@ -6,8 +6,7 @@ A stage takes ``T`` for the forward of a microbatch, ``T`` for the gradient of i
 weights. The stages sleep, so that eight ranks need no eight cores; the tensors are tiny. They run over gloo by each of
 
 - ``class``: torch's own schedule class and ``PipelineStage``, where the class has an engine of its own;
-- ``runtime``: torch's general engine, given hfscale's order, and ``PipelineStage``;
-- ``worker``: the same engine and order with hfscale's own stages, which is what ``hfscale.train_step`` runs.
+- ``worker``: hfscale's programs and stages, which is what ``hfscale.train_step`` runs.
 
 Printed per schedule, ranks p and microbatches m: the step's time over the ideal one
 (work plus the bubble of the formula), what an action took longer and waited, its Python's processor time, and the
@@ -19,6 +18,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -35,29 +35,29 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 import hfscale
-from hfscale._host.torch_pipelining import run_engine
 from hfscale.parallel.pipeline import (
     Action,
     Costs,
     Order,
     Recorder,
     Timeline,
-    ideal_bubble,
     merge_records,
     order,
-    peak_formula,
     simulate,
     stage_ranks,
     write_trace,
 )
-from hfscale.parallel.pipeline.engine import engine_runtime
 from hfscale.parallel.pipeline.timeline import GRADIENT
+from hfscale.parallel.pipeline.transfers import rank_programs, run_program
 from hfscale.parallel.pipeline.worker import Place, StageWorker
 from hfscale.schedules import default_virtual_stages
 from hfscale.testing import RankPool
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.parallel.pipeline.formulas import ideal_bubble, peak_formula
+
 GOAL = 1.05
-ENGINES = ("class", "runtime", "worker")
+ENGINES = ("class", "worker")
 CLASSES = {"gpipe": "GPipe", "1f1b": "1F1B"}
 SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev")
 _seconds = {"forward": 0.0}
@@ -208,8 +208,8 @@ def run_case(case: Case, seconds: float) -> dict[str, Any]:
     actions, recorder = order(case.schedule, case.pp_size, case.num_microbatches, case.virtual_stages), Recorder()
     own = sorted(stage for stage, home in stage_ranks(actions).items() if home == dist.get_rank())
     modules = {index: SleepingStage(index == 0) for index in own}
-    make = _our_step if case.engine == "worker" else _torch_step
-    step = make(case, actions, modules, recorder)
+    ours = case.engine == "worker"
+    step = _our_step(actions, modules, recorder) if ours else _torch_step(case, modules, recorder)
     answer: dict[str, Any] = {}
     for pause in (0.0, seconds):
         _seconds["forward"] = pause
@@ -230,9 +230,7 @@ def run_case(case: Case, seconds: float) -> dict[str, Any]:
     return answer
 
 
-def _torch_step(
-    case: Case, actions: Order, modules: dict[int, SleepingStage], recorder: Recorder
-) -> Callable[[], object]:
+def _torch_step(case: Case, modules: dict[int, SleepingStage], recorder: Recorder) -> Callable[[], object]:
     """A step over torch's stages."""
     count, x, stages = case.pp_size * case.virtual_stages, torch.zeros(1, 4), []
     for index, module in modules.items():
@@ -242,17 +240,14 @@ def _torch_step(
         _record(stage, recorder)
         stages.append(stage)
     loss: Any = lambda result, _: result.sum()  # noqa: E731
-    if case.engine != "class":
-        runner: Any = engine_runtime(actions, stages, case.num_microbatches, loss)
-    else:
-        runner = get_schedule_class(CLASSES[case.schedule])(stages[0], case.num_microbatches, loss_fn=loss)
+    runner = get_schedule_class(CLASSES[case.schedule])(stages[0], case.num_microbatches, loss_fn=loss)
     batch = torch.zeros(case.num_microbatches, 4)
     arguments = (batch,) if 0 in modules else ()
     keywords = {"target": batch} if count - 1 in modules else {}
     return partial(runner.step, *arguments, **keywords, return_outputs=False)
 
 
-def _our_step(case: Case, actions: Order, modules: dict[int, SleepingStage], recorder: Recorder) -> Callable[[], None]:
+def _our_step(actions: Order, modules: dict[int, SleepingStage], recorder: Recorder) -> Callable[[], None]:
     """A step over hfscale's stages."""
     if not _streams:  # one way between two ranks each, as in a mesh; made once by all ranks
         ways = permutations(range(dist.get_world_size()), 2)
@@ -272,10 +267,10 @@ def _our_step(case: Case, actions: Order, modules: dict[int, SleepingStage], rec
             StageWorker(place, partial(compute, module, last), lambda _: (x.shape, x.dtype), module.parameters)
         )
         workers[-1].recorder = recorder
-    engine = engine_runtime(actions, workers, case.num_microbatches)
+    program = rank_programs(actions)[dist.get_rank()]
 
     def step() -> None:
-        run_engine(engine, case.num_microbatches)
+        run_program(program, {worker.index: worker for worker in workers})
         for worker in workers:
             worker.finish()
 

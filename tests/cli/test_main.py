@@ -12,9 +12,8 @@ from peft import LoraConfig
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 import hfscale
-from hfscale import CheckpointError, ConfigError, ParallelConfig
+from hfscale import CheckpointError, ConfigError, ParallelConfig, __version__
 from hfscale.cli import _COMMANDS, main
-from hfscale.version import __version__
 from tests.models import tiny
 
 

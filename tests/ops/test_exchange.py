@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfscale.ops.exchange import start_all_gather, start_all_reduce, start_reduce_scatter
-from hfscale.planner.sequence import share_evenly
+from hfscale.plan.cut import share_evenly
 from hfscale.processes import backend_of
 from hfscale.testing import RankPool, count_traffic
 

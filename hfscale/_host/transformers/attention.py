@@ -1,7 +1,7 @@
-"""Where a stock model asks for attention and for its mask, and how both are answered by someone else.
+"""Replace attention functions and masks of stock models.
 
-The host looks both up by the name that a config holds as its attention implementation. Names of ours stand for the
-host's own, so that whatever is not answered here goes to the host's function, bit by bit.
+Transformers looks both up by the name of the attention implementation in a config. Registered names of our own wrap its
+implementations, so that every case not handled here goes to its function, bit for bit.
 """
 
 import sys
@@ -23,18 +23,18 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 __all__ = ["and_masks"]
 
 causal_mask_function: Any = masking_utils.causal_mask_function
-"""Of a plain decoder; the host passes this very function."""
+"""The mask function of a plain decoder; transformers passes this very function."""
 
 Attend = Callable[..., Any]
-"""``(host's function, module, query, key, value, mask, **kwargs)`` -> what the host's function returns."""
+"""``(stock function, module, query, key, value, mask, **kwargs)`` -> the stock function's result."""
 MakeMask = Callable[..., Any]
-"""``(host's function, whether queries that read nothing are to read all, **kwargs)`` -> a mask."""
+"""``(stock function, whether a query with all keys hidden reads all of them, **kwargs)`` -> a mask."""
 _READS_ALL = ("eager",)
-"""Implementations that hide a key by a large negative number: where a query's keys are all hidden, none is."""
+"""Implementations that hide a key by a large negative number: if all keys of a query are hidden, none is."""
 
 
 def leave_out_padding(padding: Tensor) -> Callable[..., Tensor]:
-    """Of ``[b, s]``, False where a token is padding: the mask function that hides those keys."""
+    """Return the mask function that hides padding, from ``[b, s]`` that is False at padding tokens."""
     function: Callable[..., Tensor] = padding_mask_function(padding)
     return function
 
@@ -42,7 +42,7 @@ def leave_out_padding(padding: Tensor) -> Callable[..., Tensor]:
 def keep_documents_apart(
     function: Callable[..., Tensor], position_ids: Tensor, documents: Tensor
 ) -> Callable[..., Tensor]:
-    """What the host makes of a mask function for packed rows; both ``[b, s]``."""
+    """Return the mask function for packed rows from ``function``; positions and documents are ``[b, s]``."""
     made: Callable[..., Tensor]
     # Newer versions count windows and chunks from where an example begins.
     compatible = getattr(masking_utils, "packed_sequence_compatibility_function", None)
@@ -54,7 +54,7 @@ def keep_documents_apart(
 
 
 def place_by_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A mask function for one place, of indices that broadcast against one another: ``[b, 1, 1, 1]`` and so on."""
+    """Vectorize a mask function of one position over indices that broadcast, ``[b, 1, 1, 1]`` and so on."""
 
     def spread(*indices: Tensor) -> Tensor:
         spread_over = function
@@ -69,7 +69,7 @@ def place_by_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def answer(prefix: str, host: str, attend: Attend, make_mask: MakeMask) -> str:
-    """Register ``attend`` and ``make_mask`` in front of the implementation ``host``; returns the name of both."""
+    """Register ``attend`` and ``make_mask`` in front of the implementation ``host``; return the name of both."""
     name = f"{prefix}{host}"
 
     def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any):  # type: ignore[no-untyped-def]
@@ -84,7 +84,7 @@ def answer(prefix: str, host: str, attend: Attend, make_mask: MakeMask) -> str:
 
 
 def _function_of(host: str, module: nn.Module) -> Callable[..., Any]:
-    """The host's attention; the eager one is in the file of the module's class, or of one that it derives from."""
+    """Return the stock attention function; the eager one is in the file of the module's class, or of a base class."""
     files = (sys.modules.get(kind.__module__) for kind in type(module).__mro__)
     eager: Any = next((f for file in files if (f := getattr(file, "eager_attention_forward", None)) is not None), None)
     found: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(host, eager)
@@ -92,31 +92,32 @@ def _function_of(host: str, module: nn.Module) -> Callable[..., Any]:
 
 
 def asks_for_attention(config: Any) -> bool:
-    """Whether a config says by which implementation its modules attend."""
+    """Return whether a config names an attention implementation."""
     return hasattr(config, "_attn_implementation")
 
 
 def implementation_of(config: Any) -> str:
-    """The name of a config's attention implementation."""
+    """Return the name of a config's attention implementation."""
     return str(getattr(config, "_attn_implementation", None))
 
 
 def set_implementation(config: Any, name: str) -> None:
-    """Have the modules that share ``config`` ask for the implementation ``name``."""
+    """Set the attention implementation of the modules that share ``config``."""
     config._attn_implementation_internal = name
 
 
 @contextmanager
 def masks_made_here(kind: type) -> Iterator[None]:
-    """Within: the host takes a mask of ``kind`` for one that is made already, where one function of a model hands it to
-    another; and it looks for no packed examples in the positions it has.
+    """Let transformers accept masks of type ``kind`` as ready-made inside the ``with`` block.
+
+    It then also looks for no packed examples in the positions.
     """
     examples, prepared = masking_utils.find_packed_sequence_indices, masking_utils._preprocess_mask_arguments
 
     def unless_made(config: Any, inputs_embeds: Tensor, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(attention_mask, kind):
             return prepared(config, inputs_embeds, attention_mask, *args, **kwargs)
-        of_four_dims = torch.empty(1, 1, 1, 1, device="meta")  # which the host takes for such a one
+        of_four_dims = torch.empty(1, 1, 1, 1, device="meta")  # which transformers takes for a ready-made mask
         leaves, _, *rest = prepared(config, inputs_embeds, of_four_dims, *args, **kwargs)
         return leaves, attention_mask, *rest
 

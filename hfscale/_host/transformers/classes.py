@@ -1,4 +1,4 @@
-"""Stock classes and whole models of them."""
+"""Stock classes, and models built from them."""
 
 import copy
 from collections.abc import Callable
@@ -21,26 +21,26 @@ from ..replaced import attribute_replaced
 
 
 def stock_class(model: nn.Module) -> Any:
-    """The stock class of a model; FSDP2 gives it one of its own, derived from that."""
+    """Return the stock class of a model, which FSDP2 replaces by a class derived from it."""
     return next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
 
 
 def class_name(model: nn.Module) -> str:
-    """The name of its stock class, which is what users know it by."""
+    """Return the name of a model's stock class, by which users know it."""
     return str(stock_class(model).__name__)
 
 
 def from_config(kind: Any, config: Any, **kwargs: Any) -> Any:
-    """A model of ``kind``, an Auto class or a stock one, with first values."""
+    """Build a randomly initialized model of ``kind``, an Auto class or a stock one."""
     build = kind.from_config if hasattr(kind, "from_config") else kind._from_config
     return build(config, **kwargs)
 
 
 def model_class(given: Any) -> Any:
-    """Return the class that ``auto_class=`` means: an Auto class or a model's, or the name of one of transformers'.
+    """Return the class for ``auto_class=``: an Auto class or a model's, or the name of one in transformers.
 
     Raises:
-        ConfigError: it is neither; close names are given.
+        ConfigError: it is neither; similar names are given.
     """
     found = getattr(transformers, given, None) if isinstance(given, str) else given
     if (
@@ -58,23 +58,23 @@ def model_class(given: Any) -> Any:
 
 
 def classes_by_config(auto_class: Any) -> Any:
-    """Class of config -> the class, or classes, that ``auto_class`` builds of it; ``None`` for a stock class."""
+    """Return the class, or classes, that ``auto_class`` builds by class of config; ``None`` for a stock class."""
     return getattr(auto_class, "_model_mapping", None)
 
 
 def layer_classes(model: Any) -> set[str]:
-    """Names of the classes that the host keeps on one device; ``model`` or its class."""
+    """Return the names of the classes that transformers keeps on one device; ``model`` may be a class."""
     return set(getattr(model, "_no_split_modules", None) or ())
 
 
 def empty_copy(model: Any) -> Any:
-    """A whole model like the one that ``model`` is a part of, on the meta device."""
+    """Return the full stock model of which ``model`` holds one rank's part, on the meta device."""
     with torch.device("meta"):
         return from_config(stock_class(model), copy.deepcopy(model.config), dtype=model.dtype)
 
 
 def empty_model(directory: Path, trusted: bool) -> Any:
-    """A whole model on the meta device, of the class that the config in ``directory`` names.
+    """Return a full model on the meta device, of the class that the config in ``directory`` names.
 
     Raises:
         LookupError: transformers has no such class, and no code came with the config.
@@ -92,7 +92,7 @@ def empty_model(directory: Path, trusted: bool) -> Any:
 
 
 def is_distributed_by_host(model: nn.Module) -> str | None:
-    """Why ``model`` cannot be parallelized any more, or ``None``."""
+    """Return why ``model`` is distributed already, or ``None``."""
     if getattr(model, "_device_mesh", None) is not None or getattr(
         model, "_is_distributed_loading_by_transformers", False
     ):
@@ -103,37 +103,37 @@ def is_distributed_by_host(model: nn.Module) -> str | None:
 
 
 def is_host_model(module: nn.Module) -> bool:
-    """Whether a module is a model of the host's, with a config of its own."""
+    """Return whether a module is a transformers model, with a config of its own."""
     return isinstance(module, PreTrainedModel)
 
 
 def has_causal_loss(model: Any) -> bool:
-    """Whether the loss function of a model's class is that of causal language models, whatever its name."""
+    """Return whether a model's loss function is that of causal language models, whatever the class's name."""
     return LOSS_MAPPING.get(getattr(model, "loss_type", None) or "ForCausalLM") is LOSS_MAPPING["ForCausalLM"]
 
 
 def loss_replaced(model: Any, loss: Callable[..., Any]) -> AbstractContextManager[None]:
-    """Within: the model calls ``loss`` for its loss."""
+    """Let the model call ``loss`` as its loss function inside the ``with`` block."""
     return attribute_replaced(model, "_loss_function", loss)
 
 
 def loss_function_of(model: Any) -> Any:
-    """What was set as ``model.loss_function``; ``None`` where the class chooses by its config."""
+    """Return the user's ``model.loss_function``; ``None`` if the class chooses by its config."""
     return vars(model).get("_loss_function")
 
 
 def is_causal_lm(name: str) -> bool:
-    """Whether the host knows a class of that name as a causal language model; its Trainer then shifts labels."""
+    """Return whether transformers lists a class as causal language model; its Trainer then shifts labels."""
     return name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
 def takes_argument(model: nn.Module, name: str) -> bool:
-    """Whether the forward pass of a model has a parameter of that name."""
+    """Return whether a model's forward has a parameter of that name."""
     return name in signature(stock_class(model).forward).parameters
 
 
 def input_embedding(model: Any) -> Any:
-    """What the model looks its tokens up in, where the host can say: one with two towers, or of sounds, cannot."""
+    """Return the token embedding, or ``None`` if transformers does not know it (two towers, audio models)."""
     try:
         return model.get_input_embeddings()
     except NotImplementedError:

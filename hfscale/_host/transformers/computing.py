@@ -1,4 +1,4 @@
-"""How a stock model computes: attention, packed rows, recomputation."""
+"""Attention kernels, packed rows and recomputation of stock models."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,15 +15,15 @@ _within = ContextVar("within packing", default=False)
 
 
 def uses_flash_attention(model: Any) -> bool:
-    """Whether attention is a flash kernel's, of whatever version or origin, which is told of borders by lengths."""
+    """Return whether attention is a flash kernel of any version, which takes document borders as lengths."""
     config = model.config.get_text_config()
     return "flash" in str(getattr(config, "_attn_implementation", None))
 
 
 def text_positions(position_ids: Tensor) -> Tensor | None:
-    """Return the positions ``[1 or b, s]`` in which the host looks for documents; ``None``: it has none.
+    """Return the positions ``[1 or b, s]`` in which transformers looks for documents; ``None`` if it has none.
 
-    Models of pictures take ``[3, b, s]``, or with the positions of the text in front ``[4, b, s]``.
+    Vision models take ``[3, b, s]``, or with the text's positions in front ``[4, b, s]``.
     """
     if position_ids.ndim == 2:
         return position_ids
@@ -31,10 +31,10 @@ def text_positions(position_ids: Tensor) -> Tensor | None:
 
 
 def begins_anew(position_ids: Tensor, attention_mask: Any = None) -> Tensor:
-    """Return where a document begins within its row: ``[b, s - 1]`` flags for the tokens behind the first.
+    """Return where a document begins within its row: ``[b, s - 1]`` flags for the tokens after the first.
 
-    As in the host, where a position is not the one before plus one. With a padding mask, with which the host sees one
-    document per row: where the positions of two attended neighbours do not increase.
+    As in transformers, that is where a position is not the previous one plus one. With a padding mask, for which
+    transformers assumes one document per row: where the positions of two attended neighbours do not increase.
     """
     steps = position_ids.diff(dim=-1)
     if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
@@ -45,13 +45,14 @@ def begins_anew(position_ids: Tensor, attention_mask: Any = None) -> Tensor:
 
 @contextmanager
 def packing(restarts: bool | None, batch: Mapping[str, Any]) -> Iterator[None]:
-    """Context manager in which the host's masks keep the documents of packed rows apart.
+    """Keep the documents of packed rows apart in transformers' masks inside the ``with`` block.
 
-    The host finds documents in the positions that a model hands to its mask functions, which many models do not, and
-    asks the device for them in every pass. Here masks of every kind are made from the positions of ``batch``.
+    Transformers finds documents in the positions that a model passes to its mask functions, which many models do not,
+    and it synchronizes with the device for that in every pass. Here masks of every kind are made from the positions of
+    ``batch``.
 
     Args:
-        restarts: whether the positions of ``batch`` begin anew within its rows; ``None``: the host has to look.
+        restarts: whether the positions of ``batch`` restart within its rows; ``None``: let transformers look.
         batch: the arguments of the forward pass.
     """
     if restarts is None:
@@ -62,7 +63,7 @@ def packing(restarts: bool | None, batch: Mapping[str, Any]) -> Iterator[None]:
     given = batch.get("position_ids") is not None
 
     def known(position_ids: Tensor) -> Tensor | None:
-        # The host's own positions are alike in all rows; a model may make others, where the caller gives none.
+        # Transformers' default positions are the same in all rows; a model may make others if it gets none.
         other = not restarts and not given and len(position_ids) > 1 and position_ids.stride(0)
         return look(position_ids) if other else None
 
@@ -82,12 +83,12 @@ def is_within_packing() -> bool:
 
 
 class _DocumentMasks:
-    """The host's table of mask functions, each of which also keeps the documents of one batch apart."""
+    """Transformers' table of mask functions, each of which also keeps the documents of one batch apart."""
 
     def __init__(self, masks: Any, batch: Mapping[str, Any]) -> None:
         self._masks = masks
         positions = text_positions(batch["position_ids"])
-        assert positions is not None  # in which documents were found
+        assert positions is not None  # documents were found in them
         begins = begins_anew(positions, batch.get("attention_mask"))
         self._positions, self._documents = positions, nn.functional.pad(begins.cumsum(-1), (1, 0))
 
@@ -110,13 +111,14 @@ class _DocumentMasks:
 
 
 def recomputes(model: Any) -> bool:
-    """Whether activations of some layers are recomputed in the backward pass."""
+    """Return whether some layers' activations are recomputed in the backward pass."""
     return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
 def without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of a layer without the cache of keys and values, which a recomputation would fill once more; some
-    layers are given it by position.
+    """Return a layer's arguments without the key/value cache, which a recomputation would fill a second time.
+
+    Some layers get it by position.
     """
     emptied = {
         name: None for name in ("past_key_values", "past_key_value", "layer_past") if kwargs.get(name) is not None
@@ -127,11 +129,11 @@ def without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[
 
 def enable_checkpointing(model: Any, **kwargs: Any) -> None:
     """Recompute activations in the backward pass, layer by layer, without re-entering autograd."""
-    # The host renamed it in 5.2x and warns about the old name.
+    # Renamed in 5.2x, with a warning about the old name.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False, **kwargs})
 
 
 def encoder_outputs(states: Tensor) -> Any:
-    """What an encoder has made, for an encoder-decoder that is not to run its own."""
+    """Return an encoder's output in the form in which an encoder-decoder takes it instead of running its own."""
     return BaseModelOutput(last_hidden_state=states)

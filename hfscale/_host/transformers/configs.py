@@ -1,4 +1,4 @@
-"""Configs, and models of them: what the host says of one that it cannot make, in a sentence of ours."""
+"""Explain errors of transformers about configs, and models built from them, in our own words."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,14 +13,14 @@ from .classes import classes_by_config
 
 @contextmanager
 def made_or_explained(source: str) -> Iterator[None]:
-    """Within, a config is read or made: an impossible one is a :class:`~hfscale.ConfigError` that says why.
+    """Raise :class:`~hfscale.ConfigError` with the reason if reading a config fails inside the ``with`` block.
 
     Args:
-        source: what it is made of, for the message.
+        source: the config's origin, for the message.
     """
     try:
         yield
-    except ArithmeticError as error:  # of a size that divides another
+    except ArithmeticError as error:  # division by a size of 0
         raise ConfigError(f"no config could be made of {source}: one of its sizes is 0 ({error})") from error
     except StrictDataclassError as error:
         reason = str(error).strip().splitlines()[-1].strip()
@@ -33,10 +33,10 @@ def made_or_explained(source: str) -> Iterator[None]:
 
 @contextmanager
 def built_or_explained(auto_class: Any, config: Any, *others: type[Exception]) -> Iterator[None]:
-    """Within, a model is built: where none can be, a :class:`~hfscale.ConfigError` says why.
+    """Raise :class:`~hfscale.ConfigError` with the reason if building a model fails inside the ``with`` block.
 
     Args:
-        others: errors that say so, besides ``ValueError``.
+        others: types of errors to explain, besides ``ValueError``.
     """
     try:
         yield
@@ -56,10 +56,10 @@ def built_or_explained(auto_class: Any, config: Any, *others: type[Exception]) -
 
 
 def auto_classes() -> list[str]:
-    """Return the names of the host's Auto classes of models."""
+    """Return the names of transformers' Auto classes of models."""
     return [name for name in dir(transformers) if name.startswith("AutoModel")]
 
 
 def _classes(auto_class: str) -> Any:
-    """Return class of config -> class of model."""
+    """Return the classes that an Auto class builds, by class of config."""
     return classes_by_config(getattr(transformers, auto_class))

@@ -1,4 +1,4 @@
-"""Where stored tensors go, and what the host makes of them: its conversion of weights."""
+"""Map stored tensors to parameters by transformers' conversion of weights."""
 
 import copy
 from collections.abc import Collection, Mapping
@@ -19,15 +19,15 @@ from transformers.core_model_loading import (
 
 @dataclass(frozen=True)
 class Merge:
-    """How a converter lays stored tensors side by side, and does nothing else to them.
+    """A converter that concatenates or stacks stored tensors, and does nothing else to them.
 
-    Tensors come in the host's order: by source, then by the numbers in their names (``experts.9`` before
+    Tensors come in transformers' order: by source, then by the numbers in their names (``experts.9`` before
     ``experts.10``).
 
     Attributes:
-        source: which of the converter's sources this tensor is: a gate projection, say, before an up projection.
+        source: index of this tensor among the converter's sources: a gate projection, say, before an up projection.
         stack: the new dim along which the tensors of one source are stacked; ``None``: they are not.
-        join: the dim along which what comes of each source is then joined; ``None`` for one source.
+        join: the dim along which the sources are then concatenated; ``None`` for one source.
     """
 
     source: int
@@ -37,14 +37,14 @@ class Merge:
 
 @dataclass(frozen=True)
 class Destination:
-    """Where a stored tensor goes.
+    """The parameter or buffer that a stored tensor loads into.
 
     Attributes:
-        name: the parameter or buffer it loads into; the first, where a converter makes several of it.
-        converter: what the host does to it; ``None`` where it loads as it is.
-        pattern: which of the converter's sources its key matched.
-        others: what else the converter makes of it.
-        merge: what the converter does, if it does not change values or their order.
+        name: the parameter or buffer; the first, if a converter makes several of it.
+        converter: the conversion; ``None`` if it loads as it is.
+        pattern: the one of the converter's sources that its key matched.
+        others: the other tensors that the converter makes of it.
+        merge: the converter, if it changes neither values nor their order.
     """
 
     name: str
@@ -55,10 +55,10 @@ class Destination:
 
 
 def checkpoint_targets(model: Any, keys: list[str], weight_mapping: list[Any]) -> dict[str, Destination]:
-    """Stored key -> where it goes, in the host's order.
+    """Return stored key -> destination, in transformers' order.
 
-    Entries of ``weight_mapping`` that these keys use are marked as used: the host saves through those, and a rank that
-    loads but its stage's keys has to save every stage's.
+    Entries of ``weight_mapping`` that these keys use are marked as used: transformers saves through those, and a rank
+    that loads only its stage's keys has to save every stage's.
     """
     copies = copy.deepcopy(weight_mapping)  # matching leaves other marks too
     result = _destinations(keys, copies, model.base_model_prefix, model.state_dict())
@@ -68,12 +68,12 @@ def checkpoint_targets(model: Any, keys: list[str], weight_mapping: list[Any]) -
 
 
 def loaded_targets(model: Any, keys: list[str], names: Collection[str]) -> dict[str, Destination]:
-    """Where the keys of the checkpoint that ``model`` was loaded from, or was saved to, belong.
+    """Return the destinations of the keys of the checkpoint that ``model`` was loaded from, or was saved to.
 
     Args:
-        names: of the parameters of the whole model, of which there may be but a stage here.
+        names: names of the parameters of the full model, of which this rank may hold one stage only.
     """
-    used = getattr(model, "_weight_conversions", None)  # what loading noted for saving
+    used = getattr(model, "_weight_conversions", None)  # recorded by loading, for saving
     used = copy.deepcopy(get_model_conversion_mapping(model, add_legacy=False) if used is None else used)
     return _destinations(keys, used, model.base_model_prefix, dict.fromkeys(names, True))
 
@@ -85,7 +85,7 @@ def _destinations(
     converters = [entry for entry in weight_mapping if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     result = {}
-    for key in sorted(keys, key=dot_natural_key):  # the host's order, which some entries depend on
+    for key in sorted(keys, key=dot_natural_key):  # transformers' order, which some entries depend on
         target, pattern = rename_source_key(key, renamings, converters, prefix, expected)
         if target not in expected and key in expected:
             target, pattern = rename_source_key(key, [], [], prefix, expected)
@@ -112,11 +112,11 @@ def _merge(converter: WeightConverter, pattern: str) -> Merge | None:
 
 
 def convert(tensors: Mapping[str, Tensor], found: Mapping[str, Destination], like: Any, config: Any) -> Tensor:
-    """One parameter as the host makes it of all that is stored of it.
+    """Convert all stored tensors of one parameter as transformers does.
 
     Args:
-        tensors: whole, by stored key, in the host's order.
-        found: where those keys go.
+        tensors: full tensors, by stored key, in transformers' order.
+        found: destinations of those keys.
         like: a stand-in for the model: ``like.get_parameter(name)`` has the shape that a converter may ask for.
         config: the model's.
     """

@@ -6,8 +6,9 @@ from torch import Tensor, nn
 
 
 def use_eager_experts(model: nn.Module) -> None:
-    """Let mixtures of experts compute by the stock classes' own code, which takes every type: grouped products do not
-    take float64. No-op for other models.
+    """Let mixtures of experts run the stock classes' eager code, which takes every dtype; a no-op for other models.
+
+    Grouped matrix products do not take float64.
     """
     configs: dict[int, Any] = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
     for config in configs.values():
@@ -16,29 +17,29 @@ def use_eager_experts(model: nn.Module) -> None:
 
 
 def compute_eagerly(config: Any) -> None:
-    """Let a model that is built from ``config`` compute its experts by the stock classes' own code."""
+    """Let models built from ``config`` run their experts by the stock classes' eager code."""
     config._experts_implementation = "eager"
 
 
 def apply_gate(experts: Any, both: Tensor) -> Tensor:
-    """What the gate of the host's module of experts makes of gate and up projections side by side."""
+    """Apply the gate of a stock module of experts to gate and up projections side by side."""
     gated: Tensor = experts._apply_gate(both)
     return gated
 
 
 def runs_grouped_products(experts: Any) -> bool:
-    """Whether the host's module of experts calls torch's grouped matrix product."""
+    """Return whether a stock module of experts calls torch's grouped matrix product."""
     return getattr(getattr(experts, "config", None), "_experts_implementation", None) == "grouped_mm"
 
 
-# What these record under the name of logits is a softmax of them.
+# These record the softmax of their logits as logits.
 _RECORD_PROBABILITIES = ("Gemma4TextRouter", "DiffusionGemmaTextRouter")
 
 
 def router_logits(model: nn.Module) -> dict[type[nn.Module], int]:
-    """Classes of routers that the host records logits of -> where in a router's output they are.
+    """Return the classes of routers whose logits transformers records -> index of the logits in their output.
 
-    Not those whose logits are recorded behind a softmax, nor modules recorded by another mark than their class.
+    Routers that record a softmax as logits are left out, as are modules recorded by another mark than their class.
     """
     found: dict[type[nn.Module], int] = {}
     for part in model.modules():

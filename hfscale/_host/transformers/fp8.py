@@ -1,4 +1,4 @@
-"""Weights in 8-bit floating point with a scale for each block, as the host's own quantizer makes them on a GPU."""
+"""Quantize weights to 8-bit floating point with a scale per block, as transformers' quantizer does on a GPU."""
 
 import copy
 from typing import Any
@@ -12,14 +12,14 @@ from .classes import class_name, empty_copy
 
 
 class Fp8Encoder:
-    """Which tensors the host would quantize, and what it makes of each.
+    """An encoder of the tensors that transformers would quantize.
 
     Args:
-        model: the stock one, or a rank's part of it.
+        model: the stock model, or a rank's shard of it.
         config: a ``transformers.FineGrainedFP8Config``.
 
     Raises:
-        ConfigError: it is something else, or the host cannot do that with this model.
+        ConfigError: it is another config, or transformers cannot quantize this model.
     """
 
     def __init__(self, model: Any, config: Any) -> None:
@@ -42,11 +42,11 @@ class Fp8Encoder:
         self._operation = quantizer.get_quantize_ops()
 
     def wants(self, name: str) -> bool:
-        """Whether the host would quantize a parameter of the model."""
+        """Return whether transformers would quantize a parameter of the model."""
         return name in self._wanted
 
     def made_of(self, key: str, tensor: Tensor) -> dict[str, Tensor]:
-        """The tensor under its key in a checkpoint, and its scales, ``KEY_scale_inv``; itself, where blocks do not fit.
+        """Return the quantized tensor under its key and its scales, ``KEY_scale_inv``; unchanged if blocks do not fit.
 
         Works on the meta device too.
         """

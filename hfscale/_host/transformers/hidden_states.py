@@ -1,4 +1,4 @@
-"""Where the host's layers and blocks are given the hidden states: first, or by their name."""
+"""Find the hidden states in the arguments of stock layers and blocks: the first argument, or by name."""
 
 from typing import Any
 
@@ -6,15 +6,15 @@ _NAME = "hidden_states"
 
 
 def hidden_states_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The hidden states among the arguments of a call; ``None`` if there are none."""
+    """Return the hidden states among the arguments of a call; ``None`` if there are none."""
     return args[0] if args else kwargs.get(_NAME)
 
 
 def with_hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any], states: Any) -> tuple[Any, dict[str, Any]]:
-    """The arguments of a call, with ``states`` for hidden states."""
+    """Return the arguments of a call with ``states`` as hidden states."""
     return ((states, *args[1:]), kwargs) if args else (args, {**kwargs, _NAME: states})
 
 
 def other_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The named arguments that are not the hidden states."""
+    """Return the named arguments without the hidden states."""
     return {name: value for name, value in kwargs.items() if name != _NAME}

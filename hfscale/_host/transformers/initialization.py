@@ -1,6 +1,6 @@
-"""The host's initialization of modules, and the mark by which it knows what is loaded: private names of transformers.
+"""Transformers' initialization of modules, and its mark on loaded tensors.
 
-Read and run against transformers 5.17.0 and 5.23.0.
+Read and run with transformers 5.17.0 and 5.23.0.
 """
 
 import functools
@@ -22,7 +22,9 @@ _LOADED = "_is_hf_initialized"
 
 
 def initialize_weights(model: Any, unit: nn.Module, recurse: bool) -> None:
-    """Run the host's own initialization on ``unit``, a part of ``model`` in real memory, as it would on the whole."""
+    """Initialize ``unit``, a part of ``model`` in real memory, by transformers' code as it would be within the full
+    model.
+    """
     owner = model
     for module in model.modules():  # the innermost model that contains the unit
         if isinstance(module, PreTrainedModel) and any(part is unit for part in module.modules()):
@@ -36,8 +38,9 @@ def initialize_weights(model: Any, unit: nn.Module, recurse: bool) -> None:
 
 
 def initializations(model: Any) -> Iterator[tuple[str, nn.Module, Callable[[], None]]]:
-    """Every module of ``model`` with its name and what initializes it, in the host's order: as after loading, where
-    the host's functions leave alone what is marked.
+    """Yield every module of ``model`` with its name and its initializer, in transformers' order.
+
+    As after loading, initializers leave tensors alone that are marked as loaded.
     """
     custom = model.is_custom_code()
 
@@ -50,7 +53,7 @@ def initializations(model: Any) -> Iterator[tuple[str, nn.Module, Callable[[], N
 
 
 def _children_first(module: nn.Module, name: str, owner: Any) -> Iterator[tuple[str, nn.Module, Any]]:
-    """``(name, module, innermost model around it)``."""
+    """Yield ``(name, module, innermost model around it)``, children before parents."""
     owner = module if isinstance(module, PreTrainedModel) else owner
     for key, child in module.named_children():
         yield from _children_first(child, f"{name}.{key}" if name else key, owner)
@@ -58,9 +61,10 @@ def _children_first(module: nn.Module, name: str, owner: Any) -> Iterator[tuple[
 
 
 def construct(model: Any, kinds: Collection[type[nn.Module]]) -> Any:
-    """A model like ``model`` on the meta device, but for what modules of these ``kinds`` hold themselves: that has
-    memory, and the values that constructors and then the host's initialization give it, modules around them included;
-    NaN where nothing does.
+    """Build a copy of ``model`` on the meta device, with the own tensors of modules of these ``kinds`` in real memory.
+
+    These get the values that constructors and then transformers' initialization give them, including that of modules
+    around them; NaN where nothing does.
     """
     with ExitStack() as stack:
         stack.enter_context(attribute_replaced(PreTrainedModel, "init_weights", lambda _: None))
@@ -69,7 +73,7 @@ def construct(model: Any, kinds: Collection[type[nn.Module]]) -> Any:
         made = empty_copy(model)
     for module in made.modules():
         for name, buffer in own_buffers(module).items() if type(module) in kinds else ():
-            if buffer is not None and buffer.is_meta:  # put there by a module around this one
+            if buffer is not None and buffer.is_meta:  # set by a module around this one
                 own_buffers(module)[name] = torch.full_like(buffer, torch.nan, device="cpu")
     initialize_weights(made, made, recurse=True)
     return made
@@ -88,15 +92,15 @@ def _over_memory(constructor: Callable[..., None], kinds: Collection[type[nn.Mod
 
 
 def is_loaded(tensor: Tensor) -> bool:
-    """Whether the host has marked a parameter or buffer as loaded."""
+    """Return whether transformers has marked a parameter or buffer as loaded."""
     return bool(getattr(tensor, _LOADED, False))
 
 
 def mark_loaded(tensor: Tensor) -> None:
-    """Mark a parameter or buffer as the host marks what it has loaded."""
+    """Mark a parameter or buffer as transformers marks loaded ones."""
     setattr(tensor, _LOADED, True)
 
 
 def forget_loaded(module: nn.Module) -> None:
-    """Let the host initialize a module again."""
+    """Let transformers initialize a module again."""
     module.__dict__.pop(_LOADED, None)

@@ -1,4 +1,4 @@
-"""How the host loads: its ``from_pretrained``, and what that takes."""
+"""Hook into transformers' ``from_pretrained``."""
 
 import inspect
 import re
@@ -24,14 +24,15 @@ def loading_through(
     name_of_tie: Callable[[str], str | None],
     initialize: Callable[[Any], None],
 ) -> Iterator[dict[str, Any]]:
-    """Within: ``from_pretrained`` shows every freshly built meta model to ``prepare`` before it reads weights.
+    """Call ``prepare`` with each freshly built meta model before ``from_pretrained`` reads weights, inside the ``with``
+    block.
 
     ``prepare(model, weight_mapping, files, quantizer)`` may change the model's shapes and take modules out, and returns
-    the state dict to load from. What the host reports as missing and mismatched is left in the yielded dict.
+    the state dict to load from. The yielded dict receives the missing and mismatched keys that transformers reports.
 
     Args:
-        name_of_tie: the name by which a tied parameter is still there, if it is; the host ties only what is.
-        initialize: takes the place of the host's initialization of a model whose weights have been read.
+        name_of_tie: the name by which a tied parameter is still in the model, if it is; only those are tied.
+        initialize: replaces transformers' initialization of a model whose weights have been read.
     """
     report: dict[str, Any] = {}
     original = PreTrainedModel.__dict__["_load_pretrained_model"]
@@ -75,9 +76,9 @@ def loading_through(
 
 @cache
 def loading_arguments() -> frozenset[str]:
-    """Names of what the host's ``from_pretrained`` and ``from_config`` take besides fields of a config.
+    """Return the names of arguments of ``from_pretrained`` and ``from_config`` that are no fields of a config.
 
-    They take most of it out of ``**kwargs``, by name.
+    Transformers takes most of them out of ``**kwargs`` by name, so they are read from its source.
     """
     names: set[str] = set()
     for taker in (PreTrainedModel, _BaseAutoModelClass):
@@ -96,13 +97,13 @@ def loading_arguments() -> frozenset[str]:
 
 
 def quantizes(model: Any, config: Any) -> Callable[[str], bool]:
-    """Whether the host's bitsandbytes quantizers would quantize a module of that name, given their ``config``."""
+    """Return a predicate: whether transformers' bitsandbytes quantizer, given ``config``, quantizes a module."""
     kept = HfQuantizer.get_modules_to_not_convert(model, config.llm_int8_skip_modules, model._keep_in_fp32_modules)
     return lambda name: bool(should_convert_module(name, kept))
 
 
 def forget_quantization(model: Any) -> None:
-    """Let a model whose weights are quantized no more say so."""
+    """Remove transformers' marks of quantization from a model that is not quantized any more."""
     for name in ("hf_quantizer", "quantization_method", "is_loaded_in_4bit", "is_loaded_in_8bit", "is_quantized"):
         model.__dict__.pop(name, None)
     for config in {id(c): c for c in (model.config, model.config.get_text_config())}.values():

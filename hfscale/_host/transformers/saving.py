@@ -1,4 +1,4 @@
-"""What the host writes: names and shapes of stored tensors, and configs."""
+"""Names and shapes of stored tensors, and configs, as transformers saves them."""
 
 import re
 from collections.abc import Iterator
@@ -16,13 +16,15 @@ from .classes import class_name, empty_copy, stock_class
 
 
 def never_stored(model: Any) -> set[str]:
-    """Names of tensors that the host's ``save_pretrained`` leaves out, since it makes them itself."""
+    """Return the names of tensors that ``save_pretrained`` leaves out, since the model computes them."""
     return set(getattr(model, "_keys_to_ignore_on_save", None) or ())
 
 
 class AsStored:
-    """Makes the tensors of a plain Hugging Face checkpoint of a model's own: under their stored names, as the several
-    tensors that the host fuses on load, or as the one that it takes apart. Works on the meta device too.
+    """A converter of a model's own tensors to those of a plain Hugging Face checkpoint.
+
+    Tensors get their stored names; fused ones are taken apart, and separate ones are fused, as stored. Works on the
+    meta device too.
 
     Attributes:
         layout: every tensor of the checkpoint, on the meta device.
@@ -32,7 +34,7 @@ class AsStored:
         """Take the model's own tensors, on the meta device.
 
         Raises:
-            CheckpointError: the host makes others of all together than of those that belong together.
+            CheckpointError: converting all tensors together, and group by group, gives different results.
         """
         _note_conversions(model)
         self._model, self._whole = model, contents
@@ -52,7 +54,7 @@ class AsStored:
             )
 
     def made_of(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """What the checkpoint holds of one tensor; nothing, until the last of those comes that are stored as one."""
+        """Return the stored tensors made of one parameter; none until the last of a fused group comes."""
         names = self._together.get(name, (name,))
         self._waiting[name] = tensor
         if any(other not in self._waiting for other in names):
@@ -66,9 +68,7 @@ class AsStored:
 
 @contextmanager
 def _whole_shapes(model: Any, contents: dict[str, Tensor]) -> Iterator[None]:
-    """Within: the host is shown whole parameters where it asks the model for their shapes, to see whether it has to
-    transpose a tensor; a rank's own may be shares.
-    """
+    """Let ``model.get_parameter`` return full tensors inside the ``with`` block: transformers reads shapes from it."""
     known = dict(contents)
     model.get_parameter = lambda name: known[name] if name in known else type(model).get_parameter(model, name)
     try:
@@ -78,10 +78,10 @@ def _whole_shapes(model: Any, contents: dict[str, Tensor]) -> Iterator[None]:
 
 
 def _together(model: Any, contents: dict[str, Tensor]) -> dict[str, tuple[str, ...]]:
-    """Name -> those that it is stored together with, itself among them, in order.
+    """Return name -> all names that are stored together with it, itself among them, in order.
 
-    The host says which: by themselves they get one name, or a converter of several patterns gives them one key (two
-    mixtures of a layer that are stored as one list of experts; by themselves it refuses them).
+    Such tensors get the same stored name, or a converter of several patterns gives them one key (two mixtures of a
+    layer that are stored as one list of experts; transformers refuses to convert them one by one).
     """
     mapping = getattr(model, "_weight_conversions", None)
     mapping = get_model_conversion_mapping(model, add_legacy=False) if mapping is None else mapping
@@ -99,8 +99,9 @@ def _together(model: Any, contents: dict[str, Tensor]) -> dict[str, tuple[str, .
 def _after_another(
     model: Any, contents: dict[str, Tensor], known: dict[str, tuple[str, ...]], expected: set[str]
 ) -> dict[str, tuple[str, ...]]:
-    """The same of those that the host renames where it has seen another one of their layer before, and not alone (what
-    is stored as ``norm0`` and ``norm1``, and is ``norm1`` and ``norm2`` here).
+    """Return such groups for parameters whose stored name depends on a sibling being converted first.
+
+    For example ``norm0`` and ``norm1`` in the checkpoint, which are ``norm1`` and ``norm2`` in the model.
     """
     found: dict[str, tuple[str, ...]] = {}
     alone = {name: tensor for name, tensor in contents.items() if name not in known}
@@ -116,7 +117,7 @@ def _after_another(
 
 
 def stored_layout(model: Any, contents: dict[str, Tensor]) -> dict[str, Tensor]:
-    """All tensors of a plain checkpoint of this model, on the meta device; ``contents`` are the model's own.
+    """Return all tensors of a plain checkpoint of this model, on the meta device; ``contents`` are the model's own.
 
     Raises:
         CheckpointError: as :class:`AsStored`.
@@ -125,12 +126,13 @@ def stored_layout(model: Any, contents: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _note_conversions(model: Any) -> None:
-    """What loading notes for saving, where nothing was loaded: the host would look it up under the name of the class,
-    and FSDP2 gives the model a class of another name.
+    """Record the conversions for saving on a model that was not loaded, as loading would.
+
+    Transformers would look them up by the name of the class, which FSDP2 changes.
     """
     if getattr(model, "_weight_conversions", None) is None and type(model) is not stock_class(model):
         found = get_model_conversion_mapping(empty_copy(model), add_legacy=False)
-        # A prefix is known from loading only, as in the host's own `revert_weight_conversion`.
+        # A prefix is known from loading only, as in transformers' own `revert_weight_conversion`.
         model._weight_conversions = [entry for entry in found if type(entry).__name__ != "PrefixChange"] or None
 
 
@@ -139,7 +141,7 @@ def write_configs(model: Any, directory: Path) -> None:
     config = model.config
     config.architectures = [stock_class(model).__name__]
     config.save_pretrained(directory)
-    if getattr(model, "_auto_class", None) is not None:  # the code of a class that came with its checkpoint
+    if getattr(model, "_auto_class", None) is not None:  # code of a class that came with its checkpoint
         custom_object_save(model, directory, config=config)
     if model.can_generate() and getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(directory)

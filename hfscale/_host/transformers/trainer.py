@@ -1,4 +1,4 @@
-"""The hooks of ``transformers.Trainer`` that it does not promise to keep, under names of ours.
+"""Hooks of ``transformers.Trainer`` that are private, under names of our own.
 
 Read and run with transformers 5.17 and 5.23; ``tests/trainer/test_host.py`` compares signatures.
 """
@@ -18,29 +18,29 @@ from transformers import trainer as _module
 from ..replaced import attribute_replaced
 
 _trainer: Any = _module
-_DEVICES = "_setup_devices"  # a cached property of TrainingArguments: the processes, as they are counted first
+_DEVICES = "_setup_devices"  # a cached property of TrainingArguments that counts the processes
 
 
 class TrainerHooks:
-    """What a Trainer calls for saving, resuming and clipping: put in front of one."""
+    """A mixin with the methods that a Trainer calls for saving, resuming and clipping."""
 
     def write_state(self, directory: Path) -> None:
-        """Write optimizer, schedule and random streams into a checkpoint; on every rank."""
+        """Write optimizer, schedule and RNG states into a checkpoint; on every rank."""
 
     def read_state(self, checkpoint: Path) -> None:
-        """Read them; on every rank."""
+        """Read optimizer, schedule and RNG states; on every rank."""
 
     def write_random_states(self, directory: Path) -> None:
-        """Write random streams into a checkpoint, for stock Trainer; on every rank."""
+        """Write RNG states into a checkpoint, for stock Trainer; on every rank."""
 
     def put_back_random_states(self) -> None:
-        """Go on with those of the checkpoint whose state was read; on every rank."""
+        """Restore the RNG states of the checkpoint whose state was read; on every rank."""
 
     def read_weights(self, checkpoint: Path) -> None:
-        """Put the weights of a checkpoint that is resumed from into the model; on every rank."""
+        """Load the weights of a checkpoint that is resumed from into the model; on every rank."""
 
     def read_best_weights(self, checkpoint: Path) -> None:
-        """The same, at the end of a run, of its best checkpoint."""
+        """Load the weights of the best checkpoint, at the end of a run; on every rank."""
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         self.write_state(Path(output_dir))
@@ -64,10 +64,10 @@ class TrainerHooks:
         self.read_best_weights(Path(state.best_model_checkpoint))
 
     def written_aside(self, target: Path) -> AbstractContextManager[Path]:
-        """Let Trainer write the checkpoint ``target`` in a directory of its name, inside the one that this yields."""
+        """Yield the directory in which Trainer writes a directory of the name of ``target``."""
         return nullcontext(target.parent)
 
-    _aside: Path | None = None  # the directory that Trainer takes for the one with the checkpoints, during a save
+    _aside: Path | None = None  # the parent directory of the checkpoint during a save
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         trainer: Any = self
@@ -88,7 +88,7 @@ class TrainerHooks:
             super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
 
     def around_inputs(self) -> AbstractContextManager[None]:
-        """Around preparing a batch."""
+        """Return a context for preparing a batch."""
         return nullcontext()
 
     def _prepare_inputs(self, inputs: Any) -> Any:
@@ -96,21 +96,21 @@ class TrainerHooks:
             return super()._prepare_inputs(inputs)  # type: ignore[misc]
 
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
-        return False  # the accelerator knows the axes; the host takes a plain tensor for a whole one
+        return False  # the accelerator knows the axes; Trainer takes plain tensors for full ones
 
     def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
         pass  # it is where hfscale has put it
 
 
 def accelerator_made_by(kind: Any) -> AbstractContextManager[None]:
-    """Within: Trainer makes its accelerator of this class."""
+    """Let Trainer create its accelerator from this class inside the ``with`` block."""
     return attribute_replaced(_trainer, "Accelerator", kind)
 
 
 def batches_skipped_by_accelerator(trainer: Any) -> AbstractContextManager[None]:
-    """Within: Trainer goes on in the middle of an epoch with the loader that its accelerator makes of the whole one's.
+    """Let Trainer resume within an epoch with the accelerator's own loader inside the ``with`` block.
 
-    The accelerator of the moment, since a ``model_init`` makes another one on the way.
+    The accelerator is looked up at the call, since a ``model_init`` creates another one on the way.
     """
 
     def skip(loader: Any, count: int = 0) -> Any:
@@ -120,12 +120,12 @@ def batches_skipped_by_accelerator(trainer: Any) -> AbstractContextManager[None]
 
 
 def kernels_left_alone() -> AbstractContextManager[None]:
-    """Within: Trainer gives its model no kernels of Liger's: it has those that it was built with."""
+    """Stop Trainer from applying Liger's kernels to its model inside the ``with`` block; hfscale has applied them."""
     return attribute_replaced(_trainer, "apply_liger_kernel", lambda *_: None)
 
 
 def evaluated_with_logits(trainer: Any, step: Callable[..., Any]) -> Callable[..., Any]:
-    """Trainer's prediction step, which does not ask the model, as it asks Liger's, to leave its logits out."""
+    """Return Trainer's prediction step without its request, for Liger's models, to leave logits out."""
 
     def evaluated(*args: Any, **kwargs: Any) -> Any:
         with attribute_replaced(trainer.args, "use_liger_kernel", False):
@@ -135,19 +135,19 @@ def evaluated_with_logits(trainer: Any, step: Callable[..., Any]) -> Callable[..
 
 
 def taken_for_adapted(model: Any) -> AbstractContextManager[None]:
-    """Within: a quantized model that has adapters inside, and is no ``PeftModel``, is not refused for having none."""
+    """Let a quantized model with adapters inside, but no ``PeftModel``, pass as adapted inside the ``with`` block."""
     return attribute_replaced(model, "_hf_peft_config_loaded", True)
 
 
 def count_processes_on_cpu(arguments: Any) -> None:
-    """Make ``TrainingArguments`` that were made without ``use_cpu`` on a machine without GPUs see all processes."""
+    """Recount the processes in ``TrainingArguments`` that were made without ``use_cpu`` on a machine without GPUs."""
     arguments.use_cpu = True
     vars(arguments).pop(_DEVICES, None)
     _ = arguments.device
 
 
 def use_one_gpu(arguments: Any) -> None:
-    """One process that sees several GPUs has its model on one."""
+    """Limit a process that sees several GPUs to one."""
     if arguments.n_gpu > 1:
         arguments._n_gpu = 1
 
@@ -159,11 +159,11 @@ def seed_workers_by(loader: Any, rank: int) -> None:
         seed.keywords["rank"] = rank
 
 
-RANDOM = "rng_state.pth"  # which stock Trainer reads in one process
+RANDOM = "rng_state.pth"  # read by stock Trainer in one process
 
 
 def read_random_states(checkpoint: Path) -> dict[str, Any] | None:
-    """What stands in a checkpoint's :data:`RANDOM`: states of ``python``, ``numpy``, ``cpu`` and devices, and more."""
+    """Return the contents of a checkpoint's :data:`RANDOM`: states of ``python``, ``numpy``, ``cpu``, devices, more."""
     if not (checkpoint / RANDOM).exists():
         return None
     with _trainer.safe_globals():
@@ -171,24 +171,24 @@ def read_random_states(checkpoint: Path) -> dict[str, Any] | None:
 
 
 def has_stock_loss(trainer: Any) -> bool:
-    """Whether the loss is the model's own, computed as ``transformers.Trainer`` does."""
+    """Return whether the loss is the model's own, computed as ``transformers.Trainer`` does."""
     return type(trainer).compute_loss is transformers.Trainer.compute_loss and trainer.compute_loss_func is None
 
 
 def has_own_prediction_step(trainer: Any) -> bool:
-    """Whether a class beside ``transformers.Trainer`` says what a prediction is, ``Seq2SeqTrainer`` for one."""
+    """Return whether a class other than ``transformers.Trainer`` has a prediction step, as ``Seq2SeqTrainer``."""
     kinds = [kind for kind in type(trainer).__mro__ if "prediction_step" in vars(kind)]
     return any(kind is not transformers.Trainer and not issubclass(kind, TrainerHooks) for kind in kinds)
 
 
 def chooses_optimizer(trainer: Any) -> bool:
-    """Whether a subclass says itself what ``optim`` stands for."""
+    """Return whether a subclass overrides the meaning of ``optim``."""
     own, stock = type(trainer).get_optimizer_cls_and_kwargs, transformers.Trainer.get_optimizer_cls_and_kwargs
     return own is not stock
 
 
 def unheard_options(arguments: Any, given: Mapping[str, Any]) -> list[str]:
-    """Of the options in ``optim_args``, those that make no difference to what Trainer makes of ``optim``."""
+    """Return the options in ``optim_args`` that Trainer ignores for this ``optim``."""
 
     def made(options: str | None) -> Any:
         asked = copy.copy(arguments)
@@ -200,7 +200,7 @@ def unheard_options(arguments: Any, given: Mapping[str, Any]) -> list[str]:
 
 
 def groups_by_decay(trainer: Any, model: nn.Module) -> list[dict[str, Any]] | None:
-    """Trainer's two parameter groups, where a subclass says itself what decays; ``None`` where none does."""
+    """Return Trainer's two parameter groups if a subclass overrides which parameters decay; else ``None``."""
     if type(trainer).get_decay_parameter_names is transformers.Trainer.get_decay_parameter_names:
         return None
     names = set(trainer.get_decay_parameter_names(model))
@@ -212,16 +212,16 @@ def groups_by_decay(trainer: Any, model: nn.Module) -> list[dict[str, Any]] | No
 
 
 def labels_of_step(trainer: Any, batches: Any) -> Any:
-    """How many labels a Trainer takes these microbatches of all distinct batches to have, and divides their loss by.
+    """Return the number of labels, over all distinct batches, by which a Trainer divides these microbatches' loss.
 
-    Those that a causal model predicts; of classes that it does not know for such (``GPT2LMHeadModel``), the first one
-    of each row too.
+    For causal models these are the predicted ones; for classes that it does not list as causal (``GPT2LMHeadModel``),
+    the first label of each row counts too.
     """
     return trainer._get_num_items_in_batch(batches, trainer.args.device)
 
 
 def prepared(trainer: Any, inputs: Any) -> Any:
-    """A batch as a subclass prepares it; where none does it stays as the loader gave it, on the CPU."""
+    """Return a batch as a subclass prepares it; without one, as the loader gave it, on the CPU."""
     known = (TrainerHooks, transformers.Trainer)
     own = any("_prepare_inputs" in vars(kind) for kind in type(trainer).__mro__ if kind not in known)
     return trainer._prepare_inputs(inputs) if own else inputs

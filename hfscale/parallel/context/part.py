@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from ..._host.transformers.classes import takes_argument
 from ...errors import ConfigError
 from ...plan.context import ContextPlan
-from ...runtime import Part, Runtime, recomputing
+from ...runtime import Batch, Part, Runtime, recomputing
+from ...runtime.axes import ContextAxis
 from ...runtime.batches import Microbatch
 from ...runtime.forward_passes import ForwardPasses
 from ...runtime.local_weights import LocalWeights
@@ -25,8 +26,10 @@ _BATCH = "context_batch"
 """The argument of a forward pass that says of which sequences it computes a part; the model itself never sees it."""
 
 
-class ContextParallel(Part):
+class ContextParallel(Part, ContextAxis):
     """Nothing where each rank has whole sequences."""
+
+    _runtime: Runtime
 
     def __init__(self) -> None:
         self._seam: Seam | None = None
@@ -40,6 +43,7 @@ class ContextParallel(Part):
         group, model = runtime.mesh.group("cp"), runtime.model
         if group is None:
             return
+        runtime.context, self._runtime = self, runtime
         self._seam = Seam(attention_configs(model))
         planned = runtime.plan.feature(ContextPlan)
         assert planned is not None
@@ -71,19 +75,18 @@ class ContextParallel(Part):
             if self._passes is not None and not runtime.executor.under_way:
                 self._passes.clear()
 
-    def check_user_loss(self, runtime: Runtime) -> None:
-        """It would see the outputs of some tokens."""
-        if runtime.mesh.group("cp") is not None:
+    def check_step(self, runtime: Runtime, batches: Sequence[Batch], user_loss: bool = False) -> None:
+        """Refuse a ``loss_fn``, which would see the outputs of this rank's tokens alone."""
+        if user_loss and runtime.mesh.group("cp") is not None:
             raise ConfigError(
                 f"{runtime.mesh.layout.describe()}: a loss_fn is given outputs of whole sequences, and context ranks "
                 "have parts of them: use cp_size=1, or a score_loss, which sees the scores of all tokens"
             )
 
-    def own_tokens(self, runtime: Runtime, batch: Microbatch) -> Microbatch:
-        """This rank's of the whole sequences that context ranks are all given."""
+    def shard_batch(self, batch: Microbatch) -> Microbatch:
+        """Return this rank's shard of full sequences, which all context ranks are given."""
+        runtime = self._runtime
         size = runtime.mesh.layout.size("cp")
-        if size == 1:
-            return batch
         planned = runtime.plan.feature(ContextPlan)
         assert runtime.loss is not None
         assert planned is not None
@@ -99,10 +102,11 @@ class ContextParallel(Part):
         own.tokens = whole.split.length(whole.rank)
         return own
 
-    def all_tokens(self, runtime: Runtime, batch: Microbatch, own: Tensor) -> Tensor:
-        """Gathered over the context ranks, in the order of the sequences."""
-        group = runtime.mesh.group("cp")
-        return own if group is None else TokenGather(group)(own, batch[_BATCH])
+    def gather_tokens(self, batch: Microbatch, own: Tensor) -> Tensor:
+        """All-gather a per-token output over the context ranks, in the order of the sequences."""
+        group = self._runtime.mesh.group("cp")
+        assert group is not None
+        return TokenGather(group)(own, batch[_BATCH])
 
     def local_view(self, module: str) -> str | None:
         """This rank's tokens, in every module."""

@@ -22,6 +22,8 @@ from ...ops.float8_weight import Float8Weight
 from ...ops.products import multiplied_by
 from ...plan import Plan
 from ...plan.float8 import gathered_in_8_bits
+from ...runtime import Part, Runtime
+from ...runtime.local_weights import LocalWeights
 from ...runtime.names import computing, module_at
 
 
@@ -47,8 +49,16 @@ class _InEightBits:
         return out
 
 
+class Float8Gather(Part):
+    """All-gathers of weights in 8 bits, where the plan says so."""
+
+    def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
+        """Encode the all-gathers of FSDP2. Comes behind the data axes, which shard the weights."""
+        gather_in_8_bits(runtime.model, runtime.plan, runtime.mesh)
+
+
 def gather_in_8_bits(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
-    """Those weights of which the plan says so, once they are sharded."""
+    """Gather in 8 bits the sharded weights of which the plan says so."""
     encodings: dict[nn.Module, _InEightBits] = {}
     for name in sorted(gathered_in_8_bits(plan)):
         if plan.is_local(mesh.ranks["pp"], name):

@@ -4,15 +4,16 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..._host.torch import has_backward_hook
 from ..._host.torch_fsdp import add_up_gradients
+from ...config import ParallelConfig
 from ...errors import ConfigError
 from ...runtime import Batch, Part, Runtime
+from ...runtime.axes import DataAxes
 from ...runtime.local_weights import LocalWeights
 from .compress import PowerSGD, compresses, install_compression
-from .eight_bits import gather_in_8_bits
 from .shard import (
     apply_data_axes,
     install_local_weights,
@@ -23,8 +24,13 @@ from .shard import (
 from .whole_weights import refuse_calls_past_the_model, reshard
 
 
-class DataParallel(Part):
+class DataParallel(Part, DataAxes):
     """Shards over the data ranks, applied last."""
+
+    state_key = "DataParallel"
+
+    _model: nn.Module
+    _layout: ParallelConfig
 
     def __init__(self) -> None:
         self._compressing: list[PowerSGD] = []
@@ -32,16 +38,16 @@ class DataParallel(Part):
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Wrap, and fill what is on the meta device."""
         model, plan, mesh = runtime.model, runtime.plan, runtime.mesh
+        runtime.data, self._model, self._layout = self, model, mesh.layout
         apply_data_axes(model, plan, mesh, runtime.options.mixed_precision)
         if weights is not None:
             install_local_weights(model, weights.tensors, plan, mesh)
-        gather_in_8_bits(model, plan, mesh)
         if plan.stages is None:  # stages say it themselves, and look for targets past the model
             refuse_calls_past_the_model(model)
         if compresses(plan):
             self._compressing = install_compression(model, plan, mesh, runtime.loss_factor)
 
-    def check_step(self, runtime: Runtime, batches: Sequence[Batch]) -> None:
+    def check_step(self, runtime: Runtime, batches: Sequence[Batch], user_loss: bool = False) -> None:
         """FSDP2 puts gradients where they belong itself, past hooks on parameters."""
         if runtime.mesh.data_world == 1:
             return
@@ -78,20 +84,20 @@ class DataParallel(Part):
         """FSDP2 averages gradients over its ranks; a loss is a share of a sum."""
         return float(runtime.mesh.data_world)
 
-    def before_backward(self, runtime: Runtime, last: bool) -> None:
+    def before_backward(self, last: bool) -> None:
         """Reduce with the last one."""
-        set_gradient_sync(runtime.model, last or bool(runtime.mesh.layout.reduce_each_microbatch))
+        set_gradient_sync(self._model, last or bool(self._layout.reduce_each_microbatch))
 
-    def accumulate_late_gradients(self, runtime: Runtime) -> None:
+    def accumulate_late_gradients(self) -> None:
         """Move them to where FSDP2 adds gradients up."""
-        if runtime.mesh.data_world > 1:
-            add_up_gradients(runtime.model)
+        if self._layout.data_world > 1:
+            add_up_gradients(self._model)
 
-    def after_microbatch(self, runtime: Runtime) -> None:
+    def after_microbatch(self) -> None:
         """Reduce now, where the layout says so."""
-        if runtime.mesh.layout.reduce_each_microbatch:
-            reduce_microbatch(runtime.model)
+        if self._layout.reduce_each_microbatch:
+            reduce_microbatch(self._model)
 
-    def release(self, runtime: Runtime) -> None:
+    def release(self) -> None:
         """Leave this rank its shards only."""
-        reshard(runtime.model)
+        reshard(self._model)

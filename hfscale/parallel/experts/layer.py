@@ -22,7 +22,7 @@ from ...mesh import Mesh
 from ...ops import leave
 from ...ops.exchange import start_all_gather
 from ...plan import ExpertsPlan
-from ...planner.sequence import share_evenly
+from ...plan.cut import share_evenly
 from ...routing_config import RoutingConfig
 from ...runtime import recomputing
 from .balance import balance_loss, expert_counts, expert_sums, z_loss

@@ -65,7 +65,7 @@ def _routing_of(runtime: Runtime, routing: Routing, planned: ExpertsPlan, number
 
 
 def _is_cut(runtime: Runtime, layer: str) -> bool:
-    return runtime.mesh.layout.slices_tokens and runtime.cuts_tokens(layer)
+    return runtime.mesh.layout.slices_tokens and runtime.sequence.is_seq_sharded(layer)
 
 
 def _check(runtime: Runtime, options: RoutingConfig) -> None:

@@ -17,7 +17,7 @@ from ..._host.transformers.experts import runs_grouped_products
 from ...ops import enter, gather, leave, scatter
 from ...ops.grouped_linear import ALIGNED
 from ...plan import ExpertsPlan
-from ...planner.sequence import share_evenly
+from ...plan.cut import share_evenly
 from ...quantization.packed import packings_of
 from ...routing_config import RoutingConfig
 from ...runtime import Runtime

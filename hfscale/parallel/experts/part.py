@@ -1,7 +1,7 @@
 """Mixtures of experts as parts: whole experts spread over ranks, and what routes tokens to them."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from ...errors import ConfigError
 from ...runtime import Batch, Part, Runtime
@@ -42,8 +42,8 @@ class ExpertRouting(Part):
         if self.routing is not None and self.routing.passes is not None:
             self.routing.passes.install(runtime.model)
 
-    def check_step(self, runtime: Runtime, batches: Sequence[Batch]) -> None:
-        """The host's loss of routers is one per microbatch."""
+    def check_step(self, runtime: Runtime, batches: Sequence[Batch], user_loss: bool = False) -> None:
+        """Refuse losses of routers that are no means over the step: the host's is one per microbatch."""
         parts = len(batches) * runtime.mesh.data_world
         if getattr(runtime.model.config, "output_router_logits", False) and parts > 1:
             raise ConfigError(
@@ -52,11 +52,8 @@ class ExpertRouting(Part):
                 "model with routing=hfscale.RoutingConfig(balance_loss=...), whose weight is the same however a step "
                 "is divided"
             )
-
-    def check_user_loss(self, runtime: Runtime) -> None:
-        """What balances experts is divided by tokens already."""
         asked = runtime.options.routing
-        if asked is not None and (asked.balance_loss or asked.z_loss):
+        if user_loss and asked is not None and (asked.balance_loss or asked.z_loss):
             raise ConfigError(
                 "a loss_fn's gradients are divided at the end of the step, and with them those of RoutingConfig's "
                 "losses, which are means over tokens already: leave balance_loss and z_loss at 0, and add such a loss "
@@ -71,7 +68,9 @@ class ExpertRouting(Part):
             return nullcontext()
         return self.routing.step(microbatches, train and runtime.model.training)
 
-    def end_stage_pass(self, runtime: Runtime) -> None:
-        """The losses of this stage's layers begin their backward passes with the same scale as the model's loss."""
-        if self.routing is not None:
+    @contextmanager
+    def around_stage_pass(self, runtime: Runtime, arrives: int | None, leaves: bool) -> Iterator[None]:
+        """Begin the backward passes of this stage's router losses with the scale of the model's loss."""
+        yield
+        if leaves and self.routing is not None:
             self.routing.note_scale(runtime.loss_factor())

@@ -8,9 +8,7 @@ from ...schedules import ASYNCHRONOUS, default_virtual_stages
 if TYPE_CHECKING:
     from .asynchronous import AsynchronousPipeline
     from .chrome_trace import Record, Recorder, merge_records, read_trace, write_trace
-    from .communicators import simulate_communicators
     from .csv_table import read_csv, write_csv
-    from .formulas import ideal_bubble, peak_formula
     from .orders import order
     from .part import PipelineStages
     from .run import Pipeline, check_stages, stage_places
@@ -34,16 +32,13 @@ __all__ = [
     "check_stages",
     "default_virtual_stages",
     "fullest_live",
-    "ideal_bubble",
     "leave_out",
     "merge_records",
     "order",
-    "peak_formula",
     "peak_live",
     "read_csv",
     "read_trace",
     "simulate",
-    "simulate_communicators",
     "stage_places",
     "stage_ranks",
     "stashed_versions",
@@ -56,9 +51,7 @@ __all__ = [
 _MODULES = {
     ".asynchronous": ["AsynchronousPipeline"],
     ".chrome_trace": ["Record", "Recorder", "merge_records", "read_trace", "write_trace"],
-    ".communicators": ["simulate_communicators"],
     ".csv_table": ["read_csv", "write_csv"],
-    ".formulas": ["ideal_bubble", "peak_formula"],
     ".orders": ["order"],
     ".part": ["PipelineStages"],
     ".run": ["Pipeline", "check_stages", "stage_places"],

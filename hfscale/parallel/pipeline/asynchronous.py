@@ -197,11 +197,11 @@ class AsynchronousPipeline(Pipeline):
             for batch in batches:
                 index = self._forward
                 self._held[index], self._versions[index] = batch, version
-                worker.get_fwd_recv_ops(index)
+                worker.receive_input(index)
                 with version.in_use():
-                    worker.forward_one_chunk(index)
+                    worker.forward(index)
                 if self._depth:
-                    worker.get_fwd_send_ops(index)
+                    worker.send_output(index)
                 self._forward += 1
                 if index >= self._depth:
                     self._step_back(worker)
@@ -243,10 +243,10 @@ class AsynchronousPipeline(Pipeline):
         index = self._backward
         version = self._versions.pop(index)
         if self._depth:
-            worker.get_bwd_recv_ops(index)
+            worker.receive_gradient(index)
         with version.in_use():
-            worker.backward_one_chunk(index)
-        worker.get_bwd_send_ops(index)
+            worker.backward(index)
+        worker.send_gradient(index)
         del self._held[index]
         self._backward += 1
         version.left -= 1

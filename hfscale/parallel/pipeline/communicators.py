@@ -7,7 +7,8 @@ its ranks, begins when both have come to it, and holds up what they ask of the s
     a communicator, per rank  recv -> recv -> send ...   each begins with its other half, on the other rank
 
 So a receive that is asked for early, from a rank that will send late, blocks a communicator that it shares with others.
-Here ranks ask for transfers where torch's engine does, and wait for them where :class:`~.worker.StageWorker` does.
+Here ranks ask for transfers where their programs do (:mod:`.transfers`), and wait for them where
+:class:`~.worker.StageWorker` does.
 """
 
 from collections import defaultdict
@@ -18,6 +19,7 @@ from typing import Literal
 from ...errors import ConfigError
 from .simulation import DEFAULT_COSTS, Costs
 from .timeline import Action, Order, Span, Timeline, stage_ranks
+from .transfers import rank_programs
 
 Sharing = Literal["ways", "directions"]
 """Which transfers share a communicator: those from one rank to another (what a mesh has), or all activations of a
@@ -131,9 +133,7 @@ def simulate_communicators(
 
 def _programs(order: Order, homes: dict[int, int]) -> _Programs:
     if not any(action.kind == "update" for row in order for action in row):
-        from .engine import transfers_between  # which imports torch
-
-        return transfers_between(order)
+        return rank_programs(order)
     last, programs = max(homes), []
     for row in order:  # without a flush, as AsynchronousPipeline runs it
         program: list[tuple[str, int, int]] = []

@@ -76,7 +76,7 @@ def _parse(cell: str, path: Path, row: int) -> list[Action]:
         return [Action(int(stage), _KIND[letter], int(microbatch))]
     raise ConfigError(
         f"{path}, row {row}: {text!r} is not an action: write stage, F, B, I or W, and microbatch, as in 0F3; "
-        "communication is added by the engine"
+        "sends and receives are added by hfscale"
     )
 
 

@@ -1,4 +1,4 @@
-"""What each rank does, in order, for every schedule; imports no torch. Torch's engine runs these orders."""
+"""What each rank does, in order, for every schedule; imports no torch."""
 
 from pathlib import Path
 

@@ -21,8 +21,8 @@ class PipelineStages(Part):
             runtime.executor = (AsynchronousPipeline if asynchronous else Pipeline)(runtime)
             list_under_first_names(runtime)
 
-    def check_step(self, runtime: Runtime, batches: Sequence[Batch]) -> None:
-        """No loss of what the layers of several stages compute."""
+    def check_step(self, runtime: Runtime, batches: Sequence[Batch], user_loss: bool = False) -> None:
+        """Refuse a loss of routers that would need the layers of several stages."""
         asked = getattr(runtime.model.config, "output_router_logits", False)
         given = (batch.get("output_router_logits") for batch in batches)
         if runtime.plan.stages is not None and any(asked if each is None else each for each in given):

@@ -3,7 +3,7 @@
 Data flow of one step::
 
     batch --share_out--> microbatches, the same on all stages
-    order of the schedule --torch's engine--> per microbatch and stage: receive, forward or backward, send
+    order of the schedule --rank programs--> per microbatch and stage: receive, forward or backward, send
     last stage: loss of every microbatch, a share of the whole step's token mean
 
 Every stage gets the whole batch (ids, masks, positions) and computes what lies around the layers from it; only the
@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..._host.torch import is_compiled
-from ..._host.torch_pipelining import run_engine
 from ..._host.transformers.classes import class_name
 from ..._host.transformers.computing import encoder_outputs, packing, recomputes
 from ...config import ParallelConfig
@@ -35,7 +34,6 @@ from ...schedules import ASYNCHRONOUS
 from .activation_types import ActivationTypes
 from .agreement import StageAgreement
 from .csv_table import read_csv
-from .engine import check_runs, engine_runtime
 from .microbatches import Batch, hidden_shape, is_of_towers, share_out, tokens_of
 from .orders import check, order
 from .split import splits_exactly
@@ -43,6 +41,7 @@ from .stand_in import run_stages_apart
 from .targets import targets_of, with_targets
 from .ties import TiedGradients
 from .timeline import Order, stage_ranks
+from .transfers import Step, rank_programs, run_program
 from .worker import Place, StageWorker
 
 _LABELS = ("labels", "shift_labels", "num_items_in_batch")
@@ -60,7 +59,7 @@ def stage_places(layout: ParallelConfig) -> dict[int, int] | None:
         return None
     if schedule.endswith(".csv"):
         found = read_csv(Path(schedule))
-        check_runs(found, schedule)
+        rank_programs(found, schedule)  # refuses what cannot be run
         given = 1 + max(action.microbatch for actions in found for action in actions)
         return stage_ranks(order(schedule, pp_size, count or given, virtual))
     if schedule in ASYNCHRONOUS and layout.data_world > 1:
@@ -108,7 +107,7 @@ class Pipeline(Executor):
         self.workers = [self._worker(stage) for stage in own]
         self._agreement = StageAgreement(runtime)
         self._accepted: dict[int, bool] = {}
-        self._engines: dict[tuple[int, bool], Any] = {}
+        self._programs: dict[tuple[int, bool], list[Step]] = {}
         self._batches: Sequence[Microbatch] | dict[int, Microbatch] = ()
         self._objective: Objective | None = None
         self._towers = runtime.plan.feature(TowersPlan)
@@ -125,12 +124,10 @@ class Pipeline(Executor):
         return worker
 
     def _accumulate_late_gradients(self) -> None:
-        for part in self._runtime.parts:
-            part.accumulate_late_gradients(self._runtime)
+        self._runtime.data.accumulate_late_gradients()
 
     def _after_microbatch(self) -> None:
-        for part in self._runtime.parts:
-            part.after_microbatch(self._runtime)
+        self._runtime.data.after_microbatch()
 
     def share_out(self, given: Sequence[Batch]) -> list[dict[str, Any]]:
         """The microbatches of one step: see :func:`hfscale.parallel.pipeline.microbatches.share_out`."""
@@ -198,7 +195,8 @@ class Pipeline(Executor):
         self._trains, self._losses = backward, []
         self._tell_workers(backward)
         try:
-            run_engine(self._engine(len(batches), backward), len(batches))
+            program = self._program(len(batches), backward)
+            run_program(program, {worker.index: worker for worker in self.workers})
             for worker in self.workers:
                 worker.finish()
             self._types.finish()
@@ -224,14 +222,14 @@ class Pipeline(Executor):
         check(schedule, layout.size("pp"), num_microbatches, virtual)
         return order(schedule, layout.size("pp"), num_microbatches, virtual)
 
-    def _engine(self, num_microbatches: int, backward: bool) -> Any:
+    def _program(self, num_microbatches: int, backward: bool) -> list[Step]:
         key = (num_microbatches, backward)
-        if key not in self._engines:
+        if key not in self._programs:
             actions = self._order(num_microbatches)
             if not backward:
                 actions = tuple(tuple(a._replace(paired=False) for a in row if a.kind == "forward") for row in actions)
-            self._engines[key] = engine_runtime(actions, self.workers, num_microbatches)
-        return self._engines[key]
+            self._programs[key] = rank_programs(actions)[self._rank]
+        return self._programs[key]
 
     def tell(self, train: bool) -> tuple[list[int], list[Tensor]]:
         """See :mod:`.agreement`."""
@@ -254,8 +252,8 @@ class Pipeline(Executor):
         """Which stages train; before anything is sent."""
         trains = self._agreement.training_stages()
         for worker in self.workers:
-            worker.trains = trains[worker.stage_index]
-            worker.trains_before = worker.stage_index > 0 and trains[worker.stage_index - 1]
+            worker.trains = trains[worker.index]
+            worker.trains_before = worker.index > 0 and trains[worker.index - 1]
 
     def _tell_workers(self, backward: bool) -> None:
         reenters = recomputes(self._runtime.model)
@@ -272,9 +270,9 @@ class Pipeline(Executor):
         batch, last = self._batches[microbatch], stage.index == len(self._stages.stages) - 1
         tokens = hidden_shape(batch)[1]
         inputs = batch.like({name: value for name, value in batch.items() if self._reads(stage, name, value)})
-        for part in self._runtime.parts:
-            part.begin_stage_pass(tokens if arrived is not None else None, leaves=not last)
-        with self._running(stage) as passage:
+        arrives = tokens if arrived is not None else None
+        hold = self._runtime.around(lambda part: part.around_stage_pass(self._runtime, arrives, leaves=not last))
+        with hold, self._running(stage) as passage:
             passage.arrive(arrived, tokens_of(batch), targets_of(batch))
             if passage.memory is not None:
                 inputs["encoder_outputs"] = encoder_outputs(passage.memory)
@@ -293,8 +291,6 @@ class Pipeline(Executor):
         if last:
             return loss
         assert leaving is not None
-        for part in self._runtime.parts:
-            part.end_stage_pass(self._runtime)
         if self._stages.ranks[stage.index + 1] != self._rank:
             leading, peer = self._leading(stage.index + 1, batch), self._peer(stage.index + 1)
             self._types.announce(stage.index + 1, leaving, leading, peer, self._trains)
@@ -323,8 +319,7 @@ class Pipeline(Executor):
         if self._stages.stacks is not None:
             return samples, tokens + targets_of(batch)[1] * self._stages.arrives(stage)[1]
         if self._trains:
-            for part in self._runtime.parts:
-                tokens = part.local_tokens(tokens)
+            tokens = self._runtime.sequence.local_seqlen(tokens)
         return samples, tokens
 
     def _peer(self, stage: int) -> int:

@@ -1,8 +1,9 @@
 """One stage at work: its forward and backward passes on single microbatches, and what it sends and receives.
 
-It is what torch's engine calls a stage. The engine says what runs when; computing and sending are done here, because
+:mod:`.transfers` says what runs when; computing and sending are done here. Torch's own stages and engine are not used,
+because
 
-- microbatches of one step may differ in length, which torch's own stage has no room for;
+- microbatches of one step may differ in length, which torch's stage has no room for;
 - torch's engine holds on to every tensor that it sends until the step is over, so that a stage would keep the outputs
   of all microbatches alive, where 1F1B is there to keep those of a few.
 
@@ -86,7 +87,7 @@ class _Transfer:
 
 
 class StageWorker:
-    """One stage, for torch's engine (whose names its methods have) or for whatever else runs an order.
+    """One pipeline stage: its passes over single microbatches, and its transfers.
 
     Attributes:
         trains_before: whether anything in front of this stage trains; its input then has a gradient.
@@ -111,17 +112,12 @@ class StageWorker:
         self._returning: dict[int, Tensor] = {}
         self._leaving: dict[int, _Transfer] = {}
         self._sent: list[_Transfer] = []
-        # What the engine asks.
-        self.stage_index, self.num_stages = place.index, len(place.ranks)
+        self.index, self.has_backward = place.index, True
         self.is_first, self.is_last = place.index == 0, place.index == len(place.ranks) - 1
-        self.group, self.group_size = place.group, dist.get_world_size(place.group)
-        self.group_rank = dist.get_rank(place.group)
-        self.stage_index_to_group_rank = dict(enumerate(place.ranks))
-        self.submod, self.has_backward = None, True
 
     # --- computing ----------------------------------------------------------------------------------------------------
 
-    def forward_one_chunk(self, microbatch: int, args: Any = (), kwargs: Any = None, **_: Any) -> Tensor:
+    def forward(self, microbatch: int) -> Tensor:
         """Forward pass; the output stays until the backward pass, or until it is sent where there will be none."""
         arrived = None if self.is_first else _there(self._arriving.pop(microbatch))
         if arrived is not None and self.has_backward:
@@ -134,19 +130,19 @@ class StageWorker:
         self._kept[microbatch] = _Kept(arrived, output)
         return output
 
-    def backward_one_chunk(self, microbatch: int, loss: Any = None, full_backward: bool = True, **_: Any) -> None:
+    def backward(self, microbatch: int, full: bool = True) -> None:
         """Backward pass, or, of a split one, the half that makes the gradient of the input."""
-        kept = self._kept[microbatch] if not full_backward else self._kept.pop(microbatch)
+        kept = self._kept[microbatch] if not full else self._kept.pop(microbatch)
         gradient = None
         if microbatch in self._gradients:
             gradient = _there(self._gradients.pop(microbatch))
             if microbatch in self._leaving:  # its gradient is back, so it has long arrived
                 self._leaving.pop(microbatch).wait()
         wants = kept.arrived is not None and self.trains_before
-        with self._recorded("backward" if full_backward else "backward_input", microbatch):
+        with self._recorded("backward" if full else "backward_input", microbatch):
             if not self.trains:
                 pass  # the output may still ask for a gradient: the host makes embeddings do so for recomputation
-            elif full_backward or not self.splits:
+            elif full or not self.splits:
                 _backward(kept.output, gradient)
             elif kept.arrived is None or not wants:
                 kept.gradient = gradient  # nobody waits for it: all is done in the second half
@@ -156,10 +152,10 @@ class StageWorker:
             assert kept.arrived is not None
             grad, kept.arrived.grad = kept.arrived.grad, None
             self._returning[microbatch] = torch.zeros_like(kept.arrived) if grad is None else grad
-        if full_backward:
+        if full:
             self.reduce()
 
-    def backward_weight_one_chunk(self, microbatch: int, **_: Any) -> None:
+    def backward_weight(self, microbatch: int) -> None:
         """The half of a split backward pass that makes the gradients of the weights."""
         kept = self._kept.pop(microbatch)
         with self._recorded("backward_weight", microbatch):
@@ -170,36 +166,30 @@ class StageWorker:
                 _backward(kept.output, kept.gradient)
         self.reduce()
 
-    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """The engine's word for the end of a stage's backward passes; the data axes are served after the step."""
-
     # --- sending and receiving ----------------------------------------------------------------------------------------
 
-    def get_fwd_recv_ops(self, microbatch: int) -> list[Any]:
-        """Begin to receive the stream; nothing is left for the engine to do."""
+    def receive_input(self, microbatch: int) -> None:
+        """Begin to receive the hidden states."""
         if not self.is_first:
             shape, dtype = self._shape(microbatch)
             buffer = torch.empty(shape, dtype=dtype, device=self.place.device)
             self._arriving[microbatch] = self._move(dist.irecv, buffer, -1)
-        return []
 
-    def get_fwd_send_ops(self, microbatch: int) -> list[Any]:
+    def send_output(self, microbatch: int) -> None:
         """Begin to send the stream."""
         output = self._kept[microbatch].output if self.has_backward else self._kept.pop(microbatch).output
         if not self.has_backward:  # no gradient will tell what has arrived
             for index in list(self._leaving)[:-1]:
                 self._leaving.pop(index).wait()
         self._leaving[microbatch] = self._move(dist.isend, output.detach(), +1)
-        return []
 
-    def get_bwd_recv_ops(self, microbatch: int) -> list[Any]:
+    def receive_gradient(self, microbatch: int) -> None:
         """Begin to receive the stream's gradient."""
         if self.trains and not self.is_last:
             buffer = torch.empty_like(self._kept[microbatch].output, memory_format=torch.contiguous_format)
             self._gradients[microbatch] = self._move(dist.irecv, buffer, +1)
-        return []
 
-    def get_bwd_send_ops(self, microbatch: int) -> list[Any]:
+    def send_gradient(self, microbatch: int) -> None:
         """Begin to send the gradient of what arrived."""
         if self.trains_before and not self.is_first:
             # Gloo tells only who waits for it. An order has each receive where its send is, and a stage without a flush
@@ -207,20 +197,19 @@ class StageWorker:
             while len(self._sent) > 1:
                 self._sent.pop(0).wait()
             self._sent.append(self._move(dist.isend, self._returning.pop(microbatch), -1))
-        return []
 
-    def set_local_fwd_input(self, prev_stage_outputs: Tensor, mb_index: int) -> None:
+    def take_input(self, output: Tensor, microbatch: int) -> None:
         """The stage before is on this rank: take its output as it is."""
-        self._arriving[mb_index] = prev_stage_outputs.detach()
+        self._arriving[microbatch] = output.detach()
 
-    def get_local_bwd_output(self, mb_index: int) -> Tensor | None:
+    def hand_out_gradient(self, microbatch: int) -> Tensor | None:
         """The stage before is on this rank: the gradient for it, if it has use for one."""
-        return self._returning.pop(mb_index, None)
+        return self._returning.pop(microbatch, None)
 
-    def set_local_bwd_input(self, next_stage_bwd_outputs: Tensor | None, mb_index: int) -> None:
+    def take_gradient(self, gradient: Tensor | None, microbatch: int) -> None:
         """The next stage is on this rank: take its gradient."""
-        if next_stage_bwd_outputs is not None:
-            self._gradients[mb_index] = next_stage_bwd_outputs
+        if gradient is not None:
+            self._gradients[microbatch] = gradient
 
     def finish(self) -> None:
         """Wait for what was sent to arrive."""

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from ..._host.torch import has_gradient_hook
 from ...runtime import Part, Runtime, local_tensor
+from ...runtime.axes import SequenceAxis
 from ...runtime.batches import Microbatch
 from ...runtime.local_weights import LocalWeights
 from .apply import install_edges
@@ -16,7 +17,7 @@ from .random import agree_on_replicated_stream, on_first_training_pass
 from .sequence_region import SequenceRegion
 
 
-class TensorParallel(Part):
+class TensorParallel(Part, SequenceAxis):
     """Blocks whose edges talk, and the stream between them, which may be cut along the sequence.
 
     Attributes:
@@ -37,6 +38,7 @@ class TensorParallel(Part):
         """Edges around blocks."""
         group = runtime.mesh.group("tp")
         if group is not None:
+            runtime.sequence = self
             self._blocks, self._head = [block.name for block in runtime.plan.blocks], runtime.plan.head
             self.sums = PartialSums(group)
             self.regions = [SequenceRegion(planned, group) for planned in runtime.plan.sequence_regions]
@@ -59,16 +61,17 @@ class TensorParallel(Part):
             return nullcontext()
         return self.sums.at_the_end([p for p in partial if p.requires_grad], local_tensor)
 
-    def begin_stage_pass(self, arrives: int | None, leaves: bool) -> None:
-        """The stream may arrive cut, and leave cut."""
+    def around_stage_pass(self, runtime: Runtime, arrives: int | None, leaves: bool) -> AbstractContextManager[None]:
+        """Let hidden states arrive as shards of the sequence, and leave so."""
         for region in self.regions:
             region.passes(arrives, leaves)
+        return nullcontext()
 
-    def local_tokens(self, tokens: int) -> int:
+    def local_seqlen(self, tokens: int) -> int:
         """This rank's share of them, where the stream is cut."""
         return self.regions[0].own_length(tokens) if self.regions else tokens
 
-    def cuts_tokens(self, module: str) -> bool:
+    def is_seq_sharded(self, module: str) -> bool:
         """Whether its region is cut in this pass."""
         region = self.region_of(module)
         return region is not None and region.cut
@@ -83,7 +86,7 @@ class TensorParallel(Part):
             )
         if module == self._head:
             return "that is a share of the vocabulary; call the model without labels for whole logits"
-        if self.cuts_tokens(module):
+        if self.is_seq_sharded(module):
             return (
                 "those are this rank's tokens, of the sequence that sequence_parallel cuts: what treats each token by "
                 "itself is right, what mixes them or keeps them is not; sequence_parallel=False shows it all of them"
@@ -128,10 +131,3 @@ class RandomStreams(Part):
         if train:
             self.synchronize(runtime)
         return nullcontext()
-
-    def before_state(self, runtime: Runtime, resumed: bool) -> None:
-        """A run that goes on from here has agreed."""
-        if resumed:
-            self.agreed = True
-        else:
-            self.synchronize(runtime)

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from ...errors import ConfigError
-from ...planner.sequence import share_evenly
+from ...plan.cut import share_evenly
 
 TOKENS = 1
 """The dim of ``[b, s, h]`` that holds tokens."""

@@ -28,7 +28,7 @@ from ...errors import ConfigError
 from ...ops import gather, gather_sum, scatter, scatter_sum
 from ...ops.exchange import Started, start_all_gather, start_reduce_scatter
 from ...plan import SequencePlan
-from ...planner.sequence import share_evenly
+from ...plan.cut import share_evenly
 from ...runtime import recomputing
 from .random import LayerRandom
 from .sequence_passes import TOKENS, ForwardPass, ForwardPasses, keep_with_graph

@@ -3,8 +3,11 @@
 import pytest
 
 from hfscale.errors import ConfigError
-from hfscale.parallel.pipeline import Action, Costs, ideal_bubble, order, simulate, simulate_communicators
+from hfscale.parallel.pipeline import Action, Costs, order, simulate
+from hfscale.parallel.pipeline.communicators import simulate_communicators
 from hfscale.schedules import ASYNCHRONOUS, SCHEDULES, default_virtual_stages
+
+from .formulas import ideal_bubble
 
 TRANSFER = 0.02  # of a forward pass of a rank: 8 MiB where it takes 4 ms and a link carries 100 GB/s
 
@@ -61,9 +64,9 @@ def test_a_deadlock_of_transfers_is_said() -> None:
     """Stage 1 takes the microbatches the other way round: each rank waits for the other's second one."""
     first = (Action(0, "forward", 0), Action(0, "forward", 1))
     order_of = (first, (Action(1, "forward", 1), Action(1, "forward", 0)))
-    assert simulate_communicators(order_of).makespan == 4.0  # the engine asks for both where they are sent
+    assert simulate_communicators(order_of).makespan == 4.0  # programs ask for both where they are sent
     crossed = [[("SEND_F", 0, 0), ("SEND_F", 0, 1)], [("RECV_F", 1, 1), ("RECV_F", 1, 0)]]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hfscale.parallel.pipeline.engine.transfers_between", lambda _: crossed)
+        patch.setattr("hfscale.parallel.pipeline.communicators.rank_programs", lambda _: crossed)
         with pytest.raises(ConfigError, match="mine can never end: its transfers wait for each other"):
             simulate_communicators(order_of, name="mine")

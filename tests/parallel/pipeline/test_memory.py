@@ -16,12 +16,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import hfscale
 from hfscale import ParallelConfig
-from hfscale.parallel.pipeline import order, peak_formula, peak_live
+from hfscale.parallel.pipeline import order, peak_live
 from hfscale.parallel.pipeline.worker import StageWorker
 from hfscale.runtime import runtime_of
 from hfscale.schedules import default_virtual_stages
 from hfscale.testing import RankPool
 from tests.models import tiny
+
+from .formulas import peak_formula
 
 Pools = Callable[[int], RankPool]
 TOKENS = 10
@@ -53,9 +55,9 @@ class Watch:
         self._saved: Counter[int] = Counter()
         self._streams: list[StorageWeakRef] = []
         self._gradients: list[StorageWeakRef] = []
-        self._compute, self._returns = worker._compute, worker.get_bwd_send_ops
+        self._compute, self._returns = worker._compute, worker.send_gradient
         self._worker: Any = worker
-        self._worker._compute, self._worker.get_bwd_send_ops = self.compute, self.returns
+        self._worker._compute, self._worker.send_gradient = self.compute, self.returns
 
     def compute(self, arrived: Tensor | None, microbatch: int) -> Tensor:
         with saved_tensors_hooks(partial(self._pack, microbatch), lambda saved: saved.tensor):
@@ -64,19 +66,18 @@ class Watch:
         self.peak.streams = max(self.peak.streams, _alive(self._streams))
         return output
 
-    def returns(self, microbatch: int) -> list[Any]:
+    def returns(self, microbatch: int) -> None:
         gradient = self._worker._returning.get(microbatch)
         if gradient is not None:
             self._gradients.append(StorageWeakRef(gradient.untyped_storage()))
         del gradient
-        answer = self._returns(microbatch)
+        self._returns(microbatch)
         self.peak.gradients = max(self.peak.gradients, _alive(self._gradients))
-        return answer
 
     def finish(self) -> Peak:
         self.peak.kept = sorted(+self._saved)
         self.peak.kept += [-1] * (_alive(self._streams) + _alive(self._gradients))
-        self._worker._compute, self._worker.get_bwd_send_ops = self._compute, self._returns
+        self._worker._compute, self._worker.send_gradient = self._compute, self._returns
         return self.peak
 
     def _pack(self, microbatch: int, tensor: Tensor) -> _Saved:
@@ -107,7 +108,7 @@ def watch(schedule: str, pp_size: int, microbatches: int, evaluates: bool = Fals
     batch = {"input_ids": ids, "labels": ids}
     step = hfscale.eval_step if evaluates else hfscale.train_step
     step(model, batch)
-    watches = {worker.stage_index: Watch(worker) for worker in pipeline.workers}
+    watches = {worker.index: Watch(worker) for worker in pipeline.workers}
     gc.disable()
     try:
         step(model, batch)

@@ -10,7 +10,6 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from hfscale.config import SCHEDULES
 from hfscale.errors import ConfigError
 from hfscale.parallel.pipeline import Action, order, peak_live, simulate, stage_ranks
-from hfscale.parallel.pipeline.engine import LETTERS
 from hfscale.parallel.pipeline.orders import allowed_virtual_stages
 from hfscale.parallel.pipeline.timeline import GRADIENT, RELEASE
 from hfscale.schedules import default_virtual_stages
@@ -56,6 +55,9 @@ def test_orders_are_those_of_torchs_classes(schedule: str) -> None:
         assert mine == _torchs(CLASSES[schedule], p, m, v), (p, m, v)
         compared += 1
     assert compared >= 30
+
+
+LETTERS = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
 
 
 def _torchs(name: str, pp_size: int, num_microbatches: int, virtual_stages: int) -> Any:

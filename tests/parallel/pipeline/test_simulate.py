@@ -3,7 +3,9 @@
 import pytest
 
 from hfscale.errors import ConfigError
-from hfscale.parallel.pipeline import Action, Costs, ideal_bubble, order, peak_formula, peak_live, simulate
+from hfscale.parallel.pipeline import Action, Costs, order, peak_live, simulate
+
+from .formulas import ideal_bubble, peak_formula
 
 GRID = [(p, factor * p) for p in (2, 3, 4, 8) for factor in (1, 2, 4)]
 EQUAL = Costs(forward=1.0, backward=2.0, backward_input=1.0, backward_weight=1.0)

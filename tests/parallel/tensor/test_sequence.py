@@ -15,7 +15,7 @@ from hfscale._host.transformers.computing import enable_checkpointing
 from hfscale.errors import ConfigError, PlanError
 from hfscale.families.clone import tiny_clone
 from hfscale.parallel.tensor import TensorParallel
-from hfscale.planner.sequence import share_evenly
+from hfscale.plan.cut import share_evenly
 from hfscale.runtime import runtime_of
 from hfscale.testing import Case, RankPool, Traffic, assert_layout_equal, count_traffic, plain
 from tests.models import tiny

@@ -1,0 +1,116 @@
+"""The program of each pipeline rank: its computations in order, and the sends and receives between them.
+
+A computation is followed at once by the send of its result, and at that moment the receive is appended to the program
+of the rank that waits for it. So two ranks have the transfers between them in one order, and none waits for a send that
+stands behind its own receive.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ...errors import ConfigError
+from .timeline import Action, Order
+
+if TYPE_CHECKING:
+    from .worker import StageWorker
+
+Step = tuple[str, int, int]
+"""What a rank does: a kind of action, or ``SEND_F``, ``RECV_F``, ``SEND_B``, ``RECV_B``; the stage; the microbatch."""
+
+_BACKWARD = ("backward", "backward_input")  # which make the gradient of a stage's input
+
+
+def rank_programs(order: Order, name: str = "this order") -> list[list[Step]]:
+    """Return the program of every rank.
+
+    Args:
+        order: per rank, its actions; of an evaluation the forward passes alone.
+        name: of the order, for errors.
+
+    Raises:
+        ConfigError: ``order`` updates weights within a step, or a pair of actions can never begin.
+    """
+    if any(action.kind == "update" for actions in order for action in actions):
+        raise ConfigError(f"{name} has updates (U) inside a step, which are for drawing: the optimizer runs after it")
+    homes = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
+    programs: list[list[Step]] = [[] for _ in order]
+    done: list[set[Step]] = [set() for _ in order]
+    waiting = [deque(_pieces(actions)) for actions in order]
+    moved = True
+    while moved:
+        moved = False
+        for rank, pieces in enumerate(waiting):
+            if pieces and all(_has_input(action, done[rank], len(homes)) for action in pieces[0]):
+                moved = True
+                for where, step in _steps(pieces.popleft(), homes):
+                    programs[where].append(step)
+                    done[where].add(step)
+    if any(waiting):
+        raise ConfigError(
+            f"{name} cannot be run: a pair, as in (0F1;1B0)OVERLAP_F_B, begins when both of its parts can, and one of "
+            "them waits for the other, or for something behind it: take them apart"
+        )
+    return programs
+
+
+def run_program(program: Sequence[Step], workers: Mapping[int, "StageWorker"]) -> None:
+    """Run the program of this rank.
+
+    Args:
+        workers: this rank's stages, by their number; between two of them tensors are handed on as they are.
+    """
+    for kind, stage, microbatch in program:
+        worker = workers[stage]
+        if kind == "forward":
+            output = worker.forward(microbatch)
+            if stage + 1 in workers:
+                workers[stage + 1].take_input(output, microbatch)
+            del output  # or the last stage's graph would live until the next forward pass
+        elif kind in _BACKWARD:
+            worker.backward(microbatch, full=kind == "backward")
+            if stage - 1 in workers:
+                workers[stage - 1].take_gradient(worker.hand_out_gradient(microbatch), microbatch)
+        elif kind == "backward_weight":
+            worker.backward_weight(microbatch)
+        elif kind == "SEND_F":
+            worker.send_output(microbatch)
+        elif kind == "RECV_F":
+            worker.receive_input(microbatch)
+        elif kind == "SEND_B":
+            worker.send_gradient(microbatch)
+        else:
+            worker.receive_gradient(microbatch)
+
+
+def _pieces(actions: Sequence[Action]) -> list[list[Action]]:
+    """Return single actions and pairs, which begin together."""
+    pieces: list[list[Action]] = [[]]
+    for action in actions:
+        pieces[-1].append(action)
+        if not action.paired:
+            pieces.append([])
+    return [piece for piece in pieces if piece]
+
+
+def _has_input(action: Action, done: set[Step], stages: int) -> bool:
+    """Return whether what an action computes with has been received, or computed on the same rank."""
+    stage, microbatch = action.stage, action.microbatch
+    if action.kind == "forward" and stage > 0:
+        return bool(done & {("RECV_F", stage, microbatch), ("forward", stage - 1, microbatch)})
+    if action.kind in _BACKWARD and stage < stages - 1:
+        return bool(done & {("RECV_B", stage, microbatch), *((kind, stage + 1, microbatch) for kind in _BACKWARD)})
+    return True
+
+
+def _steps(piece: Sequence[Action], homes: Mapping[int, int]) -> Iterator[tuple[int, Step]]:
+    """Yield (rank, step): the actions of a piece, then the sends of their results and the receives of other ranks."""
+    for action in piece:
+        yield homes[action.stage], (action.kind, action.stage, action.microbatch)
+    for action in piece:
+        if action.kind != "backward_weight":
+            further, letter = (1, "F") if action.kind == "forward" else (-1, "B")
+            here, there = homes[action.stage], homes.get(action.stage + further)
+            if there is not None and there != here:
+                yield here, (f"SEND_{letter}", action.stage, action.microbatch)
+                yield there, (f"RECV_{letter}", action.stage + further, action.microbatch)

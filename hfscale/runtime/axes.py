@@ -1,0 +1,45 @@
+"""What a step asks of a single axis; each class here is that axis with one rank, where there is nothing to do."""
+
+from torch import Tensor
+
+from .batches import Microbatch
+
+
+class DataAxes:
+    """Gradient reduction and parameter shards over the data axes."""
+
+    def before_backward(self, last: bool) -> None:
+        """Prepare for a backward pass; gradients are reduced in the ``last`` one of a step."""
+
+    def accumulate_late_gradients(self) -> None:
+        """Add up gradients that were computed without autograd's hooks."""
+
+    def after_microbatch(self) -> None:
+        """Reduce the gradients of one of several microbatches, if the layout says so."""
+
+    def release(self) -> None:
+        """Free the gathered parameters that a forward pass keeps for its backward pass."""
+
+
+class ContextAxis:
+    """Shards of the sequences of a batch over the context axis."""
+
+    def shard_batch(self, batch: Microbatch) -> Microbatch:
+        """Return this rank's shard of the sequences in ``batch``."""
+        return batch
+
+    def gather_tokens(self, batch: Microbatch, own: Tensor) -> Tensor:
+        """All-gather a per-token output ``[b, s_local, ...]`` into ``[b, s, ...]``: the inverse of `shard_batch`."""
+        return own
+
+
+class SequenceAxis:
+    """Shards of the hidden states between blocks over the tensor axis (sequence parallelism)."""
+
+    def local_seqlen(self, tokens: int) -> int:
+        """Return how many of ``tokens`` per sample this rank has in the hidden states between blocks in training."""
+        return tokens
+
+    def is_seq_sharded(self, module: str) -> bool:
+        """Return whether a module of the layers sees this rank's tokens only, in the present forward pass."""
+        return False
