@@ -29,10 +29,10 @@ from .config import ParallelConfig
 from .errors import ConfigError, check_count, check_path
 from .float8_config import Float8Config
 from .memory_config import MemoryConfig
-from .mesh import build_mesh
 from .options import Options
 from .plan import Plan
 from .precision.liger import check_kernels
+from .process_groups import build_mesh
 from .quantization.quantized_modules import check_quantization, split_quantization
 from .routing_config import RoutingConfig
 from .runtime import find_runtime

@@ -175,7 +175,7 @@ class FromSeed:
     def load(self, plan: Plan, mesh: Mesh) -> tuple[Any, LocalWeights]:
         """Return the model on the meta device with local sizes, and this rank's shards of its weights."""
         model = copy.deepcopy(self._outline.model)
-        leave_out(model, plan, mesh.ranks["pp"])
+        leave_out(model, plan, mesh.pp_rank)
         cut_parameters(model, plan, mesh)
         tensors, buffers = initialize_local_weights(copy.deepcopy(self._outline.model), plan, mesh, self._seed)
         materialize_buffers(model, buffers, mesh.device)
@@ -203,7 +203,7 @@ class InMemory:
         model = self._model
         _refuse_different(model, mesh)
         modules = list(model.modules())
-        leave_out(model, plan, mesh.ranks["pp"])
+        leave_out(model, plan, mesh.pp_rank)
         _give_up_memory(modules, kept=model)
         cut_parameters(model, plan, mesh)
         model.to(mesh.device)

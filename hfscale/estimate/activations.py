@@ -116,7 +116,7 @@ def layer_bytes(
     adapters = {adapter.name for adapter in plan.adapters}
     owned = [p for p in plan.of_layers[layer] if p.name not in adapters]
     hidden = stream_width(plan, layer)
-    sequence = plan.layout.size("tp") if plan.sequence_regions else 1
+    sequence = plan.layout.tp if plan.sequence_regions else 1
     stream = types.as_kept(types.stream) * hidden / sequence
     roles = _llama_roles(owned, layer)
     if roles is None:
@@ -283,7 +283,7 @@ def _score_bytes(types: Types) -> int:
 def _ranks_of_heads(plan: Plan, layer: str) -> int:
     """Over how many tensor ranks a layer's heads are cut, as far as its blocks say: not where its MLP alone is one."""
     blocks = [block for block in plan.blocks if block.name.startswith(f"{layer}.")]
-    return plan.layout.size("tp") if len(blocks) > 1 else 1
+    return plan.layout.tp if len(blocks) > 1 else 1
 
 
 def _llama_roles(owned: list[ParameterPlan], layer: str) -> dict[str, ParameterPlan] | None:
@@ -309,7 +309,7 @@ def _at_most(
     count = next((e.count for e in plan.mixtures if e.name.startswith(f"{layer}.")), 1)
     often = min(routes or count, count)
     experts = tuple(f"{e.name}." for e in plan.mixtures)
-    tensor = plan.layout.size("tp") if plan.layout.slices_tokens else 1
+    tensor = plan.layout.tp if plan.layout.slices_tokens else 1
     values, wide = 2.0 * hidden * types.stream / types.size, 0.0
     for planned in owned:
         local, inside = planned.model_shape(ranks), planned.name.startswith(experts)

@@ -26,7 +26,7 @@ def exchanged_bytes(plan: Plan, kv: float, q: float, tokens: int, own: int) -> f
     context = plan.feature(ContextPlan)
     if context is None:
         return 0.0
-    method = method_of(context, plan.layout.size("cp"))
+    method = method_of(context, plan.layout.cp)
     if method == "heads":
         return 2 * q * own
     return 2 * kv * tokens if method == "gather" else 4 * kv * replicas(plan) * own
@@ -42,7 +42,7 @@ def method_of(context: ContextPlan, size: int) -> str:
 def replicas(plan: Plan) -> float:
     """On how many ranks each key head is, where heads are shared out to more ranks than there are."""
     context = plan.feature(ContextPlan)
-    size = plan.layout.size("cp")
+    size = plan.layout.cp
     if context is None or not context.key_heads or not shares_heads(plan):
         return 1.0
     together = size if method_of(context, size) == "heads" else context.together
@@ -52,4 +52,4 @@ def replicas(plan: Plan) -> float:
 def shares_heads(plan: Plan) -> bool:
     """Whether ranks attend with some heads each, and exchange the result for their own tokens'."""
     context = plan.feature(ContextPlan)
-    return context is not None and method_of(context, plan.layout.size("cp")) in ("heads", "heads_ring")
+    return context is not None and method_of(context, plan.layout.cp) in ("heads", "heads_ring")

@@ -132,4 +132,4 @@ def _around(plan: Plan, types: Types, trained: Collection[str]) -> float:
 
 def _sequence(plan: Plan) -> int:
     """Over how many tensor ranks the hidden states between blocks are cut."""
-    return plan.layout.size("tp") if plan.sequence_regions else 1
+    return plan.layout.tp if plan.sequence_regions else 1

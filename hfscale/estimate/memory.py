@@ -133,7 +133,7 @@ def estimate_memory(
     held = [plan.by_name[name] for name in plan.local_names(here.get("pp", 0))]
     chosen = trained_names(plan) if trained is None else trained
     training = [planned for planned in held if planned.name in chosen]
-    mixed, own_tokens = mixed_precision != "no", ceil(tokens / plan.layout.size("cp"))
+    mixed, own_tokens = mixed_precision != "no", ceil(tokens / plan.layout.cp)
     again = checkpointing, recomputed_layers, counted, sequence_length or 0
     situation = Situation(own_tokens, tuple(alive), mixed, frozenset(chosen), routes, *again)
     kept, away, notes = kept_bytes(plan, here, situation, mixed)
@@ -161,9 +161,9 @@ def _under_way(plan: Plan, ranks: dict[str, int]) -> tuple[int, int]:
     and gradients of a step wait for the end of the next one (Narayanan et al. 2019, 2021).
     """
     layout, schedule = plan.layout, plan.layout.pipeline_schedule
-    if layout.size("pp") == 1 or schedule not in ASYNCHRONOUS:
+    if layout.pp == 1 or schedule not in ASYNCHRONOUS:
         return 0, 1
-    behind = layout.size("pp") - 1 - ranks.get("pp", 0)
+    behind = layout.pp - 1 - ranks.get("pp", 0)
     return (behind, 1) if schedule == "pipedream" else (min(behind, 1), 2)
 
 
@@ -255,14 +255,14 @@ def _gathered(
             size = size * (1 if planned.name in eight else 2) // planned.dtype.itemsize
         by_layer[layer] = by_layer.get(layer, 0) + size
     root = by_layer.pop("", 0)
-    keeps = layout.size("dp_shard") == 1 or (layout.size("pp") > 1 and not layout.weights_regather)
+    keeps = layout.dp_shard == 1 or (layout.pp > 1 and not layout.weights_regather)
     layers = by_layer.values()
     return root + (sum(layers) if keeps else max(layers, default=0))
 
 
 def _exchanged(plan: Plan, ranks: dict[str, int], situation: Situation, tokens: int) -> int:
     """Of a layer whose projections have LLaMA's names, or as wide as the hidden states where they have not."""
-    if not plan.layers or plan.layout.size("cp") == 1:
+    if not plan.layers or plan.layout.cp == 1:
         return 0
     size = types_of(plan, situation.mixed).size
     layer = next((name for name in plan.layers if plan.is_local(ranks.get("pp", 0), name)), plan.layers[0])

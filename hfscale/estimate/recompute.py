@@ -168,7 +168,7 @@ def _layer(plan: Plan, layer: str, ranks: dict[str, int], types: Types, situatio
     found = layer_bytes(plan, layer, ranks, types, trained, routes=situation.routes, first=first, length=length)
     context = plan.feature(ContextPlan)
     if context is not None and any(name.startswith(f"{layer}.") for name in context.whole):
-        return replace(found, kept=found.kept * plan.layout.size("cp"), as_input=0.0)
+        return replace(found, kept=found.kept * plan.layout.cp, as_input=0.0)
     return found
 
 

@@ -155,7 +155,7 @@ def dry_run(
     given = {"auto_class": auto_class, "memory": memory, "peft_config": peft_config, **kwargs}
     given |= {} if dtype is None else {"dtype": dtype}
     plan = make_plan(config, parallel, **given)
-    count = num_microbatches or plan.layout.num_microbatches or plan.layout.size("pp")
+    count = num_microbatches or plan.layout.num_microbatches or plan.layout.pp
     shape, mixed = shape_of_plan(plan, config), mixed_precision != "no"
     sizes: dict[str, int] = {"sequence": sequence_length, "batch": batch_size, "microbatches": count}
     job = job_of(plan, find_machine("h100"), **sizes, mixed=mixed)
@@ -170,7 +170,7 @@ def dry_run(
         rank = like[0]
         say(f"stage {rank}", number + 1, len(kinds) + 1)
         saved = SavedBytes()
-        with stand_in(asked, plan.layout, rank * (world // plan.layout.size("pp"))) as (model, copies):
+        with stand_in(asked, plan.layout, rank * (world // plan.layout.pp)) as (model, copies):
             counter = SavedCounter(model, plan.layers, plan.head, saved.add, copies)
             sent = take_step(model, job, shape, counter, mixed)
             del model, counter

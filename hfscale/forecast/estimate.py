@@ -70,7 +70,7 @@ def estimate(
     check_asked(batch_size, num_microbatches, str(mixed_precision), optim_args, tokens="batch_size")
     machine, constants = find_machine(hardware), constants_of(hardware)
     plan, config = _planned(source, parallel, plan_kwargs)
-    count = num_microbatches or plan.layout.num_microbatches or plan.layout.size("pp")
+    count = num_microbatches or plan.layout.num_microbatches or plan.layout.pp
     shape = shape_of_plan(plan, config)
     mixed = mixed_precision != "no"
     job = job_of(plan, machine, sequence=sequence_length, batch=batch_size, microbatches=count, mixed=mixed)

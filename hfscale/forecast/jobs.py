@@ -25,19 +25,19 @@ def job_of(plan: Plan, machine: Machine, *, sequence: int, batch: int, microbatc
         mixed: whether it computes in 16 bits over the weights' own type.
     """
     layout = plan.layout
-    shards = layout.size("dp_shard")
+    shards = layout.dp_shard
     return Job(
         sequence=sequence,
         batch=batch,
         microbatches=microbatches,
-        tp=layout.size("tp"),
-        pp=layout.size("pp"),
+        tp=layout.tp,
+        pp=layout.pp,
         dp=layout.batch_world,
-        cp=layout.size("cp"),
-        ep=layout.size("ep"),
-        expert_tp=layout.size("expert_tp"),
+        cp=layout.cp,
+        ep=layout.ep,
+        expert_tp=layout.expert_tp,
         shards=shards,
-        gathers=shards > 1 and (layout.size("pp") == 1 or bool(layout.weights_regather)),
+        gathers=shards > 1 and (layout.pp == 1 or bool(layout.weights_regather)),
         virtual=int(layout.virtual_stages or 1),
         sequence_parallel=bool(plan.sequence_regions),
         exchanged=10 if layout.sequence_regather else 8,

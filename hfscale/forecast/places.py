@@ -12,7 +12,7 @@ def layers_of(plan: Plan) -> list[int]:
     """How many layers each pipeline rank has."""
     if plan.stages is None:
         return [len(plan.layers)]
-    ranks = range(plan.layout.size("pp"))
+    ranks = range(plan.layout.pp)
     return [sum(len(stage.layers) for stage in plan.stages.of_rank(rank)) for rank in ranks]
 
 

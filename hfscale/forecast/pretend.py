@@ -15,13 +15,14 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from .. import mesh
+from .. import process_groups
 from .._host.replaced import attribute_replaced
 from .._host.torch import TorchDispatchMode, schema_of, tree_leaves
 from .._host.torch_attention import flash_on_cpu
 from .._host.torch_autocast import autocast_on_meta
 from .._host.torch_fake import META, fake_process_group, finished, group_of, meta_as_accelerator
 from ..estimate.links import ring_share
+from ..mesh import Mesh
 from ..parallel.pipeline import Pipeline
 from ..parallel.tensor import RandomStreams
 from ..runtime import Runtime
@@ -63,7 +64,7 @@ def pretended_rank(world: int, rank: int = 0, like: str = "cuda") -> Iterator[di
         the memory of autocast's copies of weights, by its key.
     """
     with ExitStack() as stack:
-        stack.enter_context(attribute_replaced(mesh, "own_device", lambda: META))
+        stack.enter_context(attribute_replaced(process_groups, "own_device", lambda: META))
         stack.enter_context(meta_as_accelerator())
         copies = stack.enter_context(autocast_on_meta(like))
         if world > 1:
@@ -187,7 +188,7 @@ def _grouped(left: Tensor, right: Tensor, ends: Tensor | None) -> Tensor:
     return left.new_empty((*groups, left.shape[-2], right.shape[-1]))
 
 
-def _names_of_groups(own: mesh.Mesh) -> dict[str, str]:
+def _names_of_groups(own: Mesh) -> dict[str, str]:
     """Name of a group of this rank -> the axis that it is of."""
     axes = [*_AXES, *(_EXPERT_AXES if own.expert_mesh is not None else ()), "cp"]
     found = {str(group.group_name): axis for axis in reversed(axes) if (group := own.group(axis)) is not None}

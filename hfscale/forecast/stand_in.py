@@ -74,10 +74,10 @@ class _WithoutValues(FromSeed):
     def load(self, plan: Plan, mesh: Mesh) -> tuple[Any, LocalWeights]:
         """The model and its weights on the meta device, in this rank's sizes."""
         model = self.template(None)
-        leave_out(model, plan, mesh.ranks["pp"])
+        leave_out(model, plan, mesh.pp_rank)
         cut_parameters(model, plan, mesh)
         materialize_buffers(model, {}, META)
-        shapes = {name: plan.by_name[name].local_shape(mesh.ranks) for name in plan.local_names(mesh.ranks["pp"])}
+        shapes = {name: plan.by_name[name].local_shape(mesh.ranks) for name in plan.local_names(mesh.pp_rank)}
         tensors = {
             name: torch.empty(shape, dtype=plan.by_name[name].dtype, device=META) for name, shape in shapes.items()
         }

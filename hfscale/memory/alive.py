@@ -23,7 +23,7 @@ def alive_together(plan: Plan, num_microbatches: int | None) -> tuple[int, ...]:
 
 def _order(plan: Plan, num_microbatches: int | None) -> Order:
     layout = plan.layout
-    count = num_microbatches or layout.num_microbatches or layout.size("pp")
+    count = num_microbatches or layout.num_microbatches or layout.pp
     schedule = str(layout.pipeline_schedule)
-    steps = layout.size("pp") if schedule in ASYNCHRONOUS else 1  # those of earlier steps are still under way
-    return order(schedule, layout.size("pp"), count, layout.virtual_stages or 1, steps)
+    steps = layout.pp if schedule in ASYNCHRONOUS else 1  # those of earlier steps are still under way
+    return order(schedule, layout.pp, count, layout.virtual_stages or 1, steps)

@@ -51,7 +51,7 @@ class Recomputation(Part):
         if planned.budget is None:
             self.chosen = frozenset(planned.layers)
         elif planned.tokens is not None:
-            self._choose(runtime, ceil(planned.tokens / runtime.mesh.layout.size("cp")), 0, None)
+            self._choose(runtime, ceil(planned.tokens / runtime.mesh.layout.cp), 0, None)
         for name in filter(runtime.is_local, planned.layers):
             recompute(model.get_submodule(name), lambda name=name: name in (self.chosen or ()), planned.keep)  # type: ignore[misc]
         for name in filter(runtime.is_local, planned.modules):
@@ -102,7 +102,7 @@ class Recomputation(Part):
             routes=experts_per_token(runtime.model.config),
             sequence=sequence,
         )
-        self.chosen = layers_to_recompute(runtime.plan, runtime.mesh.ranks["pp"], situation)
+        self.chosen = layers_to_recompute(runtime.plan, runtime.mesh.pp_rank, situation)
 
 
 def recompute(module: nn.Module, wanted: Callable[[], bool], keep: Sequence[str] = ()) -> None:

@@ -156,7 +156,7 @@ def memory_of_ranks(
             counted=counted,
             sequence_length=sequence_length,
         )
-        for rank in range(plan.layout.size("pp"))
+        for rank in range(plan.layout.pp)
     ]
 
 

@@ -48,7 +48,7 @@ class Draft:
         asked: MemoryConfig | None = None,
         float8: Float8Config | None = None,
     ) -> None:
-        self.model, self.layout, self.tp = model, layout, layout.size("tp")
+        self.model, self.layout, self.tp = model, layout, layout.tp
         self.config, self.ranks, self.asked, self.float8 = model.config, ranks, asked or MemoryConfig(), float8
         self.problems: list[str] = []
         self.modules: dict[str, Any] = dict(model.named_modules())

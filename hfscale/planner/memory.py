@@ -121,7 +121,7 @@ def _modules(draft: Draft, given: tuple[str, ...]) -> tuple[str, ...]:
 
 def _refuse_other_attention(draft: Draft) -> None:
     """Attention is found where the host looks it up."""
-    size = draft.layout.size("cp")
+    size = draft.layout.cp
     if size > 1:
         draft.problem(
             f"recompute='selective' with cp_size={size}: attention over cut sequences keeps no scores that could be "

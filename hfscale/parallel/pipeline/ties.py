@@ -83,7 +83,7 @@ def list_under_first_names(runtime: Runtime) -> None:
     stage that has it under another one: code that chooses parameters by their names (to freeze some, to decay others)
     then chooses the same ones on every stage, as in one process.
     """
-    held = runtime.plan.local_names(runtime.mesh.ranks["pp"])
+    held = runtime.plan.local_names(runtime.mesh.pp_rank)
     first = {here: owned for owned, here in held.items() if here != owned}
     if not first:
         return
