@@ -234,7 +234,7 @@ class ParallelConfig(ParallelismConfig):
     @property
     def dp_shard(self) -> int:
         """The number of ranks over which weights are sharded: those of ``dp_shard_size`` times the context ranks."""
-        return self.dp_shard
+        return self.size("dp_shard")
 
     @property
     def dp_replicate(self) -> int:
