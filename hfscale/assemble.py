@@ -110,7 +110,7 @@ def take_apart(runtime: Runtime) -> LocalWeights:
     quantized = runtime.plan.quantized.weights if runtime.plan.quantized is not None else ()
     made: dict[str, nn.Parameter] = {}
     for planned in runtime.plan.parameters:
-        if not runtime.plan.is_local(runtime.mesh.ranks["pp"], planned.name) or planned.name in quantized:
+        if not runtime.plan.is_local(runtime.mesh.pp_rank, planned.name) or planned.name in quantized:
             continue
         owner = planned.tied_to or planned.name
         if owner not in made:

@@ -29,10 +29,10 @@ from .config import ParallelConfig
 from .errors import ConfigError, check_count, check_path
 from .float8_config import Float8Config
 from .memory_config import MemoryConfig
-from .mesh import build_mesh
 from .options import Options
 from .plan import Plan
 from .precision.liger import check_kernels
+from .process_groups import build_mesh
 from .quantization.quantized_modules import check_quantization, split_quantization
 from .routing_config import RoutingConfig
 from .runtime import find_runtime
@@ -47,7 +47,7 @@ def build(
 ) -> Any:
     """Build the model: plan, form the mesh, load this rank's shards, attach adapters, install parts."""
     options.check_fits(layout)
-    plan = source.plan(layout, options.memory, options.products)
+    plan = source.plan(layout, options)
     mesh = build_mesh(layout, plan.replicas, plan.ties, plan.neighbours)
     options.check_device(mesh.device)
     check_kernels(options.use_liger_kernel, plan.family, mesh.device)
@@ -236,7 +236,7 @@ def plan(
     known_dtype(rest)
     refuse_unknown(rest, auto_class, config, inspect.signature(plan).parameters)
     outline = _outline(config, auto_class, rest, quantization)
-    planned = outline.plan(layout, memory, options.products)
+    planned = outline.plan(layout, options)
     if peft_config is None:
         return planned
     adapter, saved = read_config(peft_config)

@@ -1,8 +1,7 @@
 """The sizes of the parallel axes that the user asks for (a *layout*)."""
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from math import lcm
 from typing import Any
@@ -105,10 +104,10 @@ class ParallelConfig(ParallelismConfig):
         self.cp_method = _default("cp_method", self.cp_method, "auto")
         check_choice("cp_method", self.cp_method, CP_METHODS)
         self.pipeline_schedule = spelled(_default("pipeline_schedule", self.pipeline_schedule, "1f1b"))
-        virtual = default_virtual_stages(str(self.pipeline_schedule)) if self.size("pp") > 1 else 1
+        virtual = default_virtual_stages(str(self.pipeline_schedule)) if self.pp > 1 else 1
         self.virtual_stages = _positive("virtual_stages", _default("virtual_stages", self.virtual_stages, virtual))
         self.stage_layers = _stage_layers(
-            _default("stage_layers", self.stage_layers, None), self.size("pp"), self.virtual_stages
+            _default("stage_layers", self.stage_layers, None), self.pp, self.virtual_stages
         )
         self.num_microbatches = _default("num_microbatches", self.num_microbatches, None)
         if self.num_microbatches is not None:
@@ -142,7 +141,7 @@ class ParallelConfig(ParallelismConfig):
     def _check_compression(self) -> None:
         given = self.gradient_compression = _default("gradient_compression", self.gradient_compression, "no")
         check_choice("gradient_compression", given, GRADIENT_COMPRESSIONS)
-        if given != "no" and self.size("dp_replicate") == 1:
+        if given != "no" and self.dp_replicate == 1:
             raise ConfigError(
                 f"gradient_compression={given!r} is of what replicas send each other, and dp_replicate_size is 1: use "
                 "dp_replicate_size=2 or more, or leave it out (shards are reduced as they are)"
@@ -156,7 +155,7 @@ class ParallelConfig(ParallelismConfig):
 
     def _place_experts(self, may_add_data: bool) -> None:
         """Check that the expert ranks are full tensor groups, or data ranks, of consecutive batches."""
-        ep, tp, cut = self.size("ep"), self.size("tp"), self.size("expert_tp")
+        ep, tp, cut = self.ep, self.tp, self.expert_tp
         if cut not in (1, tp):
             raise ConfigError(
                 f"expert_tp_size={cut} is impossible with tp_size={tp}: use 1 (whole experts)"
@@ -170,10 +169,10 @@ class ParallelConfig(ParallelismConfig):
                 f"use a multiple of {tp}, or expert_tp_size={tp} to cut each expert over them and spread experts over "
                 "data ranks"
             )
-        batches, replicas = self.expert_batches, self.size("dp_replicate")
+        batches, replicas = self.expert_batches, self.dp_replicate
         if may_add_data and replicas % batches:
-            self.dp_shard_size = lcm(batches, self.size("cp")) // self.size("cp")
-        shards = self.size("dp_shard")
+            self.dp_shard_size = lcm(batches, self.cp) // self.cp
+        shards = self.dp_shard
         if shards % batches and (batches % shards or shards * replicas % batches):
             every = range(1, shards * replicas + 1)
             fits = [n for n in every if shards % n == 0 or (n % shards == 0 and shards * replicas % n == 0)]
@@ -202,10 +201,45 @@ class ParallelConfig(ParallelismConfig):
         if axis == "dp_shard":
             return self.asked(axis) * self.asked("cp")
         if axis == "edp_shard":
-            return max(1, self.size("dp_shard") // self.expert_batches)
+            return max(1, self.dp_shard // self.expert_batches)
         if axis == "edp_replicate":
-            return self.size("dp_replicate") // max(1, self.expert_batches // self.size("dp_shard"))
+            return self.dp_replicate // max(1, self.expert_batches // self.dp_shard)
         return self.asked(axis)
+
+    @property
+    def pp(self) -> int:
+        """The number of pipeline ranks."""
+        return self.asked("pp")
+
+    @property
+    def tp(self) -> int:
+        """The number of tensor ranks."""
+        return self.asked("tp")
+
+    @property
+    def cp(self) -> int:
+        """The number of context ranks."""
+        return self.asked("cp")
+
+    @property
+    def ep(self) -> int:
+        """The number of ranks over which experts are spread."""
+        return self.asked("ep")
+
+    @property
+    def expert_tp(self) -> int:
+        """The number of ranks over which each expert is cut."""
+        return self.asked("expert_tp")
+
+    @property
+    def dp_shard(self) -> int:
+        """The number of ranks over which weights are sharded: those of ``dp_shard_size`` times the context ranks."""
+        return self.size("dp_shard")
+
+    @property
+    def dp_replicate(self) -> int:
+        """The number of replicas of the sharded model."""
+        return self.asked("dp_replicate")
 
     def asked(self, axis: str) -> int:
         """Return the field ``{axis}_size``; the product of these, without ``ep``, is the number of processes."""
@@ -214,12 +248,12 @@ class ParallelConfig(ParallelismConfig):
     @property
     def expert_batches(self) -> int:
         """The number of distinct batches whose tokens go to one group of experts; 1 without expert ranks."""
-        return self.size("ep") * self.size("expert_tp") // self.size("tp") if self.size("ep") > 1 else 1
+        return self.ep * self.expert_tp // self.tp if self.ep > 1 else 1
 
     @property
     def slices_tokens(self) -> bool:
         """Whether tensor ranks, which share a batch, each dispatch a slice of its tokens to uncut experts."""
-        return self.size("ep") > 1 and self.size("tp") > 1 and self.size("expert_tp") == 1
+        return self.ep > 1 and self.tp > 1 and self.expert_tp == 1
 
     @property
     def total_size(self) -> int:
@@ -242,10 +276,10 @@ class ParallelConfig(ParallelismConfig):
     def describe(self) -> str:
         """Return the axes larger than one, as ``tp2 x dp_shard4``; ``one process`` if there is none."""
         named = [f"{axis}{self.asked(axis)}" for axis in reversed(AXES) if self.asked(axis) > 1 and axis != "ep"]
-        cut = ", sequence parallel" if self.sequence_parallel and self.size("tp") > 1 else ""
-        if self.size("ep") > 1:
-            cut += f", ep{self.size('ep')}"
-            cut += f" of experts cut over tp{self.size('tp')}" if self.size("expert_tp") > 1 else ""
+        cut = ", sequence parallel" if self.sequence_parallel and self.tp > 1 else ""
+        if self.ep > 1:
+            cut += f", ep{self.ep}"
+            cut += f" of experts cut over tp{self.tp}" if self.expert_tp > 1 else ""
         return (" x ".join(named) or "one process") + cut
 
     def __repr__(self) -> str:
@@ -307,33 +341,3 @@ def _boolean(name: str, value: Any) -> bool:
     if str(value).lower() in ("1", "true", "0", "false"):
         return str(value).lower() in ("1", "true")
     raise ConfigError(f"{name}={value!r} is impossible: use True or False")
-
-
-def started_processes() -> int:
-    """Return the number of processes that the launcher says it started."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def local_rank() -> int:
-    """Return the index of this process on its machine, as the launcher gave it."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
-
-
-def cpu_requested() -> bool:
-    """Return whether Accelerate was told to stay on the CPU."""
-    return os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
-
-
-@contextmanager
-def without_launcher_switches() -> Iterator[None]:
-    """Switch Accelerate's and transformers' own sharding off inside the ``with`` block.
-
-    A launch line may have switched it on. hfscale applies the data axes itself; transformers would otherwise fill
-    weights on rank 0 only, or wrap a second time.
-    """
-    names = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG")
-    hidden = {name: os.environ.pop(name) for name in names if name in os.environ}
-    try:
-        yield
-    finally:
-        os.environ.update(hidden)

@@ -58,6 +58,11 @@ class Options:
         self._check_liger()
 
     @property
+    def memory_levers(self) -> MemoryConfig:
+        """The levers of memory; none of them pulled if none was given."""
+        return self.memory or MemoryConfig()
+
+    @property
     def scaling(self) -> GradScalerKwargs:
         """The scaling of a float16 loss; torch's defaults if none was given."""
         return self.loss_scaling or GradScalerKwargs()
@@ -124,14 +129,18 @@ class Options:
 
     def check_fits(self, layout: ParallelConfig) -> None:
         """Raise :class:`ConfigError` if the layout cannot run these options."""
-        if self.mixed_precision == "fp16" and layout.size("pp") > 1 and layout.pipeline_schedule in ASYNCHRONOUS:
+        if self.mixed_precision == "fp16" and layout.pp > 1 and layout.pipeline_schedule in ASYNCHRONOUS:
             raise ConfigError(
                 f"mixed_precision='fp16' skips a step whose gradients overflow, and {layout.pipeline_schedule} has "
                 "later ones under way by then: use mixed_precision='bf16', or a schedule with a flush such as '1f1b'"
             )
-        routing, size = self.routing, layout.size("cp")
+        routing, size = self.routing, layout.cp
         if size > 1 and routing is not None and (routing.capacity is not None or routing.draws):
             raise ConfigError(
                 f"routing={routing} takes tokens in the order of the whole sequence, or draws for all of it, and each "
                 f"of cp_size={size} ranks routes a part: use router='model' without capacity_factor, or cp_size=1"
             )
+
+
+NO_OPTIONS = Options()
+"""All defaults."""

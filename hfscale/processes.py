@@ -24,7 +24,8 @@ import torch.distributed as dist
 from ._host.torch import backend_for, patience_of, set_patience
 from ._host.torch_device import ACCELERATOR, accelerators, is_accelerator
 from ._host.torch_gloo import is_connection_lost, wait_for_gloo_threads
-from .config import ParallelConfig, cpu_requested, started_processes
+from .config import ParallelConfig
+from .environment import cpu_requested, started_processes
 from .errors import ConfigError, MeshError
 
 TIMEOUT = timedelta(minutes=10)

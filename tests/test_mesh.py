@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from hfscale import MeshError, ParallelConfig
-from hfscale.mesh import Mesh, build_mesh, context_groups
+from hfscale.mesh import Mesh
+from hfscale.process_groups import build_mesh, context_groups
 from hfscale.testing import RankPool
 
 Pools = Callable[[int], RankPool]

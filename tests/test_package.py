@@ -89,7 +89,12 @@ def test_a_command_line_is_read_without_importing_torch(lines: list[list[str]]) 
 # Kernels of CUDA; names that transformers writes, torch has, or users give.
 _NAME_CUDA = {
     *("ops/float8.py", "ops/grouped_linear.py", "sequences/kernels.py", "options.py"),
-    *("trainer/streams.py", "parallel/tensor/lazy_logits.py", "forecast/stand_in.py", "forecast/pretend.py"),
+    *(
+        "trainer/streams.py",
+        "parallel/tensor/lazy_logits.py",
+        "cost/tools/meta_model.py",
+        "cost/tools/simulated_rank.py",
+    ),
 }
 
 

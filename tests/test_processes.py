@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import hfscale
-from hfscale import MeshError, ParallelConfig, mesh, processes
-from hfscale.mesh import build_mesh
+from hfscale import MeshError, ParallelConfig, process_groups, processes
 from hfscale.plan.stages import place_stages
+from hfscale.process_groups import build_mesh
 from hfscale.processes import TIMEOUT, backend_of, choose_device, device_group, host_group, rounds
 from hfscale.schedules import SCHEDULES
 from hfscale.testing import RankPool
@@ -91,10 +91,10 @@ def test_groups_serve_one_kind_of_device(monkeypatch: pytest.MonkeyPatch, backen
     """Also where the user's process group serves several, so that no group connects its ranks twice."""
     device, hosts, warm = torch.device("cuda", 0), list[Any](), list[Any]()
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    monkeypatch.setattr(mesh, "own_device", lambda: device)
-    monkeypatch.setattr(mesh, "host_group", lambda parts: hosts.append([list(ranks) for ranks in parts]))
+    monkeypatch.setattr(process_groups, "own_device", lambda: device)
+    monkeypatch.setattr(process_groups, "host_group", lambda parts: hosts.append([list(ranks) for ranks in parts]))
     layout = ParallelConfig(pp_size=2, dp_shard_size=2, tp_size=4, ep_size=4)
-    monkeypatch.setattr(mesh, "_warm_up", lambda group, device: warm.append(group))
+    monkeypatch.setattr(process_groups, "_warm_up", lambda group, device: warm.append(group))
     with fake_world(backend, 16):
         made = build_mesh(layout, replicas=(2,), ties=((0, 1),), neighbours=((0, 1),))
         groups = [*made.groups("pp", "dp_shard", "tp", "ep"), *made.replicas.values(), *made.ties.values()]

@@ -30,11 +30,12 @@ from .._host.accelerate import (
 from .._host.torch_device import accelerators
 from .._host.transformers.classes import class_name
 from ..checkpoint import load_state, save_pretrained, save_state, wait_for_saves
-from ..config import started_processes, without_launcher_switches
+from ..environment import started_processes, without_launcher_switches
 from ..errors import ConfigError
-from ..mesh import Mesh, latest_mesh
+from ..mesh import Mesh
 from ..parallel.data import set_gradient_sync
 from ..parallel.tensor import RandomStreams
+from ..process_groups import latest_mesh
 from ..processes import own_device, restarted, start
 from ..runtime import Runtime, find_runtime, runtime_of
 from ..train import clip_grad_norm_

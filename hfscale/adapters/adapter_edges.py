@@ -39,7 +39,7 @@ def install_adapter_edges(runtime: Runtime) -> None:
             holder, name = owner_of(model, adapter.name)
             # A bias after a row projection must enter the all-reduce once.
             summed = len(planned.shape) == 1 and plan.by_name[adapter.base].cut_over("tp") is not None
-            once = not summed or adapter.kept_in != LORA_B or runtime.mesh.ranks["tp"] == 0
+            once = not summed or adapter.kept_in != LORA_B or runtime.mesh.tp_rank == 0
             module = computes_with(model, holder)
             if adapter.experts:  # factors of experts are read by the module that computes with all experts
                 module = model.get_submodule(adapter.base.rpartition(".")[0])
@@ -57,7 +57,7 @@ def _install_in_block(runtime: Runtime, tensor: TensorParallel, sums: PartialSum
         overlap = None if row else tensor.overlaps.get(block.name)
         if overlap is not None and overlap.regather:
             _keep_shares(wrapper, overlap, sums)
-        _place_dropout(wrapper, name, row, block, stream, runtime.mesh.ranks["tp"], overlap)
+        _place_dropout(wrapper, name, row, block, stream, runtime.mesh.tp_rank, overlap)
 
 
 def _keep_shares(wrapper: nn.Module, overlap: Overlap, sums: PartialSums) -> None:

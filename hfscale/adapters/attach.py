@@ -85,7 +85,7 @@ def attach_adapters(
         CheckpointError: the saved adapter does not fit.
     """
     whole, planned = wrap_and_plan(template, config, plan, new=source is None, name=name)
-    held = [adapter for adapter in planned.adapters if plan.is_local(mesh.ranks["pp"], adapter.name)]
+    held = [adapter for adapter in planned.adapters if plan.is_local(mesh.pp_rank, adapter.name)]
     with _unchanged_after_failure(model):
         with shown_unpacked(model):
             local = quietly(model, _uninitialized(narrowed(config, *targets_of(held))), name)
@@ -141,7 +141,7 @@ def _give_local_shapes(model: nn.Module, plan: Plan, mesh: Mesh, shares: dict[st
     here = dict(model.named_parameters(remove_duplicate=False))
     made: dict[str, nn.Parameter] = {}
     for adapter in plan.adapters:
-        if not plan.is_local(mesh.ranks["pp"], adapter.name):
+        if not plan.is_local(mesh.pp_rank, adapter.name):
             continue
         if adapter.name not in here:
             raise PlanError(f"PEFT has not put {adapter.name} around this rank's part of the model")

@@ -48,14 +48,14 @@ def initialize_adapters(
     for adapter in plan.adapters:
         if adapter.kept_in != COPY:
             by_module.setdefault(adapter.base.rpartition(".")[0], []).append(adapter)
-        elif plan.is_local(mesh.ranks["pp"], adapter.name):
+        elif plan.is_local(mesh.pp_rank, adapter.name):
             made[adapter.name] = shares[plan.by_name[adapter.base].tied_to or adapter.base].clone()
     stock = whole.get_base_model()
     with _random_numbers(seed, mesh):
         for path in sorted(by_module, key=lambda each: any(adapter.experts for adapter in by_module[each])):
             adapters = by_module[path]
             module = copy.deepcopy(unwrapped(stock.get_submodule(path))).to_empty(device="cpu")
-            if not plan.is_local(mesh.ranks["pp"], adapters[0].name):
+            if not plan.is_local(mesh.pp_rank, adapters[0].name):
                 _draw_alone(module, path, config, name, adapters)
                 continue
             weights = _fill(module, path, plan, mesh, shares, dequantized) if needs_weights(config) else {}

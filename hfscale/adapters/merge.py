@@ -53,7 +53,7 @@ def merge_local_weights(
     plan, model = runtime.plan, runtime.model
     adapted: dict[str, list[AdapterParameter]] = {}  # path of a module -> its adapters
     for adapter in plan.adapters:
-        if not plan.is_local(runtime.mesh.ranks["pp"], adapter.name):
+        if not plan.is_local(runtime.mesh.pp_rank, adapter.name):
             continue
         if adapter.kept_in == COPY:
             base = plan.by_name[adapter.base]
@@ -71,7 +71,7 @@ def merge_local_weights(
 def _merge_at(path: str, own: list[AdapterParameter], runtime: Runtime, shares: dict[str, Tensor]) -> None:
     """Merge the adapters of the module ``path``, which gets memory meanwhile, into the shards of its weights."""
     plan, mesh, model = runtime.plan, runtime.mesh, runtime.model
-    group, bias = mesh.group("tp"), f"{path}.bias"
+    group, bias = mesh.tp_group, f"{path}.bias"
     merged = dict.fromkeys([*(adapter.base for adapter in own), *([bias] if bias in plan.by_name else [])])
     names = dict.fromkeys([*merged, *(adapter.name for adapter in own)])
     for name in names:
@@ -96,7 +96,7 @@ def dequantized_weights(runtime: Runtime, dtype: torch.dtype) -> dict[str, Tenso
     plan, mesh = runtime.plan, runtime.mesh
     shares: dict[str, Tensor] = {}
     for name in plan.quantized.weights if plan.quantized is not None else ():
-        if plan.is_local(mesh.ranks["pp"], name):
+        if plan.is_local(mesh.pp_rank, name):
             whole = dequantized(*owner_of(runtime.model, name)).to(dtype)
             whole = whole.T if plan.quantized is not None and name in plan.quantized.transposed else whole
             shares[name] = _cut_over_data(plan.by_name[name], whole, mesh.ranks)

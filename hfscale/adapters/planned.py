@@ -76,7 +76,7 @@ def _wrapped(template: nn.Module, config: Any, name: str, plan: Plan) -> Any:
 
 def _refuse_inner_modules(config: Any, plan: Plan) -> None:
     # Copies of experts with their router cannot be expert-parallel.
-    mixtures = plan.mixtures if plan.layout.size("ep") > 1 else ()
+    mixtures = plan.mixtures if plan.layout.ep > 1 else ()
     cut = (
         *plan.layers,
         *(block.name for block in plan.blocks),
@@ -136,7 +136,7 @@ def _refuse_cut_norms(plan: Plan) -> None:
 def _refuse_several_stages(plan: Plan) -> None:
     """Refuse adapters on several pipeline stages: only gradients of the model's own parameters are summed there."""
     for adapter in plan.adapters:
-        if sum(plan.is_local(rank, adapter.name) for rank in range(plan.layout.size("pp"))) > 1:
+        if sum(plan.is_local(rank, adapter.name) for rank in range(plan.layout.pp)) > 1:
             path = adapter.base.rpartition(".")[0]
             raise ConfigError(
                 f"{path} computes on several pipeline stages, where adapters around it would train apart: leave it out "

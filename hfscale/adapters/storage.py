@@ -77,7 +77,7 @@ def load_adapter(path: str, whole: Any, name: str, plan: Plan, mesh: Mesh, **hub
                 f"{path}: {key} has the shape {tuple(stored[key].shape)}, and the model's is {planned.shape}: load it "
                 "onto the model that it was trained on"
             )
-        if plan.is_local(mesh.ranks["pp"], parameter):
+        if plan.is_local(mesh.pp_rank, parameter):
             shares[planned.tied_to or parameter] = planned.take(stored[key], mesh.ranks).clone().to(mesh.device)
     return shares
 

@@ -36,7 +36,7 @@ from .overwrites import find_overwrites, initialize_around
 class _Loader:
     def __init__(self, plan: Plan, mesh: Mesh, resized: Collection[str]) -> None:
         self.plan, self.mesh, self.resized = plan, mesh, resized
-        self.held = plan.local_names(mesh.ranks["pp"])  # owned parameter -> its name here
+        self.held = plan.local_names(mesh.pp_rank)  # owned parameter -> its name here
         self.converted: set[str] = set()
         self.meta: dict[str, nn.Parameter] = {}
         self.stored: set[str] = set()  # parameters and buffers in the checkpoint
@@ -51,7 +51,7 @@ class _Loader:
             if targets[key].name in self.resized:
                 stored[key] = ResizedOnDisk(stored[key], self.plan.by_name[targets[key].name].shape[0])
         self.stored = {name for found in targets.values() for name in (found.name, *found.others)}
-        leave_out(model, self.plan, self.mesh.ranks["pp"])
+        leave_out(model, self.plan, self.mesh.pp_rank)
         if quantizer is not None:
             self.quantizing = Quantizing(model, self.plan, self.mesh, quantizer)
         parts = self._merged(stored, targets)
@@ -126,7 +126,7 @@ class _Loader:
         """Return this rank's name of the parameter or buffer ``target``; ``None`` if it is on another stage."""
         planned = self.plan.by_name.get(target)
         if planned is None:
-            return None if is_elsewhere(self.plan, self.mesh.ranks["pp"], target) else target
+            return None if is_elsewhere(self.plan, self.mesh.pp_rank, target) else target
         return target if target in self.meta else self.held.get(planned.tied_to or target)
 
     def name_of_tie(self, name: str) -> str | None:

@@ -60,7 +60,7 @@ def source_rank(mesh: Mesh, written: StateIndex, alike: bool) -> tuple[int, str]
         return written.rank_of((), mesh.ranks), ""
     sizes = dict(written.axes[0])
     world = sizes["dp_replicate"] * sizes["dp_shard"]
-    data, stage = mesh.data_rank, mesh.ranks["pp"]
+    data, stage = mesh.data_rank, mesh.pp_rank
     there = data if data < world else 0
     at = stage if stage < sizes["pp"] else 0
     replicate, shard = divmod(there, sizes["dp_shard"])

@@ -60,7 +60,7 @@ def contents_of(runtime: Runtime, optimizer: torch.optim.Optimizer | None) -> St
         home = runtime.plan.primary_rank(planned.name)
         found.add(f"weights/{planned.name}", replace(like(planned), home=home), local_tensor(parameter).detach(), mesh)
     for name, buffer in runtime.model.named_buffers():
-        found.add(f"buffers/{name}", replace(whole(*buffer.shape), home=mesh.ranks["pp"]), buffer, mesh)
+        found.add(f"buffers/{name}", replace(whole(*buffer.shape), home=mesh.pp_rank), buffer, mesh)
     if optimizer is not None:
         _add_optimizer(found, runtime, optimizer)
     return found

@@ -119,7 +119,7 @@ class StateIndex:
 
 def _axes(layout: ParallelConfig, experts: bool) -> list[tuple[str, int]]:
     """Return axes and sizes, outermost first, of the mesh, or of the mesh that experts see."""
-    if experts and layout.size("ep") > 1:
+    if experts and layout.ep > 1:
         return [(axis, layout.size("expert_tp" if axis == "tp" else axis)) for axis in EXPERT_AXES]
     return [(axis, layout.size(axis)) for axis in MESH_AXES]
 
@@ -131,7 +131,7 @@ def layers_by_rank(layout: ParallelConfig, plan: Plan) -> list[str]:
     numbers = {name: number for number, name in enumerate(plan.layers)}
     return [
         ", ".join(f"{numbers[s.layers[0]]}-{numbers[s.layers[-1]]}" for s in plan.stages.of_rank(rank))
-        for rank in range(layout.size("pp"))
+        for rank in range(layout.pp)
     ]
 
 

@@ -60,7 +60,7 @@ def _measured(sizes: list[int], processes: int | None) -> tuple[list["Measured"]
     from .._host.torch_device import accelerators
     from ..bench import ranks
     from ..bench.collectives import measure
-    from ..config import started_processes
+    from ..environment import started_processes
 
     if started_processes() > 1:
         return _under_a_launcher(sizes)

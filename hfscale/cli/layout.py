@@ -62,7 +62,7 @@ def layout_of(arguments: argparse.Namespace) -> "ParallelConfig":
     pipeline: dict[str, Any] = {name: of(flag) for flag, (name, _, _) in _PIPELINE.items()}
     others = {name: getattr(arguments, name) for name in ("cp_method", "sequence_parallel")}
     layout = ParallelConfig(**sizes, **pipeline, **others)
-    pp_size, schedule = layout.size("pp"), str(layout.pipeline_schedule)
+    pp_size, schedule = layout.pp, str(layout.pipeline_schedule)
     given = [flag for flag in _PIPELINE if of(flag) is not None]
     if pp_size == 1 and given:
         raise ConfigError(f"{', '.join(given)} is about pipeline stages, and there is one: give --pp 2 or more as well")

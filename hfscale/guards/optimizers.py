@@ -39,7 +39,7 @@ def refuse_whole_tensor_optimizers(runtime: Runtime) -> None:
     layout = runtime.mesh.layout
     for planned, parameter in runtime.parameters():
         cut = any(cut.axis in ("tp", "ep") for cut in planned.cuts)
-        setattr(parameter, _PARTS, (layout.describe(), planned.name, cut, layout.size("pp") > 1))
+        setattr(parameter, _PARTS, (layout.describe(), planned.name, cut, layout.pp > 1))
     if not _hooked:
         _hooked.append(register_optimizer_step_pre_hook(_check))
 

@@ -46,7 +46,7 @@ def refuse_stock_clipping(runtime: Runtime) -> None:
     If a script imported the function by name before, :mod:`.replicas` detects the result.
     """
     layout = runtime.mesh.layout
-    if max(layout.size("tp"), layout.size("pp"), layout.size("ep")) == 1:
+    if max(layout.tp, layout.pp, layout.ep) == 1:
         return
     for _, parameter in runtime.parameters():
         setattr(parameter, _SPREAD, layout.describe())

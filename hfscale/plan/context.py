@@ -35,6 +35,6 @@ class ContextPlan(Feature):
         padding = "" if self.pads else "; rows without padding only"
         inside = f"; cut where {self.text} begins, which each makes whole" if self.text else ""
         return [
-            f"sequences: each of {plan.layout.size('cp')} ranks has an early and a late piece of every sequence, and "
+            f"sequences: each of {plan.layout.cp} ranks has an early and a late piece of every sequence, and "
             f"attention reads the others' ({self.method}){inside}{mixers}{padding}"
         ]

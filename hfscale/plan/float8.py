@@ -53,6 +53,6 @@ def gathered_in_8_bits(plan: PlanContents) -> frozenset[str]:
     Weights that something else reads in full precision are not among them: DoRA takes the norms of a weight's rows.
     """
     found = plan.feature(Float8Plan)
-    if found is None or not found.gathers or plan.layout.size("dp_shard") == 1:
+    if found is None or not found.gathers or plan.layout.dp_shard == 1:
         return frozenset()
     return float8_weights(plan) - {adapter.base for adapter in plan.adapters if adapter.kept_in == _READS}

@@ -56,7 +56,7 @@ def describe_sequence(plan: PlanContents) -> list[str]:
         on_all = f"; run on all: {gathered}" if gathered else ""
         lines.append(
             f"sequence: from {region.layers[0]} to {region.exit or 'the end'}, each rank holds "
-            f"1/{plan.layout.size('tp')} of the tokens between blocks{on_all}"
+            f"1/{plan.layout.tp} of the tokens between blocks{on_all}"
         )
     return lines
 
@@ -68,7 +68,7 @@ def describe_features(plan: PlanContents) -> list[str]:
 
 def describe_experts(plan: PlanContents) -> list[str]:
     """Return the number of experts per rank, and how tokens are dispatched to them."""
-    size = plan.layout.size("ep")
+    size = plan.layout.ep
     talk = f"two all-to-alls forward and two backward over ep{size}"
     if plan.layout.slices_tokens:
         talk += "; each tensor rank sends its share of a batch"

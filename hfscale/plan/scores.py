@@ -23,4 +23,4 @@ class ScoresPlan(Feature):
 def heads_with_scores(plan: PlanContents) -> int:
     """Return how many heads keep scores; 0 for fused attention, and if sequences are cut over context ranks."""
     found = plan.feature(ScoresPlan)
-    return 0 if found is None or plan.layout.size("cp") > 1 else found.heads
+    return 0 if found is None or plan.layout.cp > 1 else found.heads

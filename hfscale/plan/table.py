@@ -51,7 +51,7 @@ def weights_per_rank(plan: PlanContents) -> tuple[int, int]:
 
     if plan.stages is None:
         return weights(plan.parameters)
-    ranks = [plan.stages.of_rank(rank) for rank in range(plan.layout.size("pp"))]
+    ranks = [plan.stages.of_rank(rank) for rank in range(plan.layout.pp)]
     return max(
         (weights(p for p in plan.parameters if any(stage.is_local(p.name) for stage in stages)) for stages in ranks),
         key=lambda held: held[1],

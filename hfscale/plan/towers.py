@@ -26,7 +26,7 @@ class TowersPlan(Feature):
 
     def describe(self, plan: PlanContents) -> list[str]:
         """Return the line about the towers in the plan's printout."""
-        where = "every tensor rank" if plan.layout.size("tp") > 1 else "every rank"
+        where = "every tensor rank" if plan.layout.tp > 1 else "every rank"
         gathered = "; data ranks gather them together" if plan.layout.data_world > 1 else ""
         what = f"{', '.join(dict.fromkeys(map(wild_name, self.items)))}, {self.parameters:,} parameters"
         beside = f"beside the text of {self.text}" if self.text else "not used for tokens"

@@ -59,7 +59,7 @@ def assign_stages(
 
 def plan_pipeline(draft: Draft) -> None:
     """Cut the draft's layers into the stages that its layout asks for."""
-    if draft.layout.size("pp") == 1:
+    if draft.layout.pp == 1:
         check_stage_layers(draft, draft.layers)
         return
     if draft.no_step:  # and nobody can call the model: a rank has but a part of it
@@ -82,11 +82,11 @@ def plan_stages(
     """The same for a draft whose layers are known; ``None`` where that fails, for reasons that the draft then has."""
     layout = draft.layout
     virtual = int(layout.virtual_stages or 1)
-    count = layout.size("pp") * virtual
+    count = layout.pp * virtual
     lists = _lists(draft, layers, count)
     if lists is None:
         return None
-    places = place_stages(str(layout.pipeline_schedule), layout.size("pp"), virtual) if ranks is None else ranks
+    places = place_stages(str(layout.pipeline_schedule), layout.pp, virtual) if ranks is None else ranks
     if len(places) != count:
         stage_problem(draft, f"the schedule has {len(places)} stages, and the layout {count}", "a schedule that fits")
         return None
@@ -182,7 +182,7 @@ def _layers_with_pictures(draft: Draft, layers: int, stages: int) -> int:
 
 def _too_many(draft: Draft, layers: int) -> None:
     virtual = int(draft.layout.virtual_stages or 1)
-    asked = f"pp_size={draft.layout.size('pp')}" + (f" x virtual_stages={virtual}" if virtual > 1 else "")
+    asked = f"pp_size={draft.layout.pp}" + (f" x virtual_stages={virtual}" if virtual > 1 else "")
     most = layers // virtual
     fits = f"pp_size 1 to {most}" if most > 1 else "pp_size=1"
     with_virtual = f" with virtual_stages={virtual if most else 1}" if virtual > 1 else ""

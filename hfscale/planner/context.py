@@ -31,7 +31,7 @@ _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "kv_heads")
 
 def plan_context(draft: Draft) -> None:
     """Prove it on a clone, where the layout cuts sequences."""
-    size = draft.layout.size("cp")
+    size = draft.layout.cp
     if size == 1:
         return
     family = draft.config.model_type

@@ -20,7 +20,7 @@ from .draft import Draft
 def plan_experts(draft: Draft) -> None:
     """Find the mixtures, and spread their experts over the expert axis."""
     draft.mixtures = tuple(_mixtures(draft))
-    if draft.layout.size("ep") > 1:
+    if draft.layout.ep > 1:
         draft.experts = draft.mixtures
         _spread(draft)
 
@@ -34,7 +34,7 @@ def _mixtures(draft: Draft) -> Iterator[ExpertsPlan]:
 
 
 def _spread(draft: Draft) -> None:
-    size = draft.layout.size("ep")
+    size = draft.layout.ep
     if not draft.experts:
         draft.problem(
             f"ep_size={size} needs a module that is called with the experts of each token (transformers' "
@@ -63,7 +63,7 @@ def expert_cuts(layout: ParallelConfig, shape: tuple[int, ...], cuts: list[Cut])
 
     Shards are whole experts too, or rows of every expert where these are too few to share out evenly.
     """
-    cuts = [Cut("ep", 0, layout.size("ep")), *cuts]
+    cuts = [Cut("ep", 0, layout.ep), *cuts]
     shards, by_rows = layout.size("edp_shard"), False
     if shards > 1:
         local = cut_shape(shape, cuts, {})

@@ -38,7 +38,7 @@ class Passage:
 
 def stage_problem(draft: Draft, what: str, instead: str = "pp_size=1") -> None:
     """Note why a model cannot be cut into stages."""
-    draft.problem(f"pp_size={draft.layout.size('pp')} does not fit {type(draft.model).__name__}: {what}: use {instead}")
+    draft.problem(f"pp_size={draft.layout.pp} does not fit {type(draft.model).__name__}: {what}: use {instead}")
 
 
 known = Remembered[PassageProbe]()

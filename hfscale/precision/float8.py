@@ -52,7 +52,7 @@ class Float8(Part):
         versions of the weights.
         """
         layout = runtime.mesh.layout
-        if not self._projections or (layout.size("pp") > 1 and layout.pipeline_schedule in ASYNCHRONOUS):
+        if not self._projections or (layout.pp > 1 and layout.pipeline_schedule in ASYNCHRONOUS):
             yield
             return
         runtime.release()  # gathered weights would be taken for shards

@@ -118,7 +118,7 @@ def plan_quantized(planned: Plan, model: nn.Module, config: Any, stored: bool = 
     }
     weights, transposed = list(linear), {name for name, turned in linear.items() if turned}
     _refuse_shared(planned, weights, config)
-    if config.load_in_8bit and transposed and planned.layout.size("dp_shard") > 1:
+    if config.load_in_8bit and transposed and planned.layout.dp_shard > 1:
         raise ConfigError(
             f"load_in_8bit=True cannot be used with {planned.layout.describe()} in {class_name(model)}, whose "
             "Conv1D weights are cut between data ranks across the rows that have a scale each: use load_in_4bit=True, "

@@ -143,9 +143,9 @@ def _origin(kind: str, base: str) -> str:
 
 def describe_layout(layout: hfscale.ParallelConfig) -> str:
     """The axes, and of a pipeline its schedule."""
-    if layout.size("pp") == 1:
+    if layout.pp == 1:
         return layout.describe()
-    stages = layout.size("pp") * int(layout.virtual_stages or 1)
+    stages = layout.pp * int(layout.virtual_stages or 1)
     schedule = Path(str(layout.pipeline_schedule)).name  # a file's, without saying where it lies
     microbatches = f", {layout.num_microbatches} microbatches" if layout.num_microbatches else ""
     return f"{layout.describe()}, {schedule} over {stages} stages{microbatches}"

@@ -55,8 +55,8 @@ def of_one_microbatch(recipe: Recipe, layout: hfscale.ParallelConfig) -> dict[st
     training = recipe.training
     microbatches, size = per_rank(training.batch_size, layout.batch_world, training.microbatch_size)
     count = microbatches
-    if layout.size("pp") > 1:  # which cuts a step anew
-        count = layout.num_microbatches or (microbatches if microbatches > 1 else layout.size("pp"))
+    if layout.pp > 1:  # which cuts a step anew
+        count = layout.num_microbatches or (microbatches if microbatches > 1 else layout.pp)
     length, again = recipe.data.sequence_length, training.gradient_checkpointing
     tokens = math.ceil(microbatches * size / count) * length * task_of(recipe.data).rows
     sizes = {"tokens": tokens, "sequence_length": length}

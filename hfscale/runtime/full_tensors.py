@@ -65,13 +65,12 @@ def tensors_of_stage(runtime: Runtime) -> list[tuple[Any, ...]]:
     if runtime.plan.stages is not None and not mesh.speaks_for_stage:
         return []
     found = [
-        SavedTensor(_kept_name(runtime, planned), torch.Size(planned.shape), parameter.dtype, mesh.ranks["pp"], planned)
+        SavedTensor(_kept_name(runtime, planned), torch.Size(planned.shape), parameter.dtype, mesh.pp_rank, planned)
         for planned, parameter in runtime.parameters()
         if runtime.counts(planned)
     ]
     found += [
-        SavedTensor(name, buffer.shape, buffer.dtype, mesh.ranks["pp"], None)
-        for name, buffer in _buffers(runtime).items()
+        SavedTensor(name, buffer.shape, buffer.dtype, mesh.pp_rank, None) for name, buffer in _buffers(runtime).items()
     ]
     return [entry.told() for entry in found]
 

@@ -39,7 +39,7 @@ def initialize_local_weights(
         seed: the run's seed.
         wanted: whether a parameter of this rank's stages is needed, by its owned name.
     """
-    rank = mesh.ranks["pp"]
+    rank = mesh.pp_rank
     held = plan.local_names(rank)
     shares: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}

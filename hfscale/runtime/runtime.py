@@ -242,7 +242,7 @@ class Runtime:
         """Return every owned parameter that this rank holds, with its plan, in plan order."""
         self.release()  # or weights that FSDP2 has gathered would be returned instead of shards
         live = self.live_parameters()
-        held = self.plan.local_names(self.mesh.ranks["pp"])
+        held = self.plan.local_names(self.mesh.pp_rank)
         return [(planned, live[held[planned.name]]) for planned in self.plan.owned() if planned.name in held]
 
     def live_parameters(self) -> dict[str, nn.Parameter]:
@@ -260,11 +260,11 @@ class Runtime:
 
     def counts(self, planned: ParameterPlan) -> bool:
         """Return whether this rank's stage is the one that counts an owned parameter; others may hold a copy."""
-        return self.plan.primary_rank(planned.name) == self.mesh.ranks["pp"]
+        return self.plan.primary_rank(planned.name) == self.mesh.pp_rank
 
     def is_local(self, name: str) -> bool:
         """Return whether a parameter or module of the given name is on this rank's stages."""
-        return self.plan.is_local(self.mesh.ranks["pp"], name)
+        return self.plan.is_local(self.mesh.pp_rank, name)
 
 
 def runtime_of(model: nn.Module) -> Runtime:

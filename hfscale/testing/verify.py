@@ -39,11 +39,11 @@ def scale_down(layout: ParallelConfig) -> ParallelConfig:
     from_file = str(layout.pipeline_schedule).endswith(".csv")
     if layout.total_size > MAX_RANKS:
         sizes = {f"{axis}_size": min(2, layout.asked(axis)) for axis in AXES if not (axis == "pp" and from_file)}
-        sizes["expert_tp_size"] = min(2, layout.size("expert_tp"))
-    if layout.size("pp") == 1:
+        sizes["expert_tp_size"] = min(2, layout.expert_tp)
+    if layout.pp == 1:
         return replace(layout, **sizes)
-    pp_size = int(sizes.get("pp_size", layout.size("pp")))
-    same_stages = pp_size == layout.size("pp")
+    pp_size = int(sizes.get("pp_size", layout.pp))
+    same_stages = pp_size == layout.pp
     asked, stages = layout.num_microbatches, layout.stage_layers if same_stages else None
     if from_file:
         asked = asked or _microbatches_in(Path(str(layout.pipeline_schedule)))
@@ -77,18 +77,18 @@ def verify(
             can be made for ``auto_class``; stock transformers cannot train the clone; adapters match nothing.
         PlanError: the layout does not fit the clone, or the stages do not fit the model.
     """
-    if layout.size("pp") > 1:
+    if layout.pp > 1:
         _refuse_asynchronous(layout)
     # Plan the model itself first: its clone gets whatever heads, experts and layers the layout needs.
     plan(config, layout, auto_class=auto_class, **hf_kwargs)
     small = scale_down(layout)
-    changes = _heads_that_fit(config, layout.size("tp"), small.size("tp")) | _experts_that_fit(config, small.size("ep"))
+    changes = _heads_that_fit(config, layout.tp, small.tp) | _experts_that_fit(config, small.ep)
     changes |= sample_batches.changes_for(config, auto_class)
     clone = sample_batches.clone_for(config, auto_class, _layers(config, small), **changes)
     planned = plan(clone, small, auto_class=auto_class, **hf_kwargs)  # refuse before any process is started
     case = sample_batches.case_for(clone, auto_class, planned)
     case.hf_kwargs = hf_kwargs
-    if small.size("pp") > 1:
+    if small.pp > 1:
         case.accumulation = int(small.num_microbatches or 1)
     sample_batches.check_stock(case)
     if lora is not None:
@@ -128,7 +128,7 @@ def _layers(config: PreTrainedConfig, layout: ParallelConfig) -> int:
     """Return the number of layers of the clone: all kinds of them, and at least one per stage."""
     if layout.stage_layers is not None:
         return sum(layout.stage_layers)
-    return max(min(layers_of_every_kind(config), MAX_LAYERS), layout.size("pp") * int(layout.virtual_stages or 1))
+    return max(min(layers_of_every_kind(config), MAX_LAYERS), layout.pp * int(layout.virtual_stages or 1))
 
 
 def _heads_that_fit(config: PreTrainedConfig, asked: int, tensor: int) -> dict[str, int]:
@@ -154,10 +154,10 @@ def _experts_that_fit(config: PreTrainedConfig, ranks: int) -> dict[str, int]:
 
 def describe_pipeline(layout: ParallelConfig) -> str:
     """Return a line such as ``zbv, 4 stages of 1, 1, 1, 1 layers on 2 pipeline ranks, 4 microbatches``."""
-    stages = layout.size("pp") * int(layout.virtual_stages or 1)
+    stages = layout.pp * int(layout.virtual_stages or 1)
     layers = ", ".join(map(str, layout.stage_layers or [1] * stages))
     return (
-        f"{layout.pipeline_schedule}, {stages} stages of {layers} layers on {layout.size('pp')} pipeline ranks, "
+        f"{layout.pipeline_schedule}, {stages} stages of {layers} layers on {layout.pp} pipeline ranks, "
         f"{layout.num_microbatches} microbatches"
     )
 
@@ -181,7 +181,7 @@ def render(
     other = "stock transformers" if lora is None else f"stock PEFT, LoRA on {lora},"
     named = f" ({auto_class})" if auto_class else ""
     title = f"a tiny {config.model_type}{named} in {used.describe()} against {other} in one process, float64, gloo"
-    if used.size("pp") > 1:
+    if used.pp > 1:
         title += f"\n{describe_pipeline(used)}"
         if asked.num_microbatches not in (None, used.num_microbatches):
             title += f" (not the {asked.num_microbatches} asked for)"

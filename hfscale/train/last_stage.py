@@ -13,11 +13,11 @@ def from_last_stage(runtime: Runtime, made: list[Tensor]) -> list[Tensor]:
     Args:
         made: the tensors, on the rank that has the last stage; ignored elsewhere.
     """
-    group, stages = runtime.mesh.group("pp"), runtime.plan.stages
+    group, stages = runtime.mesh.pp_group, runtime.plan.stages
     if group is None or stages is None:
         return [tensor.detach() for tensor in made]
     holder = stages.ranks[-1]
-    source, here = dist.get_global_rank(group, holder), runtime.mesh.ranks["pp"] == holder
+    source, here = dist.get_global_rank(group, holder), runtime.mesh.pp_rank == holder
     told = [[(tuple(tensor.shape), tensor.dtype) for tensor in made] if here else None]
     dist.broadcast_object_list(told, src=source, group=runtime.mesh.reports)
     device = runtime.mesh.device

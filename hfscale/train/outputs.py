@@ -67,7 +67,7 @@ def _output(tensors: dict[str, Tensor]) -> ModelOutput:
 
 def _told(runtime: Runtime, names: list[list[str]]) -> list[list[str]]:
     """Broadcast the output names from the rank with the last stage; collective over stages."""
-    group, stages = runtime.mesh.group("pp"), runtime.plan.stages
+    group, stages = runtime.mesh.pp_group, runtime.plan.stages
     if group is None or stages is None:
         return names
     told = [names]

@@ -4,7 +4,7 @@ import copy
 from typing import Any
 
 from .._host.trl import DataHooks, pairs_rows_of_a_batch
-from ..config import started_processes
+from ..environment import started_processes
 from .refusals import check_cached
 from .seams import Seams
 

@@ -97,7 +97,7 @@ class FusedHead:
         shifted = kwargs.get("shift_labels")
         wanted: Tensor = kwargs["labels"][:, 1:] if shifted is None else shifted
         found = {name: getattr(scores, name)[:, : wanted.shape[1]] for name in _FIELDS if name in self._outputs}
-        aux_loss, ranks = getattr(answer, "aux_loss", None), self._runtime.mesh.layout.size("tp")
+        aux_loss, ranks = getattr(answer, "aux_loss", None), self._runtime.mesh.layout.tp
         if isinstance(aux_loss, Tensor):
             aux_loss = share_of_router_loss(aux_loss, ranks)
         others = {"loss": getattr(answer, "loss", None), "aux_loss": aux_loss}

@@ -43,7 +43,7 @@ def check_predictions(trainer: Any) -> None:
             f"predict_with_generate=True must be given to a trainer that generates, and {type(trainer).__name__} "
             "evaluates logits: use hfscale.Seq2SeqTrainer"
         )
-    if runtime.mesh.layout.size("cp") > 1:
+    if runtime.mesh.layout.cp > 1:
         raise ConfigError(
             f"{layout}: predict_with_generate=True needs whole sequences, and context ranks have parts of them: use "
             "cp_size=1, or predict_with_generate=False"

@@ -32,7 +32,8 @@ from .._host.transformers.trainer import (
     taken_for_adapted,
 )
 from .._host.trl import is_trl
-from ..config import ParallelConfig, started_processes
+from ..config import ParallelConfig
+from ..environment import started_processes
 from ..errors import ConfigError
 from ..runtime import find_runtime, runtime_of
 from ..train import train_step

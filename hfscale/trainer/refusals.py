@@ -10,7 +10,8 @@ from transformers import DataCollatorWithFlattening
 from .._host.torch_device import accelerators
 from .._host.transformers.classes import class_name
 from .._host.transformers.trainer import count_processes_on_cpu, unheard_options, use_one_gpu
-from ..config import ParallelConfig, started_processes
+from ..config import ParallelConfig
+from ..environment import started_processes
 from ..errors import ConfigError
 from ..guards import check_packed_rows
 from ..optimizers.catalog import find_choice, parse_arguments
@@ -164,7 +165,7 @@ def check_generation(trainer: Any, runtime: Runtime) -> None:
     Raises:
         ConfigError: it has context ranks, which draw different random numbers for their different tokens.
     """
-    if hasattr(trainer, "reward_funcs") and runtime.mesh.layout.size("cp") > 1:
+    if hasattr(trainer, "reward_funcs") and runtime.mesh.layout.cp > 1:
         raise ConfigError(
             f"{runtime.mesh.layout.describe()}: {type(trainer).__name__} generates and shuffles what it trains on, and "
             "context ranks draw different random numbers; they would compute whole sequences, too: use tp_size or "

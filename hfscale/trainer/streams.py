@@ -55,7 +55,7 @@ class RandomStreams(TrainerCallback):
         if own:
             self._left_off = random_states(mesh)
         elif found is not None:
-            now, place = random_states(mesh), (mesh.data_rank, mesh.ranks["pp"])
+            now, place = random_states(mesh), (mesh.data_rank, mesh.pp_rank)
             restore_random_states(mesh, _read(found), f"{place[0]}, stage {place[1]}" if any(place) else "")
             self._left_off = random_states(mesh)
             restore_random_states(mesh, now)

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import hfscale
 from hfscale.checkpoint import load_pretrained
-from hfscale.mesh import build_mesh
+from hfscale.process_groups import build_mesh
 
 from ..models import tiny
 

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -122,6 +123,7 @@ def built(build: str, path: str, layout: Layout) -> dict[str, int]:
         else:
             model = hfscale.from_pretrained(path, parallel=ParallelConfig(**layout))
         gc.collect()
+        time.sleep(0.1)  # gloo's threads let go of a finished collective's message a moment later
     return {
         "live": memory.live,
         "peak": memory.peak,

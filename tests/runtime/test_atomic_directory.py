@@ -9,7 +9,7 @@ import pytest
 
 from hfscale import CheckpointError, ConfigError, ParallelConfig
 from hfscale.files import replace
-from hfscale.mesh import build_mesh
+from hfscale.process_groups import build_mesh
 from hfscale.runtime.atomic_directory import atomic_directory
 from hfscale.testing import RankPool
 

@@ -1,8 +1,8 @@
 import torch
 
 from hfscale import ParallelConfig
-from hfscale.mesh import build_mesh
 from hfscale.plan import Cut, ParameterPlan
+from hfscale.process_groups import build_mesh
 from hfscale.runtime.unshard import gather_full
 
 CASES = [

@@ -14,7 +14,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils import logging
 
-from ...config import local_rank, without_launcher_switches
+from ...environment import local_rank, without_launcher_switches
 from ...errors import CheckpointError
 
 

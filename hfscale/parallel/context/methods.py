@@ -2,7 +2,8 @@
 
 from torch import Tensor, nn
 
-from ...mesh import Mesh, context_groups
+from ...mesh import Mesh
+from ...process_groups import context_groups
 from ...sequences import choose, heads_fit
 from ...sequences.attention import read
 from ...sequences.engine import OwnBlocks, Source
@@ -22,7 +23,7 @@ class ContextAttention:
     """
 
     def __init__(self, method: str, mesh: Mesh, together: int) -> None:
-        group = mesh.group("cp")
+        group = mesh.cp_group
         assert group is not None
         self._method, self._group, self._together = method, group, together
         if method == "heads_ring":

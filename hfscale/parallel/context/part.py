@@ -40,7 +40,7 @@ class ContextParallel(Part, ContextAxis):
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Answer the model's attention; its other modules need not know."""
-        group, model = runtime.mesh.group("cp"), runtime.model
+        group, model = runtime.mesh.cp_group, runtime.model
         if group is None:
             return
         runtime.context, self._runtime = self, runtime
@@ -77,7 +77,7 @@ class ContextParallel(Part, ContextAxis):
 
     def check_step(self, runtime: Runtime, batches: Sequence[Batch], user_loss: bool = False) -> None:
         """Refuse a ``loss_fn``, which would see the outputs of this rank's tokens alone."""
-        if user_loss and runtime.mesh.group("cp") is not None:
+        if user_loss and runtime.mesh.cp_group is not None:
             raise ConfigError(
                 f"{runtime.mesh.layout.describe()}: a loss_fn is given outputs of whole sequences, and context ranks "
                 "have parts of them: use cp_size=1, or a score_loss, which sees the scores of all tokens"
@@ -86,11 +86,11 @@ class ContextParallel(Part, ContextAxis):
     def shard_batch(self, batch: Microbatch) -> Microbatch:
         """Return this rank's shard of full sequences, which all context ranks are given."""
         runtime = self._runtime
-        size = runtime.mesh.layout.size("cp")
+        size = runtime.mesh.layout.cp
         planned = runtime.plan.feature(ContextPlan)
         assert runtime.loss is not None
         assert planned is not None
-        rank, inside = runtime.mesh.ranks["cp"], bool(planned.text)
+        rank, inside = runtime.mesh.cp_rank, bool(planned.text)
         whole, part = cut_batch(batch, size, rank, runtime.loss.shift, self._takes_positions, inside)
         if whole.padding is not None and not planned.pads:
             raise ConfigError(
@@ -104,7 +104,7 @@ class ContextParallel(Part, ContextAxis):
 
     def gather_tokens(self, batch: Microbatch, own: Tensor) -> Tensor:
         """All-gather a per-token output over the context ranks, in the order of the sequences."""
-        group = self._runtime.mesh.group("cp")
+        group = self._runtime.mesh.cp_group
         assert group is not None
         return TokenGather(group)(own, batch[_BATCH])
 

@@ -61,7 +61,7 @@ def gather_in_8_bits(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
     """Gather in 8 bits the sharded weights of which the plan says so."""
     encodings: dict[nn.Module, _InEightBits] = {}
     for name in sorted(gathered_in_8_bits(plan)):
-        if plan.is_local(mesh.ranks["pp"], name):
+        if plan.is_local(mesh.pp_rank, name):
             for projection in computing(module_at(model, name.removesuffix(".weight"))):
                 made = multiplied_by(projection)
                 assert isinstance(made, Float8Projection)

@@ -50,12 +50,12 @@ def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, mixed_precision: s
     dtype = MIXED_PRECISIONS["no" if as_it_is else mixed_precision]
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else MixedPrecisionPolicy()
     # Whole copies need not be given up after the forward pass where no memory is won by it.
-    reshard = mesh.layout.size("dp_shard") > 1 and plan.family not in READ_BY_CACHE
+    reshard = mesh.layout.dp_shard > 1 and plan.family not in READ_BY_CACHE
     offload = _offload_policy(plan)
     alone = _shard_experts(model, plan, mesh, policy, offload)
     how: dict[str, Any] = {"ignored": alone, "mesh": data_mesh, "mp_policy": policy, "offload_policy": offload}
     towers = plan.feature(TowersPlan)
-    layers = (layer for layer in plan.layers if plan.is_local(mesh.ranks["pp"], layer))
+    layers = (layer for layer in plan.layers if plan.is_local(mesh.pp_rank, layer))
     for name in (*_lent(plan, mesh), *(layer for layer in layers if towers is None or not towers.holds(layer))):
         shard_by_type(module_at(model, name), reshard_after_forward=reshard, **how)
     shard_by_type(model, reshard_after_forward=False, **how)
@@ -69,7 +69,7 @@ def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, mixed_precision: s
 def _lent(plan: Plan, mesh: Mesh) -> list[str]:
     """Modules of layers that other layers use too, while the layer that lists them is not run."""
     loans = plan.stages.loans if plan.stages is not None else ()
-    return [loan.name for loan in loans if plan.is_local(mesh.ranks["pp"], loan.name)]
+    return [loan.name for loan in loans if plan.is_local(mesh.pp_rank, loan.name)]
 
 
 def _is_module(model: nn.Module, name: str) -> bool:
@@ -105,7 +105,7 @@ def _shard_experts(
     layout, alone = mesh.layout, set[nn.Parameter]()
     policy = replace(policy, cast_forward_inputs=False)  # weights of routes stay exact; tokens come in the right type
     shards = layout.size("edp_shard")
-    for experts in (e for e in plan.experts if plan.is_local(mesh.ranks["pp"], e.name)):
+    for experts in (e for e in plan.experts if plan.is_local(mesh.pp_rank, e.name)):
         module = model.get_submodule(experts.name)
         assert mesh.expert_mesh is not None
         alike = policy.param_dtype is None and not isinstance(offload, CPUOffloadPolicy)
@@ -146,7 +146,7 @@ def install_local_weights(model: nn.Module, shares: dict[str, Tensor], plan: Pla
     """Fill a model whose parameters are on the meta device, FSDP2-wrapped or not, with this rank's final shares."""
     made: dict[str, nn.Parameter] = {}
     for planned in plan.parameters:
-        if not plan.is_local(mesh.ranks["pp"], planned.name):
+        if not plan.is_local(mesh.pp_rank, planned.name):
             continue
         owner = planned.tied_to or planned.name
         if owner not in made:

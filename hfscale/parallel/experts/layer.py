@@ -133,7 +133,7 @@ class LayerRouting:
     @property
     def _first(self) -> bool:
         """Whether this rank counts what all tensor ranks know."""
-        return self.mesh.ranks["tp"] == 0
+        return self.mesh.tp_rank == 0
 
     def _choose(self, now: Pass, index: Tensor, weights: Tensor) -> Choice:
         options, own = self.options, self._own_tokens(now, index.shape[0])
@@ -175,8 +175,8 @@ class LayerRouting:
 
     def _own_tokens(self, now: Pass, rows: int) -> "_OwnTokens":
         """This rank's tokens, of which there must be ``rows``."""
-        (samples, tokens), rank = now.real.shape, self.mesh.ranks["tp"]
-        lengths = share_evenly(tokens, self.mesh.layout.size("tp")) if self.is_cut() else []
+        (samples, tokens), rank = now.real.shape, self.mesh.tp_rank
+        lengths = share_evenly(tokens, self.mesh.layout.tp) if self.is_cut() else []
         start, own = (sum(lengths[:rank]), lengths[rank]) if lengths else (0, tokens)
         if rows != samples * own:
             raise ConfigError(
@@ -210,7 +210,7 @@ class LayerRouting:
     def _loss(self, now: Pass, sums: Tensor) -> Tensor:
         """This layer's share of the step's loss."""
         if self.is_cut():
-            sums = leave(sums, self.mesh.group("tp"))
+            sums = leave(sums, self.mesh.tp_group)
         if self.mesh.context is not None:  # each has a part of every sequence
             sums = leave(sums, self.mesh.context)
         balance, z = balance_loss(sums), z_loss(sums)
@@ -218,7 +218,7 @@ class LayerRouting:
         if not recomputing():
             now.add(loss)
             if self._first:
-                once = self.mesh.ranks["cp"] == 0
+                once = self.mesh.cp_rank == 0
                 self.counter.add_numbers(1, balance * once, z * once, now.real.sum())
         return loss
 
@@ -226,7 +226,7 @@ class LayerRouting:
         """Which routes ``[b, s, k]`` find room, and the place of each in its queue, behind those of other ranks too."""
         count = self.planned.count
         whole = index.where(own.real.unsqueeze(-1), count)  # padding takes nobody's place
-        group = self.mesh.group("tp")
+        group = self.mesh.tp_group
         if own.are_a_part and group is not None:
             whole = start_all_gather(whole, own.lengths, 1, group).result()
         limits = room(now.real.sum(1), factor, index.shape[2], count).view(-1, 1, 1)

@@ -47,7 +47,7 @@ def _routing_of(runtime: Runtime, routing: Routing, planned: ExpertsPlan, number
         if options.balance_scores is None and scores_by_sigmoid(router):
             scores = "sigmoid"
         if any("tp" in runtime.plan.by_name[f"{name}.{p}"].partial for p, _ in router.named_parameters()):
-            times = 1 / layout.size("tp")
+            times = 1 / layout.tp
     return LayerRouting(
         planned,
         number,

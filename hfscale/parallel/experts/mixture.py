@@ -123,13 +123,13 @@ def install_experts(runtime: Runtime, options: RoutingConfig | None = None) -> R
     group = mesh.group("ep")
     modules = [runtime.model.get_submodule(e.name) for e in runtime.plan.mixtures if runtime.is_local(e.name)]
     changed = any(unwrapped(module) is not module or packings_of(unwrapped(module)) for module in modules)
-    narrow = mesh.group("tp") is not None and any(
+    narrow = mesh.tp_group is not None and any(
         _too_narrow(module, runtime.options.mixed_precision) for module in modules
     )
     copies = bool(modules) and shares_casts(runtime)  # of which the host would make one for each microbatch
     if group is None and options is None and not (changed or narrow or copies):
         return None
-    shares = mesh.group("tp") if layout.slices_tokens else None
+    shares = mesh.tp_group if layout.slices_tokens else None
     routing, layers = routing_of_layers(runtime, options)
     for layer in layers:
         module: Any = runtime.model.get_submodule(layer.planned.name)

@@ -56,7 +56,7 @@ class StageAgreement:
     def __init__(self, runtime: Runtime) -> None:
         assert runtime.plan.stages is not None
         self._runtime, self._stages = runtime, runtime.plan.stages
-        self._held = runtime.plan.local_names(runtime.mesh.ranks["pp"])  # owned name -> name here
+        self._held = runtime.plan.local_names(runtime.mesh.pp_rank)  # owned name -> name here
         owned = [planned.name for planned in runtime.plan.owned()]
         self._tied = [name for name in owned if len(runtime.plan.holders(name)) > 1]
         live = runtime.live_parameters()
@@ -108,7 +108,7 @@ class StageAgreement:
     def _stages_with(self, name: str) -> list[int]:
         """This rank's stages that have a parameter."""
         if name not in self._own_stages:
-            own = self._stages.of_rank(self._runtime.mesh.ranks["pp"])
+            own = self._stages.of_rank(self._runtime.mesh.pp_rank)
             self._own_stages[name] = [stage.index for stage in own if stage.is_local(name)]
         return self._own_stages[name]
 

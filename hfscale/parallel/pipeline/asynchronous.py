@@ -107,7 +107,7 @@ class AsynchronousPipeline(Pipeline):
 
     def __init__(self, runtime: Runtime) -> None:
         super().__init__(runtime)
-        self._last = self._layout.size("pp") - 1
+        self._last = self._layout.pp - 1
         self._depth = self._last - self._rank  # microbatches under way between two calls
         self._every = self._layout.pipeline_schedule == "pipedream_2bw"  # all stages update with one batch's gradient
         self._broken = False
@@ -145,7 +145,7 @@ class AsynchronousPipeline(Pipeline):
                     "num_microbatches out, or use pipedream_2bw, which adds gradients up"
                 )
             return [dict(batch) for batch in given]
-        pp_size, towers = self._layout.size("pp"), self._towers is not None
+        pp_size, towers = self._layout.pp, self._towers is not None
         return share_out(given, self._layout.num_microbatches, pp_size, lambda number: number >= pp_size, towers)
 
     def older_weights(self) -> list[Tensor]:
@@ -218,7 +218,7 @@ class AsynchronousPipeline(Pipeline):
 
     def _order(self, num_microbatches: int) -> Order:
         """Of an evaluation, which needs the forward passes only."""
-        return order("1f1b", self._layout.size("pp"), num_microbatches)
+        return order("1f1b", self._layout.pp, num_microbatches)
 
     def _evaluate(self, model: nn.Module, batches: Sequence[Microbatch], objective: Objective) -> Tensor:
         """With workers of its own: what is under way stays as it is."""

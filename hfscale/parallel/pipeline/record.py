@@ -119,7 +119,7 @@ def _gather(record: Record, mesh: Mesh) -> list[Record]:
     """On rank 0, the records of the ranks of its pipeline, in order; elsewhere nothing."""
     first = not any(rank for axis, rank in mesh.ranks.items() if axis != "pp")
     found: list[Any] | None = [None] * mesh.layout.total_size if dist.get_rank() == 0 else None
-    dist.gather_object((mesh.ranks["pp"], record) if first else None, found, dst=0, group=mesh.control)
+    dist.gather_object((mesh.pp_rank, record) if first else None, found, dst=0, group=mesh.control)
     return [record for _, record in sorted(filter(None, found or ()), key=lambda sent: sent[0])]
 
 

@@ -53,7 +53,7 @@ def stage_places(layout: ParallelConfig) -> dict[int, int] | None:
     Raises:
         ConfigError: the schedule cannot run with these numbers of ranks, stages and microbatches.
     """
-    schedule, pp_size, count = str(layout.pipeline_schedule), layout.size("pp"), layout.num_microbatches
+    schedule, pp_size, count = str(layout.pipeline_schedule), layout.pp, layout.num_microbatches
     virtual = int(layout.virtual_stages or 1)
     if pp_size == 1:
         return None
@@ -96,8 +96,8 @@ class Pipeline(Executor):
         self._runtime, self._mesh = runtime, runtime.mesh
         stages, layout = runtime.plan.stages, runtime.mesh.layout
         assert stages is not None
-        self._stages, self._layout, self._rank = stages, layout, self._mesh.ranks["pp"]
-        group = self._mesh.group("pp")
+        self._stages, self._layout, self._rank = stages, layout, self._mesh.pp_rank
+        group = self._mesh.pp_group
         assert group is not None
         self._group = group
         own = stages.of_rank(self._rank)
@@ -137,7 +137,7 @@ class Pipeline(Executor):
             decoder = model.get_submodule(self._stages.stacks.decoder)
             given = [with_targets(model, decoder, batch) for batch in given]
         wanted = len(given) if self._uncut and accepts(len(given)) else self._layout.num_microbatches
-        return share_out(given, wanted, self._layout.size("pp"), accepts, towers)
+        return share_out(given, wanted, self._layout.pp, accepts, towers)
 
     @contextmanager
     def uncut(self) -> Iterator[None]:
@@ -150,7 +150,7 @@ class Pipeline(Executor):
 
     def fewest_rows(self) -> int:
         """As many as there are microbatches."""
-        return int(self._layout.num_microbatches or 2 * self._layout.size("pp"))  # which every schedule can run
+        return int(self._layout.num_microbatches or 2 * self._layout.pp)  # which every schedule can run
 
     def passes_together(self, microbatches: int) -> int:
         """All, where each gathers weights, reduces gradients or exchanges tokens; else those come once a step."""
@@ -219,8 +219,8 @@ class Pipeline(Executor):
     def _order(self, num_microbatches: int) -> Order:
         layout = self._layout
         schedule, virtual = str(layout.pipeline_schedule), int(layout.virtual_stages or 1)
-        check(schedule, layout.size("pp"), num_microbatches, virtual)
-        return order(schedule, layout.size("pp"), num_microbatches, virtual)
+        check(schedule, layout.pp, num_microbatches, virtual)
+        return order(schedule, layout.pp, num_microbatches, virtual)
 
     def _program(self, num_microbatches: int, backward: bool) -> list[Step]:
         key = (num_microbatches, backward)

@@ -68,7 +68,7 @@ class TiedGradients:
 
     def _used_anywhere(self, copies: list[_Copy], holders: tuple[int, ...]) -> list[bool]:
         """Which tensors any stage has a gradient of; what none has one of (a table that is read without) stays without,
-        and optimizers skip it. Asked in the first step, through the host, for it is the model's doing.
+        and optimizers skip it. RunSpec in the first step, through the host, for it is the model's doing.
         """
         key = tuple(id(copy.parameter) for copy in copies)
         if key not in self._known:
@@ -83,7 +83,7 @@ def list_under_first_names(runtime: Runtime) -> None:
     stage that has it under another one: code that chooses parameters by their names (to freeze some, to decay others)
     then chooses the same ones on every stage, as in one process.
     """
-    held = runtime.plan.local_names(runtime.mesh.ranks["pp"])
+    held = runtime.plan.local_names(runtime.mesh.pp_rank)
     first = {here: owned for owned, here in held.items() if here != owned}
     if not first:
         return

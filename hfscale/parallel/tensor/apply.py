@@ -54,7 +54,7 @@ def install_edges(
     model, plan, mesh = runtime.model, runtime.plan, runtime.mesh
     for stream in regions:
         install_sequence_hooks(stream, model, runtime.is_local)
-    install_partial_sums(model, plan, sums, runtime.is_local, first=mesh.ranks["tp"] == 0)
+    install_partial_sums(model, plan, sums, runtime.is_local, first=mesh.tp_rank == 0)
     for block in (block for block in plan.blocks if runtime.is_local(block.name)):
         set_local_sizes(model.get_submodule(block.name), block)
         cut = region_of(block.name)
@@ -108,7 +108,7 @@ def cut_parameters(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
     """
     replaced: dict[int, nn.Parameter] = {}
     for planned in plan.parameters:
-        if not planned.model_cuts or not plan.is_local(mesh.ranks["pp"], planned.name):
+        if not planned.model_cuts or not plan.is_local(mesh.pp_rank, planned.name):
             continue
         module, attribute = owner_of(model, planned.name)
         whole = getattr(module, attribute)

@@ -27,13 +27,13 @@ def install_block_edges(
 
     Where the ``stream`` is cut along the sequence, entering gathers it and leaving scatters it.
     """
-    group, rank = mesh.group("tp"), mesh.ranks["tp"]
+    group, rank = mesh.tp_group, mesh.tp_rank
     if group is None:
         return
     ends = _BlockEnds(group, stream, overlap)
     edge = Edge(
         rank=rank,
-        size=mesh.layout.size("tp"),
+        size=mesh.layout.tp,
         enter=ends.enter,
         leave=ends.leave,
         enter_other=lambda x: enter(x, group),  # also where the stream is cut along the sequence

@@ -53,19 +53,19 @@ def install_vocab_parallel_embedding(
     """
     cut = planned.cut_over("tp")
     assert cut is not None
-    start = cut.spans(planned.shape[0], mesh.ranks["tp"])[0][0]
+    start = cut.spans(planned.shape[0], mesh.tp_rank)[0][0]
     wraps = [_cut_lookup(stock, planned, start, mesh) for stock in computing(module)]
     adds = adds_to_lookup(module)
     if adds:
         look_up_by(module, unwrapped(module).look_up)  # type: ignore[arg-type]
     if any(wraps) and not adds:
         return  # summed already
-    if any(wraps) and mesh.ranks["tp"] > 0:  # the sum of what the adapter adds has it once; its gradient is everyone's
+    if any(wraps) and mesh.tp_rank > 0:  # the sum of what the adapter adds has it once; its gradient is everyone's
         unwrapped(module).register_forward_hook(lambda _, args, whole: whole - whole.detach())
 
     def summed(_: nn.Module, args: Any, found: Tensor) -> Tensor:
         later = any(stream.sum_later(module) for stream in streams)
-        return found if later else leave(found, mesh.group("tp"))
+        return found if later else leave(found, mesh.tp_group)
 
     module.register_forward_hook(summed, prepend=True)
 
@@ -84,7 +84,7 @@ def _cut_lookup(module: nn.Module, planned: ParameterPlan, start: int, mesh: Mes
         module.__class__ = VocabParallelEmbedding
     else:  # behind a subclass comes ours
         module.__class__ = type(stock.__name__, (stock, VocabParallelEmbedding), {"__module__": stock.__module__})
-    group, wraps = mesh.group("tp"), stock.forward is not nn.Embedding.forward
+    group, wraps = mesh.tp_group, stock.forward is not nn.Embedding.forward
     module._hfscale_start = start  # type: ignore[assignment]
     module._hfscale_sum = (lambda found: leave(found, group)) if wraps else None  # type: ignore[assignment]
     return wraps

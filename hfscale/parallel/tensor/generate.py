@@ -16,7 +16,7 @@ from .random import default_generator
 
 def install_generate(model: Any, mesh: Mesh) -> None:
     """Make ``model.generate`` sample alike on all tensor ranks. No-op for one rank, or where there is none."""
-    group, generate = mesh.group("tp"), getattr(model, "generate", None)
+    group, generate = mesh.tp_group, getattr(model, "generate", None)
     if group is None or generate is None:
         return
 

@@ -43,11 +43,11 @@ class VocabParallelLoss(KeepsOutputs):
     def __init__(self, plan: Plan, mesh: Mesh) -> None:
         weight = plan.by_name[f"{plan.head}.weight"]
         self.shift = LOSSES[plan.loss or ""]
-        self.group = mesh.group("tp")
+        self.group = mesh.tp_group
         cut = weight.cut_over("tp")
-        size = mesh.layout.size("tp")
+        size = mesh.layout.tp
         self.lengths = [cut.local_length(weight.shape[0], r) if cut else weight.shape[0] for r in range(size)]
-        self.start = sum(self.lengths[: mesh.ranks["tp"]])
+        self.start = sum(self.lengths[: mesh.tp_rank])
         self.count: Tensor | None = None
         self.label_smoothing, self.expected_gradient = 0.0, 1.0
         self.head: nn.Module | None = None
@@ -271,7 +271,7 @@ def install_loss(runtime: Runtime, regions: Sequence[SequenceRegion]) -> VocabPa
         return loss
     head = model.get_submodule(plan.head)
     loss.head = head
-    group = runtime.mesh.group("tp")
+    group = runtime.mesh.tp_group
     if group is not None:
         install_head_edge(head, group, regions)
     head.forward = partial(loss.run_head, head.forward)  # not a closure: a deep copy of the model gets its own

@@ -36,7 +36,7 @@ class TensorParallel(Part, SequenceAxis):
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Edges around blocks."""
-        group = runtime.mesh.group("tp")
+        group = runtime.mesh.tp_group
         if group is not None:
             runtime.sequence = self
             self._blocks, self._head = [block.name for block in runtime.plan.blocks], runtime.plan.head

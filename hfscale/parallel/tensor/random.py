@@ -165,7 +165,7 @@ def agree_on_replicated_stream(mesh: Mesh) -> None:
     Pipeline ranks draw streams of their own as well, or all stages would drop the same entries. The first one of batch
     0 keeps the stream it has, so that one process and a tensor-parallel run draw the same masks.
     """
-    group = mesh.group("tp")
+    group = mesh.tp_group
     # Also on a GPU some models draw from the CPU's stream (which layers to drop).
     for device in dict.fromkeys((torch.device("cpu"), mesh.device)):
         generator = default_generator(device)
@@ -175,8 +175,8 @@ def agree_on_replicated_stream(mesh: Mesh) -> None:
             dist.broadcast(carried, group=group, group_src=0)
             state = carried.cpu()
             generator.set_state(state)
-        if mesh.data_rank > 0 or mesh.ranks["pp"] > 0:
-            place = mesh.data_rank if mesh.ranks["pp"] == 0 else f"{mesh.data_rank}, stage {mesh.ranks['pp']}"
+        if mesh.data_rank > 0 or mesh.pp_rank > 0:
+            place = mesh.data_rank if mesh.pp_rank == 0 else f"{mesh.data_rank}, stage {mesh.ranks['pp']}"
             generator.manual_seed(derive_seed(state, place))
 
 

@@ -53,7 +53,7 @@ def _replicas(planned: ParameterPlan) -> list[int]:
 def _sums_of(planned: ParameterPlan, mesh: Mesh) -> list[_Sum]:
     cut = planned.cut_over("tp")
     assert cut is not None
-    length, rank = planned.shape[cut.dim], mesh.ranks["tp"]
+    length, rank = planned.shape[cut.dim], mesh.tp_rank
     result: list[_Sum] = []
     for count in _replicas(planned):
         spans = cut.local_spans(length, rank, lambda replicas, count=count: replicas == count)  # type: ignore[misc]

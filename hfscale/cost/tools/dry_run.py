@@ -1,0 +1,222 @@
+"""A step of every kind of pipeline rank, run without weights, processes or GPUs, beside what the estimate says of it.
+
+One rank for each kind of stage is built by the code that trains, on the meta device, as one of all ranks of the layout
+over torch's fake process group (:mod:`.simulated_rank`), and takes a step. What it hands to collectives, and
+what it keeps for its backward passes, is counted.
+"""
+
+import gc
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from ...build import plan as make_plan
+from ...config import ParallelConfig
+from ...errors import ConfigError
+from ...memory.saved import SavedBytes, SavedCounter
+from ...memory_config import MemoryConfig
+from ...plan import Plan
+from ...plan.recompute import recomputed
+from ...plan.table import human
+from ..model.jobs import job_of
+from ..model.machine import find_machine
+from ..model.places import places_of
+from ..model.shapes import shape_of_plan
+from ..model.traffic import Place, rank_traffic
+from .measure_layers import measured_layers
+from .memory_report import memory_of_ranks
+from .meta_model import meta_model, run_spec, take_step
+
+# Of what is counted, the name in an estimate: experts have data axes of their own.
+_NAMES = {"stages": "pp", "edp_shard": "dp_shard", "edp_replicate": "dp_replicate"}
+_AXES = ("tp", "ep", "cp", "pp", "dp_shard", "dp_replicate")
+_BESIDE = ("host", "pp", "ties", "others")  # numbers of the step, and what estimates leave out
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Bytes that a rank sends over one axis in a step, or keeps.
+
+    Attributes:
+        axis: of the layout; ``pp`` is the stream between stages.
+        calls: collectives.
+        counted: bytes that the step sends; ``estimated``: those that the estimate is made of.
+    """
+
+    axis: str
+    calls: int
+    counted: float
+    estimated: float
+
+    @property
+    def ratio(self) -> float:
+        """The estimate over what was counted; 1 where there is neither."""
+        return 1.0 if self.counted == self.estimated else self.estimated / max(self.counted, 1e-9)
+
+
+@dataclass(frozen=True)
+class StageRun:
+    """The step of one pipeline rank.
+
+    Attributes:
+        rank: pipeline rank; ``like``: those that have the same.
+        layers: how many it has.
+        traffic: axis by axis.
+        activations: the most bytes that its layers, and the last norm, kept at once for backward passes; none where
+            layers are recomputed, which is out of sight.
+        beside: bytes of what estimates leave out, by kind: words between hosts, sums of numbers, ties between stages.
+    """
+
+    rank: int
+    like: tuple[int, ...]
+    layers: int
+    traffic: tuple[Compared, ...]
+    activations: Compared | None
+    beside: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What was counted. ``print`` it for a table."""
+
+    layout: str
+    ranks: int
+    microbatches: int
+    tokens: int
+    stages: tuple[StageRun, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain numbers and words."""
+
+        def row(each: Compared) -> dict[str, Any]:
+            return {**asdict(each), "ratio": each.ratio}
+
+        found = asdict(self)
+        for stage, run in zip(found["stages"], self.stages, strict=True):
+            stage["traffic"] = [row(each) for each in run.traffic]
+            stage["activations"] = row(run.activations) if run.activations else None
+        return found
+
+    def __str__(self) -> str:
+        head = (
+            f"{self.layout}: {self.ranks:,} ranks, {self.microbatches} microbatches of {self.tokens:,} tokens; "
+            "bytes of a step and rank"
+        )
+        rows = [("stage", "layers", "of", "calls", "counted", "estimated", "ratio")]
+        for stage in self.stages:
+            for each in (*stage.traffic, *([stage.activations] if stage.activations else [])):
+                calls = f"{each.calls:,}" if each.calls else ""
+                sizes = (human(round(each.counted)), human(round(each.estimated)), f"{each.ratio:.3f}")
+                rows.append((str(stage.rank), str(stage.layers), each.axis, calls, *sizes))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
+        alike = [f"stage {run.rank} is like {_ranges(run.like)}" for run in self.stages if len(run.like) > 1]
+        return "\n".join([head, *lines, *alike])
+
+
+def dry_run(
+    config: PreTrainedConfig,
+    parallel: ParallelConfig,
+    *,
+    sequence_length: int = 4096,
+    batch_size: int = 1,
+    num_microbatches: int | None = None,
+    mixed_precision: str = "no",
+    dtype: Any = None,
+    memory: MemoryConfig | None = None,
+    peft_config: Any = None,
+    auto_class: Any = AutoModelForCausalLM,
+    progress: Progress | None = None,
+    **kwargs: Any,
+) -> DryRun:
+    """Build one rank of every kind of stage on the meta device, and let it take a step.
+
+    Args:
+        config: of the model.
+        parallel: the layout, of any number of ranks.
+        sequence_length: tokens of a sequence; ``batch_size`` sequences are a microbatch.
+        num_microbatches: of one batch rank in a step; by default the layout's, or as many as there are stages.
+        mixed_precision: ``"no"`` or ``"bf16"``.
+        dtype: of the weights; by default the config's. Further ones are those of :func:`hfscale.plan`.
+        progress: told what is under way, its number, and of how many.
+
+    Raises:
+        ConfigError: sizes are impossible.
+        PlanError: the layout does not fit the model.
+    """
+    _check_sizes(sequence_length=sequence_length, batch_size=batch_size)
+    (say := progress or (lambda what, number, of: None))("planning", 0, 1)
+    given = {"auto_class": auto_class, "memory": memory, "peft_config": peft_config, **kwargs}
+    given |= {} if dtype is None else {"dtype": dtype}
+    plan = make_plan(config, parallel, **given)
+    count = num_microbatches or plan.layout.num_microbatches or plan.layout.pp
+    shape, mixed = shape_of_plan(plan, config), mixed_precision != "no"
+    sizes: dict[str, int] = {"sequence": sequence_length, "batch": batch_size, "microbatches": count}
+    job = job_of(plan, find_machine("h100"), **sizes, mixed=mixed)
+    tokens, routes = sequence_length * batch_size, shape.routed or None
+    numbers: dict[str, Any] = {"num_microbatches": count, "mixed_precision": mixed_precision, "routes": routes}
+    asked = run_spec(config, mixed_precision=mixed_precision, **given)
+    numbers |= {"measured": measured_layers(plan, asked, sequence_length, batch_size)}
+    held = memory_of_ranks(plan, tokens=tokens, sequence_length=sequence_length, **numbers)
+    runs, places, world = [], places_of(plan, job), plan.layout.total_size
+    kinds, again = _kinds(plan, places), recomputed(plan)
+    for number, like in enumerate(kinds):
+        rank = like[0]
+        say(f"stage {rank}", number + 1, len(kinds) + 1)
+        saved = SavedBytes()
+        with meta_model(asked, plan.layout, rank * (world // plan.layout.pp)) as (model, copies):
+            counter = SavedCounter(model, plan.layers, plan.head, saved.add, copies)
+            sent = take_step(model, job, shape, counter, mixed)
+            del model, counter
+        gc.collect()
+        kept = None if again.layers or again.modules else saved.layers + saved.around
+        runs.append(_compared(like, places[rank], sent, kept, rank_traffic(shape, job, places[rank]), held[rank]))
+    return DryRun(plan.layout.describe(), world, count, tokens, tuple(runs))
+
+
+def _check_sizes(**sizes: int) -> None:
+    for name, value in sizes.items():
+        if value < 1:
+            raise ConfigError(f"{name}={value} is impossible: use a whole number of at least 1")
+
+
+def _kinds(plan: Plan, places: list[Place]) -> list[tuple[int, ...]]:
+    """Pipeline ranks that have the same, the first of each kind being the one that is run."""
+    found: dict[Any, list[int]] = {}
+    for rank, place in enumerate(places):
+        own = () if plan.stages is None else tuple(len(stage.layers) for stage in plan.stages.of_rank(rank))
+        found.setdefault((own, place.embedding, place.head, place.forward, place.backward), []).append(rank)
+    return [tuple(ranks) for ranks in found.values()]
+
+
+def _compared(
+    like: tuple[int, ...], place: Place, counted: Any, saved: int | None, estimated: dict[str, float], held: Any
+) -> StageRun:
+    sent, calls = Counter[str](), Counter[str]()
+    for axis in counted.calls.keys() - set(_BESIDE):
+        sent[_NAMES.get(axis, axis)] += counted.sent[axis]
+        calls[_NAMES.get(axis, axis)] += counted.calls[axis].total()
+    axes = [axis for axis in _AXES if axis in {**estimated, **sent}]
+    return StageRun(
+        rank=like[0],
+        like=like,
+        layers=place.layers,
+        traffic=tuple(Compared(a, calls[a], sent[a], estimated.get(a, 0.0)) for a in axes),
+        activations=None if saved is None else Compared("activations", 0, saved, held.activations),
+        beside={axis: size for axis, size in counted.sent.items() if axis in _BESIDE},
+    )
+
+
+def _ranges(numbers: tuple[int, ...]) -> str:
+    """``(1, 2, 3, 5)`` -> ``1-3, 5``."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and found[-1][-1] == number - 1:
+            found[-1][1:] = [number]
+        else:
+            found.append([number])
+    return ", ".join("-".join(map(str, pair)) for pair in found)

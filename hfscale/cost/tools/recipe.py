@@ -1,0 +1,47 @@
+"""A recipe of what a search found, for ``hfscale train``."""
+
+from typing import Any
+
+from ...plan.table import human
+from .candidates import Candidate
+from .search import Search, parallel_arguments
+
+
+def recipe_of(found: Search, model: str, candidate: Candidate | None = None, **training: Any) -> str:
+    """The text of a recipe file: fine-tuning ``model`` in the layout of the winner, or of another candidate.
+
+    Args:
+        model: a path or an id.
+        training: further keys: ``training``, ``adapter`` and ``quantization`` as in the recipe's schema.
+    """
+    chosen = candidate or found.winner.candidate
+    own: dict[str, Any] = {"batch_size": found.sequences, "gradient_checkpointing": chosen.recompute}
+    if chosen.pp == 1:
+        own["microbatch_size"] = chosen.batch
+    document: dict[str, Any] = {
+        "name": "searched",
+        "base": model,
+        "parallel": parallel_arguments(chosen),
+        "memory": {f"offload_{what}": True for what in chosen.offload},
+        "data": {"source": "train.jsonl", "sequence_length": found.sequence},
+        "training": {**own, **training.get("training", {})},
+        **{key: value for key, value in training.items() if key != "training"},
+    }
+    head = [
+        f"# Found by `hfscale search` for {found.gpus} x {found.machine.title or found.machine.name}: "
+        f"{chosen.describe()}.",
+        f"# Estimated, not measured: {found.winner.seconds:.3g} s a step, {human(round(found.winner.likely))} a rank.",
+        "# Give data.source, and the learning rate that suits the batch.",
+    ]
+    return "\n".join([*head, *_lines(document, "")]) + "\n"
+
+
+def _lines(document: dict[str, Any], indent: str) -> list[str]:
+    lines = []
+    for key, value in document.items():
+        if isinstance(value, dict):
+            lines += [f"{indent}{key}:", *_lines(value, f"{indent}  ")] if value else []
+        else:
+            text = "'no'" if value == "no" else str(value).lower() if isinstance(value, bool) else str(value)
+            lines.append(f"{indent}{key}: {text}")
+    return lines

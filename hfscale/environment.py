@@ -1,0 +1,35 @@
+"""What the launcher says of this process, in environment variables."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+def started_processes() -> int:
+    """Return the number of processes that the launcher says it started."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def local_rank() -> int:
+    """Return the index of this process on its machine, as the launcher gave it."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def cpu_requested() -> bool:
+    """Return whether Accelerate was told to stay on the CPU."""
+    return os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+
+
+@contextmanager
+def without_launcher_switches() -> Iterator[None]:
+    """Switch Accelerate's and transformers' own sharding off inside the ``with`` block.
+
+    A launch line may have switched it on. hfscale applies the data axes itself; transformers would otherwise fill
+    weights on rank 0 only, or wrap a second time.
+    """
+    names = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG")
+    hidden = {name: os.environ.pop(name) for name in names if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
