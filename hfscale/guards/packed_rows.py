@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._host.transformers.attention import answer, set_implementation
 from .._host.transformers.classes import stock_class
 from .._host.transformers.computing import (
     holds_documents,
@@ -26,20 +25,14 @@ from .._host.transformers.computing import (
     uses_flash_attention,
 )
 from ..errors import ConfigError
-from ..families.clone import VOCABULARY, layers_of_every_kind
-from ..families.fields import lengths_of, with_lengths
-from ..planner.probe import tiny_model_of
-from ..planner.remembered import Remembered, said_by
+from ..families.facts import ask
+from ..families.fields import lengths_of
 from ..runtime import Part, Runtime
-from ..runtime.batches import BORDERS, with_borders
+from ..runtime.batches import with_borders
 from ..runtime.local_weights import LocalWeights
 
-_LENGTHS = (1, 6, 1, 4)
-_WITHIN_ROW, _WITHIN_DOCUMENT, _NOWHERE = 8, 5, 64
-"""Lengths: the row of the proof is longer, and no document; its longest document is, and no other; nothing is."""
-_TOLERANCE = 1e-4
-"""Relative, in float32. What passes from one document to the next changes these logits by 1e-2 and more."""
-_found: Remembered[str] = Remembered()
+_WITHIN_ROW, _WITHIN_DOCUMENT = 8, 5
+"""Lengths: the row of the proof is longer, and no document is; its longest document is, and no other."""
 
 
 def check_packed_rows(
@@ -78,12 +71,14 @@ def batch_tokens(batch: Mapping[str, Any]) -> int:
 
 def _refuse(model: Any, kind: str, start: int, longest: int, given: list[Tensor]) -> None:
     """Refuse documents told apart by ``kind``, in rows of up to ``longest`` tokens with the ``given`` positions."""
-    made, flash, config = stock_class(model), uses_flash_attention(model), model.config
-    said = said_by(config)
+    made, flash, masked, config = stock_class(model), uses_flash_attention(model), kind == "mask", model.config
 
-    def found(**more: Any) -> str:
-        key = (made, said, flash, kind, start, *more.values())
-        return _found.answer(key, lambda: _difference(made, config, flash, kind == "mask", start, **more))
+    def found(name: str = "", length: int = 0) -> str:
+        about = f"from {start}{' by mask' if masked else ''}{' by flash attention' if flash else ''}"
+        about += f" with {name} {length}" if name else ""
+        given = {"flash": flash, "masked": masked, "start": start, "name": name, "length": length}
+        answer: str = ask("documents", model, about, stock=made, kind=made, **given)
+        return answer
 
     why, where = found(), ""
     if why and given and (first := min(int(positions.min()) for positions in given)) > 0:  # as RoBERTa counts them
@@ -113,70 +108,6 @@ def _beyond_lengths(
         if beyond and any(int(positions.max()) >= length for positions in given):
             return beyond, f" where one has more than {length} tokens ({name})"
     return "", ""
-
-
-def _difference(
-    kind: Any, config: Any, flash: bool, masked: bool, start: int = 0, name: str = "", length: int = 0
-) -> str:
-    """Return what differs between documents in one row and one by one; nothing where they are computed alike.
-
-    Args:
-        masked: documents are told apart by a mask, and not by positions.
-        name: a field of the config that shall say ``length``.
-    """
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
-        torch.manual_seed(0)
-        lengths = dict.fromkeys(lengths_of(config), _NOWHERE) | ({name: length} if name else {})
-        shown = with_lengths(config, lengths)
-        model = tiny_model_of(kind, shown, torch.float32, layers=layers_of_every_kind(config))
-        if model is None:
-            return "no tiny copy of it could be made to prove the contrary"
-        for parameter in model.parameters():  # first values are so small that layers hardly change anything
-            parameter.add_(0.1 * torch.randn_like(parameter))
-        if flash:
-            set_implementation(model.config.get_text_config(), answer("documents_", "sdpa", _attend, _no_mask))
-        ids = torch.randint(3, min(VOCABULARY, 60), (1, sum(_LENGTHS)))
-        try:
-            parts = [_logits(model.eval(), {"input_ids": part}) for part in ids.split(_LENGTHS, dim=1)]
-            found = _in_one_row(model, ids, flash, masked, start)
-        except Exception as error:  # whatever stock code says of arguments that it does not take
-            return f"{type(error).__name__}: {error}".split("\n")[0][:200]
-    expected = torch.cat(parts, dim=1)
-    if found.shape != expected.shape:
-        return "its logits are not one row per token"
-    relative = float((found - expected).abs().max() / expected.abs().max())
-    return "" if relative <= _TOLERANCE else f"logits of a tiny copy change by {relative:.1g} of the largest"
-
-
-def _in_one_row(model: Any, ids: Tensor, flash: bool, masked: bool, start: int) -> Tensor:
-    if masked:
-        triangles = [torch.ones(length, length, dtype=torch.bool).tril() for length in _LENGTHS]
-        return _logits(model, {"input_ids": ids, "attention_mask": torch.block_diag(*triangles).bool()[None, None]})
-    positions = torch.cat([torch.arange(length) + start for length in _LENGTHS])[None]
-    batch = {"input_ids": ids, "position_ids": positions}
-    with packing(True, batch):
-        return _logits(model, with_borders(batch, model) if flash else batch)
-
-
-def _logits(model: Any, batch: Mapping[str, Any]) -> Tensor:
-    off = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
-    logits: Tensor = model(**batch, **off).logits
-    return logits
-
-
-def _attend(host: Any, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any) -> Any:
-    """Attend as a flash kernel does, which is told of documents by the lengths in ``cu_seq_lens_q`` alone."""
-    starts = kwargs.pop(BORDERS[0], None)
-    if starts is not None:
-        documents = torch.bucketize(torch.arange(q.shape[2]), starts, right=True)
-        mask = documents[:, None] == documents
-        mask = (mask.tril() if getattr(module, "is_causal", True) else mask)[None, None]
-    kwargs.pop("softcap", None)  # which sdpa does not take, and flash kernels do
-    return host(module, q, k, v, mask, **kwargs)
-
-
-def _no_mask(*_: Any, **__: Any) -> None:
-    """Make no mask, as the host does for flash kernels."""
 
 
 class PackedRows(Part):

@@ -1,24 +1,20 @@
 """What a blueprint forgets inside its blocks, said and proved: norms of queries and keys, as a rule."""
 
+import json
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from ...families.blueprint import Block, Blueprint
-from ...plan.parameter import wild_name
-from ..remembered import Remembered, said_by
-from .proof import prove
-from .subject import Unproved, aside, make_subject
-
-_known = Remembered[bool]()
+from ..families.blueprint import Block, Blueprint
+from ..families.facts import ask
+from ..families.inference import block_as_data
 
 
 def complete(model: Any, blueprint: Blueprint, layers: list[str], forgotten: list[str]) -> Blueprint | None:
     """``blueprint`` with roles for the parameters that it forgets, if two ranks of a clone compute what one does.
 
-    A norm as wide as a projection that is cut is computed across; anything else is used whole. Once per class and
-    config in a process.
+    A norm as wide as a projection that is cut is computed across; anything else is used whole.
 
     Args:
         layers: of the model.
@@ -30,8 +26,8 @@ def complete(model: Any, blueprint: Blueprint, layers: list[str], forgotten: lis
             block = f"{layer}.{path}" if path else layer
             found[path] = _with_roles(model, block, found[path], _forgotten_in(block, forgotten))
     said = replace(blueprint, blocks=found)
-    key = (type(model), said_by(model.config), tuple(forgotten))
-    return said if _known.answer(key, lambda: _holds(model, said, forgotten)) else None
+    about = json.dumps({path: block_as_data(block) for path, block in found.items()}, sort_keys=True)
+    return said if ask("completed", model, about, blueprint=said, forgotten=forgotten) else None
 
 
 def _forgotten_in(block: str, forgotten: list[str]) -> list[str]:
@@ -55,15 +51,3 @@ def _with_roles(model: Any, block: str, role: Block, children: list[str]) -> Blo
 
 def _outputs(module: nn.Module | None) -> int | None:
     return getattr(module, "out_features", None)
-
-
-def _holds(model: Any, blueprint: Blueprint, forgotten: list[str]) -> bool:
-    try:
-        subject = make_subject(model)
-        if {wild_name(name) for name in forgotten} - {wild_name(name) for name, _ in subject.model.named_parameters()}:
-            return False  # somebody has put them into this model, and a clone proves nothing of them
-        with aside():
-            prove(subject, blueprint)
-    except Unproved:
-        return False
-    return True

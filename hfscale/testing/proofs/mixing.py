@@ -13,23 +13,60 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._host.transformers.classes import takes_argument
-from .._host.transformers.hidden_states import hidden_states_of
-from ..errors import ConfigError
-from ..families.precision import keep_float64
-from .attention import read
-from .cut import CutBatch, cut_batch
-from .engine import OwnBlocks
-from .masks import MaskBlocks
-from .mixers import WholeSequences, own_tokens
-from .rotary import ask_for_all_positions
-from .seam import Attend, AttentionCall, Seam, attention_configs
-from .text import cut_inside
+from ..._host.transformers.classes import takes_argument
+from ..._host.transformers.experts import use_eager_experts
+from ..._host.transformers.hidden_states import hidden_states_of
+from ...errors import ConfigError
+from ...families.fields import field
+from ...families.precision import keep_float64
+from ...planner.context import modules_in_layers
+from ...sequences.attention import read
+from ...sequences.cut import CutBatch, cut_batch
+from ...sequences.engine import OwnBlocks
+from ...sequences.masks import MaskBlocks
+from ...sequences.mixers import WholeSequences, own_tokens
+from ...sequences.rotary import ask_for_all_positions
+from ...sequences.seam import Attend, AttentionCall, Seam, attention_configs
+from ...sequences.text import cut_inside
+from .clones import tiny_model_of
 
+_NO_CLONE = "no tiny clone of it can be built, on which to prove what reads which tokens"
+_WINDOWS = ("sliding_window", "attention_chunk_size")
+_WINDOW = 5
 _TOLERANCE = 1e-9
 _TOKENS, _PARTS = 13, 2
 _PICTURE = slice(5, 9)
 _PADDED = 3  # tokens at the left of the first row, and at the right of the second
+
+
+def prove_mixing(model: Any, text: str, layers: int) -> tuple[dict[str, Any], bool]:
+    """Prove it on a tiny model of ``layers`` layers in float64; some take half a minute.
+
+    Args:
+        text: name of the model inside of it where sequences are cut; empty: it is the model itself.
+
+    Returns:
+        ``mixing``: why its sequences cannot be cut, in words; whether it ``pads``; and the names of the classes of
+        modules that mix, ``kinds``, and of those that were looked at, ``seen``.
+    """
+    clone = tiny_model_of(type(model), model.config, torch.float64, layers=layers, **_short(model.config))
+    if clone is None:
+        return {"mixing": _NO_CLONE}, True
+    clone = clone.double()  # what a family keeps in 32 bits by itself, too: nothing but the arithmetic is compared
+    use_eager_experts(clone)  # the host's grouped products take no float64
+    candidates = list(modules_in_layers(clone, text).values())
+    mixing, kinds = find_mixing(clone, False, candidates, text)
+    if mixing:
+        return {"mixing": mixing}, True
+    with_padding, more = find_mixing(clone, True, candidates, text)
+    pads, seen = not with_padding and more <= kinds, set(map(type, candidates))
+    names = [sorted({kind.__name__ for kind in each}) for each in (kinds, seen)]
+    return {"mixing": "", "pads": pads, "kinds": names[0], "seen": names[1]}, True
+
+
+def _short(config: Any) -> dict[str, int]:
+    """Windows and chunks that are shorter than what is tried."""
+    return {name: _WINDOW for name in _WINDOWS if isinstance(field(config, name), int)}
 
 
 def find_mixing(

@@ -1,172 +1,40 @@
-"""Run a model on two tokens, mostly without memory, to see what its modules do in which order.
-
-:class:`EntryProbe` stops where the layers begin; :class:`PassageProbe` goes all the way through one list of layers.
-"""
+"""Prove what happens before, between and after the layers of one list."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .._host.torch import TorchDispatchMode, tree_leaves
-from .._host.torch_device import fork_random_state
-from .._host.transformers.classes import from_config, takes_argument
-from .._host.transformers.hidden_states import hidden_states_of
-from ..families.clone import tiny_clone
-from ..families.expert_modules import takes_routes
-from ..families.fields import text_config
-from ..plan.parameter import join_path
-from .draft import Draft
-
-PROBED = (1, 2)  # samples, and tokens of each
-_LARGEST = 30_000_000  # parameters of a clone: a second or two of first values
-ALONE = ", and only the stream travels between stages"
+from ..._host.torch import tree_leaves
+from ..._host.transformers.hidden_states import hidden_states_of
+from ...planner.around import ALONE, GIVEN, PROBED
+from .clones import tiny_model
+from .probe import Probe, names_no_size, skipped_experts
 
 
-GIVEN = f"its layers are given what another layer computed, besides the stream{ALONE}"
-
-
-def end_texts(ids: Tensor, config: Any) -> None:
-    """Let texts for an encoder-decoder end with the token for that, by which it classifies them."""
-    end = getattr(text_config(config), "eos_token_id", None)
-    if config.is_encoder_decoder and isinstance(end, int):
-        ids[:, -1] = end
-
-
-class _Reached(Exception):
-    """There is nothing more to see."""
-
-
-def direct_children(modules: dict[str, Any], owner: str) -> list[str]:
-    """Full names of the modules directly below ``owner``."""
-    return [join_path(owner, name) if owner else name for name, _ in modules[owner].named_children()]
-
-
-def tiny_model(model: Any) -> Any | None:
-    """A tiny clone with real weights, where one can be built; in 32 bits, which every kernel of the host has."""
-    return tiny_model_of(type(model), model.config, torch.float32)
-
-
-def tiny_model_of(kind: Any, config: Any, dtype: torch.dtype, **changes: Any) -> Any | None:
-    """The same of a class and a config; ``None`` also where sizes have names that made nothing small of them.
+def prove_passage(model: Any, layer_list: str, items: Iterable[str]) -> tuple[dict[str, Any], bool]:
+    """Run the model through one list of layers, or a tiny clone where its code looks at values.
 
     Args:
-        changes: as for :func:`hfscale.families.clone.tiny_clone`.
+        items: names of the modules and parameters around the list.
+
+    Returns:
+        the attributes of :class:`PassageProbe`.
     """
-    with torch.random.fork_rng(devices=[]):
-        try:
-            small = tiny_clone(config, **changes)
-            with torch.device("meta"):
-                size = sum(parameter.numel() for parameter in from_config(kind, small, dtype=dtype).parameters())
-            if size > _LARGEST:
-                return None
-            with torch.device("cpu"):
-                return from_config(kind, small, dtype=dtype)
-        except Exception:  # whatever stock code says of a clone it cannot build
-            return None
-
-
-def probe_entry(draft: Draft, firsts: dict[str, str], embedding: str | None) -> "EntryProbe":
-    """Trace the model itself (without memory, mostly), or, where its code looks at values, a tiny clone of it."""
-    probe = EntryProbe(draft.model, draft.modules, firsts, embedding)
-    clone = tiny_model(draft.model) if probe.failure else None
-    return probe if clone is None else EntryProbe(clone, dict(clone.named_modules()), firsts, embedding)
-
-
-class Probe(TorchDispatchMode):
-    """A run of a model with hooks on its modules.
-
-    Attributes:
-        failure: why the model could not be run, if so.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.failure = ""
-        self._handles: list[Any] = []
-
-    def _before(self, module: nn.Module, hook: Callable[..., None]) -> None:
-        self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-
-    def _after(self, module: nn.Module, hook: Callable[..., None]) -> None:
-        self._handles.append(module.register_forward_hook(hook))
-
-    def _run(self, model: Any, **inputs: Any) -> None:
-        device = next(model.parameters()).device
-        ids = torch.full(PROBED, 3, dtype=torch.long, device=device)
-        end_texts(ids, model.config)
-        if device.type != "meta" and takes_argument(model, "use_cache"):
-            # Without values, the host's masks want a cache; with them, classes without attention want none.
-            inputs.setdefault("use_cache", False)
-        modes = [(module, module.training) for module in model.modules()]
-        inputs = {"input_ids": ids, **({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}), **inputs}
-        try:
-            model.eval()  # some models leave out layers at random while they train
-            with torch.no_grad(), fork_random_state(device), self:
-                model(**inputs)
-        except _Reached:
-            pass
-        except Exception as error:  # whatever stock code says of a run without memory
-            self.failure = f"{type(error).__name__}: {error}".split("\n")[0][:100]
-        finally:
-            for module, training in modes:
-                module.training = training
-            while self._handles:
-                self._handles.pop().remove()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
-class EntryProbe(Probe):
-    """Run a model up to its first layers, and note what was called before them.
-
-    Attributes:
-        before: owner -> modules directly below it that were called before its first layer.
-        direct: the first layer that got what the embedding returned, when nothing else did.
-        shapes: owner -> the shape of what its first layer got, where it got a tensor.
-    """
-
-    def __init__(self, model: Any, modules: dict[str, Any], firsts: dict[str, str], embedding: str | None) -> None:
-        super().__init__()
-        self.before: dict[str, set[str]] = {}
-        self.direct: str | None = None
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self._embedded: Tensor | None = None
-        self._uses = 0
-        self._called: set[str] = set()
-        for owner in set(firsts.values()):
-            for name in direct_children(modules, owner):
-                self._before(modules[name], lambda *_, n=name: self._called.add(n))
-        for layer, owner in firsts.items():
-            self._before(modules[layer], self._first_layer(layer, owner, len(firsts)))
-        if embedding is not None:
-            self._after(modules[embedding], self._after_embedding)
-        self._run(model)
-
-    def _first_layer(self, layer: str, owner: str, owners: int) -> Callable[..., None]:
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            x = hidden_states_of(args, kwargs)
-            if x is self._embedded and x is not None and self._uses == 0:
-                self.direct = layer
-            if isinstance(x, Tensor):
-                self.shapes[owner] = tuple(x.shape)
-            self.before[owner] = set(self._called)
-            if len(self.before) == owners:
-                raise _Reached
-
-        return hook
-
-    def _after_embedding(self, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        self._embedded, self._uses = output, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._embedded is not None and any(leaf is self._embedded for leaf in tree_leaves((args, kwargs))):
-            self._uses += 1
-        return func(*args, **(kwargs or {}))
+    around = list(items)
+    probe = PassageProbe(model, layer_list, around)
+    clone = tiny_model(model) if probe.failure else None
+    probe = probe if clone is None else PassageProbe(clone, layer_list, around)
+    answer = {
+        "phases": {item: sorted(phases) for item, phases in probe.phases.items()},
+        "returns": probe.returns,
+        "item_returns": probe.item_returns,
+        "obstacles": probe.obstacles,
+        "shared": sorted(probe.shared),
+        "failure": probe.failure,
+    }
+    return answer, names_no_size(probe.failure, *probe.obstacles)
 
 
 class PassageProbe(Probe):
@@ -293,21 +161,6 @@ class PassageProbe(Probe):
             if isinstance(leaf, Tensor):
                 self._sources[leaf] = sources
         return result
-
-
-@contextmanager
-def skipped_experts(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Within: experts pass their tokens on. What they do depends on values, and on kernels that not every type of
-    number has; it stays inside a layer in any case.
-    """
-    skipped = [module for module in modules if takes_routes(module) and "forward" not in module.__dict__]
-    for module in skipped:
-        module.forward = lambda hidden_states, *args, **kwargs: torch.zeros_like(hidden_states)
-    try:
-        yield
-    finally:
-        for module in skipped:
-            del module.forward
 
 
 def _tensors_in_mappings(leaves: Iterable[Any]) -> Iterator[Tensor]:

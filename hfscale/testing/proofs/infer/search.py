@@ -4,32 +4,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...families.blueprint import INFERRED, Block, Blueprint
+from ....families.blueprint import INFERRED, Block, Blueprint
+from ....families.inference import Inference, Proof
 from .candidates import Candidate, find_candidates
 from .dropout import find_dropouts
 from .forward_trace import Trace, trace
 from .hypotheses import Guesses, head_count, key_head_count
-from .proof import Proof, prove
+from .proof import prove
 from .subject import Subject, Unproved, aside, brief, make_subject, refuse
 
 _MOST_TRIALS = 120  # hypotheses per candidate
-
-
-@dataclass(frozen=True)
-class Inference:
-    """A blueprint that nobody wrote, and why it is believed.
-
-    Attributes:
-        blueprint: the roles found.
-        proof: two ranks against one process, on a tiny clone.
-        attention: paths of the blocks in which tokens see each other.
-        whole: why other parts of the layers are kept whole.
-    """
-
-    blueprint: Blueprint
-    proof: Proof
-    attention: tuple[str, ...]
-    whole: tuple[str, ...]
 
 
 @dataclass

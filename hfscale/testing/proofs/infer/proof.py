@@ -1,39 +1,18 @@
 """The proof of a blueprint: two ranks compute what one does, output and every gradient, in float64."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from ...config import AXES, ParallelConfig
-from ...families.blueprint import Blueprint
-from ..blocks import plan_blocks
-from ..draft import Draft
+from ....config import AXES, ParallelConfig
+from ....families.blueprint import Blueprint
+from ....families.inference import TOLERANCE, Proof
+from ....planner.blocks import plan_blocks
+from ....planner.draft import Draft
 from .lockstep import run_as_ranks
 from .subject import Subject, Unproved, brief
 
-TOLERANCE = 1e-10
 _FLOOR = 1e-6  # of the largest gradient: what is left of a gradient that is zero in truth is rounding
-
-
-@dataclass(frozen=True)
-class Proof:
-    """How well a blueprint holds on a clone.
-
-    Attributes:
-        output: largest difference of the output, relative to its largest entry.
-        gradient: largest difference of a gradient, likewise.
-        parameter: whose gradient that is.
-    """
-
-    output: float
-    gradient: float
-    parameter: str
-
-    @property
-    def worst(self) -> float:
-        """The larger of both."""
-        return max(self.output, self.gradient)
 
 
 def prove(subject: Subject, blueprint: Blueprint, tp_size: int = 2) -> Proof:

@@ -8,13 +8,14 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..._host.transformers.classes import from_config
-from ..._host.transformers.experts import compute_eagerly
-from ...errors import PlanError
-from ...families.clone import tiny_clone
-from ...families.precision import keep_float64
+from ...._host.transformers.classes import from_config
+from ...._host.transformers.experts import compute_eagerly
+from ....errors import PlanError
+from ....families.clone import tiny_clone
+from ....families.precision import keep_float64
+from ....planner.layers import find_layer_list
 
 _LARGEST = 3_000_000  # parameters of a clone; one with more was not made small
 _ROWS, _LENGTH, _PADDED = 3, 7, 2
@@ -98,7 +99,10 @@ def make_subject(model: Any, **changes: Any) -> Subject:
         raise
     except Exception as error:  # whatever foreign code says of a clone it cannot build or run
         raise Unproved(f"its clone does not run: {brief(error)}") from error
-    return Subject(clone, inputs, find_layer_list(clone))
+    try:
+        return Subject(clone, inputs, find_layer_list(clone))
+    except PlanError as error:
+        raise Unproved(str(error)) from error
 
 
 def brief(error: BaseException) -> str:
@@ -141,26 +145,6 @@ def gradients(model: Any, output: Tensor) -> dict[str, Tensor | None]:
     named = dict(model.named_parameters())
     found = torch.autograd.grad(output, list(named.values()), cotangent(output), allow_unused=True)
     return dict(zip(named, found, strict=True))
-
-
-def find_layer_list(model: Any) -> str:
-    """Name of the list of layers of the base model: the outermost list with most parameters.
-
-    Raises:
-        Unproved: there is none, or several weigh much the same (an encoder and a decoder, say).
-    """
-    base = getattr(model, "base_model", model)
-    prefix = "" if base is model else f"{model.base_model_prefix}."
-    lists: dict[str, int] = {}
-    for name, module in base.named_modules():
-        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in lists):
-            lists[name] = sum(parameter.numel() for parameter in module.parameters())
-    ranked = sorted((name for name in lists if lists[name]), key=lambda name: -lists[name])
-    if not ranked:
-        raise Unproved("its base model has no list of layers (nn.ModuleList)")
-    if len(ranked) > 1 and 2 * lists[ranked[1]] >= lists[ranked[0]]:
-        raise Unproved(f"it has several lists of layers of the same weight: {', '.join(ranked[:2])}")
-    return prefix + ranked[0]
 
 
 def refuse(model: Any, reason: str) -> PlanError:
