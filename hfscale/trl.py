@@ -8,7 +8,7 @@ import importlib
 from typing import Any
 
 from .errors import ConfigError
-from .trainer import TrainerMixin
+from .integrations.trainer import TrainerMixin
 
 __all__ = ["DPOTrainer", "GRPOTrainer", "KTOTrainer", "RLOOTrainer", "RewardTrainer", "SFTTrainer"]  # noqa: F822
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.models.auto import modeling_auto
 
-from hfscale._host.transformers.classes import classes_by_config
-from hfscale.families.clone import HIDDEN, LAYERS, VOCABULARY, tiny_clone
+from hfscale._compat.transformers.classes import classes_by_config
+from hfscale.models.clone import HIDDEN, LAYERS, VOCABULARY, tiny_clone
 from hfscale.testing import plain
 from hfscale.testing.families import CHANGES
 from hfscale.testing.parity import Batch

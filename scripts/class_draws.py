@@ -25,7 +25,7 @@ from tqdm import tqdm
 from transformers import AutoConfig
 
 import hfscale
-from hfscale.config import AXES
+from hfscale.config.parallel import AXES
 from hfscale.testing.parity import Case
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

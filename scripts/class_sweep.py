@@ -33,9 +33,9 @@ from notes import note
 from tqdm import tqdm
 
 import hfscale
-from hfscale._host.transformers.classes import from_config as host_from_config
-from hfscale._host.transformers.experts import use_eager_experts
-from hfscale.families.precision import keep_float64
+from hfscale._compat.transformers.classes import from_config as host_from_config
+from hfscale._compat.transformers.experts import use_eager_experts
+from hfscale.models.precision import keep_float64
 from hfscale.plan.own_loss import OwnLossPlan
 from hfscale.plan.towers import TowersPlan
 from hfscale.testing import measure_parity, plain

@@ -19,10 +19,10 @@ from transformers import LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 
 import hfscale
 from hfscale import ParallelConfig
+from hfscale.cli.schedule_drawing.plot import IDLE, draw
 from hfscale.parallel.pipeline import Costs, order, simulate
-from hfscale.parallel.pipeline.plot import IDLE, draw
 from hfscale.plan import ParameterPlan
-from hfscale.sequences.split import Split
+from hfscale.plan.sequence_split import Split
 
 FOLDER = Path(__file__).parents[1] / "docs" / "drawings"
 _COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44")

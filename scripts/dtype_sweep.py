@@ -26,10 +26,10 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import hfscale
-from hfscale.families.clone import LAYERS
-from hfscale.runtime import local_tensor, runtime_of
+from hfscale.models.clone import LAYERS
 from hfscale.testing import Case, RankPool
 from hfscale.testing.families import config_of
+from hfscale.train.runtime import local_tensor, runtime_of
 
 WRONG = {"FAILS", "DIFFERS"}
 EPSILON = torch.finfo(torch.bfloat16).eps

@@ -41,7 +41,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import hfscale
-from hfscale.families.clone import tiny_clone
+from hfscale.models.clone import tiny_clone
 from hfscale.plan.context import ContextPlan
 from hfscale.plan.own_loss import OwnLossPlan
 from hfscale.testing import Case, RankPool, measure_parity, plain

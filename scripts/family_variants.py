@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from hfscale import ParallelConfig
-from hfscale.families.clone import HIDDEN, VOCABULARY
-from hfscale.families.expert_modules import EXPERT_FIELDS
+from hfscale.models.clone import HIDDEN, VOCABULARY
+from hfscale.models.expert_modules import EXPERT_FIELDS
 
 PICKS = 3  # pairs per family
 _SEQUENCE: dict[str, Any] = {"tp_size": 2, "sequence_parallel": True}

@@ -21,10 +21,10 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hfscale import PlanError
-from hfscale.families import FAMILIES
-from hfscale.families.decoders import DECODERS
-from hfscale.families.gpt_decoders import GPT_DECODERS
-from hfscale.planner.resolve import find_blueprint
+from hfscale.models import FAMILIES
+from hfscale.models.decoders import DECODERS
+from hfscale.models.gpt_decoders import GPT_DECODERS
+from hfscale.plan.drafting.resolve import find_blueprint
 from hfscale.testing.proofs.infer import infer
 
 

@@ -18,9 +18,9 @@ from tqdm import tqdm
 from transformers import LlamaConfig
 
 import hfscale
-from hfscale.memory.saved import count_saved
-from hfscale.runtime import runtime_of
+from hfscale.features.memory.saved import count_saved
 from hfscale.testing import RankPool
+from hfscale.train.runtime import runtime_of
 
 MIB = 2**20
 COLOURS = {1: "#4c566a", 2: "#0b7285", 4: "#d9480f"}

@@ -25,15 +25,15 @@ from hfscale.cost.model.shapes import shape_of_plan
 from hfscale.cost.tools.measure_layers import measured_layers
 from hfscale.cost.tools.memory_report import held_bytes
 from hfscale.cost.tools.meta_model import run_spec
-from hfscale.memory import kept_activations
-from hfscale.memory.compressed import Here, Stored
-from hfscale.memory.kept_activations import KeptActivations
-from hfscale.memory.on_host import OnHost
-from hfscale.memory.recompute import Recomputation
-from hfscale.memory.saved import SavedBytes, count_saved
-from hfscale.ops.head_cross_entropy import rows_per_chunk
+from hfscale.distributed.ops.head_cross_entropy import rows_per_chunk
+from hfscale.features.memory import kept_activations
+from hfscale.features.memory.compressed import Here, Stored
+from hfscale.features.memory.kept_activations import KeptActivations
+from hfscale.features.memory.on_host import OnHost
+from hfscale.features.memory.recompute import Recomputation
+from hfscale.features.memory.saved import SavedBytes, count_saved
 from hfscale.parallel.pipeline.in_flight import in_flight_together
-from hfscale.runtime import Runtime, runtime_of
+from hfscale.train.runtime import Runtime, runtime_of
 
 VOCABULARY = 640
 HELD = ("weights", "adapters", "gradients", "optimizer")

@@ -3,8 +3,8 @@ options say.
 
 python scripts/memory_table.py [--check]
 
-Whether a cell that works is equal to the run without the lever is the tests': tests/memory, tests/precision,
-tests/optimizers/test_rounding.py, tests/parallel/data/test_compress.py.
+Whether a cell that works is equal to the run without the lever is the tests': tests/features/memory,
+tests/features/precision, tests/optim/test_rounding.py, tests/parallel/data/test_compress.py.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from transformers import BitsAndBytesConfig, LlamaConfig, PreTrainedConfig, Qwen
 
 import hfscale
 from hfscale import ConfigError, MemoryConfig, ParallelConfig, PlanError
-from hfscale.options import Options
+from hfscale.config.options import Options
 
 PAGE = Path(__file__).parents[1] / "docs" / "memory.md"
 BEGIN, END = "<!-- written by scripts/memory_table.py -->", "<!-- end -->"

@@ -21,11 +21,11 @@ from hfscale.testing import Case, RankPool, measure_parity
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.mixtures import EAGER, gpt_oss, qwen2_moe, qwen3_moe
-from tests.models import tiny
 from tests.parity.test_experts import LAYOUTS as EXPERT_LAYOUTS
 from tests.parity.test_experts import SEQUENCE
 from tests.parity.test_layouts import LAYOUTS, MODELS
 from tests.parity.test_pipeline import SCHEDULES, deep
+from tests.tiny_models import tiny
 
 TOLERANCE = 1e-10
 # Besides the layouts of the everyday tests; the models have two key/value heads, so tp4 holds each of them twice.

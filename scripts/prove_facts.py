@@ -1,4 +1,4 @@
-"""Prove what plans need to know of the classes of the sweeps, and write it to hfscale/families/facts.json.
+"""Prove what plans need to know of the classes of the sweeps, and write it to hfscale/models/facts/json.
 
     python scripts/prove_facts.py [--only llama gemma] [--check]
 
@@ -6,7 +6,7 @@ Every family of causal language models is planned with its default config, varia
 the other classes of scripts/family_clones.py, in each kind of layout, with nothing known beforehand: whatever is asked
 is proved. With ``--check``, the table stays as it is, and what it does not say is an error; with ``--only``, classes of
 other families stay as they are. Two models of one digest that prove to differ are an error, too: the digest
-(hfscale/families/digest.py) leaves out what tells them apart.
+(hfscale/models/digest.py) leaves out what tells them apart.
 """
 
 import argparse
@@ -28,11 +28,11 @@ from transformers.models.auto.modeling_auto import (
 )
 
 import hfscale
-from hfscale.families.clone import tiny_clone
-from hfscale.families.digest import digest
-from hfscale.families.facts import TABLE, Facts, proved_anew
-from hfscale.guards.packed_rows import check_packed_rows
+from hfscale.models.clone import tiny_clone
+from hfscale.models.digest import digest
+from hfscale.models.facts import TABLE, Facts, proved_anew
 from hfscale.testing.families import config_of
+from hfscale.train.guards.packed_rows import check_packed_rows
 
 STAGE_LAYERS = 4
 LAYOUTS = (

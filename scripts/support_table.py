@@ -9,7 +9,7 @@ import argparse
 import re
 from pathlib import Path
 
-from hfscale.schedules import SCHEDULES
+from hfscale.config.schedules import SCHEDULES
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- written by scripts/support_table.py from the tables in docs/ -->", "<!-- end -->"

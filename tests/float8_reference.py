@@ -12,13 +12,13 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from hfscale._host.torch import without_function_modes
-from hfscale.families.projections import PROJECTIONS, is_transposed
-from hfscale.ops import float8
+from hfscale._compat.torch import without_function_modes
+from hfscale.features.fp8 import scaled_matmul as float8
+from hfscale.models.projections import PROJECTIONS, is_transposed
 
 
 def in_32_bits(module: Any, name: str) -> Any:
-    """Within: what scales or rounds stays in 32 bits where :func:`hfscale.families.precision.keep_float64` keeps 64.
+    """Within: what scales or rounds stays in 32 bits where :func:`hfscale.models.precision.keep_float64` keeps 64.
 
     That keeps them in forward passes alone, and backward passes would find other numbers.
     """

@@ -22,7 +22,7 @@ from hfscale import (
     ParallelConfig,
     PlanError,
 )
-from tests.models import tiny
+from tests.tiny_models import tiny
 
 
 def _says(expected: type[HFScaleError], call: Callable[[], Any], *words: str) -> None:
@@ -360,5 +360,5 @@ def test_a_layout_that_does_not_fit_is_refused_before_processes_are_counted(save
 
 def test_tensor_parallel_without_a_blueprint() -> None:
     model = AutoModelForCausalLM.from_config(MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=32))
-    words = ("blueprint of 'mamba'", "use tp_size=1", "hfscale.families.FAMILIES")
+    words = ("blueprint of 'mamba'", "use tp_size=1", "hfscale.models.FAMILIES")
     _says(PlanError, lambda: hfscale.parallelize(model, ParallelConfig(tp_size=2)), *words)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hfscale.recipes.shipped import LIBRARY
-from tests.models import tiny
+from tests.tiny_models import tiny
 
 ROOT = Path(__file__).parents[1]
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from hfscale import ParallelConfig
 
-from .models import tiny
+from .tiny_models import tiny
 
 IDS = torch.randint(3, 67, (4, 8), generator=torch.Generator().manual_seed(1))
 

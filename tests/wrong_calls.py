@@ -13,7 +13,7 @@ import hfscale
 from hfscale import Float8Config, MemoryConfig, ParallelConfig, RoutingConfig
 from hfscale.errors import HFScaleError
 
-from .models import tiny
+from .tiny_models import tiny
 from .wrong_batches import BATCHES, Call, Made, batch, with_options, with_values
 
 NAN, INF = float("nan"), float("inf")

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._host.torch_device import device_module, is_accelerator
+from .._compat.torch_device import device_module, is_accelerator
+from ..distributed.mesh import Mesh
+from ..distributed.processes import host_group
 from ..errors import CheckpointError, in_words
-from ..mesh import Mesh
-from ..processes import host_group
-from ..runtime.writing import saving
+from ..train.runtime.writing import saving
 
 
 class _Save(threading.Thread):

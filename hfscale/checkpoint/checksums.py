@@ -19,14 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .._host.transformers.conversions import convert, loaded_targets
+from .._compat.transformers.conversions import convert, loaded_targets
+from ..distributed.files.reader import open_tensors
+from ..distributed.files.replace import finish_move
 from ..errors import CheckpointError, ConfigError, check_path
-from ..files.reader import open_tensors
-from ..files.replace import finish_move
 from ..plan import ParameterPlan
 from ..plan.cut import share_spans
-from ..runtime import Runtime, runtime_of
-from ..runtime.shards import local_tensor
+from ..train.runtime import Runtime, runtime_of
+from ..train.runtime.shards import local_tensor
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BLOCK = 1 << 20

@@ -7,15 +7,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .._host.transformers.classes import empty_model
-from .._host.transformers.saving import AsStored
-from ..config import ParallelConfig
+from .._compat.transformers.classes import empty_model
+from .._compat.transformers.saving import AsStored
+from ..config.parallel import ParallelConfig
+from ..distributed.files.complete import MARK
+from ..distributed.files.writer import REPLACED, CheckpointWriter
+from ..distributed.mesh import MESH_AXES, Mesh
 from ..errors import CheckpointError
-from ..files.complete import MARK
-from ..files.writer import REPLACED, CheckpointWriter
-from ..mesh import MESH_AXES, Mesh
-from ..runtime.atomic_directory import atomic_directory
-from ..runtime.writing import all_or_none
+from ..train.runtime.atomic_directory import atomic_directory
+from ..train.runtime.writing import all_or_none
 from .state_index import INDEX, StateIndex
 from .state_load import find_whole
 from .state_reader import StateReader

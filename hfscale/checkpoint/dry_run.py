@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from .._host.accelerate import stock_optimizer
+from .._compat.accelerate import stock_optimizer
 from ..errors import CheckpointError
-from ..runtime import runtime_of
-from ..runtime.writing import all_or_none, is_writer
+from ..train.runtime import runtime_of
+from ..train.runtime.writing import all_or_none, is_writer
 from .state import load_state, save_state
 from .state_contents import contents_of
 

@@ -5,10 +5,10 @@ from datetime import datetime, timezone
 from math import prod
 from pathlib import Path
 
+from ..distributed.files.complete import content_problems, read_mark
+from ..distributed.files.reader import SafetensorsFile, open_tensors
+from ..distributed.files.replace import finish_move
 from ..errors import CheckpointError
-from ..files.complete import content_problems, read_mark
-from ..files.reader import SafetensorsFile, open_tensors
-from ..files.replace import finish_move
 from .state_directory import candidates, problems_of, states_in, written_at
 from .state_index import INDEX, StateIndex
 from .state_reader import StateReader

@@ -14,21 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._host.transformers.classes import empty_copy
-from .._host.transformers.conversions import Destination, checkpoint_targets
-from .._host.transformers.loading import loading_through
+from .._compat.transformers.classes import empty_copy
+from .._compat.transformers.conversions import Destination, checkpoint_targets
+from .._compat.transformers.loading import loading_through
+from ..distributed.files.reader import TensorOnDisk, named_files, open_tensors
+from ..distributed.files.resized import ResizedOnDisk
+from ..distributed.files.slices import ShareOnDisk, is_elsewhere
+from ..distributed.mesh import Mesh
 from ..errors import CheckpointError
-from ..files.reader import TensorOnDisk, named_files, open_tensors
-from ..files.resized import ResizedOnDisk
-from ..files.slices import ShareOnDisk, is_elsewhere
-from ..mesh import Mesh
+from ..features.quantization.arrival import Quantizing
+from ..features.quantization.stored import split_packed
 from ..parallel.pipeline import leave_out
 from ..parallel.tensor import cut_parameters
 from ..plan import ParameterPlan, Plan
-from ..quantization.arrival import Quantizing
-from ..quantization.stored import split_packed
-from ..runtime.local_weights import LocalWeights
-from ..runtime.names import put_buffer, put_parameter
+from ..train.runtime.local_weights import LocalWeights
+from ..train.runtime.names import put_buffer, put_parameter
 from .merged import merged_parameters, parts_of_share
 from .overwrites import find_overwrites, initialize_around
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from .._host.transformers.conversions import Destination, Merge
+from .._compat.transformers.conversions import Destination, Merge
+from ..distributed.files.reader import TensorOnDisk
+from ..distributed.files.slices import PartOnDisk
 from ..errors import CheckpointError
-from ..files.reader import TensorOnDisk
-from ..files.slices import PartOnDisk
 from ..plan import ParameterPlan
 from ..plan.cut import Spans, share_spans
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..mesh import Mesh
+from ..distributed.mesh import Mesh
 from ..parallel.tensor.random import default_generator, derive_seed
 from .state_index import StateIndex
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
-from .._host.transformers.classes import class_name
+from .._compat.transformers.classes import class_name
 from ..errors import ConfigError
 
 

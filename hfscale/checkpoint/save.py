@@ -3,7 +3,7 @@
 Data flow: shapes and dtypes of all tensors are known from the plan, so rank 0 writes each file's header first and then
 streams. For one parameter after the other, one replica of every shard is sent to rank 0, which assembles the full
 tensor and writes it to its file. No rank ever holds more than one full tensor. Files are written to a temporary
-directory and moved into place all at once (:mod:`hfscale.files.replace`).
+directory and moved into place all at once (:mod:`hfscale.distributed.files.replace`).
 """
 
 from datetime import timedelta
@@ -12,17 +12,17 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from .. import guards
-from .._host.transformers.saving import AsStored, write_configs
-from ..adapters import Adapters
-from ..adapters.storage import save_adapter
-from ..files.directories import target_of
-from ..files.writer import STALE, CheckpointWriter
-from ..quantization.part import refuse_quantized
-from ..runtime import Runtime, runtime_of
-from ..runtime.atomic_directory import atomic_directory
-from ..runtime.full_tensors import full_tensors, tensors_to_save
-from ..runtime.writing import all_or_none, everyone_arrives, is_writer, not_finite, saving, warn_of_not_finite
+from .._compat.transformers.saving import AsStored, write_configs
+from ..distributed.files.directories import target_of
+from ..distributed.files.writer import STALE, CheckpointWriter
+from ..features.adapters import Adapters
+from ..features.adapters.storage import save_adapter
+from ..features.quantization.part import refuse_quantized
+from ..train import guards
+from ..train.runtime import Runtime, runtime_of
+from ..train.runtime.atomic_directory import atomic_directory
+from ..train.runtime.full_tensors import full_tensors, tensors_to_save
+from ..train.runtime.writing import all_or_none, everyone_arrives, is_writer, not_finite, saving, warn_of_not_finite
 
 _WAIT = timedelta(minutes=2)
 

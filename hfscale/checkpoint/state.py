@@ -8,7 +8,7 @@ shards from them::
     DIRECTORY/rank-00000.safetensors    the shards that a rank wrote
     DIRECTORY/rank-00000.pt             its RNG states, the scheduler and other objects passed: plain data
     DIRECTORY/config.json               and the other config files of a Hugging Face checkpoint
-    DIRECTORY/complete.json             sizes and checksums; comes last (:mod:`hfscale.files.complete`)
+    DIRECTORY/complete.json             sizes and checksums; comes last (:mod:`hfscale.distributed.files.complete`)
 """
 
 import logging
@@ -21,14 +21,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from .. import guards
-from .._host.accelerate import stock_optimizer
+from .._compat.accelerate import stock_optimizer
+from ..distributed.files.directories import target_of
 from ..errors import CheckpointError, ConfigError, check_count
-from ..files.directories import target_of
 from ..parallel.data import reshard
 from ..parallel.tensor.part import RandomStreams
-from ..runtime import Runtime, runtime_of
-from ..runtime.writing import all_or_none, everyone_arrives, saving
+from ..train import guards
+from ..train.runtime import Runtime, runtime_of
+from ..train.runtime.writing import all_or_none, everyone_arrives, saving
 from .background import apart, begin_save, on_host, wait_for_saves
 from .state_directory import new_run, run_of
 from .state_load import Resumed, load_from, none_there

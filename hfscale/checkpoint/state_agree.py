@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..plan.state_tensor import StateTensor
-from ..runtime.full_tensors import in_order
+from ..train.runtime.full_tensors import in_order
 from .state_index import StateIndex
 from .state_take import TakenState
 

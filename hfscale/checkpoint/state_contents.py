@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..distributed.mesh import Mesh
 from ..errors import CheckpointError
-from ..mesh import Mesh
 from ..plan import ParameterPlan
 from ..plan.state_tensor import StateTensor, like, own, whole
-from ..runtime import Runtime
-from ..runtime.shards import local_tensor
+from ..train.runtime import Runtime
+from ..train.runtime.shards import local_tensor
 from .state_index import writers
 
 

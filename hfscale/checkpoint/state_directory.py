@@ -2,7 +2,7 @@
 
 ::
 
-    .NAME.incomplete    where all ranks write (:mod:`hfscale.files.directories`); marked when complete
+    .NAME.incomplete    where all ranks write (:mod:`hfscale.distributed.files.directories`); marked when complete
     NAME                its final name
     .NAME.old           the previous NAME, until the new one is in its place
 
@@ -21,9 +21,8 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 
-from ..errors import CheckpointError
-from ..files.complete import MARK, FileSum, Mark, mark_complete, read_mark, size_problems, unmark
-from ..files.directories import (
+from ..distributed.files.complete import MARK, FileSum, Mark, mark_complete, read_mark, size_problems, unmark
+from ..distributed.files.directories import (
     DirectoryLock,
     discard,
     holds_current_directory,
@@ -31,6 +30,7 @@ from ..files.directories import (
     staging_of,
     sync_directory,
 )
+from ..errors import CheckpointError
 from .state_index import INDEX
 
 LATEST = "latest"

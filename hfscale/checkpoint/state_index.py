@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..config import ParallelConfig
+from ..config.parallel import ParallelConfig
+from ..distributed.mesh import EXPERT_AXES, MESH_AXES
 from ..errors import CheckpointError
-from ..mesh import EXPERT_AXES, MESH_AXES
 from ..plan import Cut, Plan
 from ..plan.state_tensor import StateTensor
 

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..distributed.files.complete import content_problems, read_mark
+from ..distributed.mesh import Mesh
 from ..errors import CheckpointError, HFScaleError, in_words
-from ..files.complete import content_problems, read_mark
-from ..mesh import Mesh
 from ..parallel.tensor.part import RandomStreams
 from ..plan.state_tensor import StateTensor, like, own
-from ..runtime import Runtime
-from ..runtime.writing import is_writer
+from ..train.runtime import Runtime
+from ..train.runtime.writing import is_writer
 from .random_states import restore_random_states, source_rank
 from .state_contents import described, moved_parameters, parameters_of_state, state_lies, written_parameters
 from .state_directory import candidates, problems_of

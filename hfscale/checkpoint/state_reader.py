@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..distributed.files.reader import SafetensorsFile, TensorOnDisk
 from ..errors import CheckpointError
-from ..files.reader import SafetensorsFile, TensorOnDisk
 from ..plan.cut import Spans, share_spans
 from ..plan.state_tensor import StateTensor, overlaps
 from .state_index import StateIndex, weights_name, writer_of, writers

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ..errors import CheckpointError, in_words
 from ..plan.state_tensor import StateTensor, like, whole
-from ..runtime import Runtime, like_sharded
-from ..runtime.shards import local_tensor
-from ..runtime.writing import not_finite, warn_of_not_finite
+from ..train.runtime import Runtime, like_sharded
+from ..train.runtime.shards import local_tensor
+from ..train.runtime.writing import not_finite, warn_of_not_finite
 from .random_states import random_states, restore_random_states
 from .state_contents import written_parameters
 from .state_reader import StateReader

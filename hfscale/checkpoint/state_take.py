@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._host.transformers.saving import write_configs
-from ..adapters import Adapters
-from ..adapters.storage import write_adapter_config
+from .._compat.transformers.saving import write_configs
+from ..distributed.mesh import Mesh
 from ..errors import CheckpointError
-from ..mesh import Mesh
-from ..runtime import Runtime
-from ..runtime.full_tensors import tensors_of_stage
-from ..runtime.writing import is_writer
+from ..features.adapters import Adapters
+from ..features.adapters.storage import write_adapter_config
+from ..train.runtime import Runtime
+from ..train.runtime.full_tensors import tensors_of_stage
+from ..train.runtime.writing import is_writer
 from .random_states import random_states
 from .state_contents import StateContents, contents_of
 

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from ..files.complete import FileSum, write_synced
-from ..files.directories import staging_of
-from ..files.writer import write_tensors
-from ..runtime.writing import all_or_none, is_writer, not_finite, warn_of_not_finite
+from ..distributed.files.complete import FileSum, write_synced
+from ..distributed.files.directories import staging_of
+from ..distributed.files.writer import write_tensors
+from ..train.runtime.writing import all_or_none, is_writer, not_finite, warn_of_not_finite
 from .state_agree import agreed_index
 from .state_directory import NewState, prune
 from .state_index import INDEX, StateIndex, rest_name, weights_name

@@ -9,17 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .._host.transformers.fp8 import Fp8Encoder
-from .._host.transformers.saving import AsStored
-from ..adapters import Adapters
-from ..adapters.merge_whole import WholeMerge
+from .._compat.transformers.fp8 import Fp8Encoder
+from .._compat.transformers.saving import AsStored
+from ..distributed.mesh import Mesh
 from ..errors import ConfigError, check_switch
-from ..mesh import Mesh
+from ..features.adapters import Adapters
+from ..features.adapters.merge_whole import WholeMerge
 from ..parallel.data import reshard
-from ..runtime import Runtime, runtime_of
-from ..runtime.full_tensors import SavedTensor, full_tensors, tensors_to_save
-from ..runtime.names import stock_name
-from ..runtime.writing import is_writer
+from ..train.runtime import Runtime, runtime_of
+from ..train.runtime.full_tensors import SavedTensor, full_tensors, tensors_to_save
+from ..train.runtime.names import stock_name
+from ..train.runtime.writing import is_writer
 
 _NONE = torch.empty(0)  # on ranks that get nothing
 

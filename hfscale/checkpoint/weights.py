@@ -5,14 +5,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from .._host.transformers.classes import stock_class
-from ..adapters import Adapters
-from ..adapters.storage import load_adapter
+from .._compat.transformers.classes import stock_class
+from ..distributed.files.replace import finish_move
 from ..errors import CheckpointError
-from ..files.replace import finish_move
-from ..runtime import Runtime, runtime_of
-from ..runtime.shards import local_tensor
-from ..runtime.writing import all_or_none
+from ..features.adapters import Adapters
+from ..features.adapters.storage import load_adapter
+from ..train.runtime import Runtime, runtime_of
+from ..train.runtime.shards import local_tensor
+from ..train.runtime.writing import all_or_none
 from .load import load_pretrained
 
 

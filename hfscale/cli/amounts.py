@@ -2,8 +2,8 @@
 
 import re
 
+from ..config.memory import byte_count
 from ..errors import ConfigError
-from ..memory_config import byte_count
 
 _TOKENS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 

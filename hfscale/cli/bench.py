@@ -11,7 +11,7 @@ from .amounts import bytes_of
 from .look import add_json, check_writable, print_json, table, working
 
 if TYPE_CHECKING:
-    from ..bench import Measured
+    from .bench_collectives import Measured
 
 HELP = "measure collectives by message size on this machine, and suggest a bucket size"
 DESCRIPTION = (
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     sizes = [bytes_of(text, "--sizes") for text in arguments.sizes.split(",")]
     if arguments.processes is not None and arguments.processes < 2:
         raise ConfigError(f"--processes {arguments.processes} is impossible: ranks talk where there are at least 2")
-    from ..bench.plot import check_target, draw
+    from .bench_collectives.plot import check_target, draw
 
     if arguments.out is not None:
         check_target(arguments.out)
@@ -57,10 +57,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _measured(sizes: list[int], processes: int | None) -> tuple[list["Measured"], str]:
     """Return the measurements, and over which links; none on a launcher's other ranks."""
-    from .._host.torch_device import accelerators
-    from ..bench import ranks
-    from ..bench.collectives import measure
-    from ..environment import started_processes
+    from .._compat.torch_device import accelerators
+    from ..config.environment import started_processes
+    from .bench_collectives import ranks
+    from .bench_collectives.collectives import measure
 
     if started_processes() > 1:
         return _under_a_launcher(sizes)
@@ -73,8 +73,8 @@ def _measured(sizes: list[int], processes: int | None) -> tuple[list["Measured"]
 def _under_a_launcher(sizes: list[int]) -> tuple[list["Measured"], str]:
     import torch.distributed as dist
 
-    from ..bench.collectives import measure
-    from ..processes import own_device, start
+    from ..distributed.processes import own_device, start
+    from .bench_collectives.collectives import measure
 
     device = own_device()
     if not dist.is_initialized():
@@ -84,8 +84,8 @@ def _under_a_launcher(sizes: list[int]) -> tuple[list["Measured"], str]:
 
 
 def _show(arguments: argparse.Namespace, measured: Sequence["Measured"], where: str) -> None:
-    from ..bench import suggested_bucket
     from ..plan.table import human
+    from .bench_collectives import suggested_bucket
 
     bucket = suggested_bucket(measured)
     assert bucket is not None

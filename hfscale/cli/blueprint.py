@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_place(arguments.model)
     import torch
 
-    from ..planner.entry import blueprint_entry, describe_blueprint
+    from ..api.blueprint_entry import blueprint_entry, describe_blueprint
 
     auto_class = auto_class_of(arguments.auto_class)
     config = load_config(arguments.model, arguments.trust_remote_code)

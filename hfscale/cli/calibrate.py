@@ -34,11 +34,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     import torch
 
-    from .._host.torch_device import ACCELERATOR, accelerators, is_accelerator
-    from ..bench.collectives import measure
-    from ..bench.ranks import run_ranks
+    from .._compat.torch_device import ACCELERATOR, accelerators, is_accelerator
     from ..cost.model.machine import find_machine
     from ..cost.tools.calibrate import GPU_SIZES, Sizes, calibrate
+    from .bench_collectives.collectives import measure
+    from .bench_collectives.ranks import run_ranks
 
     if not 0 < arguments.seconds <= 5:
         raise ConfigError(f"--seconds {arguments.seconds:g} is impossible: use more than 0 and at most 5")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from .look import add_json, print_json
 
 if TYPE_CHECKING:
-    from ..doctor.finding import Finding
+    from .doctor_checks.finding import Finding
 
 _WIDTH = 16  # of the column with names of findings
 
@@ -61,18 +61,18 @@ def run(arguments: argparse.Namespace) -> int:
 def _sections(arguments: argparse.Namespace, recipe: Any) -> Iterator[tuple[str, Iterable["Finding"]]]:
     """Yield sections of checks by name; each check runs as its findings are iterated over."""
     if not arguments.recipe_only:
-        from ..doctor import machine
+        from .doctor_checks import machine
 
         yield "versions", machine.versions()
         yield "machine", _machine()
     if recipe is not None:
-        from ..doctor.recipe import examine
+        from .doctor_checks.recipe import examine
 
         yield f"recipe {recipe.name}", examine(recipe)
 
 
 def _machine() -> Iterator["Finding"]:
-    from ..doctor import machine
+    from .doctor_checks import machine
 
     yield from machine.devices()
     yield machine.eight_bit_step()

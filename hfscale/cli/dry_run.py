@@ -29,8 +29,8 @@ def run(arguments: argparse.Namespace, config: Any) -> int:
     Raises:
         ConfigError: quantized weights or an optimizer are requested, which a dry run does not have.
     """
+    from ..config.memory import MemoryConfig
     from ..cost.tools.dry_run import dry_run
-    from ..memory_config import MemoryConfig
 
     beside = [f"--{name}" for name in _OTHERS if getattr(arguments, name) is not None]
     if beside:

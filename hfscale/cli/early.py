@@ -3,8 +3,8 @@
 import argparse
 from typing import Any
 
+from ..config.schedules import CP_METHODS, SCHEDULES, spelled
 from ..errors import ConfigError, check_choice, check_count
-from ..schedules import CP_METHODS, SCHEDULES, spelled
 from .amounts import bytes_of, tokens_of
 from .layout import SIZES
 from .model import check_place

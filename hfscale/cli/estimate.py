@@ -39,8 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the estimate."""
     check_writable(arguments.html)
+    from ..config.memory import MemoryConfig
     from ..cost.tools.estimate import estimate
-    from ..memory_config import MemoryConfig
 
     layout, sequence = layout_of(arguments), tokens_of(arguments.sequence_length, "--sequence-length")
     config = load_config(arguments.model, arguments.trust_remote_code)

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the tables."""
-    from ..build import plan as make_plan
+    from ..api.build import plan as make_plan
     from ..cost.tools.explain import explain
     from ..cost.tools.meta_model import run_spec
     from ..cost.tools.model_summary import summarize

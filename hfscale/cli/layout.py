@@ -3,11 +3,11 @@
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from ..config.schedules import SCHEDULES
 from ..errors import ConfigError
-from ..schedules import SCHEDULES
 
 if TYPE_CHECKING:
-    from ..config import ParallelConfig
+    from ..config.parallel import ParallelConfig
 
 SIZES = {
     "--tp": "tensor ranks: each layer's matrices are cut",
@@ -51,7 +51,7 @@ def layout_of(arguments: argparse.Namespace) -> "ParallelConfig":
     Raises:
         ConfigError: a value is impossible in itself, or does not fit the schedule.
     """
-    from ..config import ParallelConfig
+    from ..config.parallel import ParallelConfig
     from ..parallel.pipeline.orders import check
 
     def of(flag: str) -> str | None:

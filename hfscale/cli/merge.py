@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_directory(arguments.base, "the checkpoint that the adapter is of")
     check_directory(arguments.adapter, "an adapter, which has adapter_config.json")
     check_target(arguments.out, arguments.overwrite, BASE=arguments.base, ADAPTER=arguments.adapter)
-    from ..adapters.merge_files import logit_difference, merge_adapter
+    from ..api.merge_files import logit_difference, merge_adapter
 
     places = arguments.base, arguments.adapter, arguments.out
     size, trusted = bytes_of(arguments.max_shard_size, "--max-shard-size"), arguments.trust_remote_code

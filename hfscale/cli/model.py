@@ -6,8 +6,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from ..distributed.files.replace import finish_move
 from ..errors import ConfigError, written_like_a_path
-from ..files.replace import finish_move
 
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 
@@ -27,7 +27,7 @@ def remote_code(arguments: argparse.Namespace) -> dict[str, bool]:
 
 def building(arguments: argparse.Namespace, config: Any) -> AbstractContextManager[None]:
     """Explain transformers' errors about a model that it cannot build inside the ``with`` block."""
-    from .._host.transformers.configs import built_or_explained
+    from .._compat.transformers.configs import built_or_explained
 
     return built_or_explained(auto_class_of(arguments.auto_class), config)
 
@@ -40,7 +40,7 @@ def auto_class_of(name: str) -> Any:
     """
     import transformers
 
-    from .._host.transformers.configs import auto_classes
+    from .._compat.transformers.configs import auto_classes
 
     found = getattr(transformers, name, None) if name.startswith("AutoModel") else None
     if not hasattr(found, "from_config"):
@@ -56,7 +56,7 @@ def load_config(model: str, trusted: bool = False) -> Any:
         ConfigError, CheckpointError: there is none, or it cannot be read.
     """
     check_place(model)
-    from .. import arguments
+    from ..api import arguments
 
     config, _ = arguments.load_config(model, {"trust_remote_code": trusted})
     arguments.check_sizes(config)

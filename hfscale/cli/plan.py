@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_amounts(arguments)
     if arguments.dry_run:  # before torch is imported: it warns of groups of ranks that are not there
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from ..build import plan as make_plan
+    from ..api.build import plan as make_plan
     from ..plan import render, to_json
 
     layout, auto_class = layout_of(arguments), auto_class_of(arguments.auto_class)

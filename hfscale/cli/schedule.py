@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
+from ..config.schedules import SCHEDULES
 from ..errors import ConfigError
-from ..schedules import SCHEDULES
 from .look import add_json, check_writable
 
 HELP = "draw what a pipeline schedule does, and beside it how a run went"
@@ -53,6 +53,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"two schedules are named, {arguments.name} and --schedule {arguments.schedule}: draw one")
     arguments.schedule = next(iter(asked), None)
     check_writable(arguments.csv, arguments.out, arguments.save_trace)
-    from ..parallel.pipeline.command import run_schedule
+    from .schedule_drawing.command import run_schedule
 
     return run_schedule(arguments)

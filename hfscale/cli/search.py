@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Search, print the layouts, and write the recipe."""
     check_writable(arguments.out, arguments.html)
-    from ..build import plan as make_plan
+    from ..api.build import plan as make_plan
     from ..cost.model.machine import find_machine
     from ..cost.tools.estimate import constants_of
     from ..cost.tools.meta_model import run_spec

@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         start_rank(lambda: read_recipe(arguments.recipe, arguments.overrides), arguments.max_memory)
         return 0
     recipe = read_recipe(arguments.recipe, arguments.overrides)
-    from ..config import ParallelConfig
+    from ..config.parallel import ParallelConfig
     from ..recipes.places import check_places  # behind the recipe itself: these import torch
 
     check_places(recipe)

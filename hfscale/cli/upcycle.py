@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write the mixture of experts."""
     check_target(arguments.directory, arguments.overwrite, MODEL=arguments.model)
-    from ..upcycle.upcycle import upcycle
+    from ..checkpoint.upcycle.upcycle import upcycle
 
     names = ("num_experts", "top_k", "every", "noise", "reinitialize", "seed")
     given = {name: getattr(arguments, name) for name in names}

@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_place(arguments.model)
     import transformers
 
-    from ..config import AXES
+    from ..config.parallel import AXES
     from ..testing.verify import TOLERANCE, render, verify
 
     transformers.utils.logging.disable_progress_bar()  # for a clone's few kilobytes

@@ -6,7 +6,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import TypeVar
 
-from ..config import ParallelConfig
+from ..config.parallel import ParallelConfig
 from .modules import AdapterParameter, BlockPlan, ExpertsPlan, SequencePlan
 from .parameter import ParameterPlan
 from .quantized import QuantizedPlan
@@ -46,7 +46,7 @@ class PlanContents:
         embedding: name of the vocabulary-parallel embedding, if cut.
         lookup: name of the embedding that every token is looked up in, cut or not, where there is one.
         head: name of the output projection onto the vocabulary, if the loss runs on it.
-        loss: transformers' name of the loss, if it is one of :data:`hfscale.families.losses.LOSSES`.
+        loss: transformers' name of the loss, if it is one of :data:`hfscale.models.losses.LOSSES`.
         no_step: why ``train_step`` cannot run the model's loss, in words; empty where it can.
         source: where the blueprint of its blocks comes from, in words; empty where there are none.
         stages: the pipeline stages; ``None`` where ``pp_size`` is 1.

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from ..models.names import wild_name
 from .contents import Feature, PlanContents
-from .parameter import wild_name
 
 _READS = "lora_magnitude_vector"  # DoRA's, of the norms of the weight's rows
 

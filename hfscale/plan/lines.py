@@ -5,9 +5,9 @@ A function returns no lines if the plan does not have its feature.
 
 from collections.abc import Callable, Iterable
 
+from ..models.names import wild_name
 from .contents import PlanContents
 from .modules import BlockPlan
-from .parameter import wild_name
 
 
 def describe_tensor(plan: PlanContents) -> list[str]:

@@ -11,13 +11,6 @@ MODEL_AXES = ("ep", "tp")
 """The axes whose cuts change the shapes of a model's parameters."""
 
 
-def wild_name(name: str) -> str:
-    """Replace indices by ``*``, ``model.layers.3.mlp`` -> ``model.layers.*.mlp``, so that one line stands for all
-    layers.
-    """
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
-
-
 def join_path(block: str, child: str) -> str:
     """Return the name of ``child`` inside ``block``; the empty child is the block itself."""
     return f"{block}.{child}" if child else block

@@ -1,6 +1,6 @@
 """The plan: frozen data about every parameter and module of a model under a layout.
 
-It is computed once (:func:`hfscale.planner.build.build_plan`), on the meta device, and read by everything else: the
+It is computed once (:func:`hfscale.api.build_plan.build_plan`), on the meta device, and read by everything else: the
 loader, the edges of blocks, gradient reductions, norm clipping, the checkpoint writer and the printed table.
 """
 

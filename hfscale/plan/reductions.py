@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ..config import ParallelConfig
+from ..config.parallel import ParallelConfig
 from .cut import Cut
 
 Kind = Literal["sum", "sum-stages", "sum-replicas", "reduce-scatter", "all-reduce"]

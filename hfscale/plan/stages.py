@@ -1,7 +1,7 @@
 """Pipeline stages as data: the layers, the rank and the cost of each stage.
 
-Integers in, integers out. :mod:`hfscale.planner.costs` measures the cost of a layer, and :mod:`hfscale.planner.assign`
-finds the modules before and behind the layers.
+Integers in, integers out. :mod:`hfscale.plan.drafting.costs` measures the cost of a layer, and
+:mod:`hfscale.plan.drafting.assign` finds the modules before and behind the layers.
 """
 
 from bisect import bisect_left, bisect_right
@@ -185,7 +185,7 @@ class StagePlan:
         module_returns: likewise for each module in :attr:`Stage.modules` that was called, and each layer of an encoder;
             0 for anything else.
         ties: tensors that several stages hold.
-        work: the cost of each stage, in the unit of :meth:`hfscale.planner.costs.Cost.work`.
+        work: the cost of each stage, in the unit of :meth:`hfscale.plan.drafting.costs.Cost.work`.
         stacks: the encoder and decoder, if there are two; ``None`` for one list of layers.
         loans: modules of first layers that every stage with layers of their list holds.
     """

@@ -6,12 +6,13 @@ from dataclasses import asdict
 from math import prod
 from typing import Any
 
-from ..config import AXES
+from ..config.parallel import AXES
+from ..models.names import wild_name
 from .contents import PlanContents
 from .cut import Cut
 from .lines import describe_parts
 from .modules import BlockPlan
-from .parameter import ParameterPlan, wild_name
+from .parameter import ParameterPlan
 from .stages import Tie
 
 _COLUMNS = ("parameter", "copies", "stage", "shape", "cut", "shape per rank", "bytes per rank", "gradient")

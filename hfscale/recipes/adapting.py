@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import BitsAndBytesConfig
 
-from ..adapters.peft_config import config_class
+from ..features.adapters.peft_config import config_class
 from .schema import FinetuneRecipe, RecipeError
 from .tasks import task_of
 

@@ -13,7 +13,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 import hfscale
 
-from .._host.torch_device import accelerators
+from .._compat.torch_device import accelerators
 from .adapting import describe_adapter, describe_loading
 from .loop import Outcome
 from .run_log import RunLog, read_metrics

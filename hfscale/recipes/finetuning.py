@@ -3,7 +3,7 @@
 from typing import Any
 
 import hfscale
-from hfscale.guards import check_packed_rows
+from hfscale.train.guards import check_packed_rows
 
 from .adapting import adapter_of, quantization_of
 from .dataset import prepare

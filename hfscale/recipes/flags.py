@@ -3,7 +3,7 @@
 import argparse
 import math
 
-from ..memory_config import byte_count
+from ..config.memory import byte_count
 
 
 def add_memory_limit(parser: argparse.ArgumentParser) -> None:

@@ -37,7 +37,7 @@ def launch(processes: int, arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    from .._host.torch_device import accelerators
+    from .._compat.torch_device import accelerators
 
     _check_devices(processes, accelerators().device_count())
     if not accelerators().is_available():

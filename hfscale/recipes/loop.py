@@ -13,7 +13,7 @@ from transformers import get_scheduler
 
 import hfscale
 
-from ..environment import started_processes
+from ..config.environment import started_processes
 from .batch_sizes import evaluation_steps, microbatches_of_step, sequences_of_step, share_of_step
 from .main_process import total
 from .rows import Rows

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 import hfscale
 
-from .._host.torch_device import accelerators
+from .._compat.torch_device import accelerators
 from .batch_sizes import per_rank
 from .layouts import layout_of
 from .loop import Outcome

@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from pathlib import Path
 
-from ..files.replace import finish_move
+from ..distributed.files.replace import finish_move
 from .profiled_steps import steps_to_profile
 from .read import load_recipe
 from .schema import FinetuneRecipe, Recipe, RecipeError
@@ -62,7 +62,9 @@ def _check_earlier_run(recipe: Recipe) -> None:
     if not found or recipe.replace:
         return
     if recipe.training.resume:
-        from ..processes import restarted  # imports torch, which a refusal at the command line does not wait for
+        from ..distributed.processes import (
+            restarted,  # imports torch, which a refusal at the command line does not wait for
+        )
 
         if restarted() and found == ["metrics.jsonl"]:  # of this job, which came to no save
             return

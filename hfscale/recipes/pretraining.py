@@ -4,7 +4,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 import hfscale
 
-from .._host.transformers.configs import made_or_explained
+from .._compat.transformers.configs import made_or_explained
 from .dataset import END_OF_TEXT_ID, prepare
 from .layouts import layout_of
 from .loop import train

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity
 
-from .._host.torch_device import accelerators
+from .._compat.torch_device import accelerators
 from .main_process import rank
 from .profiled_steps import STEPS_BEFORE_PROFILE
 

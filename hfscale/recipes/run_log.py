@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 import hfscale
 
-from .._host.torch_device import accelerators
+from .._compat.torch_device import accelerators
 from .main_process import is_main, largest
 from .profile import Profile
 from .profiled_steps import steps_to_profile

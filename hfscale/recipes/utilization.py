@@ -8,7 +8,7 @@ recomputed does not count.
 from dataclasses import dataclass
 from typing import Any
 
-from .._host.torch_device import accelerators
+from .._compat.torch_device import accelerators
 from ..cost.model.machine import find_machine, machine_names
 from ..cost.model.model_shape import shape_of
 from ..errors import ConfigError

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._host.torch import TorchDispatchMode, schema_of, tree_leaves
+from .._compat.torch import TorchDispatchMode, schema_of, tree_leaves
 from ..cost.model.links import ring_share
 
 

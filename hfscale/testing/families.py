@@ -4,7 +4,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from ..families.clone import LAYERS, layers_of_every_kind, shares_keys, tiny_clone
+from ..models.clone import LAYERS, layers_of_every_kind, shares_keys, tiny_clone
 
 # Changes that a default config needs to build and train as a decoder.
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8}

@@ -22,16 +22,16 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 import hfscale
 
-from .._host.peft import NEW_WEIGHTS
-from .._host.transformers.classes import from_config as host_from_config
-from .._host.transformers.computing import enable_checkpointing
-from .._host.transformers.experts import use_eager_experts
-from ..config import ParallelConfig
-from ..families.precision import keep_float64
-from ..memory_config import MemoryConfig
-from ..runtime import runtime_of
-from ..runtime.names import stock_name
-from ..runtime.shards import local_tensor
+from .._compat.peft import NEW_WEIGHTS
+from .._compat.transformers.classes import from_config as host_from_config
+from .._compat.transformers.computing import enable_checkpointing
+from .._compat.transformers.experts import use_eager_experts
+from ..config.memory import MemoryConfig
+from ..config.parallel import ParallelConfig
+from ..models.precision import keep_float64
+from ..train.runtime import runtime_of
+from ..train.runtime.names import stock_name
+from ..train.runtime.shards import local_tensor
 from .differences import difference, gradient_difference
 from .pool import RankPool
 from .texts import ragged_batch, vocabulary_of

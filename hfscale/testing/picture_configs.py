@@ -4,7 +4,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from ..families.clone import HEAD_DIM, HIDDEN, LAYERS, merged, tiny_clone
+from ..models.clone import HEAD_DIM, HIDDEN, LAYERS, merged, tiny_clone
 from .families import CHANGES
 
 SIDE, PATCH = 16, 4
@@ -165,7 +165,7 @@ def with_pictures(family: Any, **changes: Any) -> Any:
 
     Args:
         family: its name, or a config.
-        changes: as for :func:`hfscale.families.clone.tiny_clone`.
+        changes: as for :func:`hfscale.models.clone.tiny_clone`.
     """
     config = AutoConfig.for_model(family) if isinstance(family, str) else family
     fields = config.to_dict()

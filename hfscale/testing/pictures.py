@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
-from .._host.transformers.classes import classes_by_config
-from .._host.transformers.experts import use_eager_experts
-from ..families.precision import keep_float64
+from .._compat.transformers.classes import classes_by_config
+from .._compat.transformers.experts import use_eager_experts
+from ..models.precision import keep_float64
 from .parity import Batch, Case
 from .picture_configs import IMAGE_TOKEN, LABELS_ONLY, LOWEST, PLACEHOLDERS
 from .picture_inputs import beside_text, join_pictures, make_picture

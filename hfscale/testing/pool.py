@@ -192,8 +192,8 @@ def _serve(
         from tqdm import tqdm
         from transformers.utils import logging
 
-        from .._host.children import may_have_children
-        from .._host.torch_gloo import share_gloo_thread
+        from .._compat.children import may_have_children
+        from .._compat.torch_gloo import share_gloo_thread
 
         # Or each bar would own a lock of the machine's, which a rank that is stopped leaves behind.
         tqdm.set_lock(threading.RLock())

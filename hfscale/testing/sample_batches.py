@@ -7,7 +7,7 @@ import transformers
 from transformers import PreTrainedConfig
 
 from ..errors import ConfigError, HFScaleError
-from ..families.clone import tiny_clone
+from ..models.clone import tiny_clone
 from ..plan import Plan
 from ..plan.own_loss import OwnLossPlan
 from . import plain
@@ -105,8 +105,8 @@ def check_stock(case: Case) -> None:
     Raises:
         ConfigError: stock transformers cannot, so there is nothing to compare with.
     """
-    from .._host.transformers.experts import use_eager_experts
-    from ..families.precision import keep_float64
+    from .._compat.transformers.experts import use_eager_experts
+    from ..models.precision import keep_float64
 
     try:
         model = in_float64(case.auto_class.from_config(case.config, dtype=torch.float64, **case.hf_kwargs))

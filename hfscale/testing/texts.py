@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..families.fields import text_config
+from ..models.fields import text_config
 
 _ANY = 60
 

@@ -11,12 +11,12 @@ from typing import Any
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from .. import from_config, plan
-from ..config import AXES, ParallelConfig
+from ..config.parallel import AXES, ParallelConfig
+from ..config.schedules import ASYNCHRONOUS, SCHEDULES
 from ..errors import ConfigError
-from ..families.clone import EXPERTS, layers_of_every_kind
-from ..families.expert_modules import EXPERT_FIELDS
+from ..models.clone import EXPERTS, layers_of_every_kind
+from ..models.expert_modules import EXPERT_FIELDS
 from ..parallel.pipeline import read_csv
-from ..schedules import ASYNCHRONOUS, SCHEDULES
 from . import sample_batches
 from .parity import Case, Parity, measure_parity
 from .pool import RankError, RankPool

@@ -10,10 +10,10 @@ import torch
 from numpy import ndarray
 from torch import Tensor
 
-from .._host.transformers.classes import stock_class
+from .._compat.transformers.classes import stock_class
 from ..errors import ConfigError
-from ..runtime import Batch, Runtime, StepLoss
-from ..runtime.batches import BORDERS
+from .runtime import Batch, Runtime, StepLoss
+from .runtime.batches import BORDERS
 
 _INDICES = ("input_ids", "decoder_input_ids", "position_ids", "token_type_ids")  # indices into embedding tables
 _TENSORS = (*_INDICES, "inputs_embeds", "labels", "shift_labels")

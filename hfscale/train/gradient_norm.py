@@ -4,10 +4,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .._host.torch import multiply_all, norms_of
+from .._compat.torch import multiply_all, norms_of
 from ..errors import check_number
 from ..plan import ParameterPlan
-from ..runtime import Runtime, local_tensor, runtime_of
+from .runtime import Runtime, local_tensor, runtime_of
 
 _Axes = tuple[str, ...]
 _Gradient = tuple[ParameterPlan, Tensor]

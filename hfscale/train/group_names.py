@@ -2,7 +2,7 @@
 
 import torch.distributed as dist
 
-from ..mesh import EXPERT_AXES, MESH_AXES, Mesh
+from ..distributed.mesh import EXPERT_AXES, MESH_AXES, Mesh
 
 
 def group_names(mesh: Mesh) -> dict[str, str]:

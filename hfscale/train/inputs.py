@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._host.transformers.classes import class_name, takes_argument
-from .._host.transformers.computing import uses_flash_attention
+from .._compat.transformers.classes import class_name, takes_argument
+from .._compat.transformers.computing import uses_flash_attention
 from ..errors import ConfigError
-from ..guards import check_model, check_packed_rows, without_gaps
-from ..runtime import Batch, Runtime, StepLoss
-from ..runtime.batches import Microbatch, agree, known, look_at, to_device, total_of, with_borders
 from .batch_check import check_microbatch, microbatches_of
+from .guards import check_model, check_packed_rows, without_gaps
+from .runtime import Batch, Runtime, StepLoss
+from .runtime.batches import Microbatch, agree, known, look_at, to_device, total_of, with_borders
 
 
 def prepare(

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..runtime import Runtime
+from .runtime import Runtime
 
 
 def from_last_stage(runtime: Runtime, made: list[Tensor]) -> list[Tensor]:

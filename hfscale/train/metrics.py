@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from ..runtime import runtime_of
+from .runtime import runtime_of
 
 
 def metrics(model: nn.Module) -> dict[str, float]:

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers.utils.generic import ModelOutput
 
-from ..runtime import Runtime
-from ..runtime.batches import Microbatch
 from .last_stage import from_last_stage
+from .runtime import Runtime
+from .runtime.batches import Microbatch
 
 _LOSS = "loss"
 

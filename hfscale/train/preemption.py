@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import ConfigError, check_number
-from ..runtime import runtime_of
-from ..runtime.writing import is_saving
+from .runtime import runtime_of
+from .runtime.writing import is_saving
 
 _CODE = 75  # try again (EX_TEMPFAIL)
 _LOOK = 0.5  # seconds between two checks whether a save is running

@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..config.schedules import ASYNCHRONOUS
+from ..distributed.ops.token_scores import TokenScores
 from ..errors import ConfigError, check_number
-from ..ops.token_scores import TokenScores
-from ..runtime import Objective, Runtime, runtime_of
-from ..runtime.batches import Microbatch
-from ..schedules import ASYNCHRONOUS
 from .inputs import prepare
 from .last_stage import from_last_stage
+from .runtime import Objective, Runtime, runtime_of
+from .runtime.batches import Microbatch
 from .user_function import UserFunction
 
 LossOfScores = Callable[[TokenScores, int], Tensor]

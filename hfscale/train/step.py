@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, check_number, check_switch
-from ..guards import before_step
-from ..runtime import Batch, Objective, Runtime, runtime_of
-from ..runtime.batches import Microbatch
+from .guards import before_step
 from .inputs import prepare
 from .outputs import KeptOutputs
+from .runtime import Batch, Objective, Runtime, runtime_of
+from .runtime.batches import Microbatch
 from .scores import LossOfScores, loss_of_scores
 from .user_function import UserFunction
 from .user_loss import LossOfOutputs, UserLoss

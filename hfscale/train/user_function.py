@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..runtime import Runtime
+from .runtime import Runtime
 
 Value = TypeVar("Value")
 

@@ -13,17 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._host.torch import tree_leaves
-from .._host.transformers.classes import class_name, stock_class
-from .._host.transformers.computing import packing
+from .._compat.torch import tree_leaves
+from .._compat.transformers.classes import class_name, stock_class
+from .._compat.transformers.computing import packing
+from ..config.schedules import ASYNCHRONOUS
 from ..errors import ConfigError, check_number
-from ..runtime import Batch, Objective, Runtime, local_tensor
-from ..runtime.batches import BORDERS, Microbatch
-from ..runtime.gradients import add_back, gradients_aside
-from ..schedules import ASYNCHRONOUS
 from .batch_check import forward_arguments
 from .inputs import prepare
 from .outputs import KeptOutputs
+from .runtime import Batch, Objective, Runtime, local_tensor
+from .runtime.batches import BORDERS, Microbatch
+from .runtime.gradients import add_back, gradients_aside
 from .user_function import UserFunction
 
 LossOfOutputs = Callable[[Any, Mapping[str, Any]], tuple[Tensor, Tensor | float]]
@@ -33,7 +33,7 @@ _LABELS = ("labels", "shift_labels", "num_items_in_batch")
 
 
 class _Rows:
-    """The :class:`hfscale.runtime.StepLoss` of a user's loss, as far as preparing the step needs one."""
+    """The :class:`hfscale.train.runtime.StepLoss` of a user's loss, as far as preparing the step needs one."""
 
     shift, expected_gradient, needs_labels, ignores, divides = 0, 1.0, False, False, False
 

@@ -1,8 +1,8 @@
 """Report ranks that wait forever: which wait for which, in which collective and over which axis.
 
-A thread on every rank reads now and then what its rank waits for, from torch's flight recorder and :mod:`..ops.waits`,
-and writes it to the rendezvous store. If a wait has taken too long, the first waiting rank reads all entries twice: a
-rank whose entry did not change in between is gone.
+A thread on every rank reads now and then what its rank waits for, from torch's flight recorder and
+:mod:`..distributed.ops.waits`, and writes it to the rendezvous store. If a wait has taken too long, the first waiting
+rank reads all entries twice: a rank whose entry did not change in between is gone.
 """
 
 import atexit
@@ -21,12 +21,12 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from .._host.torch_flight import collectives_under_way, frames_of_main_thread, own_store, ranks_of_group
+from .._compat.torch_flight import collectives_under_way, frames_of_main_thread, own_store, ranks_of_group
+from ..distributed.mesh import Mesh
+from ..distributed.ops.waits import waits
 from ..errors import check_number, check_switch
-from ..mesh import Mesh
-from ..ops.waits import waits
-from ..runtime import runtime_of
 from .group_names import group_names
+from .runtime import runtime_of
 
 _CODE = 75  # EX_TEMPFAIL: start the process again
 _HEAD = "[hfscale watchdog] ranks have waited for more than {:g} s"

@@ -45,9 +45,9 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, 
 
 import hfscale
 from hfscale.cost.tools.memory_report import held_bytes
-from hfscale.memory.saved import count_saved
-from hfscale.runtime import runtime_of
+from hfscale.features.memory.saved import count_saved
 from hfscale.testing import RankPool
+from hfscale.train.runtime import runtime_of
 
 RANKS, GOAL = 2, 1.03
 LIBRARIES = (torch, transformers, peft, bitsandbytes, hfscale)

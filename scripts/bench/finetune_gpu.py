@@ -27,7 +27,7 @@ import transformers
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
 import hfscale
-from hfscale._host.transformers.computing import enable_checkpointing
+from hfscale._compat.transformers.computing import enable_checkpointing
 
 RECIPES = ("LoRA", "QLoRA")
 SIDES = ("stock", "hfscale")

@@ -35,6 +35,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 import hfscale
+from hfscale.config.schedules import default_virtual_stages
 from hfscale.parallel.pipeline import (
     Action,
     Costs,
@@ -50,7 +51,6 @@ from hfscale.parallel.pipeline import (
 from hfscale.parallel.pipeline.timeline import GRADIENT
 from hfscale.parallel.pipeline.transfers import rank_programs, run_program
 from hfscale.parallel.pipeline.worker import Place, StageWorker
-from hfscale.schedules import default_virtual_stages
 from hfscale.testing import RankPool
 
 sys.path.insert(0, str(Path(__file__).parents[2]))

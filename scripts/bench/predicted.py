@@ -23,11 +23,11 @@ from report import write_report
 from transformers import LlamaConfig
 
 import hfscale
-from hfscale.bench.collectives import measure as measure_collectives
+from hfscale.cli.bench_collectives.collectives import measure as measure_collectives
 from hfscale.cost.tools.calibrate import Sizes, calibrate
-from hfscale.memory.saved import count_saved
-from hfscale.runtime import runtime_of
+from hfscale.features.memory.saved import count_saved
 from hfscale.testing import RankPool
+from hfscale.train.runtime import runtime_of
 
 SEQUENCE, ROWS = 128, 4
 CONFIG: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 4, "vocab_size": 8192}

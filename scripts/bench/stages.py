@@ -35,10 +35,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import hfscale
+from hfscale.config.schedules import default_virtual_stages
 from hfscale.parallel.pipeline import Recorder
-from hfscale.runtime import runtime_of
-from hfscale.schedules import default_virtual_stages
 from hfscale.testing import RankPool
+from hfscale.train.runtime import runtime_of
 
 GOAL = 1.03
 SCHEDULES = ("1f1b", "gpipe", "interleaved1f1b", "zbv")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hfscale.files import replace
+from hfscale.distributed.files import replace
 
 _CALLS = ("open", "fsync", "mkdir", "rmdir", "unlink", "rename", "replace", "link", "chmod", "utime")
 _EVENTS = [*((os, name) for name in _CALLS), (io, "open"), (replace, "_trade_names")]

@@ -11,12 +11,12 @@ from transformers import BitsAndBytesConfig
 
 import hfscale
 from hfscale import ParallelConfig
-from hfscale.families.precision import keep_float64
-from hfscale.runtime import runtime_of
-from hfscale.runtime.full_tensors import full_parameters
+from hfscale.models.precision import keep_float64
+from hfscale.train.runtime import runtime_of
+from hfscale.train.runtime.full_tensors import full_parameters
 
 from ..mixtures import EAGER, qwen3_moe
-from ..models import tiny
+from ..tiny_models import tiny
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},

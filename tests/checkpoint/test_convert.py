@@ -14,7 +14,7 @@ from hfscale import ParallelConfig
 from hfscale.cli import main
 from hfscale.testing import RankPool
 
-from ..models import tiny
+from ..tiny_models import tiny
 from .state_runs import LAYOUTS, build
 
 Pools = Callable[[int], RankPool]

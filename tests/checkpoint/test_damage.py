@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 
 import hfscale
 from hfscale import CheckpointError, HFScaleError
-from hfscale.files.complete import MARK, FileSum, mark_complete
+from hfscale.distributed.files.complete import MARK, FileSum, mark_complete
 from hfscale.testing import RankPool
 
-from ..models import tiny
+from ..tiny_models import tiny
 from .test_faults import Run
 
 Pools = Callable[[int], RankPool]

@@ -26,17 +26,17 @@ from transformers import (
 
 import hfscale
 from hfscale import CheckpointError, ParallelConfig
-from hfscale._host.transformers.conversions import Merge
+from hfscale._compat.transformers.conversions import Merge
 from hfscale.checkpoint import load
 from hfscale.checkpoint.checksums import checksum, verify_experts
 from hfscale.checkpoint.merged import parts_of_share
-from hfscale.files.reader import SafetensorsFile
-from hfscale.files.slices import ShareOnDisk
+from hfscale.distributed.files.reader import SafetensorsFile
+from hfscale.distributed.files.slices import ShareOnDisk
 from hfscale.plan import Cut, ParameterPlan
 from hfscale.plan.cut import share_spans
-from hfscale.runtime import runtime_of
-from hfscale.runtime.shards import local_tensor
 from hfscale.testing import RankPool
+from hfscale.train.runtime import runtime_of
+from hfscale.train.runtime.shards import local_tensor
 
 from ..sweeps import cases
 

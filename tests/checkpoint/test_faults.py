@@ -16,10 +16,10 @@ from torch import Tensor
 
 import hfscale
 from hfscale import CheckpointError, ParallelConfig
-from hfscale.runtime.shards import local_tensor
 from hfscale.testing import RankPool
+from hfscale.train.runtime.shards import local_tensor
 
-from ..models import tiny
+from ..tiny_models import tiny
 
 Pools = Callable[[int], RankPool]
 ERRORS = (
@@ -275,7 +275,7 @@ def test_another_optimizer_is_refused(tmp_path: Path, then: str, now: str, fits:
 def with_nan(directory: str) -> list[str]:
     run = Run({"tp_size": 2})
     logged: list[str] = []
-    with patch("hfscale.runtime.writing._log.warning", lambda message, *given: logged.append(message % given)):
+    with patch("hfscale.train.runtime.writing._log.warning", lambda message, *given: logged.append(message % given)):
         hfscale.save_pretrained(run.model, f"{directory}/whole")
         hfscale.save_state(run.model, f"{directory}/state", **run.others)
         assert not logged

@@ -13,9 +13,9 @@ from transformers.models.youtu import YoutuForCausalLM
 import hfscale
 from hfscale.checkpoint.overwrites import find_overwrites
 from hfscale.errors import CheckpointError
-from hfscale.families.clone import tiny_clone
-from hfscale.runtime import local_tensor, runtime_of
-from tests.models import tiny
+from hfscale.models.clone import tiny_clone
+from hfscale.train.runtime import local_tensor, runtime_of
+from tests.tiny_models import tiny
 
 VOCABULARY = 67
 LAYOUTS = {

@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import hfscale
 from hfscale.checkpoint import load_pretrained
-from hfscale.process_groups import build_mesh
+from hfscale.distributed.process_groups import build_mesh
 
-from ..models import tiny
+from ..tiny_models import tiny
 
 
 class _Asked(Exception):

@@ -11,12 +11,12 @@ from transformers import AutoModelForCausalLM, PhiConfig
 
 import hfscale
 from hfscale import ConfigError, ParallelConfig
-from hfscale.families.precision import keep_float64
+from hfscale.models.precision import keep_float64
 from hfscale.testing import RankPool
 from hfscale.testing.parity import stored
 
-from ..models import tiny
-from ..quantization.models import four_bits
+from ..features.quantization.models import four_bits
+from ..tiny_models import tiny
 
 Pools = Callable[[int], RankPool]
 STORED = 67

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 
 import hfscale
 from hfscale import CheckpointError
-from hfscale.files import replace
+from hfscale.distributed.files import replace
 
-from ..models import tiny
+from ..tiny_models import tiny
 from .kills import contents, killed_at_each_event
 
 OTHERS = {"notes.txt": "mine", "tokenizer.json": "{}", "checkpoint-500/model.safetensors": "x", "runs/a/events": "log"}

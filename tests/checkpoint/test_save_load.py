@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM
 
 import hfscale
 from hfscale import CheckpointError, ConfigError, ParallelConfig
-from hfscale.files.reader import SafetensorsFile
-from hfscale.runtime import runtime_of
-from hfscale.runtime.shards import local_tensor
+from hfscale.distributed.files.reader import SafetensorsFile
 from hfscale.testing import RankPool
 from hfscale.testing.families import config_of
+from hfscale.train.runtime import runtime_of
+from hfscale.train.runtime.shards import local_tensor
 
-from ..models import tiny
+from ..tiny_models import tiny
 
 Pools = Callable[[int], RankPool]
 LAYOUTS = [{"tp_size": 2}, {"tp_size": 2, "dp_shard_size": 2}, {"dp_shard_size": 4}, {"tp_size": 4}]
@@ -174,7 +174,7 @@ def test_a_missing_rank_is_named(tmp_path: Path) -> None:
 
 
 def save_on_a_full_disk(path: str, target: str, layout: dict[str, int]) -> list[str]:
-    from hfscale.files.writer import CheckpointWriter
+    from hfscale.distributed.files.writer import CheckpointWriter
 
     model = hfscale.from_pretrained(path, parallel=ParallelConfig(**layout))
     with torch.no_grad():

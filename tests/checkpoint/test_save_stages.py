@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 import hfscale
 from hfscale import ParallelConfig
-from hfscale.runtime import runtime_of
 from hfscale.testing import RankPool
+from hfscale.train.runtime import runtime_of
 
 from ..tensor_memory import follow_memory
 from .test_stages import FAMILIES_CUT, LAYOUTS, Layout, experts, four_layers

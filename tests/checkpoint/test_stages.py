@@ -16,14 +16,14 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, PreTrainedConfi
 
 import hfscale
 from hfscale import CheckpointError, ParallelConfig
-from hfscale.files.reader import SafetensorsFile
-from hfscale.runtime import runtime_of
-from hfscale.runtime.shards import local_tensor
+from hfscale.distributed.files.reader import SafetensorsFile
 from hfscale.testing import RankPool
+from hfscale.train.runtime import runtime_of
+from hfscale.train.runtime.shards import local_tensor
 
-from ..models import tiny
 from ..sweeps import cases
 from ..tensor_memory import follow_memory
+from ..tiny_models import tiny
 
 Pools = Callable[[int], RankPool]
 Layout = dict[str, Any]

@@ -10,11 +10,11 @@ from torch import Tensor
 
 import hfscale
 from hfscale import CheckpointError, ParallelConfig
-from hfscale.runtime.shards import local_tensor
 from hfscale.testing import RankPool
+from hfscale.train.runtime.shards import local_tensor
 
-from ..models import tiny
 from ..sweeps import cases
+from ..tiny_models import tiny
 
 Pools = Callable[[int], RankPool]
 DROPOUT = {"resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.2}

@@ -20,10 +20,10 @@ import torch
 import hfscale
 from hfscale import CheckpointError, ConfigError
 from hfscale.checkpoint.state_directory import NewState, old_of
-from hfscale.files.complete import MARK, FileSum, mark_complete, read_mark
+from hfscale.distributed.files.complete import MARK, FileSum, mark_complete, read_mark
 from hfscale.testing import RankPool
 
-from ..models import tiny
+from ..tiny_models import tiny
 from .kills import killed_at_each_event
 
 Pools = Callable[[int], RankPool]

@@ -12,7 +12,7 @@ from hfscale.checkpoint.state_index import StateIndex
 from hfscale.checkpoint.state_reader import StateReader
 from hfscale.testing import RankPool
 
-from ..quantization.models import save, wide
+from ..features.quantization.models import save, wide
 from ..sweeps import cases
 from .state_runs import LAYOUTS, leg, loaders
 

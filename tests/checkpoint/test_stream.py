@@ -20,7 +20,7 @@ from hfscale.testing import RankPool
 from hfscale.testing.picture_configs import with_pictures
 
 from ..mixtures import qwen3_moe
-from ..models import tiny
+from ..tiny_models import tiny
 from .state_runs import LAYOUTS, build
 
 Pools = Callable[[int], RankPool]

@@ -17,11 +17,11 @@ from transformers import LlamaConfig
 import hfscale
 from hfscale import ParallelConfig
 from hfscale.checkpoint.state_directory import candidates
-from hfscale.runtime.writing import saving
 from hfscale.testing import RankPool
 from hfscale.train import BadStepError, BadSteps, preemption
+from hfscale.train.runtime.writing import saving
 
-from ..models import tiny
+from ..tiny_models import tiny
 
 SCRIPT = """
 import os, signal, sys, threading, time

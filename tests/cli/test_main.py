@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 import hfscale
 from hfscale import CheckpointError, ConfigError, ParallelConfig, __version__
 from hfscale.cli import _COMMANDS, main
-from tests.models import tiny
+from tests.tiny_models import tiny
 
 
 @pytest.fixture
@@ -173,7 +173,7 @@ def test_a_hub_that_is_away_is_not_waited_for(
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr("hfscale._host.hub.getproxies", dict)
+    monkeypatch.setattr("hfscale._compat.hub.getproxies", dict)
     message = _refused(capsys, "plan", "nobody/nothing")
     assert "nobody/nothing is no directory here, and the Hub cannot be reached for it" in message
     with pytest.raises(CheckpointError, match="the Hub cannot be reached"):

@@ -6,7 +6,7 @@ import pytest
 
 from hfscale.cli import main
 
-from ..models import tiny
+from ..tiny_models import tiny
 
 SEARCH, STEP = "search MODEL", "--gpus 8 --tokens-per-step 256K"
 WRONG = {

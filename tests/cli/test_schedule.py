@@ -10,9 +10,9 @@ import pytest
 
 from hfscale import ParallelConfig
 from hfscale.cli import main
+from hfscale.cli.schedule_drawing.plot import draw, title
+from hfscale.cli.schedule_drawing.terminal import render
 from hfscale.parallel.pipeline import Action, Costs, Timeline, order, read_csv, read_trace, simulate, write_trace
-from hfscale.parallel.pipeline.plot import draw, title
-from hfscale.parallel.pipeline.terminal import render
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 

@@ -12,7 +12,7 @@ from hfscale.cli import main
 from hfscale.cost.model.machine import find_machine
 from hfscale.cost.tools.calibrate import Sizes, calibrate
 
-from ..models import tiny
+from ..tiny_models import tiny
 
 SMALL = Sizes(hidden=64, ffn=128, heads=4, sequence=32, batch=2, vocabulary=101, seconds=1e-3)
 

@@ -13,7 +13,7 @@ from hfscale import ConfigError, MemoryConfig, ParallelConfig
 from hfscale.cli import main
 from hfscale.cost.tools.dry_run import DryRun, dry_run
 
-from ..models import tiny
+from ..tiny_models import tiny
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "vocab_size": 512}
 # Of fewer layers, what is around them would count as much as the estimate may be off.

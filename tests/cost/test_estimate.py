@@ -17,7 +17,7 @@ from hfscale.cli import main
 from hfscale.cost.model.machine import find_machine, machine_names
 from hfscale.cost.model.shapes import shape_of_plan
 
-from ..models import tiny
+from ..tiny_models import tiny
 
 LLAMA = LlamaConfig(
     hidden_size=4096,

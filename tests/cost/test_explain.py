@@ -16,7 +16,7 @@ from hfscale.cost.tools.explain import (
     zero_stages,
 )
 
-from ..models import tiny
+from ..tiny_models import tiny
 from .test_search import facts
 
 

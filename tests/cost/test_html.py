@@ -12,7 +12,7 @@ from hfscale.cli import main
 from hfscale.cost.tools.html import page_of
 from hfscale.cost.tools.search import search
 
-from ..models import tiny
+from ..tiny_models import tiny
 from .test_search import SMALL, facts
 
 

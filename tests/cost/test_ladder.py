@@ -8,7 +8,7 @@ import pytest
 from hfscale.cli import main
 from hfscale.cost.tools.ladder import LADDER, Rung, Step, climb
 
-from ..models import tiny
+from ..tiny_models import tiny
 
 
 def check(steps: list[Step]) -> None:

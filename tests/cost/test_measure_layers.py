@@ -8,11 +8,11 @@ import torch
 
 import hfscale
 from hfscale import MemoryConfig, ParallelConfig
-from hfscale.families.clone import HIDDEN
-from hfscale.memory.saved import count_saved
-from hfscale.runtime import runtime_of
+from hfscale.features.memory.saved import count_saved
+from hfscale.models.clone import HIDDEN
 from hfscale.testing import RankPool
 from hfscale.testing.families import config_of
+from hfscale.train.runtime import runtime_of
 
 from ..sweeps import cases, pairs
 

@@ -11,11 +11,11 @@ from hfscale import ConfigError, MemoryConfig, ParallelConfig
 from hfscale.cost.model.layer_bytes import stream_width
 from hfscale.cost.model.memory import estimate_memory
 from hfscale.cost.model.optimizer_bytes import NAMES
-from hfscale.families.clone import tiny_clone
-from hfscale.families.expert_modules import experts_per_token
-from hfscale.optimizers.catalog import CHOICES
+from hfscale.models.clone import tiny_clone
+from hfscale.models.expert_modules import experts_per_token
+from hfscale.optim.catalog import CHOICES
 
-from ..models import tiny
+from ..tiny_models import tiny
 
 LLAMA_8B = LlamaConfig(
     hidden_size=4096,

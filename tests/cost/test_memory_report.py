@@ -12,18 +12,18 @@ from transformers import BitsAndBytesConfig, MixtralConfig, PreTrainedConfig
 
 import hfscale
 from hfscale import ParallelConfig
-from hfscale._host.transformers.computing import enable_checkpointing
+from hfscale._compat.transformers.computing import enable_checkpointing
 from hfscale.cost.model.optimizer_bytes import NAMES
 from hfscale.cost.tools.memory_report import held_bytes
 from hfscale.errors import ConfigError
-from hfscale.memory.saved import count_saved
-from hfscale.runtime import runtime_of
+from hfscale.features.memory.saved import count_saved
 from hfscale.testing import RankPool
 from hfscale.testing.families import config_of
+from hfscale.train.runtime import runtime_of
 
-from ..models import tiny
-from ..quantization.models import four_bits, save, wide
+from ..features.quantization.models import four_bits, save, wide
 from ..sweeps import pairs
+from ..tiny_models import tiny
 
 Pools = Callable[[int], RankPool]
 ROWS, LENGTH = 4, 32

@@ -9,8 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.pytorch_utils import Conv1D
 
-from hfscale.families.clone import HIDDEN, VOCABULARY
-from hfscale.families.expert_modules import EXPERT_FIELDS
+from hfscale.models.clone import HIDDEN, VOCABULARY
+from hfscale.models.expert_modules import EXPERT_FIELDS
 from hfscale.testing.families import MIXED, config_of
 
 from .draw import is_dropout

@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from hfscale.config import ParallelConfig
+from hfscale.config.parallel import ParallelConfig
 
 TORCH = ("SGD", "SGD", "SGD", "AdamW", "Adagrad")
 """Optimizers of ``torch.optim``, as often as they are drawn; any other is one of :func:`hfscale.create_optimizer`."""

@@ -9,8 +9,8 @@ from accelerate import GradScalerKwargs
 from torch import nn
 
 import hfscale
-from hfscale.families.projections import PROJECTIONS
-from hfscale.memory import compressed
+from hfscale.features.memory import compressed
+from hfscale.models.projections import PROJECTIONS
 from hfscale.plan.float8 import Float8Plan
 from tests.float8_reference import convert, float8_in_32_bits, in_32_bits
 

@@ -10,14 +10,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedConfig
 
 import hfscale
-from hfscale._host.transformers.computing import enable_checkpointing
-from hfscale._host.transformers.experts import use_eager_experts
-from hfscale.families.precision import WIDENS_INSIDE, keep_float64
-from hfscale.optimizers.decay import owners_of
-from hfscale.optimizers.muon import is_hidden_matrix
-from hfscale.runtime import runtime_of
+from hfscale._compat.transformers.computing import enable_checkpointing
+from hfscale._compat.transformers.experts import use_eager_experts
+from hfscale.models.precision import WIDENS_INSIDE, keep_float64
+from hfscale.optim.decay import owners_of
+from hfscale.optim.muon import is_hidden_matrix
 from hfscale.testing.families import config_of
 from hfscale.testing.parity import plain_name
+from hfscale.train.runtime import runtime_of
 
 from .draw import Draw
 from .levers import COMPUTES, computes_in, planned_by, scaled_by

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 import hfscale
-from hfscale.runtime import Runtime, runtime_of
-from hfscale.runtime.shards import local_tensor
 from hfscale.testing.differences import difference
 from hfscale.testing.parity import stored
+from hfscale.train.runtime import Runtime, runtime_of
+from hfscale.train.runtime.shards import local_tensor
 
 from .between import look
 from .children import Note

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import hfscale
-from hfscale._host.bitsandbytes import has_layouts, keep_layout
+from hfscale._compat.bitsandbytes import has_layouts, keep_layout
 from hfscale.testing.parity import plain_name
 
 from .documents import by_document

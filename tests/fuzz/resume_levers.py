@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hfscale.families.precision import keep_float64
+from hfscale.models.precision import keep_float64
 
 from . import lever_values
 from .levers import roundings_in_32_bits

@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM
 
 import hfscale
 from hfscale import ParallelConfig
-from hfscale.ops import LinearRows, VocabularySlice, head_cross_entropy
-from hfscale.ops.float8 import Float8Groups, Float8Products
+from hfscale.distributed.ops import LinearRows, VocabularySlice, head_cross_entropy
+from hfscale.features.fp8.scaled_matmul import Float8Groups, Float8Products
 
 from ..mixtures import qwen3_moe
-from ..models import tiny
+from ..tiny_models import tiny
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 IDS = torch.randint(3, 67, (4, 12), generator=torch.Generator().manual_seed(1))

@@ -7,8 +7,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hfscale.ops.exchange import start_all_gather, start_all_reduce, start_reduce_scatter
-from hfscale.processes import TIMEOUT, backend_of, device_group, host_group, keep_patience, own_device, start
+from hfscale.distributed.ops.exchange import start_all_gather, start_all_reduce, start_reduce_scatter
+from hfscale.distributed.processes import (
+    TIMEOUT,
+    backend_of,
+    device_group,
+    host_group,
+    keep_patience,
+    own_device,
+    start,
+)
 from hfscale.testing import count_traffic
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]

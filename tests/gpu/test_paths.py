@@ -8,10 +8,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import hfscale
-from hfscale.sequences.kernels import Block, FlashOnCuda, ScoreKernel
+from hfscale.parallel.context.kernels import Block, FlashOnCuda, ScoreKernel
 
 from ..mixtures import qwen3_moe
-from ..models import tiny
+from ..tiny_models import tiny
 from .test_gpu import BATCH, adapted, train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]

@@ -18,13 +18,13 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, OlmoeConfig, Pr
 
 import hfscale
 from hfscale import ParallelConfig, RoutingConfig
-from hfscale._host.transformers.computing import enable_checkpointing
-from hfscale._host.transformers.experts import router_logits, use_eager_experts
-from hfscale.families.precision import keep_float64
-from hfscale.runtime import runtime_of
-from hfscale.runtime.shards import local_tensor
+from hfscale._compat.transformers.computing import enable_checkpointing
+from hfscale._compat.transformers.experts import router_logits, use_eager_experts
+from hfscale.models.precision import keep_float64
 from hfscale.testing import RankPool
 from hfscale.testing.parity import ragged_batch
+from hfscale.train.runtime import runtime_of
+from hfscale.train.runtime.shards import local_tensor
 
 Pools = Callable[[int], RankPool]
 

@@ -10,11 +10,11 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 import hfscale
 from hfscale import ParallelConfig
-from hfscale._host.transformers.computing import enable_checkpointing
-from hfscale.families.precision import keep_float64
-from hfscale.runtime import runtime_of
-from hfscale.runtime.shards import local_tensor
+from hfscale._compat.transformers.computing import enable_checkpointing
+from hfscale.models.precision import keep_float64
 from hfscale.testing import Case, RankPool, Traffic, assert_layout_equal, count_traffic, plain
+from hfscale.train.runtime import runtime_of
+from hfscale.train.runtime.shards import local_tensor
 
 from ..mixtures import EAGER, gpt_oss, qwen2_moe, qwen3_moe
 from ..sweeps import cases, pairs

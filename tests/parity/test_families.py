@@ -11,8 +11,8 @@ import pytest
 from transformers import AutoConfig
 
 from hfscale import ParallelConfig, PlanError, plan
-from hfscale.families import FAMILIES as FAMILIES_OF_PLAN
-from hfscale.families.clone import LAYERS, layers_of_every_kind, shares_keys, tiny_clone
+from hfscale.models import FAMILIES as FAMILIES_OF_PLAN
+from hfscale.models.clone import LAYERS, layers_of_every_kind, shares_keys, tiny_clone
 from hfscale.testing import Case, RankPool, assert_layout_equal
 from hfscale.testing.families import config_of
 

@@ -9,12 +9,12 @@ from transformers import AutoConfig, PreTrainedConfig
 
 import hfscale
 from hfscale import ParallelConfig
-from hfscale.families.clone import tiny_clone
-from hfscale.runtime import runtime_of
+from hfscale.models.clone import tiny_clone
 from hfscale.testing import Case, RankPool, assert_layout_equal
+from hfscale.train.runtime import runtime_of
 
-from ..models import tiny
 from ..sweeps import cases
+from ..tiny_models import tiny
 
 Pools = Callable[[int], RankPool]
 TP2, TP4, SHARDED = {"tp_size": 2}, {"tp_size": 4}, {"tp_size": 2, "dp_shard_size": 2}

@@ -8,8 +8,8 @@ import pytest
 from hfscale import ParallelConfig
 from hfscale.testing import Case, RankPool, assert_layout_equal
 
-from ..models import tiny
 from ..sweeps import pairs
+from ..tiny_models import tiny
 
 Pools = Callable[[int], RankPool]
 

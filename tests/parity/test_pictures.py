@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 import hfscale
 from hfscale import ConfigError, ParallelConfig, PlanError
-from hfscale.families.clone import tiny_clone
+from hfscale.models.clone import tiny_clone
 from hfscale.plan.towers import TowersPlan
 from hfscale.testing import RankPool, assert_layout_equal
 from hfscale.testing.picture_configs import with_pictures
@@ -19,7 +19,7 @@ from hfscale.testing.picture_inputs import join_pictures, make_picture
 from hfscale.testing.pictures import PictureCase, PlainPictureCase
 from hfscale.testing.proofs.loss import passes_on_labels
 
-from ..models import needs
+from ..tiny_models import needs
 
 pytestmark = pytest.mark.filterwarnings("ignore:`hidden_state` is deprecated:FutureWarning")  # mllama's, in 5.17
 Pools = Callable[[int], RankPool]

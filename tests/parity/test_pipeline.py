@@ -13,14 +13,14 @@ from transformers import AutoModelForCausalLM, OPTConfig, PreTrainedConfig
 
 import hfscale
 from hfscale import ConfigError, ParallelConfig, PlanError
-from hfscale.families.precision import keep_float64
+from hfscale.models.precision import keep_float64
 from hfscale.parallel.pipeline import order, write_csv
-from hfscale.runtime import runtime_of
 from hfscale.testing import Case, RankPool, assert_layout_equal
 from hfscale.testing.parity import ragged_batch
+from hfscale.train.runtime import runtime_of
 
-from ..models import tiny
 from ..sweeps import cases, pairs
+from ..tiny_models import tiny
 
 Pools = Callable[[int], RankPool]
 SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev")

@@ -12,7 +12,7 @@ from transformers import BertForSequenceClassification as Classifier
 
 import hfscale
 from hfscale import ConfigError, ParallelConfig, PlanError
-from hfscale.families.clone import tiny_clone
+from hfscale.models.clone import tiny_clone
 from hfscale.testing import RankPool, assert_layout_equal, plain
 
 Pools = Callable[[int], RankPool]

@@ -10,15 +10,15 @@ import torch.distributed as dist
 
 import hfscale
 from hfscale import MemoryConfig, ParallelConfig
-from hfscale.processes import backend_of
-from hfscale.runtime import local_tensor, runtime_of
+from hfscale.distributed.processes import backend_of
 from hfscale.testing import Case, RankPool, assert_layout_equal
+from hfscale.train.runtime import local_tensor, runtime_of
 
 from ..layouts import LAYOUTS
 from ..mixtures import EAGER, qwen3_moe
-from ..models import tiny
 from ..staged import late, staged
 from ..sweeps import pairs
+from ..tiny_models import tiny
 
 BACKENDS = {"staged": staged, "late": late}
 _MORE = {

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoModelForTokenClassification
 
 from hfscale import ParallelConfig
-from hfscale.families.clone import tiny_clone
+from hfscale.models.clone import tiny_clone
 from hfscale.parallel.pipeline.targets import with_targets
 from hfscale.testing import RankPool, assert_layout_equal, plain
 from hfscale.testing.sample_batches import changes_for

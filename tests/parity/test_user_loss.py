@@ -10,9 +10,9 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 
 import hfscale
 from hfscale import ConfigError, ParallelConfig
-from hfscale.families.clone import tiny_clone
-from hfscale.runtime import local_tensor
+from hfscale.models.clone import tiny_clone
 from hfscale.testing import RankPool, assert_layout_equal, plain
+from hfscale.train.runtime import local_tensor
 
 Pools = Callable[[int], RankPool]
 

@@ -9,7 +9,7 @@ import hfscale
 from hfscale import ParallelConfig
 from hfscale.plan.reductions import Reduction
 from hfscale.testing.families import config_of
-from tests.models import tiny
+from tests.tiny_models import tiny
 
 _TIED = {"tie_word_embeddings": True, "num_hidden_layers": 4}
 _HEADS = "model.layers.0.self_attn.k_proj.weight"

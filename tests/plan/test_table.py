@@ -14,7 +14,7 @@ import hfscale
 from hfscale import ParallelConfig
 from hfscale.plan import render, to_json
 from hfscale.plan.table import human, local_bytes
-from tests.models import tiny
+from tests.tiny_models import tiny
 
 
 def test_70b_takes_seconds() -> None:

@@ -12,7 +12,7 @@ from hfscale.recipes.loop import Outcome, train
 from hfscale.recipes.run_log import RunLog, read_metrics
 from hfscale.recipes.schema import PretrainRecipe, TrainingRecipe
 from hfscale.testing import RankPool
-from tests.models import tiny
+from tests.tiny_models import tiny
 
 
 def _sequences(count: int, seed: int) -> Dataset:

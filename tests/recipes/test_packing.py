@@ -21,7 +21,7 @@ from hfscale.recipes.schema import PretrainRecipe, TrainingRecipe
 from hfscale.recipes.tasks import TEXT
 from hfscale.testing import Case, RankPool, assert_layout_equal
 
-from ..models import tiny
+from ..tiny_models import tiny
 
 Pools = Callable[[int], RankPool]
 

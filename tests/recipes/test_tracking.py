@@ -17,7 +17,7 @@ from hfscale.recipes.loop import train
 from hfscale.recipes.run_log import RunLog, read_metrics
 from hfscale.recipes.schema import PretrainRecipe, RecipeError, TrainingRecipe
 from hfscale.recipes.utilization import Utilization, flops_per_token, peak_flops
-from tests.models import tiny
+from tests.tiny_models import tiny
 
 from .test_loop import _sequences
 

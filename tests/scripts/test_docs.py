@@ -11,7 +11,7 @@ import support_table
 from notes import note
 
 from hfscale.cli import _parser
-from hfscale.runtime import Part
+from hfscale.train.runtime import Part
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("model_cards/*.md")])

@@ -19,11 +19,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, TrainingArguments
 
 import hfscale
 from hfscale import ParallelConfig
-from hfscale.families.blueprint import Block, Blueprint
+from hfscale.models.blueprint import Block, Blueprint
 from hfscale.testing import RankPool
 
 from ..mixtures import qwen3_moe
-from ..models import tiny
+from ..tiny_models import tiny
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md")])

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from hfscale.recipes.read import load_recipe
 from hfscale.recipes.schema import FinetuneRecipe
 
-from ..models import tiny
+from ..tiny_models import tiny
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 RECIPE = SCRIPTS / "recipes" / "demo_upcycle.yaml"

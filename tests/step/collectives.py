@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hfscale.ops import exchange
+from hfscale.distributed.ops import exchange
 
 # What NCCL sends.
 DTYPES = {

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from hfscale.cost.tools.simulated_rank import META, Answer, SimulatedRank
 from hfscale.cost.tools.simulated_rank import simulated_rank as pretended_gpus
-from hfscale.runtime import runtime_of
+from hfscale.train.runtime import runtime_of
 
 from .collectives import DTYPES
 

@@ -16,9 +16,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hfscale._host import torch_fsdp
-from hfscale.memory import on_host
-from hfscale.parallel.data import eight_bits
+from hfscale._compat import torch_fsdp
+from hfscale.features.fp8 import gather as eight_bits
+from hfscale.features.memory import on_host
 
 Clock = dict["Stream", int]
 _TO, _EMPTY_LIKE = Tensor.to, torch.empty_like

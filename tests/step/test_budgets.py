@@ -17,7 +17,7 @@ import hfscale
 from hfscale import ParallelConfig
 from hfscale.testing import RankPool
 
-from ..models import tiny
+from ..tiny_models import tiny
 
 Pools = Callable[[int], RankPool]
 LOOKS = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "nonzero", "cpu", "numpy", "equal"}

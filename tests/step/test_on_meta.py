@@ -9,11 +9,11 @@ from transformers import PreTrainedConfig, Qwen3MoeConfig
 
 import hfscale
 from hfscale import ParallelConfig
-from hfscale.ops import exchange
+from hfscale.distributed.ops import exchange
 from hfscale.parallel.tensor import RandomStreams
-from hfscale.runtime import runtime_of
+from hfscale.train.runtime import runtime_of
 
-from ..models import tiny
+from ..tiny_models import tiny
 from .meta import GPU, Seen, pretended_gpus, watched
 
 B, S, H, LAYERS, EXPERTS, ROUTES = 2, 32, 64, 2, 8, 2
@@ -100,7 +100,7 @@ def test_stages(microbatches: int) -> None:
 
 def test_batches_on_the_device_are_looked_at_once() -> None:
     seen = _step(ParallelConfig(tp_size=2), 4, answer=[B * (S - 1), 0, 0, 0] * 4)
-    assert [where.partition(":")[0] for _, where in seen.looks.elements()] == ["hfscale/runtime/batches.py"]
+    assert [where.partition(":")[0] for _, where in seen.looks.elements()] == ["hfscale/train/runtime/batches.py"]
 
 
 def _faults(call: Any) -> Seen:

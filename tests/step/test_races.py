@@ -11,14 +11,14 @@ from transformers import MixtralConfig
 
 import hfscale
 from hfscale import ParallelConfig
-from hfscale.ops import all_to_all
-from hfscale.ops.exchange import start_all_gather, start_all_reduce, start_reduce_scatter
-from hfscale.runtime import local_tensor, runtime_of
+from hfscale.distributed.ops import all_to_all
+from hfscale.distributed.ops.exchange import start_all_gather, start_all_reduce, start_reduce_scatter
 from hfscale.testing import RankPool
+from hfscale.train.runtime import local_tensor, runtime_of
 
 from ..layouts import named
-from ..models import tiny
 from ..sweeps import pairs
+from ..tiny_models import tiny
 from .collectives import RaceError, backward_on_a_thread, races, strict
 
 Pools = Callable[[int], RankPool]

@@ -19,11 +19,11 @@ from transformers import AutoModelForCausalLM
 
 import hfscale
 from hfscale import ParallelConfig
-from hfscale._host.torch_fsdp import _parameters as fsdp_parameters
-from hfscale._host.transformers.computing import enable_checkpointing
+from hfscale._compat.torch_fsdp import _parameters as fsdp_parameters
+from hfscale._compat.transformers.computing import enable_checkpointing
 from hfscale.testing import RankPool, Traffic, count_traffic
 
-from ..models import tiny
+from ..tiny_models import tiny
 
 Pools = Callable[[int], RankPool]
 B, S, H, LAYERS = 3, 10, 32, 2

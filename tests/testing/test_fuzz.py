@@ -12,7 +12,7 @@ import torch
 
 import hfscale
 from hfscale import ParallelConfig
-from hfscale.quantization.quantized_modules import dequantized
+from hfscale.features.quantization.quantized_modules import dequantized
 from tests.fuzz import Draw, Verdict, choose, read, shrink
 from tests.fuzz.judge import compared
 from tests.fuzz.measures import Yardstick

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hfscale import MemoryConfig, ParallelConfig
-from hfscale.options import Options
+from hfscale.config.options import Options
 from tests.fuzz import Draw, choose
 from tests.fuzz.between import _log_probs
 from tests.fuzz.choose_more import _another

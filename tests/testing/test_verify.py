@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 import hfscale
 from hfscale import ParallelConfig
 from hfscale.cli import main
-from hfscale.config import SCHEDULES
-from hfscale.families.clone import tiny_clone
+from hfscale.config.parallel import SCHEDULES
+from hfscale.models.clone import tiny_clone
 from hfscale.parallel.pipeline import order, write_csv
 from hfscale.parallel.pipeline.orders import check
 from hfscale.testing import Case, Parity, RankPool, measure_parity, sample_batches, verify

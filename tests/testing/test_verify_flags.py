@@ -9,10 +9,10 @@ import pytest
 from transformers import AutoConfig, LlamaConfig
 
 from hfscale.cli import main
-from hfscale.families.clone import tiny_clone
+from hfscale.models.clone import tiny_clone
 from hfscale.testing import Case, RankPool, measure_parity, verify
 
-from ..planner.test_infer import write_checkpoint
+from ..plan.drafting.test_infer import write_checkpoint
 
 Pools = Callable[[int], RankPool]
 

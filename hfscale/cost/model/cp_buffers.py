@@ -13,7 +13,7 @@ What collectives copy in order to send it comes on top: as much again at most, o
 
 from ...plan.context import ContextPlan
 from ...plan.plan import Plan
-from ...sequences import choose
+from ...plan.sequence_split import choose
 
 
 def cp_buffer_bytes(plan: Plan, kv: float, q: float, tokens: int, own: int) -> float:

@@ -33,7 +33,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from math import prod
 
-from ..._host.peft import LORA_A
+from ..._compat.peft import LORA_A
 from ...plan.compress import FEW
 from ...plan.context import ContextPlan
 from ...plan.parameter import ParameterPlan

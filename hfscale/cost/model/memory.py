@@ -18,6 +18,7 @@ from dataclasses import dataclass, fields, replace
 from math import ceil, prod
 from typing import Any
 
+from ...config.schedules import ASYNCHRONOUS
 from ...plan.cut import Cut, cut_shape
 from ...plan.float8 import float8_weights, gathered_in_8_bits
 from ...plan.offload import offloaded
@@ -25,7 +26,6 @@ from ...plan.parameter import ParameterPlan
 from ...plan.plan import Plan
 from ...plan.quantized import BLOCK, OUTER_BLOCK, packed_scale_bytes
 from ...plan.table import human
-from ...schedules import ASYNCHRONOUS
 from .activation_bytes import activation_bytes
 from .cp_buffers import cp_buffer_bytes
 from .gradient_bytes import left_out_bytes

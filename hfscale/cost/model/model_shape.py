@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import ConfigError
-from ...families.expert_modules import EXPERT_FIELDS, experts_per_token
-from ...families.fields import counts
+from ...models.expert_modules import EXPERT_FIELDS, experts_per_token
+from ...models.fields import counts
 
 
 @dataclass(frozen=True)

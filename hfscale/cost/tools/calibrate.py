@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaModel
 
-from ..._host.torch_device import accelerators, device_module, is_accelerator
+from ..._compat.torch_device import accelerators, device_module, is_accelerator
 from ..model.constants import Constants, fitted
 from ..model.job import Job
 from ..model.layer_time import layer_seconds

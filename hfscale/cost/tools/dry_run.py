@@ -13,11 +13,11 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from ...build import plan as make_plan
-from ...config import ParallelConfig
+from ...api.build import plan as make_plan
+from ...config.memory import MemoryConfig
+from ...config.parallel import ParallelConfig
 from ...errors import ConfigError
-from ...memory.saved import SavedBytes, SavedCounter
-from ...memory_config import MemoryConfig
+from ...features.memory.saved import SavedBytes, SavedCounter
 from ...plan import Plan
 from ...plan.recompute import recomputed
 from ...plan.table import human

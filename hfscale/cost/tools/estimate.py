@@ -7,9 +7,9 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from ...arguments import load_config
-from ...build import plan as make_plan
-from ...config import ParallelConfig
+from ...api.arguments import load_config
+from ...api.build import plan as make_plan
+from ...config.parallel import ParallelConfig
 from ...errors import ConfigError, check_count
 from ...parallel.pipeline import Costs, Timeline, order, simulate
 from ...plan import Plan

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from ...parallel.pipeline.in_flight import in_flight_of_ranks
 from ...plan import balance
-from ...planner.costs import Cost
+from ...plan.drafting.costs import Cost
 from ..model.constants import Constants
 from ..model.job import Job
 from ..model.jobs import shard_traffic

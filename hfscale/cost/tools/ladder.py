@@ -13,18 +13,18 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from ..._host.torch_device import device_module, is_accelerator
-from ..._host.transformers.classes import from_config as host_from_config
-from ...build import from_pretrained, plan
-from ...config import ParallelConfig
+from ..._compat.torch_device import device_module, is_accelerator
+from ..._compat.transformers.classes import from_config as host_from_config
+from ...api.build import from_pretrained, plan
+from ...config.memory import MemoryConfig
+from ...config.parallel import ParallelConfig
 from ...errors import PlanError
-from ...families.clone import tiny_clone
-from ...memory.saved import SavedBytes, count_saved
-from ...memory_config import MemoryConfig
-from ...optimizers import create_optimizer
-from ...runtime import runtime_of
+from ...features.memory.saved import SavedBytes, count_saved
+from ...models.clone import tiny_clone
+from ...optim import create_optimizer
 from ...testing.pool import RankPool
 from ...train import batch_world, train_step
+from ...train.runtime import runtime_of
 from ..model.memory import MemoryEstimate
 from .memory_report import held_bytes, memory_estimate
 

@@ -17,20 +17,20 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..._host.torch import storage_key, tree_leaves
-from ..._host.transformers.attention import implementation_of
-from ..._host.transformers.hidden_states import hidden_states_of
-from ...config import ParallelConfig
+from ..._compat.torch import storage_key, tree_leaves
+from ..._compat.transformers.attention import implementation_of
+from ..._compat.transformers.hidden_states import hidden_states_of
+from ...config.memory import MemoryConfig
+from ...config.parallel import ParallelConfig
 from ...errors import ConfigError
-from ...families.clone import first_layers
-from ...memory.compressed import Stored
-from ...memory.kept_activations import KeptActivations
-from ...memory.saved import SavedCounter
-from ...memory_config import MemoryConfig
+from ...features.memory.compressed import Stored
+from ...features.memory.kept_activations import KeptActivations
+from ...features.memory.saved import SavedCounter
+from ...models.clone import first_layers
 from ...plan import Plan
 from ...plan.compress import BYTES, compressed
 from ...plan.recompute import recomputed
-from ...runtime import runtime_of
+from ...train.runtime import runtime_of
 from ..model.jobs import job_of
 from ..model.layer_bytes import LayerBytes, is_known
 from ..model.machine import find_machine

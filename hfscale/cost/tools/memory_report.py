@@ -2,7 +2,7 @@
 
 The prediction is :mod:`hfscale.cost.model.memory`'s, with what only a model or a schedule knows filled in. What is held
 is counted by storages, each once: those of parameters, gradients and the optimizer's state. What the forward pass keeps
-for the backward pass is :mod:`hfscale.memory.saved`'s.
+for the backward pass is :mod:`hfscale.features.memory.saved`'s.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,19 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._host.torch import storage_key
-from ..._host.transformers.computing import recomputes
+from ..._compat.torch import storage_key
+from ..._compat.transformers.computing import recomputes
+from ...config.options import Options
+from ...distributed.ops.head_cross_entropy import rows_per_chunk
 from ...errors import ConfigError, check_count, check_switch
-from ...families.expert_modules import experts_per_token
-from ...memory.recompute import Recomputation
-from ...ops.head_cross_entropy import rows_per_chunk
-from ...options import Options
+from ...features.memory.recompute import Recomputation
+from ...features.quantization.quantized_modules import beside_quantized
+from ...models.expert_modules import experts_per_token
 from ...parallel.data import DataParallel
 from ...parallel.pipeline.in_flight import in_flight_together
 from ...plan import Plan
 from ...plan.offload import offloaded, refuse_aside
-from ...quantization.quantized_modules import beside_quantized
-from ...runtime import find_runtime, local_tensor, runtime_of
+from ...train.runtime import find_runtime, local_tensor, runtime_of
 from ..model.measured_layers import MeasuredLayers
 from ..model.memory import MemoryEstimate, estimate_memory
 

@@ -11,21 +11,21 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from ..._host.torch_fake import META
-from ...adapters.peft_config import read_config
-from ...build import build
+from ..._compat.torch_fake import META
+from ...api.build import build
+from ...api.sources import FromSeed, Outline
 from ...checkpoint.load import materialize_buffers
-from ...config import ParallelConfig
-from ...memory_config import MemoryConfig
-from ...mesh import Mesh
-from ...options import Options
+from ...config.memory import MemoryConfig
+from ...config.options import Options
+from ...config.parallel import ParallelConfig
+from ...distributed.mesh import Mesh
+from ...features.adapters.peft_config import read_config
 from ...parallel.pipeline.stand_in import leave_out
 from ...parallel.tensor.apply import cut_parameters
 from ...plan import Plan
-from ...runtime import runtime_of
-from ...runtime.local_weights import LocalWeights
-from ...sources import FromSeed, Outline
 from ...train import train_step
+from ...train.runtime import runtime_of
+from ...train.runtime.local_weights import LocalWeights
 from ..model.job import Job
 from ..model.model_shape import ModelShape
 from .simulated_rank import SimulatedRank, Traffic, fused_attention, leave_alone, simulated_rank

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from ...config import ParallelConfig
+from ...config.parallel import ParallelConfig
 from ...plan import Plan
 from ..model.jobs import gathered_bytes, gradient_bytes, trained_fraction, unpacked_bytes
 from ..model.layer_bytes import Types, layer_bytes, stream_width

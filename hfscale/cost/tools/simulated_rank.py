@@ -15,16 +15,16 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from ... import process_groups
-from ..._host.replaced import attribute_replaced
-from ..._host.torch import TorchDispatchMode, schema_of, tree_leaves
-from ..._host.torch_attention import flash_on_cpu
-from ..._host.torch_autocast import autocast_on_meta
-from ..._host.torch_fake import META, fake_process_group, finished, group_of, meta_as_accelerator
-from ...mesh import Mesh
+from ..._compat.replaced import attribute_replaced
+from ..._compat.torch import TorchDispatchMode, schema_of, tree_leaves
+from ..._compat.torch_attention import flash_on_cpu
+from ..._compat.torch_autocast import autocast_on_meta
+from ..._compat.torch_fake import META, fake_process_group, finished, group_of, meta_as_accelerator
+from ...distributed import process_groups
+from ...distributed.mesh import Mesh
 from ...parallel.pipeline import Pipeline
 from ...parallel.tensor import RandomStreams
-from ...runtime import Runtime
+from ...train.runtime import Runtime
 from ..model.links import ring_share
 
 HOST, OTHERS = "host", "others"

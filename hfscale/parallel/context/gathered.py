@@ -6,12 +6,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...ops.exchange import start_all_gather, start_reduce_scatter
-from ...sequences.engine import Backward, wide_zeros
+from ...distributed.ops.exchange import start_all_gather, start_reduce_scatter
+from .engine import Backward, wide_zeros
 
 
 class GatheredBlocks:
-    """A source of blocks: see :class:`hfscale.sequences.engine.Source`."""
+    """A source of blocks: see :class:`hfscale.parallel.context.engine.Source`."""
 
     def __init__(self, lengths: list[int], group: dist.ProcessGroup) -> None:
         self._lengths, self._group = lengths, group

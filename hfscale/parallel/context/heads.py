@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...ops.all_to_all import all_to_all
+from ...distributed.ops.all_to_all import all_to_all
 
 
 def replicated(x: Tensor, size: int) -> Tensor:

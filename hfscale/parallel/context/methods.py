@@ -2,16 +2,16 @@
 
 from torch import Tensor, nn
 
-from ...mesh import Mesh
-from ...process_groups import context_groups
-from ...sequences import choose, heads_fit
-from ...sequences.attention import read
-from ...sequences.engine import OwnBlocks, Source
-from ...sequences.masks import MaskBlocks
-from ...sequences.seam import AttentionCall
+from ...distributed.mesh import Mesh
+from ...distributed.process_groups import context_groups
+from ...plan.sequence_split import choose, heads_fit
+from .attention import read
+from .engine import OwnBlocks, Source
 from .gathered import GatheredBlocks
 from .heads import HeadExchange, replicated
+from .masks import MaskBlocks
 from .ring import RingBlocks
+from .seam import AttentionCall
 
 
 class ContextAttention:
@@ -32,7 +32,7 @@ class ContextAttention:
     def __call__(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: MaskBlocks, call: AttentionCall
     ) -> Tensor:
-        """See :data:`hfscale.sequences.seam.Attend`."""
+        """See :data:`hfscale.parallel.context.seam.Attend`."""
         split = mask.batch.split
         method = choose(self._method, q.shape[1], k.shape[1], split.size)
         if method == "heads":

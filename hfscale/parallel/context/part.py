@@ -6,20 +6,20 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..._host.transformers.classes import takes_argument
+from ..._compat.transformers.classes import takes_argument
 from ...errors import ConfigError
 from ...plan.context import ContextPlan
-from ...runtime import Batch, Part, Runtime, recomputing
-from ...runtime.axes import ContextAxis
-from ...runtime.batches import Microbatch
-from ...runtime.forward_passes import ForwardPasses
-from ...runtime.local_weights import LocalWeights
-from ...sequences import CutBatch, cut_batch
-from ...sequences.mixers import WholeSequences
-from ...sequences.rotary import ask_for_all_positions
-from ...sequences.seam import Seam, attention_configs, learn
-from ...sequences.text import cut_inside
+from ...train.runtime import Batch, Part, Runtime, recomputing
+from ...train.runtime.axes import ContextAxis
+from ...train.runtime.batches import Microbatch
+from ...train.runtime.forward_passes import ForwardPasses
+from ...train.runtime.local_weights import LocalWeights
+from .cut import CutBatch, cut_batch
 from .methods import ContextAttention
+from .mixers import WholeSequences
+from .rotary import ask_for_all_positions
+from .seam import Seam, attention_configs, learn
+from .text import cut_inside
 from .whole_sequences import TokenGather
 
 _BATCH = "context_batch"

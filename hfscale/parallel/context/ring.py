@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...ops.waits import waiting
-from ...sequences.engine import Backward, wide_zeros
+from ...distributed.ops.waits import waiting
+from .engine import Backward, wide_zeros
 
 
 class RingBlocks:
-    """A source of blocks: see :class:`hfscale.sequences.engine.Source`."""
+    """A source of blocks: see :class:`hfscale.parallel.context.engine.Source`."""
 
     def __init__(self, lengths: list[int], rank: int, group: dist.ProcessGroup) -> None:
         self._lengths, self._rank, self._group = lengths, rank, group

@@ -6,12 +6,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...ops.exchange import start_all_gather, start_reduce_scatter
-from ...sequences import CutBatch, Split
+from ...distributed.ops.exchange import start_all_gather, start_reduce_scatter
+from ...plan.sequence_split import Split
+from .cut import CutBatch
 
 
 class TokenGather:
-    """See :data:`hfscale.sequences.mixers.Gather`."""
+    """See :data:`hfscale.parallel.context.mixers.Gather`."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..._host.torch_fsdp import ParameterGroup, parameter_groups
-from ...mesh import Mesh
+from ..._compat.torch_fsdp import ParameterGroup, parameter_groups
+from ...distributed.mesh import Mesh
 from ...plan import Plan
 from ...plan.reductions import data_axes
 

@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..._host.torch import has_backward_hook
-from ..._host.torch_fsdp import add_up_gradients
-from ...config import ParallelConfig
+from ..._compat.torch import has_backward_hook
+from ..._compat.torch_fsdp import add_up_gradients
+from ...config.parallel import ParallelConfig
 from ...errors import ConfigError
-from ...runtime import Batch, Part, Runtime
-from ...runtime.axes import DataAxes
-from ...runtime.local_weights import LocalWeights
+from ...train.runtime import Batch, Part, Runtime
+from ...train.runtime.axes import DataAxes
+from ...train.runtime.local_weights import LocalWeights
 from .compress import PowerSGD, compresses, install_compression
 from .shard import (
     apply_data_axes,

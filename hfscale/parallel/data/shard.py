@@ -17,19 +17,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from ..._host.torch_device import accelerators
-from ..._host.torch_fsdp import agree_on_gradients, reduce_now, shard_by_type
+from ..._compat.torch_device import accelerators
+from ..._compat.torch_fsdp import agree_on_gradients, reduce_now, shard_by_type
+from ...config.options import MIXED_PRECISIONS
+from ...distributed.mesh import Mesh
 from ...errors import ConfigError
-from ...families.cached_states import READ_BY_CACHE
-from ...families.precision import WIDENS_INSIDE
-from ...mesh import Mesh
-from ...options import MIXED_PRECISIONS
+from ...models.cached_states import READ_BY_CACHE
+from ...models.precision import WIDENS_INSIDE
 from ...plan import ParameterPlan, Plan
 from ...plan.offload import offloaded
 from ...plan.reductions import data_axes
 from ...plan.towers import TowersPlan
-from ...runtime import like_sharded
-from ...runtime.names import module_at, owner_of, parameter_at, put_parameter, stock_name
+from ...train.runtime import like_sharded
+from ...train.runtime.names import module_at, owner_of, parameter_at, put_parameter, stock_name
 from .compress import compresses
 from .whole_weights import give_up_whole_weights, reshard
 

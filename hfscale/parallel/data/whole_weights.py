@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ..._host.torch_fsdp import gather_root, managed_places
-from ..._host.transformers.classes import class_name
+from ..._compat.torch_fsdp import gather_root, managed_places
+from ..._compat.transformers.classes import class_name
 from ...errors import ConfigError
 
 

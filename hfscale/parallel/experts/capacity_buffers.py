@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...ops import all_to_all
+from ...distributed.ops import all_to_all
 
 
 class _Exchange(torch.autograd.Function):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ...errors import ConfigError
-from ...runtime.forward_passes import ForwardPasses
+from ...train.runtime.forward_passes import ForwardPasses
 
 
 @dataclass

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._host.peft import terms_of_experts
-from ..._host.transformers.experts import apply_gate
-from ...ops import grouped_linear
-from ...ops.shared_casts import cast_weight
-from ...quantization.frozen_linear import frozen_grouped_linear
-from ...quantization.packed import packings_of, read_packed
-from ...runtime import local_tensor
-from ...runtime.names import unwrapped
+from ..._compat.peft import terms_of_experts
+from ..._compat.transformers.experts import apply_gate
+from ...distributed.ops import grouped_linear
+from ...distributed.ops.frozen_linear import frozen_grouped_linear
+from ...distributed.ops.packed import packings_of, read_packed
+from ...distributed.ops.shared_casts import cast_weight
+from ...train.runtime import local_tensor
+from ...train.runtime.names import unwrapped
 
 
 def compute_type(experts: Any) -> torch.dtype:

@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...config.routing import RoutingConfig
+from ...distributed.mesh import Mesh
+from ...distributed.ops import leave
+from ...distributed.ops.exchange import start_all_gather
 from ...errors import ConfigError
-from ...mesh import Mesh
-from ...ops import leave
-from ...ops.exchange import start_all_gather
 from ...plan import ExpertsPlan
 from ...plan.cut import share_evenly
-from ...routing_config import RoutingConfig
-from ...runtime import recomputing
+from ...train.runtime import recomputing
 from .balance import balance_loss, expert_counts, expert_sums, z_loss
 from .capacity import count_each, queue_places, room
 from .forward_contexts import ForwardContexts, Pass, attach

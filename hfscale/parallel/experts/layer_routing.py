@@ -5,17 +5,17 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ..._host.peft import ORIGINAL
-from ..._host.torch import own_buffers
-from ..._host.transformers.classes import class_name
-from ..._host.transformers.experts import router_logits
+from ..._compat.peft import ORIGINAL
+from ..._compat.torch import own_buffers
+from ..._compat.transformers.classes import class_name
+from ..._compat.transformers.experts import router_logits
+from ...config.routing import RoutingConfig
 from ...errors import ConfigError
-from ...families.code import scores_by_sigmoid
+from ...models.code import scores_by_sigmoid
+from ...models.names import wild_name
 from ...plan import ExpertsPlan
-from ...plan.parameter import wild_name
-from ...routing_config import RoutingConfig
-from ...runtime import Runtime
-from ...runtime.names import stock_name
+from ...train.runtime import Runtime
+from ...train.runtime.names import stock_name
 from .layer import LayerRouting, Logits
 from .routing import Routing
 

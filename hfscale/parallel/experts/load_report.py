@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..._host.transformers.classes import class_name
+from ..._compat.transformers.classes import class_name
 from ...errors import ConfigError
-from ...runtime import runtime_of
+from ...train.runtime import runtime_of
 from .balance import max_over_mean, normalized_entropy
 from .part import ExpertRouting
 from .token_counts import NUMBERS

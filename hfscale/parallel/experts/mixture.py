@@ -13,16 +13,16 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..._host.transformers.experts import runs_grouped_products
-from ...ops import enter, gather, leave, scatter
-from ...ops.grouped_linear import ALIGNED
+from ..._compat.transformers.experts import runs_grouped_products
+from ...config.routing import RoutingConfig
+from ...distributed.ops import enter, gather, leave, scatter
+from ...distributed.ops.grouped_linear import ALIGNED
+from ...distributed.ops.packed import packings_of
 from ...plan import ExpertsPlan
 from ...plan.cut import share_evenly
-from ...quantization.packed import packings_of
-from ...routing_config import RoutingConfig
-from ...runtime import Runtime
-from ...runtime.mixed_weights import shares_casts
-from ...runtime.names import unwrapped
+from ...train.runtime import Runtime
+from ...train.runtime.mixed_weights import shares_casts
+from ...train.runtime.names import unwrapped
 from .capacity_buffers import through_slots
 from .dispatch import combine, dispatch
 from .grouped import compute_type, run_experts

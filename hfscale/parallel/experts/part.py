@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from ...errors import ConfigError
-from ...runtime import Batch, Part, Runtime
-from ...runtime.batches import Microbatch
-from ...runtime.local_weights import LocalWeights
+from ...train.runtime import Batch, Part, Runtime
+from ...train.runtime.batches import Microbatch
+from ...train.runtime.local_weights import LocalWeights
 from .mixture import install_experts
 from .routing import Routing
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...ops import all_to_all, exchange_counts
+from ...distributed.ops import all_to_all, exchange_counts
 from .capacity import count_each
 
 

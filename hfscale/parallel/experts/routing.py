@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...routing_config import RoutingConfig
-from ...runtime import Runtime
+from ...config.routing import RoutingConfig
+from ...train.runtime import Runtime
 from .balance import bias_step
 from .forward_contexts import ForwardContexts, real_tokens
 from .token_counts import Counters, LayerCounter

@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ...schedules import ASYNCHRONOUS, default_virtual_stages
+from ...config.schedules import ASYNCHRONOUS, default_virtual_stages
 
 if TYPE_CHECKING:
     from .asynchronous import AsynchronousPipeline

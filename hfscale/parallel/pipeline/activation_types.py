@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...distributed.mesh import Mesh
+from ...distributed.ops.waits import waiting
 from ...errors import ConfigError
-from ...mesh import Mesh
-from ...ops.waits import waiting
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _LENGTH = 6

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..._host.torch import has_accumulation_hook
+from ..._compat.torch import has_accumulation_hook
 from ...errors import ConfigError
-from ...runtime import Runtime, local_tensor
+from ...train.runtime import Runtime, local_tensor
 
 _ABSENT, _FROZEN, _TRAINS, _CHANGED = 0, 1, 2, 2  # states of a tied tensor; _CHANGED is added to one that was changed
 

@@ -29,11 +29,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..._host.torch import own_parameters
+from ..._compat.torch import own_parameters
+from ...distributed.ops.shared_casts import Casts, sharing
 from ...errors import ConfigError
-from ...ops.shared_casts import Casts, sharing
-from ...runtime import Objective, Runtime
-from ...runtime.batches import Microbatch
+from ...train.runtime import Objective, Runtime
+from ...train.runtime.batches import Microbatch
 from .microbatches import Batch, share_out
 from .orders import order
 from .run import Pipeline

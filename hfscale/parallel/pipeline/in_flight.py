@@ -4,8 +4,8 @@ backward pass.
 
 from functools import cache
 
+from ...config.schedules import ASYNCHRONOUS
 from ...plan import Plan
-from ...schedules import ASYNCHRONOUS
 from .orders import order
 from .timeline import Order, fullest_live, peak_live
 

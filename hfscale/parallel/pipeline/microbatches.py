@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from ...errors import ConfigError
-from ...runtime.batches import Microbatch
+from ...train.runtime.batches import Microbatch
 
 Batch = Mapping[str, Any]
 

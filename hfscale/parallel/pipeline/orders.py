@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from ...config.schedules import ASYNCHRONOUS, SCHEDULES
 from ...errors import ConfigError
-from ...schedules import ASYNCHRONOUS, SCHEDULES
 from .csv_table import read_csv
 from .several_stages import several_stages_order
 from .timeline import Action, Order
@@ -22,7 +22,7 @@ def order(schedule: str, pp_size: int, num_microbatches: int, virtual_stages: in
     ``pipedream_2bw`` (Narayanan et al. 2021a), or the path of a CSV in torch's format (see :func:`read_csv`).
 
     Args:
-        schedule: one of :data:`hfscale.config.SCHEDULES`, or the path of a ``.csv`` file.
+        schedule: one of :data:`hfscale.config.parallel.SCHEDULES`, or the path of a ``.csv`` file.
         pp_size: ranks of the pipeline.
         num_microbatches: microbatches of one step.
         virtual_stages: stages per rank. Stage ``s`` lives on rank ``s % pp_size``; for ``zbv`` and ``dualpipev``, which

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
+from ...config.schedules import ASYNCHRONOUS
 from ...errors import ConfigError
-from ...runtime import Batch, Part, Runtime
-from ...runtime.local_weights import LocalWeights
-from ...schedules import ASYNCHRONOUS
+from ...train.runtime import Batch, Part, Runtime
+from ...train.runtime.local_weights import LocalWeights
 from .asynchronous import AsynchronousPipeline
 from .run import Pipeline
 from .ties import list_under_first_names

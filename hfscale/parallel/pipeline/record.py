@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..._host.torch_device import device_module, is_accelerator
-from ...config import ParallelConfig
+from ..._compat.torch_device import device_module, is_accelerator
+from ...config.parallel import ParallelConfig
+from ...config.schedules import ASYNCHRONOUS
+from ...distributed.mesh import Mesh
 from ...errors import ConfigError, check_path
-from ...mesh import Mesh
-from ...runtime import runtime_of
-from ...schedules import ASYNCHRONOUS
+from ...train.runtime import runtime_of
 from .chrome_trace import Record, Recorder, merge_records, write_trace
 from .run import Pipeline
 from .timeline import Action, Span, Timeline

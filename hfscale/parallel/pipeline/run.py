@@ -20,17 +20,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..._host.torch import is_compiled
-from ..._host.transformers.classes import class_name
-from ..._host.transformers.computing import encoder_outputs, packing, recomputes
-from ...config import ParallelConfig
+from ..._compat.torch import is_compiled
+from ..._compat.transformers.classes import class_name
+from ..._compat.transformers.computing import encoder_outputs, packing, recomputes
+from ...config.parallel import ParallelConfig
+from ...config.schedules import ASYNCHRONOUS
 from ...errors import ConfigError, PlanError
 from ...plan import Plan, Stage
 from ...plan.recompute import recomputed
 from ...plan.towers import TowersPlan
-from ...runtime import Executor, Objective, Runtime
-from ...runtime.batches import Microbatch
-from ...schedules import ASYNCHRONOUS
+from ...train.runtime import Executor, Objective, Runtime
+from ...train.runtime.batches import Microbatch
 from .activation_types import ActivationTypes
 from .agreement import StageAgreement
 from .csv_table import read_csv
@@ -166,7 +166,7 @@ class Pipeline(Executor):
         )
 
     def run(self, model: nn.Module, batches: Sequence[Microbatch], objective: Objective, backward: bool) -> Tensor:
-        """See :meth:`hfscale.runtime.Executor.run`; a stage runs the stock model, whatever is around it."""
+        """See :meth:`hfscale.train.runtime.Executor.run`; a stage runs the stock model, whatever is around it."""
         runtime = self._runtime
         if is_compiled(model):
             raise ConfigError(

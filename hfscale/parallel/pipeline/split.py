@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._host.torch_pipelining import stage_backward_input, stage_backward_weight
-from ...ops import each_gradient_once
+from ..._compat.torch_pipelining import stage_backward_input, stage_backward_weight
+from ...distributed.ops import each_gradient_once
 
 Split = list[dict[str, Any]]
 """What the second half needs: groups of weights, each with the graph's nodes next to them and the gradients there."""

@@ -23,13 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._host.torch import own_modules, own_parameters
-from ..._host.transformers.hidden_states import hidden_states_of
+from ..._compat.torch import own_modules, own_parameters
+from ..._compat.transformers.hidden_states import hidden_states_of
 from ...errors import ConfigError
 from ...plan import Plan, Stage, StagePlan
+from ...plan.drafting.loans import lend
 from ...plan.loans import Loan
-from ...planner.loans import lend
-from ...runtime.names import module_at
+from ...train.runtime.names import module_at
 
 
 @dataclass

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._host.transformers.classes import class_name, takes_argument
-from ..._host.transformers.computing import encoder_outputs
+from ..._compat.transformers.classes import class_name, takes_argument
+from ..._compat.transformers.computing import encoder_outputs
 from ...errors import ConfigError
 from .microbatches import Batch, tokens_of
 

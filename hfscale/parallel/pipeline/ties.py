@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...errors import ConfigError
-from ...runtime import Runtime, local_tensor
-from ...runtime.gradients import add_back, gradients_aside
+from ...train.runtime import Runtime, local_tensor
+from ...train.runtime.gradients import add_back, gradients_aside
 
 
 @dataclass

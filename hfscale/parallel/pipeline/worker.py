@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..._host.torch import is_view
-from ...ops.waits import waiting
+from ..._compat.torch import is_view
+from ...distributed.ops.waits import waiting
 from .chrome_trace import Recorder
 from .split import Split, backward_of_input, backward_of_weights
 from .timeline import Action, Kind

@@ -15,19 +15,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..._host.torch import own_parameters
+from ..._compat.torch import own_parameters
+from ...distributed.mesh import Mesh
 from ...errors import ConfigError
-from ...families.edges import set_local_sizes
-from ...families.partial_outputs import partial_output
-from ...families.projections import follow_weight
-from ...mesh import Mesh
+from ...models.partial_outputs import partial_output
+from ...models.projections import follow_weight
 from ...plan import BlockPlan, ParameterPlan, Plan
 from ...plan.parameter import MODEL_AXES
 from ...plan.recompute import recomputed
-from ...runtime import Runtime
-from ...runtime.names import owner_of
+from ...train.runtime import Runtime
+from ...train.runtime.names import owner_of
 from .block_edges import install_block_edges
 from .deferred_weights import Overlap
+from .edges import set_local_sizes
 from .embedding import install_vocab_parallel_embedding
 from .partial_gradients import PartialSums, install_partial_sums
 from .replicated_heads import install_replica_sums

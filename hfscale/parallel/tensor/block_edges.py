@@ -10,11 +10,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...families.edges import Edge, hook_block
-from ...mesh import Mesh
-from ...ops import enter, gather, leave
+from ...distributed.mesh import Mesh
+from ...distributed.ops import enter, gather, leave
 from ...plan import BlockPlan
 from .deferred_weights import Overlap
+from .edges import Edge, hook_block
 from .random import cut_region
 from .sequence_hooks import draw_sums_alike
 from .sequence_region import SequenceRegion

@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...families.projections import PROJECTIONS, is_transposed
-from ...ops import WeightLater, enter, enter_overlapped, project
-from ...ops.exchange import Started, start_all_reduce
-from ...ops.overlap import Regather, as_it_is, narrowed
-from ...ops.products import products_of
+from ...distributed.ops import WeightLater, enter, enter_overlapped, project
+from ...distributed.ops.exchange import Started, start_all_reduce
+from ...distributed.ops.overlap import Regather, as_it_is, narrowed
+from ...distributed.ops.products import products_of
+from ...models.projections import PROJECTIONS, is_transposed
 from .sequence_region import SequenceRegion
 
 

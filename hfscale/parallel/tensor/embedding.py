@@ -14,12 +14,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..._host.peft import adds_to_lookup, look_up_by
+from ..._compat.peft import adds_to_lookup, look_up_by
+from ...distributed.mesh import Mesh
+from ...distributed.ops import leave
 from ...errors import ConfigError
-from ...mesh import Mesh
-from ...ops import leave
 from ...plan import ParameterPlan
-from ...runtime.names import computing, unwrapped
+from ...train.runtime.names import computing, unwrapped
 from .sequence_region import SequenceRegion
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...mesh import Mesh
+from ...distributed.mesh import Mesh
 from .random import default_generator
 
 

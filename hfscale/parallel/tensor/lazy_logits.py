@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._host.torch import as_plain_tensors, tensor_without_memory, tree_map
+from ..._compat.torch import as_plain_tensors, tensor_without_memory, tree_map
 
 # Pointwise operations, by the name of the one that does not work in place. Each looks at one entry of the logits and
 # at nothing else but numbers.

@@ -19,16 +19,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._host.transformers.classes import class_name
-from ..._host.transformers.computing import packing
+from ..._compat.transformers.classes import class_name
+from ..._compat.transformers.computing import packing
+from ...distributed.mesh import Mesh
+from ...distributed.ops import (
+    AnyRows,
+    HeadRows,
+    LinearRows,
+    VocabularySlice,
+    gather,
+    head_cross_entropy,
+    vocab_cross_entropy,
+)
 from ...errors import ConfigError
-from ...families.losses import LOSSES
-from ...mesh import Mesh
-from ...ops import AnyRows, HeadRows, LinearRows, VocabularySlice, gather, head_cross_entropy, vocab_cross_entropy
+from ...models.losses import LOSSES
 from ...plan import Plan
-from ...runtime import Runtime
-from ...runtime.batches import Microbatch
-from ...runtime.objective import KeepsOutputs
+from ...train.runtime import Runtime
+from ...train.runtime.batches import Microbatch
+from ...train.runtime.objective import KeepsOutputs
 from .block_edges import install_head_edge
 from .lazy_logits import LazyLogits, defer_logits
 from .scores import Scoring

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-from ..._host.torch import has_gradient_hook
-from ...runtime import Part, Runtime, local_tensor
-from ...runtime.axes import SequenceAxis
-from ...runtime.batches import Microbatch
-from ...runtime.local_weights import LocalWeights
+from ..._compat.torch import has_gradient_hook
+from ...train.runtime import Part, Runtime, local_tensor
+from ...train.runtime.axes import SequenceAxis
+from ...train.runtime.batches import Microbatch
+from ...train.runtime.local_weights import LocalWeights
 from .apply import install_edges
 from .deferred_weights import Overlap
 from .generate import install_generate

@@ -5,9 +5,9 @@ computes on this rank's share of the tokens. The bias of a row projection is a t
 once, so one rank adds it and the others add zero.
 
 The sum can happen at two times. *At once*, in the backward pass: while such a module computes, it finds its parameter
-passed through :func:`hfscale.ops.enter`. That is right in a plain ``loss.backward()`` loop, with nothing to remember
-afterwards. *Deferred*, for :func:`hfscale.train_step`, which knows when the step is over: the parameters are read as
-they are, and one all-reduce over all of them follows the last backward pass, instead of one per parameter and
+passed through :func:`hfscale.distributed.ops.enter`. That is right in a plain ``loss.backward()`` loop, with nothing to
+remember afterwards. *Deferred*, for :func:`hfscale.train_step`, which knows when the step is over: the parameters are
+read as they are, and one all-reduce over all of them follows the last backward pass, instead of one per parameter and
 microbatch.
 """
 
@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..._host.torch import own_parameters
-from ...ops import enter
+from ..._compat.torch import own_parameters
+from ...distributed.ops import enter
 from ...plan import Plan
-from ...runtime.gradients import add_back, gradients_aside
-from ...runtime.names import computing, module_at
-from ...runtime.shards import local_tensor
+from ...train.runtime.gradients import add_back, gradients_aside
+from ...train.runtime.names import computing, module_at
+from ...train.runtime.shards import local_tensor
 
 
 class PartialSums:

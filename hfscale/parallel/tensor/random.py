@@ -27,10 +27,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..._host.torch_device import device_module, is_accelerator
-from ...mesh import Mesh
-from ...ops.overlap import Derive
-from ...runtime import recomputing
+from ..._compat.torch_device import device_module, is_accelerator
+from ...distributed.mesh import Mesh
+from ...distributed.ops.overlap import Derive
+from ...train.runtime import recomputing
 
 _RANKS = 1 << 16  # seeds of the cut streams of one region differ below this
 

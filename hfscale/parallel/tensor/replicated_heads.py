@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ...mesh import Mesh
+from ...distributed.mesh import Mesh
 from ...plan import ParameterPlan, Plan
-from ...runtime.names import module_at, owner_of
+from ...train.runtime.names import module_at, owner_of
 from .partial_gradients import computes_with, read_through
 
 # What is summed over one group: spans along a dim; no spans mean the whole tensor.

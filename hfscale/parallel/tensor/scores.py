@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ...ops import VocabularySlice
-from ...ops.head_cross_entropy import rows_per_chunk
-from ...ops.token_scores import TokenScores, token_scores
-from ...ops.vocab_cross_entropy import compute_dtype
+from ...distributed.ops import VocabularySlice
+from ...distributed.ops.head_cross_entropy import rows_per_chunk
+from ...distributed.ops.token_scores import TokenScores, token_scores
+from ...distributed.ops.vocab_cross_entropy import compute_dtype
 from .lazy_logits import LazyLogits
 
 _IGNORED = -100

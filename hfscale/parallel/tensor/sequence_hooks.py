@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..._host.transformers.hidden_states import hidden_states_of, other_arguments, with_hidden_states
-from ...ops import enter
+from ..._compat.transformers.hidden_states import hidden_states_of, other_arguments, with_hidden_states
+from ...distributed.ops import enter
 from .sequence_region import SequenceRegion
 
 

@@ -23,13 +23,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..._host.torch import counts_forward_hooks, version_of
+from ..._compat.torch import counts_forward_hooks, version_of
+from ...distributed.ops import gather, gather_sum, scatter, scatter_sum
+from ...distributed.ops.exchange import Started, start_all_gather, start_reduce_scatter
 from ...errors import ConfigError
-from ...ops import gather, gather_sum, scatter, scatter_sum
-from ...ops.exchange import Started, start_all_gather, start_reduce_scatter
 from ...plan import SequencePlan
 from ...plan.cut import share_evenly
-from ...runtime import recomputing
+from ...train.runtime import recomputing
 from .random import LayerRandom
 from .sequence_passes import TOKENS, ForwardPass, ForwardPasses, keep_with_graph
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from ..._host.transformers.classes import from_config
-from ...families.clone import tiny_clone
+from ..._compat.transformers.classes import from_config
+from ...models.clone import tiny_clone
 
 _LARGEST = 30_000_000  # parameters of a clone: a second or two of first values
 
@@ -19,7 +19,7 @@ def tiny_model_of(kind: Any, config: Any, dtype: torch.dtype, **changes: Any) ->
     """The same of a class and a config; ``None`` also where sizes have names that made nothing small of them.
 
     Args:
-        changes: as for :func:`hfscale.families.clone.tiny_clone`.
+        changes: as for :func:`hfscale.models.clone.tiny_clone`.
     """
     with torch.random.fork_rng(devices=[]):
         try:

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._host.transformers.attention import answer, set_implementation
-from ..._host.transformers.computing import packing
-from ...families.clone import VOCABULARY, layers_of_every_kind
-from ...families.fields import lengths_of, with_lengths
-from ...runtime.batches import BORDERS, with_borders
+from ..._compat.transformers.attention import answer, set_implementation
+from ..._compat.transformers.computing import packing
+from ...models.clone import VOCABULARY, layers_of_every_kind
+from ...models.fields import lengths_of, with_lengths
+from ...train.runtime.batches import BORDERS, with_borders
 from .clones import tiny_model_of
 
 _LENGTHS = (1, 6, 1, 4)

@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..._host.torch import tree_leaves
-from ..._host.transformers.hidden_states import hidden_states_of
-from ...planner.around import PROBED, direct_children
+from ..._compat.torch import tree_leaves
+from ..._compat.transformers.hidden_states import hidden_states_of
+from ...plan.drafting.around import PROBED, direct_children
 from .clones import tiny_model
 from .probe import Probe, Reached, names_no_size
 

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._host.transformers.classes import takes_argument
+from ..._compat.transformers.classes import takes_argument
+from ...plan.drafting.loans import lend
 from ...plan.loans import Loan
-from ...planner.loans import lend
 from .clones import tiny_model
 from .probe import end_texts
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._host.transformers.classes import has_causal_loss, loss_replaced
-from ...planner.around import PROBED
+from ..._compat.transformers.classes import has_causal_loss, loss_replaced
+from ...plan.drafting.around import PROBED
 from .clones import tiny_model
 from .probe import Probe, names_no_size, skipped_experts
 

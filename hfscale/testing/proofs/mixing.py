@@ -13,21 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._host.transformers.classes import takes_argument
-from ..._host.transformers.experts import use_eager_experts
-from ..._host.transformers.hidden_states import hidden_states_of
+from ..._compat.transformers.classes import takes_argument
+from ..._compat.transformers.experts import use_eager_experts
+from ..._compat.transformers.hidden_states import hidden_states_of
 from ...errors import ConfigError
-from ...families.fields import field
-from ...families.precision import keep_float64
-from ...planner.context import modules_in_layers
-from ...sequences.attention import read
-from ...sequences.cut import CutBatch, cut_batch
-from ...sequences.engine import OwnBlocks
-from ...sequences.masks import MaskBlocks
-from ...sequences.mixers import WholeSequences, own_tokens
-from ...sequences.rotary import ask_for_all_positions
-from ...sequences.seam import Attend, AttentionCall, Seam, attention_configs
-from ...sequences.text import cut_inside
+from ...models.fields import field
+from ...models.precision import keep_float64
+from ...parallel.context.attention import read
+from ...parallel.context.cut import CutBatch, cut_batch
+from ...parallel.context.engine import OwnBlocks
+from ...parallel.context.masks import MaskBlocks
+from ...parallel.context.mixers import WholeSequences, own_tokens
+from ...parallel.context.plan import modules_in_layers
+from ...parallel.context.rotary import ask_for_all_positions
+from ...parallel.context.seam import Attend, AttentionCall, Seam, attention_configs
+from ...parallel.context.text import cut_inside
 from .clones import tiny_model_of
 
 _NO_CLONE = "no tiny clone of it can be built, on which to prove what reads which tokens"

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._host.transformers.classes import takes_argument
-from ..._host.transformers.experts import use_eager_experts
-from ...families.fields import text_config
-from ...families.precision import keep_float64
+from ..._compat.transformers.classes import takes_argument
+from ..._compat.transformers.experts import use_eager_experts
+from ...models.fields import text_config
+from ...models.precision import keep_float64
 from ...plan.own_loss import OwnLossPlan
 from .clones import tiny_model_of
 

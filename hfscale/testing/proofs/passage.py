@@ -6,9 +6,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..._host.torch import tree_leaves
-from ..._host.transformers.hidden_states import hidden_states_of
-from ...planner.around import ALONE, GIVEN, PROBED
+from ..._compat.torch import tree_leaves
+from ..._compat.transformers.hidden_states import hidden_states_of
+from ...plan.drafting.around import ALONE, GIVEN, PROBED
 from .clones import tiny_model
 from .probe import Probe, names_no_size, skipped_experts
 

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._host.torch import TorchDispatchMode
-from ..._host.torch_device import fork_random_state
-from ..._host.transformers.classes import takes_argument
-from ...families.expert_modules import takes_routes
-from ...families.fields import text_config
-from ...planner.around import PROBED
+from ..._compat.torch import TorchDispatchMode
+from ..._compat.torch_device import fork_random_state
+from ..._compat.transformers.classes import takes_argument
+from ...models.expert_modules import takes_routes
+from ...models.fields import text_config
+from ...plan.drafting.around import PROBED
 
 
 def end_texts(ids: Tensor, config: Any) -> None:

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..._host.torch import tree_leaves
-from ..._host.transformers.classes import takes_argument
-from ...families.expert_modules import takes_routes
-from ...planner.around import PROBED
+from ..._compat.torch import tree_leaves
+from ..._compat.transformers.classes import takes_argument
+from ...models.expert_modules import takes_routes
+from ...plan.drafting.around import PROBED
 from .clones import tiny_model
 from .probe import Probe
 

@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from hfscale.config import ParallelConfig
+from hfscale.config.parallel import ParallelConfig
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hfscale.config import ParallelConfig
+from hfscale.config.parallel import ParallelConfig
 
 from ..children import Ended, Note, await_all, in_a_child, join_group
 from ..judge import Verdict as Verdict

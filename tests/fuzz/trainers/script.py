@@ -19,9 +19,9 @@ from transformers import (
 
 import hfscale
 import hfscale.trl
-from hfscale._host.transformers.experts import use_eager_experts
-from hfscale.config import ParallelConfig
-from hfscale.families.precision import keep_float64
+from hfscale._compat.transformers.experts import use_eager_experts
+from hfscale.config.parallel import ParallelConfig
+from hfscale.models.precision import keep_float64
 
 from .data import CLASSIFIERS, Rows, Stream, collate, rows_of
 from .draw import Draw

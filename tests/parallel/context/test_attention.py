@@ -10,13 +10,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
-from hfscale._host.torch_attention import flash_takes
-from hfscale.sequences import CutBatch, MaskBlocks, Split, choose, kernels
-from hfscale.sequences.attention import read
-from hfscale.sequences.engine import OwnBlocks, Reading, attend, wide_zeros
-from hfscale.sequences.kernels import Block, FlashOnCpu, ScoreKernel
-from hfscale.sequences.masks import CAUSAL, FULL, MASKED, SKIPPED
-from hfscale.sequences.seam import AttentionCall
+from hfscale._compat.torch_attention import flash_takes
+from hfscale.parallel.context import kernels
+from hfscale.parallel.context.attention import read
+from hfscale.parallel.context.cut import CutBatch
+from hfscale.parallel.context.engine import OwnBlocks, Reading, attend, wide_zeros
+from hfscale.parallel.context.kernels import Block, FlashOnCpu, ScoreKernel
+from hfscale.parallel.context.masks import CAUSAL, FULL, MASKED, SKIPPED, MaskBlocks
+from hfscale.parallel.context.seam import AttentionCall
+from hfscale.plan.sequence_split import Split, choose
 
 TOTAL = 13
 SCALE = 0.4

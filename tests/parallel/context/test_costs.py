@@ -15,17 +15,18 @@ from transformers import AutoModelForCausalLM
 
 import hfscale
 from hfscale import ParallelConfig
-from hfscale._host.transformers.attention import causal_mask_function
-from hfscale.memory.saved import count_saved
+from hfscale._compat.transformers.attention import causal_mask_function
+from hfscale.features.memory.saved import count_saved
+from hfscale.parallel.context.cut import CutBatch
 from hfscale.parallel.context.gathered import GatheredBlocks
+from hfscale.parallel.context.masks import CAUSAL, FULL, SKIPPED, MaskBlocks
 from hfscale.parallel.context.ring import RingBlocks
-from hfscale.runtime import runtime_of
-from hfscale.sequences import CutBatch, MaskBlocks, Split
-from hfscale.sequences.masks import CAUSAL, FULL, SKIPPED
+from hfscale.plan.sequence_split import Split
 from hfscale.testing import RankPool, Traffic, count_traffic
+from hfscale.train.runtime import runtime_of
 
-from ...models import tiny
 from ...tensor_memory import follow_memory
+from ...tiny_models import tiny
 
 Pools = Callable[[int], RankPool]
 ROWS, WIDTH, HEADS, KEY_HEADS, LAYERS = 3, 8, 4, 2, 2

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hfscale import ConfigError
-from hfscale.sequences import cut_batch
+from hfscale.parallel.context.cut import cut_batch
 
 IDS = torch.arange(22).view(2, 11)
 

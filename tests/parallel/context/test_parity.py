@@ -12,14 +12,14 @@ from transformers import AutoModelForCausalLM
 
 import hfscale
 from hfscale import ParallelConfig
-from hfscale.families.precision import keep_float64
+from hfscale.models.precision import keep_float64
 from hfscale.testing import Case, RankPool, assert_layout_equal
 from hfscale.testing.families import config_of
 from hfscale.testing.parity import ragged_batch
 
 from ...mixtures import EAGER, gpt_oss, qwen2_moe, qwen3_moe
-from ...models import tiny
 from ...sweeps import cases, pairs
+from ...tiny_models import tiny
 
 Pools = Callable[[int], RankPool]
 METHODS = ("gather", "ring", "heads")

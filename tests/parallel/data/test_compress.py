@@ -14,14 +14,14 @@ from transformers import AutoModelForCausalLM
 import hfscale
 from hfscale import ConfigError, Float8Config, MemoryConfig, ParallelConfig
 from hfscale.parallel.data.compress import NarrowMean, PowerSGD, first_factor
-from hfscale.runtime import runtime_of
-from hfscale.runtime.shards import local_tensor
 from hfscale.testing import RankPool, count_traffic
 from hfscale.testing.parity import ragged_batch
+from hfscale.train.runtime import runtime_of
+from hfscale.train.runtime.shards import local_tensor
 
 from ...mixtures import qwen3_moe
-from ...models import tiny
 from ...step.streams import lifetimes
+from ...tiny_models import tiny
 
 Pools = Callable[[int], RankPool]
 LAYOUTS: dict[str, dict[str, Any]] = {

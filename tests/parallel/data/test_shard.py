@@ -12,10 +12,10 @@ import hfscale
 from hfscale import ParallelConfig
 from hfscale.parallel.data.shard import one_reduction, set_gradient_sync
 from hfscale.parallel.data.whole_weights import reshard
-from hfscale.runtime import local_tensor, runtime_of
 from hfscale.testing import RankPool, count_traffic
+from hfscale.train.runtime import local_tensor, runtime_of
 
-from ...models import tiny
+from ...tiny_models import tiny
 
 Pools = Callable[[int], RankPool]
 IDS = (torch.arange(2 * 8) % 60).view(2, 8)

@@ -10,11 +10,11 @@ from transformers import LlamaForCausalLM
 
 import hfscale
 from hfscale import ConfigError, ParallelConfig
-from hfscale._host import torch_fsdp
-from hfscale.runtime import local_tensor, runtime_of
+from hfscale._compat import torch_fsdp
 from hfscale.testing import RankPool
 from hfscale.testing.families import config_of
-from tests.models import needs, tiny
+from hfscale.train.runtime import local_tensor, runtime_of
+from tests.tiny_models import needs, tiny
 
 Pools = Callable[[int], RankPool]
 LAYOUTS: dict[str, dict[str, Any]] = {

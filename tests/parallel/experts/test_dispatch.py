@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hfscale.ops import grouped_linear
+from hfscale.distributed.ops import grouped_linear
 from hfscale.parallel.experts.dispatch import combine, dispatch
 from hfscale.parallel.experts.routes import plan_routes
 from hfscale.testing import RankPool, Traffic, count_traffic

@@ -9,11 +9,11 @@ import torch
 
 import hfscale
 from hfscale import ConfigError, ExpertLoad, ExpertLoadHistory, ParallelConfig, RoutingConfig
-from hfscale._host.transformers.computing import enable_checkpointing
-from hfscale._host.transformers.experts import use_eager_experts
+from hfscale._compat.transformers.computing import enable_checkpointing
+from hfscale._compat.transformers.experts import use_eager_experts
 from hfscale.parallel.experts import LayerLoad
-from tests.models import tiny
 from tests.parity.test_balance import _config, _microbatches, _together
+from tests.tiny_models import tiny
 
 
 def _loaded(layout: ParallelConfig | None, routing: RoutingConfig | None, checkpointing: bool = False) -> Any:

@@ -16,9 +16,9 @@ import hfscale
 from hfscale import ConfigError, ParallelConfig, RoutingConfig
 from hfscale.parallel.experts.capacity import queue_places, room
 from hfscale.parallel.experts.routers import gshard, noisy_topk, round_robin, switch
-from hfscale.runtime import runtime_of
-from tests.models import tiny
+from hfscale.train.runtime import runtime_of
 from tests.parity.test_balance import _SMALL, _microbatches, _together
+from tests.tiny_models import tiny
 
 
 def _model(routing: RoutingConfig | None, layout: ParallelConfig | None = None, **changes: Any) -> Any:
@@ -270,7 +270,7 @@ def _both_ways(layout: ParallelConfig | None, options: dict[str, Any]) -> float:
         with _Poisoned():
             loss = hfscale.train_step(model, mine)
         runtime = runtime_of(model)
-        gradients = [hfscale.runtime.local_tensor(tensor.grad) for _, tensor in runtime.parameters()]
+        gradients = [hfscale.train.runtime.local_tensor(tensor.grad) for _, tensor in runtime.parameters()]
         found.append((loss, *gradients, hfscale.expert_load(model)))
     assert found[0][-1] == found[1][-1]
     assert dataclasses.asdict(found[0][-1])["layers"][0]["dropped"] > 0

@@ -11,9 +11,9 @@ from transformers import MixtralConfig
 
 import hfscale
 from hfscale import ParallelConfig, RoutingConfig
-from hfscale.runtime import runtime_of
-from hfscale.runtime.shards import local_tensor
 from hfscale.testing import RankPool
+from hfscale.train.runtime import runtime_of
+from hfscale.train.runtime.shards import local_tensor
 
 Pools = Callable[[int], RankPool]
 CONFIG = MixtralConfig(

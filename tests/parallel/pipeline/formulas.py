@@ -16,9 +16,9 @@ Huang et al. 2019 (GPipe); Narayanan et al. 2019, 2021a, 2021b (PipeDream, 2BW a
 our ``p``). The formulas ask for enough microbatches; below that :func:`ideal_bubble` answers None.
 """
 
+from hfscale.config.schedules import ASYNCHRONOUS
 from hfscale.errors import ConfigError
 from hfscale.parallel.pipeline.simulation import DEFAULT_COSTS, Costs
-from hfscale.schedules import ASYNCHRONOUS
 
 
 def ideal_bubble(

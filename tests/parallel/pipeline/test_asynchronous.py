@@ -15,13 +15,13 @@ from transformers import AutoModelForCausalLM
 
 import hfscale
 from hfscale import ConfigError, ParallelConfig, PlanError
-from hfscale._host.transformers.computing import enable_checkpointing
-from hfscale.families.precision import keep_float64
-from hfscale.planner.assign import assign_stages
-from hfscale.runtime import runtime_of
+from hfscale._compat.transformers.computing import enable_checkpointing
+from hfscale.models.precision import keep_float64
+from hfscale.plan.drafting.assign import assign_stages
 from hfscale.testing import RankPool
 from hfscale.testing.parity import ragged_batch
-from tests.models import tiny
+from hfscale.train.runtime import runtime_of
+from tests.tiny_models import tiny
 
 Pools = Callable[[int], RankPool]
 RATE, MOMENTUM = 0.3, 0.5

@@ -2,10 +2,10 @@
 
 import pytest
 
+from hfscale.cli.schedule_drawing.communicators import simulate_communicators
+from hfscale.config.schedules import ASYNCHRONOUS, SCHEDULES, default_virtual_stages
 from hfscale.errors import ConfigError
 from hfscale.parallel.pipeline import Action, Costs, order, simulate
-from hfscale.parallel.pipeline.communicators import simulate_communicators
-from hfscale.schedules import ASYNCHRONOUS, SCHEDULES, default_virtual_stages
 
 from .formulas import ideal_bubble
 
@@ -67,6 +67,6 @@ def test_a_deadlock_of_transfers_is_said() -> None:
     assert simulate_communicators(order_of).makespan == 4.0  # programs ask for both where they are sent
     crossed = [[("SEND_F", 0, 0), ("SEND_F", 0, 1)], [("RECV_F", 1, 1), ("RECV_F", 1, 0)]]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hfscale.parallel.pipeline.communicators.rank_programs", lambda _: crossed)
+        patch.setattr("hfscale.cli.schedule_drawing.communicators.rank_programs", lambda _: crossed)
         with pytest.raises(ConfigError, match="mine can never end: its transfers wait for each other"):
             simulate_communicators(order_of, name="mine")

@@ -16,12 +16,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import hfscale
 from hfscale import ParallelConfig
+from hfscale.config.schedules import default_virtual_stages
 from hfscale.parallel.pipeline import order, peak_live
 from hfscale.parallel.pipeline.worker import StageWorker
-from hfscale.runtime import runtime_of
-from hfscale.schedules import default_virtual_stages
 from hfscale.testing import RankPool
-from tests.models import tiny
+from hfscale.train.runtime import runtime_of
+from tests.tiny_models import tiny
 
 from .formulas import peak_formula
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from hfscale.config import SCHEDULES
+from hfscale.config.parallel import SCHEDULES
+from hfscale.config.schedules import default_virtual_stages
 from hfscale.errors import ConfigError
 from hfscale.parallel.pipeline import Action, order, peak_live, simulate, stage_ranks
 from hfscale.parallel.pipeline.orders import allowed_virtual_stages
 from hfscale.parallel.pipeline.timeline import GRADIENT, RELEASE
-from hfscale.schedules import default_virtual_stages
 
 SYNCHRONOUS = [schedule for schedule in SCHEDULES if not schedule.startswith("pipedream")]
 

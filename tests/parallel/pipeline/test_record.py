@@ -16,7 +16,7 @@ from hfscale.parallel.pipeline import Action, Span, Timeline, order, read_trace
 from hfscale.parallel.pipeline.chrome_trace import last_whole_step, read_runs
 from hfscale.parallel.pipeline.record import split_steps
 from hfscale.testing import RankPool
-from tests.models import tiny
+from tests.tiny_models import tiny
 
 Pools = Callable[[int], RankPool]
 

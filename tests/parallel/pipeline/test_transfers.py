@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining.schedules import _Action, _add_send_recv, _ComputationType
 
+from hfscale.config.schedules import default_virtual_stages
 from hfscale.errors import ConfigError
 from hfscale.parallel.pipeline import Action, Order, order, stage_ranks
 from hfscale.parallel.pipeline.transfers import rank_programs
-from hfscale.schedules import default_virtual_stages
 
 LETTERS = {"forward": "F", "backward": "B", "backward_input": "I", "backward_weight": "W"}
 

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 
 import hfscale
 from hfscale import ParallelConfig
-from hfscale.runtime import local_tensor, runtime_of
 from hfscale.testing import RankPool, count_traffic
-from tests.models import tiny
+from hfscale.train.runtime import local_tensor, runtime_of
+from tests.tiny_models import tiny
 
 Pools = Callable[[int], RankPool]
 B, S, H, LAYERS = 4, 12, 32, 2

@@ -10,11 +10,11 @@ from torch._inductor import config as inductor
 
 import hfscale
 from hfscale import MemoryConfig, ParallelConfig
-from hfscale.runtime import local_tensor, runtime_of
 from hfscale.testing import RankPool
+from hfscale.train.runtime import local_tensor, runtime_of
 from tests.layouts import LAYOUTS
-from tests.models import tiny
 from tests.sweeps import cases
+from tests.tiny_models import tiny
 
 Pools = Callable[[int], RankPool]
 

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import hfscale
 from hfscale import ConfigError, ParallelConfig
-from hfscale._host.transformers.computing import enable_checkpointing
+from hfscale._compat.transformers.computing import enable_checkpointing
 from hfscale.testing import RankPool
-from tests.models import tiny
+from tests.tiny_models import tiny
 
 Pools = Callable[[int], RankPool]
 TP: dict[str, Any] = {"tp_size": 2}

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 
 import hfscale
 from hfscale import ParallelConfig
-from hfscale.families.precision import keep_float64
-from hfscale.runtime import runtime_of
+from hfscale.models.precision import keep_float64
 from hfscale.testing import Case, RankPool, measure_parity
-from tests.models import tiny
+from hfscale.train.runtime import runtime_of
+from tests.tiny_models import tiny
 
 Pools = Callable[[int], RankPool]
 

@@ -15,11 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 import hfscale
 from hfscale import ConfigError, ParallelConfig
-from hfscale._host.transformers.classes import class_name
-from hfscale.families.clone import tiny_clone
-from hfscale.runtime import runtime_of
+from hfscale._compat.transformers.classes import class_name
+from hfscale.models.clone import tiny_clone
 from hfscale.testing import Case, RankPool, assert_layout_equal, keep_float64
-from tests.models import tiny
+from hfscale.train.runtime import runtime_of
+from tests.tiny_models import tiny
 
 Pools = Callable[[int], RankPool]
 TP2 = {"tp_size": 2}
@@ -176,7 +176,7 @@ def test_backward_twice(pools: Pools, tmp_path: Path, layout: dict[str, int]) ->
 
 
 def test_the_kept_gradient_becomes_grad_without_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hfscale.ops.head_rows import LinearRows
+    from hfscale.distributed.ops.head_rows import LinearRows
 
     kept: list[int] = []
     sums = LinearRows.sums
@@ -226,7 +226,7 @@ def test_a_head_with_an_adapter(tmp_path: Path) -> None:
     ours = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
     for model in (stock, ours):
         model.lm_head = Adapted(model.lm_head)
-    from hfscale.ops import AnyRows, VocabularySlice, head_cross_entropy
+    from hfscale.distributed.ops import AnyRows, VocabularySlice, head_cross_entropy
 
     hidden = torch.randn(20, H, dtype=torch.float64, requires_grad=True)
     targets = torch.randint(0, V, (20,))

@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM
 
 import hfscale
 from hfscale import ParallelConfig
-from hfscale._host.transformers.computing import enable_checkpointing
-from hfscale.runtime.shards import local_tensor
+from hfscale._compat.transformers.computing import enable_checkpointing
 from hfscale.testing import RankPool, keep_float64
-from tests.models import tiny
+from hfscale.train.runtime.shards import local_tensor
+from tests.tiny_models import tiny
 
 Pools = Callable[[int], RankPool]
 IDS = torch.randint(0, 67, (2, 12), generator=torch.Generator().manual_seed(4))

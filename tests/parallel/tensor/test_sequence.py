@@ -11,14 +11,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 import hfscale
 from hfscale import ParallelConfig
-from hfscale._host.transformers.computing import enable_checkpointing
+from hfscale._compat.transformers.computing import enable_checkpointing
 from hfscale.errors import ConfigError, PlanError
-from hfscale.families.clone import tiny_clone
+from hfscale.models.clone import tiny_clone
 from hfscale.parallel.tensor import TensorParallel
 from hfscale.plan.cut import share_evenly
-from hfscale.runtime import runtime_of
 from hfscale.testing import Case, RankPool, Traffic, assert_layout_equal, count_traffic, plain
-from tests.models import tiny
+from hfscale.train.runtime import runtime_of
+from tests.tiny_models import tiny
 
 Pools = Callable[[int], RankPool]
 WITH: dict[str, Any] = {"tp_size": 2, "sequence_parallel": True}

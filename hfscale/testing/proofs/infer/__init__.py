@@ -8,8 +8,8 @@ two ranks can compute without any difference to one (:mod:`.proof`, :mod:`.locks
 from typing import Any
 
 from ....errors import PlanError
-from ....families.clone import tiny_clone
-from ....families.inference import TOLERANCE, Inference, Proof, as_data
+from ....models.clone import tiny_clone
+from ....models.inference import TOLERANCE, Inference, Proof, as_data
 from .proof import prove
 from .search import infer as _infer
 from .subject import Subject, Unproved, brief, make_subject, refuse

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from ....families.blueprint import Blueprint
-from ....plan.parameter import wild_name
+from ....models.blueprint import Blueprint
+from ....models.names import wild_name
 from .proof import prove
 from .subject import Unproved, aside, make_subject
 

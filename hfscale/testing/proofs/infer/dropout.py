@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....families.blueprint import Block
-from ....families.clone import DROPOUT_WORDS, tiny_clone
+from ....models.blueprint import Block
+from ....models.clone import DROPOUT_WORDS, tiny_clone
 from .subject import Subject, Unproved, make_subject, run
 
 _RAISED = (0.5, 1)  # some configs take whole numbers only

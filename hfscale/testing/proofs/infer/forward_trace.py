@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....families.projections import PROJECTIONS
+from ....models.projections import PROJECTIONS
 from .subject import Subject, run
 
 

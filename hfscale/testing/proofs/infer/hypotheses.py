@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import nn
 
-from ...._host.torch import own_parameters
-from ....families.blueprint import Block
-from ....families.fields import HEAD_FIELDS, field
-from ....families.fused import query_key_value
-from ....families.projections import weight_dims
+from ...._compat.torch import own_parameters
+from ....models.blueprint import Block
+from ....models.fields import HEAD_FIELDS, field
+from ....models.fused import query_key_value
+from ....models.projections import weight_dims
 from .candidates import Candidate
 from .forward_trace import Trace
 from .subject import Subject

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...._host.torch import own_parameters
-from ....families.edges import Edge, hook_block, set_local_sizes
-from ....families.projections import follow_weight
+from ...._compat.torch import own_parameters
+from ....models.projections import follow_weight
+from ....parallel.tensor.edges import Edge, hook_block, set_local_sizes
 from ....plan.cut import Cut
+from ....plan.drafting.draft import Draft
 from ....plan.modules import BlockPlan
-from ....planner.draft import Draft
 from .subject import Subject, Unproved, brief, cotangent, run
 
 _PATIENCE = 60.0  # seconds to wait for another rank

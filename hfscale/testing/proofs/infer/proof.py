@@ -4,11 +4,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ....config import AXES, ParallelConfig
-from ....families.blueprint import Blueprint
-from ....families.inference import TOLERANCE, Proof
-from ....planner.blocks import plan_blocks
-from ....planner.draft import Draft
+from ....config.parallel import AXES, ParallelConfig
+from ....models.blueprint import Blueprint
+from ....models.inference import TOLERANCE, Proof
+from ....plan.drafting.blocks import plan_blocks
+from ....plan.drafting.draft import Draft
 from .lockstep import run_as_ranks
 from .subject import Subject, Unproved, brief
 

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ....families.blueprint import INFERRED, Block, Blueprint
-from ....families.inference import Inference, Proof
+from ....models.blueprint import INFERRED, Block, Blueprint
+from ....models.inference import Inference, Proof
 from .candidates import Candidate, find_candidates
 from .dropout import find_dropouts
 from .forward_trace import Trace, trace

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...._host.transformers.classes import from_config
-from ...._host.transformers.experts import compute_eagerly
+from ...._compat.transformers.classes import from_config
+from ...._compat.transformers.experts import compute_eagerly
 from ....errors import PlanError
-from ....families.clone import tiny_clone
-from ....families.precision import keep_float64
-from ....planner.layers import find_layer_list
+from ....models.clone import tiny_clone
+from ....models.precision import keep_float64
+from ....plan.drafting.layers import find_layer_list
 
 _LARGEST = 3_000_000  # parameters of a clone; one with more was not made small
 _ROWS, _LENGTH, _PADDED = 3, 7, 2
@@ -86,7 +86,7 @@ def make_subject(model: Any, **changes: Any) -> Subject:
         if size > _LARGEST:
             raise Unproved(
                 f"its clone still has {size:,} parameters: the config's sizes have names that "
-                "hfscale.families.clone does not know"
+                "hfscale.models.clone does not know"
             )
         with aside(), torch.device("cpu"):
             clone = _build(type(model), config).double().eval()

@@ -1,0 +1,227 @@
+"""Hooks of ``transformers.Trainer`` that are private, under names of our own.
+
+Read and run with transformers 5.17 and 5.23; ``tests/integrations/trainer/test_host.py`` compares signatures.
+"""
+
+import copy
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import trainer as _module
+
+from ..replaced import attribute_replaced
+
+_trainer: Any = _module
+_DEVICES = "_setup_devices"  # a cached property of TrainingArguments that counts the processes
+
+
+class TrainerHooks:
+    """A mixin with the methods that a Trainer calls for saving, resuming and clipping."""
+
+    def write_state(self, directory: Path) -> None:
+        """Write optimizer, schedule and RNG states into a checkpoint; on every rank."""
+
+    def read_state(self, checkpoint: Path) -> None:
+        """Read optimizer, schedule and RNG states; on every rank."""
+
+    def write_random_states(self, directory: Path) -> None:
+        """Write RNG states into a checkpoint, for stock Trainer; on every rank."""
+
+    def put_back_random_states(self) -> None:
+        """Restore the RNG states of the checkpoint whose state was read; on every rank."""
+
+    def read_weights(self, checkpoint: Path) -> None:
+        """Load the weights of a checkpoint that is resumed from into the model; on every rank."""
+
+    def read_best_weights(self, checkpoint: Path) -> None:
+        """Load the weights of the best checkpoint, at the end of a run; on every rank."""
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        self.write_state(Path(output_dir))
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        self.write_random_states(Path(output_dir))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            self.put_back_random_states()
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            self.read_state(Path(checkpoint))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        self.read_weights(Path(resume_from_checkpoint))
+
+    def _load_best_model(self) -> None:
+        state: Any = self.state  # type: ignore[attr-defined]
+        self.read_best_weights(Path(state.best_model_checkpoint))
+
+    def written_aside(self, target: Path) -> AbstractContextManager[Path]:
+        """Yield the directory in which Trainer writes a directory of the name of ``target``."""
+        return nullcontext(target.parent)
+
+    _aside: Path | None = None  # the parent directory of the checkpoint during a save
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        trainer: Any = self
+        target = Path(self._get_output_dir(trial)) / f"{_trainer.PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
+        with self.written_aside(target) as self._aside:
+            try:
+                super()._save_checkpoint(model, trial)  # type: ignore[misc]
+            finally:
+                self._aside = None
+        if trainer.args.push_to_hub:
+            self._push_from_checkpoint(str(target))
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(super()._get_output_dir(trial) if self._aside is None else self._aside)  # type: ignore[misc]
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self._aside is None:
+            super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
+
+    def around_inputs(self) -> AbstractContextManager[None]:
+        """Return a context for preparing a batch."""
+        return nullcontext()
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        with self.around_inputs():
+            return super()._prepare_inputs(inputs)  # type: ignore[misc]
+
+    def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
+        return False  # the accelerator knows the axes; Trainer takes plain tensors for full ones
+
+    def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
+        pass  # it is where hfscale has put it
+
+
+def accelerator_made_by(kind: Any) -> AbstractContextManager[None]:
+    """Let Trainer create its accelerator from this class inside the ``with`` block."""
+    return attribute_replaced(_trainer, "Accelerator", kind)
+
+
+def batches_skipped_by_accelerator(trainer: Any) -> AbstractContextManager[None]:
+    """Let Trainer resume within an epoch with the accelerator's own loader inside the ``with`` block.
+
+    The accelerator is looked up at the call, since a ``model_init`` creates another one on the way.
+    """
+
+    def skip(loader: Any, count: int = 0) -> Any:
+        return trainer.accelerator.skip_first_batches(loader, count)
+
+    return attribute_replaced(_trainer, "skip_first_batches", skip)
+
+
+def kernels_left_alone() -> AbstractContextManager[None]:
+    """Stop Trainer from applying Liger's kernels to its model inside the ``with`` block; hfscale has applied them."""
+    return attribute_replaced(_trainer, "apply_liger_kernel", lambda *_: None)
+
+
+def evaluated_with_logits(trainer: Any, step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return Trainer's prediction step without its request, for Liger's models, to leave logits out."""
+
+    def evaluated(*args: Any, **kwargs: Any) -> Any:
+        with attribute_replaced(trainer.args, "use_liger_kernel", False):
+            return step(*args, **kwargs)
+
+    return evaluated
+
+
+def taken_for_adapted(model: Any) -> AbstractContextManager[None]:
+    """Let a quantized model with adapters inside, but no ``PeftModel``, pass as adapted inside the ``with`` block."""
+    return attribute_replaced(model, "_hf_peft_config_loaded", True)
+
+
+def count_processes_on_cpu(arguments: Any) -> None:
+    """Recount the processes in ``TrainingArguments`` that were made without ``use_cpu`` on a machine without GPUs."""
+    arguments.use_cpu = True
+    vars(arguments).pop(_DEVICES, None)
+    _ = arguments.device
+
+
+def use_one_gpu(arguments: Any) -> None:
+    """Limit a process that sees several GPUs to one."""
+    if arguments.n_gpu > 1:
+        arguments._n_gpu = 1
+
+
+def seed_workers_by(loader: Any, rank: int) -> None:
+    """Seed a Trainer's loader workers by the distinct batch instead of the process."""
+    seed = getattr(loader, "worker_init_fn", None)
+    if isinstance(seed, partial) and seed.func is _trainer.seed_worker:
+        seed.keywords["rank"] = rank
+
+
+RANDOM = "rng_state.pth"  # read by stock Trainer in one process
+
+
+def read_random_states(checkpoint: Path) -> dict[str, Any] | None:
+    """Return the contents of a checkpoint's :data:`RANDOM`: states of ``python``, ``numpy``, ``cpu``, devices, more."""
+    if not (checkpoint / RANDOM).exists():
+        return None
+    with _trainer.safe_globals():
+        return dict(torch.load(checkpoint / RANDOM, map_location="cpu", weights_only=True))
+
+
+def has_stock_loss(trainer: Any) -> bool:
+    """Return whether the loss is the model's own, computed as ``transformers.Trainer`` does."""
+    return type(trainer).compute_loss is transformers.Trainer.compute_loss and trainer.compute_loss_func is None
+
+
+def has_own_prediction_step(trainer: Any) -> bool:
+    """Return whether a class other than ``transformers.Trainer`` has a prediction step, as ``Seq2SeqTrainer``."""
+    kinds = [kind for kind in type(trainer).__mro__ if "prediction_step" in vars(kind)]
+    return any(kind is not transformers.Trainer and not issubclass(kind, TrainerHooks) for kind in kinds)
+
+
+def chooses_optimizer(trainer: Any) -> bool:
+    """Return whether a subclass overrides the meaning of ``optim``."""
+    own, stock = type(trainer).get_optimizer_cls_and_kwargs, transformers.Trainer.get_optimizer_cls_and_kwargs
+    return own is not stock
+
+
+def unheard_options(arguments: Any, given: Mapping[str, Any]) -> list[str]:
+    """Return the options in ``optim_args`` that Trainer ignores for this ``optim``."""
+
+    def made(options: str | None) -> Any:
+        asked = copy.copy(arguments)
+        asked.optim_args = options
+        return transformers.Trainer.get_optimizer_cls_and_kwargs(asked)
+
+    usual = made(None) if given else None
+    return [name for name, value in given.items() if made(f"{name}={value}") == usual]
+
+
+def groups_by_decay(trainer: Any, model: nn.Module) -> list[dict[str, Any]] | None:
+    """Return Trainer's two parameter groups if a subclass overrides which parameters decay; else ``None``."""
+    if type(trainer).get_decay_parameter_names is transformers.Trainer.get_decay_parameter_names:
+        return None
+    names = set(trainer.get_decay_parameter_names(model))
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return [
+        {"params": [each for name, each in trained if (name in names) == decays], "weight_decay": rate}
+        for decays, rate in ((True, trainer.args.weight_decay), (False, 0.0))
+    ]
+
+
+def labels_of_step(trainer: Any, batches: Any) -> Any:
+    """Return the number of labels, over all distinct batches, by which a Trainer divides these microbatches' loss.
+
+    For causal models these are the predicted ones; for classes that it does not list as causal (``GPT2LMHeadModel``),
+    the first label of each row counts too.
+    """
+    return trainer._get_num_items_in_batch(batches, trainer.args.device)
+
+
+def prepared(trainer: Any, inputs: Any) -> Any:
+    """Return a batch as a subclass prepares it; without one, as the loader gave it, on the CPU."""
+    known = (TrainerHooks, transformers.Trainer)
+    own = any("_prepare_inputs" in vars(kind) for kind in type(trainer).__mro__ if kind not in known)
+    return trainer._prepare_inputs(inputs) if own else inputs

@@ -1,0 +1,176 @@
+"""Attach adapters to a parallelized model, and merge them into its weights."""
+
+import sys
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._compat.transformers.classes import class_name, empty_copy
+from ..errors import ConfigError, check_count
+from ..features.adapters import Adapters, attach_adapters, describe_coverage, merge_local_weights, read_config
+from ..features.adapters.merge import dequantized_weights, put_plain_modules, refuse_tied
+from ..plan.own_loss import OwnLossPlan
+from ..train import eval_step
+from ..train.runtime import Runtime, runtime_of
+from ..train.runtime.local_weights import LocalWeights
+from .assemble import assemble, take_apart
+
+_SAMPLE = (2, 16)  # rows and tokens of the batch that measures the change by merging
+
+
+def get_peft_model(
+    model: nn.Module, peft_config: Any, adapter_name: str = "default", *, seed: int | None = None
+) -> Any:
+    """Put adapters around the modules of a parallelized model; call it on every rank.
+
+    The counterpart of PEFT's ``get_peft_model`` over shards: stock weights are frozen, and the adapter's factors start
+    from the values that PEFT gives them in one process. Optimizers made before do not train them. The model itself
+    still works, with the adapters, in :func:`hfscale.train_step` and everywhere else.
+
+    Args:
+        peft_config: a PEFT config, or the path or Hub id of a saved adapter to go on training.
+        adapter_name: PEFT's name for the adapter.
+        seed: seed of new adapters' random values, as after ``torch.manual_seed(seed)``; by default, as in PEFT, they
+            are drawn from torch's current RNG state, that of the first rank.
+
+    Returns:
+        PEFT's model around ``model``.
+
+    Raises:
+        ConfigError: the model has adapters already, or the config asks for something unknown to hfscale or PEFT, or
+            matches no module.
+        CheckpointError: a saved adapter does not fit the model.
+    """
+    runtime = runtime_of(model)
+    existing = runtime.part(Adapters)
+    if existing is not None:
+        raise ConfigError(
+            f"{class_name(runtime.model)} has the adapter {existing.name!r} already: merge it first "
+            "(hfscale.merge_and_unload), or load the model again"
+        )
+    if seed is not None:
+        check_count("seed", seed, least=0)
+    if not isinstance(adapter_name, str) or not adapter_name:
+        raise ConfigError(f"adapter_name={adapter_name!r} is impossible: use a name, as 'default'")
+    config, source = read_config(peft_config)
+    template = empty_copy(runtime.model)
+    plan, mesh, options = runtime.plan, runtime.mesh, runtime.options
+    training = runtime.model.training
+    shares = take_apart(runtime)
+    before = shares.copy()
+    try:
+        adapters, planned = attach_adapters(
+            runtime.model, template, config, plan, mesh, shares.tensors, source=source, name=adapter_name, seed=seed
+        )
+    except Exception:  # the model goes on without
+        assemble(runtime.model, plan, mesh, options, before)
+        raise
+    assemble(runtime.model, planned, mesh, options, shares, adapters)
+    adapters.peft_model.train(training)
+    for part in (adapters.peft_model, adapters.peft_model.base_model):
+        part.merge_and_unload = partial(_merge_as_peft_does, runtime.model)
+    return adapters.peft_model
+
+
+def _merge_as_peft_does(model: nn.Module, *_: Any, dtype: torch.dtype | None = None, **asked: Any) -> Any:
+    """Call :func:`merge_and_unload` under PEFT's name; merged weights are always checked (``safe_merge``)."""
+    if asked.get("adapter_names") is not None:
+        raise ConfigError("adapter_names=... chooses among adapters, and a model has one here: leave it out")
+    return merge_and_unload(model, dtype=dtype)
+
+
+def merge_and_unload(model: nn.Module, *, dtype: torch.dtype | None = None, quiet: bool = False) -> Any:
+    """Merge adapters into the weights that they adapt, each rank into its shards, and remove them; collective.
+
+    The first rank prints how much merging changed: the largest difference of the logits of a few random tokens, or of
+    the loss if the model runs in stages.
+
+    Args:
+        dtype: the type of weights that were quantized, including those without adapters; required if there are any.
+        quiet: measure and print nothing.
+
+    Returns:
+        the stock model.
+
+    Raises:
+        ConfigError: the model has no adapters, or adapters around one of two tied weights, or quantized weights and no
+            ``dtype`` is given.
+    """
+    runtime = runtime_of(model)
+    adapters = runtime.part(Adapters)
+    if adapters is None:
+        raise ConfigError(f"{class_name(runtime.model)} has no adapters to merge: see hfscale.get_peft_model")
+    quantized = runtime.plan.quantized
+    if quantized is not None and dtype is None:
+        raise ConfigError(
+            f"adapters cannot be added to weights in {quantized.bits} bits without rounding them again: pass "
+            "dtype=torch.bfloat16 to merge into weights of that type, or keep the base as it is and write the adapter "
+            "alone with hfscale.save_pretrained"
+        )
+    refuse_tied(adapters, runtime.plan)
+    before = None if quiet else _answer(runtime)
+    training = runtime.model.training
+    merged, plan = len({adapter.base for adapter in runtime.plan.adapters}), adapters.stock_plan
+    plain = {} if dtype is None else dequantized_weights(runtime, dtype)
+    tensors = {**take_apart(runtime).tensors, **plain}
+    if quantized is not None:
+        plan = put_plain_modules(adapters, runtime, plain)
+    stock, tensors = merge_local_weights(adapters, runtime, tensors)
+    assemble(stock, plan, runtime.mesh, runtime.options, LocalWeights(tensors))
+    stock.train(training)
+    if before is not None:
+        what, expected = before
+        found = _answer(runtime_of(stock))[1]
+        difference, scale = float((found - expected).abs().max()), float(expected.abs().max())
+        if not any(runtime.mesh.ranks.values()):
+            print(
+                f"merged the adapters of {merged} weights{_into(dtype)}: largest difference of the {what} "
+                f"{difference:.1e} (largest of the {what} {scale:.3g})",
+                file=sys.stderr,
+            )
+    return stock
+
+
+def _into(dtype: torch.dtype | None) -> str:
+    return "" if dtype is None else f" into {str(dtype).removeprefix('torch.')}"
+
+
+@torch.no_grad()
+def _answer(runtime: Runtime) -> tuple[str, Tensor]:
+    """Return the model's logits, or its loss, on a few random tokens in evaluation mode, with its name."""
+    model, training = runtime.model, runtime.model.training
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, vocabulary, _SAMPLE, generator=generator).to(runtime.mesh.device)
+    model.eval()
+    try:
+        if runtime.plan.stages is not None:
+            rows = ids.repeat(int(runtime.mesh.layout.num_microbatches or 1), 1)
+            if runtime.plan.feature(OwnLossPlan) is not None:  # its labels are not tokens
+                _, outputs = eval_step(model, {"input_ids": rows}, _no_loss, return_outputs=True)
+                return "logits", outputs.logits.double().cpu()
+            return "loss", eval_step(model, {"input_ids": rows, "labels": rows}).detach().clone()
+        output = model(input_ids=ids)
+        answer = getattr(output, "logits", None)
+        return "logits", (output[0] if answer is None else answer).detach().double().cpu()
+    finally:
+        model.train(training)
+
+
+def _no_loss(outputs: Any, _: Any) -> tuple[Tensor, float]:
+    """Return a zero loss, for a pass of which only the outputs are used."""
+    return 0.0 * outputs.logits.sum(), 1.0
+
+
+def coverage_report(model: nn.Module) -> str:
+    """Return how many parameters have adapters, in lines like ``100.0% of the parameters of layers have adapters``.
+
+    Raises:
+        ConfigError: the model has no adapters.
+    """
+    runtime = runtime_of(model)
+    if runtime.part(Adapters) is None:
+        raise ConfigError(f"{class_name(runtime.model)} has no adapters: see hfscale.get_peft_model")
+    return describe_coverage(runtime.plan)

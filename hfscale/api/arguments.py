@@ -1,0 +1,223 @@
+"""Check the arguments of :func:`hfscale.from_pretrained` and its like, and load the config."""
+
+import copy
+import inspect
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from .._compat.hub import hub_is_away
+from .._compat.transformers.classes import classes_by_config
+from .._compat.transformers.configs import made_or_explained
+from .._compat.transformers.loading import loading_arguments
+from ..config.parallel import ParallelConfig
+from ..distributed.files.replace import finish_move
+from ..errors import CheckpointError, ConfigError, check_count, check_path, check_switch, meant, written_like_a_path
+from ..models.fields import field
+
+# Arguments of transformers' from_pretrained that distribute a model by other means.
+_EXCLUSIVE = ("device_map", "distributed_config", "tp_plan", "tp_size", "device_mesh", "max_memory", "offload_folder")
+_WEIGHTS = ("state_dict", "gguf_file")
+# Arguments that choose the files from which a config is read, not its values.
+_CODE = ("trust_remote_code", "code_revision")
+# Fields of a config -> the largest that any model could have.
+_SIZES = {
+    "num_hidden_layers": 10**4,
+    "num_attention_heads": 10**5,
+    "num_key_value_heads": 10**5,
+    "head_dim": 10**6,
+    "hidden_size": 10**7,
+    "intermediate_size": 10**8,
+    "vocab_size": 10**8,
+}
+_MAY_BE_NONE = ("num_attention_heads", "num_key_value_heads")
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
+_HUB = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "trust_remote_code")
+
+
+def check_layout(parallel: ParallelConfig | None, kwargs: Mapping[str, Any]) -> ParallelConfig:
+    """Return the requested layout; one process by default.
+
+    Raises:
+        ConfigError: ``parallel`` is no layout, or ``kwargs`` ask for another way to distribute a model.
+    """
+    if parallel is not None and not isinstance(parallel, ParallelConfig):
+        raise ConfigError(f"parallel={parallel!r} is not a layout: pass hfscale.ParallelConfig(tp_size=...)")
+    if kwargs.get("output_loading_info"):
+        raise ConfigError(
+            "output_loading_info=True asks for a pair, and what is returned here is the model: leave it out; what the "
+            "files lack, or have besides, is printed"
+        )
+    weights = next((name for name in _WEIGHTS if kwargs.get(name) is not None), None)
+    if weights is not None:
+        raise ConfigError(f"{weights}= would be read instead of the checkpoint's files: leave it out")
+    clashing = [name for name in _EXCLUSIVE if kwargs.get(name) is not None]
+    if clashing:
+        raise ConfigError(
+            f"{', '.join(clashing)} would distribute the model a second way: leave it out, and give hfscale the layout "
+            "as parallel=hfscale.ParallelConfig(...)"
+        )
+    return parallel or ParallelConfig()
+
+
+def load_config(path: str, kwargs: Mapping[str, Any]) -> tuple[PreTrainedConfig, dict[str, Any]]:
+    """Return the config as transformers loads it, and the arguments that it did not use.
+
+    Raises:
+        CheckpointError: there is none.
+        ConfigError: it cannot be read.
+    """
+    refuse_missing(path)
+    finish_move(path)
+    if "trust_remote_code" in kwargs:
+        check_switch("trust_remote_code", kwargs["trust_remote_code"])
+    taken = {key: value for key, value in reachable(path, kwargs).items() if key not in ("dtype", "torch_dtype")}
+    given = taken.pop("config", None)
+    if given is not None and not isinstance(given, PreTrainedConfig | str | os.PathLike):
+        raise ConfigError(f"config={given!r} is no config of transformers: leave it out, or make one")
+    if isinstance(given, PreTrainedConfig):
+        config, rest = copy.deepcopy(given), taken
+    else:
+        try:
+            with made_or_explained(os.path.join(path, "config.json") if os.path.isdir(path) else path):
+                config, rest = AutoConfig.from_pretrained(given or path, return_unused_kwargs=True, **taken)
+        except ConfigError as error:
+            if os.path.exists(path) or not taken.get("local_files_only"):
+                raise
+            raise CheckpointError(
+                f"{path} is no directory here, and the Hub cannot be reached for it: give a directory with a "
+                "config.json, or a Hub id that is in the cache"
+            ) from error
+    rest = {key: value for key, value in rest.items() if key not in _HUB}
+    return config, {**rest, **{key: kwargs[key] for key in ("dtype", "torch_dtype", *_CODE) if key in kwargs}}
+
+
+def reachable(path: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``kwargs``, with ``local_files_only`` if the Hub cannot be reached, so that transformers does not wait for
+    it.
+    """
+    waits = not os.path.exists(path) and "local_files_only" not in kwargs and hub_is_away()
+    return {**kwargs, "local_files_only": True} if waits else dict(kwargs)
+
+
+def check_place(path: Any) -> None:
+    """Refuse a ``path`` at which there can be no checkpoint.
+
+    Raises:
+        ConfigError: it is no path.
+        CheckpointError: it is a file, or written like a path and does not exist.
+    """
+    check_path("path", path)
+    if os.path.isfile(path):
+        raise CheckpointError(f"{path} is a file: give the directory of a checkpoint, with a config.json")
+    refuse_missing(str(path))
+
+
+def refuse_missing(path: str) -> None:
+    """Refuse a missing path, which the Hub's own message would call a wrong repository name.
+
+    Raises:
+        CheckpointError: it is written like a path and does not exist.
+    """
+    if not os.path.exists(path) and written_like_a_path(path):
+        raise CheckpointError(
+            f"{path} does not exist: give a directory with a config.json, or a Hub id like owner/name"
+        )
+
+
+def arguments_with_config(
+    kwargs: Mapping[str, Any], unread: Iterable[str], config: PreTrainedConfig, quantization: Any
+) -> dict[str, Any]:
+    """Return arguments of ``from_pretrained`` beside ``config``, which contains all of ``kwargs`` except ``unread``."""
+    kept = {key: value for key, value in kwargs.items() if key in {*unread, *_HUB}}
+    return {**kept, "config": config, **({} if quantization is None else {"quantization_config": quantization})}
+
+
+def check_sizes(config: PreTrainedConfig) -> None:
+    """Refuse sizes that make a model without layers or vocabulary, or one too large to exist.
+
+    Raises:
+        ConfigError: naming the size.
+    """
+    for name, most in _SIZES.items():
+        size = field(config, name)
+        least = 0 if name in _MAY_BE_NONE else 1
+        if isinstance(size, int) and not least <= size <= most:
+            use = f"use at least {max(least, 1)}" if size < least else f"use at most {most:,}"
+            raise ConfigError(f"{name}={size} of this {config.model_type} config is impossible: {use}")
+
+
+def check_tokens(tokens: object) -> None:
+    """Refuse an impossible size of a vocabulary.
+
+    Raises:
+        ConfigError: with the number.
+    """
+    check_count("resize_token_embeddings", tokens)
+    if isinstance(tokens, int) and tokens > _SIZES["vocab_size"]:
+        raise ConfigError(
+            f"resize_token_embeddings={tokens} is impossible: use len(tokenizer), at most {_SIZES['vocab_size']:,}"
+        )
+
+
+def refuse_unknown(kwargs: Iterable[str], auto_class: Any, config: PreTrainedConfig, taken_here: Iterable[str]) -> None:
+    """Refuse keyword arguments that neither the config, the model class, transformers nor hfscale takes.
+
+    Args:
+        kwargs: names of the arguments that no field of the config has taken.
+        taken_here: names of hfscale's own arguments.
+
+    Raises:
+        ConfigError: naming one, and a similar known name; or ``auto_class`` builds no models.
+    """
+    kind = isinstance(auto_class, type)
+    if not kind or not (hasattr(auto_class, "from_config") or issubclass(auto_class, PreTrainedModel)):
+        raise ConfigError(
+            f"auto_class={auto_class!r} is impossible: pass a class, transformers.AutoModelForCausalLM or one like it"
+        )
+    mapping = classes_by_config(auto_class)
+    if mapping is not None and type(config) not in mapping:
+        return  # a class that comes with the checkpoint
+    kind = auto_class if mapping is None else mapping[type(config)]
+    kinds = kind if isinstance(kind, list | tuple) else [kind]
+    taken = {name for kind in kinds for name in inspect.signature(kind.__init__).parameters}
+    ours = list(taken_here)
+    known = {*ours, *taken, *_HUB, *_CODE, *_EXCLUSIVE, *loading_arguments()}
+    for name in kwargs:
+        if name not in known:
+            close = meant(name, sorted(known))
+            hint = f"did you mean {close}?" if close else f"hfscale takes {', '.join(ours[1:-1])}"
+            raise ConfigError(
+                f"{name}= is no argument of hfscale's, of transformers' or of {kinds[0].__name__}: {hint}"
+            )
+
+
+def code_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that choose which of a model's code to run."""
+    return {key: kwargs[key] for key in _CODE if key in kwargs}
+
+
+def known_dtype(kwargs: Mapping[str, Any]) -> Any:
+    """Return the requested type of weights, or ``None`` if the checkpoint decides.
+
+    Raises:
+        ConfigError: it is no floating-point type.
+    """
+    dtype = kwargs.get("dtype", kwargs.get("torch_dtype"))
+    for each in dtype.values() if isinstance(dtype, dict) else [dtype]:  # transformers takes one per submodel
+        if each is None or each == "auto":
+            continue
+        found = getattr(torch, each, None) if isinstance(each, str) else each
+        if not isinstance(found, torch.dtype) or not found.is_floating_point:
+            close = meant(each, _DTYPES) if isinstance(each, str) else None
+            hint = f"did you mean {close!r}? " if close else ""
+            raise ConfigError(f"dtype={each!r} is no type of weights: {hint}use 'auto' or one of {', '.join(_DTYPES)}")
+    return None if dtype == "auto" else dtype
+
+
+def model_arguments(kwargs: Mapping[str, Any], is_auto: bool) -> dict[str, Any]:
+    """Return the arguments with which a model is built from its config."""
+    return {key: value for key, value in kwargs.items() if value is not None and (is_auto or key not in _CODE)}

@@ -1,0 +1,263 @@
+"""Turn a stock model and a layout into a model that trains: the order of all steps, in one place."""
+
+import copy
+import inspect
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from accelerate import GradScalerKwargs
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from .._compat.transformers.classes import class_name, is_distributed_by_host, model_class
+from ..config.float8 import Float8Config
+from ..config.memory import MemoryConfig
+from ..config.options import Options
+from ..config.parallel import ParallelConfig
+from ..config.routing import RoutingConfig
+from ..distributed.process_groups import build_mesh
+from ..errors import ConfigError, check_count, check_path
+from ..features.adapters import attach_adapters, plan_with_adapters, read_config, wrapped_by_peft
+from ..features.precision.liger import check_kernels
+from ..features.quantization.quantized_modules import check_quantization, split_quantization
+from ..plan import Plan
+from ..train.runtime import find_runtime
+from .arguments import (
+    arguments_with_config,
+    check_layout,
+    check_place,
+    check_sizes,
+    check_tokens,
+    code_arguments,
+    known_dtype,
+    load_config,
+    reachable,
+    refuse_unknown,
+)
+from .assemble import assemble
+from .sources import FromCheckpoint, FromSeed, InMemory, Outline, Source
+
+Adapter = tuple[Any, str | None]
+"""A PEFT config, and the path of a saved adapter, if it is one."""
+
+
+def build(
+    source: Source, layout: ParallelConfig, options: Options, adapter: Adapter | None = None, seed: int = 0
+) -> Any:
+    """Build the model: plan, form the mesh, load this rank's shards, attach adapters, install parts."""
+    options.check_fits(layout)
+    plan = source.plan(layout, options)
+    mesh = build_mesh(layout, plan.replicas, plan.ties, plan.neighbours)
+    options.check_device(mesh.device)
+    check_kernels(options.use_liger_kernel, plan.family, mesh.device)
+    model, weights = source.load(plan, mesh)
+    adapters = None
+    if adapter is not None:
+        assert weights is not None  # a model in memory
+        assert not isinstance(source, InMemory)  # gets its adapters later, by get_peft_model
+        config, saved = adapter
+        adapters, plan = attach_adapters(
+            model, source.template(model), config, plan, mesh, weights.tensors, source=saved, seed=seed
+        )
+    assemble(model, plan, mesh, options, weights, adapters)
+    return model
+
+
+def from_pretrained(
+    path: str | os.PathLike[str],
+    *,
+    parallel: ParallelConfig | None = None,
+    auto_class: Any = AutoModelForCausalLM,
+    mixed_precision: str = "no",
+    routing: RoutingConfig | None = None,
+    memory: MemoryConfig | None = None,
+    loss_scaling: GradScalerKwargs | None = None,
+    float8: Float8Config | None = None,
+    use_liger_kernel: bool | Mapping[str, bool] = False,
+    peft_config: Any = None,
+    resize_token_embeddings: int | None = None,
+    seed: int = 0,
+    **hf_kwargs: Any,
+) -> Any:
+    """Load a Hugging Face checkpoint, sharded, on this rank's device.
+
+    Call it on every rank. Each rank reads only its slices.
+
+    Args:
+        path: a directory or a Hub id, as for ``AutoModel.from_pretrained``.
+        parallel: the layout; one process by default.
+        auto_class: the Auto class (or model class) to load with, or its name in transformers.
+        mixed_precision: ``"no"``, or compute in ``"bf16"`` or ``"fp16"`` over weights kept in their own type; ``"fp8"``
+            is bfloat16 with products of layers in 8 bits. In float16 :func:`hfscale.train_step` scales the loss; after
+            a step in which a gradient overflowed there are no gradients, so that optimizers do nothing.
+        routing: the router of mixtures and its balancing; the model's own router by default.
+        memory: activation checkpointing, offloading to the CPU, and activations in 8 bits; none by default.
+        loss_scaling: scaling of the loss under ``"fp16"``; torch's defaults by default.
+        float8: scaling of products under ``"fp8"``, and modules left out; tensorwise scaling by default.
+        use_liger_kernel: Liger's kernels for norms, gated activations and rotary embeddings; or ``{"rope": False}``.
+        peft_config: a PEFT config, whose adapters are put around the model's modules, or the path or Hub id of a saved
+            adapter to go on training; :func:`hfscale.save_pretrained` then writes the adapter.
+        resize_token_embeddings: the new size of the vocabulary, as ``len(tokenizer)``; rows of new tokens are the
+            mean of the checkpoint's rows, in the head as well.
+        seed: seed of parameters that the checkpoint does not have, and of new adapters.
+        hf_kwargs: other arguments of transformers' ``from_pretrained``, except those that distribute the model.
+
+    Returns:
+        an instance of the stock class, in evaluation mode as in transformers.
+
+    Raises:
+        ConfigError, PlanError, MeshError, CheckpointError: before any weight is read, except for damaged files.
+    """
+    layout, auto_class = check_layout(parallel, hf_kwargs), model_class(auto_class)
+    options = Options(mixed_precision, routing, memory, loss_scaling, float8, use_liger_kernel)
+    check_count("seed", seed, least=0)
+    check_place(path)
+    hf_kwargs = reachable(str(path), hf_kwargs)
+    quantization = hf_kwargs.get("quantization_config")
+    check_quantization(quantization)
+    adapter = None if peft_config is None else read_config(peft_config)
+    config, rest = load_config(str(path), {k: v for k, v in hf_kwargs.items() if k != "quantization_config"})
+    refuse_unknown(rest, auto_class, config, inspect.signature(from_pretrained).parameters)
+    named = {"dtype": known_dtype(hf_kwargs), **code_arguments(hf_kwargs)}
+    outline, resized = _resized(_outline(config, auto_class, named, quantization), resize_token_embeddings)
+    if outline.stored or resized:
+        hf_kwargs = arguments_with_config(hf_kwargs, rest, outline.config, outline.quantization)
+    return build(FromCheckpoint(str(path), outline, hf_kwargs, seed, resized), layout, options, adapter, seed)
+
+
+def from_config(
+    config: PreTrainedConfig,
+    *,
+    parallel: ParallelConfig | None = None,
+    auto_class: Any = AutoModelForCausalLM,
+    mixed_precision: str = "no",
+    routing: RoutingConfig | None = None,
+    memory: MemoryConfig | None = None,
+    loss_scaling: GradScalerKwargs | None = None,
+    float8: Float8Config | None = None,
+    use_liger_kernel: bool | Mapping[str, bool] = False,
+    peft_config: Any = None,
+    seed: int = 0,
+    **hf_kwargs: Any,
+) -> Any:
+    """Build a model with random weights that are the same for every layout.
+
+    Weights follow the class's own initialization, with a seed per layer made of ``seed`` and the layer's name, so that
+    a rank never holds more than its shards and one full layer. Arguments, result and errors are those of
+    :func:`from_pretrained`; the model is in training mode, as in transformers.
+    """
+    layout, auto_class = check_layout(parallel, hf_kwargs), model_class(auto_class)
+    options = Options(mixed_precision, routing, memory, loss_scaling, float8, use_liger_kernel)
+    if hf_kwargs.get("quantization_config") is not None:
+        raise ConfigError(
+            "from_config(quantization_config=...) would quantize random weights: quantize those of a checkpoint, with "
+            "hfscale.from_pretrained(path, quantization_config=...)"
+        )
+    check_count("seed", seed, least=0)
+    adapter = None if peft_config is None else read_config(peft_config)
+    if not isinstance(config, PreTrainedConfig):
+        raise ConfigError(
+            f"config={_shown(config)} is no config of transformers: make one (LlamaConfig(...), or "
+            "AutoConfig.from_pretrained(path)), or load weights with hfscale.from_pretrained(path)"
+        )
+    known_dtype(hf_kwargs)
+    refuse_unknown(hf_kwargs, auto_class, config, inspect.signature(from_config).parameters)
+    check_sizes(config)
+    return build(FromSeed(Outline(config, auto_class, hf_kwargs), seed), layout, options, adapter, seed)
+
+
+def parallelize(
+    model: nn.Module,
+    parallel: ParallelConfig | None = None,
+    *,
+    mixed_precision: str = "no",
+    routing: RoutingConfig | None = None,
+    memory: MemoryConfig | None = None,
+    loss_scaling: GradScalerKwargs | None = None,
+    float8: Float8Config | None = None,
+    use_liger_kernel: bool | Mapping[str, bool] = False,
+) -> Any:
+    """Shard, in place, a full stock model that is in memory and the same on every rank, and return it.
+
+    Raises:
+        ConfigError: the model is distributed already, or has adapters.
+        PlanError: the layout does not fit the model.
+        MeshError: the layout does not fit the processes that were started.
+    """
+    layout = check_layout(parallel, {})
+    options = Options(mixed_precision, routing, memory, loss_scaling, float8, use_liger_kernel)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"parallelize takes a model of transformers, and got {_shown(model)}: load it first")
+    reason = "hfscale already parallelized it" if find_runtime(model) else is_distributed_by_host(model)
+    if not isinstance(model, PreTrainedModel) and not wrapped_by_peft(model):
+        reason = "it is no model of transformers"
+    if any(parameter.is_meta for parameter in model.parameters()):
+        reason = reason or "some of its weights are on the meta device, so that there is nothing to shard"
+    if reason:
+        raise ConfigError(
+            f"{class_name(model)} cannot be parallelized: {reason}. Load it plainly, or with hfscale.from_pretrained"
+        )
+    if wrapped_by_peft(model):
+        raise ConfigError(
+            f"{class_name(model)} has adapters of PEFT's, which the plan of a stock model knows nothing of: "
+            "parallelize the model without them, and then call hfscale.get_peft_model(model, peft_config); for saved "
+            "ones, hfscale.from_pretrained(path, peft_config=directory)"
+        )
+    return build(InMemory(model), layout, options)
+
+
+def plan(
+    source: str | os.PathLike[str] | PreTrainedConfig,
+    parallel: ParallelConfig | None = None,
+    *,
+    auto_class: Any = AutoModelForCausalLM,
+    mixed_precision: str = "no",
+    memory: MemoryConfig | None = None,
+    float8: Float8Config | None = None,
+    peft_config: Any = None,
+    **hf_kwargs: Any,
+) -> Plan:
+    """Plan a model under a layout, without weights, process group or GPU. ``print`` the plan for a table.
+
+    Raises:
+        ConfigError: an argument, adapters or quantization unknown to hfscale, or adapters that match no module.
+        PlanError: the layout does not fit; every problem is listed with the valid values.
+    """
+    layout, auto_class = check_layout(parallel, hf_kwargs), model_class(auto_class)
+    options = Options(mixed_precision, memory=memory, float8=float8)
+    quantization = hf_kwargs.pop("quantization_config", None)
+    check_quantization(quantization)
+    if isinstance(source, PreTrainedConfig):
+        config, rest = source, hf_kwargs
+    else:
+        check_path("source", source)
+        config, rest = load_config(str(source), hf_kwargs)
+    known_dtype(rest)
+    refuse_unknown(rest, auto_class, config, inspect.signature(plan).parameters)
+    outline = _outline(config, auto_class, rest, quantization)
+    planned = outline.plan(layout, options)
+    if peft_config is None:
+        return planned
+    adapter, saved = read_config(peft_config)
+    return plan_with_adapters(copy.deepcopy(outline.model), adapter, planned, new=saved is None)
+
+
+def _shown(given: object) -> str:
+    return repr(given) if isinstance(given, str | int | None) else f"a {type(given).__name__}"
+
+
+def _resized(outline: Outline, tokens: int | None) -> tuple[Outline, frozenset[str]]:
+    """Return the outline with ``tokens`` tokens, if not ``None``, and the parameters with a row for each token."""
+    if tokens is None:
+        return outline, frozenset()
+    check_tokens(tokens)
+    return outline.resized(tokens)
+
+
+def _outline(config: PreTrainedConfig, auto_class: Any, kwargs: dict[str, Any], quantization: Any) -> Outline:
+    check_sizes(config)
+    config, stored = split_quantization(config)
+    if stored is not None and quantization is not None:
+        raise ConfigError("quantization_config= is given, and the checkpoint is quantized already: leave it out")
+    return Outline(config, auto_class, kwargs, stored or quantization, stored is not None)

@@ -1,0 +1,225 @@
+"""Sources of a model: a checkpoint, a seed, or memory.
+
+A source first gives the full model on the meta device, which is planned, and, once the mesh is formed, this rank's
+shards of it with local sizes.
+"""
+
+import copy
+from collections.abc import Collection, Iterable
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from .._compat.torch import own_buffers, own_parameters
+from .._compat.transformers.classes import from_config
+from .._compat.transformers.configs import built_or_explained
+from ..checkpoint import load_pretrained
+from ..checkpoint.load import materialize_buffers
+from ..checkpoint.resize import resize_vocabulary
+from ..config.options import Options
+from ..config.parallel import ParallelConfig
+from ..distributed.mesh import Mesh
+from ..errors import ConfigError
+from ..features.quantization.quantized_modules import plan_quantized
+from ..parallel.pipeline import check_stages, leave_out, stage_places
+from ..parallel.tensor import cut_parameters
+from ..plan import Plan
+from ..train.runtime.initialize import initialize_local_weights
+from ..train.runtime.local_weights import LocalWeights
+from ..train.runtime.writing import all_or_none, not_finite, warn_of_not_finite
+from .arguments import code_arguments, model_arguments
+from .build_plan import build_plan
+
+# Raised by transformers' classes if a field of a config is impossible.
+_SAMPLE = 64  # values of a parameter that ranks compare
+_WRONG_CONFIG = (ArithmeticError, AssertionError, AttributeError, ImportError, KeyError, RuntimeError, TypeError)
+
+
+class Outline:
+    """The model that a config describes, on the meta device; built once.
+
+    Args:
+        config: of the stock model.
+        auto_class: the Auto class, or model class, that builds it.
+        kwargs: further arguments of that class.
+        quantization: the quantization config, for loading or of the checkpoint.
+        stored: whether the checkpoint is quantized.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        auto_class: Any,
+        kwargs: dict[str, Any],
+        quantization: Any = None,
+        stored: bool = False,
+    ) -> None:
+        self.config, self.auto_class, self.kwargs = config, auto_class, kwargs
+        self.quantization, self.stored = quantization, stored
+
+    @cached_property
+    def model(self) -> Any:
+        """The stock model on the meta device.
+
+        Raises:
+            ConfigError: the class builds none from this config.
+        """
+        is_auto = hasattr(self.auto_class, "from_config")
+        with built_or_explained(self.auto_class, self.config, *_WRONG_CONFIG), torch.device("meta"):
+            return from_config(self.auto_class, self.config, **model_arguments(self.kwargs, is_auto))
+
+    def resized(self, tokens: int) -> tuple["Outline", frozenset[str]]:
+        """Return the outline with ``tokens`` tokens, and the names of the parameters with a row for each token."""
+        config, names = resize_vocabulary(
+            lambda config: Outline(config, self.auto_class, self.kwargs).model, self.config, tokens
+        )
+        return Outline(config, self.auto_class, self.kwargs, self.quantization, self.stored), names
+
+    def plan(self, layout: ParallelConfig, options: Options) -> Plan:
+        """Plan the model under ``layout``, with recomputation and 8-bit products as the ``options`` say.
+
+        Raises:
+            ConfigError: weights are quantized and products are asked for in 8 bits.
+            PlanError: the layout does not fit it.
+        """
+        if options.products is not None and self.quantization is not None:
+            raise ConfigError(
+                "mixed_precision='fp8' rounds weights of 16 or 32 bits for each product, and quantization_config has "
+                "them in 4 or 8 bits already, which are multiplied in 16: use mixed_precision='bf16' over them, or "
+                "leave quantization_config out (adapters over a base whose products are in fp8 work)"
+            )
+        planned = plan_model(self.model, layout, options)
+        return plan_quantized(planned, self.model, self.quantization, self.stored)
+
+
+def plan_model(model: nn.Module, layout: ParallelConfig, options: Options) -> Plan:
+    """Plan a full stock model on any device; stages are placed as the schedule's file says, if it is one."""
+    planned = build_plan(model, layout, stage_places(layout), options)
+    check_stages(planned)
+    return planned
+
+
+class FromCheckpoint:
+    """A Hugging Face checkpoint; each rank reads its slices.
+
+    Args:
+        path: a directory or Hub id.
+        outline: of its model.
+        kwargs: arguments of transformers' ``from_pretrained``.
+        seed: seed of parameters that the checkpoint does not have.
+        resized: parameters whose number of rows differs from the checkpoint's.
+    """
+
+    def __init__(
+        self, path: str, outline: Outline, kwargs: dict[str, Any], seed: int, resized: Collection[str] = ()
+    ) -> None:
+        self._path, self._outline, self._kwargs, self._seed, self._resized = path, outline, kwargs, seed, resized
+
+    def plan(self, layout: ParallelConfig, options: Options) -> Plan:
+        """Plan the model under ``layout``."""
+        return self._outline.plan(layout, options)
+
+    def load(self, plan: Plan, mesh: Mesh) -> tuple[Any, LocalWeights]:
+        """Return the model on the meta device with local sizes, and this rank's final shards of its weights."""
+        with all_or_none(mesh, f"{self._path} could not be loaded"):
+            model, weights, missing = load_pretrained(
+                self._outline.auto_class, self._path, plan, mesh, self._kwargs, self._resized
+            )
+            warn_of_not_finite(mesh, not_finite(weights.tensors), self._path)
+        if missing:
+            template = self.template(model)
+            fresh, _ = initialize_local_weights(template, plan, mesh, self._seed, wanted=lambda name: name in missing)
+            weights.tensors.update(fresh)
+        materialize_buffers(model, {}, mesh.device)
+        return model, weights
+
+    def template(self, model: Any) -> Any:
+        """Return a copy of the full stock model on the meta device, in the type in which ``model`` was loaded."""
+        planned = self._outline
+        if planned.model.dtype == model.dtype:
+            return copy.deepcopy(planned.model)
+        kwargs = {"dtype": model.dtype, **code_arguments(self._kwargs)}  # the checkpoint has decided
+        return Outline(model.config, planned.auto_class, kwargs).model
+
+
+class FromSeed:
+    """Random weights, the same for every layout.
+
+    Args:
+        outline: of the model.
+        seed: of its weights.
+    """
+
+    def __init__(self, outline: Outline, seed: int) -> None:
+        self._outline, self._seed = outline, seed
+
+    def plan(self, layout: ParallelConfig, options: Options) -> Plan:
+        """Plan the model under ``layout``."""
+        return self._outline.plan(layout, options)
+
+    def load(self, plan: Plan, mesh: Mesh) -> tuple[Any, LocalWeights]:
+        """Return the model on the meta device with local sizes, and this rank's shards of its weights."""
+        model = copy.deepcopy(self._outline.model)
+        leave_out(model, plan, mesh.pp_rank)
+        cut_parameters(model, plan, mesh)
+        tensors, buffers = initialize_local_weights(copy.deepcopy(self._outline.model), plan, mesh, self._seed)
+        materialize_buffers(model, buffers, mesh.device)
+        return model, LocalWeights(tensors)
+
+    def template(self, model: Any) -> Any:
+        """Return a copy of the full stock model on the meta device."""
+        return copy.deepcopy(self._outline.model)
+
+
+class InMemory:
+    """A full model in memory, the same on every rank; cut in place."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def plan(self, layout: ParallelConfig, options: Options) -> Plan:
+        """Plan the model under ``layout``."""
+        return plan_model(self._model, layout, options)
+
+    def load(self, plan: Plan, mesh: Mesh) -> tuple[Any, None]:
+        """Return the model with this rank's sizes and weights."""
+        model = self._model
+        _refuse_different(model, mesh)
+        modules = list(model.modules())
+        leave_out(model, plan, mesh.pp_rank)
+        _give_up_memory(modules, kept=model)
+        cut_parameters(model, plan, mesh)
+        model.to(mesh.device)
+        return model, None
+
+
+Source = FromCheckpoint | FromSeed | InMemory
+
+
+def _refuse_different(model: nn.Module, mesh: Mesh) -> None:
+    """Refuse a model that is not the same on every rank, by the first values of each parameter; collective."""
+    named = model.named_parameters() if mesh.control is not None else ()
+    sums = {name: str(float(parameter.detach().reshape(-1)[:_SAMPLE].double().sum())) for name, parameter in named}
+    for other in mesh.all_gather_object(sums):
+        if other != sums:
+            name = next((name for name in sums if sums[name] != other.get(name)), "a parameter")
+            raise ConfigError(
+                f"{name} is not the same on every rank, and parallelize gives each rank a share of one model: load it "
+                "from one checkpoint, or set the same seed (torch.manual_seed) first; or use hfscale.from_config"
+            )
+
+
+def _give_up_memory(modules: Iterable[nn.Module], kept: nn.Module) -> None:
+    """Free the tensors of modules that are no longer in ``kept``; placeholders still read their attributes."""
+    staying = set(kept.modules())
+    for module in modules:
+        if module in staying:
+            continue
+        for name, parameter in own_parameters(module).items():
+            if parameter is not None:  # not in place: another module may keep a tied tensor
+                own_parameters(module)[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        for name, buffer in own_buffers(module).items():
+            own_buffers(module)[name] = None if buffer is None else buffer.to("meta")

@@ -1,0 +1,157 @@
+"""Make the tensors of a mixture of experts one at a time from those of a dense model.
+
+Data flow: the target on the meta device tells the contents of its checkpoint; every dense tensor is read once. Tensors
+outside of MLPs are copied under their names, and an MLP's projection is copied once per expert, varied on request. Two
+tensors are in memory at a time, or four if experts vary; plus the stacked tensor if the target stores all experts in
+one.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
+
+from ..._compat.transformers.saving import stored_layout
+from ...errors import CheckpointError
+from .config_of import find_family, mixture_layers
+from .dense import WholeModel
+from .perturb import Variation
+from .targets import DENSE, INTERMEDIATE_DIM, ExpertWeight
+
+_BAR_AFTER_SECONDS = 2.0
+
+
+class Upcycling:
+    """A dense model that is converted to a mixture of experts.
+
+    Attributes:
+        model: the target, on the meta device, with its config and the dense model's generation config.
+
+    Raises:
+        CheckpointError: the dense checkpoint lacks tensors, or has other shapes than its config says.
+    """
+
+    def __init__(self, dense: WholeModel, config: PreTrainedConfig, every: int, variation: Variation) -> None:
+        self.dense, self.config, self.variation = dense, config, variation
+        self.family = find_family(dense.config)
+        self.layers = mixture_layers(dense.config, every)
+        self.num_experts: int = getattr(config, self.family.count_field)
+        with torch.device("meta"):
+            before = AutoModelForCausalLM.from_config(dense.config)
+            self.model: Any = AutoModelForCausalLM.from_config(config)
+        self.stored = _names_as_found(before, dense)
+        self.dtype = self._type_of_mlps()
+        self.model.config.dtype = self.dtype  # the config of a model in memory may be older than its weights
+        if dense.generation is not None:
+            self.model.generation_config = dense.generation
+
+    def contents(self) -> dict[str, Tensor]:
+        """Return all tensors of the target's checkpoint, on the meta device, in the dense model's dtypes."""
+        layout = stored_layout(self.model, dict(self.model.named_parameters()))
+        types = {name: self.dense.tensors[found].dtype for name, found in self.stored.items()}
+        return {
+            name: torch.empty(tensor.shape, dtype=types.get(name, self.dtype), device="meta")
+            for name, tensor in layout.items()
+        }
+
+    def with_progress(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield :meth:`tensors`, under a progress bar if it takes long."""
+        hidden = not logging.is_progress_bar_enabled()
+        with tqdm(desc="upcycle", unit="B", unit_scale=True, delay=_BAR_AFTER_SECONDS, disable=hidden) as bar:
+            for name, tensor in self.tensors():
+                yield name, tensor
+                bar.update(tensor.nbytes)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every tensor of the mixture under its stored name; each dense one is read once."""
+        projections = self._projections()
+        for name in self.stored:
+            if name not in projections:
+                yield name, self._read(name)
+        for layer in self.layers:
+            yield from self._gates(layer)
+            for weight in self.family.weights:
+                yield from self._apart(layer, weight) if "{expert}" in weight.name else self._stacked(layer, weight)
+
+    def _gates(self, layer: int) -> Iterator[tuple[str, Tensor]]:
+        """Yield a random router: equal scores would send every token to the first experts, and leave them equal."""
+        router = torch.empty(self.num_experts, self.config.hidden_size, dtype=self.dtype)
+        generator = self.variation.generator(f"{layer}/router")
+        yield _prefix(layer) + self.family.router, router.normal_(0, self.config.initializer_range, generator=generator)
+        if self.family.shared:
+            yield _prefix(layer) + self.family.shared.gate, torch.zeros_like(router[:1])
+
+    def _apart(self, layer: int, weight: ExpertWeight) -> Iterator[tuple[str, Tensor]]:
+        (projection,) = weight.parts
+        dense = self._read(_prefix(layer) + DENSE.format(projection=projection))
+        if self.family.shared:
+            yield _prefix(layer) + self.family.shared.name.format(projection=projection), dense
+        for expert in range(self.num_experts):
+            yield _prefix(layer) + weight.name.format(expert=expert), self._expert(dense, projection, layer, expert)
+
+    def _stacked(self, layer: int, weight: ExpertWeight) -> Iterator[tuple[str, Tensor]]:
+        whole, row = torch.empty(0), 0
+        for projection in weight.parts:
+            dense = self._read(_prefix(layer) + DENSE.format(projection=projection))
+            if row == 0:
+                whole = dense.new_empty(self.num_experts, len(weight.parts) * len(dense), dense.shape[1])
+            for expert in range(self.num_experts):
+                whole[expert, row : row + len(dense)] = self._expert(dense, projection, layer, expert)
+            row += len(dense)
+        yield _prefix(layer) + weight.name, whole
+
+    def _expert(self, dense: Tensor, projection: str, layer: int, expert: int) -> Tensor:
+        varied = self.variation.apply(dense, projection, layer, expert)
+        start = self.family.start(projection)
+        return varied if start == 1 else varied * start
+
+    def _read(self, name: str) -> Tensor:
+        return self.dense.read(self.stored[name])
+
+    def _type_of_mlps(self) -> torch.dtype:
+        """Return the dtype of experts and routers."""
+        types = {self.dense.tensors[self.stored[name]].dtype for name in self._projections()}
+        if len(types) > 1:
+            raise CheckpointError(
+                f"the MLPs of the dense checkpoint have several types, {', '.join(sorted(map(str, types)))}, and the "
+                "experts of a layer are one tensor in the host: load it with one dtype and save it again"
+            )
+        return types.pop()
+
+    def _projections(self) -> set[str]:
+        """Return the names of the dense tensors that experts are made of."""
+        return {_prefix(layer) + DENSE.format(projection=p) for layer in self.layers for p in INTERMEDIATE_DIM}
+
+
+def _prefix(layer: int) -> str:
+    return f"model.layers.{layer}."
+
+
+def _names_as_found(model: PreTrainedModel, dense: WholeModel) -> dict[str, str]:
+    """Map each tensor that the dense ``model`` needs to the one of its tied names that is stored."""
+    others: dict[str, list[str]] = {}
+    for tied, owner in model.all_tied_weights_keys.items():
+        others.setdefault(owner, []).append(tied)
+        others.setdefault(tied, []).append(owner)
+    found, missing = {}, []
+    for name, parameter in model.named_parameters():
+        there = [alias for alias in (name, *others.get(name, [])) if alias in dense.tensors]
+        if not there:
+            missing.append(name)
+        elif tuple(dense.tensors[there[0]].shape) != tuple(parameter.shape):
+            raise CheckpointError(
+                f"the dense model's {there[0]} has the shape {tuple(dense.tensors[there[0]].shape)} and its config "
+                f"says {tuple(parameter.shape)}: use the config it was saved with"
+            )
+        else:
+            found[name] = there[0]
+    if missing:
+        raise CheckpointError(
+            f"the dense checkpoint lacks {', '.join(missing[:4])}{' and more' if len(missing) > 4 else ''}: save the "
+            "model again with AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
+        )
+    return found

@@ -1,0 +1,165 @@
+"""Time the collectives of training by message size within torch's process group.
+
+A message is a rank's larger side: all that it sends (reduce-scatter, all-to-all, scatter's root) or receives
+(all-gather, gather's root). The *bus bandwidth* is the least that each link must carry, whatever the number of ranks,
+so that collectives and machines can be compared; with ``n`` ranks and ``S`` bytes in ``t`` seconds::
+
+    all-reduce                                          S / t * 2 (n - 1) / n
+    all-gather, reduce-scatter, all-to-all,
+    gather, scatter                                     S / t * (n - 1) / n
+    broadcast, reduce                                   S / t
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..._compat.torch_device import device_module, is_accelerator
+
+Call = Callable[[], object]
+
+_NEW_NAME = "reduce_scatter_single"  # since torch 2.13, which warns of the old name
+_reduce_scatter_into: Callable[[Tensor, Tensor], object] = getattr(dist, _NEW_NAME, dist.reduce_scatter_tensor)
+
+_SECONDS = 0.2
+"""Approximate time of measuring one collective with one size."""
+_MOST = 200
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One collective with one size of message.
+
+    Attributes:
+        collective: a name of :data:`COLLECTIVES`.
+        size: bytes of the message.
+        ranks: how many took part.
+        seconds: time of one call, the median of its repetitions on the slowest rank.
+    """
+
+    collective: str
+    size: int
+    ranks: int
+    seconds: float
+
+    @property
+    def bus_bandwidth(self) -> float:
+        """The least bytes per second that a link carries."""
+        return self.size / self.seconds * _factor(self.collective, self.ranks)
+
+
+def _factor(collective: str, ranks: int) -> float:
+    if collective == "all-reduce":
+        return 2 * (ranks - 1) / ranks
+    return 1.0 if collective in ("broadcast", "reduce") else (ranks - 1) / ranks
+
+
+def _broadcast(whole: Tensor, part: Tensor) -> Call:
+    return lambda: dist.broadcast(whole, src=0)
+
+
+def _reduce(whole: Tensor, part: Tensor) -> Call:
+    return lambda: dist.reduce(whole, dst=0)
+
+
+def _all_reduce(whole: Tensor, part: Tensor) -> Call:
+    return lambda: dist.all_reduce(whole)
+
+
+def _all_gather(whole: Tensor, part: Tensor) -> Call:
+    pieces = list(whole.chunk(dist.get_world_size()))
+    return lambda: dist.all_gather(pieces, part)
+
+
+def _gather(whole: Tensor, part: Tensor) -> Call:
+    pieces = list(whole.chunk(dist.get_world_size())) if dist.get_rank() == 0 else None
+    return lambda: dist.gather(part, pieces, dst=0)
+
+
+def _scatter(whole: Tensor, part: Tensor) -> Call:
+    pieces = list(whole.chunk(dist.get_world_size())) if dist.get_rank() == 0 else None
+    return lambda: dist.scatter(part, pieces, src=0)
+
+
+def _reduce_scatter(whole: Tensor, part: Tensor) -> Call:
+    return lambda: _reduce_scatter_into(part, whole)
+
+
+def _all_to_all(whole: Tensor, part: Tensor) -> Call:
+    received = torch.empty_like(whole)
+    return lambda: dist.all_to_all_single(received, whole)
+
+
+COLLECTIVES: dict[str, Callable[[Tensor, Tensor], Call]] = {
+    "broadcast": _broadcast,
+    "reduce": _reduce,
+    "all-reduce": _all_reduce,
+    "gather": _gather,
+    "all-gather": _all_gather,
+    "scatter": _scatter,
+    "reduce-scatter": _reduce_scatter,
+    "all-to-all": _all_to_all,
+}
+"""Name -> function that makes a call of it from a full message and one rank's piece of it."""
+
+
+def measure(device: torch.device, sizes: Sequence[int], seconds: float = _SECONDS) -> list[Measured]:
+    """Time every collective with every size, in bytes; call it on every rank. All ranks return the same.
+
+    Sizes are rounded up to float32 numbers that divide evenly between the ranks.
+
+    Args:
+        seconds: approximate time of repeating one of them.
+    """
+    ranks, found = dist.get_world_size(), []
+    for asked in sizes:
+        count = -(-asked // (4 * ranks)) * ranks
+        whole, part = torch.zeros(count, device=device), torch.zeros(count // ranks, device=device)
+        for name, make in COLLECTIVES.items():
+            taken = _median(make(whole, part), device, seconds)
+            found.append(Measured(name, 4 * count, ranks, taken))
+    return found
+
+
+def _median(call: Call, device: torch.device, seconds: float) -> float:
+    first = min(_timed(call, device) for _ in range(2))  # the very first one connects ranks
+    repeats = torch.tensor([min(_MOST, max(3, int(seconds / max(first, 1e-6))))], device=device)
+    dist.broadcast(repeats, src=0)
+    own = statistics.median(_timed(call, device) for _ in range(int(repeats)))
+    slowest = torch.tensor([own], dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return float(slowest)
+
+
+def _timed(call: Call, device: torch.device) -> float:
+    _wait(device)
+    dist.barrier()
+    started = time.perf_counter()
+    call()
+    _wait(device)
+    return time.perf_counter() - started
+
+
+def _wait(device: torch.device) -> None:
+    if is_accelerator(device):
+        device_module(device).synchronize(device)
+
+
+def suggested_bucket(measured: Sequence[Measured], share: float = 0.8) -> int | None:
+    """Return the smallest message at which all-reduce has ``share`` of its best bus bandwidth.
+
+    Smaller ones waste the link, and larger ones delay the start for no gain: a good value of stock DDP's
+    ``bucket_cap_mb``.
+
+    Returns:
+        bytes; ``None`` if nothing was measured.
+    """
+    found = [each for each in measured if each.collective == "all-reduce"]
+    best = max((each.bus_bandwidth for each in found), default=0.0)
+    fast = [each.size for each in found if each.bus_bandwidth >= share * best]
+    return min(fast, default=None)

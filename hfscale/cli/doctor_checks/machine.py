@@ -1,0 +1,138 @@
+"""Check this machine: versions, devices, an 8-bit optimizer step, collectives, and Accelerate's settings."""
+
+import os
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import yaml
+from packaging.requirements import Requirement
+
+from ..._compat.torch_device import ACCELERATOR, accelerators
+from ...errors import ConfigError
+from ...optim.eight_bit import try_step
+from ..bench_collectives.ranks import MeasurementError, run_ranks
+from .finding import Finding
+
+_ALSO = ("bitsandbytes", "trl", "datasets")
+_TOLD = ("ACCELERATE_USE_CPU", "ACCELERATE_MIXED_PRECISION", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+_LAYOUT = "PARALLELISM_CONFIG_"
+_ONE_PROCESS = ("NO", "MULTI_CPU")
+
+
+def versions() -> list[Finding]:
+    """Return the installed versions, compared with those that hfscale supports."""
+    try:
+        asked = [Requirement(text) for text in metadata.requires("hfscale") or ()]
+    except metadata.PackageNotFoundError:  # run from its sources
+        asked = []
+    asked = [each for each in asked if each.marker is None or each.name in _ALSO] or [Requirement("torch")]
+    found = []
+    for each in {each.name: each for each in asked}.values():
+        try:
+            version = metadata.version(each.name)
+        except metadata.PackageNotFoundError:
+            missing = "is not installed" + (" (optional)" if each.name in _ALSO else f": pip install '{each}'")
+            found.append(Finding(each.name, "note" if each.name in _ALSO else "problem", missing))
+            continue
+        fits = each.specifier.contains(version, prereleases=True)
+        bounds = f" ({each.specifier})" if each.specifier else ""
+        text = (
+            f"{version}{bounds}"
+            if fits
+            else f"{version}, and hfscale is made for {each.specifier}: install one of those"
+        )
+        found.append(Finding(each.name, "ok" if fits else "problem", text))
+    return found
+
+
+def devices() -> list[Finding]:
+    """Return the GPUs, or the number of cores, and the backends for collectives."""
+    carried = [name for name in ("nccl", "gloo", "mpi") if getattr(dist, f"is_{name}_available")()]
+    found = [Finding("backends", "ok" if "gloo" in carried else "problem", ", ".join(carried) or "none: another torch")]
+    gpus = accelerators().device_count()
+    if not gpus:
+        text = f"none: ranks are processes over gloo, on {os.cpu_count()} cores; set OMP_NUM_THREADS=1 for several"
+        return [Finding("GPUs", "note", text), *found]
+    one = accelerators().get_device_properties(0)
+    text = f"{gpus} x {one.name}, {one.total_memory / 1e9:.0f} GB each"
+    if "nccl" not in carried:
+        found.append(Finding("GPUs", "problem", "torch has no NCCL: install a build of torch for CUDA on Linux"))
+    return [Finding("GPUs", "ok", text), *found]
+
+
+def eight_bit_step() -> Finding:
+    """Take a step of bitsandbytes' 8-bit AdamW."""
+    device = torch.device(ACCELERATOR, 0) if accelerators().is_available() else torch.device("cpu")
+    try:
+        text = try_step(device)
+    except ConfigError as error:
+        return Finding("8-bit step", "note", str(error))
+    except (RuntimeError, OSError, AttributeError) as error:  # a library built for another platform
+        return Finding("8-bit step", "problem", f"bitsandbytes cannot step on {device}: {error}")
+    return Finding("8-bit step", "ok", text)
+
+
+def collectives() -> Finding:
+    """Run an all-reduce between ranks: one per GPU, or two processes."""
+    world = max(2, accelerators().device_count())
+    try:
+        total = run_ranks(world, sum_of_ranks, timeout=120)
+    except MeasurementError as error:
+        return Finding("collectives", "problem", f"{error}; NCCL_DEBUG=INFO says more of GPUs")
+    if total != world * (world - 1) / 2:
+        return Finding("collectives", "problem", f"{world} ranks summed up their numbers to {total}: check the network")
+    over = "NCCL" if world <= accelerators().device_count() else "gloo"
+    return Finding("collectives", "ok", f"{world} ranks talk over {over}; hfscale bench collectives says how fast")
+
+
+def sum_of_ranks(device: torch.device) -> float:
+    """Return the sum of all ranks' numbers by an all-reduce in torch's process group."""
+    own = torch.tensor([float(dist.get_rank())], device=device)
+    dist.all_reduce(own)
+    return float(own)
+
+
+def accelerate_config(path: Path | None = None) -> Finding:
+    """Check the config file with defaults of ``accelerate launch``.
+
+    Args:
+        path: by default Accelerate's own.
+    """
+    from accelerate.commands.config.config_args import default_config_file
+
+    file, about = Path(default_config_file) if path is None else path, "accelerate"
+    if not file.is_file():
+        return Finding(about, "ok", "no config file: launch lines say all")
+    try:
+        told: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+        return Finding(about, "problem", f"{file} cannot be read: {str(error).splitlines()[0]}")
+    told = told if isinstance(told, Mapping) else {}
+    kind, count = str(told.get("distributed_type", "NO")), int(told.get("num_processes") or 1)
+    if (kind in _ONE_PROCESS or told.get("use_cpu")) and count > 1:
+        return Finding(
+            about,
+            "problem",
+            f"{file} says {kind} with {count} processes, of which accelerate launch starts one, silently: write "
+            f"--multi_gpu --num_processes {count} on the line (hfscale train does), also on machines without GPUs",
+        )
+    if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "TP"):
+        text = f"{file} asks for {kind}, which hfscale does not use: its layout is hfscale.ParallelConfig"
+        return Finding(about, "note", text)
+    precision = str(told.get("mixed_precision") or "no")
+    if precision != "no":
+        text = (
+            f"{file} asks for {precision}, which a model does not follow: build it with mixed_precision={precision!r}"
+        )
+        return Finding(about, "note", text)
+    return Finding(about, "ok", f"{file}: {kind}, {count} process(es)")
+
+
+def environment() -> list[Finding]:
+    """Return the environment variables that change what a launch line or a layout means."""
+    names = [name for name in sorted(os.environ) if name in _TOLD or name.startswith(_LAYOUT)]
+    return [Finding("environment", "note", f"{name}={os.environ[name]}") for name in names]

@@ -1,0 +1,186 @@
+"""``hfscale schedule``: see a pipeline schedule before it runs, and beside it how it ran."""
+
+import argparse
+import json
+import shutil
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ...config.schedules import ASYNCHRONOUS, SCHEDULES, default_virtual_stages, spelled
+from ...errors import ConfigError
+from ...parallel.pipeline.chrome_trace import last_whole_step, read_runs, write_trace
+from ...parallel.pipeline.csv_table import read_csv, write_csv
+from ...parallel.pipeline.orders import order
+from ...parallel.pipeline.simulation import DEFAULT_COSTS, Costs, simulate
+from ...parallel.pipeline.timeline import KINDS, Order, Timeline
+from .communicators import simulate_communicators
+from .plot import draw
+from .terminal import render
+
+
+def run_schedule(arguments: argparse.Namespace) -> int:
+    """Carry out one ``hfscale schedule``."""
+    measured = _measured(arguments.trace, arguments.step)
+    asked = _asked(arguments, measured)
+    if measured:
+        asked = replace(asked, order=_as_measured(asked.order, measured))
+    planned = _simulated(asked, measured_costs(measured) if measured else DEFAULT_COSTS, arguments.transfer)
+    shown = [("", planned)]
+    if measured:
+        planned = replace(planned, unit=measured.unit)
+        shown = [("planned", planned), ("measured", _beside(measured, planned, asked, arguments.trace))]
+    _write(arguments, asked.order, planned, shown)
+    return 0
+
+
+def _simulated(asked: "_Asked", costs: Costs, transfer: float | None) -> Timeline:
+    """How the order would run, with transfers that take ``transfer`` forwards each, if that is given."""
+    planned = simulate(asked.order, costs, asked.schedule, asked.microbatches)
+    if not transfer:
+        return planned
+    if transfer < 0:
+        raise ConfigError(f"--transfer {transfer} is impossible: use a time of at least 0")
+    costs = replace(costs, communication=transfer * costs.forward)
+    return simulate_communicators(asked.order, costs, asked.schedule, asked.microbatches)
+
+
+def _beside(measured: Timeline, planned: Timeline, asked: "_Asked", trace: Path) -> Timeline:
+    """The recorded run, to be shown beside its plan."""
+    if measured.num_ranks != planned.num_ranks:
+        raise ConfigError(
+            f"{trace} has {measured.num_ranks} ranks and the plan {planned.num_ranks}: use --pp {measured.num_ranks}"
+        )
+    name, microbatches = measured.name or asked.schedule, measured.microbatches or asked.microbatches
+    return replace(measured, name=name, microbatches=microbatches)
+
+
+def _write(
+    arguments: argparse.Namespace, planned_order: Order, planned: Timeline, shown: list[tuple[str, Timeline]]
+) -> None:
+    """The files asked for, and what is shown in the terminal."""
+    if arguments.out:  # first: it may refuse
+        draw(arguments.out, shown)
+    if arguments.csv:
+        write_csv(planned_order, arguments.csv)
+    if arguments.save_trace:
+        write_trace(arguments.save_trace, planned)
+    if arguments.json:
+        print(json.dumps({name or "planned": described(timeline) for name, timeline in shown}, indent=1))
+        return
+    width = arguments.width or shutil.get_terminal_size((100, 24)).columns
+    colour = arguments.color == "always" or (arguments.color == "auto" and sys.stdout.isatty())
+    print(render(shown, width, colour))
+    for path in filter(None, (arguments.csv, arguments.save_trace, arguments.out)):
+        print(f"wrote {path}")
+
+
+def described(timeline: Timeline) -> dict[str, Any]:
+    """A timeline as plain data; times in its unit, idle time as a share of the work."""
+    return {
+        "schedule": timeline.name,
+        "unit": timeline.unit,
+        "microbatches": timeline.num_microbatches,
+        "makespan": timeline.makespan,
+        "bubble": timeline.bubble,
+        "peak_live": timeline.peak_live(),
+        "ranks": [
+            [{**span.action._asdict(), "start": span.start, "end": span.end} for span in spans]
+            for spans in timeline.ranks
+        ],
+    }
+
+
+def _measured(trace: Path | None, step: int | None) -> Timeline | None:
+    """The step to draw of a recorded run."""
+    if trace is None:
+        if step is not None:
+            raise ConfigError(f"--step {step} chooses from a recorded run: give its --trace as well")
+        return None
+    runs = read_runs(trace)
+    if step is None:
+        return last_whole_step(runs)
+    if step - 1 not in runs:
+        raise ConfigError(f"--step {step} is not in {trace}: use one of {', '.join(str(run + 1) for run in runs)}")
+    return runs[step - 1]
+
+
+def _as_measured(planned: Order, measured: Timeline) -> Order:
+    """The order with what a run has besides it, and without what it has not: updates, and backward passes."""
+    kinds = {span.action.kind for _, span in measured.spans()}
+    if kinds == {"forward"}:
+        return tuple(tuple(a._replace(paired=False) for a in row if a.kind == "forward") for row in planned)
+    if len(planned) != measured.num_ranks or any(action.kind == "update" for row in planned for action in row):
+        return planned
+    updates = [[span.action for span in spans if span.action.kind == "update"] for spans in measured.ranks]
+    return tuple((*row, *after) for row, after in zip(planned, updates, strict=True))
+
+
+def measured_costs(timeline: Timeline) -> Costs:
+    """The mean duration of each kind of action in a run: what its plan should be simulated with.
+
+    Kinds that did not run keep the default's proportion to a forward.
+    """
+    lengths: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    for _, span in timeline.spans():
+        lengths[span.action.kind].append(span.end - span.start)
+    if not lengths["forward"]:
+        raise ConfigError("a trace without forwards cannot be compared with a plan")
+    forward = sum(lengths["forward"]) / len(lengths["forward"])
+    found = {
+        kind: sum(values) / len(values) if values else DEFAULT_COSTS.of(kind) * forward
+        for kind, values in ((kind, lengths[kind]) for kind in KINDS)
+    }
+    costs: dict[str, Any] = {str(kind): length for kind, length in found.items()}
+    return Costs(**costs)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """The order to draw, the schedule's name, and the microbatches of one step."""
+
+    order: Order
+    schedule: str
+    microbatches: int
+
+
+@dataclass
+class _Sizes:
+    """What a schedule is made for; ``None`` and 0 where nothing is known yet."""
+
+    pp_size: int | None
+    microbatches: int | None
+    virtual_stages: int | None
+
+    def fill_from(self, run: Timeline) -> None:
+        """Take from ``run`` what is not known."""
+        self.pp_size = self.pp_size or run.num_ranks
+        self.microbatches = self.microbatches or run.num_microbatches
+        self.virtual_stages = self.virtual_stages or run.virtual_stages
+
+
+def _asked(arguments: argparse.Namespace, measured: Timeline | None) -> _Asked:
+    """What the arguments say, and where they say nothing, the recorded run or the CSV file."""
+    known = measured is not None and (measured.name in SCHEDULES or measured.name.endswith(".csv"))
+    schedule = spelled(arguments.schedule or "") or (measured.name if measured and known else "1f1b")
+    sizes = _Sizes(arguments.pp, arguments.microbatches, arguments.virtual_stages)
+    if measured:
+        sizes.fill_from(measured)
+    if schedule.endswith(".csv"):
+        sizes.fill_from(simulate(read_csv(Path(schedule))))
+    if sizes.pp_size is None:
+        raise ConfigError("--pp is missing: say how many pipeline ranks, as in --pp 4")
+    pp_size, microbatches = sizes.pp_size, sizes.microbatches or 2 * sizes.pp_size  # as in plans, and in runs
+    in_table = schedule in SCHEDULES and not schedule.endswith(".csv")
+    virtual = sizes.virtual_stages or (default_virtual_stages(schedule) if in_table else 1)
+    steps = arguments.steps or _steps(schedule, microbatches, measured)
+    return _Asked(order(schedule, pp_size, microbatches, virtual, steps), schedule, microbatches)
+
+
+def _steps(schedule: str, microbatches: int, measured: Timeline | None) -> int:
+    """How many steps to draw: those of a recorded run without flushes, or enough to see how they overlap."""
+    if measured and schedule in ASYNCHRONOUS:
+        run = 1 + max(span.action.microbatch for _, span in measured.spans() if span.action.kind == "forward")
+        return max(1, run // microbatches)
+    return 3 if schedule == "pipedream_2bw" else 1

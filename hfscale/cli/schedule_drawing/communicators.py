@@ -1,0 +1,199 @@
+"""Play an order through with its transfers: what a schedule takes where a communicator carries one at a time.
+
+:func:`...parallel.pipeline.simulate.simulate` lets everything travel at once. On NCCL a transfer is asked for by both
+of its ranks, begins when both have come to it, and holds up what they ask of the same communicator after it::
+
+    computing, per rank       F0 F1 F2 B0 ...            waits for what it needs to arrive, not for what it sends
+    a communicator, per rank  recv -> recv -> send ...   each begins with its other half, on the other rank
+
+So a receive that is asked for early, from a rank that will send late, blocks a communicator that it shares with others.
+Here ranks ask for transfers where their programs do (:mod:`...parallel.pipeline.transfers`), and wait for them where
+:class:`~...parallel.pipeline.worker.StageWorker` does.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ...errors import ConfigError
+from ...parallel.pipeline.simulation import DEFAULT_COSTS, Costs
+from ...parallel.pipeline.timeline import Action, Order, Span, Timeline, stage_ranks
+from ...parallel.pipeline.transfers import rank_programs
+
+Sharing = Literal["ways", "directions"]
+"""Which transfers share a communicator: those from one rank to another (what a mesh has), or all activations of a
+pipeline, and all gradients."""
+_Programs = list[list[tuple[str, int, int]]]
+
+
+@dataclass(eq=False)
+class _Task:
+    """Something that a queue of a rank does in its turn: an action, a wait (no time), or one half of a transfer."""
+
+    duration: float
+    needs: list["_Task"]
+    action: Action | None = None
+    other: "_Task | None" = None  # of a transfer, the half on the other rank
+    start: float = 0.0
+    end: float | None = None
+
+
+@dataclass
+class _Rank:
+    """Builds the queues of one rank from its program.
+
+    Attributes:
+        communicator: (kind of transfer, this rank, other rank) -> the communicator.
+        halves: transfer -> its halves, of all ranks.
+    """
+
+    rank: int
+    homes: dict[int, int]
+    costs: Costs
+    communicator: Callable[[str, int, int], Hashable]
+    queues: dict[Hashable, list[_Task]]
+    halves: dict[tuple[str, int, int], list[_Task]]
+    trains: bool
+    arriving: dict[tuple[str, int, int], _Task] = field(default_factory=dict)
+    leaving: dict[tuple[int, int], _Task] = field(default_factory=dict)
+    sent: list[_Task] = field(default_factory=list)
+
+    def run(self, program: list[tuple[str, int, int]]) -> None:
+        """Queue everything, in the order in which the rank asks for it."""
+        for kind, stage, index in program:
+            if kind == "RECV_F":
+                self.arriving["forward", stage, index] = self._transfer(kind, stage - 1, (kind[-1], stage, index))
+            elif kind == "RECV_B":
+                self.arriving["backward", stage, index] = self._transfer(kind, stage + 1, (kind[-1], stage, index))
+            elif kind == "SEND_F":
+                if not self.trains:  # no gradient will tell what has arrived
+                    for old in list(self.leaving)[:-1]:
+                        self._compute(0.0, [self.leaving.pop(old)])
+                self.leaving[stage, index] = self._transfer(kind, stage + 1, (kind[-1], stage + 1, index))
+            elif kind == "SEND_B":
+                while len(self.sent) > 1:
+                    self._compute(0.0, [self.sent.pop(0)])
+                self.sent.append(self._transfer(kind, stage - 1, (kind[-1], stage - 1, index)))
+            else:
+                self._action(Action(stage, kind, index))  # type: ignore[arg-type]
+        self._compute(0.0, [*self.leaving.values(), *self.sent])
+
+    def _action(self, action: Action) -> None:
+        stage, kind, index, _ = action
+        needs = []
+        if kind != "update":
+            arrived = self.arriving.pop(("forward" if kind == "forward" else "backward", stage, index), None)
+            needs = [] if arrived is None else [arrived]
+        if kind.startswith("backward") and (stage, index) in self.leaving:
+            needs.append(self.leaving.pop((stage, index)))
+        self._compute(self.costs.of(kind), needs, action)
+
+    def _compute(self, duration: float, needs: list[_Task], action: Action | None = None) -> _Task:
+        task = _Task(duration, needs, action)
+        self.queues[self.rank, "computing"].append(task)
+        return task
+
+    def _transfer(self, kind: str, stage: int, name: tuple[str, int, int]) -> _Task:
+        other = self.homes[stage]
+        before = self.queues[self.rank, "computing"][-1:]  # a communicator begins behind what was computed so far
+        task = _Task(self.costs.communication, before)
+        self.queues[self.rank, self.communicator(kind, self.rank, other)].append(task)
+        self.halves[name].append(task)
+        return task
+
+
+def simulate_communicators(
+    order: Order,
+    costs: Costs = DEFAULT_COSTS,
+    name: str = "",
+    microbatches: int = 0,
+    sharing: Sharing = "ways",
+) -> Timeline:
+    """Like :func:`...parallel.pipeline.simulate.simulate`, with ``costs.communication`` for a transfer, one at a time
+    on each communicator.
+
+    Raises:
+        ConfigError: ranks and communicators would wait for each other forever.
+    """
+    homes = stage_ranks(order)
+    queues: dict[Hashable, list[_Task]] = defaultdict(list)
+    halves: dict[tuple[str, int, int], list[_Task]] = defaultdict(list)
+    trains = any(action.kind != "forward" for row in order for action in row)
+    for rank, program in enumerate(_programs(order, homes)):
+        _Rank(rank, homes, costs, _communicators(sharing), queues, halves, trains).run(program)
+    for first, second in halves.values():
+        first.other, second.other = second, first
+    if not _play(queues):
+        raise ConfigError(f"{name or 'this order'} can never end: its transfers wait for each other")
+    rows = [[task for task in queues[rank, "computing"] if task.action] for rank in range(len(order))]
+    spans = (tuple(Span(t.action, t.start, t.end or 0.0) for t in row if t.action) for row in rows)
+    return Timeline(tuple(spans), name=name, microbatches=microbatches)
+
+
+def _programs(order: Order, homes: dict[int, int]) -> _Programs:
+    if not any(action.kind == "update" for row in order for action in row):
+        return rank_programs(order)
+    last, programs = max(homes), []
+    for row in order:  # without a flush, as AsynchronousPipeline runs it
+        program: list[tuple[str, int, int]] = []
+        for stage, kind, index, _ in row:
+            letter = kind[0].upper()
+            before, behind = (stage > 0, stage < last) if kind == "forward" else (stage < last, stage > 0)
+            program += [(f"RECV_{letter}", stage, index)] if before and kind != "update" else []
+            program.append((kind, stage, index))
+            program += [(f"SEND_{letter}", stage, index)] if behind and kind != "update" else []
+        programs.append(program)
+    return programs
+
+
+def _communicators(sharing: Sharing) -> Callable[[str, int, int], Hashable]:
+    def of_way(kind: str, rank: int, other: int) -> Hashable:
+        return (rank, other) if kind.startswith("SEND") else (other, rank)
+
+    return of_way if sharing == "ways" else lambda kind, rank, other: kind[-1]
+
+
+def _play(queues: dict[Hashable, list[_Task]]) -> bool:
+    """Give every task its times; whether all of them came to an end."""
+    play = _Play(queues)
+    while sum(play.advance(key) for key in queues):
+        pass
+    return all(play.at[key] == len(tasks) for key, tasks in queues.items())
+
+
+class _Play:
+    """Queues whose tasks run one after the other, the two halves of a transfer together.
+
+    Attributes:
+        at: how many tasks of each queue have run.
+        free: when the last of them ended.
+    """
+
+    def __init__(self, queues: dict[Hashable, list[_Task]]) -> None:
+        self.queues = queues
+        self.at, self.free = dict.fromkeys(queues, 0), dict.fromkeys(queues, 0.0)
+        self._queue_of = {id(task): key for key, tasks in queues.items() for task in tasks}
+
+    def advance(self, key: Hashable) -> int:
+        """Run the tasks of a queue up to one that waits; how many there were."""
+        before = self.at[key]
+        while (task := self._next(key)) is not None and self._run([task, *([task.other] if task.other else [])]):
+            pass
+        return self.at[key] - before
+
+    def _next(self, key: Hashable) -> _Task | None:
+        return self.queues[key][self.at[key]] if self.at[key] < len(self.queues[key]) else None
+
+    def _run(self, halves: list[_Task]) -> bool:
+        """Run them if it is their turn, and what they need is there."""
+        keys = [self._queue_of[id(half)] for half in halves]
+        needs = [need.end for half in halves for need in half.needs]
+        ready = [end for end in needs if end is not None]
+        if [self._next(key) for key in keys] != halves or len(ready) < len(needs):
+            return False
+        begin = max([*(self.free[key] for key in keys), *ready])
+        for key, half in zip(keys, halves, strict=True):
+            half.start, half.end = begin, begin + half.duration
+            self.at[key], self.free[key] = self.at[key] + 1, begin + half.duration
+        return True

@@ -1,0 +1,91 @@
+"""Timelines in the terminal: a row of characters per rank, in colours where asked."""
+
+from collections.abc import Sequence
+
+from ...parallel.pipeline.timeline import Kind, Span, Timeline
+from .plot import LABELS, title
+
+_LETTERS: dict[Kind, str] = {
+    "forward": "F",
+    "backward": "B",
+    "backward_input": "I",
+    "backward_weight": "W",
+    "update": "U",
+}
+# Of the 256 colours: a darker and a lighter background each (a rank's first stage and its later ones), and the ink.
+_BACKGROUNDS: dict[Kind, tuple[int, int]] = {
+    "forward": (25, 67),
+    "backward": (29, 72),
+    "backward_input": (30, 73),
+    "backward_weight": (172, 179),
+    "update": (160, 167),
+}
+_WIDEST_FORWARD = 4  # columns
+
+
+def render(timelines: Sequence[tuple[str, Timeline]], width: int = 100, colour: bool = False) -> str:
+    """``(heading, timeline)`` pairs one below the other on one time scale.
+
+    Without colour a box is a letter (F forward, B backward, I and W its two halves, U update), the microbatch where
+    it fits, and dashes to its end; a dot is idle. With colour the letter gives way to the background.
+
+    Args:
+        timelines: in the same unit.
+        width: columns that may be used.
+        colour: whether to write ANSI colours.
+    """
+    margin = len(f"rank {max(timeline.num_ranks for _, timeline in timelines) - 1} ")
+    horizon = max(timeline.end for _, timeline in timelines)
+    room = max(width - margin, 20)
+    scale = _scale(timelines[0][1], horizon, room)
+    lines = []
+    for heading, timeline in timelines:
+        lines.append(f"{heading}: {title(timeline)}" if heading else title(timeline))
+        for rank, spans in enumerate(timeline.ranks):
+            lines.append(f"rank {rank}".ljust(margin) + _row(spans, scale, round(horizon * scale), colour))
+        lines.append("")
+    kinds = {span.action.kind for _, timeline in timelines for _, span in timeline.spans()}
+    later = any(len({span.action.stage for span in spans}) > 1 for _, timeline in timelines for spans in timeline.ranks)
+    return "\n".join([*lines, _legend(kinds, colour, later)])
+
+
+def _scale(timeline: Timeline, horizon: float, room: int) -> float:
+    """Columns per unit of time: whole columns per forward where there is room for that."""
+    lengths = sorted(span.end - span.start for _, span in timeline.spans() if span.action.kind == "forward")
+    forward = lengths[len(lengths) // 2] if lengths else horizon
+    columns = min(room / horizon * forward, float(_WIDEST_FORWARD)) if forward else 1.0
+    return (int(columns) if columns >= 1 else columns) / forward if forward else room / horizon
+
+
+def _row(spans: tuple[Span, ...], scale: float, columns: int, colour: bool) -> str:
+    chunks = sorted({span.action.stage for span in spans})
+    cells = [" " if colour else "."] * columns
+    for span in spans:
+        first, last = round(span.start * scale), round(span.end * scale)
+        if last <= first:
+            continue
+        box = _box(span, last - first, colour, bool(chunks.index(span.action.stage)))
+        cells[first:last] = box
+    return "".join(cells)
+
+
+def _box(span: Span, columns: int, colour: bool, later: bool) -> list[str]:
+    letter, number = _LETTERS[span.action.kind], str(span.action.microbatch)
+    if not colour:
+        text = letter + number if len(number) < columns else letter
+        return list(text.ljust(columns, "-"))
+    text = number if len(number) <= columns else ""
+    # A thin bar keeps neighbours of one colour apart where the number leaves room for it.
+    text = ("▏" + text if len(text) < columns else text).ljust(columns)
+    cells = list(text)
+    cells[0] = f"\x1b[48;5;{_BACKGROUNDS[span.action.kind][later]};38;5;231m" + cells[0]
+    cells[-1] += "\x1b[0m"
+    return cells
+
+
+def _legend(kinds: set[Kind], colour: bool, later: bool) -> str:
+    shown = [kind for kind in LABELS if kind in kinds]
+    if colour:
+        parts = [f"\x1b[48;5;{_BACKGROUNDS[kind][0]}m  \x1b[0m {LABELS[kind]}" for kind in shown]
+        return "   ".join([*parts, *(["lighter: a rank's later stages"] if later else []), "blank: idle"])
+    return "   ".join([*(f"{_LETTERS[kind]} {LABELS[kind]}" for kind in shown), ". idle"])

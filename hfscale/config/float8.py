@@ -1,0 +1,60 @@
+"""The user's choices for matrix products in 8 bits: :class:`Float8Config`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ..errors import ConfigError, check_choice, check_names, check_switch, refuse_misspelt
+
+FLOAT8_RECIPES = ("tensorwise", "rowwise")
+"""Granularity of the scales, by torchao's names."""
+
+
+@dataclass(frozen=True)
+class Float8Config:
+    """Options of ``mixed_precision="fp8"``.
+
+    Attributes:
+        recipe: ``"tensorwise"``: a scale for each tensor, from its largest entry; gradients in e5m2, the rest in e4m3.
+            ``"rowwise"``: a scale for each row along the summed dim, a power of two; everything in e4m3. More
+            exact, and slower.
+        leave_out: modules in the layers that stay as they are, by the ends of their names, as
+            ``["down_proj", "layers.0.mlp"]``. Heads, embeddings, routers and experts always do.
+        fp8_all_gather: whether data ranks that shard such a weight (``dp_shard_size``) all-gather 8 bits per
+            entry instead of 16, with the scale of the full weight; the arithmetic is the same. By default they do
+            under ``"tensorwise"``; rowwise, each weight is rounded in two ways, together 16 bits.
+
+    Raises:
+        ConfigError: a value is unknown or impossible.
+    """
+
+    recipe: str = "tensorwise"
+    leave_out: Sequence[str] = ()
+    fp8_all_gather: bool | None = None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "Float8Config":
+        """Refuse misspelt fields by name, before the generated ``__init__`` would."""
+        refuse_misspelt("Float8Config", kwargs, [f.name for f in fields(cls)])
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        if str(self.recipe).lower().startswith("mx"):
+            raise ConfigError(
+                f"recipe={self.recipe!r}: MX formats, with a scale for each 32 entries, are multiplied by Blackwell "
+                "GPUs alone, and hfscale has none: use 'rowwise', which comes nearest, or 'tensorwise'"
+            )
+        check_choice("recipe", self.recipe, FLOAT8_RECIPES)
+        check_names("leave_out", self.leave_out, '["down_proj"]')
+        if self.fp8_all_gather is not None:
+            check_switch("fp8_all_gather", self.fp8_all_gather)
+        if self.fp8_all_gather and self.recipe == "rowwise":
+            raise ConfigError(
+                "fp8_all_gather=True with recipe='rowwise': a weight has other scales in its output than in the "
+                "gradient of its input, and both in 8 bits are no less than 16: use 'tensorwise', or leave it out"
+            )
+        object.__setattr__(self, "leave_out", tuple(self.leave_out))
+
+    @property
+    def gathers(self) -> bool:
+        """Whether sharded weights are all-gathered in 8 bits."""
+        return self.recipe == "tensorwise" and self.fp8_all_gather is not False

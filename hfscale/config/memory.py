@@ -1,0 +1,144 @@
+"""The user's choices for recomputation, offloading and compression: :class:`MemoryConfig`."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ..errors import ConfigError, check_count, check_names, check_switch, meant, refuse_misspelt
+
+RECOMPUTE = ("none", "full", "selective")
+"""Named ways to recompute."""
+
+_WORTH_A_COPY, _WORTH_A_CODE = 1 << 20, 1 << 16
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """Activation checkpointing, offloading to the CPU, and activations in 8 bits.
+
+    Every default leaves the model as it is.
+
+    Attributes:
+        recompute: activation checkpointing (Chen et al. 2016).
+
+            - ``"none"``: nothing.
+            - ``"full"``: every layer; only its input is kept.
+            - ``"selective"``: scores, softmax, dropout and weighted sum of attention; queries, keys and values are kept
+              (Korthikanti et al. 2022). It saves much where scores are kept (``"eager"``), and next to nothing under
+              flash attention and SDPA, which keep none.
+            - a number ``n``: every ``n``-th layer, beginning with the first.
+            - names: modules in the layers, by the ends of their names, as ``["mlp", "input_layernorm"]``.
+            - a budget, as ``"8GiB"``: as few layers as needed to keep this rank's activations below it, those with the
+              least FLOPs per byte saved first. It holds for :attr:`tokens`, or else for the largest microbatch of the
+              first step.
+        recompute_keep: operators whose results are kept even in recomputed layers, as ``["aten.mm", "aten.addmm"]``: by
+            torch's names, with or without the overload.
+        tokens: tokens of one microbatch of one batch rank, over all of its sequences, for which a budget holds.
+        offload_activations: keep activations saved for the backward pass on the CPU: ``True``, or the size of the
+            smallest tensor that is worth a copy, as ``"1MiB"``, the default of ``True``. For layers that are
+            recomputed, this is their input.
+        compress_activations: keep activations saved for the backward pass in 8 bits, by blocks of 256 with a scale each
+            (bitsandbytes' kernels): ``True``, or the size of the smallest tensor that is worth it, as ``"64KiB"``,
+            the default of ``True``. Gradients are rounded; the forward pass is not.
+        offload_parameters: keep this rank's shards of parameters and gradients on the CPU, and update them there
+            (FSDP2's ``CPUOffloadPolicy``); layers are gathered to the device one by one. Needs data ranks.
+        offload_optimizer: keep the optimizer's state on the CPU and step there, one parameter at a time (Ren et al.
+            2021, ZeRO-Offload): for optimizers made by :func:`hfscale.create_optimizer`; others are refused.
+
+    Raises:
+        ConfigError: a value is unknown or impossible.
+    """
+
+    recompute: str | int | Sequence[str] = "none"
+    recompute_keep: Sequence[str] = ()
+    tokens: int | None = None
+    offload_activations: bool | str = False
+    compress_activations: bool | str = False
+    offload_parameters: bool = False
+    offload_optimizer: bool = False
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "MemoryConfig":
+        """Refuse misspelt fields by name, before the generated ``__init__`` would."""
+        refuse_misspelt("MemoryConfig", kwargs, [f.name for f in fields(cls)])
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        self._check_recompute()
+        self._check_switches()
+        given, kept = self.recompute, _names("recompute_keep", self.recompute_keep, '["aten.mm"]', True)
+        object.__setattr__(self, "recompute_keep", kept)
+        if kept and not (isinstance(given, int) or given == "full" or self.budget is not None):
+            raise ConfigError(
+                f"recompute_keep={list(kept)} is of layers that are recomputed whole, and recompute={given!r} "
+                "recomputes none: use recompute='full', a number or a budget with it"
+            )
+        if self.tokens is not None:
+            check_count("tokens", self.tokens)
+        if self.tokens is not None and self.budget is None:
+            raise ConfigError(f"tokens={self.tokens} is for a budget, and recompute={given!r} is none: leave it out")
+
+    def _check_switches(self) -> None:
+        for name in ("offload_optimizer", "offload_parameters"):
+            check_switch(name, getattr(self, name))
+        for name in ("offload_activations", "compress_activations"):
+            given = getattr(self, name)
+            if not isinstance(given, bool) and (not isinstance(given, str) or not byte_count(given)):
+                raise ConfigError(f"{name}={given!r} is impossible: use True, False, or a size like '1MiB'")
+
+    def _check_recompute(self) -> None:
+        given = self.recompute
+        if isinstance(given, str):
+            if byte_count(given) == 0:
+                raise ConfigError(f"recompute={given!r} leaves no byte for what layers keep: use 'full', or '8GiB' say")
+            if given not in RECOMPUTE and self.budget is None:
+                close = meant(given, RECOMPUTE)
+                hint = f"did you mean {close!r}? " if close else ""
+                raise ConfigError(f"recompute={given!r} is unknown: {hint}{_HOW}")
+        elif isinstance(given, int) and not isinstance(given, bool):
+            check_count("recompute", given)
+        elif isinstance(given, Sequence):
+            object.__setattr__(self, "recompute", _names("recompute", given, '["mlp", "input_layernorm"]'))
+        else:
+            raise ConfigError(f"recompute={given!r} is unknown: {_HOW}")
+
+    @property
+    def least_offloaded(self) -> int | None:
+        """Bytes of the smallest activation that is offloaded; ``None``: none are."""
+        return _least(self.offload_activations, _WORTH_A_COPY)
+
+    @property
+    def least_compressed(self) -> int | None:
+        """Bytes of the smallest activation that is kept in 8 bits; ``None``: none are."""
+        return _least(self.compress_activations, _WORTH_A_CODE)
+
+    @property
+    def budget(self) -> int | None:
+        """Bytes of activations that layers may keep; ``None`` if :attr:`recompute` is no budget."""
+        return byte_count(self.recompute) or None if isinstance(self.recompute, str) else None
+
+
+_HOW = (
+    f"use one of {', '.join(RECOMPUTE)}, a number n for every n-th layer, names of modules like ['mlp'], or a budget "
+    "like '8GiB'"
+)
+
+
+def _least(given: bool | str, default: int) -> int | None:
+    return byte_count(given) if isinstance(given, str) else default if given else None
+
+
+def byte_count(text: str) -> int | None:
+    """Return the bytes that ``text`` means, like ``8GiB``, ``500 MB`` or ``1.5g``; ``None`` if it is no size."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text.lower())
+    if found is None or found[2] not in _UNITS:
+        return None
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+def _names(field: str, given: Any, like: str, may_be_empty: bool = False) -> tuple[str, ...]:
+    check_names(field, given, like)
+    if not given and not may_be_empty:
+        raise ConfigError(f"{field}=[] names nothing: pass names, as {like}, or 'none'")
+    return tuple(given)

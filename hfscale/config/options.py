@@ -1,0 +1,146 @@
+"""The user's choices beside the layout."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from accelerate import GradScalerKwargs
+
+from ..errors import ConfigError
+from .float8 import Float8Config
+from .memory import MemoryConfig
+from .parallel import ParallelConfig
+from .routing import RoutingConfig
+from .schedules import ASYNCHRONOUS
+
+MIXED_PRECISIONS = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+"""Types that forward passes compute in, by name, whatever the type of the weights; for ``fp8``, the type outside of
+products in 8 bits."""
+
+
+_FLOAT8_CAPABILITY = (8, 9)
+
+
+@dataclass(frozen=True)
+class Options:
+    """The checked choices of one run beside the layout.
+
+    Attributes:
+        mixed_precision: a key of :data:`MIXED_PRECISIONS`.
+        routing: the router of mixtures and its balancing; ``None`` for the model's own router.
+        memory: recomputation, offloading and compression.
+        loss_scaling: scaling of the loss in float16.
+        float8: scaling of products in 8 bits.
+        use_liger_kernel: whether to use Liger's kernels, or its switches by name.
+
+    Raises:
+        ConfigError: one of them is unknown.
+    """
+
+    mixed_precision: str = "no"
+    routing: RoutingConfig | None = None
+    memory: MemoryConfig | None = None
+    loss_scaling: GradScalerKwargs | None = None
+    float8: Float8Config | None = None
+    use_liger_kernel: bool | Mapping[str, bool] = False
+
+    def __post_init__(self) -> None:
+        if self.routing is not None and not isinstance(self.routing, RoutingConfig):
+            raise ConfigError(
+                f"routing={self.routing!r} is no such choice: pass hfscale.RoutingConfig(balance_loss=...)"
+            )
+        if self.memory is not None and not isinstance(self.memory, MemoryConfig):
+            raise ConfigError(f"memory={self.memory!r} is no such choice: pass hfscale.MemoryConfig(recompute='full')")
+        if not isinstance(self.mixed_precision, str) or self.mixed_precision not in MIXED_PRECISIONS:
+            raise ConfigError(f"mixed_precision={self.mixed_precision!r} is unknown: use {', '.join(MIXED_PRECISIONS)}")
+        self._check_loss_scaling()
+        self._check_float8()
+        self._check_liger()
+
+    @property
+    def memory_levers(self) -> MemoryConfig:
+        """The levers of memory; none of them pulled if none was given."""
+        return self.memory or MemoryConfig()
+
+    @property
+    def scaling(self) -> GradScalerKwargs:
+        """The scaling of a float16 loss; torch's defaults if none was given."""
+        return self.loss_scaling or GradScalerKwargs()
+
+    @property
+    def around_products(self) -> str:
+        """The precision outside of 8-bit products: a name of :data:`MIXED_PRECISIONS`."""
+        return "bf16" if self.mixed_precision == "fp8" else self.mixed_precision
+
+    @property
+    def products(self) -> Float8Config | None:
+        """The options of 8-bit products of weights; ``None`` if there are none."""
+        return (self.float8 or Float8Config()) if self.mixed_precision == "fp8" else None
+
+    def _check_float8(self) -> None:
+        if self.float8 is not None and not isinstance(self.float8, Float8Config):
+            raise ConfigError(f"float8={self.float8!r} is no such choice: pass hfscale.Float8Config(recipe='rowwise')")
+        if self.float8 is not None and self.mixed_precision != "fp8":
+            raise ConfigError(
+                f"float8= is for mixed_precision='fp8', and this is {self.mixed_precision!r}: leave it out"
+            )
+
+    def _check_liger(self) -> None:
+        given = self.use_liger_kernel
+        if isinstance(given, bool):
+            return
+        if not (isinstance(given, Mapping) and all(isinstance(value, bool) for value in given.values())):
+            raise ConfigError(
+                f"use_liger_kernel={given!r} is no such choice: use True, or switches as {{'rope': False}}"
+            )
+        for name in ("cross_entropy", "fused_linear_cross_entropy"):
+            if given.get(name):
+                raise ConfigError(
+                    f"use_liger_kernel={given!r}: {name} is for a whole head, which may be cut over ranks: leave it "
+                    "out; head and loss are one operator here as well, and logits are never whole"
+                )
+
+    def check_device(self, device: torch.device) -> None:
+        """Raise :class:`ConfigError` if the device cannot multiply in the chosen precision; CPUs emulate 8 bits."""
+        if self.mixed_precision == "fp8" and device.type == "cuda" and torch.version.hip is None:
+            found = torch.cuda.get_device_capability(device)
+            if found < _FLOAT8_CAPABILITY:
+                raise ConfigError(
+                    f"mixed_precision='fp8' needs a GPU with products in 8 bits (compute capability 8.9 or more), and "
+                    f"{torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}: use mixed_precision='bf16'"
+                )
+
+    def _check_loss_scaling(self) -> None:
+        given = self.loss_scaling
+        if given is None:
+            return
+        if not isinstance(given, GradScalerKwargs):
+            raise ConfigError(f"loss_scaling={given!r} is impossible: pass accelerate.GradScalerKwargs(init_scale=...)")
+        if self.mixed_precision != "fp16":
+            raise ConfigError(
+                f"loss_scaling= is for mixed_precision='fp16', and this is {self.mixed_precision!r}: leave it out"
+            )
+        fits = given.init_scale > 0 and given.growth_factor > 1 > given.backoff_factor > 0 < given.growth_interval
+        if not (fits and given.enabled):
+            raise ConfigError(
+                f"loss_scaling={given} is impossible: init_scale and growth_interval are above 0, growth_factor is "
+                "above 1, backoff_factor between 0 and 1, and float16 does not train with enabled=False"
+            )
+
+    def check_fits(self, layout: ParallelConfig) -> None:
+        """Raise :class:`ConfigError` if the layout cannot run these options."""
+        if self.mixed_precision == "fp16" and layout.pp > 1 and layout.pipeline_schedule in ASYNCHRONOUS:
+            raise ConfigError(
+                f"mixed_precision='fp16' skips a step whose gradients overflow, and {layout.pipeline_schedule} has "
+                "later ones under way by then: use mixed_precision='bf16', or a schedule with a flush such as '1f1b'"
+            )
+        routing, size = self.routing, layout.cp
+        if size > 1 and routing is not None and (routing.capacity is not None or routing.draws):
+            raise ConfigError(
+                f"routing={routing} takes tokens in the order of the whole sequence, or draws for all of it, and each "
+                f"of cp_size={size} ranks routes a part: use router='model' without capacity_factor, or cp_size=1"
+            )
+
+
+NO_OPTIONS = Options()
+"""All defaults."""

@@ -1,0 +1,1 @@
+"""Processes, the device mesh and its groups, differentiable collectives, and files."""

@@ -1,0 +1,128 @@
+"""A marker file for complete directories, written once all files are on disk, with their sizes and checksums.
+
+The marker comes last, by a rename, so a process that is killed at any moment leaves a directory with a correct marker
+or with none. Checksums are CRC-32: one flipped bit, or a run of up to 32, is always detected.
+"""
+
+import json
+import os
+import time
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...errors import CheckpointError
+from .directories import sync_directory
+
+MARK = "complete.json"
+_BLOCK = 1 << 20  # bytes; fits into a core's cache
+
+
+@dataclass(frozen=True)
+class FileSum:
+    """Size and checksum of one file."""
+
+    size: int
+    crc: int
+
+    @classmethod
+    def of(cls, path: Path) -> "FileSum":
+        """Read a file and return its size and checksum."""
+        size, crc = 0, 0
+        block = memoryview(bytearray(_BLOCK))
+        with path.open("rb", buffering=0) as file:
+            while count := file.readinto(block):
+                size, crc = size + count, zlib.crc32(block[:count], crc)
+        return cls(size, crc)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """The content of a directory's marker file.
+
+    Attributes:
+        written: time of writing, in seconds since 1970.
+        files: sizes and checksums by file name.
+        step: training step of the run.
+        run: the run's id; ``None`` if an earlier hfscale wrote it.
+    """
+
+    written: float
+    files: dict[str, FileSum]
+    step: int | None = None
+    run: str | None = None
+
+
+def write_synced(path: Path, content: bytes) -> FileSum:
+    """Write a small file and fsync it."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileSum(len(content), zlib.crc32(content))
+
+
+def mark_complete(directory: Path, files: dict[str, FileSum], step: int | None = None, run: str | None = None) -> None:
+    """Write the marker of ``directory``, whose ``files`` are on disk."""
+    sums = {name: [file.size, file.crc] for name, file in sorted(files.items())}
+    told = {"written": time.time(), "step": step, "run": run, "files": sums}
+    fresh = directory / f".{MARK}"
+    write_synced(fresh, json.dumps(told, indent=1).encode())
+    fresh.rename(directory / MARK)
+    sync_directory(directory)
+
+
+def unmark(directory: Path) -> None:
+    """Remove the marker of ``directory``, before it is deleted, which takes time."""
+    (directory / MARK).unlink(missing_ok=True)
+    sync_directory(directory)
+
+
+def read_mark(directory: Path) -> Mark:
+    """Return the marker of a directory.
+
+    Raises:
+        CheckpointError: it is missing or damaged; the message continues a sentence that begins with the directory.
+    """
+    try:
+        told: Any = json.loads((directory / MARK).read_bytes())
+        files = {str(name): FileSum(int(size), int(crc)) for name, (size, crc) in told["files"].items()}
+        step, run = told.get("step"), told.get("run")
+        return Mark(float(told["written"]), files, None if step is None else int(step), run)
+    except FileNotFoundError as error:
+        raise CheckpointError("was never completed: the save was stopped before its end") from error
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"has a damaged {MARK} ({error})") from error
+
+
+def size_problems(directory: Path, mark: Mark) -> list[str]:
+    """Return problems with the presence and sizes of the files, in words, without reading them."""
+    found = []
+    for name, file in mark.files.items():
+        if Path(name).name != name:
+            found.append(f"{MARK} names {name}, which is not in it")
+            continue
+        try:
+            size = (directory / name).stat().st_size
+        except OSError:
+            found.append(f"{name} is missing")
+            continue
+        if size != file.size:
+            found.append(f"{name} has {size:,} of {file.size:,} bytes")
+    return found
+
+
+def content_problems(directory: Path, mark: Mark, names: Iterable[str]) -> list[str]:
+    """Return problems with the checksums of the files ``names``, in words; reads all of them."""
+    found = []
+    for name in names:
+        try:
+            same = FileSum.of(directory / name) == mark.files[name]
+        except OSError as error:
+            found.append(f"{name} cannot be read ({error})")
+            continue
+        if not same:
+            found.append(f"{name} was changed after it was written: its checksum differs")
+    return found

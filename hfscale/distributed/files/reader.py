@@ -1,0 +1,177 @@
+"""Read slices of safetensors files without mapping the file or reading full tensors.
+
+``safetensors.safe_open`` either maps the file, so that every page a slice touches counts towards the process until the
+kernel takes it back, or (``backend="pread"``) reads a full tensor to return a slice of it. Here a slice along the first
+dim is one ``pread`` of just its bytes, and another slice is read in row blocks of a few MiB.
+"""
+
+import json
+import os
+from collections.abc import Iterable
+from io import FileIO
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import CheckpointError
+from .directories import check_inside
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_BLOCK_BYTES = 8 << 20
+
+
+class SafetensorsFile:
+    """An open safetensors file with its header; tensors are read on demand.
+
+    Raises:
+        CheckpointError: the file is not a complete safetensors file.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        try:
+            self._file = self.path.open("rb", buffering=0)
+            self.header, self._start = _header(self._file)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{self.path} does not exist: download or save the checkpoint again") from error
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(
+                f"{self.path} is truncated or not a safetensors file ({error}): download or save it again"
+            ) from error
+
+    def __del__(self) -> None:
+        if hasattr(self, "_file"):
+            self._file.close()
+
+    def slices(self) -> dict[str, "TensorOnDisk"]:
+        """Return a lazy tensor for every tensor of the file."""
+        return {name: TensorOnDisk(self, name) for name in self.header}
+
+    def read(self, offset: int, buffer: Tensor) -> None:
+        """Fill ``buffer`` (contiguous) with the bytes at ``offset`` of the data section."""
+        array: Any = buffer.view(-1).view(torch.uint8).numpy()
+        view, done = memoryview(array), 0
+        while done < len(view):
+            count = os.preadv(self._file.fileno(), [view[done:]], self._start + offset + done)
+            if count <= 0:
+                raise CheckpointError(f"{self.path} ended early while it was read: download or save it again")
+            done += count
+
+
+def open_tensors(files: Iterable[str | Path]) -> "dict[str, TensorOnDisk]":
+    """Return a lazy tensor for every tensor of several files."""
+    return {name: tensor for file in files for name, tensor in SafetensorsFile(file).slices().items()}
+
+
+def named_files(index: Path) -> list[Path]:
+    """Return the files that the index of a checkpoint names.
+
+    Raises:
+        CheckpointError: the index is damaged, or names a file outside of its directory.
+    """
+    try:
+        names = set(json.loads(index.read_bytes())["weight_map"].values())
+    except (ValueError, LookupError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{index} is damaged ({error}): download or save it again") from error
+    for name in names:
+        check_inside(name, index)
+    return [index.parent / name for name in sorted(names)]
+
+
+def _header(file: FileIO) -> tuple[dict[str, Any], int]:
+    """Return the header's entry for each tensor and the offset of the data, checked against the file's size."""
+    size = os.fstat(file.fileno()).st_size
+    length = int.from_bytes(os.pread(file.fileno(), 8, 0), "little")
+    if not 2 <= length <= size - 8:
+        raise ValueError(f"a header of {length} bytes in a file of {size}")
+    header: dict[str, Any] = json.loads(os.pread(file.fileno(), length, 8))
+    header.pop("__metadata__", None)
+    end = 0
+    for entry in sorted(header.values(), key=lambda entry: entry["data_offsets"]):
+        start, stop = entry["data_offsets"]
+        if start != end or stop < start or not {"dtype", "shape"} <= entry.keys():
+            raise ValueError(f"bytes {start} to {stop} after byte {end}")
+        if not isinstance(entry["dtype"], str) or not all(
+            isinstance(size, int) and size >= 0 for size in entry["shape"]
+        ):
+            raise ValueError(f"a tensor of shape {entry['shape']!r} and type {entry['dtype']!r}")
+        end = stop
+    if 8 + length + end != size:
+        raise ValueError(f"{8 + length + end} bytes expected, {size} found")
+    return header, 8 + length
+
+
+class TensorOnDisk:
+    """One tensor of a file, with the interface of safetensors' lazy slices: index it to read."""
+
+    def __init__(self, file: SafetensorsFile, name: str) -> None:
+        entry = file.header[name]
+        if entry["dtype"] not in _DTYPES:
+            raise CheckpointError(
+                f"{file.path}: {name} has the type {entry['dtype']}, which hfscale does not read: convert it to one of "
+                f"{', '.join(_DTYPES)}"
+            )
+        self._file = file
+        self.shape, self.dtype = tuple(entry["shape"]), _DTYPES[entry["dtype"]]
+        self._begin, end = entry["data_offsets"]
+        if end - self._begin != prod(self.shape) * self.dtype.itemsize:
+            raise CheckpointError(
+                f"{file.path}: {name} of shape {self.shape} and type {entry['dtype']} has {end - self._begin} bytes, "
+                "so the file is damaged: download or save it again"
+            )
+
+    def get_shape(self) -> list[int]:
+        """Return the shape."""
+        return list(self.shape)
+
+    def get_dtype(self) -> str:
+        """Return safetensors' name of the dtype."""
+        return NAMES[self.dtype]
+
+    def __getitem__(self, index: Any) -> Tensor:
+        whole = tuple((0, size) for size in self.shape)
+        return self.read(whole) if index is Ellipsis else self.read(whole)[index]
+
+    def read(self, spans: tuple[tuple[int, int], ...]) -> Tensor:
+        """Return a copy of the box ``spans``, one ``(start, stop)`` per dim."""
+        if not self.shape:
+            out = torch.empty((), dtype=self.dtype)
+            self._file.read(self._begin, out)
+            return out
+        (first, last), rest = spans[0], spans[1:]
+        row_bytes = prod(self.shape[1:]) * self.dtype.itemsize
+        out = torch.empty([stop - start for start, stop in spans], dtype=self.dtype)
+        if out.numel() == 0:
+            return out
+        if rest == tuple((0, size) for size in self.shape[1:]):
+            self._file.read(self._begin + first * row_bytes, out)
+            return out
+        step = max(1, _BLOCK_BYTES // row_bytes)
+        block = torch.empty((min(step, last - first), *self.shape[1:]), dtype=self.dtype)
+        box = tuple(slice(start, stop) for start, stop in rest)
+        for row in range(first, last, step):
+            rows = min(step, last - row)
+            self._file.read(self._begin + row * row_bytes, block[:rows])
+            out[row - first : row - first + rows] = block[:rows][(slice(None), *box)]
+        return out

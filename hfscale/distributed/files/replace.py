@@ -1,0 +1,217 @@
+"""Replace the files of a directory all at once, and keep the other files in it.
+
+A checkpoint is several files, and a process may be killed between any two system calls. A save has three phases:
+
+1. *Write.* New files are written to ``.NAME.incomplete`` beside the directory. If killed here, NAME is unchanged; the
+   next save removes the rest. A first save ends with one rename to NAME.
+2. *Exchange.* Other files of NAME are linked into the new directory (hard links; sub-directories as trees of them),
+   everything is synced to disk, and the two directories exchange names in one system call (``renameat2`` of Linux).
+   If killed here, NAME is either the complete old directory or the complete new one.
+3. *Remove.* Files that others wrote into the old directory meanwhile are moved over, and the rest is removed. If
+   killed here, NAME is the new directory; the next save removes the rest.
+
+Directories are not exchanged on NFS, on systems other than Linux, if NAME is a mount point or the current directory or
+contains a mount point, or if there are very many files. Then phases 2 and 3 are:
+
+2. *Complete.* New files, and the names of those that they replace, are synced to disk in ``NAME/.complete``, which
+   gets this name by one rename. If killed before, NAME is unchanged.
+3. *Move.* ``config.json`` is removed, so that nobody loads a mixture; obsolete files are removed; the new ones are
+   renamed one by one, ``config.json`` last. If killed here, the next call of hfscale that reads or writes NAME finishes
+   the move (:func:`finish_move`); until then transformers reports that there is no ``config.json``.
+"""
+
+import ctypes
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from ...errors import CheckpointError
+from .directories import (
+    check_inside,
+    discard,
+    discarded_of,
+    holds_current_directory,
+    make_staging,
+    staging_of,
+    sync_directory,
+    sync_file,
+)
+
+_INSIDE, _COMPLETE, _LIST = ".incomplete", ".complete", ".files"
+_DOORS = ("config.json", "adapter_config.json")  # without them nothing can be loaded
+_MOST_LINKS = 20_000  # hard links: about a second
+_RENAME_EXCHANGE, _AT_FDCWD = 2, -100
+_log = logging.getLogger(__name__)
+
+
+class NewFiles:
+    """New files of a directory that is being written.
+
+    Attributes:
+        path: where to write them.
+    """
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+        finish_move(target)
+        self.path = target / _INSIDE if _stays(target) else staging_of(target)
+        self._lock, self._placed = make_staging(target, self.path), False
+
+    def commit(self, stale: Sequence[str]) -> None:
+        """Move the files into the target, and remove its files that match the patterns ``stale``."""
+        new = sorted(path.name for path in self.path.iterdir())
+        if blocked := [name for name in new if (self.target / name).is_dir()]:
+            raise CheckpointError(f"{self.target / blocked[0]} is a directory, and a file is to be written there")
+        for name in new:
+            sync_file(self.path / name)
+        if not self.target.exists():
+            sync_directory(self.path)
+            self.path.rename(self.target)
+            self._placed = True
+            sync_directory(self.target.parent)
+            return
+        old = {path.name for pattern in stale for path in self.target.glob(pattern) if not path.is_dir()} - {*new}
+        if self.path.parent == self.target or not self._exchange({*new, *old, _INSIDE, _COMPLETE}):
+            self._move(new, sorted(old))
+
+    def close(self) -> None:
+        """Remove the new files unless they were committed, and release the lock."""
+        try:
+            if not self._placed:
+                with suppress(OSError):
+                    discard(self.path, self.target)
+        finally:
+            self._lock.release()
+
+    def _exchange(self, replaced: Collection[str]) -> bool:
+        """Exchange the new directory and the target if possible; files named in ``replaced`` are not kept."""
+        linked: dict[str, int] = {}
+        try:
+            _link(self.target, self.path, "", replaced, linked)
+            _trade_names(self.path, self.target)
+        except OSError as error:
+            _log.info("%s cannot be exchanged (%s): its files are moved one by one", self.target, error)
+            return False
+        self._placed = True
+        with suppress(OSError):  # the save is done, whatever happens to the old directory
+            sync_directory(self.target.parent)
+            old = discarded_of(self.path, self.target)
+            self.path.rename(old)
+            _hand_over(old, self.target, replaced, linked)
+            shutil.rmtree(old, ignore_errors=True)
+        return True
+
+    def _move(self, new: list[str], old: list[str]) -> None:
+        inside = self.target / _INSIDE
+        if self.path != inside:
+            shutil.rmtree(inside, ignore_errors=True)
+            inside.mkdir()
+            for name in new:
+                shutil.move(self.path / name, inside / name)  # copies between file systems
+                sync_file(inside / name)
+        (inside / _LIST).write_text(json.dumps({"new": new, "old": old}))
+        sync_file(inside / _LIST)
+        sync_directory(inside)
+        shutil.rmtree(self.target / _COMPLETE, ignore_errors=True)
+        inside.rename(self.target / _COMPLETE)
+        self._placed = self.path == inside
+        sync_directory(self.target)
+        for name in {*_DOORS} & {*new}:
+            (self.target / name).unlink(missing_ok=True)
+        finish_move(self.target)
+
+
+def finish_move(directory: str | Path) -> None:
+    """Finish the move of a save that was killed in its last phase; several processes may do so at once.
+
+    Raises:
+        CheckpointError: this process may not write the directory.
+    """
+    target = Path(directory)
+    source = target / _COMPLETE
+    if not (source / _LIST).is_file() or source.is_symlink():
+        return
+    try:
+        told = json.loads((source / _LIST).read_text())
+        doors = {*_DOORS} & {*told["new"]}
+        if doors and all((target / name).exists() for name in doors):
+            return  # the move has not begun, or is over, or another save came since
+        for name in [*told["old"], *told["new"]]:
+            check_inside(name, source / _LIST)
+        for name in told["old"]:
+            (target / name).unlink(missing_ok=True)
+        for name in sorted(told["new"], key=lambda name: name in _DOORS):
+            with suppress(FileNotFoundError):  # moved already
+                (source / name).replace(target / name)
+        sync_directory(target)
+    except FileNotFoundError:
+        return  # another process was faster
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise CheckpointError(
+            f"{target} holds a save that was stopped before its end, and could not be finished ({error}): run "
+            f"'hfscale inspect {target}' as a user who may write it"
+        ) from error
+    shutil.rmtree(source, ignore_errors=True)
+
+
+def _stays(target: Path) -> bool:
+    """Return whether a directory cannot or should not be exchanged, as far as known beforehand."""
+    if not target.is_dir():
+        return False
+    with suppress(OSError):  # not a mount point, nor a directory that contains one
+        place = str(target).replace(" ", "\\040")
+        if re.search(f" {re.escape(place)}[ /]", Path("/proc/self/mountinfo").read_text()):
+            return True
+    return holds_current_directory(target) or not os.access(target.parent, os.W_OK)
+
+
+def _link(source: Path, target: Path, within: str, left_out: Collection[str], linked: dict[str, int]) -> None:
+    """Hard-link the entries of ``source`` into ``target``, recording their inodes; owner, mode and times are kept."""
+    with os.scandir(source) as found:
+        entries = list(found)
+    for entry in entries:
+        name, fresh = os.path.join(within, entry.name), target / entry.name
+        if name in left_out:
+            continue
+        if len(linked) > _MOST_LINKS:
+            raise OSError(f"there are more than {_MOST_LINKS:,} files")
+        if not entry.is_dir(follow_symlinks=False):
+            os.link(entry.path, fresh, follow_symlinks=False)
+            linked[name] = entry.inode()
+        else:
+            fresh.mkdir()
+            _link(source / entry.name, fresh, name, left_out, linked)
+    there, here = source.stat(), target.stat()
+    if (there.st_uid, there.st_gid) != (here.st_uid, here.st_gid):
+        os.chown(target, there.st_uid, there.st_gid)
+    shutil.copystat(source, target)
+    sync_directory(target)
+
+
+def _trade_names(one: Path, other: Path) -> None:
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError, TypeError) as error:
+        raise OSError("this system does not exchange directories") from error
+    if renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def _hand_over(old: Path, new: Path, left_out: Collection[str], linked: dict[str, int]) -> None:
+    """Move to ``new`` what was made or replaced in ``old`` after its entries were linked."""
+    for folder, folders, files in os.walk(old):
+        within = os.path.relpath(folder, old)
+        folders[:] = [name for name in folders if os.path.normpath(os.path.join(within, name)) not in left_out]
+        (new / within).mkdir(parents=True, exist_ok=True)
+        for file in [*files, *(name for name in folders if os.path.islink(os.path.join(folder, name)))]:
+            name = os.path.normpath(os.path.join(within, file))
+            path, target = Path(folder, file), new / name
+            if name in left_out or path.lstat().st_ino == linked.get(name):
+                continue
+            if not os.path.lexists(target) or target.lstat().st_ino == linked.get(name):
+                path.replace(target)

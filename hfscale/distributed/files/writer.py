@@ -1,0 +1,148 @@
+"""Write safetensors files one tensor at a time, in any order.
+
+safetensors' own writer needs every tensor in memory at once. The format is simple: eight bytes with the length of a
+JSON header that gives each tensor's dtype, shape and offsets, then the data.
+"""
+
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from itertools import chain
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import StateDictSplit, split_state_dict_into_shards_factory
+from torch import Tensor
+
+from ...errors import CheckpointError
+from .complete import FileSum
+from .reader import NAMES
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+_SHARDS = "-?????-of-?????"
+STALE = (
+    WEIGHTS,
+    f"model{_SHARDS}.safetensors",
+    INDEX,
+    "pytorch_model.bin",
+    f"pytorch_model{_SHARDS}.bin",
+    "pytorch_model.bin.index.json",
+)
+"""Patterns of earlier weights, which transformers might load in place of a :class:`CheckpointWriter`'s."""
+
+
+REPLACED = (*STALE, "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+"""The same and earlier adapters, which transformers would load on top of the weights."""
+
+
+class CheckpointWriter:
+    """A writer of ``contents`` (stored name -> meta tensor) to safetensors files in ``directory``."""
+
+    def __init__(self, directory: Path, contents: dict[str, Tensor], max_shard_size: str | int) -> None:
+        self.directory = directory
+        split = _split(contents, max_shard_size)
+        self._index = None
+        if split.is_sharded:
+            self._index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        self._files: dict[str, _File] = {}
+        self._missing = dict(contents)
+        for file, names in split.filename_to_tensors.items():
+            opened = _File(directory / file, {name: contents[name] for name in names})
+            self._files.update(dict.fromkeys(names, opened))
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Write one tensor, of the announced shape and dtype.
+
+        Raises:
+            CheckpointError: they differ, or the tensor was not announced or is written already.
+        """
+        if name not in self._missing:
+            raise CheckpointError(f"{name} was written already, or is not part of this checkpoint")
+        expected = self._missing[name]
+        if (tensor.shape, tensor.dtype) != (expected.shape, expected.dtype):
+            raise CheckpointError(f"{name} was announced as {_describe(expected)} and arrived as {_describe(tensor)}")
+        self._files[name].write(name, tensor)
+        del self._missing[name]
+
+    def finish(self) -> None:
+        """Write the index, if there are several files.
+
+        Raises:
+            CheckpointError: a tensor was never written.
+        """
+        if self._missing:
+            raise CheckpointError(f"these tensors were not written: {', '.join(self._missing)}")
+        if self._index is not None:
+            (self.directory / INDEX).write_text(json.dumps(self._index, indent=2, sort_keys=True) + "\n")
+
+
+def _split(contents: dict[str, Tensor], max_shard_size: str | int) -> StateDictSplit:
+    try:
+        return split_state_dict_into_shards_factory(
+            contents,
+            get_storage_size=lambda tensor: prod(tensor.shape) * tensor.dtype.itemsize,
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=max_shard_size,
+        )
+    except ValueError as error:
+        raise CheckpointError(
+            f"max_shard_size={max_shard_size!r} is not a size: use a number of bytes, or a string like '5GB' ({error})"
+        ) from error
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} of {tensor.dtype}"
+
+
+class _File:
+    """One file of a checkpoint. No handle stays open between writes, so a save that fails leaves none open."""
+
+    def __init__(self, path: Path, contents: dict[str, Tensor]) -> None:
+        header, self._places, size = safetensors_header(contents)
+        self._path = path
+        with path.open("wb") as file:
+            file.write(header)
+            file.truncate(size)
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        with self._path.open("r+b") as file:
+            file.seek(self._places[name])
+            file.write(bytes_of(tensor))
+
+
+def safetensors_header(contents: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int], int]:
+    """Return the header bytes of a safetensors file, the offset of each tensor in it, and its size."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, tensor in contents.items():
+        size = prod(tensor.shape) * tensor.dtype.itemsize
+        if tensor.dtype not in NAMES:
+            raise CheckpointError(f"{name} has the type {tensor.dtype}, which safetensors files cannot hold")
+        entry = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, offset + size]}
+        header[name], offset = entry, offset + size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    places = {name: 8 + len(text) + header[name]["data_offsets"][0] for name in contents}
+    return len(text).to_bytes(8, "little") + text, places, 8 + len(text) + offset
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor, on the CPU."""
+    data: Any = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return memoryview(data)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileSum:
+    """Write a safetensors file from front to back, one tensor at a time, and fsync it."""
+    header, _, size = safetensors_header(tensors)
+    crc = 0
+    with path.open("wb") as file:
+        for content in chain([memoryview(header)], map(bytes_of, tensors.values())):
+            file.write(content)
+            crc = zlib.crc32(content, crc)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileSum(size, crc)

@@ -1,0 +1,114 @@
+"""One linear layer per group of rows: ``out[r] = x[r] @ weight[g].T + bias[g]`` for the rows ``r`` of group ``g``.
+
+Rows of a group are contiguous. torch's grouped matrix product is used where it supports the device and type; else there
+is one matrix product per group, which on a CPU is what torch's own does, and which supports every type. A group without
+rows takes part all the same: its gradient is zero, and not missing.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from ..._compat.torch_device import capability_of, is_accelerator
+
+ALIGNED = 16
+"""Alignment in bytes of the rows of a grouped product's operands."""
+# The kernel is written for Hopper and datacenter Blackwell; elsewhere it is a loop that waits for the device.
+_KERNEL_CAPABILITIES = (9, 10)
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """One product per group: ``weight [g, n, k]``, or ``[g, k, n]`` if ``transposed``; ``x [r, k]`` -> ``[r, n]``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Sequence[int], transposed: bool) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.counts, ctx.transposed = counts, transposed
+        out = x.new_empty((x.shape[0], weight.shape[2 if transposed else 1]))
+        start = 0
+        for group, count in enumerate(counts):
+            if count:
+                matrix = weight[group] if transposed else weight[group].t()
+                torch.mm(x[start : start + count], matrix, out=out[start : start + count])
+                start += count
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        of_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
+        of_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        start = 0
+        for group, count in enumerate(ctx.counts):
+            rows, grad = x[start : start + count], grads[0][start : start + count]
+            if of_x is not None and count:
+                matrix = weight[group].t() if ctx.transposed else weight[group]
+                torch.mm(grad, matrix, out=of_x[start : start + count])
+            if of_weight is not None and not count:
+                of_weight[group].zero_()
+            elif of_weight is not None:
+                torch.mm(*((rows.t(), grad) if ctx.transposed else (grad.t(), rows)), out=of_weight[group])
+            start += count
+        return of_x, of_weight, None, None
+
+
+def grouped_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, counts: Sequence[int], *, transposed: bool = False
+) -> Tensor:
+    """Apply to each row of ``x [rows, k]`` the linear layer of its group.
+
+    Args:
+        weight: ``[groups, n, k]``, or ``[groups, k, n]`` where ``transposed``.
+        bias: ``[groups, n]``.
+        counts: rows in each group; they add up to the rows of ``x``.
+    """
+    if _has_kernel(x, weight):
+        out: Tensor = F.grouped_mm(x, weight if transposed else weight.transpose(1, 2), offs=_ends(counts, x.device))
+    else:
+        out = _GroupedLinear.apply(x, weight, counts, transposed)
+    if bias is not None:
+        out = out + rows_of_groups(bias, counts, x.shape[0])
+    return out
+
+
+def rows_of_groups(values: Tensor, counts: Sequence[int], rows: int) -> Tensor:
+    """Return ``[rows, n]``: for each row the entry of its group in ``values [groups, n]``."""
+    groups = torch.arange(rows, dtype=torch.int32, device=values.device)
+    return values.index_select(0, torch.bucketize(groups, _ends(counts, values.device), right=True))
+
+
+def _ends(counts: Sequence[int], device: torch.device) -> Tensor:
+    """Return the row at which each group ends, ``[groups]``, without waiting for the device."""
+    ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32, pin_memory=is_accelerator(device))
+    return ends if ends.device == device else ends.to(device, non_blocking=True)
+
+
+def _has_kernel(x: Tensor, weight: Tensor) -> bool:
+    return (
+        x.device.type == "cuda"
+        and kernel_takes(x, weight)
+        and capability_of(x.device)[0] in _KERNEL_CAPABILITIES
+        and x.data_ptr() % ALIGNED == weight.data_ptr() % ALIGNED == 0
+    )
+
+
+def kernel_takes(x: Tensor, weight: Tensor) -> bool:
+    """Return whether torch's grouped product takes operands of these types and sizes, in the backward pass as well.
+
+    Every row of every matrix, of results and gradients too, must begin at a multiple of 16 bytes.
+    """
+    sizes = (x.shape[1], *weight.shape[1:])
+    return (
+        x.dtype == weight.dtype == torch.bfloat16
+        and x.shape[0] > 0
+        and hasattr(F, "grouped_mm")
+        and all(size > 0 and size * x.element_size() % ALIGNED == 0 for size in sizes)
+        and x.is_contiguous()
+        and weight.is_contiguous()
+    )

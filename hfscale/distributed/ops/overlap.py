@@ -1,0 +1,246 @@
+"""Enter a tensor-parallel region with the backward collective hidden behind the weight gradients of its projections.
+
+Backward through a projection makes two products: the gradient of its input, which the other ranks wait for, and that of
+its weight, which nobody waits for. The stock graph has both in one node. Here they are two, and autograd, which runs
+the youngest of the nodes that are ready, finds them in this order::
+
+    forward    await ---> weights W1 W2 ---> launch ---> projections 1, 2 ---> ...
+    backward   projections 2, 1 (input gradients) -> launch: the collective starts -> W2, W1 -> await: it has ended
+
+The products are the same, on the same operands, so results are equal bit by bit. The idea is Megatron-LM's
+(``gradient_accumulation_fusion`` and asynchronous all-reduce in its column-parallel layer; Shoeybi et al. 2019), put
+into the graph instead of one node, so that the projections stay modules of their own.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..._compat.torch import backward_pass, version_of
+from .exchange import Started
+from .products import Products
+from .shared_casts import autocasted
+
+Start = Callable[[Tensor], Started]
+Derive = Callable[[Tensor], Tensor]
+"""Derives from a gathered tensor ``[n, h]`` what the forward pass made of it: another type, or with entries dropped."""
+
+
+@dataclass
+class _Flight:
+    """The collective between ``launch`` and ``await``."""
+
+    started: Started | None = None
+
+
+class Regather:
+    """A second gather of a tensor in the backward pass, for projections that read it or a tensor derived from it."""
+
+    def __init__(self, gather: Start, whole: Tensor | None = None) -> None:
+        self.gather, self.readers, self.left = gather, 0, 0
+        self._known: list[tuple[weakref.ref[Tensor], int, Derive]] = []
+        if whole is not None:
+            self._know(whole, as_it_is)
+        self._started: Started | None = None
+        self._whole: Tensor | None = None
+        self._pass = -1  # the backward pass it was gathered for
+
+    def gives(self, x: Tensor) -> Derive | None:
+        """Return how ``x`` is derived from the gathered tensor; ``None`` if it is not, or was changed since."""
+        return next((derive for known, version, derive in self._known if _is_still(x, known(), version)), None)
+
+    def made(self, x: Tensor, found: Tensor, derive: Derive) -> None:
+        """Note that ``found`` was derived from ``x``: a projection that reads ``found`` need not keep it either."""
+        before = self.gives(x)
+        if before is not None:
+            self._know(found, lambda whole: derive(before(whole)))
+
+    def _know(self, x: Tensor, derive: Derive) -> None:
+        self._known.append((weakref.ref(x), version_of(x), derive))
+
+    def start(self, x: Tensor) -> None:
+        """Start the gather, unless a reader in this backward pass has."""
+        current = backward_pass()
+        if self._pass != current:
+            self._pass, self._started, self._whole = current, self.gather(x), None
+
+    def take(self) -> Tensor:
+        """Return the gathered tensor as ``[n, h]``, and drop it with the last reader."""
+        if self._started is not None:
+            gathered = self._started.result()
+            self._whole, self._started, self.left = gathered.reshape(-1, gathered.shape[-1]), None, self.readers
+        whole = self._whole
+        assert whole is not None
+        self.left -= 1
+        if self.left == 0:
+            self._whole = None
+        return whole
+
+
+def as_it_is(x: Tensor) -> Tensor:
+    """Return ``x``."""
+    return x
+
+
+def _is_still(x: Tensor, known: Tensor | None, version: int) -> bool:
+    if known is None or version_of(x) != version or version_of(known) != version:
+        return False
+    same = x.data_ptr() == known.data_ptr() and x.numel() == known.numel() and x.shape[-1] == known.shape[-1]
+    return x is known or (same and x.dtype == known.dtype and x.is_contiguous() and known.is_contiguous())
+
+
+class WeightLater:
+    """A weight whose gradient is computed apart from its projection's: see :func:`enter_overlapped`.
+
+    Attributes:
+        token: the weight, as the projection must use it: by :func:`project`, once.
+        products: computes the projection's matrix products.
+        regather: gathers ``own``, this rank's shard of the input, again; ``None`` where the input is kept.
+        narrow: the shard in autocast's type, and the gather of it.
+    """
+
+    def __init__(self, weight: Tensor, transposed: bool, own: Tensor | None) -> None:
+        self.transposed, self.own = transposed, own
+        self.products = Products()
+        self.regather: Regather | None = None
+        self.narrow: tuple[Tensor, Regather] | None = None
+        self.derive: Derive = as_it_is
+        self.operands: tuple[Tensor | None, Tensor] | None = None  # input [n, in] (None: regathered), d output [n, out]
+        self.token: Any = _Weight.apply(weight, self)
+
+
+class _Await(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, flight: _Flight) -> Tensor:
+        ctx.flight = flight
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        started, ctx.flight.started = ctx.flight.started, None
+        return started.result(), None
+
+
+class _Launch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, flight: _Flight, gather: Start | None, reduce: Start) -> Tensor:
+        ctx.flight, ctx.reduce, ctx.shape = flight, reduce, x.shape
+        return x.view_as(x) if gather is None else gather(x).result()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        ctx.flight.started = ctx.reduce(grads[0])
+        # The gradient itself comes out of `await`; autograd only needs something of the right shape to get there.
+        return grads[0].new_zeros(()).expand(ctx.shape), None, None, None
+
+
+class _Weight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, later: WeightLater) -> Tensor:
+        ctx.later, ctx.dtype = later, weight.dtype
+        return weight.view_as(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        later = ctx.later
+        (x, grad), later.operands = later.operands, None
+        x = later.derive(later.regather.take()).to(grad.dtype) if x is None else x
+        return later.products.to_weight(grad, x, later.transposed).to(ctx.dtype), None
+
+
+class _Project(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, token: Tensor, bias: Tensor | None, own: Tensor | None, later: Any) -> Tensor:
+        ctx.later, ctx.dtype = later, token.dtype
+        weight = later.products.kept(token)
+        kept = x if own is None else own
+        ctx.save_for_backward(weight, kept if ctx.needs_input_grad[1] else None)
+        return later.products.output(x, weight.t() if later.transposed else weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        weight, kept = ctx.saved_tensors
+        later, grad = ctx.later, grads[0].reshape(-1, grads[0].shape[-1])
+        to_input = to_weight = None
+        if ctx.needs_input_grad[1]:
+            if later.regather is not None:
+                later.regather.start(kept)
+            later.operands = None if later.regather else kept.reshape(-1, kept.shape[-1]), grad
+            # Autograd needs something of the right shape to get to the weight's own node.
+            to_weight = grad.new_zeros((), dtype=ctx.dtype).expand(weight.shape)
+        if ctx.needs_input_grad[0]:
+            to_input = later.products.to_input(grad, weight.t() if later.transposed else weight)
+            to_input = to_input.view(*grads[0].shape[:-1], to_input.shape[-1])
+        to_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
+        return to_input, to_weight, to_bias, None, None
+
+
+def enter_overlapped(
+    x: Tensor,
+    weights: Sequence[tuple[Tensor, bool]],
+    reduce: Start,
+    gather: Start | None = None,
+    regather: bool = False,
+) -> tuple[Tensor, list[WeightLater]]:
+    """Return ``x`` inside the region, and the weights of the projections that read it.
+
+    Args:
+        weights: each with whether it is stored transposed, ``[in, out]``.
+        reduce: starts the backward collective, on the gradient of the tensor inside.
+        gather: starts the collective that makes the tensor inside from ``x``; ``None`` where it is ``x``.
+        regather: gather once more in backward, for the weights' gradients, instead of keeping the result.
+    """
+    flight = _Flight()
+    x = _Await.apply(x, flight)
+    own = x.detach() if regather and gather is not None else None
+    # Made before the launch, so that autograd, which runs the youngest ready node, comes to them after it.
+    later = [WeightLater(weight, transposed, own) for weight, transposed in weights]
+    whole = _Launch.apply(x, flight, gather, reduce)
+    if own is not None and gather is not None:
+        again, cast = Regather(gather, whole), autocasted(own)
+        narrow = None if cast is own else (cast, Regather(gather))
+        for each in later:
+            each.regather, each.narrow = again, narrow
+    return whole, later
+
+
+def project(x: Tensor, later: WeightLater, bias: Tensor | None) -> Tensor:
+    """Return ``x @ weight.T + bias`` (``x @ weight`` if it is stored transposed), ``[..., in]`` -> ``[..., out]``.
+
+    ``x`` is kept for the gradient of the weight, unless it is the gathered tensor, which can be gathered again, or
+    known to be derived from it: a block may compute something else first (a norm, a low-rank projection). Under
+    autocast the product and the tensors kept for the backward pass are in its type, as in stock code; so is the second
+    gather, unless something was derived from the first.
+    """
+    own, narrow, later.own, later.narrow = later.own, later.narrow, None, None  # autograd's saved tensors keep it
+    derive = None if later.regather is None else later.regather.gives(x)
+    if derive is None:
+        own = later.regather = None
+    elif derive is as_it_is and narrow is not None:
+        own, later.regather = narrow
+    if later.regather is not None and derive is not None:
+        later.regather.readers += 1
+        later.derive = derive
+    x, bias = autocasted(x), None if bias is None else autocasted(bias)
+    return _Project.apply(x, later.token, bias, own, later)
+
+
+def narrowed(reduce: Start, dtype: torch.dtype) -> Start:
+    """Return ``reduce`` that sends 32-bit tensors in ``dtype``, with results in 32 bits again."""
+
+    def start(grad: Tensor) -> Started:
+        if grad.dtype != torch.float32:
+            return reduce(grad)
+        started = reduce(grad.to(dtype))
+        return Started(None, lambda: started.result().to(grad.dtype))
+
+    return start

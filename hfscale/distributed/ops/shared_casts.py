@@ -1,0 +1,108 @@
+"""One mixed-precision copy of each weight, for all microbatches that compute with it.
+
+Autocast makes its copies anew in every forward pass, and each microbatch keeps its own until its backward pass: a
+pipeline stage with eight in flight holds every weight eight times more. The weights are the same for all of them, so
+one copy serves; each microbatch's gradient is made in 16 bits and added to the weight's in 32, as ever.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..._compat.torch import storage_key
+
+_Key = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
+
+
+@dataclass
+class Casts:
+    """Copies of weights as they are now.
+
+    Attributes:
+        memory: the storages of the copies.
+        plain: copies by place and form of the weight.
+        in_graph: copies with their autograd graphs, of weights that train.
+    """
+
+    memory: set[int] = field(default_factory=set)
+    plain: dict[_Key, Tensor] = field(default_factory=dict)
+    in_graph: dict[_Key, Tensor] = field(default_factory=dict)
+
+
+_current: Casts | None = None  # not by thread: backward passes, which recompute, may have one of their own
+
+
+@contextmanager
+def sharing(casts: Casts | None) -> Iterator[None]:
+    """Share ``casts`` between all passes inside the ``with`` block, in which weights must not change.
+
+    Args:
+        casts: found there, and added to; ``None`` to share none.
+    """
+    global _current
+    before, _current = _current, casts
+    try:
+        yield
+    finally:
+        _current = before
+
+
+def is_sharing() -> bool:
+    """Return whether passes share copies now."""
+    return _current is not None
+
+
+def autocasted(x: Tensor) -> Tensor:
+    """Return ``x`` as autocast, where it is on, would give it to a matrix product; float64 stays."""
+    kind = x.device.type
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return x
+    return x.to(torch.get_autocast_dtype(kind))
+
+
+def autocasted_weight(weight: Tensor) -> Tensor:
+    """Return a weight as autocast would give it to a matrix product, from the shared copies where there are any."""
+    kind = weight.device.type
+    if weight.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return weight
+    return cast_weight(weight, torch.get_autocast_dtype(kind))
+
+
+def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``weight.to(dtype)``, from the shared copies where there are any."""
+    if _current is None or weight.dtype == dtype or not weight.numel() or torch.compiler.is_compiling():
+        return weight.to(dtype)
+    key = weight.data_ptr(), weight.shape, weight.stride(), dtype
+    plain = _current.plain.get(key)
+    if plain is None:
+        plain = _current.plain[key] = weight.detach().to(dtype)
+        _current.memory.add(storage_key(plain.untyped_storage()))
+    if not (weight.requires_grad and torch.is_grad_enabled()):
+        return plain
+    if key not in _current.in_graph:
+        _current.in_graph[key] = _Cast.apply(weight, plain)
+    return _current.in_graph[key]
+
+
+def is_shared_cast(tensor: Tensor) -> bool:
+    """Return whether the tensor lies in the memory of a shared copy."""
+    return _current is not None and storage_key(tensor.untyped_storage()) in _current.memory
+
+
+class _Cast(torch.autograd.Function):
+    """A cast that saves nothing, so that the backward passes of several microbatches may go through it."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, cast: Tensor) -> Tensor:
+        ctx.dtype = weight.dtype
+        return cast.view_as(cast)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].to(ctx.dtype), None

@@ -1,0 +1,232 @@
+"""Cross entropy over a vocabulary that is cut over ranks; full logits never exist.
+
+Each rank holds ``logits [N, V/t]`` for its slice of the vocabulary and reduces them to two numbers per token: the
+log-sum-exp of its slice and the logit of the target, where the target lies in its slice. One all-gather of those ``2
+N`` numbers gives the loss everywhere. (Megatron-LM, Shoeybi et al. 2019, section 3, reduces twice: a maximum, then the
+sums.) Label smoothing (Szegedy et al. 2016) takes a third number, the sum of the slice. The backward pass needs no
+communication.
+
+::
+
+    rank 0: logits[:, :V/2] -> lse0, target0 --+ all-gather   lse = logaddexp(lse0, lse1)
+    rank 1: logits[:, V/2:] -> lse1, target1 --+              loss = sum(lse - (target0 + target1))
+
+Rows are worked in blocks, in float32 (float64 for float64 logits), so that no second ``[N, V/t]`` buffer in that type
+is needed. :class:`RowTerms` is that arithmetic, for this operator and for the one that runs the head itself
+(:mod:`hfscale.distributed.ops.head_cross_entropy`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+_BLOCK_ELEMENTS = 1 << 20  # per block of rows: small enough to stay in cache on a CPU, large enough to fill a GPU
+_BLOCK_ELEMENTS_GPU = 1 << 26
+
+
+@dataclass(frozen=True)
+class VocabularySlice:
+    """This rank's slice of the vocabulary.
+
+    Attributes:
+        start: the first token id of this rank's slice.
+        size: token ids in the full vocabulary.
+        widest: token ids in the longest slice, equal on all ranks.
+        group: the tensor ranks; ``None`` for one rank, which holds the full vocabulary.
+        smoothing: fraction of the target's probability that is spread evenly over the full vocabulary.
+    """
+
+    start: int
+    size: int
+    widest: int
+    group: dist.ProcessGroup | None = None
+    smoothing: float = 0.0
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Columns of the targets of some rows in this rank's logits, ``[n, 1]``.
+
+    Attributes:
+        places: column in this rank's slice; 0 for a target outside of it.
+        missed: whether the target is outside; ``None`` where all are inside.
+    """
+
+    places: Tensor
+    missed: Tensor | None
+
+    @classmethod
+    def of(cls, targets: Tensor, vocabulary: VocabularySlice, width: int, known: bool = False) -> "Targets":
+        """Locate ``targets [n]``, equal on all ranks, in a slice of ``width``; a target outside hits no logit.
+
+        Args:
+            known: whether the targets have been checked to be in the vocabulary.
+        """
+        if known and vocabulary.group is None:
+            return cls(targets.unsqueeze(1), None)
+        places = (targets - vocabulary.start if vocabulary.start else targets).unsqueeze(1)
+        missed = (places < 0) | (places >= width)
+        return cls(places.masked_fill(missed, 0), missed)
+
+    def split(self, step: int) -> "list[Targets]":
+        """Split into chunks of ``step`` rows."""
+        places = _cut(self.places, step)
+        missed = [None] * len(places) if self.missed is None else _cut(self.missed, step)
+        return [Targets(*pair) for pair in zip(places, missed, strict=True)]
+
+    def kept(self, values: Tensor) -> Tensor:
+        """Return ``values [n, 1]``, or one value for all rows, with 0 where a target is outside of the slice."""
+        if self.missed is None:
+            return values if values.ndim else values.expand(self.places.shape)
+        return values.masked_fill(self.missed, 0)
+
+
+class RowTerms:
+    """Losses of some rows, and their gradients by the logits.
+
+    Args:
+        logits: ``[n, V/t]``, this rank's slice.
+        keep: whether :meth:`gradient` follows for the same logits, once.
+    """
+
+    def __init__(self, logits: Tensor, targets: Targets, vocabulary: VocabularySlice, keep: bool = False) -> None:
+        self.vocabulary, self.targets = vocabulary, targets
+        compute = compute_dtype(logits.dtype)
+        hit = targets.kept(logits.gather(1, targets.places).to(compute))
+        # On a GPU the loss costs as much as it reads the logits: the fused kernel reads them least, and the gradient is
+        # made from its result. On a CPU a block stays in the cache between reads.
+        self._kept: Tensor | None = None
+        if keep and logits.numel() and _is_fused(logits.device) and len(logits) <= _rows_per_block(logits):
+            self._kept = torch.log_softmax(logits, -1, dtype=compute)
+            # At the largest logit: a masked one is as far from the sum as numbers go, and rounds it away.
+            top, place = logits.max(-1, keepdim=True)
+            lse = top.to(compute) - self._kept.gather(1, place)
+            lse = torch.where(torch.isneginf(top), float("-inf"), lse)  # no number where all of a slice is masked
+        else:
+            parts = [
+                torch.logsumexp(block.to(compute), -1, keepdim=True) for block in _cut(logits, _rows_per_block(logits))
+            ]
+            lse = parts[0] if len(parts) == 1 else torch.cat(parts)
+        self._own = lse
+        terms = [lse, hit]
+        if vocabulary.smoothing:
+            terms.append(logits.sum(-1, keepdim=True, dtype=compute))
+        if vocabulary.group is not None:
+            terms = list(_over_ranks(torch.stack(terms), vocabulary.group))
+        self.lse, self._sums = terms[0], terms[1:]
+
+    def losses(self) -> Tensor:
+        """Return the losses ``[n, 1]``, equal on all ranks."""
+        eps = self.vocabulary.smoothing
+        if not eps:
+            return self.lse - self._sums[0]
+        return self.lse - (1 - eps) * self._sums[0] - eps / self.vocabulary.size * self._sums[1]
+
+    def gradient(self, logits: Tensor, scale: Tensor, out: Tensor) -> None:
+        """Write ``scale * d losses / d logits`` into ``out``, which may be ``logits`` itself.
+
+        Args:
+            scale: of all rows ``[]``, or of each ``[n, 1]``.
+        """
+        kept, self._kept = self._kept, None
+        hit = self.targets.kept((self.vocabulary.smoothing - 1) * scale)
+        if kept is not None:
+            if self.vocabulary.group is not None:
+                kept.add_(self._own - self.lse).masked_fill_(torch.isneginf(self._own), float("-inf"))
+            self._finish(kept.exp_(), scale, self.targets.places, hit)
+            out.copy_(kept)
+            return
+        rows = _rows_per_block(logits)
+        scales = [scale] * -(-len(logits) // rows) if scale.ndim == 0 else _cut(scale, rows)
+        columns = zip(*(_cut(each, rows) for each in (self.lse, self.targets.places, hit)), scales, strict=True)
+        for block, target, (lse, places, hits, each) in zip(_cut(logits, rows), _cut(out, rows), columns, strict=True):
+            # d loss / d logits = softmax - one_hot(target); the buffer is reused only where it has the right type
+            wide = block.to(self.lse.dtype)
+            probabilities = torch.sub(wide, lse, out=target if out.dtype == wide.dtype else None).exp_()
+            self._finish(probabilities, each, places, hits)
+            if out.dtype != wide.dtype:
+                target.copy_(probabilities)
+
+    def _finish(self, probabilities: Tensor, scale: Tensor, places: Tensor, hit: Tensor) -> None:
+        """Turn probabilities into gradients, in place."""
+        eps = self.vocabulary.smoothing
+        probabilities.mul_(scale)
+        if eps:
+            probabilities.sub_(eps / self.vocabulary.size * scale)
+        probabilities.scatter_add_(1, places, hit.to(probabilities.dtype))
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which sums over the vocabulary are made."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _over_ranks(terms: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Combine ``[k, n, 1]``, a slice's log-sum-exp and then sums over it, into those of the full vocabulary."""
+    pieces = [torch.empty_like(terms) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(pieces, terms, group=group)
+    everyone = torch.stack(pieces)  # [t, k, n, 1]
+    return torch.cat((everyone[:, :1].logsumexp(0), everyone[:, 1:].sum(0)))
+
+
+def _is_fused(device: torch.device) -> bool:
+    """Return whether one fused kernel computes the losses; its result is then kept for the gradient."""
+    return device.type != "cpu"
+
+
+def _cut(x: Tensor, rows: int) -> Sequence[Tensor]:
+    return [x] if len(x) <= rows else x.split(rows)
+
+
+def _rows_per_block(logits: Tensor) -> int:
+    budget = _BLOCK_ELEMENTS if logits.device.type == "cpu" else _BLOCK_ELEMENTS_GPU
+    return max(1, budget // max(1, logits.shape[1]))
+
+
+class _VocabCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,  # [N, V/t]
+        targets: Tensor,  # [N] global ids, or ignore_index
+        ignore_index: int,
+        vocabulary: VocabularySlice,
+    ) -> Tensor:
+        valid = targets != ignore_index
+        ctx.terms = RowTerms(logits, Targets.of(targets, vocabulary, logits.shape[1]), vocabulary)
+        ctx.save_for_backward(logits, valid)
+        return torch.where(valid, ctx.terms.losses().squeeze(1), 0).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        logits, valid = ctx.saved_tensors
+        grad = torch.empty_like(logits)
+        ctx.terms.gradient(logits, torch.where(valid, grads[0], 0).unsqueeze(1), out=grad)
+        return grad, None, None, None
+
+
+def vocab_cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int = -100,
+    vocabulary: VocabularySlice | None = None,
+) -> Tensor:
+    """Return the sum of the cross entropies of the rows whose target is not ``ignore_index``.
+
+    Args:
+        logits: ``[N, V/t]``, this rank's slice of the vocabulary.
+        targets: ``[N]``, global token ids, equal on all ranks.
+        vocabulary: which slice that is, and how targets are smoothed; by default ``logits`` hold the full vocabulary.
+
+    Returns:
+        a scalar, float32 (float64 for float64 logits), equal on all ranks.
+    """
+    vocabulary = vocabulary or VocabularySlice(0, logits.shape[1], logits.shape[1])
+    return _VocabCrossEntropy.apply(logits, targets, ignore_index, vocabulary)

@@ -1,0 +1,220 @@
+"""Build the device mesh and its process groups. The only caller of ``init_device_mesh``."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ..config.environment import started_processes
+from ..config.parallel import ParallelConfig
+from ..config.schedules import ASYNCHRONOUS
+from ..errors import MeshError
+from .mesh import EXPERT_AXES, MESH_AXES, Mesh
+from .processes import (
+    Groups,
+    Pair,
+    backend_of,
+    device_group,
+    host_group,
+    keep_patience,
+    know_processes,
+    made_out_of,
+    own_device,
+    rounds,
+    start,
+)
+
+
+def build_mesh(
+    layout: ParallelConfig,
+    replicas: Sequence[int] = (),
+    ties: Sequence[tuple[int, ...]] = (),
+    neighbours: Sequence[Pair] = (),
+) -> Mesh:
+    """Build the mesh of a layout, and start torch's process group if there is none.
+
+    Args:
+        replicas: sizes of further groups of consecutive tensor ranks; the same on every rank, in the same order.
+        ties: sets of pipeline ranks that hold one tied tensor, likewise.
+        neighbours: pairs of pipeline ranks that hold consecutive stages, likewise.
+
+    Raises:
+        MeshError: the number of processes is not ``layout.total_size``.
+    """
+    world = dist.get_world_size() if dist.is_initialized() else started_processes()
+    if world != layout.total_size:
+        raise MeshError(
+            f"{layout.describe()} needs {layout.total_size} process(es) and {world} were started: launch with\n"
+            f"  {launch_line(layout.total_size)}\nor choose sizes whose product is {world}"
+        )
+    device = own_device()
+    if world == 1:
+        return Mesh(layout, device, dict.fromkeys((*MESH_AXES, "cp"), 0))
+    if not dist.is_initialized():
+        start(device)
+    made = made_out_of(dist.group.WORLD)
+    shape = tuple(layout.size(axis) for axis in MESH_AXES)
+    key = (device.type, shape)
+    device_mesh = made.once(key, partial(_divided, device, shape, MESH_AXES))
+    ranks = {axis: device_mesh.get_local_rank(axis) for axis in MESH_AXES}
+    ranks["cp"] = ranks["dp_shard"] % layout.cp
+    control = made.once("control", lambda: host_group([range(world)]))
+    made.once("processes", lambda: know_processes(control))
+    groups = {
+        count: made.once((*key, count), partial(_consecutive_ranks, device_mesh, device, count)) for count in replicas
+    }
+    mesh = Mesh(layout, device, ranks, device_mesh, control, groups)
+    if layout.cp > 1:
+        mesh = _with_context(mesh, made)
+    if layout.ep > 1:
+        mesh = _with_experts(mesh, made)
+    if layout.pp > 1:
+        mesh = _with_stages(_with_ties(mesh, made, ties), made, neighbours)
+    mesh = made.latest = replace(mesh, sharing=_ranks_of_one_batch(mesh, made))
+    return mesh
+
+
+def latest_mesh() -> Mesh | None:
+    """Return the mesh of the model that was built last; ``None`` before the first one, and in a single process."""
+    return made_out_of(dist.group.WORLD).latest if dist.is_initialized() else None
+
+
+def _divided(device: torch.device, shape: tuple[int, ...], axes: tuple[str, ...]) -> DeviceMesh:
+    world = dist.group.WORLD
+    assert world is not None
+    options: dict[str, Any] = {}
+    if ":" in dist.get_backend(world) and (own := backend_of(world, device)):
+        # The user's process group serves several kinds of devices: its subgroups need only one.
+        options["backend_override"] = dict.fromkeys(axes, own)
+    device_mesh = init_device_mesh(device.type, shape, mesh_dim_names=axes, **options)
+    for axis, size in zip(axes, shape, strict=True):
+        if size > 1:
+            keep_patience(device_mesh.get_group(axis), device)
+    return device_mesh
+
+
+def _with_context(mesh: Mesh, made: "Groups") -> Mesh:
+    """Add the groups of context ranks, neighbours along the shard axis, and of ranks with different sequences."""
+    context, others = _near_and_far(mesh, made, mesh.layout.dp_shard, mesh.layout.cp)
+    return replace(mesh, context=context, whole_sequences=others if mesh.layout.asked("dp_shard") > 1 else None)
+
+
+def context_groups(mesh: Mesh, size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Return this rank's group of ``size`` consecutive context ranks, and that of its peers in others; collective."""
+    return _near_and_far(mesh, made_out_of(dist.group.WORLD), mesh.layout.cp, size)
+
+
+def _near_and_far(mesh: Mesh, made: "Groups", every: int, size: int) -> tuple[Any, Any]:
+    """Split each ``every`` shard ranks into groups of ``size`` neighbours; return this rank's group and its peers'."""
+    assert mesh.device_mesh is not None
+    key = (mesh.device.type, tuple(mesh.device_mesh.shape), "context", every, size)
+    lines = mesh.device_mesh.mesh.movedim(MESH_AXES.index("dp_shard"), -1).unflatten(-1, (-1, every // size, size))
+    near = made.once((*key, "near"), lambda: device_group(lines.flatten(0, -2).tolist(), mesh.device))
+    far = made.once((*key, "far"), lambda: device_group(lines.movedim(-1, -2).flatten(0, -2).tolist(), mesh.device))
+    return near, far
+
+
+def _with_experts(mesh: Mesh, made: "Groups") -> Mesh:
+    """Add the device mesh over :data:`EXPERT_AXES` and its groups."""
+    layout, device = mesh.layout, mesh.device
+    shape = tuple(layout.size("expert_tp" if axis == "tp" else axis) for axis in EXPERT_AXES)
+    key = (device.type, "experts", shape)
+    expert_mesh: DeviceMesh = made.once(key, partial(_divided, device, shape, EXPERT_AXES))
+    group = expert_mesh.get_group("ep")
+    if device.type == "cpu":
+        reports = group
+    else:
+        lines = expert_mesh.mesh.movedim(EXPERT_AXES.index("ep"), -1).reshape(-1, layout.ep).tolist()
+        reports = made.once((*key, "reports"), lambda: host_group(lines))
+    ranks = {**{axis: expert_mesh.get_local_rank(axis) for axis in EXPERT_AXES}, **mesh.ranks}
+    return replace(mesh, ranks=ranks, expert_mesh=expert_mesh, expert_reports=reports)
+
+
+def _with_ties(mesh: Mesh, made: "Groups", ties: Sequence[tuple[int, ...]]) -> Mesh:
+    """Add the groups of pipeline ranks that hold one tied tensor."""
+    assert mesh.device_mesh is not None
+    device, groups, reports = mesh.device, dict[Any, Any](), dict[Any, Any]()
+    for members in ties:
+        columns = _columns(mesh.device_mesh, members)
+        key = (device.type, tuple(mesh.device_mesh.shape), members)
+        groups[members] = made.once(key, partial(device_group, columns, device))
+        alone = device.type == "cpu"
+        reports[members] = groups[members] if alone else made.once((*key, "reports"), partial(host_group, columns))
+    own = [members for members in ties if mesh.pp_rank in members]
+    return replace(mesh, ties={m: groups[m] for m in own}, tie_reports={m: reports[m] for m in own})
+
+
+def _with_stages(mesh: Mesh, made: "Groups", neighbours: Sequence[Pair]) -> Mesh:
+    """Add the groups through which pipeline ranks communicate."""
+    assert mesh.device_mesh is not None
+    device_mesh, layout = mesh.device_mesh, mesh.layout
+    key = (mesh.device.type, tuple(layout.size(axis) for axis in MESH_AXES))
+    every = tuple(range(layout.pp))
+    reports = made.once((*key, "reports"), lambda: host_group(_columns(device_mesh, every)))
+    ways = [way for a, b in neighbours for way in ((a, b), (b, a))]
+    fresh = dict[Any, Any]()  # without a flush, gradients are in flight between calls: a group for each model
+
+    def kept(way: Pair) -> dict[Any, Any]:
+        return fresh if layout.pipeline_schedule in ASYNCHRONOUS and way[0] > way[1] else made.made
+
+    for forward in (True, False):
+        missing = [way for way in ways if (way[0] < way[1]) == forward and (*key, "way", way) not in kept(way)]
+        for pairs in rounds(missing):
+            mine = _stream(device_mesh, mesh.device, pairs)
+            for way in pairs:
+                kept(way)[(*key, "way", way)] = mine if mesh.pp_rank in way else None
+    streams = {way: group for way in ways if (group := kept(way)[(*key, "way", way)]) is not None}
+    return replace(mesh, streams=streams, reports=reports)
+
+
+def _stream(device_mesh: DeviceMesh, device: torch.device, pairs: Sequence[Pair]) -> dist.ProcessGroup | None:
+    """Make the groups of disjoint ``pairs`` of pipeline ranks; return the one that this rank is in."""
+    group = device_group([ranks for pair in pairs for ranks in _columns(device_mesh, pair)], device)
+    if group is not None:
+        _warm_up(group, device)
+    return group
+
+
+def _warm_up(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Connect the ranks of the group now, rather than within a step: NCCL connects at the first call."""
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+
+def _consecutive_ranks(device_mesh: DeviceMesh, device: torch.device, count: int) -> dist.ProcessGroup:
+    """Return the group of ``count`` consecutive tensor ranks around this one; tp4 in twos: ``{0, 1}``, ``{2, 3}``."""
+    if count == device_mesh.size(len(MESH_AXES) - 1):
+        return device_mesh.get_group("tp")
+    group = device_group(device_mesh.mesh.view(-1, count).tolist(), device)
+    assert group is not None
+    return group
+
+
+def _columns(device_mesh: DeviceMesh, members: Sequence[int]) -> list[list[int]]:
+    """Return the global ranks of the pipeline ranks ``members``, one list for each position within a stage."""
+    return [[column[member] for member in members] for column in device_mesh.mesh.flatten(1).T.tolist()]
+
+
+def _ranks_of_one_batch(mesh: Mesh, made: "Groups") -> dist.ProcessGroup | None:
+    """Return the gloo group of the pipeline, context and tensor ranks that are given the same batch as this rank."""
+    layout, device_mesh, cp = mesh.layout, mesh.device_mesh, mesh.layout.cp
+    if layout.tp == cp == 1 or device_mesh is None:
+        return mesh.reports
+    if layout.pp == cp == 1 and mesh.device.type == "cpu":
+        return mesh.tp_group
+    # pp, replicate, shard x cp, tp -> replicate, shard; pp, cp, tp
+    lines = device_mesh.mesh.unflatten(2, (-1, cp)).movedim(0, 2).flatten(2).flatten(0, 1).tolist()
+    shape = tuple(layout.size(axis) for axis in MESH_AXES)
+    group: dist.ProcessGroup | None = made.once((mesh.device.type, shape, cp, "sharing"), lambda: host_group(lines))
+    return group
+
+
+def launch_line(processes: int) -> str:
+    """Return the command that starts ``processes`` ranks, with or without GPUs."""
+    multi = "--multi_gpu " if processes > 1 else ""
+    script = sys.argv[0] if sys.argv and sys.argv[0].endswith(".py") else "YOUR_SCRIPT.py"
+    return f"accelerate launch {multi}--num_processes {processes} {script}"

@@ -1,0 +1,290 @@
+"""The processes of one run: each one's device, torch's process group, and subgroups of it.
+
+On GPUs torch's process group and all groups that carry tensors are NCCL's alone and bound to the device, so that they
+are split off the first one's communicator. Python objects and small messages go over gloo, in one group of all ranks
+and small ones besides. A group made as ``"cpu:gloo,cuda:nccl"`` would connect its ranks twice.
+"""
+
+import atexit
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import cache, lru_cache
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .._compat.torch import backend_for, patience_of, set_patience
+from .._compat.torch_device import ACCELERATOR, accelerators, is_accelerator
+from .._compat.torch_gloo import is_connection_lost, wait_for_gloo_threads
+from ..config.environment import cpu_requested, started_processes
+from ..config.parallel import ParallelConfig
+from ..errors import ConfigError, MeshError
+
+TIMEOUT = timedelta(minutes=10)
+"""Timeout of torch's process group where hfscale starts it. For another one start the group first:
+``torch.distributed.init_process_group(timeout=)``, or Accelerate's ``InitProcessGroupKwargs``.
+"""
+
+_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+_TRACEBACK = "HFSCALE_TRACEBACK"
+_ENDING = 5.0  # seconds that a process may take to end once its connections are closed
+
+Pair = tuple[int, int]
+
+
+def own_device() -> torch.device:
+    """Return this process's device, and make it the current one."""
+    found = accelerators()
+    if cpu_requested() or not found.is_available():
+        return torch.device("cpu")
+    index = choose_device(found.device_count(), os.environ.get("LOCAL_RANK"), found.current_device)
+    found.set_device(index)
+    return torch.device(ACCELERATOR, index)
+
+
+def choose_device(visible: int, local_rank: str | None, current: Callable[[], int]) -> int:
+    """Return the index of this process's GPU among the ``visible`` ones.
+
+    That is its local rank, modulo ``visible``, since launchers (Slurm, Ray) may show each process one GPU only; without
+    a local rank, the device that the user has chosen.
+    """
+    return current() if local_rank is None else int(local_rank) % visible
+
+
+def fitting_layout(layouts: Sequence[ParallelConfig]) -> ParallelConfig:
+    """Return the first of ``layouts`` for as many processes as were started.
+
+    For jobs that restart with fewer processes when a machine is lost (``torchrun --nnodes 1:2 --rdzv_backend c10d``): a
+    state can be loaded in any layout.
+
+    Raises:
+        ConfigError: ``layouts`` is no list of layouts.
+        MeshError: none is for that many.
+    """
+    if not isinstance(layouts, Sequence) or not all(isinstance(each, ParallelConfig) for each in layouts):
+        raise ConfigError(
+            f"layouts={layouts!r} is impossible: pass a list, as [hfscale.ParallelConfig(tp_size=2), ...]"
+        )
+    world = dist.get_world_size() if dist.is_initialized() else started_processes()
+    for layout in layouts:
+        if layout.total_size == world:
+            return layout
+    wanted = ", ".join(f"{layout.describe()} ({layout.total_size})" for layout in layouts)
+    raise MeshError(f"{world} process(es) were started, and the layouts are for others: {wanted or 'none is given'}")
+
+
+def start(device: torch.device) -> None:
+    """Start torch's process group, and end it when the process does."""
+    _end_quietly()
+    options: dict[str, Any] = {"timeout": TIMEOUT}
+    if restarted():
+        stores: Any = dist
+        store = stores.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), started_processes(), False)
+        # The launcher's store outlives its workers: without a prefix these would find the addresses of dead ones.
+        options["store"] = stores.PrefixStore(f"start-{os.environ[_RESTARTS]}", store)
+        options |= {"rank": int(os.environ["RANK"]), "world_size": started_processes()}
+    if is_accelerator(device):
+        dist.init_process_group(dist.get_default_backend_for_device(device), device_id=device, **options)
+    else:
+        dist.init_process_group("gloo", **options)
+    atexit.register(_stop, dist.group.WORLD)
+
+
+def know_processes(group: dist.ProcessGroup | None) -> None:
+    """Install an exception hook that names the rank that died, and how, when a connection is lost; collective."""
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (_machine(), os.getpid()), group=group)
+    before = sys.excepthook.before if isinstance(sys.excepthook, _LostRanks) else sys.excepthook
+    sys.excepthook = _LostRanks(before, every)
+
+
+def _machine() -> str:
+    """Return an identifier that is equal for processes that see each other under ``/proc``."""
+    try:
+        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # no Linux
+        return ""
+
+
+class _LostRanks:
+    """An exception hook: for a lost connection it prints which rank is gone instead of a traceback.
+
+    Attributes:
+        before: the exception hook for all other errors.
+        processes: by rank, its machine and its process id.
+    """
+
+    def __init__(self, before: Callable[..., Any], processes: list[tuple[str, int]]) -> None:
+        self.before, self.processes = before, processes
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        ended = self._ended() if is_connection_lost(error) else {}
+        if ended:
+            which = ", ".join(f"rank {rank} ended ({how})" for rank, how in ended.items())
+            frame = traceback.extract_tb(trace, 1)[0]
+            print(
+                f"[rank{os.environ.get('RANK', '?')}]: hfscale: {which}, and this rank cannot go on without it: it was "
+                f"at {frame.filename}, line {frame.lineno} ({_TRACEBACK}=1 shows where in all)",
+                file=sys.stderr,
+                flush=True,
+            )
+        if not ended or os.environ.get(_TRACEBACK) or set(ended.values()) == {"exit code 0"}:
+            self.before(kind, error, trace)
+
+    def _ended(self) -> dict[int, str]:
+        """Return how ranks of this machine ended; without those of other machines, and those that live."""
+        machine, found = _machine(), dict[int, str]()
+        end = time.monotonic() + _ENDING
+        while machine and not found and time.monotonic() < end:
+            time.sleep(0.01)  # a connection is closed before its process has ended
+            here = ((rank, pid) for rank, (there, pid) in enumerate(self.processes) if there == machine)
+            found = {rank: how for rank, pid in here if (how := _how_ended(pid))}
+        return found
+
+
+def _how_ended(pid: int) -> str:
+    """Return the signal or exit code with which a process ended; ``""`` while it lives."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:  # its launcher has asked how already
+        return "its launcher knows how"
+    if state not in ("Z", "X"):
+        return ""
+    status = int(fields[-1])
+    return f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else f"exit code {os.WEXITSTATUS(status)}"
+
+
+def restarted() -> bool:
+    """Return whether the launcher has restarted the ranks (``--max_restarts``), which meet through its store."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get(_RESTARTS, "0") != "0"
+
+
+@cache
+def _end_quietly() -> None:
+    """Wait for gloo's threads before Python ends, after :func:`_stop`, whoever started torch's process group."""
+    atexit.register(wait_for_gloo_threads)
+
+
+def _stop(started: object) -> None:
+    # After an error the other ranks may never come to what this one still waits for: the launcher ends them.
+    if dist.is_initialized() and dist.group.WORLD is started and not hasattr(sys, "last_value"):
+        dist.destroy_process_group()
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Return the backend that carries tensors on ``device`` within ``group`` (``"gloo"``, ``"nccl"``); ``""`` if none.
+
+    ``dist.get_backend`` returns what a group was made with. Where that serves several kinds of devices it is
+    ``"cpu:gloo,cuda:nccl"``, which equals ``"nccl"`` on none of them.
+    """
+    try:
+        return str(backend_for(group, device).name())
+    except RuntimeError:  # no backend for that kind of device
+        return ""
+
+
+def keep_patience(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Give a group made by others the timeout of torch's process group."""
+    if backend_of(group, device) in ("nccl", "gloo"):  # torch knows how for these
+        set_patience(group, _patience(device))
+
+
+def device_group(parts: Sequence[Sequence[int]], device: torch.device) -> dist.ProcessGroup | None:
+    """Make a group of each of these disjoint sets of ranks, for tensors on ``device``; return the one of this rank.
+
+    Collective over the run, with the same sets on every rank.
+    """
+    _end_quietly()
+    world = dist.group.WORLD
+    assert world is not None
+    if _splits(world, device):
+        lists = [list(ranks) for ranks in parts]
+        group: dist.ProcessGroup | None = dist.split_group(world, lists, timeout=_patience(device))
+        return group
+    return _one_by_one(parts, backend_of(world, device), _patience(device))
+
+
+def host_group(parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+    """Make a gloo group of each of these disjoint sets of ranks, for objects and small messages; return this rank's."""
+    _end_quietly()
+    world: Any = dist.group.WORLD
+    # Where torch's process group is bound to a device, ranks outside of a new group wait in a split of its
+    # communicator, which the members of a gloo group never join (pytorch#145376). A group that its members make alone
+    # is no way out: its name has the number of groups that a rank is in, which differs.
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        return _one_by_one(parts, "gloo", _patience(torch.device("cpu")))
+    finally:
+        world.bound_device_id = bound
+
+
+def _one_by_one(parts: Sequence[Sequence[int]], backend: str, patience: timedelta) -> dist.ProcessGroup | None:
+    mine = None
+    for ranks in parts:  # every rank takes part in making every group
+        group = dist.new_group(list(ranks), backend=backend or None, timeout=patience)
+        mine = group if dist.get_rank() in ranks else mine
+    return mine
+
+
+class Groups:
+    """Cache of groups and meshes made from torch's process group.
+
+    A group holds threads and sockets, and a process may build many models in one layout.
+    """
+
+    def __init__(self) -> None:
+        self.made = dict[Any, Any]()
+        self.latest: Any = None  # mesh
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Return the value that ``make`` returned for ``key``, calling it the first time.
+
+        Since making a group is collective, every rank makes the same calls in the same order.
+        """
+        if key not in self.made:
+            self.made[key] = make()
+        return self.made[key]
+
+
+@lru_cache(maxsize=1)  # the latest process group's: groups of a destroyed one are of no use
+def made_out_of(world: dist.ProcessGroup | None) -> Groups:
+    """Return the cache of groups that lives as long as torch's process group is this one."""
+    return Groups()
+
+
+def rounds(pairs: Sequence[Pair]) -> list[list[Pair]]:
+    """Partition pairs of ranks into few lists of disjoint ones: of a chain, the even pairs and then the odd ones."""
+    made: list[list[Pair]] = []
+    for pair in sorted(pairs):
+        free = (found for found in made if not any(set(pair) & set(other) for other in found))
+        found = next(free, None)
+        if found is None:
+            made.append([pair])
+        else:
+            found.append(pair)
+    return made
+
+
+def _patience(device: torch.device) -> timedelta:
+    world = dist.group.WORLD
+    assert world is not None
+    try:
+        patience = patience_of(backend_for(world, device))
+    except RuntimeError:  # not the world's kind of device
+        patience = None
+    return patience or TIMEOUT
+
+
+def _splits(world: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return whether groups can be split off the default group's communicator, which is connected already then."""
+    if device.type == "cpu" or world.bound_device_id is None or dist.get_backend(world) != backend_of(world, device):
+        return False
+    return bool(getattr(backend_for(world, device), "supports_splitting", False)) and hasattr(dist, "split_group")

@@ -1,0 +1,26 @@
+"""Adapters by PEFT over every axis: LoRA (Hu et al. 2021), DoRA, rsLoRA, PiSSA, OLoRA, IA3, LoHa.
+
+Data flow. A config's adapters are found by wrapping the *full* stock model on the meta device: that tells which modules
+are wrapped, and the shape of every factor, whatever the layout. The plan is extended by them. Then PEFT wraps this
+rank's modules, which have local sizes, so its factors get local sizes too; they are filled with this rank's shard of
+PEFT's initial values (:mod:`.first_values`) or of a saved adapter (:mod:`.storage`). The edges of the blocks are hooked
+afterwards, around the wrappers.
+"""
+
+from ..._compat.peft import wrapped_by_peft
+from .attach import Adapters, attach_adapters
+from .coverage import describe_coverage
+from .merge import merge_local_weights
+from .peft_config import check_config, read_config
+from .planned import plan_with_adapters
+
+__all__ = [
+    "Adapters",
+    "attach_adapters",
+    "check_config",
+    "describe_coverage",
+    "merge_local_weights",
+    "plan_with_adapters",
+    "read_config",
+    "wrapped_by_peft",
+]

@@ -1,0 +1,151 @@
+"""Tensor parallelism for PEFT's adapters inside tensor-parallel blocks.
+
+A wrapper computes with local factors, as the projection inside computes with a local weight, and their sum is
+all-reduced, or kept sharded, at the block's edge. The rest is done here: gradients of replicated factors are partial
+and must be summed; DoRA needs the norms of full rows; and dropout before an adapter must use the RNG state that fits
+its input.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..._compat.peft import BASE, COPY, LORA_B, dora_modules, dropouts, first_factors, note_casts
+from ...distributed.ops.drawn_again import drawn_again
+from ...parallel.tensor import TensorParallel
+from ...parallel.tensor.deferred_weights import Overlap
+from ...parallel.tensor.partial_gradients import PartialSums, computes_with, read_partial
+from ...parallel.tensor.random import drop_again, drop_alike, drop_own
+from ...parallel.tensor.sequence_region import SequenceRegion
+from ...plan import BlockPlan
+from ...train.runtime import Runtime
+from ...train.runtime.names import owner_of, unwrapped
+
+
+def install_adapter_edges(runtime: Runtime) -> None:
+    """Make adapters compute with those of the other tensor ranks, if there are adapters and several tensor ranks."""
+    plan, model, tensor = runtime.plan, runtime.model, runtime.part(TensorParallel)
+    if not plan.adapters or tensor is None or tensor.sums is None:
+        return
+    sums = tensor.sums
+    for adapter in plan.adapters:
+        planned = plan.by_name[adapter.name]
+        # A trained copy of a module is used like the module itself.
+        if "tp" in planned.partial and adapter.kept_in != COPY and runtime.is_local(adapter.name):
+            holder, name = owner_of(model, adapter.name)
+            # A bias after a row projection must enter the all-reduce once.
+            summed = len(planned.shape) == 1 and plan.by_name[adapter.base].cut_over("tp") is not None
+            once = not summed or adapter.kept_in != LORA_B or runtime.mesh.tp_rank == 0
+            module = computes_with(model, holder)
+            if adapter.experts:  # factors of experts are read by the module that computes with all experts
+                module = model.get_submodule(adapter.base.rpartition(".")[0])
+            read_partial(module, sums, names=(name,), once=once, holder=holder)
+    for block in (block for block in plan.blocks if runtime.is_local(block.name)):
+        _install_in_block(runtime, tensor, sums, block)
+
+
+def _install_in_block(runtime: Runtime, tensor: TensorParallel, sums: PartialSums, block: BlockPlan) -> None:
+    stream = tensor.region_of(block.name)
+    for name, wrapper in _wrappers(runtime.model.get_submodule(block.name), block.name):
+        row = name in block.row
+        if row:
+            sum_norms(wrapper, sums.group)
+        overlap = None if row else tensor.overlaps.get(block.name)
+        if overlap is not None and overlap.regather:
+            _keep_shares(wrapper, overlap, sums)
+        _place_dropout(wrapper, name, row, block, stream, runtime.mesh.tp_rank, overlap)
+
+
+def _keep_shares(wrapper: nn.Module, overlap: Overlap, sums: PartialSums) -> None:
+    """Save only the shard of a block's input for adapters too, if the input is gathered again for weight gradients."""
+
+    def note(x: Tensor, found: Tensor) -> None:
+        if overlap.gathered is not None:
+            overlap.gathered.made(x, found, partial(_to, found.dtype))
+
+    factors = first_factors(wrapper)
+    if factors:
+        note_casts(wrapper, note)
+    for factor in factors:
+        overlap.read_by(factor, sums.read)  # it is replicated, with a partial gradient
+
+
+def _to(dtype: torch.dtype, x: Tensor) -> Tensor:
+    return x.to(dtype)
+
+
+def _wrappers(block: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
+    """Return the wrapped modules of a block, by their stock names."""
+    return [
+        (f"{name}.{path}" if path else name, module)
+        for path, module in block.named_modules()
+        if unwrapped(module) is not module and BASE not in path.split(".")
+    ]
+
+
+def sum_norms(wrapper: nn.Module, group: dist.ProcessGroup) -> None:
+    """All-reduce DoRA's weight norms of a row projection, of which each rank has a slice of every row."""
+    for module in dora_modules(wrapper):
+        module.get_weight_norm = partial(_norm_over_ranks, group, bool(module.fan_in_fan_out))  # type: ignore[assignment]
+
+
+def _norm_over_ranks(
+    group: dist.ProcessGroup, transposed: bool, weight: Tensor, lora_weight: Tensor, scaling: float, **_: Any
+) -> Tensor:
+    """Return the norms ``[out]`` of the rows of ``weight + scaling lora_weight``; every rank has a span of ``in``."""
+    with torch.no_grad():  # DoRA treats the norm as a constant
+        whole = (weight.T if transposed else weight) + scaling * lora_weight
+        squares = torch.linalg.vector_norm(whole, dim=1, dtype=torch.promote_types(whole.dtype, torch.float32)) ** 2
+        dist.all_reduce(squares, group=group)
+        return squares.sqrt().to(weight.dtype)
+
+
+def _place_dropout(
+    wrapper: nn.Module,
+    name: str,
+    row: bool,
+    block: BlockPlan,
+    stream: SequenceRegion | None,
+    rank: int,
+    overlap: Overlap | None,
+) -> None:
+    """Draw dropout masks of a row projection's sharded input from this rank's RNG, and all others alike on ranks."""
+
+    def in_cut_stream() -> bool:
+        return stream.cut if stream is not None and stream.cut else block.dropout > 0
+
+    for number, dropout in enumerate(dropouts(wrapper)):
+        if isinstance(dropout, nn.Dropout):
+            drop: Callable[[Tensor], Tensor] = dropout.forward
+            dropout.forward = partial(  # type: ignore[method-assign]
+                _dropped, dropout, drop, row, in_cut_stream, rank, f"{name}/{number}", overlap
+            )
+
+
+def _dropped(
+    module: nn.Dropout,
+    drop: Callable[[Tensor], Tensor],
+    row: bool,
+    in_cut_stream: Callable[[], bool],
+    rank: int,
+    key: str,
+    overlap: Overlap | None,
+    x: Tensor,
+) -> Tensor:
+    if not module.training:
+        return drop(x)
+    if row:
+        return drop_own(drop, x, rank)
+    if not in_cut_stream():
+        return drop(x)
+    again = overlap.gathered if overlap is not None else None
+    if again is None or again.gives(x) is None:
+        return drop_alike(drop, x, key)
+    drawn = drop_again(partial(nn.functional.dropout, p=module.p, training=True), x, key)
+    found = drawn_again(x, drawn)
+    again.made(x, found, drawn)
+    return found

@@ -1,0 +1,158 @@
+"""Attach adapters to a model that has its local sizes, before parts are installed."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..._compat.peft import LORA_EMBEDDING_A
+from ...distributed.mesh import Mesh
+from ...distributed.ops.packed import shown_unpacked
+from ...errors import PlanError
+from ...plan import Plan
+from ...train.runtime import Part, Runtime
+from ...train.runtime.local_weights import LocalWeights
+from ...train.runtime.names import owner_of, parameter_at
+from ...train.runtime.writing import all_or_none
+from ..quantization.quantized_modules import dequantized
+from .adapter_edges import install_adapter_edges
+from .first_values import initialize_adapters
+from .guard import guard_methods
+from .merge import put_back
+from .planned import type_beside, wrap_and_plan
+from .storage import load_adapter, stored_names
+from .structure import narrowed, quietly, targets_of
+
+
+@dataclass(eq=False)
+class Adapters(Part):
+    """A part with PEFT's adapters of one model.
+
+    Attributes:
+        peft_model: PEFT's model around this rank's model.
+        whole: PEFT's model around the full model, on the meta device.
+        name: the adapter's name in PEFT.
+        stock_plan: the plan without adapters.
+        source: the path or Hub id of the saved adapter they were loaded from, if any.
+    """
+
+    peft_model: Any
+    whole: Any
+    name: str
+    stock_plan: Plan
+    source: str | None = None
+
+    def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
+        """Make adapters compute with those of the other tensor ranks. Installed after the edges of blocks."""
+        install_adapter_edges(runtime)
+
+    def stored_names(self, runtime: Runtime) -> dict[str, str]:
+        """Return the keys of PEFT's file and the parameters they hold."""
+        return {key: name for name, key in stored_names(self.whole, self.name, runtime.plan, "auto").items()}
+
+
+def attach_adapters(
+    model: nn.Module,
+    template: nn.Module,
+    config: Any,
+    plan: Plan,
+    mesh: Mesh,
+    shares: dict[str, Tensor],
+    *,
+    source: str | None = None,
+    name: str = "default",
+    seed: int | None = 0,
+) -> tuple[Adapters, Plan]:
+    """Wrap the modules of ``model`` as ``config`` says, and add the adapters' values to ``shares``.
+
+    Args:
+        model: this rank's model, with local sizes, on the meta device if ``shares`` hold the values.
+        template: the full stock model on the meta device; it is wrapped too.
+        plan: of the stock model.
+        shares: this rank's final shards, by name.
+        source: a saved adapter to load.
+        seed: of random values in new adapters; ``None`` for torch's current RNG state.
+
+    Returns:
+        the adapters, and the plan with their parameters.
+
+    Raises:
+        ConfigError: hfscale or PEFT does not support the config, or it matches nothing.
+        CheckpointError: the saved adapter does not fit.
+    """
+    whole, planned = wrap_and_plan(template, config, plan, new=source is None, name=name)
+    held = [adapter for adapter in planned.adapters if plan.is_local(mesh.pp_rank, adapter.name)]
+    with _unchanged_after_failure(model):
+        with shown_unpacked(model):
+            local = quietly(model, _uninitialized(narrowed(config, *targets_of(held))), name)
+        local.base_model.peft_config[name] = whole.peft_config[name]
+        _give_local_shapes(model, planned, mesh, shares)
+        made = initialize_adapters(
+            whole, config, name, planned, mesh, shares, seed, partial(_dequantized, model, planned)
+        )
+        if source is not None:
+            with all_or_none(mesh, f"{source} could not be loaded"):
+                made.update(load_adapter(source, whole, name, planned, mesh))
+    guard_methods(local, whole, mesh.layout.total_size)
+    for parameter, share in made.items():
+        kept: Any = shares.get(parameter)  # a trained weight of the model; may be on another stage
+        if kept is None:
+            kept = parameter_at(model, parameter)
+        shares[parameter] = share.to(kept.dtype)
+    return Adapters(local, whole, name, plan, source), planned
+
+
+@contextmanager
+def _unchanged_after_failure(model: nn.Module) -> Iterator[None]:
+    """Restore the model without adapters if the `with` block fails."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        yield
+    except Exception:
+        put_back(model)
+        for weight in trained:
+            weight.requires_grad_(True)
+        raise
+
+
+def _dequantized(model: nn.Module, plan: Plan, name: str) -> Tensor:
+    """Return this rank's shard of a quantized weight, gathered over the data axes."""
+    share = dequantized(*owner_of(model, name))
+    return share.T if plan.quantized is not None and name in plan.quantized.transposed else share
+
+
+def _uninitialized(config: Any) -> Any:
+    """Turn off initialization in a config: values come later, and some cannot be computed from shards of a weight."""
+    for field in ("init_lora_weights", "init_weights", "init_ia3_weights"):
+        if hasattr(config, field):
+            setattr(config, field, False)
+    return config
+
+
+def _give_local_shapes(model: nn.Module, plan: Plan, mesh: Mesh, shares: dict[str, Tensor]) -> None:
+    """Give every adapter parameter the plan's local shape, and the dtype that PEFT gives parameters with memory.
+
+    PEFT reads some sizes from attributes that keep their global values.
+    """
+    here = dict(model.named_parameters(remove_duplicate=False))
+    made: dict[str, nn.Parameter] = {}
+    for adapter in plan.adapters:
+        if not plan.is_local(mesh.pp_rank, adapter.name):
+            continue
+        if adapter.name not in here:
+            raise PlanError(f"PEFT has not put {adapter.name} around this rank's part of the model")
+        planned, old = plan.by_name[adapter.name], here[adapter.name]
+        shape = planned.model_shape(mesh.ranks)
+        if tuple(old.shape) != shape and adapter.kept_in != LORA_EMBEDDING_A:
+            raise PlanError(f"{adapter.name} has the shape {tuple(old.shape)} on this rank, and should have {shape}")
+        owner = adapter.tied_to or adapter.name
+        if owner not in made:
+            base = shares[plan.by_name[adapter.base].tied_to or adapter.base].dtype
+            empty = torch.empty(shape, dtype=type_beside(base, adapter.kept_in), device="meta")
+            made[owner] = nn.Parameter(empty, requires_grad=old.requires_grad)
+        holder, attribute = owner_of(model, adapter.name)
+        setattr(holder, attribute, made[owner])

@@ -1,0 +1,166 @@
+"""Merge adapters into the weights they adapt: every rank its shards, one module at a time."""
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..._compat.peft import COPY, wrapped
+from ..._compat.torch import own_modules, own_parameters
+from ..._compat.transformers.loading import forget_quantization
+from ...distributed.ops.packed import forget_packed
+from ...errors import ConfigError
+from ...models.projections import follow_weight
+from ...plan import AdapterParameter, ParameterPlan, Plan
+from ...train.runtime import Runtime
+from ...train.runtime.names import owner_of, parameter_at, put_parameter, unwrapped
+from ...train.runtime.unshard import gather_full
+from ..quantization.quantized_modules import dequantized
+from .adapter_edges import sum_norms
+from .guard import give_back_methods
+
+
+def refuse_tied(adapters: Any, plan: Plan) -> None:
+    """Raise :class:`ConfigError`, naming the adapter, if a weight to merge into is tied to one without the adapter."""
+    stock: Plan = adapters.stock_plan
+    names: dict[str, set[str]] = {}
+    for planned in stock.parameters:
+        names.setdefault(planned.tied_to or planned.name, set()).add(planned.name)
+    for adapter in plan.adapters:
+        same = names[stock.by_name[adapter.base].tied_to or adapter.base]
+        alike = {a.base for a in plan.adapters if adapter.name in (a.name, a.tied_to)}
+        if adapter.tied_to is None and not same <= alike:
+            raise ConfigError(
+                f"{adapter.name} cannot be merged: {' and '.join(sorted(same))} are one weight, and only "
+                f"{adapter.base} has this adapter, which would change the others too: keep it apart, as "
+                "hfscale.save_pretrained writes it, or adapt modules of the layers"
+            )
+
+
+def merge_local_weights(
+    adapters: Any, runtime: Runtime, shares: dict[str, Tensor]
+) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Merge every adapter of a model that has been taken apart into its weight, and put the stock modules back.
+
+    Args:
+        shares: this rank's final shards, with those of the adapters; changed in place.
+
+    Returns:
+        the stock model, on the meta device, and its shards.
+    """
+    plan, model = runtime.plan, runtime.model
+    adapted: dict[str, list[AdapterParameter]] = {}  # path of a module -> its adapters
+    for adapter in plan.adapters:
+        if not plan.is_local(runtime.mesh.pp_rank, adapter.name):
+            continue
+        if adapter.kept_in == COPY:
+            base = plan.by_name[adapter.base]
+            shares[base.tied_to or base.name] = shares[adapter.tied_to or adapter.name]
+        else:
+            adapted.setdefault(adapter.base.rpartition(".")[0], []).append(adapter)
+    for path, own in adapted.items():
+        _merge_at(path, own, runtime, shares)
+    put_back(model)
+    for adapter in plan.adapters:
+        shares.pop(adapter.name, None)
+    return model, shares
+
+
+def _merge_at(path: str, own: list[AdapterParameter], runtime: Runtime, shares: dict[str, Tensor]) -> None:
+    """Merge the adapters of the module ``path``, which gets memory meanwhile, into the shards of its weights."""
+    plan, mesh, model = runtime.plan, runtime.mesh, runtime.model
+    group, bias = mesh.tp_group, f"{path}.bias"
+    merged = dict.fromkeys([*(adapter.base for adapter in own), *([bias] if bias in plan.by_name else [])])
+    names = dict.fromkeys([*merged, *(adapter.name for adapter in own)])
+    for name in names:
+        _fill(model, plan.by_name[name], runtime, shares)
+    wrapper: Any = model.get_submodule(path)
+    if group is not None and any(path in block.row for block in plan.blocks):
+        sum_norms(wrapper, group)
+    merge_wrapper(wrapper)
+    for name in names:
+        planned = plan.by_name[name]
+        value = parameter_at(model, name)
+        if name in merged:
+            shares[planned.tied_to or name] = _cut_over_data(planned, value.detach(), mesh.ranks)
+        put_parameter(model, name, nn.Parameter(value.to("meta"), requires_grad=value.requires_grad))
+
+
+def dequantized_weights(runtime: Runtime, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return this rank's shards of the quantized weights, in ``dtype``; collective over the data ranks.
+
+    One weight at a time is gathered over the data axes.
+    """
+    plan, mesh = runtime.plan, runtime.mesh
+    shares: dict[str, Tensor] = {}
+    for name in plan.quantized.weights if plan.quantized is not None else ():
+        if plan.is_local(mesh.pp_rank, name):
+            whole = dequantized(*owner_of(runtime.model, name)).to(dtype)
+            whole = whole.T if plan.quantized is not None and name in plan.quantized.transposed else whole
+            shares[name] = _cut_over_data(plan.by_name[name], whole, mesh.ranks)
+    return shares
+
+
+def put_plain_modules(adapters: Any, runtime: Runtime, shares: dict[str, Tensor]) -> Plan:
+    """Replace quantized modules, and PEFT's wrappers for them, by plain ones, in a model that has been taken apart.
+
+    Args:
+        shares: from :func:`dequantized_weights`.
+
+    Returns:
+        the plan of the stock model without quantization.
+    """
+    model, mesh, stock = runtime.model, runtime.mesh, adapters.whole.get_base_model()
+    for name, share in shares.items():
+        planned = runtime.plan.by_name[name]
+        module, attribute = owner_of(model, name)
+        empty = torch.empty(planned.model_shape(mesh.ranks), dtype=share.dtype, device="meta")
+        if len(planned.shape) > 2:  # experts stay transformers' modules even if quantized
+            forget_packed(module, attribute)
+        else:
+            path = name.rpartition(".")[0]
+            bias = own_parameters(module).get("bias")
+            owner, _, child = path.rpartition(".")
+            own_modules(model.get_submodule(owner))[child] = copy.deepcopy(stock.get_submodule(path))
+            module, attribute = owner_of(model, name)
+            if bias is not None:
+                own_parameters(module)["bias"] = bias
+        own_parameters(module)[attribute] = nn.Parameter(empty, requires_grad=False)
+        follow_weight(module)
+    forget_quantization(model)
+    plan = adapters.stock_plan
+    plain = (replace(p, dtype=shares[p.name].dtype) if p.name in shares else p for p in plan.parameters)
+    return replace(plan, parameters=tuple(plain), quantized=None)
+
+
+def _fill(model: nn.Module, planned: ParameterPlan, runtime: Runtime, shares: dict[str, Tensor]) -> None:
+    """Put this rank's shard of a parameter, gathered over the data axes, in its place."""
+    share = shares[planned.tied_to or planned.name]
+    shape = planned.model_shape(runtime.mesh.ranks)
+    local = gather_full(share.contiguous(), shape, planned.data_cuts, runtime.mesh)
+    put_parameter(model, planned.name, nn.Parameter(local.clone(), requires_grad=False))
+
+
+def _cut_over_data(planned: ParameterPlan, local: Tensor, ranks: dict[str, int]) -> Tensor:
+    for cut in planned.data_cuts:
+        local = cut.take(local, ranks.get(cut.axis, 0))
+    return local.clone(memory_format=torch.contiguous_format)
+
+
+def merge_wrapper(wrapper: Any) -> None:
+    """Call PEFT's merge of every wrapper around one module, the inner ones first."""
+    inner = wrapped(wrapper)
+    if inner is not None and wrapped(inner) is not None:
+        merge_wrapper(inner)
+    wrapper.merge(safe_merge=True)
+
+
+def put_back(model: nn.Module) -> None:
+    """Put the stock modules in place of PEFT's wrappers."""
+    give_back_methods(model)
+    for module in list(model.modules()):
+        for name, child in list(own_modules(module).items()):
+            if child is not None and unwrapped(child) is not child:
+                own_modules(module)[name] = unwrapped(child)

@@ -1,0 +1,123 @@
+"""Plan adapters: how the parameters that PEFT puts around a module are cut, from how the module's own are.
+
+Low-rank adapters (LoRA, Hu et al. 2021) of a projection ``y = W x``, ``W [out, in]``, over ``t`` tensor ranks::
+
+    column, W cut along out    A [r, in]    whole, each rank sees a part of its gradient    B [out/t, r]  cut like W
+    row,    W cut along in     A [r, in/t]  cut like W                                      B [out, r]    whole, partial
+
+In words: what runs along a dim that is cut is cut alike; everything else is whole on every rank, and its gradient is
+the sum over the ranks. One table says which dims of an adapter's parameters run along the module's input and output.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from ..._compat.peft import ADAPTER_DIMS, COPY, IA3_SCALES, LORA_A
+from ...errors import PlanError
+from ...models.names import wild_name
+from ...plan.cut import Cut
+from ...plan.modules import AdapterParameter
+from ...plan.parameter import ParameterPlan
+from ...plan.plan import Plan
+from ...plan.reductions import data_cut, reductions_of
+
+
+def is_known(kept_in: str) -> bool:
+    """Whether the parameters that a wrapper keeps under this name can be planned."""
+    return kept_in in ADAPTER_DIMS or kept_in in (IA3_SCALES, COPY)
+
+
+def plan_adapters(plan: Plan, adapters: Sequence[AdapterParameter]) -> Plan:
+    """The plan of the model with ``adapters``: their parameters come last.
+
+    Raises:
+        PlanError: an adapter has parameters that are not known here.
+    """
+    unknown = sorted({adapter.kept_in for adapter in adapters if not is_known(adapter.kept_in)})
+    if unknown:
+        raise PlanError(
+            f"adapters with {', '.join(unknown)} are not known to hfscale: use LoRA (with DoRA, rsLoRA), IA3 or LoHa"
+        )
+    planned = (_planned(plan, adapter) for adapter in adapters)
+    return replace(plan, parameters=(*plan.parameters, *planned), adapters=tuple(adapters))
+
+
+def _planned(plan: Plan, adapter: AdapterParameter) -> ParameterPlan:
+    base = plan.by_name[adapter.base]
+    cuts, partial = list[Cut](), base.partial
+    if adapter.kept_in == COPY:
+        cuts = list(base.cuts)
+    else:
+        spread = base.cut_over("ep")
+        if spread is not None:
+            cuts.append(_spread(adapter, spread))
+        across = base.cut_over("tp")
+        if across is not None:
+            dim = _dim_along(adapter, across, len(base.shape))
+            if dim is None:
+                partial = ("tp",)
+            else:
+                cuts.append(replace(across, dim=dim))
+        cuts += data_cut(plan.layout, spread is not None)
+    return ParameterPlan(
+        name=adapter.name,
+        shape=adapter.shape,
+        dtype=adapter.dtype,
+        stage=base.stage,
+        cuts=tuple(cuts),
+        reductions=reductions_of(plan.layout, cuts, partial),
+        tied_to=adapter.tied_to,
+    )
+
+
+def _spread(adapter: AdapterParameter, cut: Cut) -> Cut:
+    """PEFT keeps all experts' factors in two matrices: ``A [experts r, in]`` and ``B [out, r experts]``."""
+    if adapter.kept_in == LORA_A:
+        return replace(cut, dim=0)
+    return replace(cut, dim=1, parts=(adapter.experts,) * (adapter.shape[1] // adapter.experts))
+
+
+def _dim_along(adapter: AdapterParameter, cut: Cut, ndim: int) -> int | None:
+    """The dim that runs along what ``cut`` cuts in the adapted parameter, if any."""
+    of_matrix = cut.dim - (ndim - 2)
+    along_input = of_matrix == (0 if adapter.transposed else 1)
+    if adapter.kept_in == IA3_SCALES:
+        dim = 1 if adapter.shape[0] == 1 else 0
+        return dim if along_input == (dim == 1) else None
+    return ADAPTER_DIMS[adapter.kept_in][0 if along_input else 1]
+
+
+def coverage(plan: Plan) -> dict[str, tuple[int, int]]:
+    """How many entries of the model's parameters have adapters, and how many there are: by kind of parameter.
+
+    Kinds are ``experts``, ``embedding``, ``head``, ``layers`` (what else the layers hold in matrices) and ``other``.
+    """
+    adapted = {adapter.base for adapter in plan.adapters}
+    experts = tuple(f"{mixture.name}." for mixture in plan.mixtures)
+    layers = tuple(f"{layer}." for layer in plan.layers)
+    found: dict[str, tuple[int, int]] = {}
+    vocabulary = plan.by_name[f"{plan.head}.weight"].shape if plan.head is not None else ()
+    own = {adapter.name for adapter in plan.adapters}
+    for parameter in plan.owned():
+        name = parameter.name
+        if len(parameter.shape) < 2 or name in own:
+            continue
+        if name.startswith(experts):
+            kind = "experts"
+        elif name.startswith(layers):
+            kind = "layers"
+        elif name.rpartition(".")[0] == plan.head:
+            kind = "head"
+        else:
+            kind = "embedding" if parameter.shape == vocabulary else "other"
+        entries = torch.Size(parameter.shape).numel()
+        covered, total = found.get(kind, (0, 0))
+        found[kind] = (covered + entries * (name in adapted), total + entries)
+    return found
+
+
+def describe_targets(adapters: Sequence[AdapterParameter]) -> list[str]:
+    """The adapted parameters, layers joined: ``model.layers.*.self_attn.q_proj.weight``."""
+    return list(dict.fromkeys(wild_name(adapter.base) for adapter in adapters))

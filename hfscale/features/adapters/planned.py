@@ -1,0 +1,154 @@
+"""Plan a model with adapters, and refuse unsupported ones. Needs no processes."""
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..._compat.peft import COPY, DORA_MAGNITUDES
+from ...errors import ConfigError
+from ...plan import Plan
+from ...plan.quantized import QuantizedPlan
+from .peft_config import check_config, check_over_quantized
+from .plan import plan_adapters
+from .structure import adapter_parameters, check_matches, target_names, wrap
+
+
+def plan_with_adapters(template: nn.Module, config: Any, plan: Plan, new: bool = True) -> Plan:
+    """Return the plan with the parameters that ``config`` adds, in their final dtypes.
+
+    Args:
+        template: the full stock model on the meta device, which is wrapped.
+        new: whether adapters are new, rather than loaded from a saved one.
+
+    Raises:
+        ConfigError: hfscale or PEFT does not support the config, or it matches nothing.
+    """
+    _, planned = wrap_and_plan(template, config, plan, new)
+    kinds = {
+        adapter.name: type_beside(planned.by_name[adapter.base].dtype, adapter.kept_in) for adapter in planned.adapters
+    }
+    own = (replace(p, dtype=kinds.get(p.name, p.dtype)) for p in planned.parameters)
+    return replace(planned, parameters=tuple(own))
+
+
+def wrap_and_plan(
+    template: nn.Module, config: Any, plan: Plan, new: bool = True, name: str = "default"
+) -> tuple[Any, Plan]:
+    """Return PEFT's model around ``template``, and the plan with its parameters; PEFT completes ``config``.
+
+    Raises:
+        ConfigError: as :func:`plan_with_adapters`.
+    """
+    _check(config, plan)
+    asked = copy.deepcopy(config)
+    whole = _wrapped(template, config, name, plan)
+    found = adapter_parameters(whole, plan)
+    if new:  # saved configs may list names that this model lacks; there the tensors decide
+        check_matches(asked, config, plan, found)
+    planned = plan_adapters(plan, found)
+    _refuse_cut_norms(planned)
+    _refuse_several_stages(planned)
+    return whole, planned
+
+
+def _check(config: Any, plan: Plan) -> None:
+    """Refuse unsupported configs before anything is wrapped."""
+    check_config(config)
+    _refuse_inner_modules(config, plan)
+    _refuse_tying(config, plan)
+    _refuse_own_dropout(config, plan)
+    if plan.quantized is not None:
+        check_over_quantized(config, plan.quantized.bits, plan.layout.data_world)
+        _refuse_quantized_copies(config, plan.quantized, plan.head)
+
+
+def _wrapped(template: nn.Module, config: Any, name: str, plan: Plan) -> Any:
+    """Return PEFT's model around the full one; PEFT resolves and translates the targets in ``config``."""
+    try:
+        return wrap(template, config, name)
+    except ConfigError as error:
+        hint = f"; the model has {', '.join(target_names(plan))}" if "arget modules" in str(error) else ""
+        raise ConfigError(f"{error}{hint}") from error
+
+
+def _refuse_inner_modules(config: Any, plan: Plan) -> None:
+    # Copies of experts with their router cannot be expert-parallel.
+    mixtures = plan.mixtures if plan.layout.ep > 1 else ()
+    cut = (
+        *plan.layers,
+        *(block.name for block in plan.blocks),
+        *(mixture.name.rpartition(".")[0] for mixture in mixtures),
+    )
+    for wanted in getattr(config, "modules_to_save", None) or ():
+        inside = [name for name in cut if _is_in(name, wanted)]
+        if inside:
+            raise ConfigError(
+                f"modules_to_save={wanted!r} is or holds {inside[0]}, and only modules around the layers and single "
+                "projections can be copied: name those, or train the whole model without adapters"
+            )
+
+
+def _refuse_quantized_copies(config: Any, quantized: QuantizedPlan, head: str | None) -> None:
+    for wanted in getattr(config, "modules_to_save", None) or ():
+        inside = [name for name in quantized.weights if _is_in(name, wanted)]
+        if inside:
+            # transformers matches prefixes of names, and a user's list replaces its own, which has the head.
+            paths = [name[: f".{name}.".index(f".{wanted}.") + len(wanted)] for name in inside]
+            skipped = list(dict.fromkeys([*paths, *([head] if head is not None else [])]))
+            raise ConfigError(
+                f"modules_to_save={wanted!r} is trained whole, and {inside[0]} is in {quantized.bits} bits, which take "
+                f"no gradients: leave it out of quantization, BitsAndBytesConfig(llm_int8_skip_modules={skipped})"
+            )
+
+
+def _refuse_tying(config: Any, plan: Plan) -> None:
+    """Refuse to tie adapters of tied weights: PEFT does so by views of one storage, which the plan cannot see."""
+    tied = next((planned for planned in plan.parameters if planned.tied_to is not None), None)
+    if tied is not None and getattr(config, "ensure_weight_tying", False):
+        raise ConfigError(
+            f"ensure_weight_tying=True is not known to hfscale where weights are tied ({tied.name} is {tied.tied_to}): "
+            "leave it out, and adapt modules of the layers"
+        )
+
+
+def _refuse_own_dropout(config: Any, plan: Plan) -> None:
+    for field in ("rank_dropout", "module_dropout"):
+        if getattr(config, field, 0.0) and plan.layout.total_size > 1:
+            raise ConfigError(
+                f"{type(config).__name__}({field}=...) draws by the size of each rank's part, so ranks would no longer "
+                "draw alike: leave it out, or use one process"
+            )
+
+
+def _refuse_cut_norms(plan: Plan) -> None:
+    for adapter in plan.adapters:
+        embeds = adapter.base == f"{plan.embedding}.weight" and plan.by_name[adapter.base].cut_over("tp") is not None
+        if embeds and adapter.kept_in == DORA_MAGNITUDES:
+            raise ConfigError(
+                f"{plan.embedding}: DoRA on an embedding that is cut along the vocabulary is not known to hfscale: "
+                "leave it out of target_modules, or use tp_size=1"
+            )
+
+
+def _refuse_several_stages(plan: Plan) -> None:
+    """Refuse adapters on several pipeline stages: only gradients of the model's own parameters are summed there."""
+    for adapter in plan.adapters:
+        if sum(plan.is_local(rank, adapter.name) for rank in range(plan.layout.pp)) > 1:
+            path = adapter.base.rpartition(".")[0]
+            raise ConfigError(
+                f"{path} computes on several pipeline stages, where adapters around it would train apart: leave it out "
+                f"(exclude_modules=[{path.rpartition('.')[2]!r}]), or use pp_size=1"
+            )
+
+
+def _is_in(name: str, wanted: str) -> bool:
+    return f".{wanted}." in f".{name}."
+
+
+def type_beside(base: torch.dtype, kept_in: str) -> torch.dtype:
+    """Return an adapter's dtype: PEFT keeps factors of narrower weights in 32 bits, and copies in their dtype."""
+    wide = base.is_floating_point and base.itemsize > 2
+    return base if wide or kept_in == COPY else torch.float32

@@ -1,0 +1,178 @@
+"""Wrap a model by a PEFT config, and list the parameters that adds."""
+
+import copy
+import warnings
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from torch import nn
+
+from ..._compat.peft import (
+    COPY,
+    WRAPPED,
+    adapted_parameter,
+    experts_adapted,
+    is_feedforward,
+    is_wrapper,
+    no_targets,
+    wrapped_model,
+)
+from ..._compat.transformers.classes import class_name
+from ...errors import ConfigError
+from ...models.projections import is_transposed
+from ...plan import AdapterParameter, Plan
+from ...train.runtime.names import stock_name, unwrapped
+from .plan import is_known
+
+
+def wrap(model: nn.Module, config: Any, name: str) -> Any:
+    """Return PEFT's model around ``model``, whose modules are wrapped in place; factors are on the meta device.
+
+    Raises:
+        ConfigError: the config does not fit the model, in PEFT's words.
+    """
+    try:
+        return wrapped_model(model, config, name)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise ConfigError(f"PEFT cannot put {type(config).__name__} around {class_name(model)}: {error}") from error
+
+
+def narrowed(config: Any, targets: Sequence[str], parameters: Sequence[str], copies: Sequence[str]) -> Any:
+    """Return a copy of the config that targets just the given modules, by their full names."""
+    result = copy.deepcopy(config)
+    # PEFT needs a target, but this stage may have none.
+    result.target_modules = list(targets) if targets or parameters else no_targets()
+    if parameters and not targets:
+        result.target_modules = []
+    if hasattr(result, "target_parameters"):
+        result.target_parameters = list(parameters) or None
+    if getattr(result, "feedforward_modules", None) is not None:  # IA3 needs them to be among the targets
+        result.feedforward_modules = [n for n in targets if is_feedforward(config, n)]
+    result.modules_to_save = list(copies) or None
+    for field in ("exclude_modules", "layers_to_transform", "layers_pattern"):
+        if hasattr(result, field):
+            setattr(result, field, None)
+    return result
+
+
+def adapter_parameters(whole: Any, plan: Plan) -> list[AdapterParameter]:
+    """Return the parameters that PEFT's model ``whole`` has besides those of the plan, in the model's order.
+
+    Raises:
+        ConfigError: hfscale does not know the kind of one of them.
+    """
+    stock = whole.get_base_model()
+    modules = dict(stock.named_modules())
+    found: list[AdapterParameter] = []
+    owners: dict[int, str] = {}
+    for name, parameter in stock.named_parameters(remove_duplicate=False):
+        wrapper_name, kept_in, rest = _place(modules, name)
+        if kept_in is None:
+            continue
+        wrapper: Any = modules[wrapper_name]
+        if not is_known(kept_in):
+            raise ConfigError(
+                f"{type(wrapper).__name__} keeps {kept_in!r} in {wrapper_name}, which hfscale cannot say the cuts of: "
+                "use LoRA (with DoRA, rsLoRA), IA3 or LoHa"
+            )
+        path, inner = stock_name(wrapper_name), unwrapped(wrapper)
+        adapted = ".".join(rest[1:]) if kept_in == COPY else adapted_parameter(wrapper) or "weight"
+        owner = owners.setdefault(id(parameter), name)
+        found.append(
+            AdapterParameter(
+                name=name,
+                shape=tuple(parameter.shape),
+                dtype=parameter.dtype,
+                base=_planned_base(plan, f"{path}.{adapted}"),
+                kept_in=kept_in,
+                transposed=_is_transposed(inner),
+                experts=experts_adapted(wrapper),
+                tied_to=None if owner == name else owner,
+            )
+        )
+    return found
+
+
+def _is_transposed(adapted: nn.Module) -> bool:
+    """Return whether a module keeps its parameters as ``[in, out]``; experts have an attribute for it."""
+    own = getattr(adapted, "is_transposed", None)
+    return is_transposed(adapted) or isinstance(adapted, nn.Embedding) if own is None else bool(own)
+
+
+def _planned_base(plan: Plan, name: str) -> str:
+    if name not in plan.by_name:
+        raise ConfigError(f"an adapter is around {name}, and the model has no such parameter")
+    return name
+
+
+def _place(modules: dict[str, nn.Module], name: str) -> tuple[str, str | None, list[str]]:
+    """Split the name of an adapter's parameter: its wrapper, the wrapper's attribute, and the path inside it."""
+    parts = name.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        wrapper = ".".join(parts[:end])
+        if is_wrapper(modules.get(wrapper)):
+            inside = parts[end]
+            if inside in WRAPPED:
+                return wrapper, None, []
+            return wrapper, inside, parts[end + 1 :]
+    return "", None, []
+
+
+def targets_of(adapters: Collection[AdapterParameter]) -> tuple[list[str], list[str], list[str]]:
+    """Return the targets that create these adapters: modules, parameters of experts, and copied modules."""
+    modules: dict[str, None] = {}
+    parameters: dict[str, None] = {}
+    copies: dict[str, None] = {}
+    for adapter in adapters:
+        if adapter.kept_in == COPY:
+            copies[stock_name(adapter.name).partition(f".{COPY}.")[0]] = None
+        elif adapter.experts:
+            parameters[adapter.base] = None
+        else:
+            modules[adapter.base.rpartition(".")[0]] = None
+    return list(modules), list(parameters), list(copies)
+
+
+def check_matches(asked: Any, resolved: Any, plan: Plan, adapters: Collection[AdapterParameter]) -> None:
+    """Raise :class:`ConfigError` for a target that matches nothing; PEFT does so only if no target matches.
+
+    Args:
+        asked: the config as it was given.
+        resolved: the config as PEFT changed it: older models' projection names become parameters of experts.
+    """
+    modules, parameters, copies = targets_of(adapters)
+    known = [name.rpartition(".")[0] for name in plan.by_name]
+    for field, matched in (
+        ("target_modules", modules),
+        ("target_parameters", parameters),
+        ("modules_to_save", copies),
+    ):
+        wanted, left = getattr(asked, field, None), getattr(resolved, field, None) or ()
+        for target in [] if wanted is None or isinstance(wanted, str) else wanted:
+            found = any(_fits(name, target) for name in matched)
+            left_out = bool(getattr(asked, "exclude_modules", None)) and any(_fits(name, target) for name in known)
+            if target in left and not found and not left_out:
+                names = ", ".join(target_names(plan))
+                raise ConfigError(f"{field} names {target!r}, which matches nothing in the model: it has {names}")
+
+
+def _fits(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+def target_names(plan: Plan) -> list[str]:
+    """Return valid names of targets: the last name of modules, and parameters of experts with their module's name."""
+    experts = tuple(f"{mixture.name}." for mixture in plan.mixtures)
+    names = {
+        ".".join(name.split(".")[-2:]) if name.startswith(experts) else name.split(".")[-2]
+        for name in plan.by_name
+        if "." in name
+    }
+    return sorted(names)[:40]
+
+
+def quietly(model: nn.Module, config: Any, name: str) -> Any:
+    """Call :func:`wrap` without the warnings that wrapping the full model has already given."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return wrap(model, config, name)

@@ -1,0 +1,95 @@
+"""Plan which projections are multiplied in 8 bits.
+
+Which they are follows from the whole model, so that it is the same in every layout; a layout in which one of them
+could not be rounded as one process rounds it is refused.
+"""
+
+import difflib
+from typing import Any
+
+from ...models.names import wild_name
+from ...models.projections import PROJECTIONS, weight_dims
+from ...plan.context import ContextPlan
+from ...plan.drafting.draft import Draft
+from ...plan.float8 import Float8Plan
+
+_MULTIPLE = 16  # of both sizes of a weight, for tensor cores
+_SPREAD = "experts have products of their own"
+_ROUTER = "routers stay exact"
+_ASKED = "leave_out"
+
+
+def plan_float8(draft: Draft) -> None:
+    """Of the linear projections within the layers: those whose sizes fit."""
+    asked = draft.options.products
+    if asked is None:
+        return
+    inside = _projections(draft)
+    for end in asked.leave_out:
+        if not any(_ends(name, end) for name in inside):
+            known = sorted({name.rpartition(".")[2] for name in inside})
+            close = difflib.get_close_matches(end, known, 1)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            draft.problem(f"leave_out: no projection of the layers is called {end!r}: {hint}use {', '.join(known)}")
+    reasons = {name: _reason(draft, name, module, asked.leave_out) for name, module in inside.items()}
+    chosen = tuple(name for name, why in reasons.items() if not why)
+    if not chosen:
+        draft.problem(
+            "mixed_precision='fp8' is of linear projections within layers whose sizes are multiples of "
+            f"{_MULTIPLE}, and none was found: use mixed_precision='bf16'"
+        )
+    _refuse_parts(draft, chosen)
+    left_out = tuple((name, why) for name, why in reasons.items() if why)
+    draft.features.append(Float8Plan(chosen, asked.recipe == "rowwise", left_out, asked.gathers))
+
+
+def _projections(draft: Draft) -> dict[str, Any]:
+    inside = tuple(f"{layer}." for layer in draft.layers)
+    found = {name: module for name, module in draft.modules.items() if inside and name.startswith(inside)}
+    # A subclass may compute something else.
+    return {name: module for name, module in found.items() if type(module) in PROJECTIONS}
+
+
+def _ends(name: str, end: str) -> bool:
+    return any(f".{name}.".endswith(f".{end}.") for name in _with_owners(name))
+
+
+def _with_owners(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+
+
+def _reason(draft: Draft, name: str, module: Any, leave_out: Any) -> str:
+    """Why a projection stays as it is; empty where it does not."""
+    if any(_ends(name, end) for end in leave_out):
+        return _ASKED
+    for mixture in draft.mixtures:
+        if name.startswith(f"{mixture.name}."):
+            return _SPREAD
+        within = name.startswith(f"{mixture.name.rpartition('.')[0]}.")
+        if within and module.weight.shape[weight_dims(module)[0]] == mixture.count:
+            return _ROUTER
+    if any(size % _MULTIPLE for size in module.weight.shape):
+        return f"sizes are no multiples of {_MULTIPLE}"
+    return ""
+
+
+def _refuse_parts(draft: Draft, chosen: tuple[str, ...]) -> None:
+    """Where ranks have terms of a gradient's sum, each would be rounded, and not the sum."""
+    parts = dict[str, str]()
+    context = draft.feature(ContextPlan)
+    whole = tuple(f"{name}." for name in context.whole) if context is not None else ()
+    for name in chosen:
+        cut, partial = draft.rules.get(f"{name}.weight", (None, ()))
+        if "tp" in partial or (cut is not None and cut.most_replicas > 1):
+            parts[name] = "tp"
+        elif name.startswith(whole):
+            parts[name] = "cp"
+    for axis in dict.fromkeys(parts.values()):
+        found = [name for name in parts if parts[name] == axis]
+        names = sorted({name.rpartition(".")[2] for name in found})
+        draft.problem(
+            f"mixed_precision='fp8' with {axis}_size={draft.layout.size(axis)}: each rank has one term of the gradient "
+            f"of what {', '.join(dict.fromkeys(map(wild_name, found)))} return, and rounded terms are not the rounded "
+            f"sum: leave them out in every layout, with float8=hfscale.Float8Config(leave_out={names!r})"
+        )

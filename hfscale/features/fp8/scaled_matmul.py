@@ -1,0 +1,269 @@
+"""Matrix products in float8 (Micikevicius et al. 2022), with tensorwise scales that several ranks share.
+
+Each operand is divided by its largest entry and rounded to a float of 8 bits; the product is multiplied back. The
+arithmetic is torchao's (``Float8LinearConfig``), bit for bit, but for one thing: the largest entry is that of the full
+tensor, over all ranks that hold a shard of it, so that every entry is rounded as one process rounds it::
+
+    operand          its dims are cut over              largest entry over
+    x [n, in]        tokens (cp), inputs (tp, row)      tokens, inputs
+    weight [out,in]  outputs (tp, column), inputs       outputs, inputs
+    grad [n, out]    tokens, outputs                    tokens, outputs
+
+Rowwise, each row along the contracted dim has a scale of its own, and only ranks with other shards of that row are
+asked: ``x`` along ``in`` for the output, along ``n`` for the gradient of the weight.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...distributed.ops.products import Products
+from .weight import Float8Weight
+
+FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
+MULTIPLE = 16
+"""Tensor cores need both dims of a weight to be multiples of this."""
+
+_LEAST = 1e-12  # lower bound of a largest entry: a tensor of zeros stays zero
+
+
+@dataclass(frozen=True)
+class Float8Groups:
+    """Ranks with other shards of a projection's tensors, along each of their dims; empty where the dim is not cut."""
+
+    tokens: Sequence[dist.ProcessGroup] = ()
+    inputs: Sequence[dist.ProcessGroup] = ()
+    outputs: Sequence[dist.ProcessGroup] = ()
+
+
+@dataclass(frozen=True)
+class _Scaled:
+    """A matrix ``[n, m]`` as ``data / scale``; one scale, or one per row ``[n, 1]``, or one per column ``[1, m]``."""
+
+    data: Tensor
+    scale: Tensor
+
+    def t(self) -> "_Scaled":
+        return _Scaled(self.data.t(), self.scale.t() if self.scale.ndim == 2 else self.scale)
+
+    def wide(self, dtype: torch.dtype) -> Tensor:
+        return self.data.to(dtype) / self.scale
+
+
+class Float8Projection:
+    """A projection whose products are in 8 bits; calling it returns the products of one pass.
+
+    Args:
+        groups: ranks with the other shards of its tensors.
+        rowwise: a scale for each row, a power of two, and gradients with as many digits as the rest; or one for each
+            tensor, and gradients with fewer digits over a wider range.
+
+    Attributes:
+        shared: scales of the weight kept between passes that find it unchanged, by the dim they are along (``None``:
+            the tensorwise one). ``None`` where the weight may have changed since the last pass.
+    """
+
+    def __init__(self, groups: Float8Groups, rowwise: bool = False) -> None:
+        self.groups, self.rowwise = groups, rowwise
+        self.shared: dict[int | None, Tensor] | None = None
+
+    def __call__(self) -> "Float8Products":
+        """Return the products of the pass that begins."""
+        return Float8Products(self.groups, self.rowwise, self.shared)
+
+    def __deepcopy__(self, memo: Any) -> "Float8Projection":
+        """Return a projection over the same ranks, with a weight of its own."""
+        return Float8Projection(self.groups, self.rowwise)
+
+    def encode(self, shard: Tensor, owners: Sequence[dist.ProcessGroup]) -> tuple[Tensor, Tensor]:
+        """Return a data rank's shard of the weight in 8 bits, and the scale of the full weight.
+
+        Args:
+            owners: groups of the ranks with the other shards.
+        """
+        matrix = shard.to(computed_in(shard.dtype))
+        everyone = (*owners, *self.groups.inputs, *self.groups.outputs)
+        scale = None if self.shared is None else self.shared.get(None)
+        scale = _scale_for(_largest(matrix, None, everyone), FORWARD) if scale is None else scale
+        return _rounded(matrix, scale, FORWARD), scale
+
+
+def computed_in(dtype: torch.dtype) -> torch.dtype:
+    """Return the type that a weight passes through on its way to 8 bits: the compute type around the products."""
+    return dtype if dtype == torch.float64 else torch.bfloat16
+
+
+def weight_scales(weights: Sequence[Tensor], groups: Sequence[dist.ProcessGroup]) -> list[Tensor]:
+    """Return the scale of each full weight, given this rank's shards, with one all-reduce over each of ``groups``."""
+    largest = torch.stack([_largest_of_all(weight) for weight in weights])
+    for group in groups:
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    return list(_scale_for(largest.to(computed_in(weights[0].dtype)), FORWARD).unbind())
+
+
+def _largest_of_all(weight: Tensor) -> Tensor:
+    """Return the weight's largest absolute value in 32 bits or more, without a copy of the weight."""
+    wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    if not weight.numel():
+        return weight.new_zeros((), dtype=wide)
+    return torch.linalg.vector_norm(weight, math.inf, dtype=wide)
+
+
+class Float8Products(Products):
+    """Products in 8 bits of one pass of one projection.
+
+    Args:
+        groups: see :class:`Float8Projection`; ``rowwise`` and ``shared`` likewise.
+    """
+
+    def __init__(
+        self, groups: Float8Groups, rowwise: bool = False, shared: dict[int | None, Tensor] | None = None
+    ) -> None:
+        self._groups, self._rowwise, self._of_weight = groups, rowwise, shared
+        self._scales: dict[str, Tensor] = {}
+        self._dtype = torch.float32
+
+    def kept(self, weight: Tensor) -> Tensor:
+        """Return the parameter itself, or the 8 bits in which it was gathered: no copy in another type."""
+        if isinstance(weight, Float8Weight):
+            self._scales["weight"] = weight.scale
+            return weight.entries
+        return weight
+
+    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the output in the type of ``x``, to which autocast has brought it."""
+        self._dtype = x.dtype
+        rows = self._scaled("x", x.reshape(-1, x.shape[-1]), 1, self._groups.tokens, self._groups.inputs)
+        found = _product(rows, self._weight(weight, 1).t(), x.dtype, fast=True)
+        found = found.view(*x.shape[:-1], found.shape[-1])
+        return found if bias is None else found + bias.to(found.dtype)
+
+    def to_input(self, grad: Tensor, weight: Tensor) -> Tensor:
+        """Return the gradient of the input; see :class:`Products`."""
+        rows = self._scaled("grad", grad, 1, self._groups.tokens, self._groups.outputs)
+        return _product(rows, self._weight(weight, 0), grad.dtype)
+
+    def to_weight(self, grad: Tensor, x: Tensor, transposed: bool) -> Tensor:
+        """Return the gradient of the weight; see :class:`Products`."""
+        outputs = self._scaled("grad", grad, 0, self._groups.tokens, self._groups.outputs)
+        inputs = self._scaled("x", x, 0, self._groups.tokens, self._groups.inputs)
+        found = _product(outputs.t(), inputs, grad.dtype)
+        return found.t() if transposed else found
+
+    def _weight(self, weight: Tensor, along: int) -> _Scaled:
+        if weight.dtype == FORWARD:  # gathered in 8 bits
+            return _Scaled(weight, self._scales["weight"])
+        # Through the input's type, as data ranks gather it: the backward pass, which has no autocast, rounds alike.
+        return self._scaled("weight", weight.to(self._dtype), along, self._groups.outputs, self._groups.inputs)
+
+    def _scaled(self, name: str, matrix: Tensor, along: int, *groups_by_dim: Sequence[dist.ProcessGroup]) -> _Scaled:
+        """Return ``matrix`` in 8 bits, with one scale per pass or, rowwise, a scale for each row.
+
+        Args:
+            along: the contracted dim.
+            groups_by_dim: ranks with other shards of the matrix, for each of its dims.
+        """
+        dtype = GRADIENT if name == "grad" and not self._rowwise else FORWARD
+        shared = self._of_weight if name == "weight" else None
+        of = along if self._rowwise else None
+        if shared is not None and of in shared:
+            scale = shared[of]
+        elif self._rowwise:
+            scale = _power_of_two(_scale_for(_largest(matrix, along, groups_by_dim[along]), dtype))
+        else:
+            if name not in self._scales:
+                both = [group for groups in groups_by_dim for group in groups]
+                self._scales[name] = _scale_for(_largest(matrix, None, both), dtype)
+            scale = self._scales[name]
+        if shared is not None:
+            shared[of] = scale
+        return _Scaled(_rounded(matrix, scale, dtype), scale)
+
+
+def _rounded(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    most = torch.finfo(dtype).max
+    return (matrix.to(torch.float32) * scale).clamp(-most, most).to(dtype)
+
+
+def _power_of_two(scale: Tensor) -> Tensor:
+    return torch.exp2(torch.floor(torch.log2(scale)))
+
+
+def _largest(matrix: Tensor, along: int | None, groups: Sequence[dist.ProcessGroup]) -> Tensor:
+    """Return a matrix's largest absolute value, or ``along`` a dim of it, over this rank and those of ``groups``."""
+    if along is None:
+        found = matrix.abs().amax() if matrix.numel() else matrix.new_zeros(())
+    elif matrix.shape[along]:
+        found = matrix.abs().amax(along, keepdim=True)
+    else:
+        found = matrix.new_zeros([1 if dim == along else size for dim, size in enumerate(matrix.shape)])
+    for group in groups:
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+    return found
+
+
+def _scale_for(largest: Tensor, dtype: torch.dtype) -> Tensor:
+    return (torch.finfo(dtype).max / largest.to(torch.float64).clamp(min=_LEAST)).to(torch.float32)
+
+
+def _product(a: _Scaled, b: _Scaled, dtype: torch.dtype, fast: bool = False) -> Tensor:
+    """Return ``a [n, k]`` times ``b [k, m]`` in ``dtype``.
+
+    Args:
+        fast: whether sums may be accumulated with fewer digits.
+    """
+    if not a.data.is_cuda:  # the same numbers; sums are not rounded to what tensor cores keep of them
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        return a.wide(wide).mm(b.wide(wide)).to(dtype)
+    return on_tensor_cores(a.data, a.scale, b.data, b.scale, dtype, fast)
+
+
+def on_tensor_cores(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch.dtype, fast: bool = False
+) -> Tensor:
+    """Return ``(a / scale_a) @ (b / scale_b)`` of float8 matrices, by torch's own kernel.
+
+    It takes ``a`` by rows and ``b`` by columns, and multiples of 16 of the contracted dim and of ``b``'s other. Scales
+    of rows are multiplied afterwards unless sums may be ``fast``, since the kernel for them is slow otherwise.
+    """
+    inverse_a, inverse_b = scale_a.reciprocal(), scale_b.reciprocal()
+    rowwise, columns = scale_a.ndim == 2, b.shape[1]
+    a, b = _padded(a, 1), _padded(b, 0, 1)
+    recipe = F.ScalingType.TensorWise
+    given_a, given_b = (inverse_a.new_ones(()),) * 2 if rowwise else (inverse_a, inverse_b)
+    if rowwise and fast:
+        recipe = F.ScalingType.RowWise
+        given_a, given_b = inverse_a, F.pad(inverse_b, (0, b.shape[1] - columns), value=1.0)
+    found = F.scaled_mm(
+        _by_rows(a),
+        _by_rows(b.t()).t(),
+        given_a,
+        recipe,
+        given_b,
+        recipe,
+        output_dtype=torch.bfloat16 if rowwise and fast else dtype if dtype != torch.float64 else torch.float32,
+        use_fast_accum=fast,
+    )[:, :columns]
+    return (found * inverse_a * inverse_b if rowwise and not fast else found).to(dtype)
+
+
+def _by_rows(matrix: Tensor) -> Tensor:
+    """Return the matrix with rows side by side in memory, and strides that say so where it has one row or column."""
+    return matrix.contiguous().as_strided(matrix.shape, (matrix.shape[1], 1))
+
+
+def _padded(matrix: Tensor, *dims: int) -> Tensor:
+    """Pad the matrix with zeros so that the size of each of ``dims`` is a multiple of 16."""
+    missing = [-matrix.shape[dim] % MULTIPLE if dim in dims else 0 for dim in (0, 1)]
+    if not any(missing):
+        return matrix
+    rows, columns = (size + more for size, more in zip(matrix.shape, missing, strict=True))
+    padded = matrix.new_zeros((rows, columns))
+    padded[: matrix.shape[0], : matrix.shape[1]] = matrix
+    return padded

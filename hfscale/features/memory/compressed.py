@@ -1,0 +1,105 @@
+"""Blockwise 8-bit compression of tensors, by bitsandbytes' kernels (Dettmers et al. 2022).
+
+For activations saved for the backward pass: Jain et al. 2018 (Gist); Chakrabarti and Moseley 2019.
+
+::
+
+    x [n] --by blocks of 256: largest entry, nearest of 256 values--> codes [n] of one byte, scales [n / 256] of four
+
+Signs and zeros are exact: a nonzero entry that would be rounded to zero, or change sign, takes the smallest value of
+its sign, and zeros stay zero (the CPU kernels are off by some 3e-5 of a block's largest entry there). So ReLU's masks
+are those of the uncompressed tensor, and so are those of dropout, whose entries are all zero or the largest one.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..._compat.bitsandbytes import functional
+from ...plan.compress import BLOCK
+
+
+class Stored(Protocol):
+    """A saved tensor that is kept compressed or offloaded.
+
+    Attributes:
+        readers: how many saved references to it have not been read.
+        size: bytes that it takes there.
+    """
+
+    readers: int
+    size: int
+
+    def fetch(self) -> None:
+        """Begin to bring it back."""
+
+    def read(self) -> Tensor:
+        """Return the tensor, on its device."""
+
+
+class Here:
+    """A saved tensor that is kept unchanged: see :class:`Stored`."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.readers, self.size, self._tensor = 0, tensor.numel() * tensor.element_size(), tensor
+
+    def fetch(self) -> None:
+        """Do nothing: the tensor is in place."""
+
+    def read(self) -> Tensor:
+        """Return the tensor."""
+        return self._tensor
+
+
+class Compressed:
+    """A saved tensor of any shape in 8 bits: see :class:`Stored`.
+
+    Args:
+        keep: stores codes and scales, in place or offloaded.
+    """
+
+    def __init__(self, tensor: Tensor, keep: Callable[[Tensor], Stored]) -> None:
+        self.readers, self._shape, self._dtype = 0, tensor.shape, tensor.dtype
+        codes, scales = compress(tensor)
+        self._codes, self._scales = keep(codes), keep(scales)
+        self.size = self._codes.size + self._scales.size
+
+    def fetch(self) -> None:
+        """Begin to bring back codes and scales."""
+        for part in (self._codes, self._scales):
+            part.readers = max(part.readers, 1)
+            part.fetch()
+
+    def read(self) -> Tensor:
+        """Return the decompressed tensor."""
+        found = decompress(self._codes.read(), self._scales.read(), self._dtype)
+        return found.view(self._shape)
+
+
+def compress(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Compress a floating-point tensor ``[...]`` to codes ``[n]`` and scales ``[n / 256]``."""
+    flat = x.detach().reshape(-1)
+    flat = flat.float() if flat.dtype == torch.float64 else flat
+    values, zero = _values(x.device)
+    codes, state = functional().quantize_blockwise(flat, code=values, blocksize=BLOCK)
+    signs, found = flat.sign().to(torch.int16), codes.to(torch.int16).sub_(zero).sign_()
+    return torch.where(signs == found, codes, (signs + zero).to(torch.uint8)), state.absmax
+
+
+def decompress(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Decompress codes and scales to ``[n]`` in ``dtype``."""
+    values, _ = _values(codes.device)
+    in_between = torch.float32 if dtype == torch.float64 else dtype
+    state = functional().QuantState(absmax=scales, code=values, blocksize=BLOCK, dtype=in_between)
+    found: Tensor = functional().dequantize_blockwise(codes, state)
+    return found.to(dtype)
+
+
+@lru_cache(maxsize=8)
+def _values(device: torch.device) -> tuple[Any, int]:
+    """Return the values of the codes, ascending, and the code of zero."""
+    values = functional().create_dynamic_map()
+    return values.to(device), int((values == 0).nonzero()[0])

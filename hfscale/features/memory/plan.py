@@ -1,0 +1,150 @@
+"""Plan what the backward pass computes again, by names, and what lies on the host."""
+
+import difflib
+import sys
+from importlib.util import find_spec
+
+from ..._compat.torch import operators_named
+from ..._compat.transformers.attention import implementation_of
+from ...models.fields import HEAD_FIELDS, counts, text_config
+from ...models.names import wild_name
+from ...plan.compress import CompressPlan
+from ...plan.drafting.draft import Draft
+from ...plan.offload import OffloadPlan
+from ...plan.recompute import RecomputePlan
+from ...plan.scores import ScoresPlan
+
+_ATTENTION = "ALL_ATTENTION_FUNCTIONS"  # where the host's files look attention up
+
+
+def plan_memory(draft: Draft) -> None:
+    """Find the layers and modules; what is found is the same on every rank."""
+    asked = draft.options.memory_levers
+    _plan_offload(draft)
+    _plan_compression(draft)
+    _plan_scores(draft)
+    given = asked.recompute
+    if given == "none":
+        return
+    if not draft.layers:
+        draft.problem(f"recompute={given!r} is of layers, and none were found: use recompute='none'")
+        return
+    _refuse_unknown_operators(draft)
+    if given == "selective":
+        _refuse_other_attention(draft)
+        draft.features.append(RecomputePlan(attention=True))
+    elif isinstance(given, tuple):
+        draft.features.append(RecomputePlan(modules=_modules(draft, given)))
+    else:
+        every = given if isinstance(given, int) else 1
+        if every > len(draft.layers):
+            draft.problem(
+                f"recompute={every} is every {every}th layer, and there are {len(draft.layers)}: use a number of at "
+                f"most {len(draft.layers)}, 'full' (every layer) or 'none'"
+            )
+        layers = tuple(draft.layers[::every])
+        keep, budget = tuple(asked.recompute_keep), asked.budget
+        draft.features.append(RecomputePlan(layers, keep=keep, budget=budget, tokens=asked.tokens))
+
+
+def _plan_scores(draft: Draft) -> None:
+    """Note attention that keeps its scores: asked for as eager, or the only one that a family has."""
+    config = text_config(draft.config)
+    heads = counts(config, ("decoder_attention_heads",)) or counts(config, HEAD_FIELDS)
+    if heads and implementation_of(config) == "eager":
+        draft.features.append(ScoresPlan(max(heads)))
+
+
+def _plan_offload(draft: Draft) -> None:
+    asked = draft.options.memory_levers
+    if asked.offload_parameters and draft.layout.data_world == 1:
+        draft.problem(
+            "offload_parameters=True keeps shards of data ranks on the host, which FSDP2 gathers layer by layer, and "
+            "there are none: use dp_shard_size=2 or more, or offload_optimizer=True"
+        )
+    if asked.least_offloaded is not None and not draft.layers:
+        draft.problem("offload_activations= is of layers, and none were found: leave it out")
+    if asked.offload_optimizer or asked.offload_parameters or asked.least_offloaded is not None:
+        offload = OffloadPlan(asked.offload_optimizer, asked.offload_parameters, asked.least_offloaded)
+        draft.features.append(offload)
+
+
+def _plan_compression(draft: Draft) -> None:
+    least = draft.options.memory_levers.least_compressed
+    if least is None:
+        return
+    if not draft.layers:
+        draft.problem("compress_activations= is of layers, and none were found: leave it out")
+    elif find_spec("bitsandbytes") is None:
+        draft.problem("compress_activations= needs bitsandbytes' kernels: pip install bitsandbytes, or leave it out")
+    again = draft.options.memory_levers.recompute
+    if draft.mixtures and again not in ("none", "selective"):
+        draft.problem(
+            f"compress_activations= with recompute={again!r}: a layer of {wild_name(draft.mixtures[0].name)} that is "
+            "computed again from a rounded input may send tokens to other experts than before: use recompute='none' or "
+            "'selective', or offload_activations=True in place of 8 bits"
+        )
+    draft.features.append(CompressPlan(least))
+
+
+def _modules(draft: Draft, given: tuple[str, ...]) -> tuple[str, ...]:
+    inside = {
+        name: layer
+        for layer in draft.layers
+        for name in draft.modules
+        if name.startswith(f"{layer}.") and draft.modules[name] is not None
+    }
+    found = dict[str, None]()
+    for end in given:
+        named = [name for name, layer in inside.items() if f".{name.removeprefix(layer + '.')}".endswith(f".{end}")]
+        if not named:
+            known = sorted({wild_name(name.removeprefix(f"{layer}.")) for name, layer in inside.items()})
+            close = difflib.get_close_matches(end, known, 1)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            draft.problem(f"recompute: no layer has a module {end!r}: {hint}use one of {', '.join(known)}")
+        found |= dict.fromkeys(named)
+    for block in draft.blocks:
+        if block.name in found and block.dropout > 0:
+            draft.problem(
+                f"recompute={list(given)}: {wild_name(block.name)} drops activations out, cut over tp_size={draft.tp} "
+                "ranks from where it begins, and recomputing it alone would drop others: use recompute='full', or "
+                "set its dropout to 0"
+            )
+        alone = [name for name in block.column if any(f"{name}.".startswith(f"{module}.") for module in found)]
+        if alone and draft.layout.sequence_regather:
+            draft.problem(
+                f"recompute={list(given)}: {wild_name(alone[0])} is recomputed from its gathered input, which "
+                "sequence_regather=True does not keep: use recompute='full', or sequence_regather=False"
+            )
+    return tuple(found)
+
+
+def _refuse_other_attention(draft: Draft) -> None:
+    """Attention is found where the host looks it up."""
+    size = draft.layout.cp
+    if size > 1:
+        draft.problem(
+            f"recompute='selective' with cp_size={size}: attention over cut sequences keeps no scores that could be "
+            "computed again: use recompute='none', 'full', or names of modules such as ['mlp']"
+        )
+    inside = tuple(f"{layer}." for layer in draft.layers)
+    kinds = {type(module) for name, module in draft.modules.items() if name.startswith(inside)}
+    if not any(_looks_attention_up(kind) for kind in kinds):
+        draft.problem(
+            f"recompute='selective' recomputes attention, which {draft.config.model_type!r} does not look up in "
+            "transformers' table: use recompute='full', or the names of its modules, as recompute=['self_attn']"
+        )
+
+
+def _looks_attention_up(kind: type) -> bool:
+    named = any("Attention" in each.__name__ for each in kind.__mro__)
+    return named and any(hasattr(sys.modules.get(each.__module__), _ATTENTION) for each in kind.__mro__)
+
+
+def _refuse_unknown_operators(draft: Draft) -> None:
+    for name in draft.options.memory_levers.recompute_keep:
+        found = operators_named(name)
+        if found is None:
+            draft.problem(f"recompute_keep: torch has no operator {name!r}: name one as 'aten.mm' or 'aten.mm.default'")
+        elif not found:
+            draft.problem(f"recompute_keep: {name} changes a tensor in place, and returns nothing new to keep")

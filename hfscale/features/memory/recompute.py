@@ -1,0 +1,203 @@
+"""Activation checkpointing as a part.
+
+Torch's ``checkpoint`` replaces ``forward`` of the modules that the plan names, inside of their hooks: communication at
+a block's edges is repeated if full layers are recomputed, and not if blocks are. A recomputation sees the RNG state,
+autocast and function modes of the original forward pass.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
+from math import ceil
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from ..._compat.torch import function_modes, operators_named, tree_leaves
+from ..._compat.torch_checkpoint import kept_results
+from ..._compat.transformers.attention import answer, implementation_of, set_implementation
+from ..._compat.transformers.computing import without_cache
+from ...cost.model.recompute import Situation, layers_to_recompute
+from ...models.expert_modules import experts_per_token
+from ...parallel.context.cut import shape_of
+from ...parallel.context.seam import attention_configs
+from ...parallel.pipeline.in_flight import most_in_flight
+from ...plan.recompute import recomputed
+from ...train.runtime import Batch, Part, Runtime
+from ...train.runtime.batches import Microbatch
+from ...train.runtime.local_weights import LocalWeights
+
+_PREFIX = "hfscale_recomputed_"
+
+
+class Recomputation(Part):
+    """A part that recomputes the layers and modules named by the plan.
+
+    Attributes:
+        chosen: the layers that are recomputed; ``None`` while a memory budget has not chosen yet.
+    """
+
+    def __init__(self) -> None:
+        self.chosen: frozenset[str] | None = None
+        self._attention: list[tuple[Any, str]] = []
+
+    def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
+        """Wrap the planned modules in torch's ``checkpoint``."""
+        planned, model = recomputed(runtime.plan), runtime.model
+        if planned.budget is None:
+            self.chosen = frozenset(planned.layers)
+        elif planned.tokens is not None:
+            self._choose(runtime, ceil(planned.tokens / runtime.mesh.layout.cp), 0, None)
+        for name in filter(runtime.is_local, planned.layers):
+            recompute(model.get_submodule(name), lambda name=name: name in (self.chosen or ()), planned.keep)  # type: ignore[misc]
+        for name in filter(runtime.is_local, planned.modules):
+            recompute(model.get_submodule(name), lambda: True)
+        if self.chosen is None and runtime.plan.stages is None:  # for users' own loops
+            model.register_forward_pre_hook(partial(self._before, runtime), with_kwargs=True)
+        if planned.attention:
+            for config in attention_configs(model):
+                host = implementation_of(config)
+                self._attention.append((config, host))
+                set_implementation(config, answer(_PREFIX, host, _attend, _mask))
+
+    def take_out(self, runtime: Runtime, weights: LocalWeights) -> None:
+        """Restore transformers' attention implementation."""
+        for config, host in self._attention:
+            set_implementation(config, host)
+
+    def around_step(
+        self, runtime: Runtime, microbatches: Sequence[Microbatch], train: bool
+    ) -> AbstractContextManager[None]:
+        """Let the first training step choose the layers under a memory budget, on every rank."""
+        if train and self.chosen is None:
+            self._choose_for(runtime, microbatches)
+        return nullcontext()
+
+    def _before(self, runtime: Runtime, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.chosen is None and model.training and torch.is_grad_enabled():
+            named = dict(zip(inspect.signature(model.forward).parameters, args, strict=False))
+            self._choose_for(runtime, [{**named, **kwargs}])
+
+    def _choose_for(self, runtime: Runtime, batches: Sequence[Batch]) -> None:
+        shapes = [shape_of(batch) for batch in batches]
+        most = torch.tensor([max(rows * length for rows, length in shapes), max(length for _, length in shapes)])
+        if runtime.mesh.control is not None:  # ranks that exchange tokens in a layer must all recompute it, or none
+            dist.all_reduce(most, dist.ReduceOp.MAX, runtime.mesh.control)
+        tokens, sequence = most.tolist()
+        self._choose(runtime, tokens, sequence, len(batches))
+
+    def _choose(self, runtime: Runtime, tokens: int, sequence: int, microbatches: int | None) -> None:
+        trained = frozenset(p.name for p in runtime.plan.owned())
+        if microbatches is not None:
+            trained = frozenset(planned.name for planned, p in runtime.parameters() if p.requires_grad)
+        situation = Situation(
+            tokens=tokens,
+            alive=most_in_flight(runtime.plan, microbatches),
+            mixed=runtime.options.mixed_precision != "no",
+            trained=trained,
+            routes=experts_per_token(runtime.model.config),
+            sequence=sequence,
+        )
+        self.chosen = layers_to_recompute(runtime.plan, runtime.mesh.pp_rank, situation)
+
+
+def recompute(module: nn.Module, wanted: Callable[[], bool], keep: Sequence[str] = ()) -> None:
+    """Recompute ``module`` in the backward pass if ``wanted`` returns true.
+
+    Args:
+        keep: names of operators whose results are kept.
+    """
+    forward = module.forward
+    operators = frozenset(operator for name in keep for operator in operators_named(name) or ())
+
+    def forward_recomputed(*args: Any, **kwargs: Any) -> Any:
+        if not (module.training and torch.is_grad_enabled() and wanted()):
+            return forward(*args, **kwargs)
+        args, kwargs = without_cache(args, kwargs)
+        return _checkpointed(forward, *args, operators=operators, **kwargs)
+
+    forward_recomputed.__wrapped__ = forward  # type: ignore[attr-defined]  # transformers inspects forward's signature
+    module.forward = forward_recomputed  # type: ignore[method-assign]
+
+
+def _checkpointed(
+    function: Callable[..., Any], *args: Any, operators: frozenset[Any] = frozenset(), **kwargs: Any
+) -> Any:
+    function, args, kwargs = _with_tensor_by_position(function, args, kwargs)
+    if torch.compiler.is_compiling():  # graphs have no modes to restore, and take no closure
+        kept: dict[str, Any] = {}
+        if operators:
+            kept["context_fn"] = partial(create_selective_checkpoint_contexts, list(operators))
+        return checkpoint(function, *args, use_reentrant=False, **kept, **kwargs)
+
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        modes = function_modes()
+        if not operators:
+            return nullcontext(), _Again(modes)
+        first, again = kept_results(operators)
+        return first, _Again(modes, again)
+
+    return checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+def _with_tensor_by_position(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """Return an equal call that passes at least one tensor by position, if it passes tensors at all.
+
+    Torch keeps the RNG state only of positional tensors' devices, and most models call attention by keyword: without
+    this, dropout on a GPU would drop other entries in the recomputation.
+    """
+    if _has_tensor(args):
+        return function, args, kwargs
+    name = next((name for name, value in kwargs.items() if _has_tensor(value)), None)
+    if name is None:
+        return function, args, kwargs
+
+    def by_position(moved: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **{name: moved}, **kwargs)
+
+    return by_position, (kwargs[name], *args), {key: value for key, value in kwargs.items() if key != name}
+
+
+def _has_tensor(value: Any) -> bool:
+    return any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
+
+
+class _Again:
+    """A context for recomputation that enters the function modes of the original forward pass."""
+
+    def __init__(self, modes: Sequence[Any], *contexts: AbstractContextManager[Any]) -> None:
+        self._modes, self._contexts, self._stacks = modes, contexts, list[ExitStack]()
+
+    def __enter__(self) -> None:
+        stack, seen = ExitStack(), function_modes()
+        for mode in (mode for mode in self._modes if not any(mode is one for one in seen)):
+            stack.enter_context(mode)
+        for context in self._contexts:
+            stack.enter_context(context)
+        self._stacks.append(stack)
+
+    def __exit__(self, *raised: Any) -> None:
+        self._stacks.pop().__exit__(*raised)
+
+
+def _attend(
+    host: Callable[..., Any], module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+) -> Any:
+    """Call attention under ``checkpoint``: queries, keys and values are kept, and nothing between them and output."""
+    if not (module.training and torch.is_grad_enabled()):
+        return host(module, query, key, value, mask, **kwargs)
+
+    def core(query: Tensor, key: Tensor, value: Tensor) -> Any:
+        return host(module, query, key, value, mask, **kwargs)
+
+    return _checkpointed(core, query, key, value)
+
+
+def _mask(host: Callable[..., Any], fills: bool, *args: Any, **kwargs: Any) -> Any:
+    return host(*args, **kwargs)

@@ -1,0 +1,186 @@
+"""Count the bytes saved for backward passes, by saved-tensor hooks: each storage once, without parameters."""
+
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..._compat.torch import own_buffers, own_parameters, storage_key
+from ..._compat.transformers.hidden_states import hidden_states_of
+from ...train.runtime import find_runtime, local_tensor, memory_of
+
+
+class _Saved:
+    """A holder of a saved tensor; autograd frees it with the node that saved it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.detach()  # a saved output would otherwise keep its own node alive
+
+
+@dataclass
+class SavedBytes:
+    """Peak bytes saved for backward passes, each storage once, without parameters.
+
+    Attributes:
+        layers: saved in the layers, with their inputs.
+        around: saved outside of them; the loss of stock models saves logits.
+        head: gradients of the head that wait for the backward pass.
+        total: of all kinds together; each kind may peak at another time.
+    """
+
+    layers: int = 0
+    around: int = 0
+    head: int = 0
+    total: int = 0
+    _now: dict[str, int] = field(default_factory=lambda: {"layers": 0, "around": 0, "head": 0})
+
+    @property
+    def now(self) -> int:
+        """The bytes saved at this moment."""
+        return sum(self._now.values())
+
+    def add(self, kind: str, size: int) -> None:
+        """Record that ``size`` bytes of a kind are saved or, if negative, freed."""
+        self._now[kind] += size
+        setattr(self, kind, max(getattr(self, kind), self._now[kind]))
+        self.total = max(self.total, sum(self._now.values()))
+
+
+@contextmanager
+def count_saved(model: nn.Module, layers: Iterable[str], head: str | None = None) -> Iterator[SavedBytes]:
+    """Count the bytes saved by forward and backward passes of ``model`` inside the `with` block.
+
+    Args:
+        layers: names of the layers; those that this rank does not hold are ignored.
+        head: name of the projection onto the vocabulary.
+    """
+    found = SavedBytes()
+    with SavedCounter(model, layers, head, found.add):
+        yield found
+
+
+class SavedCounter:
+    """A context that counts the saved tensors of ``model``, each storage once, without parameters.
+
+    Args:
+        layers: names of the layers; those that this rank does not hold are ignored.
+        head: name of the projection onto the vocabulary.
+        note: called with the kind and the number of bytes saved or, if negative, freed.
+        copies: storage keys of copies of weights, which are not counted either; may be extended later.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Iterable[str],
+        head: str | None,
+        note: Callable[[str, int], None],
+        copies: Collection[int] = (),
+    ) -> None:
+        self._note, self._copies = note, copies
+        self._kept: dict[int, list[Any]] = {}  # storage -> how often it is saved, bytes, kind
+        self._parameters: dict[int, StorageWeakRef] = {}  # referenced, so that no other storage reuses an address
+        self._depth = 0
+        self._handles: list[Any] = []
+        modules = dict(model.named_modules())
+        found = modules.get(head) if head is not None else None
+        weight = None if found is None else next(found.parameters(recurse=False), None)
+        self._head = None if weight is None else tuple(weight.shape)  # its shape when gathered over the data ranks
+        for module in modules.values():
+            self._handles.append(module.register_forward_pre_hook(self._note_parameters))
+        names, runtime = [name for name in layers if name in modules], find_runtime(model)
+        for name, behind in zip_longest(names, names[1:]):
+            layer = modules[name]
+            self._handles.append(layer.register_forward_pre_hook(self.enter, with_kwargs=True))
+            if behind is not None and runtime is not None and not runtime.is_local(behind):
+                self._handles.append(layer.register_forward_hook(self._send))
+            self._handles.append(layer.register_forward_hook(self.leave, always_call=True))
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self.unpack)
+
+    def __enter__(self) -> Self:
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._hooks.__exit__(*raised)
+        for handle in self._handles:
+            handle.remove()
+
+    def kind_of(self, tensor: Tensor) -> str:
+        """Return the kind of a tensor that is saved now."""
+        return "layers" if self._depth else "head" if self.is_of_head(tensor) else "around"
+
+    def is_of_head(self, tensor: Tensor) -> bool:
+        """Return whether a tensor has the shape of the head's weight."""
+        return tuple(tensor.shape) == self._head
+
+    def saved_as(self, key: int) -> str | None:
+        """Return the kind of a saved storage; ``None`` for a parameter's."""
+        return str(self._kept[key][2]) if key in self._kept else None
+
+    def freed(self, key: int) -> None:
+        """React to a storage that is no longer saved."""
+
+    def unpack(self, saved: _Saved) -> Tensor:
+        """Return a saved tensor to the backward pass."""
+        return saved.tensor
+
+    def _note_parameters(self, module: nn.Module, _: Any) -> None:
+        # While FSDP2 has gathered weights, these are the full ones.
+        for parameter in (*own_parameters(module).values(), *own_buffers(module).values()):
+            for plain in [] if parameter is None else memory_of(parameter.detach()):
+                storage = plain.untyped_storage()
+                self._parameters.setdefault(storage_key(storage), StorageWeakRef(storage))
+
+    def enter(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Record that a layer begins, and count its input."""
+        self._depth += 1
+        for module in layer.modules():  # an adapter reads the weights of what it wraps without calling it
+            self._note_parameters(module, None)
+        stream = hidden_states_of(args, kwargs)
+        if isinstance(stream, Tensor) and stream.requires_grad:
+            self._count(stream)  # recomputation saves it where the hooks do not see it
+
+    def _send(self, _: nn.Module, given: Any, output: Any) -> None:
+        stream = output[0] if isinstance(output, tuple) else output
+        if isinstance(stream, Tensor) and stream.requires_grad:
+            self._count(stream)  # sent to the next stage; kept until its gradient arrives
+
+    def leave(self, *_: Any) -> None:
+        """Record that a layer is done."""
+        self._depth -= 1
+
+    def _pack(self, tensor: Tensor) -> _Saved:
+        saved = _Saved(tensor)
+        key = self._count(tensor, saved)
+        if key is not None:
+            weakref.finalize(saved, self._free, key)
+        return saved
+
+    def _count(self, tensor: Tensor, saved: _Saved | None = None) -> int | None:
+        storage = local_tensor(tensor.detach()).untyped_storage()
+        key = storage_key(storage)
+        if key in self._parameters or key in self._copies:
+            return None
+        if key not in self._kept:
+            kind = self.kind_of(tensor)
+            self._kept[key] = [0, storage.nbytes(), kind]
+            self._note(kind, storage.nbytes())
+        self._kept[key][0] += 1
+        if saved is None:  # counted as long as the tensor is alive
+            weakref.finalize(tensor, self._free, key)
+        return key
+
+    def _free(self, key: int) -> None:
+        kept = self._kept[key]
+        kept[0] -= 1
+        if not kept[0]:
+            del self._kept[key]
+            self._note(kept[2], -kept[1])
+            self.freed(key)

@@ -1,0 +1,117 @@
+"""Liger's kernels for norms, gated activations and rotary embeddings, as a part (Hsu et al. 2024).
+
+Each works on one token, or on one head of one token, so inside of a block it works on shards too. The loss stays
+hfscale's: Liger's needs the full head.
+"""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..._compat.liger import LOSSES, activation_of, applies, computes_in, give_kernels, is_installed, keep_gradients
+from ..._compat.liger import switches_of as switches_of_family
+from ..._compat.transformers.classes import class_name
+from ...errors import ConfigError
+from ...models.expert_modules import holds_experts, takes_routes
+from ...train.runtime import Part, Runtime
+from ...train.runtime.local_weights import LocalWeights
+from ...train.runtime.names import stock_name
+from ...train.runtime.snapshot import Undo, watch
+
+_ACTIVATIONS = ("act_fn", "activation_fn", "act")
+"""Attribute names of the activation in stock MLPs."""
+
+
+def check_kernels(asked: bool | Mapping[str, bool], family: str, device: torch.device) -> None:
+    """Check ``use_liger_kernel`` before anything is loaded.
+
+    Args:
+        asked: the value of :attr:`hfscale.config.options.Options.use_liger_kernel`.
+        family: the config's ``model_type``.
+
+    Raises:
+        ConfigError: the kernels are not installed, are not for this family or device, or would replace the loss.
+    """
+    if asked is False:
+        return
+    said = f"use_liger_kernel={asked!r}"
+    if not is_installed():
+        raise ConfigError(f"{said} needs Liger's kernels, which are not installed: pip install liger-kernel")
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ConfigError(
+            f"{said} needs a GPU, and this rank computes on the CPU: leave it out, or try it with TRITON_INTERPRET=1, "
+            "by which Triton's kernels run in Python, slowly"
+        )
+    known = switches_of_family(family)
+    if known is None:
+        raise ConfigError(f"{said}: Liger has no kernels for {family}: leave it out")
+    given = {} if asked is True else asked
+    for name in given:
+        if name not in known:
+            raise ConfigError(
+                f"{said}: {name} is none of Liger's kernels for {family}: use {', '.join(_without_losses(known))}"
+            )
+
+
+def _without_losses(names: list[str]) -> list[str]:
+    return [name for name in names if name not in LOSSES]
+
+
+class LigerKernels(Part):
+    """A part that gives the model Liger's kernels if they were asked for."""
+
+    def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
+        """Install the kernels, before block edges and recomputation are installed around the modules."""
+        asked = runtime.options.use_liger_kernel
+        if asked is False:
+            return
+        model = runtime.model
+        for parameter in model.parameters():
+            if parameter.is_floating_point() and not computes_in(parameter.dtype) and parameter.dtype.itemsize > 1:
+                raise ConfigError(
+                    f"use_liger_kernel={asked!r}: Liger's kernels compute in 32 bits, and this model has weights in "
+                    f"{parameter.dtype}: leave it out, or load the model with dtype=torch.float32"
+                )
+        look_again, modules = watch(model), set(model.modules())
+        try:
+            give_kernels(model, {} if asked is True else asked)
+        except (
+            AttributeError,
+            ImportError,
+            TypeError,
+        ) as error:  # a class of the family, or a version of transformers, that Liger does not know
+            raise ConfigError(
+                f"use_liger_kernel={asked!r}: Liger has no kernels for {class_name(model)} ({error}): leave it out"
+            ) from error
+        changes = look_again().changes
+        if modules == set(model.modules()) and not any(changed for *_, changed, _ in changes):
+            raise ConfigError(
+                f"use_liger_kernel={asked!r}: of Liger's kernels for {class_name(model)} none is left but the loss: "
+                "leave it out"
+            )
+        kept = {id(m) for name, m in model.named_modules() if _has_kernels(runtime, stock_name(name), m)}
+        Undo([change for change in changes if id(change[0]) not in kept])()
+        for module, *_ in changes:
+            if id(module) in kept:
+                _check_activation(module)
+                keep_gradients(module)
+
+
+def _has_kernels(runtime: Runtime, name: str, module: nn.Module) -> bool:
+    """Return whether a module keeps its kernel: not placeholders of other stages, nor experts, which may differ."""
+    return runtime.is_local(name) and not holds_experts(module) and not takes_routes(module)
+
+
+def _check_activation(module: nn.Module) -> None:
+    """Refuse an activation that Liger would replace by another: it checks the config only when it creates a module."""
+    kernel = activation_of(module)
+    found: Any = next((getattr(module, name) for name in _ACTIVATIONS if hasattr(module, name)), None)
+    if kernel is not None and found is not None and not applies(found, kernel):
+        switch = "swiglu" if kernel == "silu" else "geglu"
+        raise ConfigError(
+            f"use_liger_kernel: Liger's kernel for {type(module).__name__} applies {kernel}, and this model's config "
+            f"asks for {type(found).__name__}: pass use_liger_kernel={{{switch!r}: False}}"
+        )

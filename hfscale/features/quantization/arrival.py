@@ -1,0 +1,193 @@
+"""Quantize weights while they are loaded: a rank reads its shard of one, quantizes it, and frees the 16-bit tensor.
+
+transformers replaces ``nn.Linear`` by bitsandbytes' modules on the meta device and quantizes every weight once it is
+read (QLoRA, Dettmers et al. 2023). Here these modules get this rank's sizes, and transformers quantizes this rank's
+shard; so a projection stays the stock module with local sizes. Two kinds of weights are packed by hfscale instead, as
+plain bytes (:mod:`...distributed.ops.four_bit`): those that data ranks shard, and experts, which transformers does not
+quantize.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..._compat.bitsandbytes import is_quantized_already, keep_layout, scales_of_rows, set_state
+from ..._compat.torch import own_parameters
+from ...distributed.mesh import Mesh
+from ...distributed.ops.four_bit import Packing, pack, unpack_state
+from ...distributed.ops.packed import register_packed, scales_name
+from ...errors import CheckpointError
+from ...models.names import wild_name
+from ...plan import ParameterPlan, Plan
+from ...train.runtime.local_weights import LocalWeights
+from ...train.runtime.names import owner_of, put_parameter
+from .stored import PackedOnDisk, check_row, fill_row
+
+
+class Quantizing:
+    """The quantized weights of a model on this rank, while they are loaded.
+
+    Args:
+        model: the stock model on the meta device, with this rank's modules, before anything is cut.
+        plan: names the weights to quantize.
+        mesh: this rank's coordinates.
+        host: transformers' quantizer; its operations are replaced until :meth:`collect`.
+    """
+
+    def __init__(self, model: Any, plan: Plan, mesh: Mesh, host: Any) -> None:
+        assert plan.quantized is not None
+        self.model, self.plan, self.mesh, self.host = model, plan.quantized, mesh, host
+        here = dict(model.named_parameters(remove_duplicate=False))
+        self.weights = {name: plan.by_name[name] for name in self.plan.weights if name in here}
+        self.originals = {name: here[name] for name in self.weights}
+        self.whole: Collection[str] = ()
+        self.packings: dict[str, Packing] = {}
+        self.scales: dict[str, Tensor] = {}
+        self.stored: dict[str, PackedOnDisk] = {}
+        self.stock = host.get_quantize_ops()
+        for name in self.plan.transposed & self.weights.keys():
+            # The plan has the shape as stored; transformers' module has transposed it already.
+            turned = torch.empty(self.weights[name].shape, dtype=self.originals[name].dtype, device="meta")
+            put_parameter(model, name, nn.Parameter(turned, requires_grad=False))
+
+    def read_packed(self, name: str, packed: PackedOnDisk, converted: bool) -> None:
+        """Read a weight from 4-bit data in the checkpoint.
+
+        Raises:
+            CheckpointError: it cannot be cut.
+        """
+        planned = self.weights[name]
+        shape = packed.shape[::-1] if name in self.plan.transposed else packed.shape
+        why = None
+        if not self.plan.aligned(planned):
+            why = "the ranks' shares are not made of whole blocks of 64 values"
+        elif converted:
+            why = "the host would convert it while loading"
+        elif shape != planned.shape:
+            why = f"its shape is {shape}, and the model's is {planned.shape}"
+        if why is not None:
+            raise CheckpointError(
+                f"{wild_name(name)} is stored in 4 bits and cannot be cut, since {why}: use smaller tp_size and "
+                "dp_shard_size, or a checkpoint with 16-bit weights and quantization_config="
+            )
+        self.stored[name] = packed
+
+    def shape(self, whole: Collection[str]) -> None:
+        """Give the modules their local sizes, once parameters are cut.
+
+        Args:
+            whole: weights that transformers converts, which are read in full and cut afterwards.
+        """
+        self.whole = whole
+        for name, planned in self.weights.items():
+            holder, attribute = owner_of(self.model, name)
+            module: Any = holder
+            share = planned.local_shape(self.mesh.ranks)
+            original = self.originals[name]
+            if hasattr(module, "in_features"):
+                local = planned.model_shape(self.mesh.ranks)
+                turned = name in self.plan.transposed
+                module.out_features, module.in_features = local[::-1] if turned else local
+                keep_layout(module)  # bitsandbytes has another layout for evaluation
+                empty = torch.empty(share, dtype=original.dtype, device="meta")
+                own_parameters(module)[attribute] = type(original)(empty, requires_grad=False, **original.__dict__)
+            if self.plan.bits == 4 and (self.mesh.data_world > 1 or planned.shape[2:]):
+                self.packings[name] = self._packing(planned, module)
+                if name in self.stored:
+                    check_row(self.packings[name], name)
+        self.host.param_needs_quantization = lambda model, name, **kwargs: name in self.weights
+        self.host.get_quantize_ops = lambda: self
+
+    def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        """Quantize loaded parameters: replaces the operation of transformers' quantizer."""
+        result = dict(input_dict)
+        for name in input_dict.keys() & self.weights.keys():
+            if name in self.stored:
+                result[name] = self._from_stored(name)
+                continue
+            value = input_dict[name]
+            value = value[0] if isinstance(value, list) else value
+            if name in self.whole:
+                value = self.weights[name].take(value, self.mesh.ranks)
+            if name not in self.packings:
+                result.update(self.stock.convert({name: value}, **kwargs))
+                continue
+            matrices = value.T if name in self.plan.transposed else value
+            matrices = matrices if matrices.ndim == 3 else matrices.unsqueeze(0)
+            weight, self.scales[name] = pack(matrices.to(self.mesh.device), self.packings[name])
+            result[name] = nn.Parameter(weight, requires_grad=False)
+        return result
+
+    def collect(self, shares: LocalWeights) -> None:
+        """Move the quantized weights from the model into ``shares``; packed parameters are on the meta device
+        afterwards.
+
+        Raises:
+            CheckpointError: the checkpoint lacks one.
+        """
+        del self.host.param_needs_quantization, self.host.get_quantize_ops
+        for name in self.weights:
+            module, attribute = owner_of(self.model, name)
+            parameter: Any = own_parameters(module)[attribute]
+            if parameter.is_meta or not is_quantized_already(parameter):
+                raise CheckpointError(
+                    f"the checkpoint has no {name}, and there is no quantizing what is not there: load it without "
+                    "quantization_config, or with the config it was saved with"
+                )
+            if self.plan.bits == 8 and self.mesh.data_world > 1:
+                from .linear_8bit import make_sharded as share_rows  # imports bitsandbytes
+
+                shares.tensors[name] = parameter.data.to(self.mesh.device)
+                rows = scales_of_rows(parameter).to(self.mesh.device, torch.float32).view(torch.uint8).view(-1, 4)
+                shares.quantized.append((module, "scales", rows))
+                share_rows(module)
+                continue
+            if name not in self.packings:
+                parameter = parameter.to(self.mesh.device)
+                shares.tensors[name] = parameter.data
+                shares.quantized.append((module, attribute, parameter))
+                continue
+            shares.tensors[name] = parameter.data
+            shares.quantized.append((module, scales_name(attribute), self.scales[name]))
+            if hasattr(module, "in_features"):
+                from .linear_4bit import make_sharded  # imports bitsandbytes
+
+                make_sharded(module, self.packings[name])
+            else:
+                register_packed(module, attribute, self.packings[name])
+
+    def _from_stored(self, name: str) -> nn.Parameter:
+        packed, planned = self.stored[name], self.weights[name]
+        weight, scales = packed.share(planned, name in self.plan.transposed, self.mesh.ranks)
+        weight, scales = weight.to(self.mesh.device), scales.to(self.mesh.device)
+        if name in self.packings:
+            weight, self.scales[name] = fill_row(weight, scales, self.packings[name])
+            return nn.Parameter(weight, requires_grad=False)
+        module, _ = owner_of(self.model, name)
+        original: Any = self.originals[name]
+        packing = self._packing(planned, module)
+        parameter = type(original)(weight.view(original.quant_storage).view(-1, 1), **original.__dict__)
+        set_state(module, parameter, unpack_state(weight, scales.view(torch.uint8), packing)[1])
+        stock: nn.Parameter = parameter
+        return stock
+
+    def _packing(self, planned: ParameterPlan, module: Any) -> Packing:
+        data = planned.data_cuts
+        shape, dim = planned.model_shape(self.mesh.ranks), data[0].dim if data else 0
+        if len(shape) == 2:
+            dim += 1
+            shape = (1, *shape)
+            if planned.name in self.plan.transposed:
+                shape, dim = (1, shape[2], shape[1]), 3 - dim
+        config = self.host.quantization_config
+        return Packing(
+            shape=(shape[0], shape[1], shape[2]),
+            quant_type=config.bnb_4bit_quant_type,
+            double=self.plan.double,
+            dtype=self.stored[planned.name].dtype if planned.name in self.stored else self.model.dtype,
+            compute_dtype=config.bnb_4bit_compute_dtype,
+            shards=data[0].size if data else 1,
+            dim=dim,
+        )

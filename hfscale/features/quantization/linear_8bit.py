@@ -1,0 +1,61 @@
+"""An 8-bit projection whose weight and scales are plain parameters, so that FSDP2 can shard them.
+
+Imported on use: it derives from a class of bitsandbytes.
+"""
+
+from typing import Any
+
+import bitsandbytes
+import torch
+from torch import Tensor, nn
+
+from ..._compat.bitsandbytes import product_in_8_bits
+from ..._compat.torch import own_parameters
+from ...distributed.ops.four_bit import as_bytes
+from ...distributed.ops.frozen_linear import frozen_linear
+
+bnb: Any = bitsandbytes  # its annotations are incomplete
+
+
+class ShardedLinear8bitLt(bnb.nn.Linear8bitLt):
+    """A bitsandbytes ``Linear8bitLt`` over sharded rows (LLM.int8(), Dettmers et al. 2022).
+
+    ``weight`` is ``int8 [out, in]``, ``scales`` are the bytes of one float32 per row, ``uint8 [out, 4]``: data ranks
+    shard the rows of both. Everything else is as in the stock class.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Project ``x [..., in]`` to ``[..., out]``, in the dtype of ``x``."""
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return frozen_linear(x, bias, self._product, self._read)
+
+    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return product_in_8_bits(self, x, _rows(self.weight), float_scales(self.scales), bias)
+
+    def _read(self, dtype: torch.dtype) -> Tensor:
+        scales = float_scales(self.scales).unsqueeze(1).mul(1.0 / 127.0)
+        return _rows(self.weight).to(dtype, copy=True).mul_(scales)
+
+
+def _rows(weight: Tensor) -> Tensor:
+    plain = weight.detach()
+    return plain if plain.dtype == torch.int8 else plain.to(torch.int8)
+
+
+def float_scales(scales: Tensor) -> Tensor:
+    """Return one float32 per row from its bytes ``[rows, 4]``."""
+    return as_bytes(scales).contiguous().view(torch.float32).view(-1)
+
+
+def make_sharded(module: Any) -> None:
+    """Turn a stock ``Linear8bitLt`` into a :class:`ShardedLinear8bitLt` with parameters on the meta device."""
+    module.__class__ = ShardedLinear8bitLt
+    empty_parameters(module)
+
+
+def empty_parameters(module: Any) -> None:
+    """Give a :class:`ShardedLinear8bitLt` parameters on the meta device, of the sizes before data sharding."""
+    weight = torch.empty((module.out_features, module.in_features), dtype=torch.int8, device="meta")
+    scales = torch.empty((module.out_features, 4), dtype=torch.uint8, device="meta")
+    own_parameters(module)["weight"] = nn.Parameter(weight, requires_grad=False)
+    own_parameters(module)["scales"] = nn.Parameter(scales, requires_grad=False)

@@ -1,0 +1,32 @@
+"""Quantized weights as a part: they are put into the model last, and are never saved in 4 or 8 bits."""
+
+from pathlib import Path
+
+from ...errors import ConfigError
+from ...plan.quantized import QuantizedPlan
+from ...train.runtime import Part, Runtime
+from ...train.runtime.local_weights import LocalWeights
+from .quantized_modules import install_quantized, take_quantized
+
+
+class Quantization(Part):
+    """A part that installs quantized weights."""
+
+    def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
+        """Install the quantized weights, after all others."""
+        if weights is not None:
+            install_quantized(weights)
+
+    def take_out(self, runtime: Runtime, weights: LocalWeights) -> None:
+        """Move scales and bitsandbytes' parameters into ``weights``."""
+        take_quantized(runtime.model, weights)
+
+
+def refuse_quantized(quantized: QuantizedPlan | None, directory: Path) -> None:
+    """Raise :class:`ConfigError` for weights in 4 or 8 bits: a checkpoint would keep their error for good."""
+    if quantized is not None:
+        raise ConfigError(
+            f"the model is held in {quantized.bits} bits, and {str(directory)!r} would keep their error for "
+            "good: merge it into 16 bits first, with hfscale.merge_and_unload(model, dtype=torch.bfloat16), or train "
+            "an adapter (load the model with peft_config=...), which save_pretrained writes by itself"
+        )

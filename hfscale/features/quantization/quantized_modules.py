@@ -1,0 +1,227 @@
+"""A frozen base model in 4 or 8 bits, in any layout (QLoRA, Dettmers et al. 2023; LLM.int8(), Dettmers et al. 2022).
+
+``quantization_config=BitsAndBytesConfig(...)`` is transformers' own. Here quantized weights are planned, checked before
+any weight is read, and installed at the end; :mod:`hfscale.features.quantization.arrival` quantizes them while they are
+loaded.
+"""
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from copy import copy
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import BitsAndBytesConfig
+
+from ..._compat.bitsandbytes import (
+    dequantized_from_4_bits,
+    dequantized_from_8_bits,
+    functional,
+    is_in_4_bits,
+    is_stock_parameter,
+    tensors_beside_weight,
+)
+from ..._compat.torch import own_parameters
+from ..._compat.transformers.classes import class_name
+from ..._compat.transformers.loading import quantizes
+from ...distributed.ops.four_bit import gathered, unpack
+from ...distributed.ops.packed import mark, packings_of, register_packed, scales_name
+from ...errors import ConfigError
+from ...models.projections import is_transposed
+from ...plan import Plan
+from ...plan.quantized import QuantizedPlan
+from ...train.runtime import like_sharded, local_tensor
+from ...train.runtime.local_weights import LocalWeights
+
+_ROWS = "ShardedLinear8bitLt"
+
+
+def check_quantization(config: Any) -> None:
+    """Raise :class:`ConfigError`, saying what to change, if hfscale cannot quantize a model as ``config`` says."""
+    if config is None:
+        return
+    if not isinstance(config, BitsAndBytesConfig) or not (config.load_in_4bit or config.load_in_8bit):
+        raise ConfigError(
+            f"quantization_config={config!r} is not one that hfscale can shard: pass "
+            "transformers.BitsAndBytesConfig(load_in_4bit=True, ...) or BitsAndBytesConfig(load_in_8bit=True), or "
+            "leave it out, and load the weights in 16 or 32 bits"
+        )
+    if config.load_in_8bit and config.llm_int8_has_fp16_weight:
+        raise ConfigError(
+            "llm_int8_has_fp16_weight=True keeps the weights in 16 bits and quantizes them anew in every pass: leave "
+            "it out, or use load_in_4bit=True"
+        )
+    if config.llm_int8_enable_fp32_cpu_offload:
+        raise ConfigError("llm_int8_enable_fp32_cpu_offload=True splits the model over devices: leave it out")
+    with suppress(ImportError):  # import it before transformers, which reports if it is missing
+        importlib.import_module("bitsandbytes")
+
+
+def split_quantization(config: Any) -> tuple[Any, BitsAndBytesConfig | None]:
+    """Split the description of weights that bitsandbytes stored in 4 bits from a model's config.
+
+    Returns:
+        a copy without the description, with which transformers would read full weights its own way, and the
+        description; any other ``config`` itself, and ``None``.
+    """
+    found = getattr(config, "quantization_config", None)
+    values = found if isinstance(found, dict) or found is None else found.to_dict()
+    if values is None or values.get("quant_method") != "bitsandbytes" or not values.get("load_in_4bit"):
+        return config, None
+    plain = copy(config)
+    del plain.quantization_config
+    return plain, BitsAndBytesConfig.from_dict(values)
+
+
+def _weights_of_experts(planned: Plan, model: nn.Module, chosen: Callable[[str], bool]) -> Iterator[str]:
+    for mixture in planned.mixtures:
+        if chosen(mixture.name):
+            held = model.get_submodule(mixture.name).named_parameters(prefix=mixture.name)
+            yield from (name for name, parameter in held if parameter.ndim == 3)
+
+
+def _refuse_shared(planned: Plan, weights: list[str], config: Any) -> None:
+    """Refuse to quantize the head, the embedding, and tied weights."""
+    vocabulary = {planned.by_name[f"{name}.weight"] for name in (planned.head, planned.embedding) if name is not None}
+    kept = {name for found in vocabulary for name in (found.name, found.tied_to)}
+    kept |= {name for p in planned.parameters if p.tied_to is not None for name in (p.name, p.tied_to)}
+    for name in weights:
+        if name in kept:
+            raise ConfigError(
+                f"{name} would be quantized, and is the head's or shared with another module: add "
+                f"{name.removesuffix('.weight')!r} to llm_int8_skip_modules={config.llm_int8_skip_modules} (left out, "
+                "the host keeps it)"
+            )
+
+
+def plan_quantized(planned: Plan, model: nn.Module, config: Any, stored: bool = False) -> Plan:
+    """Return the plan with the weights of the full stock ``model`` that ``config`` quantizes.
+
+    These are the weights that transformers quantizes (every ``nn.Linear`` and ``Conv1D`` but its exceptions), and in 4
+    bits the experts of every mixture, each matrix by itself, unless ``llm_int8_skip_modules`` names them.
+
+    Args:
+        stored: whether the checkpoint holds them quantized; then experts are as transformers stores them, in 16 bits.
+
+    Raises:
+        ConfigError: a weight of an embedding or the head, or a tied one, would be quantized.
+    """
+    if config is None:
+        return planned
+    chosen = quantizes(model, config)
+    linear = {
+        f"{name}.weight": is_transposed(module)
+        for name, module in model.named_modules()
+        if (is_transposed(module) or type(module) is nn.Linear) and chosen(name)
+    }
+    weights, transposed = list(linear), {name for name, turned in linear.items() if turned}
+    _refuse_shared(planned, weights, config)
+    if config.load_in_8bit and transposed and planned.layout.dp_shard > 1:
+        raise ConfigError(
+            f"load_in_8bit=True cannot be used with {planned.layout.describe()} in {class_name(model)}, whose "
+            "Conv1D weights are cut between data ranks across the rows that have a scale each: use load_in_4bit=True, "
+            "or dp_shard_size=1"
+        )
+    if config.load_in_4bit and not stored:
+        weights += _weights_of_experts(planned, model, chosen)
+    order = {parameter.name: place for place, parameter in enumerate(planned.parameters)}
+    found = QuantizedPlan(
+        bits=4 if config.load_in_4bit else 8,
+        kind=config.bnb_4bit_quant_type if config.load_in_4bit else "int8",
+        double=bool(config.load_in_4bit and config.bnb_4bit_use_double_quant and not stored),
+        weights=tuple(sorted(weights, key=order.__getitem__)),
+        transposed=frozenset(transposed),
+        stored=stored,
+    )
+    return replace(planned, quantized=found)
+
+
+def install_quantized(shares: LocalWeights) -> None:
+    """Install scales and bitsandbytes' parameters into their modules, FSDP2-wrapped or not, after all other shards."""
+    for module, name, share in shares.quantized:
+        if isinstance(share, nn.Parameter):  # of bitsandbytes' own class, which holds its scales
+            own_parameters(module)[name] = share
+            continue
+        empty: Any = own_parameters(module)[name]
+        own_parameters(module)[name] = nn.Parameter(like_sharded(share, empty), requires_grad=False)
+        mark(module)
+
+
+def take_quantized(model: nn.Module, shares: LocalWeights) -> None:
+    """Undo :func:`install_quantized`, once FSDP2 is undone: packed parameters are left on the meta device.
+
+    Args:
+        shares: holds the shards by name, and gets the additional tensors of quantized weights.
+    """
+    for module in model.modules():
+        for name, packing in list(packings_of(module).items()):
+            scales: Any = own_parameters(module)[scales_name(name)]
+            shares.quantized.append((module, scales_name(name), local_tensor(scales).detach()))
+            register_packed(module, name, packing)
+        parameter = own_parameters(module).get("weight")
+        if type(module).__name__ == _ROWS:
+            from .linear_8bit import empty_parameters  # imports bitsandbytes
+
+            rows: Any = own_parameters(module)["scales"]
+            shares.quantized.append((module, "scales", local_tensor(rows).detach()))
+            empty_parameters(module)
+        elif parameter is not None and is_stock_parameter(parameter):
+            shares.quantized.append((module, "weight", parameter))
+
+
+def is_quantized(module: nn.Module, name: str = "weight") -> bool:
+    """Return whether a direct parameter of ``module`` is held in 4 or 8 bits."""
+    stock = is_stock_parameter(own_parameters(module).get(name))
+    return stock or name in packings_of(module) or (name == "weight" and type(module).__name__ == _ROWS)
+
+
+def dequantized(module: nn.Module, name: str = "weight") -> Tensor:
+    """Return a quantized weight of a local module in the dtype it was quantized from.
+
+    If data ranks shard it, all of them call this, and each gets the tensor gathered over the data axes: this rank's
+    shard over the tensor, expert and pipeline axes.
+
+    Args:
+        module: a module of bitsandbytes, or one of experts.
+        name: name of the parameter.
+
+    Returns:
+        ``[out, in]`` for a projection (also a ``Conv1D``, which is stored transposed); ``[experts, ...]`` for experts,
+        as their module holds it.
+
+    Raises:
+        ConfigError: it is not quantized.
+    """
+    parameter: Any = own_parameters(module).get(name)
+    packing = packings_of(module).get(name)
+    if packing is not None:
+        scales: Any = own_parameters(module)[scales_name(name)]
+        whole = unpack(gathered(parameter), gathered(scales), packing)
+        return whole if name != "weight" else whole[0]
+    if not is_quantized(module, name):
+        raise ConfigError(f"{type(module).__name__}.{name} is not quantized: it is {type(parameter).__name__}")
+    with torch.no_grad():
+        if is_in_4_bits(parameter):
+            return dequantized_from_4_bits(parameter)
+        if type(module).__name__ == _ROWS:
+            from .linear_8bit import float_scales
+
+            rows: Any = own_parameters(module)["scales"]
+            plain: Tensor = functional().int8_vectorwise_dequant(gathered(parameter), float_scales(gathered(rows)))
+            return plain
+        return dequantized_from_8_bits(module, parameter)
+
+
+def beside_quantized(model: nn.Module) -> Iterator[Any]:
+    """Yield the scales and other tensors needed to read the quantized weights of ``model``, of bitsandbytes or
+    hfscale; ``None`` for missing ones.
+    """
+    for module in model.modules():
+        for name in packings_of(module):
+            yield own_parameters(module)[scales_name(name)]
+        if type(module).__name__ == _ROWS:
+            yield own_parameters(module)["scales"]
+        yield from tensors_beside_weight(module)

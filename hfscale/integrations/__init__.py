@@ -1,0 +1,1 @@
+"""The bridges to Accelerate and to transformers' Trainer."""

@@ -1,0 +1,342 @@
+"""``hfscale.Accelerator``, which counts distinct batches.
+
+Accelerate counts processes; under tensor parallelism several processes share one batch. This subclass counts *distinct
+batches* wherever it matters - ``num_processes``, the samples of a rank, gathering of results, steps of a schedule - and
+leaves the model, which hfscale has wrapped already, alone.
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import accelerate
+import torch
+import torch.distributed as dist
+from accelerate.data_loader import IterableDatasetShard, get_sampler, prepare_data_loader
+from accelerate.utils import recursively_apply
+from torch import Tensor, nn
+from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+
+from ..._compat.accelerate import (
+    BatchScheduler,
+    is_prepared,
+    one_run,
+    prepared_loaders,
+    prepared_models,
+    prepared_optimizers,
+    prepared_schedulers,
+)
+from ..._compat.torch_device import accelerators
+from ..._compat.transformers.classes import class_name
+from ...checkpoint import load_state, save_pretrained, save_state, wait_for_saves
+from ...config.environment import started_processes, without_launcher_switches
+from ...distributed.mesh import Mesh
+from ...distributed.process_groups import latest_mesh
+from ...distributed.processes import own_device, restarted, start
+from ...errors import ConfigError
+from ...parallel.data import set_gradient_sync
+from ...parallel.tensor import RandomStreams
+from ...train import clip_grad_norm_
+from ...train.runtime import Runtime, find_runtime, runtime_of
+from .loaders import OneOrder, agreed, seed_workers_alike
+
+_FOREIGN = ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin", "parallelism_config")
+
+
+class Accelerator(accelerate.Accelerator):
+    """``accelerate.Accelerator`` for parallelized models.
+
+    Pass the model to :meth:`prepare` together with, or before, the data loaders. Takes the arguments of
+    ``accelerate.Accelerator`` except those that would shard the model a second time.
+
+    Its processes are the distinct batches of a step, which are known once a model has been built, also before
+    :meth:`prepare`; ``is_main_process`` and the like are about real processes.
+
+    Attributes:
+        serves_hfscale: distinguishes it from Accelerate's own, which refuses models that are spread over ranks.
+    """
+
+    serves_hfscale = True
+    _runtime: Runtime | None = None
+    _listed: tuple[type, ...] = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)  # finite ones
+
+    def __init__(self, **kwargs: Any) -> None:
+        clashing = [name for name in _FOREIGN if kwargs.get(name) is not None]
+        if clashing:
+            raise ConfigError(
+                f"{', '.join(clashing)} would shard the model a second time: leave it out, and give the layout to "
+                "hfscale.from_pretrained(..., parallel=hfscale.ParallelConfig(...))"
+            )
+        # Without a GPU, Accelerate takes every process for the only one unless cpu=True.
+        kwargs["cpu"] = kwargs.get("cpu") or not accelerators().is_available()
+        if restarted() and not dist.is_initialized():
+            start(own_device())  # Accelerate would meet the ranks of the first start
+        with without_launcher_switches():
+            super().__init__(**kwargs)
+        self._check_processes()
+        if self.mixed_precision not in ("no", "bf16"):
+            raise ConfigError(f"mixed_precision={self.mixed_precision!r} cannot be used: use 'no' or 'bf16'")
+        self._told, self._orders, self._worker_seeds = set[int](), list[OneOrder](), torch.Generator()
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of the prepared model."""
+        if self._runtime is None:
+            raise ConfigError(
+                "no model that hfscale parallelized has been prepared yet: pass the model to prepare() together with, "
+                "or before, the data loaders"
+            )
+        return self._runtime.mesh
+
+    @property
+    def num_processes(self) -> int:
+        """The number of distinct batches in a step; before any model has been built, the number of processes."""
+        mesh = self._mesh_so_far
+        told = int(self.state.num_processes) if mesh is None else mesh.batch_world
+        if self._runtime is None:
+            self._told.add(told)
+        return told
+
+    @property
+    def process_index(self) -> int:
+        """The index of this rank's distinct batch."""
+        return int(self.state.process_index) if (mesh := self._mesh_so_far) is None else mesh.batch_rank
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last real process."""
+        return bool(self.state.is_last_process)
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Prepare as Accelerate does; models must be parallelized, and are returned as they are."""
+        for model in (obj for obj in args if isinstance(obj, nn.Module)):
+            self._adopt(model)
+        return super().prepare(*args, device_placement=device_placement)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        """Remember the model, which is on its device and wrapped already."""
+        self._adopt(model)
+        if model not in prepared_models(self):
+            prepared_models(self).append(model)
+        return model
+
+    def prepare_data_loader(
+        self, data_loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None
+    ) -> Any:
+        """Give each distinct batch rank its samples; ranks that share a batch get the same ones."""
+        if is_prepared(data_loader):
+            return data_loader
+        if self.dispatch_batches:
+            raise ConfigError(
+                "dispatch_batches=True slices batches over all processes, also those that share one: leave it out"
+            )
+        self._agree_on_order(data_loader)
+        dealt = isinstance(data_loader.dataset, IterableDatasetShard)  # to distinct batches already
+        prepared = prepare_data_loader(
+            data_loader,
+            self.device,
+            num_processes=1 if dealt else self.mesh.batch_world,
+            process_index=0 if dealt else self.mesh.batch_rank,
+            split_batches=self.split_batches,
+            put_on_device=self.device_placement if device_placement is None else device_placement,
+            rng_types=list(self.rng_types or ()),
+            dispatch_batches=False,
+            even_batches=self.even_batches,
+            use_seedable_sampler=self.use_seedable_sampler,
+            data_seed=agreed(self.mesh, self.dataloader_config.data_seed or torch.random.initial_seed()),
+            non_blocking=self.non_blocking,
+            use_stateful_dataloader=self.use_stateful_dataloader,
+        )
+        prepared_loaders(self).append(prepared)
+        seed_workers_alike(prepared, self.mesh, self._worker_seeds)
+        return prepared
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """Return a loader over the rest of an epoch, as Accelerate does."""
+        rest = super().skip_first_batches(dataloader, num_batches)
+        seed_workers_alike(rest, self.mesh, self._worker_seeds)
+        return rest
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Prepare a schedule as Accelerate does: it steps :attr:`num_processes` times per optimizer step.
+
+        So its length is ``steps * accelerator.num_processes``, or ``epochs * len(loader)`` with the loader before
+        :meth:`prepare`. With ``split_batches=True``, or unprepared, it steps once.
+        """
+        if is_prepared(scheduler):
+            return scheduler
+        optimizers = [o for o in prepared_optimizers(self) if o.optimizer is getattr(scheduler, "optimizer", None)]
+        prepared = BatchScheduler(
+            scheduler,
+            optimizers or prepared_optimizers(self),
+            lambda: self.num_processes if self.step_scheduler_with_optimizer and not self.split_batches else 1,
+            self.step_scheduler_with_optimizer,
+        )
+        prepared_schedulers(self).append(prepared)
+        return prepared
+
+    def gather(self, tensor: Any) -> Any:
+        """Concatenate, along the first dim, the tensors of distinct batch ranks; every sample once, in batch order."""
+        groups = self.mesh.batch_groups
+
+        def gather_one(local: Tensor) -> Tensor:
+            local = (local[None] if local.ndim == 0 else local).contiguous()
+            for group in groups:
+                pieces = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+                dist.all_gather(pieces, local, group=group)
+                local = torch.cat(pieces)
+            return local
+
+        return recursively_apply(gather_one, tensor, error_on_other_type=True)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather over distinct batches, without the duplicates that pad the last batch."""
+        if use_gather_object:
+            raise ConfigError("use_gather_object=True gathers over all processes: gather tensors instead")
+        return super().gather_for_metrics(input_data)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Return the sum or mean over the distinct batch ranks."""
+
+        def reduce_one(local: Tensor) -> Tensor:
+            total = local.clone()
+            for group in self.mesh.batch_groups:
+                dist.all_reduce(total, group=group)
+            return total * scale / (self.mesh.batch_world if reduction == "mean" else 1)
+
+        return recursively_apply(reduce_one, tensor, error_on_other_type=True)
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Run the backward pass as Accelerate does.
+
+        Raises:
+            ConfigError: the model is cut into pipeline stages: :func:`hfscale.train_step` has run the backward pass
+                already.
+        """
+        if self._runtime is not None:
+            self._runtime.executor.check_plain_call("accelerator.backward")
+        super().backward(loss, **kwargs)
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Accumulate gradients without reducing them over the data axes inside the ``with`` block."""
+        stock = runtime_of(model).model
+        set_gradient_sync(stock, False)
+        try:
+            yield
+        finally:
+            set_gradient_sync(stock, True)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor | None:
+        """Clip by the global norm if gradients are synced in this step; ``parameters`` are those of the model.
+
+        Raises:
+            ConfigError: they are only some of its trainable parameters.
+        """
+        listed = parameters.values() if isinstance(parameters, dict) else parameters
+        given = {id(p) for p in ([listed] if isinstance(listed, Tensor) else listed)}
+        for model in prepared_models(self):
+            trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+            # A rank whose stages train nothing must take part in the norm all the same.
+            still = runtime_of(model).plan.stages is not None and (
+                not given or given & set(map(id, model.parameters()))
+            )
+            if trained <= given and (trained or still):
+                return clip_grad_norm_(model, max_norm, norm_type) if self.sync_gradients else None
+        raise ConfigError(
+            "clip_grad_norm_ clips all the gradients of one prepared model together: pass model.parameters()"
+        )
+
+    def save_model(self, model: nn.Module, save_directory: Any, max_shard_size: Any = "5GB", **_: Any) -> None:
+        """Write a plain Hugging Face directory; call it on every rank."""
+        save_pretrained(model, save_directory, max_shard_size=max_shard_size)
+
+    def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **_: Any) -> str:
+        """Write the training state, for any layout (:func:`hfscale.save_state`); call it on every rank."""
+        model, optimizer, others = one_run(self, output_dir, self._orders)
+        save_state(model, output_dir, optimizer=optimizer, **others)
+        return str(output_dir)
+
+    def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **_: Any) -> None:
+        """Restore the prepared model, optimizer and schedulers from :meth:`save_state`."""
+        model, optimizer, others = one_run(self, input_dir, self._orders)
+        load_state(model, input_dir, optimizer=optimizer, **others)
+        for order in self._orders:
+            order.leave_off()
+
+    def end_training(self) -> None:
+        """Wait for asynchronous saves, then end as Accelerate does."""
+        wait_for_saves()
+        super().end_training()
+
+    def _check_processes(self) -> None:
+        """Refuse a wrong number of processes: every rank would print and write if each took itself for the only one."""
+        world = dist.get_world_size() if dist.is_initialized() else started_processes()
+        if (counted := self.state.num_processes) != world:
+            raise ConfigError(
+                f"Accelerate counts {counted} process(es) and {world} were started: something made its "
+                "state before (accelerate.PartialState, accelerate.Accelerator, transformers.TrainingArguments) "
+                "without cpu=True. Make hfscale.Accelerator() first, or set ACCELERATE_USE_CPU=1"
+            )
+
+    @property
+    def _mesh_so_far(self) -> Mesh | None:
+        """The mesh of the prepared model, or else of the latest one that was built."""
+        return latest_mesh() if self._runtime is None else self._runtime.mesh
+
+    def _adopt(self, model: nn.Module) -> None:
+        runtime = find_runtime(model)
+        if runtime is None:
+            raise ConfigError(
+                f"{class_name(model)} was not parallelized by hfscale: build it with hfscale.from_pretrained, "
+                "from_config or parallelize before accelerator.prepare"
+            )
+        if runtime.mesh.device.type != self.device.type:
+            raise ConfigError(
+                f"the accelerator is on {self.device} and the model on {runtime.mesh.device}: to stay on the CPU where "
+                "there are GPUs, set ACCELERATE_USE_CPU=1 (cpu=True reaches the accelerator alone)"
+            )
+        # The loss of float16 is scaled in train_step, and not a second time here.
+        expected = "no" if runtime.options.mixed_precision == "fp16" else runtime.options.around_products
+        if expected != self.mixed_precision:
+            raise ConfigError(
+                f"the accelerator has mixed_precision={self.mixed_precision!r} and the model was built with "
+                f"{runtime.options.mixed_precision!r}: give both the same, hfscale.from_pretrained(..., "
+                f"mixed_precision={self.mixed_precision!r}), or the accelerator mixed_precision={expected!r}"
+            )
+        if self._runtime is None:
+            self._runtime = runtime
+            self._check_what_was_told()
+        streams = runtime.part(RandomStreams)
+        if streams is not None:
+            streams.synchronize(runtime)
+
+    def _check_what_was_told(self) -> None:
+        """Warn of schedules whose length was computed before the layout was known."""
+        batches = self.mesh.batch_world
+        if self._told - {batches} and self.is_main_process:
+            warnings.warn(
+                f"accelerator.num_processes was read as {max(self._told - {batches})} before this model was built, and "
+                f"with {self.mesh.layout.describe()} it is {batches}, the number of distinct batches: build the model "
+                "first, or a schedule whose length was computed from it is wrong",
+                stacklevel=5,
+            )
+
+    def _agree_on_order(self, data_loader: Any) -> None:
+        """Make every rank shuffle alike, since a sampler draws from each process's own RNG.
+
+        An infinite sampler, or one that Accelerate or a stateful loader handles itself, gets a generator in the same
+        state.
+        """
+        sampler = get_sampler(data_loader)
+        if not hasattr(sampler, "generator"):
+            return
+        handled = self.use_stateful_dataloader or (self.use_seedable_sampler and isinstance(sampler, RandomSampler))
+        if isinstance(sampler, self._listed) and not handled:
+            self._orders.append(OneOrder.put_into(data_loader, sampler, self.mesh))
+        else:
+            seed = sampler.generator.initial_seed() if sampler.generator is not None else torch.random.initial_seed()
+            sampler.generator = torch.Generator().manual_seed(agreed(self.mesh, seed))

@@ -1,0 +1,92 @@
+"""Give ranks that share a batch the same order of an epoch, and the same seeds of workers."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import BatchSampler, Sampler
+
+from ..._compat.torch import before_iterators
+from ...distributed.mesh import Mesh
+
+
+class OneOrder(Sampler[int]):
+    """A sampler with the first rank's order on every rank.
+
+    Every rank draws, so that its random numbers continue as in one process. An interrupted epoch continues in its order
+    after :meth:`load_state_dict`.
+    """
+
+    def __init__(self, sampler: Any, mesh: Mesh) -> None:
+        self.sampler, self._mesh = sampler, mesh
+        self._began: Tensor | None = None  # RNG state from which the current order was drawn
+        self._resumed: Tensor | None = None
+        self._left_off: Tensor | None = None
+
+    @classmethod
+    def put_into(cls, data_loader: Any, sampler: Any, mesh: Mesh) -> "OneOrder":
+        """Replace the loader's sampler by one that shares the order of ``sampler``."""
+        order = cls(sampler, mesh)
+        by_batches = isinstance(data_loader.sampler, BatchSampler)
+        (data_loader.sampler if by_batches else data_loader.batch_sampler).sampler = order
+        return order
+
+    def __iter__(self) -> Iterator[int]:
+        own = getattr(self.sampler, "generator", None)
+        stream = torch.default_generator if own is None else own
+        resumed, self._resumed = self._resumed, None
+        if resumed is not None:
+            stream.set_state(resumed)
+        drawn = [stream.get_state(), torch.tensor(list(self.sampler))]
+        if resumed is not None and own is None and self._left_off is not None:
+            stream.set_state(self._left_off)
+        if self._mesh.control is not None:
+            dist.broadcast_object_list(drawn, src=0, group=self._mesh.control)
+        self._began = drawn[0]
+        yield from drawn[1].tolist()
+        self._began = None
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the RNG state from which the current order was drawn."""
+        return {"began": self._began}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Draw the next epoch's order from the saved RNG state."""
+        self._resumed = state["began"]
+
+    def leave_off(self) -> None:
+        """Let the process's RNG, once that order is drawn, continue from its current state."""
+        self._left_off = torch.random.get_rng_state()
+
+
+def seed_workers_alike(data_loader: Any, mesh: Mesh, seeds: torch.Generator) -> None:
+    """Give the workers of ranks that share a batch the same seed each time they start.
+
+    Each rank draws it from the process's RNG, which therefore continues as in one process; the first rank's counts. A
+    generator of the user's stays.
+
+    Args:
+        seeds: the generator of all such loaders.
+    """
+    loader = getattr(data_loader, "base_dataloader", data_loader)
+    if mesh.sharing is None or not loader.num_workers or loader.generator not in (None, seeds):
+        return
+
+    def agree() -> None:
+        seeds.manual_seed(agreed(mesh, int(torch.empty((), dtype=torch.int64).random_())))
+
+    loader.generator = seeds
+    before_iterators(loader, agree)
+
+
+def agreed(mesh: Mesh, value: int) -> int:
+    """Broadcast rank 0's ``value`` to every rank, and return it."""
+    box = [value]
+    if mesh.control is not None:
+        dist.broadcast_object_list(box, src=0, group=mesh.control)
+    return box[0]

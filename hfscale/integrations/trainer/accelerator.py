@@ -1,0 +1,158 @@
+"""The accelerator inside a Trainer: its processes are the distinct batches."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate.data_loader import BatchSamplerShard, get_sampler
+from accelerate.utils import recursively_apply
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset, Sampler
+from transformers.trainer_pt_utils import LengthGroupedSampler
+
+from ..._compat.accelerate import is_prepared
+from ..._compat.transformers.trainer import seed_workers_by
+from ...train import metrics
+from ..accelerator import Accelerator
+from .batches import Collator, Marked, rows_of
+from .dealt import DealtStream, dealt
+
+
+class TrainerAccelerator(Accelerator):
+    """The :class:`hfscale.Accelerator` of a Trainer, to which its processes are the distinct batches."""
+
+    _listed = (Sampler,)
+    _last: tuple[int, int] | None = None  # rows, and rows that count, of an iterable's evaluated batch
+    _counts: list[int] | None = None  # rows that count in the evaluated batch, by data rank
+
+    def __init__(self, **kwargs: Any) -> None:
+        if kwargs.get("mixed_precision") == "fp16":
+            kwargs["mixed_precision"] = "no"  # the model has its own casts, and train_step scales the loss
+        super().__init__(**kwargs)
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether gradients overflowed in float16, so that the learning rate schedule must not step."""
+        if self._runtime is None:
+            return False
+        return bool(metrics(self._runtime.model).get("step_was_skipped", False))
+
+    def adopt(self, model: nn.Module) -> None:
+        """Count the distinct batches of this model from now on, in place of any other model's."""
+        self._runtime = None
+        self._adopt(model)
+
+    def prepare_data_loader(
+        self, data_loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None
+    ) -> Any:
+        """Prepare as :class:`hfscale.Accelerator` does; ranks that share a batch augment its samples alike."""
+        seed_workers_by(data_loader, self.mesh.batch_rank)
+        if self.num_processes > 1 and not is_prepared(data_loader):  # data ranks may get some examples twice
+            if isinstance(data_loader.dataset, IterableDataset):
+                data_loader = dealt(data_loader, self.num_processes, self.process_index, self.split_batches)
+            data_loader.collate_fn = Collator(data_loader.collate_fn)
+        # Batches stay on the CPU, where a step checks them without a device sync, and moves them in one copy.
+        return super().prepare_data_loader(data_loader, False, slice_fn_for_dispatch)
+
+    def examples_of(self, batch: Any, of_stream: bool = False) -> tuple[int, int] | None:
+        """Return the number of examples in the loader's latest batch, and how many of these are not repeated.
+
+        Data ranks get batches of one size; the last ones are padded with examples from the beginning. ``None``, on
+        every rank alike, if there can be no repeated ones.
+
+        Args:
+            batch: the loader's latest batch.
+            of_stream: whether it comes from an iterable dataset for training, whose loader may be at its end already.
+        """
+        state, self._last = self.gradient_state, None
+        if self.num_processes == 1:
+            size = getattr(state.active_dataloader, "batch_size", None)
+            if state.end_of_dataloader and state.remainder == -1 and size and not of_stream:
+                self._last = size, rows_of(batch)  # an iterable dataset's last batch may have fewer rows
+            return None
+        if not self.even_batches:
+            return None
+        if of_stream or isinstance(getattr(state.active_dataloader, "dataset", None), DealtStream):
+            known = batch.known if isinstance(batch, Marked) and any(batch.known) else (rows_of(batch),) * 2
+            self._last = None if of_stream else known
+            return known
+        return self._dealt_last(state.active_dataloader) if state.end_of_dataloader else None
+
+    def _dealt_last(self, loader: Any) -> tuple[int, int] | None:
+        """Compute :meth:`examples_of` for the last batch; Accelerate's remainder is lost when resuming in an epoch."""
+        sampler: Any = loader.batch_sampler
+        while sampler is not None and not isinstance(sampler, BatchSamplerShard):
+            sampler = getattr(sampler, "batch_sampler", None)
+        if sampler is None or sampler.drop_last or not sampler.batch_size:
+            return None
+        size = sampler.batch_size // self.num_processes if sampler.split_batches else sampler.batch_size
+        left = len(sampler.batch_sampler.sampler) % (size * self.num_processes)
+        return size, size if left == 0 else min(size, max(0, left - self.process_index * size))
+
+    @contextmanager
+    def counting(self, rows: int) -> Iterator[None]:
+        """Let only the first ``rows`` rows of this rank count in gathered tensors inside the ``with`` block.
+
+        A rank without any has one row, since its forward passes take part in other ranks' collectives.
+        """
+        counts: Tensor = super().gather(torch.tensor([rows], device=self.device))
+        self._counts = counts.tolist()
+        try:
+            yield
+        finally:
+            self._counts = None
+
+    def gather(self, tensor: Any) -> Any:
+        """Gather over distinct batches, without rows that repeat others."""
+        if self._counts is None or not isinstance(tensor, Tensor):
+            return super().gather(tensor)
+        counts = self._counts
+        if tensor.ndim == 0:
+            return _OfRanks.of(super().gather(tensor), counts)
+        here, most = max(counts[self.process_index], 1), max(counts)
+        chunks = tensor.unflatten(0, (-1, here))  # chosen and rejected rows, say
+        filled = chunks.new_zeros((len(chunks), most, *chunks.shape[2:]))
+        filled[:, :here] = chunks
+        every = super().gather(filled).unflatten(0, (len(counts), -1))
+        return torch.cat([part[:, :count].flatten(0, 1) for part, count in zip(every, counts, strict=True)])
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather over distinct batches, without padding rows, also for iterable datasets of unknown length.
+
+        A scalar of each rank belongs to no example: Accelerate would drop those of all ranks but the first few. Scalars
+        are gathered as float64, since TRL returns another dtype for zero rows (KTO, on a rank without desirable ones).
+        """
+        if isinstance(input_data, torch.Tensor) and input_data.ndim == 0:
+            return self.gather(input_data.double() if input_data.is_floating_point() else input_data)
+        if self._counts is not None:
+            return self.gather(input_data)
+        gathered = super().gather_for_metrics(input_data, use_gather_object)
+        if self._last is None:
+            return gathered
+        known = self.gather(torch.tensor([self._last], device=self.device)).sum(0).tolist()
+        return recursively_apply(lambda each: each[: known[1]] if len(each) == known[0] else each, gathered)
+
+    def _agree_on_order(self, data_loader: Any) -> None:
+        sampler = get_sampler(data_loader)
+        if isinstance(sampler, LengthGroupedSampler):
+            sampler.batch_size *= self.mesh.batch_world  # group over a full step, as in one process
+        super()._agree_on_order(data_loader)
+
+
+class _OfRanks(Tensor):
+    """One number per data rank: their sum skips ranks without rows, their mean is weighted by rows."""
+
+    rows: Tensor
+
+    @classmethod
+    def of(cls, numbers: Tensor, counts: list[int]) -> "_OfRanks":
+        """Wrap numbers of ranks with ``counts`` rows."""
+        rows = torch.tensor(counts, device=numbers.device)
+        made = torch.where(rows > 0, numbers, 0).as_subclass(cls)
+        made.rows = rows
+        return made
+
+    def mean(self, *_: Any, **__: Any) -> Tensor:
+        """Return the mean weighted by rows."""
+        return (self.as_subclass(Tensor) * self.rows).sum() / self.rows.sum()

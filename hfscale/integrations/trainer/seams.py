@@ -1,0 +1,203 @@
+"""Replacements for functions that TRL's trainers call by name, for parallelized models."""
+
+import hashlib
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from ..._compat.torch_fsdp import cast_shards
+from ..._compat.trl import replaced
+from ...api import adapt, build
+from ...config.parallel import ParallelConfig
+from ...errors import ConfigError
+from ...features.adapters import Adapters
+from ...parallel.data import reshard
+from ...train.runtime import Runtime, find_runtime, local_tensor, runtime_of
+from .fused_head import FusedHead, fused_head
+
+
+class Seams:
+    """The replacements, for one trainer.
+
+    Attributes:
+        heads: the fused heads of its models; the first belongs to the trained model.
+        layout: the layout of models that it makes itself.
+        options: the options, likewise.
+    """
+
+    def __init__(self, layout: ParallelConfig | None, options: dict[str, Any]) -> None:
+        self.layout, self.options = layout, options
+        self.heads: list[FusedHead] = []
+        self._policy: Runtime | None = None
+        self._made_of: list[tuple[nn.Parameter, Tensor]] = []
+
+    def while_made(self, kind: type) -> AbstractContextManager[None]:
+        """Patch the functions that a trainer of this class calls while it is constructed, inside the ``with`` block."""
+        return replaced(
+            kind,
+            {
+                "add_fused_lm_head": self._add_fused_lm_head,
+                "create_model_from_path": self._create_model_from_path,
+                "get_peft_model": self._get_peft_model,
+                "hash_module": _hash_module,
+                "SyncRefModelCallback": _synchronized,
+            },
+        )
+
+    def train(self, model: Any) -> None:
+        """Remember the trained model, and the tensors behind its parameters."""
+        self._policy = runtime_of(model)
+        self._made_of = [(parameter, parameter.data) for parameter in model.parameters() if parameter.requires_grad]
+
+    def follow_casts(self) -> None:
+        """Repeat TRL's cast of adapters over 4-bit weights to bfloat16, made by ``data``, on FSDP2's own shards."""
+        cast = {parameter: parameter.dtype for parameter, data in self._made_of if parameter.dtype != data.dtype}
+        sharded: dict[nn.Parameter, torch.dtype]
+        sharded = {parameter: dtype for parameter, dtype in cast.items() if isinstance(parameter, DTensor)}
+        for parameter, data in self._made_of:
+            if parameter in sharded:
+                parameter.data = data
+        self._made_of = []
+        if sharded and self._policy is not None:
+            cast_shards(self._policy.model, sharded)
+
+    def _add_fused_lm_head(
+        self,
+        stock: Any,
+        model: Any,
+        temperature: float = 1.0,
+        cast_lm_head_to_fp32: bool = False,
+        outputs: Iterable[str] = ("log_probs",),
+    ) -> None:
+        if find_runtime(model) is None:
+            stock(model, temperature, cast_lm_head_to_fp32, outputs)
+            return
+        if cast_lm_head_to_fp32:
+            raise ConfigError(
+                "cast_lm_head_to_fp32=True is for a whole head, and this one is cut: leave it out; its sums over the "
+                "vocabulary are in float32 in any case"
+            )
+        self.heads.append(fused_head(model, temperature, tuple(outputs), trains=not self.heads))
+
+    def _get_peft_model(self, stock: Any, model: Any, peft_config: Any, *args: Any, **kwargs: Any) -> Any:
+        if find_runtime(model) is None:
+            return stock(model, peft_config, *args, **kwargs)
+        adapted = adapt.get_peft_model(model, peft_config)
+        self.train(adapted)
+        return adapted
+
+    def _create_model_from_path(self, stock: Any, path: str, architecture: Any = None, **kwargs: Any) -> Any:
+        if self.layout is None:
+            raise ConfigError(
+                f"{path!r} would be loaded whole by every process: pass parallel=hfscale.ParallelConfig(...) to the "
+                "trainer, or a model of hfscale.from_pretrained"
+            )
+        given = {name: value for name, value in kwargs.items() if name != "device_map" and value is not None}
+        dtype = given.pop("dtype", torch.float32)
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
+        if self._policy is not None:  # this model is its reference, which it equals before the first step
+            given |= reference_of(self._policy)
+            if dtype == self._policy.model.dtype:  # that of this rank's first parameter, perhaps an adapter's
+                dtype = self._policy.plan.parameters[0].dtype
+        return build.from_pretrained(
+            path,
+            parallel=self.layout,
+            auto_class=architecture or AutoModelForCausalLM,
+            dtype=dtype,
+            **self.options,
+            **given,
+        )
+
+
+def options_of(arguments: Any) -> dict[str, Any]:
+    """Return the options of models that a trainer with these ``TrainingArguments``, if any, makes."""
+    if arguments is None:
+        return {}
+    kernels = (arguments.liger_kernel_config or True) if arguments.use_liger_kernel else False
+    return {"mixed_precision": str(arguments.mixed_precision), "use_liger_kernel": kernels}
+
+
+def reference_of(policy: Runtime) -> dict[str, Any]:
+    """Return the arguments that load a reference model equal to the policy: quantized alike, with its saved adapter.
+
+    Raises:
+        ConfigError: its adapters are new, and the reference is the model without them.
+    """
+    quantization = getattr(policy.model.config, "quantization_config", None)
+    given = {} if quantization is None else {"quantization_config": quantization}
+    adapters = policy.part(Adapters)
+    if adapters is None:
+        return given
+    if adapters.source is None:
+        raise ConfigError(
+            "the model has new adapters, and a second one would be loaded as its reference: give the trainer the "
+            "model without them, and peft_config=; then the reference is the model with its adapters switched off"
+        )
+    return {**given, "peft_config": adapters.source}
+
+
+def _synchronized(stock: Any, **kwargs: Any) -> Any:
+    """Wrap TRL's callback that mixes a model into its reference, so that gathered weights are resharded first."""
+    callback = stock(**kwargs)
+    mix = callback.sync_target_model
+
+    def sync_target_model(model: Any, target_model: Any, alpha: float) -> None:
+        for each in (model, target_model):
+            reshard(each)
+        mix(model, target_model, alpha)
+
+    callback.sync_target_model = sync_target_model
+    return callback
+
+
+def _hash_module(stock: Any, module: Any) -> str:
+    """Hash the shards of all ranks; TRL's hashes this rank's alone."""
+    runtime = find_runtime(module)
+    return str(stock(module)) if runtime is None else _hash(runtime)
+
+
+def _hash(runtime: Runtime) -> str:
+    own = hashlib.sha256()
+    for planned, parameter in runtime.parameters():
+        share = local_tensor(parameter.detach()).cpu().contiguous().view(-1).view(torch.uint8)
+        own.update(planned.name.encode() + share.numpy().tobytes())
+    return hashlib.sha256("".join(runtime.mesh.all_gather_object(own.hexdigest())).encode()).hexdigest()
+
+
+def batches_gathered(kind: type, accelerator: Any) -> AbstractContextManager[None]:
+    """Let a trainer's calls of Accelerate's gather functions return each distinct batch once in the ``with`` block."""
+
+    def gather(stock: Any, tensor: Any) -> Any:
+        return accelerator.gather(tensor)
+
+    def gather_object(stock: Any, given: Any) -> Any:
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, (accelerator.process_index, given), group=accelerator.mesh.control)
+        first = dict(reversed(every))
+        return [value for place in sorted(first) for value in first[place]]
+
+    spread = accelerator.mesh.control is not None
+    return replaced(kind, {"gather": gather, "gather_object": gather_object} if spread else {})
+
+
+def count_generations(arguments: Any, batches: int) -> None:
+    """Set the generation batch size of a GRPO or RLOO config, which multiplied by processes that may share a batch.
+
+    Raises:
+        ConfigError: a generation cannot be divided into groups.
+    """
+    if getattr(arguments, "generation_batch_size", None) is None:
+        return
+    size = arguments.per_device_train_batch_size * batches * arguments.steps_per_generation
+    if size % arguments.num_generations:
+        raise ConfigError(
+            f"num_generations={arguments.num_generations} does not divide the {size} completions of a generation over "
+            f"{batches} distinct batch(es): change per_device_train_batch_size or steps_per_generation"
+        )
+    arguments.generation_batch_size = size

@@ -1,0 +1,198 @@
+"""Read and write the optimizer's state as ``transformers.Trainer`` writes it in one process, in any layout.
+
+Stock Trainer numbers parameters: those that decay, in the order of the full model, then those that do not. Each state
+with the shape of its parameter is cut, or gathered, like the parameter::
+
+    optimizer.pt: {"state": {number: {"exp_avg": [full], "step": []}}, "param_groups": [{..., "params": [numbers]}]}
+        <-- gathered on rank 0, one tensor after the other / --> each rank takes its shards
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..._compat.transformers.classes import empty_copy
+from ...errors import CheckpointError
+from ...features.adapters import Adapters
+from ...optim.decay import decays, owners_of
+from ...plan import ParameterPlan
+from ...train.runtime import Runtime, like_sharded, local_tensor
+from ...train.runtime.full_tensors import SavedTensor, full_tensors, tensors_to_save
+from ...train.runtime.names import stock_name
+from ...train.runtime.writing import is_writer
+
+OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
+_LARGEST = 16 << 30  # bytes of a state that one process is assumed to have room for
+
+Names = list[list[str]]
+"""Per parameter group, the names of its parameters in the plan, in stock Trainer's order."""
+
+
+def write(runtime: Runtime, directory: Path, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+    """Write the files from which stock Trainer resumes; collective.
+
+    If it could not hold the state, or an optimizer keeps anything but tensors like its parameters, the file is one that
+    it refuses: without a file it would silently begin with an empty state.
+    """
+    numbers, kinds = _numbers(runtime, optimizer), _kinds(runtime, optimizer)
+    written: dict[str, Any] = {"state": {}, "param_groups": [], "resume_with": "hfscale.Trainer"}
+    if numbers is not None and kinds is not None and _size(runtime, kinds) <= _LARGEST:
+        states = _gathered(runtime, optimizer, kinds)
+        places = [place for group in numbers for place in group]
+        options = [{key: v for key, v in group.items() if key != "params"} for group in optimizer.param_groups]
+        starts = [sum(map(len, numbers[:index])) for index in range(len(numbers))]
+        written = {
+            "state": {number: states[name] for number, name in enumerate(places) if name in states},
+            "param_groups": [
+                {**given, "params": [start + index for index in range(len(group))]}
+                for given, start, group in zip(options, starts, numbers, strict=True)
+            ],
+        }
+    if is_writer(runtime.mesh):
+        directory.mkdir(parents=True, exist_ok=True)
+        torch.save(written, directory / OPTIMIZER)
+        torch.save(scheduler.state_dict(), directory / SCHEDULER)
+
+
+def read(runtime: Runtime, checkpoint: Path, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+    """Resume from a checkpoint of stock Trainer's; call it on every rank.
+
+    Raises:
+        CheckpointError: its state belongs to other parameters, or is in blocks that the layout cuts.
+    """
+    written = torch.load(checkpoint / OPTIMIZER, map_location="cpu", weights_only=True, mmap=True)
+    names, groups = _numbers(runtime, optimizer), written["param_groups"]
+    if names is None or [len(group["params"]) for group in groups] != [len(group) for group in names]:
+        raise CheckpointError(
+            f"{checkpoint / OPTIMIZER} is the state of {sum(len(group['params']) for group in groups)} parameters in "
+            f"{len(groups)} groups, and this run trains {sum(map(len, names or []))} in {len(optimizer.param_groups)}: "
+            "build model and optimizer as they were built then"
+        )
+    numbers = [number for group in groups for number in group["params"]]
+    number = dict(zip((name for group in names for name in group), numbers, strict=True))
+    planned = {id(parameter): planned for planned, parameter in runtime.parameters()}
+    state, mine = dict[int, dict[str, Any]](), list[dict[str, Any]]()
+    for group, options in zip(optimizer.param_groups, groups, strict=True):
+        mine.append({**options, "params": [number[planned[id(p)].name] for p in group["params"]]})
+        for parameter, place in zip(group["params"], mine[-1]["params"], strict=True):
+            state[place] = {
+                key: _taken(key, value, planned[id(parameter)], parameter, runtime.mesh.ranks, optimizer)
+                for key, value in _flat(written["state"].get(place, {})).items()
+            }
+            _refuse_blocks(checkpoint, state[place], planned[id(parameter)])
+    optimizer.load_state_dict({"state": state, "param_groups": mine})
+    scheduler.load_state_dict(torch.load(checkpoint / SCHEDULER, weights_only=True))
+
+
+def _refuse_blocks(checkpoint: Path, state: dict[str, Any], planned: ParameterPlan) -> None:
+    if "absmax1" in state and planned.cuts:
+        raise CheckpointError(
+            f"{checkpoint / OPTIMIZER} has states in 8 bits, in blocks of whole tensors, and this layout cuts them: go "
+            "on in one process, or from a checkpoint of hfscale.Trainer"
+        )
+
+
+def _flat(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state without the nested dictionaries of bitsandbytes."""
+    nested = [value for value in state.values() if isinstance(value, dict)]
+    plain = {key: value for key, value in state.items() if not isinstance(value, dict)}
+    return {**plain, **{key: value for each in nested for key, value in each.items()}}
+
+
+def _taken(
+    key: str, value: Any, planned: ParameterPlan, parameter: Tensor, ranks: dict[str, int], optimizer: Any
+) -> Any:
+    """Return this rank's shard of a state of the full parameter: cut like it, or as hfscale's optimizers say."""
+    if not isinstance(value, Tensor) or value.ndim == 0:
+        return value
+    plain = bool(getattr(optimizer, "keeps_plain_state", False))
+    if tuple(value.shape) == tuple(planned.shape):
+        share = planned.take(value, ranks).clone()
+        return share if plain else like_sharded(share, parameter)
+    lies = optimizer.lies(planned, key, tuple(value.shape)) if plain else None
+    if lies is not None and not lies.own and tuple(lies.shape) == tuple(value.shape):
+        for cut in () if lies.block else lies.cuts:
+            value = cut.take(value, ranks.get(cut.axis, 0))
+        return value.clone()
+    return value
+
+
+def _numbers(runtime: Runtime, optimizer: torch.optim.Optimizer) -> Names | None:
+    """Return all ranks' parameters in stock order; ``None`` for groups that differ from stock Trainer's."""
+    adapters = runtime.part(Adapters)
+    whole = empty_copy(runtime.model) if adapters is None else adapters.whole.get_base_model()
+    here = {planned.name for planned, p in runtime.parameters() if p.requires_grad}
+    trains = set[str]().union(*runtime.mesh.all_gather_object(here))
+    owners, groups = owners_of(whole), list[list[str]]([[], []])
+    for name, parameter in whole.named_parameters():
+        known = name if name in runtime.plan.by_name else stock_name(name)
+        if known in trains:
+            groups[0 if decays(known, owners[id(parameter)]) else 1].append(known)
+    held = {id(parameter): planned.name for planned, parameter in runtime.parameters()}
+    mine = [[held[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    fits = len(mine) == 2 and all(set(own) <= set(group) for own, group in zip(mine, groups, strict=True))
+    return groups if all(runtime.mesh.all_gather_object(fits)) else None
+
+
+_Kinds = dict[str, dict[str, torch.dtype | None]]
+"""By parameter and state: the dtype of a tensor with the parameter's shape; ``None``: a scalar."""
+
+
+def _kinds(runtime: Runtime, optimizer: torch.optim.Optimizer) -> _Kinds | None:
+    """Return all ranks' kinds of states; ``None`` if some are neither scalars nor shaped like their parameter."""
+    found: _Kinds = {}
+    fits = True
+    for planned, parameter in runtime.parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            share = local_tensor(value) if isinstance(value, Tensor) else None
+            whole = share is not None and share.ndim > 0 and share.shape == local_tensor(parameter).shape
+            fits = fits and (whole or share is None or share.ndim == 0)
+            found.setdefault(planned.name, {})[key] = share.dtype if whole and share is not None else None
+    merged: _Kinds = {}
+    for ok, other in runtime.mesh.all_gather_object((fits, found)):
+        fits = fits and ok
+        merged.update(other)
+    return merged if fits else None
+
+
+def _size(runtime: Runtime, kinds: _Kinds) -> int:
+    return sum(
+        torch.Size(runtime.plan.by_name[name].shape).numel() * dtype.itemsize
+        for name, states in kinds.items()
+        for dtype in states.values()
+        if dtype is not None
+    )
+
+
+def _gathered(runtime: Runtime, optimizer: torch.optim.Optimizer, kinds: _Kinds) -> dict[str, dict[str, Any]]:
+    """Return full states by parameter, on rank 0; every rank takes part for all of them."""
+    held = {planned.name: optimizer.state.get(parameter, {}) for planned, parameter in runtime.parameters()}
+    scalars = {
+        name: {key: value for key, value in states.items() if kinds[name].get(key) is None}
+        for name, states in held.items()
+        if states
+    }
+    found: dict[str, dict[str, Any]] = {}
+    for each in runtime.mesh.all_gather_object(scalars):
+        for name, values in each.items():
+            found.setdefault(name, {}).update(values)
+    entries = [entry for entry in tensors_to_save(runtime) if entry.planned and entry.planned.name in kinds]
+    for key in sorted({key for states in kinds.values() for key in states}):
+        types = [(entry, kinds[entry.planned.name].get(key)) for entry in entries if entry.planned]
+        typed = [replace(entry, dtype=dtype) for entry, dtype in types if dtype is not None]
+        for entry, (_, tensor) in zip(typed, full_tensors(runtime, typed, _share(held, key)), strict=True):
+            if is_writer(runtime.mesh) and entry.planned:
+                found[entry.planned.name][key] = tensor.cpu().clone()
+    return found
+
+
+def _share(held: dict[str, Any], key: str) -> Callable[[SavedTensor], Tensor | None]:
+    def share_of(entry: SavedTensor) -> Tensor | None:
+        value = held.get(entry.planned.name, {}).get(key) if entry.planned else None
+        return None if value is None else local_tensor(value)
+
+    return share_of

@@ -1,0 +1,101 @@
+"""RNG states of a run that is resumed.
+
+An epoch's order is drawn as the epoch begins; a sampler without a generator (grouping by length, or
+``use_seedable_sampler=False``) draws it from the process's RNG. A run that resumes within an epoch needs both: the
+state from which the order was drawn, and, once the trained batches are skipped, the state that was saved::
+
+    checkpoint-N/rng_state.pth      {python, numpy, cpu[, cuda]: of the first rank, for stock Trainer in one process,
+                                     "began": the same at the beginning of the epoch}
+    checkpoint-N/hfscale_state/     every rank's own
+"""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import TrainerCallback
+
+from ..._compat.torch_device import device_module, is_accelerator
+from ..._compat.transformers.trainer import RANDOM, read_random_states
+from ...checkpoint.random_states import random_states, restore_random_states
+from ...distributed.mesh import Mesh
+from ...train.runtime.writing import is_writer
+
+
+class RandomStreams(TrainerCallback):
+    """A callback that saves and restores RNG states, at the beginning of an epoch and at a checkpoint.
+
+    Stock Trainer draws a resumed epoch's order from the current RNG state; so does a run here that resumes from a stock
+    checkpoint.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._began: dict[str, Any] | None = None
+        self._before: dict[str, Any] | None = None  # at the beginning of the checkpoint's epoch
+        self._left_off: dict[str, Any] | None = None
+        self._goes_on = False
+
+    def write(self, directory: Path) -> None:
+        """Write the RNG states into a checkpoint, on its first rank."""
+        if is_writer(self._mesh):
+            directory.mkdir(parents=True, exist_ok=True)
+            torch.save({**_written(self._mesh), "began": self._began}, directory / RANDOM)
+
+    def read(self, checkpoint: Path, own: bool) -> None:
+        """Read the RNG states from a checkpoint.
+
+        Args:
+            own: whether it held this rank's own, which are restored already.
+        """
+        mesh, found = self._mesh, read_random_states(checkpoint)
+        self._goes_on, self._before, self._left_off = True, None, None
+        if own:
+            self._left_off = random_states(mesh)
+        elif found is not None:
+            now, place = random_states(mesh), (mesh.data_rank, mesh.pp_rank)
+            restore_random_states(mesh, _read(found), f"{place[0]}, stage {place[1]}" if any(place) else "")
+            self._left_off = random_states(mesh)
+            restore_random_states(mesh, now)
+        if found is not None and found.get("began") is not None:
+            self._before = _read(found["began"])
+
+    def put_back(self) -> None:
+        """Restore the checkpoint's RNG states."""
+        if self._left_off is not None:
+            restore_random_states(self._mesh, self._left_off)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Restore the RNG states from which a resumed run draws the epoch's order."""
+        within = state.epoch is not None and state.epoch % 1 != 0 and not args.ignore_data_skip
+        states = self._before if within else self._left_off
+        if self._goes_on and states is not None:
+            restore_random_states(self._mesh, states)
+        self._goes_on = False
+        self._began = _written(None)
+
+
+def _written(mesh: Mesh | None) -> dict[str, Any]:
+    """Return this process's RNG states in stock Trainer's form."""
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "cpu": torch.random.get_rng_state(),
+    }
+    if mesh is not None and is_accelerator(mesh.device):
+        states["cuda"] = device_module(mesh.device).get_rng_state()
+    return states
+
+
+def _read(written: dict[str, Any]) -> dict[str, Any]:
+    """Return RNG states in the form of :func:`restore_random_states`."""
+    name, keys, *rest = written["numpy"]
+    states = {
+        "torch": written["cpu"],
+        "python": written["python"],
+        "numpy": (name, torch.as_tensor(np.asarray(keys, dtype=np.int64)), *rest),
+    }
+    device = written.get("cuda")
+    return {**states, "device": device} if isinstance(device, torch.Tensor) else states

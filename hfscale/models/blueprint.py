@@ -1,0 +1,104 @@
+"""Where the parts of an architecture are: the roles of its modules, as data.
+
+A family is one :class:`Blueprint`. It comes from :data:`hfscale.models.FAMILIES` (hfscale's own table, keyed by
+``config.model_type``); failing that, from the model's own Hugging Face ``base_model_tp_plan``, translated; failing
+that, it is inferred from the model itself, and used if it is proved (:mod:`hfscale.testing.proofs.infer`).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+OWN_TABLE = "hfscale's own table"
+TRANSLATED = "transformers' base_model_tp_plan, translated"
+INFERRED = "inferred"  # what the words for it begin with
+
+
+@dataclass(frozen=True)
+class Block:
+    """An attention or MLP module: what enters it is whole, what leaves it is summed over the tensor ranks.
+
+    Paths are relative to the block; the empty path is the block itself.
+
+    Attributes:
+        column: projections that read the block's input; their outputs are cut.
+        row: projections that write the block's output; their inputs are cut.
+        enter: modules whose first input is the block's input, where that is not the block (a family that adds the
+            residual inside the block must keep the residual out of the edges).
+        enter_inputs: keyword inputs of those modules that enter besides (an encoder's output, read by the keys and
+            values of a cross attention).
+        leave: modules whose output is the sum to be completed, where that is not the block; a block that has none of
+            them completes its own.
+        parts: what is fused in a projection along the dim that is cut, side by side: how many equal matrices, or a
+            function from the config to their lengths.
+        key_value: what holds key/value heads, and which of the matrices fused in it do (all, where empty): with fewer
+            such heads than ranks, these are cut so that several ranks hold the same head.
+        shared: modules used whole inside the block (per-head norms), whose gradients are therefore partial; the empty
+            path means the block's own parameters.
+        across: shared modules that compute over a whole width (a norm over all heads): their input, which is cut, is
+            gathered for them, and their output cut again.
+        cut: other parameters that are cut: along which dim, and how many matrices lie side by side in it (one matrix
+            per expert, say).
+        pairs: which of ``cut`` have entries that belong together two by two (gate and up interleaved).
+        once: whole parameters that are added to the block's output, where no projection does it (biases of experts).
+        outside: modules of the block that compute on what is whole (a norm behind ``leave``).
+        own_heads: the block's own parameters have one entry per head along dim 0 (attention sinks), and are cut so.
+        rest_shared: whatever else the block holds is used whole inside it (a router).
+        optional: projections that a layer does not have are no mistake: layers of several kinds share the entry.
+        heads: keyword inputs of the block with one entry per head along a dim: each rank gets its heads' share.
+        sample_heads: keyword inputs with one entry per sample and head along dim 0, sample by sample.
+        head_groups: heads are laid out in that many groups side by side, each of which is cut.
+        local_attributes: integer attributes that the forward reads as local sizes.
+        local_config: config fields that the forward reads as local sizes, from ``self.config``.
+        dropout: config fields that hold dropout probabilities applied to *cut* activations (attention weights).
+        cut_from: where activations begin to be cut for the sake of dropout; by default where the first input enters.
+    """
+
+    column: tuple[str, ...]
+    row: tuple[str, ...]
+    enter: tuple[str, ...] = ("",)
+    enter_inputs: tuple[str, ...] = ()
+    leave: tuple[str, ...] = ("",)
+    parts: dict[str, int | Callable[[Any], tuple[int, ...]]] = field(default_factory=dict)
+    key_value: dict[str, tuple[int, ...]] = field(default_factory=lambda: {"k_proj": (), "v_proj": ()})
+    shared: tuple[str, ...] = ()
+    across: tuple[str, ...] = ()
+    cut: dict[str, tuple[int, int]] = field(default_factory=dict)
+    pairs: tuple[str, ...] = ()
+    once: tuple[str, ...] = ()
+    outside: tuple[str, ...] = ()
+    own_heads: bool = False
+    rest_shared: bool = False
+    optional: bool = False
+    heads: dict[str, int] = field(default_factory=dict)
+    sample_heads: tuple[str, ...] = ()
+    head_groups: int = 1
+    local_attributes: tuple[str, ...] = ()
+    local_config: tuple[str, ...] = ()
+    dropout: tuple[str, ...] = ("attention_dropout",)
+    cut_from: str | None = None
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """Roles in one architecture. Paths are relative to the base model (``model.base_model``).
+
+    Attributes:
+        layers: path of the layer list; several where there are several (an encoder and a decoder, two towers). A class
+            need not have all of them: ``BartForCausalLM`` has the decoder's only.
+        blocks: path of each block inside a layer -> its roles. A layer need not have all of them.
+        config_of: the part of a model's config that functions of the blueprint are given, and whose fields it names.
+        unfit: what in a config (of some members of the family) the blocks do not describe, in words, or ``None``.
+        source: where the blueprint comes from, in words.
+    """
+
+    layers: str | tuple[str, ...]
+    blocks: dict[str, Block]
+    unfit: Callable[[Any], str | None] = lambda config: None
+    config_of: Callable[[Any], Any] = lambda config: config
+    source: str = OWN_TABLE
+
+    @property
+    def layer_lists(self) -> tuple[str, ...]:
+        """Paths of the layer lists, however many."""
+        return (self.layers,) if isinstance(self.layers, str) else self.layers

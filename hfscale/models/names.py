@@ -1,0 +1,8 @@
+"""Names of modules and parameters, alike in every layer."""
+
+
+def wild_name(name: str) -> str:
+    """Replace indices by ``*``, ``model.layers.3.mlp`` -> ``model.layers.*.mlp``, so that one line stands for all
+    layers.
+    """
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))

@@ -1,0 +1,178 @@
+"""Adafactor (Shazeer & Stern 2018) over shards, as in ``transformers.optimization.Adafactor``.
+
+It keeps row and column means of a matrix's squared gradients. For a sharded matrix these are sums over ranks, and so
+are the two norms that scale an update; everything else is elementwise. A step has four stages with an all-reduce after
+each of the first three, of vectors for the first and scalars for the others, batched over all parameters::
+
+    1  squares   -> sums of rows and of columns; of squared weights, if these scale the step
+    2  averages  -> the mean of the rows' averages
+    3  update    -> its norm
+    4  update again, clipped, scaled, applied: computed twice so that updates of all parameters are never held at once
+
+``[..., R, C]`` is the full parameter, ``[..., r, c]`` a shard; leading dims (experts) are separate matrices, except
+that the norms are those of the full parameter.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..distributed.mesh import Mesh
+from ..plan import ParameterPlan
+from ..plan.state_tensor import StateTensor, like, whole, without_dim
+from .sharded import Groups, Member, State
+from .sums import Piece, gradients_present, sum_over_ranks
+
+DEFAULTS: dict[str, Any] = {
+    "eps": (1e-30, 1e-3),
+    "clip_threshold": 1.0,
+    "decay_rate": -0.8,
+    "beta1": None,
+    "scale_parameter": True,
+    "relative_step": True,
+    "warmup_init": False,
+}
+"""The stock class's defaults; HF Trainer sets ``scale_parameter`` and ``relative_step`` to ``False``."""
+
+_NARROW = (torch.float16, torch.bfloat16)
+_FACTORS = {"exp_avg_sq_row": -1, "exp_avg_sq_col": -2}
+"""State of mean squares -> the dim that it averages over."""
+
+
+class AdafactorStepper:
+    """A stepper that updates ``members`` by Adafactor."""
+
+    def __init__(self, members: Sequence[Member], mesh: Mesh) -> None:
+        self._members, self._mesh = members, mesh
+
+    def publish(self, state: State) -> None:
+        """Publish nothing: there is no state before the first step."""
+
+    def members(self) -> Sequence[Member]:
+        """Return the parameters this stepper updates."""
+        return self._members
+
+    def lies(self, planned: ParameterPlan, key: str, shape: tuple[int, ...]) -> StateTensor:
+        """Return the state layout, see :meth:`Stepper.lies`; all-reduced tensors are bitwise equal on all ranks."""
+        if key in _FACTORS:
+            return without_dim(planned, _FACTORS[key])
+        return like(planned) if shape else whole()
+
+    def step(self, groups: Groups, state: State) -> None:
+        """Make one update; communicates over the axes of the parameters' cuts."""
+        present = gradients_present(self._members, self._mesh)
+        updates = [
+            _Update(member, groups[member.group], state.setdefault(member.parameter, {}), self._mesh)
+            for member, with_gradient in zip(self._members, present, strict=True)
+            if with_gradient
+        ]
+        for stage in (_Update.squares, _Update.averages, _Update.norm):
+            pieces = [(update, name, piece) for update in updates for name, piece in stage(update).items()]
+            sums = sum_over_ranks([piece for *_, piece in pieces], self._mesh)
+            for (update, name, _), total in zip(pieces, sums, strict=True):
+                update.sums[name] = total
+        for update in updates:
+            update.apply()
+
+
+class _Update:
+    """One parameter's update. ``sums`` holds the results of the earlier stages' all-reduces, by name."""
+
+    def __init__(self, member: Member, group: dict[str, Any], state: dict[str, Any], mesh: Mesh) -> None:
+        self.group, self.state, self.sums = group, state, dict[str, Tensor]()
+        self.shape, self.axes, self.weight, self.raw = member.planned.shape, member.axes, member.weight, member.gradient
+        self.factored = len(self.shape) >= 2
+        self.counted = member.planned.counted(mesh.ranks)
+        cuts = member.planned.cuts
+        self.along = [tuple(cut.axis for cut in cuts if cut.dim == dim) for dim in range(len(self.shape))]
+        if not state:
+            grad = self.gradient
+            state["step"] = 0
+            if group["beta1"] is not None:
+                state["exp_avg"] = torch.zeros_like(grad)
+            if self.factored:
+                state["exp_avg_sq_row"] = grad.new_zeros(grad.shape[:-1])
+                state["exp_avg_sq_col"] = grad.new_zeros((*grad.shape[:-2], grad.shape[-1]))
+            else:
+                state["exp_avg_sq"] = torch.zeros_like(grad)
+        state["step"] += 1
+
+    @property
+    def gradient(self) -> Tensor:
+        return self.raw.float() if self.raw.dtype in _NARROW else self.raw
+
+    @property
+    def beta2(self) -> float:
+        return 1.0 - math.pow(self.state["step"], self.group["decay_rate"])
+
+    def squares(self) -> dict[str, Piece]:
+        pieces: dict[str, Piece] = {}
+        if self.group["scale_parameter"]:
+            weight = self.weight.float() if self.weight.dtype in _NARROW else self.weight
+            pieces["weight"] = (self._everything(weight), self.axes)
+        squares = self.gradient.square().add_(self.group["eps"][0])
+        if not self.factored:
+            self.state["exp_avg_sq"].mul_(self.beta2).add_(squares, alpha=1.0 - self.beta2)
+            return pieces
+        rows, columns = len(self.shape) - 2, len(self.shape) - 1
+        pieces["rows"] = (self._once(squares, columns).sum(columns), self.along[columns])
+        pieces["columns"] = (self._once(squares, rows).sum(rows), self.along[rows])
+        return pieces
+
+    def averages(self) -> dict[str, Piece]:
+        if "weight" in self.sums:
+            self.state["RMS"] = (self.sums["weight"] / math.prod(self.shape)).sqrt()
+        if not self.factored:
+            return {}
+        row, col = self.state["exp_avg_sq_row"], self.state["exp_avg_sq_col"]
+        row.mul_(self.beta2).add_(self.sums["rows"] / self.shape[-1], alpha=1.0 - self.beta2)
+        col.mul_(self.beta2).add_(self.sums["columns"] / self.shape[-2], alpha=1.0 - self.beta2)
+        rows = len(self.shape) - 2
+        return {"average": (self._once(row, rows).sum(-1, keepdim=True), self.along[rows])}
+
+    def norm(self) -> dict[str, Piece]:
+        return {"update": (self._everything(self._raw_update()), self.axes)}
+
+    def apply(self) -> None:
+        group, state = self.group, self.state
+        update = self._raw_update()
+        size = (self.sums["update"] / math.prod(self.shape)).sqrt()
+        lr = self._lr()
+        update.mul_(lr / (size / group["clip_threshold"]).clamp(min=1.0))
+        if group["beta1"] is not None:
+            update = state["exp_avg"].mul_(group["beta1"]).add_(update, alpha=1.0 - group["beta1"])
+        wide = self.weight.float() if self.weight.dtype in _NARROW else self.weight
+        if group["weight_decay"] != 0:
+            wide.sub_(wide * (group["weight_decay"] * lr))
+        wide.sub_(update)
+        if wide is not self.weight:
+            self.weight.copy_(wide)
+
+    def _lr(self) -> Any:
+        group, step = self.group, self.state["step"]
+        lr = group["lr"]
+        if group["relative_step"]:
+            lr = min(1e-6 * step if group["warmup_init"] else 1e-2, 1.0 / math.sqrt(step))
+        return self.state["RMS"].clamp(min=group["eps"][1]) * lr if group["scale_parameter"] else lr
+
+    def _raw_update(self) -> Tensor:
+        if not self.factored:
+            return self.state["exp_avg_sq"].rsqrt().mul_(self.gradient)
+        row, col = self.state["exp_avg_sq_row"], self.state["exp_avg_sq_col"]
+        mean = self.sums["average"] / self.shape[-2]
+        return (row / mean).rsqrt_().unsqueeze(-1).mul(col.rsqrt().unsqueeze(-2)).mul_(self.gradient)
+
+    def _everything(self, tensor: Tensor) -> Tensor:
+        """Return the sum of squares of the entries of a shard that this rank counts."""
+        counted = tensor if self.counted is None else self._once(tensor, self.counted[0])
+        return counted.square().sum()
+
+    def _once(self, tensor: Tensor, dim: int) -> Tensor:
+        """Return the tensor without entries along ``dim`` that earlier ranks have replicas of: each is summed once."""
+        if self.counted is None or self.counted[0] != dim:
+            return tensor
+        pieces = [tensor.narrow(dim, start, stop - start) for start, stop in self.counted[1]]
+        return torch.cat(pieces, dim) if pieces else tensor.narrow(dim, 0, 0)

@@ -1,0 +1,109 @@
+"""bitsandbytes' optimizers (Dettmers et al. 2022) over shards, with the update of the full tensor.
+
+Two things would depend on the shard's size if bitsandbytes saw only that: whether the state has 8 bits, which here
+``min_8bit_size`` decides by the full tensor's size; and the borders of blocks that share a scale: a shard that consists
+of whole blocks is stepped in place, and other parameters are gathered and stepped as full tensors.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from .._compat.bitsandbytes import optimizers
+from ..cost.model.optimizer_states import BLOCK, MIN_8BIT_SIZE
+from ..distributed.mesh import Mesh
+from ..errors import ConfigError
+from ..plan.flat_blocks import flat_blocks_align
+from .sharded import Groups, Member, Stepper, describe
+from .stock import Stock
+
+Make = Callable[[Stock, Sequence[Member], Groups], Stepper]
+
+
+def stock_class(name: str, stock: str) -> Any:
+    """Return bitsandbytes' class ``stock``.
+
+    Raises:
+        ConfigError: bitsandbytes is not installed.
+    """
+    try:
+        return getattr(optimizers(), stock)
+    except ImportError as error:
+        raise ConfigError(
+            f"{name!r} is bitsandbytes' {stock}, which is not installed: pip install 'hfscale[bitsandbytes]'"
+        ) from error
+
+
+def without_paging(name: str, options: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return the options without paging if ``device`` is the CPU: only GPU states can be paged."""
+    if options.get("is_paged") and device.type == "cpu":
+        warnings.warn(f"{name!r}: states are on the CPU already, so they are not paged", stacklevel=4)
+        return {**options, "is_paged": False}
+    return options
+
+
+def steppers_by_size(
+    name: str,
+    stock_class: Any,
+    options: dict[str, Any],
+    members: Sequence[Member],
+    groups: Groups,
+    mesh: Mesh,
+    local: Make,
+    whole: Make,
+) -> list[Stepper]:
+    """Return three steppers of ``members``: 8 bits on shards, 8 bits on full tensors, and 32 bits on shards.
+
+    Args:
+        local, whole: make the steppers of shards, and of full parameters.
+    """
+    narrow: list[Member] = []
+    if options["optim_bits"] == 8:
+        threshold = options.get("min_8bit_size", MIN_8BIT_SIZE)
+        narrow = [member for member in members if torch.Size(member.planned.shape).numel() >= threshold]
+    apart = [member for member in narrow if not flat_blocks_align(member.planned, BLOCK)]
+    if apart:
+        _warn(name, apart, mesh)
+    in_place = [member for member in narrow if member not in apart]
+    wide = [member for member in members if member not in narrow]
+    eight: Stock = partial(stock_class, **{**options, "optim_bits": 8, "min_8bit_size": 0})
+    rest = {key: value for key, value in options.items() if key != "min_8bit_size"}
+    return [
+        local(eight, in_place, groups),
+        whole(eight, apart, groups),
+        local(partial(stock_class, **{**rest, "optim_bits": 32}), wide, groups),
+    ]
+
+
+def _warn(name: str, apart: Sequence[Member], mesh: Mesh) -> None:
+    if not mesh.speaks_for_stage:
+        return  # another rank warns
+    entries = sum(torch.Size(member.planned.shape).numel() for member in apart)
+    largest = max(torch.Size(m.planned.shape).numel() * m.parameter.element_size() for m in apart)
+    warnings.warn(
+        f"{name!r}: the shares of {describe(apart)} are not made of whole blocks of {BLOCK} entries, so these are "
+        f"stepped whole: in every step, weights and gradients of {entries:,} entries are gathered, one parameter at a "
+        f"time (up to twice {largest / 2**20:,.1f} MiB), and their 8-bit state is whole on every rank of the cut. "
+        "A layout that cuts between blocks avoids it, and so does a 32-bit optimizer",
+        stacklevel=4,
+    )
+
+
+def try_step(device: torch.device) -> str:
+    """Take one step of 8-bit AdamW on ``device`` and return a description of its state.
+
+    Raises:
+        ConfigError: bitsandbytes is not installed, or the step did nothing.
+    """
+    weight = torch.nn.Parameter(torch.ones(2 * MIN_8BIT_SIZE, device=device))
+    optimizer = stock_class("adamw_8bit", "AdamW8bit")([weight], lr=0.1)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    kinds = {str(value.dtype) for value in optimizer.state[weight].values() if isinstance(value, torch.Tensor)}
+    moved = bool((weight.detach() < 1).all())
+    if not moved or "torch.uint8" not in kinds:
+        raise ConfigError(f"a step of 8-bit AdamW on {device} left its weight or its state as it was")
+    return f"AdamW on {device}, its state in uint8"

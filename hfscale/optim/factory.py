@@ -1,0 +1,259 @@
+"""Create an optimizer by name over this rank's shards."""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ConfigError, check_count, check_number, check_switch
+from ..plan import ParameterPlan
+from ..plan.offload import offloaded, refuse_aside
+from ..train.runtime import Runtime, runtime_of
+from . import adafactor, muon
+from .aside import Aside, AsideStepper, CountUpdates, WholeAsideStepper
+from .catalog import Choice, Options, find_choice, parse_arguments
+from .decay import owners_of, weight_decay_groups
+from .eight_bit import steppers_by_size, stock_class, without_paging
+from .sharded import Groups, Member, ShardedOptimizer, Stepper, members_of
+from .stock import LocalStepper, Stock, WholeStepper
+
+_NARROW = (torch.float16, torch.bfloat16)
+
+
+def create_optimizer(
+    model: nn.Module,
+    name: str = "adamw_torch_fused",
+    *,
+    lr: float | None,
+    weight_decay: float = 0.0,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    optim_args: str | Mapping[str, Any] | None = None,
+    groups: Sequence[Mapping[str, Any]] | None = None,
+    stochastic_rounding: bool = False,
+    rounding_seed: int = 0,
+    **kwargs: Any,
+) -> ShardedOptimizer:
+    """Return an optimizer whose update is that of one process, whatever the layout; call it on every rank.
+
+    Create it once the model is parallelized and ``requires_grad`` is set. For schedulers, Accelerate, states and loops
+    it is a ``torch.optim.Optimizer`` over the model's own parameters.
+
+    Names are HF Trainer's, plus ``adam_8bit`` and ``muon``. bitsandbytes' 8-bit states have the blocks of one process,
+    ``adafactor`` averages rows and columns of full matrices, ``muon`` orthogonalizes full matrices of the layers
+    (embeddings, head, vectors and stacks of experts use AdamW). Results equal those of one process bit by bit, except
+    for sums over ranks (``adafactor``, up to rounding) and for CPU kernels that round the ends of a tensor differently
+    (torch's fused AdamW in float32, SGD in bfloat16).
+
+    No optimizer here keeps a float32 copy of 16-bit weights: updates smaller than about 1/512 of a bfloat16 weight are
+    lost. Train with float32 weights and ``mixed_precision="bf16"``, or with ``stochastic_rounding``. Under
+    ``MemoryConfig(offload_optimizer=True)`` states are kept, and steps computed, on the CPU.
+
+    Args:
+        name: of the optimizer; the error for an unknown one lists all.
+        lr: learning rate; ``None`` only for ``adafactor`` with ``relative_step=True``.
+        weight_decay: as in HF Trainer not of biases and norms, by their names in the stock model.
+        betas, eps: of the Adam family (and Lion); others may have options of these names in ``optim_args``.
+        optim_args: further options as HF Trainer takes them, ``"momentum=0.9,nesterov=true"``, or as a mapping.
+        groups: parameter groups of the model's own parameters, in place of the two with and without decay.
+        stochastic_rounding: step bfloat16 weights in float32 and round them stochastically, so that small updates are
+            right on average; the same in every layout. For torch's and bitsandbytes' optimizers.
+        rounding_seed: seed of the stochastic rounding.
+        kwargs: further options, before ``optim_args``.
+
+    Raises:
+        ConfigError: the name or an option is unknown, a package is missing, or ``groups`` do not fit the model.
+    """
+    choice = find_choice(name := str(getattr(name, "value", name)))
+    options = choice.options(name, {"betas": betas, "eps": eps}, {**parse_arguments(optim_args), **kwargs})
+    if lr is None and not options.get("relative_step"):
+        raise ConfigError(f"lr=None: {name!r} needs a learning rate, lr=1e-4 say")
+    numbers = {"lr": lr, "weight_decay": weight_decay, **({"eps": eps} if "eps" in choice.adam else {})}
+    _check_numbers(numbers, betas, choice.betas)
+    runtime = runtime_of(model)
+    plans = {id(parameter): planned for planned, parameter in runtime.parameters() if parameter.requires_grad}
+    checked = _checked(groups, plans, weight_decay, runtime)
+    aside = _aside(name, runtime, _seed(stochastic_rounding, rounding_seed))
+    _warn_of_narrow_weights(name, runtime)
+    order = _Order(name, choice, lr, options, checked, plans, runtime, aside)
+    try:
+        return _ENGINES[choice.engine](order)
+    except ValueError as error:  # of the stock class, about a value
+        raise ConfigError(f"{name!r} cannot be made: {error}") from error
+
+
+def _check_numbers(given: Mapping[str, Any], betas: Any, counts: tuple[int, ...]) -> None:
+    """Refuse values that are not valid numbers; upper limits are left to the stock class."""
+    for option, value in given.items():
+        if not isinstance(value, Tensor) and not (option == "lr" and value is None):
+            check_number(option, value, least=0)
+    if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) not in counts:
+        raise ConfigError(
+            f"betas={betas!r} is impossible: pass {' or '.join(map(str, counts))} numbers, as (0.9, 0.999)"
+        )
+    for beta in betas:
+        if not isinstance(beta, Tensor):
+            check_number("betas", beta, least=0, most=1)
+
+
+def _seed(stochastic: Any, seed: Any) -> int | None:
+    """Return the seed of stochastic rounding, or ``None`` if that is off."""
+    check_switch("stochastic_rounding", stochastic)
+    check_count("rounding_seed", seed, least=0)
+    return seed if stochastic else None
+
+
+@dataclass(frozen=True)
+class _Order:
+    name: str
+    choice: Choice
+    lr: Any
+    options: Options
+    groups: list[dict[str, Any]]
+    plans: dict[int, ParameterPlan]
+    runtime: Runtime
+    aside: Aside | None = None
+
+    def local(self, stock: Stock, members: Sequence[Member], groups: Groups) -> Stepper:
+        """Return a stepper of shards by ``stock``."""
+        if self.aside is None:
+            return LocalStepper(stock, members, groups)
+        return AsideStepper(stock, members, groups, self.runtime.mesh, self.aside)
+
+    def whole(self, stock: Stock, members: Sequence[Member], groups: Groups) -> Stepper:
+        """Return a stepper of full parameters by ``stock``."""
+        if self.aside is None:
+            return WholeStepper(stock, members, groups, self.runtime.mesh)
+        return WholeAsideStepper(stock, members, groups, self.runtime.mesh, self.aside)
+
+    def made(self, groups: list[dict[str, Any]], defaults: Options, steppers: Any) -> ShardedOptimizer:
+        """Return the optimizer; ``steppers`` makes its steppers from members and groups with all their options."""
+        full = [{**defaults, **group} for group in groups]
+        counted = [CountUpdates()] if self.aside is not None and self.aside.seed is not None else []
+        made = [*steppers(members_of(full, self.plans), full), *counted]
+        device = None if self.aside is None else self.aside.device
+        return ShardedOptimizer(self.name, full, defaults, made, device)
+
+
+def _torch(order: _Order) -> ShardedOptimizer:
+    stock = partial(getattr(torch.optim, order.choice.stock), lr=order.lr, **order.options)
+    defaults = stock([{"params": []}]).defaults
+    return order.made(order.groups, defaults, lambda members, groups: [order.local(stock, members, groups)])
+
+
+def _bitsandbytes(order: _Order) -> ShardedOptimizer:
+    mesh = order.runtime.mesh
+    stock = stock_class(order.name, order.choice.stock)
+    options = {**without_paging(order.name, order.options, mesh.device), "lr": order.lr}
+    defaults = stock([{"params": []}], **options).defaults
+    return order.made(
+        order.groups,
+        defaults,
+        lambda members, groups: steppers_by_size(
+            order.name, stock, options, members, groups, mesh, order.local, order.whole
+        ),
+    )
+
+
+def _adafactor(order: _Order) -> ShardedOptimizer:
+    options = {**adafactor.DEFAULTS, **order.options}
+    if options["relative_step"] and order.lr is not None:
+        raise ConfigError("relative_step=True makes a learning rate of the step's number: pass lr=None with it")
+    if options["warmup_init"] and not options["relative_step"]:
+        raise ConfigError("warmup_init=True is about relative steps: pass relative_step=True with it")
+    defaults = {"lr": order.lr, "weight_decay": 0.0, **options}
+    mesh = order.runtime.mesh
+    return order.made(order.groups, defaults, lambda members, _: [adafactor.AdafactorStepper(members, mesh)])
+
+
+def _muon(order: _Order) -> ShardedOptimizer:
+    """Make a Muon optimizer; each parameter group is split into matrices of the layers and the rest, for AdamW."""
+    runtime, given = order.runtime, dict(order.options)
+    adam = {key: given.pop(key) for key in order.choice.adam}
+    other_lr = given.pop("adamw_lr", None)
+    stock: Any = partial(torch.optim.AdamW, lr=order.lr if other_lr is None else other_lr, **adam)
+    ours, theirs = {"lr": order.lr, **muon.DEFAULTS, **given}, stock([{"params": []}]).defaults
+    if ours["adjust_lr_fn"] not in muon.ADJUSTMENTS:
+        raise ConfigError(
+            f"adjust_lr_fn={ours['adjust_lr_fn']!r} is unknown: use {', '.join(map(repr, muon.ADJUSTMENTS))}"
+        )
+    owners = owners_of(runtime.model)
+    groups: dict[str, list[dict[str, Any]]] = {"muon": [], "adamw": []}
+    for group in order.groups:
+        parts: dict[str, list[Any]] = {"muon": [], "adamw": []}
+        for parameter in group["params"]:
+            planned = order.plans[id(parameter)]
+            hidden = muon.is_hidden_matrix(planned, owners.get(id(parameter), []), runtime.plan.layers)
+            parts["muon" if hidden else "adamw"].append(parameter)
+        for kind, defaults in (("muon", ours), ("adamw", theirs)):
+            groups[kind].append({**defaults, **group, "params": parts[kind]})
+
+    def steppers(members: Any, groups_of_both: Any) -> Any:
+        matrices = [member for member in members if member.group < len(order.groups)]
+        rest = [member for member in members if member.group >= len(order.groups)]
+        return [muon.MuonStepper(matrices, runtime.mesh), LocalStepper(stock, rest, groups_of_both)]
+
+    return order.made([*groups["muon"], *groups["adamw"]], {"lr": order.lr}, steppers)
+
+
+_ENGINES: dict[str, Callable[[_Order], ShardedOptimizer]] = {
+    "torch": _torch,
+    "bitsandbytes": _bitsandbytes,
+    "adafactor": _adafactor,
+    "muon": _muon,
+}
+
+
+def _aside(name: str, runtime: Runtime, seed: int | None) -> Aside | None:
+    """Return how weights are copied for offload or stochastic rounding; ``None`` if they are stepped in place."""
+    host = offloaded(runtime.plan).optimizer
+    runtime.keeps_small_updates = seed is not None
+    if seed is None and not host:
+        return None
+    refuse_aside(name, "offload_optimizer=True" if host else "stochastic_rounding=True")
+    return Aside(torch.device("cpu") if host else runtime.mesh.device, seed)
+
+
+def _checked(
+    groups: Sequence[Mapping[str, Any]] | None, plans: dict[int, ParameterPlan], weight_decay: float, runtime: Runtime
+) -> list[dict[str, Any]]:
+    """Return the user's parameter groups as checked dictionaries; those by weight decay if there are none."""
+    if groups is None:
+        return weight_decay_groups(runtime, weight_decay)
+    result = []
+    if not isinstance(groups, Sequence) or not all(isinstance(group, Mapping) for group in groups) or not groups:
+        raise ConfigError(
+            f"groups={groups!r} is impossible: pass a list of mappings, as [{{'params': [...], 'lr': 1e-4}}]"
+        )
+    names = {id(parameter): name for name, parameter in runtime.model.named_parameters()}
+    for group in groups:
+        if "params" not in group:
+            raise ConfigError(f"a parameter group without 'params', and with {', '.join(group)}: add the parameters")
+        given = group["params"]
+        parameters = [given] if isinstance(given, Tensor) else list(given)
+        for parameter in parameters:
+            if id(parameter) not in plans:
+                known = names.get(id(parameter))
+                what = f"{known} does not train" if known else f"one of shape {tuple(parameter.shape)} is not of it"
+                raise ConfigError(f"groups must hold parameters of the model that train, and {what}: leave it out")
+        for option in ("lr", "weight_decay"):
+            if not isinstance(value := group.get(option, 0.0), Tensor):
+                check_number(f"{option} of a parameter group", value, least=0)
+        result.append({"weight_decay": weight_decay, **group, "params": parameters})
+    return result
+
+
+def _warn_of_narrow_weights(name: str, runtime: Runtime) -> None:
+    narrow = [(planned, p) for planned, p in runtime.parameters() if p.requires_grad and p.dtype in _NARROW]
+    if narrow and not runtime.keeps_small_updates and runtime.mesh.speaks_for_stage:
+        planned, parameter = narrow[0]
+        warnings.warn(
+            f"{len(narrow)} parameters that train are 16-bit ({planned.name} is {parameter.dtype}), and {name!r} keeps "
+            "no float32 copy: updates smaller than about 1/512 of a bfloat16 weight are lost, and training stalls at "
+            "small learning rates. Load the model with dtype=torch.float32, mixed_precision='bf16'",
+            stacklevel=3,
+        )

@@ -1,0 +1,186 @@
+"""The optimizer that a training loop holds: outside the model's own parameters, inside plain local tensors.
+
+Schedulers, Accelerate and ``zero_grad`` see ``param_groups`` with the model's parameters, DTensors or not. The
+arithmetic is done by *steppers*, each on some of the parameters, on this rank's plain local tensors: DTensor dispatch
+would cost more than the update of a small tensor, and bitsandbytes does not support it. A step::
+
+    param_groups[i] (lr, ...)  ---->  stepper's options of group i
+    parameter, parameter.grad  ---->  local weight and gradient, the same memory; weights change in place
+    state[parameter]           <--->  the stepper's state, lent for the step: plain tensors and numbers
+"""
+
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ConfigError
+from ..plan import ParameterPlan
+from ..plan.state_tensor import StateTensor
+from ..train.runtime.shards import local_tensor
+
+Groups = Sequence[dict[str, Any]]
+State = MutableMapping[Any, dict[str, Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """One parameter that an optimizer steps.
+
+    Attributes:
+        planned: its entry in the plan.
+        parameter: the model's own parameter.
+        group: index of its parameter group.
+    """
+
+    planned: ParameterPlan
+    parameter: nn.Parameter
+    group: int
+
+    @property
+    def weight(self) -> Tensor:
+        """The plain tensor this rank holds of it; may be empty."""
+        with torch.no_grad():  # with autograd, to_local() of a DTensor would add a node to the graph
+            return local_tensor(self.parameter).detach()
+
+    @property
+    def gradient(self) -> Tensor:
+        """The plain local tensor of its gradient; empty if an empty shard has none."""
+        grad = self.parameter.grad
+        return self.weight if grad is None else local_tensor(grad)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes it is cut over."""
+        return tuple(cut.axis for cut in self.planned.cuts)
+
+
+class Stepper(Protocol):
+    """An object that updates some of an optimizer's parameters, in place."""
+
+    def publish(self, state: State) -> None:
+        """Put the state that exists before the first step into ``state``."""
+
+    def step(self, groups: Groups, state: State) -> None:
+        """Make one update by the present gradients; every rank of a pipeline stage makes the same calls."""
+
+    def members(self) -> Sequence[Member]:
+        """Return the parameters this stepper updates."""
+
+    def lies(self, planned: ParameterPlan, key: str, shape: tuple[int, ...]) -> StateTensor:
+        """Return how a tensor of a parameter's state is sharded, relative to that of one process.
+
+        Args:
+            shape: of this rank's tensor, or of the full one; both have the same dims in front of the weight's.
+        """
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """A ``torch.optim.Optimizer`` whose update is that of one process; made by :func:`hfscale.create_optimizer`.
+
+    ``state`` holds this rank's plain tensors, so ``state_dict`` is one rank's; :func:`hfscale.save_state` writes every
+    rank's.
+
+    Args:
+        name: the name it was created by.
+        groups: parameter groups with the model's own parameters; some may have none on this rank.
+        defaults: of options that a group does not have.
+        steppers: together they step every parameter of the groups exactly once.
+        state_device: device of the state, if not that of the parameters.
+    """
+
+    keeps_plain_state = True  # read where checkpoints are loaded
+
+    def __init__(
+        self,
+        name: str,
+        groups: Groups,
+        defaults: dict[str, Any],
+        steppers: Sequence[Stepper],
+        state_device: torch.device | None = None,
+    ) -> None:
+        self.name, self.state_device = name, state_device
+        self._complete = False
+        super().__init__(list(groups), defaults)
+        self._steppers = tuple(steppers)
+        self._stepper_of = {member.planned.name: stepper for stepper in steppers for member in stepper.members()}
+        self._complete = True
+        for stepper in self._steppers:
+            stepper.publish(self.state)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Make one update; call it on every rank.
+
+        Args:
+            closure: recomputes the loss and its gradients.
+
+        Returns:
+            the result of ``closure``.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for stepper in self._steppers:
+            stepper.step(self.param_groups, self.state)
+        return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group; only while the optimizer is being made, since steppers are chosen then.
+
+        Raises:
+            ConfigError: always, once the optimizer is made.
+        """
+        if self._complete:
+            raise ConfigError(
+                f"a parameter group cannot be added to {self.name!r} later: set requires_grad first, and call "
+                "hfscale.create_optimizer(model, ..., groups=[...]) again"
+            )
+        super().add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the :meth:`state_dict` of this rank in the same layout; dtypes are left as they are."""
+        super().load_state_dict({**state_dict, "state": {}})
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        places = [(parameter, group) for group in self.param_groups for parameter in group["params"]]
+        for number, (parameter, group) in zip(numbers, places, strict=True):
+            if number in state_dict["state"]:
+                values = state_dict["state"][number]
+                self.state[parameter] = {
+                    key: _placed(value, group, self.state_device or parameter.device) for key, value in values.items()
+                }
+
+    def lies(self, planned: ParameterPlan, key: str, shape: tuple[int, ...]) -> StateTensor:
+        """Return how a tensor of a parameter's state is sharded; see :meth:`Stepper.lies`."""
+        return self._stepper_of[planned.name].lies(planned, key, shape)
+
+    def state_bytes(self) -> int:
+        """Return the bytes of the state on this rank; most optimizers have none before the first step."""
+        held = (value for values in self.state.values() for value in values.values() if isinstance(value, Tensor))
+        # Parameters may share a tensor: the table of 8-bit values.
+        return sum({value.data_ptr(): value.numel() * value.element_size() for value in held if value.numel()}.values())
+
+
+def _placed(value: Any, group: dict[str, Any], device: torch.device) -> Any:
+    """Move a state tensor to its device, except for a step counter that stays on the CPU."""
+    if not isinstance(value, Tensor) or (value.ndim == 0 and not (group.get("fused") or group.get("capturable"))):
+        return value
+    return value.to(device)
+
+
+def members_of(groups: Groups, plans: dict[int, ParameterPlan]) -> list[Member]:
+    """Return every parameter of ``groups`` with its plan, found by ``id``, in order."""
+    return [
+        Member(plans[id(parameter)], parameter, index)
+        for index, group in enumerate(groups)
+        for parameter in group["params"]
+    ]
+
+
+def describe(members: Iterable[Member], limit: int = 3) -> str:
+    """Return the first names of some parameters."""
+    names = [member.planned.name for member in members]
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

@@ -1,0 +1,160 @@
+"""Attention of a rank's queries to the keys of all ranks, block by block (Liu et al. 2023; Dao et al. 2022).
+
+::
+
+    own q [b, h, s/n, d] --per block of keys--> output, log-sum-exp --merged by their log-sum-exps--> output of all
+    blocks of k, v come from a source: gathered, passed around a ring, or this rank's own
+
+Kept for the backward pass are this rank's q, k, v, output and log-sum-exp; blocks come once more from the source, and
+their gradients go back through it. What is hidden is decided per pair of intervals: under a causal mask no mask exists.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ...plan.sequence_split import Interval
+from .kernels import Block, Kernel, finite
+from .masks import CAUSAL, MASKED, SKIPPED, MaskBlocks
+
+Backward = Callable[[int, Tensor, Tensor, Tensor, Tensor], None]
+"""``(rank, k, v, dk, dv)``: adds the gradients of a rank's keys and values to the last two."""
+
+
+class Source(Protocol):
+    """Where blocks of keys and values come from, by the rank that made them."""
+
+    def blocks(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """``(rank, k, v)`` of every rank, given this rank's own; collective."""
+
+    def gradients(self, k: Tensor, v: Tensor, backward: Backward) -> tuple[Tensor, Tensor]:
+        """Gradients of this rank's own k and v, summed over the ranks that read them; collective."""
+
+
+class OwnBlocks:
+    """The keys and values of this process alone."""
+
+    def blocks(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """See :class:`Source`."""
+        yield 0, k, v
+
+    def gradients(self, k: Tensor, v: Tensor, backward: Backward) -> tuple[Tensor, Tensor]:
+        """See :class:`Source`."""
+        dk, dv = wide_zeros(k), wide_zeros(v)
+        backward(0, k, v, dk, dv)
+        return dk, dv
+
+
+def wide_zeros(x: Tensor) -> Tensor:
+    """Zeros to add up gradients in: of the shape of ``x``, in 32 bits at least."""
+    return torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One call of attention, as every block of it is read.
+
+    Attributes:
+        mask: what is hidden.
+        kernel: what computes a block.
+        source: where blocks come from.
+        seed: of what dropout hides; another one for each pair of intervals is made of it.
+    """
+
+    mask: MaskBlocks
+    kernel: Kernel
+    source: Source
+    seed: int = 0
+
+    def own(self) -> tuple[Interval, ...]:
+        """The intervals of this rank's queries."""
+        return self.mask.batch.split.pieces(self.mask.batch.rank)
+
+    def pairs(self, rank: int) -> Iterator[tuple[int, Interval, int, Interval]]:
+        """Numbers and intervals of (own, other) pieces of which some query reads some key."""
+        for i, rows in enumerate(self.own()):
+            for j, columns in enumerate(self.mask.batch.split.pieces(rank)):
+                if self.mask.kind(rows, columns) != SKIPPED:
+                    yield i, rows, j, columns
+
+    def block(self, rows: Interval, columns: Interval, dtype: torch.dtype) -> Block:
+        """How one pair of intervals is read."""
+        kind = self.mask.kind(rows, columns)
+        idle = None if self.mask.idle is None else self.mask.idle[:, None, slice(*rows)]
+        seed = (self.seed * 1_000_003 + rows[0]) * 1_000_003 + columns[0]
+        bias = self.mask.bias(rows, columns, dtype) if kind == MASKED else None
+        return Block(kind == CAUSAL, bias, seed % 2**63, idle)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, reading: Reading) -> Tensor:
+    """``[b, h, s, d]`` queries of this rank, its own keys and values -> the output of the same shape.
+
+    Args:
+        sinks: ``[h]``: the logit of a key that every query reads and that has no value (Xiao et al. 2024).
+    """
+    out: Tensor = _Attention.apply(q, k, v, sinks, reading)
+    return out
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, reading: Reading) -> Tensor:
+        queries = q.split(_widths(reading.own()), 2)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        out = [torch.zeros((*x.shape[:3], v.shape[-1]), dtype=wide, device=q.device) for x in queries]
+        lse = [torch.full(x.shape[:3], float("-inf"), dtype=wide, device=q.device) for x in queries]
+        pieces = reading.mask.batch.split.pieces
+        for rank, kb, vb in reading.source.blocks(k, v):
+            keys, values = (x.split(_widths(pieces(rank)), 2) for x in (kb, vb))
+            for i, rows, j, columns in reading.pairs(rank):
+                block = reading.block(rows, columns, q.dtype)
+                here, weight = reading.kernel.forward(queries[i], keys[j], values[j], block)
+                out[i], lse[i] = _merged(out[i], lse[i], here, weight)
+        total, norm = torch.cat(out, 2), torch.cat(lse, 2)
+        if sinks is not None:
+            total, norm = _merged(total, norm, torch.zeros_like(total), sinks.to(wide)[None, :, None].expand_as(norm))
+        result = total.to(q.dtype).transpose(1, 2).contiguous().transpose(1, 2)  # in the order in which it is read next
+        ctx.save_for_backward(q, k, v, sinks, result, norm)
+        ctx.reading = reading
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        reading: Reading = ctx.reading
+        own, pieces = _widths(reading.own()), reading.mask.batch.split.pieces
+        queries, grad, outs, norms = (x.contiguous().split(own, 2) for x in (q, grads[0], out, finite(lse)))
+        dq = [torch.zeros_like(x, dtype=lse.dtype) for x in queries]
+
+        def add(rank: int, kb: Tensor, vb: Tensor, dkb: Tensor, dvb: Tensor) -> None:
+            keys, values, dkeys, dvalues = (x.split(_widths(pieces(rank)), 2) for x in (kb, vb, dkb, dvb))
+            for i, rows, j, columns in reading.pairs(rank):
+                block = reading.block(rows, columns, q.dtype)
+                found = reading.kernel.backward(grad[i], queries[i], keys[j], values[j], outs[i], norms[i], block)
+                for total, part in zip((dq[i], dkeys[j], dvalues[j]), found, strict=True):
+                    total += part
+
+        dk, dv = reading.source.gradients(k, v, add)
+        dsinks = None
+        if sinks is not None:
+            delta = (grads[0].to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+            read = torch.exp(sinks.to(lse.dtype)[None, :, None] - lse)
+            dsinks = -(read * delta).sum((0, 2)).to(sinks.dtype)
+        return torch.cat(dq, 2).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None
+
+
+def _merged(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """The output over both sets of keys, of the outputs over each (Milakov and Gimelshein 2018)."""
+    total = torch.logaddexp(lse, other_lse.to(lse.dtype))
+    known = finite(total)
+    return (
+        out * torch.exp(lse - known)[..., None] + other.to(out.dtype) * torch.exp(other_lse - known)[..., None],
+        total,
+    )
+
+
+def _widths(pieces: tuple[Interval, ...]) -> list[int]:
+    return [stop - start for start, stop in pieces]

@@ -1,0 +1,254 @@
+"""Attention over one block of keys: the output and the logarithm of the sum of exponentials that normalizes it.
+
+Torch's flash kernels (Dao et al. 2022) never hold scores; they take no softcap and no dropout, and on CUDA no mask of
+ours, so each pair of intervals there takes the kernel that it can. :class:`ScoreKernel` takes everything, and holds the
+scores of some rows.
+
+Shapes: queries ``[b, h, rows, d]``, keys and values ``[b, h / g, columns, d]``, outputs like queries, logarithms
+``[b, h, rows]``. A row that reads nothing has the logarithm minus infinity.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..._compat.torch_attention import (
+    flash_on_cpu,
+    flash_on_cpu_backward,
+    flash_on_cuda,
+    flash_on_cuda_backward,
+    flash_takes,
+)
+from ..._compat.torch_device import capability_of
+
+_SCORES = 1 << 25  # entries in memory at once, of which a backward pass has about five tensors
+
+
+@dataclass(frozen=True)
+class Block:
+    """How the queries of one block read its keys.
+
+    Attributes:
+        causal: each row reads the columns up to its own number.
+        bias: ``[b, 1, rows, columns]``, 0 or minus infinity, added to scores; ``None``: nothing else is hidden.
+        seed: of what dropout hides.
+        idle: ``[b, 1, rows]``: queries for which all keys score alike; ``None``: there are none.
+        first: the number of the first row.
+    """
+
+    causal: bool = False
+    bias: Tensor | None = None
+    seed: int = 0
+    idle: Tensor | None = None
+    first: int = 0
+
+    def of(self, rows: slice) -> "Block":
+        """Return what some of the rows read."""
+        if rows.start == 0 and rows.stop is None:
+            return self
+        bias = None if self.bias is None else self.bias[:, :, rows]
+        idle = None if self.idle is None else self.idle[:, :, rows]
+        return Block(self.causal, bias, (self.seed * 1_000_003 + rows.start) % 2**63, idle, rows.start)
+
+
+class Kernel(Protocol):
+    """Attention over a block, forward and backward."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        """Output and logarithms."""
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k and v through this block, where ``out`` and ``lse`` are those over all blocks."""
+
+
+def kernel_for(q: Tensor, scale: float, softcap: float | None, dropout: float, idle: bool = False) -> Kernel:
+    """Return the fastest kernel that takes such queries, for pairs of intervals of every kind."""
+    scores = ScoreKernel(scale, softcap, dropout)
+    if softcap is not None or dropout or idle:
+        return scores
+    if q.device.type == "cpu":
+        return FlashOnCpu(scale)
+    if q.device.type == "cuda" and flash_takes(q.shape[-1], q.dtype, capability_of(q.device)):
+        return ByPair(FlashOnCuda(scale), scores)
+    return scores
+
+
+def padded_width(width: int, device: torch.device) -> int:
+    """Return the width of heads to pad with zeros to: kernels of GPUs take multiples of 8."""
+    return width if device.type == "cpu" else -(-width // 8) * 8
+
+
+@dataclass(frozen=True)
+class ByPair:
+    """One kernel for pairs of which all or a triangle is read, and another for those with a mask of their own."""
+
+    plain: Kernel
+    masked: Kernel
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        """See :class:`Kernel`."""
+        return self._of(block).forward(q, k, v, block)
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See :class:`Kernel`."""
+        return self._of(block).backward(grad, q, k, v, out, lse, block)
+
+    def _of(self, block: Block) -> Kernel:
+        return self.plain if block.bias is None else self.masked
+
+
+@dataclass(frozen=True)
+class FlashOnCpu:
+    """Torch's flash kernel for CPUs: any type of numbers, groups of heads, masks."""
+
+    scale: float
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        """See :class:`Kernel`."""
+        out, lse = flash_on_cpu(q, k, v, block.causal, block.bias, self.scale)
+        if block.bias is not None:
+            nothing = torch.isneginf(block.bias).all(-1)
+            lse, out = lse.masked_fill(nothing, float("-inf")), out.masked_fill(nothing[..., None], 0.0)
+        return out, lse
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See :class:`Kernel`."""
+        return flash_on_cpu_backward(grad, q, k, v, out, lse, block.causal, block.bias, self.scale)
+
+
+@dataclass(frozen=True)
+class FlashOnCuda:
+    """Torch's flash kernel for GPUs: 16 bits, no mask but the causal one."""
+
+    scale: float
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        """See :class:`Kernel`."""
+        groups = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        out, lse = flash_on_cuda(q, k, v, block.causal, self.scale)
+        return out, lse[..., : q.shape[2]]
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See :class:`Kernel`."""
+        groups = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        dq, dk, dv = flash_on_cuda_backward(grad, q, k, v, out, lse.contiguous(), block.causal, self.scale)
+        return dq, dk.unflatten(1, (-1, groups)).sum(2), dv.unflatten(1, (-1, groups)).sum(2)
+
+
+@dataclass(frozen=True)
+class ScoreKernel:
+    """Scores of some rows of a block in memory at a time, in 32 bits at least; softcap (Gemma Team 2024) and dropout
+    on probabilities.
+    """
+
+    scale: float
+    softcap: float | None = None
+    dropout: float = 0.0
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        """See :class:`Kernel`."""
+        out, lse = zip(*(self._forward(q[:, :, rows], k, v, block.of(rows)) for rows in _row_blocks(q, k)), strict=True)
+        return _joined(out), _joined(lse)
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        scores, _ = self._scores(q, k, block)
+        lse = scores.logsumexp(-1)
+        p = torch.exp(scores - finite(lse)[..., None])
+        if self.dropout:
+            p = p * self._kept(p, block)
+        out = torch.einsum("bkgqs,bksd->bkgqd", p, v.to(p.dtype))
+        return out.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See :class:`Kernel`."""
+        found = []
+        dk: Tensor | None = None
+        dv: Tensor | None = None
+        for rows in _row_blocks(q, k):
+            here = block.of(rows)
+            dq, more_k, more_v = self._backward(
+                grad[:, :, rows], q[:, :, rows], out[:, :, rows], lse[:, :, rows], k, v, here
+            )
+            found.append(dq)
+            dk, dv = (more_k, more_v) if dk is None or dv is None else (dk.add_(more_k), dv.add_(more_v))
+        assert dk is not None
+        assert dv is not None
+        return _joined(found), dk.to(k.dtype), dv.to(v.dtype)
+
+    def _backward(
+        self, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, block: Block
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of some queries, and what they add to those of keys and values, in the type of scores."""
+        scores, slope = self._scores(q, k, block)
+        wide = scores.dtype
+        grad_, k_, v_ = _grouped(grad, k).to(wide), k.to(wide), v.to(wide)
+        delta = (grad.to(wide) * out.to(wide)).sum(-1).view(scores.shape[:-1])
+        p = torch.exp(scores - finite(lse).reshape(scores.shape[:-1])[..., None])
+        dp = torch.einsum("bkgqd,bksd->bkgqs", grad_, v_)
+        kept = p
+        if self.dropout:
+            mask = self._kept(p, block)
+            dp, kept = dp * mask, p * mask
+        dv = torch.einsum("bkgqs,bkgqd->bksd", kept, grad_)
+        ds = p * (dp - delta[..., None])
+        ds = (ds if slope is None else ds * slope) * self.scale
+        dq = torch.einsum("bkgqs,bksd->bkgqd", ds, k_).flatten(1, 2)
+        dk = torch.einsum("bkgqs,bkgqd->bksd", ds, _grouped(q, k).to(wide))
+        return dq.to(q.dtype), dk, dv
+
+    def _scores(self, q: Tensor, k: Tensor, block: Block) -> tuple[Tensor, Tensor | None]:
+        """``[b, h / g, g, rows, columns]``, and what a softcap multiplies their gradient by."""
+        wide = torch.promote_types(q.dtype, torch.float32)
+        scores = torch.einsum("bkgqd,bksd->bkgqs", _grouped(q, k).to(wide), k.to(wide)) * self.scale
+        slope = None
+        if self.softcap is not None:
+            squashed = torch.tanh(scores / self.softcap)
+            scores, slope = squashed * self.softcap, 1 - squashed**2
+        if block.bias is not None:
+            scores = scores + block.bias[:, :, None].to(wide)
+        if block.causal:
+            above = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1 + block.first)
+            scores = scores.masked_fill(above, float("-inf"))
+        if block.idle is not None:
+            scores = scores.masked_fill(block.idle[:, :, None, :, None], 0.0)
+        return scores, slope
+
+    def _kept(self, p: Tensor, block: Block) -> Tensor:
+        generator = torch.Generator(p.device).manual_seed(block.seed)
+        drawn = torch.rand(p.shape, generator=generator, device=p.device)
+        return (drawn >= self.dropout).to(p.dtype) / (1 - self.dropout)
+
+
+def _row_blocks(q: Tensor, k: Tensor) -> list[slice]:
+    """The rows of a block whose scores are in memory at once."""
+    rows = max(1, _SCORES // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
+    return [slice(0, None)] if q.shape[2] <= rows else [slice(i, i + rows) for i in range(0, q.shape[2], rows)]
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), 2)
+
+
+def finite(lse: Tensor) -> Tensor:
+    """Logarithms, 0 for rows that read nothing, so that exponentials of differences are 0 and not undefined."""
+    return lse.masked_fill(torch.isneginf(lse), 0.0)
+
+
+def _grouped(q: Tensor, k: Tensor) -> Tensor:
+    """``[b, h, s, d]`` -> ``[b, h / g, g, s, d]``: the queries of one key head side by side."""
+    return q.unflatten(1, (k.shape[1], -1))

@@ -1,0 +1,140 @@
+"""Plan context parallelism: whether sequences can be cut, and how attention reads the other ranks' tokens."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from torch import nn
+
+from ...models.clone import layers_of_every_kind
+from ...models.facts import ask
+from ...models.fields import HEAD_FIELDS, first_count, text_config
+from ...models.names import wild_name
+from ...models.projections import is_tokenwise
+from ...models.unwritable import UNWRITABLE
+from ...plan.context import ContextPlan
+from ...plan.drafting.draft import Draft
+from ...plan.drafting.text_model import find_text_model, other_inputs
+from ...plan.sequence_split import heads_fit
+from .cut import CUT_INSIDE
+
+_MANY = 8  # layers
+_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "kv_heads")
+
+
+def plan_context(draft: Draft) -> None:
+    """Prove it on a clone, where the layout cuts sequences."""
+    size = draft.layout.cp
+    if size == 1:
+        return
+    family = draft.config.model_type
+    if draft.no_step or draft.loss is None:
+        draft.problem(
+            f"cp_size={size} does not fit {family!r}: sequences are cut where train_step shifts the labels of a causal "
+            f"language model, and this loss is another{f' ({draft.no_step})' if draft.no_step else ''}: use cp_size=1"
+        )
+        return
+    if family in UNWRITABLE:
+        draft.problem(f"{draft.layout.describe()} does not fit {family!r} with {UNWRITABLE[family]}: use one process")
+        return
+    text = find_text_model(draft.model) or ""
+    if uncut := _read_inside(draft, text):
+        draft.problem(
+            f"cp_size={size} does not fit {family!r}: its layers read what towers make of pictures by inputs that are "
+            f"not cut ({', '.join(uncut)}): use cp_size=1"
+        )
+        return
+    layers = modules_in_layers(draft.model, text)
+    found = _find(draft, text, layers)
+    if found.mixing:
+        draft.problem(f"cp_size={size} does not fit {family!r}: {found.mixing}: use cp_size=1")
+        return
+    whole = tuple(name for name, module in layers.items() if type(module).__name__ in found.kinds)
+    if whole and draft.layout.sequence_parallel and draft.tp > 1:
+        draft.problem(
+            f"cp_size={size} runs {wild_name(whole[0])} on whole sequences, and sequence_parallel=True cuts what it is "
+            "given: use sequence_parallel=False"
+        )
+    heads, keys = _heads(draft)
+    together = _share_out_heads(draft, size, heads, keys)
+    method = str(draft.layout.cp_method)
+    draft.features.append(ContextPlan(method, found.pads, whole, together, text, heads, keys))
+
+
+def _read_inside(draft: Draft, text: str) -> list[str]:
+    """What the model called ``text`` is given besides embeddings, and cannot be cut."""
+    return [name for name in other_inputs(draft.modules[text]) if name not in CUT_INSIDE] if text else []
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """What reads other tokens in the models of one class and config.
+
+    Attributes:
+        mixing: why sequences cannot be cut; empty where they can.
+        pads: whether rows may have padding.
+        kinds: names of classes of modules that mix tokens, and can be given whole sequences.
+        seen: names of classes of modules in layers that were looked at.
+    """
+
+    mixing: str
+    pads: bool = False
+    kinds: Collection[str] = ()
+    seen: Collection[str] = ()
+
+
+def _find(draft: Draft, text: str, layers: dict[str, nn.Module]) -> _Reading:
+    """What reads other tokens, found on a clone that has every kind of module that is in the model's ``layers``."""
+    unseen = list[str]()
+    for count in (layers_of_every_kind(draft.config), _MANY):  # some kinds come every few layers only
+        found = _Reading(**ask("mixing", draft.model, str(count), text, text=text, layers=count))
+        if found.mixing:
+            return found
+        names = ((name, module) for name, module in layers.items() if type(module).__name__ not in found.seen)
+        unseen = [name for name, module in names if not _is_tokenwise(draft, name, module)]
+        if not unseen:
+            return found
+    kind = type(layers[unseen[0]]).__name__
+    return _Reading(f"nothing is known of what {kind} reads, which a tiny clone of {_MANY} layers has not")
+
+
+def _is_tokenwise(draft: Draft, name: str, module: nn.Module) -> bool:
+    """Whether a module that the clone has not is known to treat each token by itself."""
+    mixture = any(f"{each.name}.".startswith(f"{name}.") for each in draft.mixtures)
+    return mixture or is_tokenwise(module) or "MLP" in type(module).__name__
+
+
+def modules_in_layers(model: nn.Module, text: str) -> dict[str, nn.Module]:
+    """The modules directly below the members of lists of modules in the one called ``text``: below layers, and what is
+    listed in them.
+    """
+    listed = [
+        (f"{name}.{index}", member)
+        for name, module in model.get_submodule(text).named_modules(prefix=text)
+        if isinstance(module, nn.ModuleList)
+        for index, member in enumerate(module)
+    ]
+    return {f"{name}.{child}": module for name, member in listed for child, module in member.named_children()}
+
+
+def _heads(draft: Draft) -> tuple[int, int]:
+    """Heads of queries, and of keys and values, on one tensor rank; zeros where the config does not say."""
+    config = text_config(draft.config)
+    heads = first_count(config, HEAD_FIELDS) or 0
+    keys = first_count(config, _KEY_HEADS) or heads
+    return heads // draft.tp, max(keys // draft.tp, 1) if heads else 0
+
+
+def _share_out_heads(draft: Draft, size: int, heads: int, keys: int) -> int:
+    """Of how many ranks heads are shared out between, where the method says so; notes where they cannot be."""
+    method = draft.layout.cp_method
+    if method not in ("heads", "heads_ring"):
+        return 1
+    fitting = [n for n in range(2, size + 1) if size % n == 0 and heads_fit(heads, keys, n)]
+    if method == "heads_ring" and fitting:
+        return max(fitting)
+    if heads and size not in fitting:
+        draft.problem(
+            f"cp_method={method!r} shares {heads} heads, and {keys} of keys and values, out to cp_size={size} ranks, "
+            "and they do not divide: use cp_method='gather' or 'ring'"
+        )
+    return 1

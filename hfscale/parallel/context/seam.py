@@ -1,0 +1,157 @@
+"""The seam between a stock model and attention over parts of sequences.
+
+Within :meth:`Seam.passing` the model computes its own tokens only: the mask that it makes is a :class:`MaskBlocks`, an
+argument of every layer from there on, so that recomputed layers and several passes under way need nothing else; and
+attention with such a mask is answered here. Outside, and with any other mask, the host answers itself.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..._compat.transformers.attention import (
+    answer,
+    asks_for_attention,
+    implementation_of,
+    masks_made_here,
+    place_by_place,
+    set_implementation,
+)
+from ..._compat.transformers.classes import class_name
+from ...errors import ConfigError
+from .cut import CutBatch
+from .masks import MaskBlocks
+
+_PREFIX = "hfscale_"
+_SAID = {"sliding_window", "position_ids", "is_causal", "use_cache", "cache_position", "position_embeddings"}
+_SAID |= {"past_key_values", "num_items_in_batch", "return_dict", "labels", "logits_to_keep", "output_attentions"}
+_SAID |= {"output_router_logits", "output_hidden_states", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q"}
+_SAID |= {"max_length_k"}
+"""Arguments of an attention call that say nothing that its mask does not."""
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One call of attention, in words of the field.
+
+    Attributes:
+        scale: of the scores.
+        softcap: what they are squashed to lie between; ``None``: they are not.
+        dropout: the share of probabilities that is dropped.
+        sinks: ``[h]`` logits of a key without value; ``None``: there are none.
+    """
+
+    scale: float
+    softcap: float | None
+    dropout: float
+    sinks: Tensor | None
+
+
+Attend = Callable[[nn.Module, Tensor, Tensor, Tensor, MaskBlocks, AttentionCall], Tensor]
+"""``(module, q [b, h, s, d], k, v [b, h / g, s, d], mask, call)`` -> ``[b, h, s, d]``."""
+
+
+@dataclass
+class _Passage:
+    batch: CutBatch
+    attend: Attend
+
+
+_passage: ContextVar[_Passage | None] = ContextVar("a pass over parts of sequences", default=None)
+
+
+class Seam:
+    """The attention of one model.
+
+    Args:
+        configs: of its modules whose attention reads sequences that may be cut.
+    """
+
+    def __init__(self, configs: list[Any]) -> None:
+        self._configs = [(config, implementation_of(config)) for config in configs]
+        for config, host in self._configs:
+            set_implementation(config, answer(_PREFIX, host, _attention, _mask))
+
+    def remove(self) -> None:
+        """Let the host answer again."""
+        for config, host in self._configs:
+            set_implementation(config, host)
+
+    @contextmanager
+    def passing(self, batch: CutBatch, attend: Attend) -> Iterator[None]:
+        """Within: a forward pass of the model over one rank's part of ``batch``."""
+        passage = _Passage(batch, attend)
+        token = _passage.set(passage)
+        try:
+            with masks_made_here(MaskBlocks):
+                yield
+        finally:
+            _passage.reset(token)
+
+
+def current_batch() -> CutBatch | None:
+    """The whole sequences of which the running pass computes a part; ``None`` where it computes all there is."""
+    passage = _passage.get()
+    return None if passage is None else passage.batch
+
+
+def learn(batch: CutBatch) -> None:
+    """Within a pass: more is known of its sequences."""
+    passage = _passage.get()
+    assert passage is not None
+    passage.batch = batch
+
+
+def attention_configs(model: Any) -> list[Any]:
+    """The configs of a text model that its attention modules ask."""
+    text = model.config.get_text_config()
+    found = {id(text): text}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is not None and type(config) is type(text) and asks_for_attention(config):
+            found.setdefault(id(config), config)
+    return list(found.values())
+
+
+def _mask(host: Callable[..., Any], fills: bool, *args: Any, **kwargs: Any) -> Any:
+    passage = _passage.get()
+    if passage is None:
+        return host(*args, **kwargs)
+    function = kwargs["mask_function"]
+    if kwargs.get("use_vmap"):  # which the host does not know to take more than one place at a time
+        function = place_by_place(function)
+    found = MaskBlocks.of(passage.batch, function, kwargs["batch_size"], kwargs["device"], passage.attend)
+    return found.filled() if fills and passage.batch.padding is not None else found
+
+
+def _attention(
+    host: Callable[..., Any], module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+) -> Any:
+    if not isinstance(mask, MaskBlocks):
+        if _passage.get() is not None:
+            raise ConfigError(f"{class_name(module)} attends with a mask of its own ({type(mask).__name__})")
+        return host(module, query, key, value, mask, **kwargs)
+    own = mask.batch.split.length(mask.batch.rank)
+    if not query.shape[2] == key.shape[2] == own:
+        raise ConfigError(f"{class_name(module)} has {query.shape[2]} queries and {key.shape[2]} keys of {own} tokens")
+    output = mask.attend(module, query, key, value, mask, _call(module, query, kwargs))
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _call(module: nn.Module, query: Tensor, kwargs: Mapping[str, Any]) -> AttentionCall:
+    given = {name: value for name, value in kwargs.items() if value is not None}
+    scale = given.pop("scaling", None)
+    sinks = given.pop("s_aux", None)
+    softcap, dropout = given.pop("softcap", None), float(given.pop("dropout", 0.0))
+    if unknown := [name for name in given if name not in _SAID]:
+        raise ConfigError(f"{class_name(module)} gives attention what hfscale does not know: {', '.join(unknown)}")
+    return AttentionCall(
+        scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
+        softcap=None if softcap is None else float(softcap),
+        dropout=dropout if module.training else 0.0,
+        sinks=getattr(module, "sinks", None) if sinks is None else sinks,
+    )

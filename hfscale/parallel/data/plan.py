@@ -1,0 +1,26 @@
+"""Plan the data axes: shards of parameters, and what FSDP2 cannot hold."""
+
+from ...models.names import wild_name
+from ...plan.drafting.draft import Draft
+
+
+def plan_data(draft: Draft) -> None:
+    """Note what cannot be shared out to data ranks."""
+    if draft.layout.data_world == 1:
+        return
+    for name, parameter in draft.named():
+        if parameter.ndim == 0:
+            draft.problem(
+                f"{draft.layout.describe()}: {wild_name(name)} is a scalar, which FSDP2 cannot hold: use "
+                "dp_shard_size=1 and dp_replicate_size=1"
+            )
+    _refuse_layers_left_out(draft)
+
+
+def _refuse_layers_left_out(draft: Draft) -> None:
+    """A rank that leaves out a layer does not gather its weights, and the others wait for it or take another's."""
+    for name in draft.layer_drops():
+        draft.problem(
+            f"{draft.layout.describe()}: {name}={getattr(draft.config, name)} leaves out layers at random, others on "
+            f"every rank, and data ranks gather each layer's weights together: use config.{name} = 0, or one data rank"
+        )

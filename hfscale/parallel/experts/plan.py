@@ -1,0 +1,71 @@
+"""Plan expert parallelism: which modules hold experts, and what is left of the blocks around them.
+
+transformers keeps the experts of one mixture as a module of 3-D parameters ``[experts, ...]`` that is called as
+``experts(hidden_states, top_k_index, top_k_weights)``. Spread over ranks, a module holds whole experts, and tokens
+travel to them (Lepikhin et al. 2020, GShard). Everything else of a mixture - router, shared experts - follows the other
+axes.
+"""
+
+from collections.abc import Iterator
+
+from ...config.parallel import ParallelConfig
+from ...models.expert_modules import holds_experts
+from ...models.names import wild_name
+from ...plan.cut import Cut, cut_shape
+from ...plan.drafting.draft import Draft
+from ...plan.modules import ExpertsPlan
+from ...plan.reductions import data_cut
+
+
+def plan_experts(draft: Draft) -> None:
+    """Find the mixtures, and spread their experts over the expert axis."""
+    draft.mixtures = tuple(_mixtures(draft))
+    if draft.layout.ep > 1:
+        draft.experts = draft.mixtures
+        _spread(draft)
+
+
+def _mixtures(draft: Draft) -> Iterator[ExpertsPlan]:
+    """The experts of every mixture, in the model's order."""
+    for name, module in draft.modules.items():
+        if holds_experts(module):
+            owner = next((layer for layer in draft.layers if name.startswith(f"{layer}.")), "")
+            yield ExpertsPlan(name, int(module.num_experts), owner)
+
+
+def _spread(draft: Draft) -> None:
+    size = draft.layout.ep
+    if not draft.experts:
+        draft.problem(
+            f"ep_size={size} needs a module that is called with the experts of each token (transformers' "
+            f"use_experts_implementation), and {type(draft.model).__name__} has none: use ep_size=1"
+        )
+    for planned in draft.experts:
+        name, count = planned.name, planned.count
+        if count % size:
+            fits = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+            draft.problem(
+                f"ep_size={size} does not divide the {count} experts of {wild_name(name)}: use ep_size {fits}"
+            )
+        for parameter, value in draft.modules[name].named_parameters(prefix=name):
+            if value.ndim < 2 or value.shape[0] != count:
+                draft.problem(
+                    f"ep_size={size}: {wild_name(parameter)} of shape {tuple(value.shape)} is not one per expert (of "
+                    f"{count}), so it cannot be spread with them: use ep_size=1"
+                )
+            draft.spread.add(parameter)
+            if draft.tp == 1 or draft.layout.slices_tokens:
+                draft.rules[parameter] = (None, ())
+
+
+def expert_cuts(layout: ParallelConfig, shape: tuple[int, ...], cuts: list[Cut]) -> list[Cut]:
+    """All cuts of a parameter of experts, given that over the tensor axis: whole experts first, their shards last.
+
+    Shards are whole experts too, or rows of every expert where these are too few to share out evenly.
+    """
+    cuts = [Cut("ep", 0, layout.ep), *cuts]
+    shards, by_rows = layout.size("edp_shard"), False
+    if shards > 1:
+        local = cut_shape(shape, cuts, {})
+        by_rows = local[0] % shards != 0 and local[1] % shards == 0
+    return [*cuts, *data_cut(layout, spread=True, dim=1 if by_rows else 0)]

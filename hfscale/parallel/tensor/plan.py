@@ -1,0 +1,137 @@
+"""Plan sequence parallelism: where the stream is cut, and which parameters see their rank's tokens only."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from ...models import SEQUENCE_UNFIT
+from ...models.blueprint import INFERRED
+from ...models.facts import ask
+from ...models.names import wild_name
+from ...models.projections import is_tokenwise
+from ...plan.drafting.around import PROBED, direct_children
+from ...plan.drafting.draft import Draft
+from ...plan.modules import BlockPlan, SequencePlan
+
+
+def plan_sequence(draft: Draft) -> None:
+    """Cut one stream per layer list, under sequence parallelism; the rules of its parameters go into ``draft``."""
+    if draft.tp == 1 or not draft.layout.sequence_parallel or draft.blueprint is None:
+        return
+    unfit = SEQUENCE_UNFIT.get(draft.config.model_type)
+    if draft.blueprint.source.startswith(INFERRED):
+        unfit = "its blueprint is inferred, which proves nothing of what lies between the blocks"
+    if unfit:
+        draft.problem(
+            f"sequence_parallel=True does not fit {draft.config.model_type!r}: {unfit}: use sequence_parallel=False"
+        )
+        return
+    lists: dict[str, list[str]] = {}
+    for layer in draft.layers:
+        lists.setdefault(layer.rpartition(".")[0], []).append(layer)
+    owners = {path.rpartition(".")[0]: members for path, members in lists.items()}
+    if len(owners) < len(lists):  # XLM's attention is in one, what follows it in another
+        draft.problem(
+            f"sequence_parallel=True does not fit {draft.config.model_type!r}: one module runs several lists of layers "
+            f"({', '.join(lists)}), and computes between them: use sequence_parallel=False"
+        )
+        return
+    firsts = {members[0]: owner for owner, members in owners.items()}
+    embedding = draft.embedding
+    entry = ask("entry", draft.model, *firsts, str(embedding), firsts=firsts, embedding=embedding)
+    inside = [*(block.name for block in draft.blocks), *(experts.name for experts in draft.experts)]
+    regions = (
+        _region(draft, owner, members, entry)
+        for owner, members in owners.items()
+        if any(name.startswith(f"{owner}.") for name in inside)
+    )
+    draft.sequence_regions = tuple(region for region in regions if region is not None)
+
+
+def _region(draft: Draft, owner: str, layers: list[str], entry: dict[str, Any]) -> SequencePlan | None:
+    """What of ``owner`` is cut along the sequence; ``None`` where that fails, for reasons that the draft then has."""
+    lists = {layer.rpartition(".")[0] for layer in draft.layers}
+    children = direct_children(draft.modules, owner)
+    around = [name for name in children if name not in lists and _has_parameters(draft, name)]
+    before, odd = entry["before"].get(owner), entry["odd"].get(owner)
+    if around and before is None:
+        draft.problem(
+            f"sequence_parallel=True needs to know which of {', '.join(map(wild_name, around))} come before the "
+            f"layers, and {type(draft.model).__name__} cannot be traced ({entry['failure']}): use "
+            "sequence_parallel=False"
+        )
+        return None
+    if odd is not None:
+        draft.problem(
+            f"sequence_parallel=True does not fit {draft.config.model_type!r}: its layers get a stream of the "
+            f"shape {tuple(odd)} for {PROBED[0]} sample of {PROBED[1]} tokens, and not (samples, tokens, width): use "
+            "sequence_parallel=False"
+        )
+        return None
+    after = [name for name in around if name not in (before or ())]
+    edges, mixtures = _edges(draft.blocks), _mixtures(draft)
+    return SequencePlan(
+        owner=owner,
+        exit=after[0] if len(after) == 1 else owner,  # an owner may reshape what its only norm returns
+        layers=tuple(layers),
+        gathered=tuple(name for layer in layers for name in _gathered(draft, layer, edges, mixtures)),
+        partial=tuple(_partial(draft, [*layers, *after])),
+        direct=entry["direct"] == layers[0] and _only_looks_up(draft, draft.embedding),
+        dropout=_drops_out(draft, layers),
+    )
+
+
+def _only_looks_up(draft: Draft, embedding: str | None) -> bool:
+    """Whether the embedding does nothing after the lookup that a sum over ranks would have to come before."""
+    return embedding is not None and type(draft.modules[embedding]).forward is nn.Embedding.forward
+
+
+def _has_parameters(draft: Draft, name: str) -> bool:
+    return next(draft.modules[name].parameters(), None) is not None
+
+
+def _edges(blocks: list[BlockPlan]) -> set[str]:
+    """Modules inside edges, or with an edge on them."""
+    return {name for block in blocks for name in (*block.enter, *block.leave, *block.row)}
+
+
+def _mixtures(draft: Draft) -> set[str]:
+    """Modules that treat every token by itself because they are a router, experts, and shared experts with edges."""
+    return {each.name.rpartition(".")[0] for each in draft.experts if draft.layout.slices_tokens}
+
+
+def _gathered(draft: Draft, path: str, edges: set[str], mixtures: set[str]) -> Iterator[str]:
+    """Modules under ``path`` that are outside of all edges and may compute across tokens."""
+    for name in direct_children(draft.modules, path):
+        module = draft.modules[path].get_submodule(name.rpartition(".")[2])  # layers may share it: it has one name
+        if name in edges or name in mixtures or is_tokenwise(module):
+            continue
+        if any(edge.startswith(f"{name}.") for edge in edges):
+            yield from _gathered(draft, name, edges, mixtures)
+        elif next(module.parameters(), None) is not None:
+            yield name
+
+
+def _partial(draft: Draft, roots: list[str]) -> Iterator[str]:
+    """Modules under ``roots`` that own parameters without a rule yet; the rule is that their gradients are partial."""
+    for root in roots:
+        for name, module in draft.modules[root].named_modules(prefix=root):
+            own = [f"{name}.{child}" for child, _ in module.named_parameters(recurse=False)]
+            free = [parameter for parameter in own if parameter not in draft.rules]
+            draft.rules.update(dict.fromkeys(free, (None, ("tp",))))
+            if free and len(free) == len(own):
+                yield name
+            elif free:
+                draft.problem(
+                    f"sequence_parallel=True: {wild_name(name)} holds parameters that are cut and others that are not: "
+                    "use sequence_parallel=False"
+                )
+
+
+def _drops_out(draft: Draft, layers: list[str]) -> bool:
+    modules = [module for layer in layers for module in draft.modules[layer].modules()]
+    fields: dict[str, Any] = draft.config.to_dict()
+    return any(isinstance(module, nn.Dropout) and module.p > 0 for module in modules) or any(
+        "drop" in name and isinstance(value, float) and value > 0 for name, value in fields.items()
+    )

@@ -1,0 +1,40 @@
+"""What the modules around a list of layers, or around a model of text, hold besides it."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from ..._compat.torch import own_modules
+from ..parameter import join_path
+
+PROBED = (1, 2)
+"""Samples, and tokens of each, by which a model is tried."""
+
+ALONE = ", and only the stream travels between stages"
+GIVEN = f"its layers are given what another layer computed, besides the stream{ALONE}"
+
+
+def items_around(model: nn.Module, path: str) -> Iterator[str]:
+    """Names of the parameters and modules of every module around the one at ``path``, from the outside inwards."""
+    owner = ""
+    for inner in path.split("."):
+        module = model.get_submodule(owner)
+        names = [name for name, _ in module.named_parameters(recurse=False)]
+        # Not named_children, which leaves out a module's second name.
+        names += [name for name, child in own_modules(module).items() if child is not None and name != inner]
+        yield from (join_path(owner, name) if owner else name for name in names)
+        owner = join_path(owner, inner) if owner else inner
+
+
+def tensors_of(model: nn.Module, item: str) -> dict[int, int]:
+    """How many numbers each parameter has that an item holds, or is, by its identity."""
+    owner, _, child = item.rpartition(".")
+    found = getattr(model.get_submodule(owner), child)
+    held = found.parameters() if isinstance(found, nn.Module) else [found]
+    return {id(parameter): parameter.numel() for parameter in held}
+
+
+def direct_children(modules: dict[str, Any], owner: str) -> list[str]:
+    """Full names of the modules directly below ``owner``."""
+    return [join_path(owner, name) if owner else name for name, _ in modules[owner].named_children()]

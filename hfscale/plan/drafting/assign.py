@@ -1,0 +1,237 @@
+"""Cut a model into pipeline stages: which layers and which other modules each of them holds."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from ...config.parallel import ParallelConfig
+from ...errors import PlanError
+from ..stages import Stage, StagePlan, Tie, place_stages
+from ..towers import TowersPlan
+from .around import ALONE, tensors_of
+from .costs import BATCH_TOKENS, SEQUENCE, Costs, layer_costs
+from .draft import Draft, Ranks
+from .layers import find_layers
+from .passage import Passage, stage_problem, trace
+from .resolve import find_blueprint
+from .two_stacks import find_stacks, trace_stacks
+
+
+def assign_stages(
+    model: Any,
+    layout: ParallelConfig,
+    ranks: Ranks | None = None,
+    *,
+    batch_tokens: int = BATCH_TOKENS,
+    sequence: int = SEQUENCE,
+) -> StagePlan:
+    """Cut a stock Hugging Face model, whole and unpatched, into ``pp_size * virtual_stages`` stages.
+
+    The layers are shared out as ``layout.stage_layers`` says, or such that the most expensive stage costs least. What
+    the model does before its first layer is on the first stage, what it does after the last one is on the last stage.
+    On all of them are modules without parameters, and those whose results all layers read (inputs per layer, a table of
+    positions): nothing but the stream between layers travels.
+
+    Args:
+        model: on any device; the meta device is enough.
+        ranks: the rank of each stage, where the schedule is a file; see :func:`hfscale.plan.stages.place_stages`.
+        batch_tokens: tokens of one optimizer step that go through the pipeline, which weighs FLOPs against updates.
+        sequence: tokens in one sequence, which attention's share depends on.
+
+    Raises:
+        PlanError: the model has no single list of layers with one stream through it, or not enough layers; every
+            problem is listed.
+        ConfigError: the schedule cannot have these stages.
+    """
+    draft = Draft(model, layout)
+    try:
+        blueprint = find_blueprint(model, may_infer=False)
+    except PlanError:
+        blueprint = None  # the host knows which classes are layers
+    plan = plan_stages(draft, find_layers(draft, blueprint), ranks, batch_tokens=batch_tokens, sequence=sequence)
+    if plan is None or draft.problems:
+        raise PlanError(draft.report())
+    return plan
+
+
+def plan_pipeline(draft: Draft) -> None:
+    """Cut the draft's layers into the stages that its layout asks for."""
+    if draft.layout.pp == 1:
+        check_stage_layers(draft, draft.layers)
+        return
+    if draft.no_step:  # and nobody can call the model: a rank has but a part of it
+        stage_problem(
+            draft,
+            "train_step does not run its loss (only that of causal language models with a Linear head), and nothing "
+            f"else runs stages: {draft.no_step}",
+        )
+    draft.stages = plan_stages(draft, draft.layers, draft.ranks)
+
+
+def plan_stages(
+    draft: Draft,
+    layers: list[str],
+    ranks: Ranks | None = None,
+    *,
+    batch_tokens: int = BATCH_TOKENS,
+    sequence: int = SEQUENCE,
+) -> StagePlan | None:
+    """The same for a draft whose layers are known; ``None`` where that fails, for reasons that the draft then has."""
+    layout = draft.layout
+    virtual = int(layout.virtual_stages or 1)
+    count = layout.pp * virtual
+    lists = _lists(draft, layers, count)
+    if lists is None:
+        return None
+    places = place_stages(str(layout.pipeline_schedule), layout.pp, virtual) if ranks is None else ranks
+    if len(places) != count:
+        stage_problem(draft, f"the schedule has {len(places)} stages, and the layout {count}", "a schedule that fits")
+        return None
+    stacks = find_stacks(draft, lists) if len(lists) > 1 else None
+    if draft.problems:
+        return None
+    passage = trace(draft, lists[0]) if stacks is None else trace_stacks(draft, lists, stacks)
+    if passage is None:
+        return None
+    costs = layer_costs(
+        draft.model,
+        layers,
+        passage.before,
+        passage.after,
+        passage.shared,
+        batch_tokens=batch_tokens,
+        sequence=sequence,
+        beside=passage.beside,
+    )
+    first = _layers_with_pictures(draft, len(layers), count)
+    if draft.problems:
+        return None
+    counts = layout.stage_layers or costs.balanced(count, first)
+    return replace(_stages(draft, layers, lists[0], passage, costs, counts, places), stacks=stacks)
+
+
+def check_stage_layers(draft: Draft, layers: list[str]) -> bool:
+    """Note a problem where ``stage_layers`` does not add up to the layers that there are; True where it does."""
+    asked = draft.layout.stage_layers
+    if asked is None or sum(asked) == len(layers):
+        return True
+    draft.problem(
+        f"stage_layers={list(asked)} shares out {sum(asked)} layers, and {type(draft.model).__name__} has "
+        f"{len(layers)}: use numbers that sum up to {len(layers)}, or leave stage_layers out for a balanced split"
+    )
+    return False
+
+
+def _lists(draft: Draft, layers: list[str], count: int) -> list[str] | None:
+    """The name of the list that holds all layers, or of an encoder's and a decoder's, where it can be cut."""
+    lists = list(dict.fromkeys(layer.rpartition(".")[0] for layer in layers))
+    if len(lists) > 1 and not getattr(draft.config, "is_encoder_decoder", False):
+        stage_problem(draft, f"stages are cut from one list of layers, and there are {len(lists)} ({', '.join(lists)})")
+    elif not lists or not all(isinstance(draft.modules[name], nn.ModuleList) for name in lists):
+        stage_problem(draft, "no list of layers was found", "pp_size=1, or a blueprint that names it")
+    elif sum(len(draft.modules[name]) for name in lists) != len(layers):
+        stage_problem(draft, f"layers in {', '.join(lists)} share parameters with the rest of the model")
+    elif inside := _crosses_borders(draft):
+        stage_problem(draft, *inside)
+    elif check_stage_layers(draft, layers) and count > len(layers):
+        _too_many(draft, len(layers))
+    if draft.problems:
+        return None
+    return lists
+
+
+def _crosses_borders(draft: Draft) -> tuple[str, str] | None:
+    """What layers of several stages would need of one another besides the stream, and what to do."""
+    towers = draft.feature(TowersPlan)
+    if towers is not None and towers.read_inside and not towers.first_layers:
+        inputs = ", ".join(towers.read_inside)
+        return f"what its towers make of pictures is read inside of its layers ({inputs}){ALONE}", "pp_size=1"
+    if getattr(draft.config, "output_router_logits", False):
+        what = "output_router_logits=True makes a loss of what the layers of all stages compute"
+        return what, "config.output_router_logits = False, or pp_size=1"
+    for name in draft.layer_drops()[:1]:
+        what = f"{name}={getattr(draft.config, name)} leaves out layers at random, at a border of stages too"
+        return what, f"config.{name} = 0, or pp_size=1"
+    return None
+
+
+def _layers_with_pictures(draft: Draft, layers: int, stages: int) -> int:
+    """Return how many layers the first stage must have, because pictures are on it and are added behind them."""
+    towers, asked = draft.feature(TowersPlan), draft.layout.stage_layers
+    first = 0 if towers is None else towers.first_layers
+    if asked is not None and asked[0] < first:
+        stage_problem(
+            draft,
+            f"pictures are added behind its first {first} layers, which must be on the first stage, and stage_layers="
+            f"{list(asked)} has {asked[0]} there",
+            f"at least {first} as the first of stage_layers",
+        )
+    elif asked is None and first + stages - 1 > layers:
+        most = layers - first + 1
+        stage_problem(
+            draft,
+            f"pictures are added behind its first {first} layers, which must be on the first of {stages} stages, and "
+            f"it has {layers} layers",
+            f"at most {most} stages (pp_size x virtual_stages)" if most > 1 else "pp_size=1",
+        )
+    return first
+
+
+def _too_many(draft: Draft, layers: int) -> None:
+    virtual = int(draft.layout.virtual_stages or 1)
+    asked = f"pp_size={draft.layout.pp}" + (f" x virtual_stages={virtual}" if virtual > 1 else "")
+    most = layers // virtual
+    fits = f"pp_size 1 to {most}" if most > 1 else "pp_size=1"
+    with_virtual = f" with virtual_stages={virtual if most else 1}" if virtual > 1 else ""
+    draft.problem(
+        f"{asked} exceeds the {layers} layer{'s' if layers > 1 else ''} of {draft.config.model_type!r}: use "
+        f"{fits}{with_virtual}"
+    )
+
+
+def _stages(
+    draft: Draft,
+    layers: list[str],
+    layer_list: str,
+    passage: Passage,
+    costs: Costs,
+    counts: Sequence[int],
+    ranks: Ranks,
+) -> StagePlan:
+    sizes = {id(parameter): parameter.numel() for _, parameter in draft.named()}
+    stages, start = [], 0
+    holders: dict[int, list[int]] = {}
+    each = costs.of_stages(counts)
+    for index, (count, cost) in enumerate(zip(counts, each, strict=True)):
+        own = layers[start : start + count]
+        before = passage.before if index == 0 else ()
+        after = passage.after if index == len(counts) - 1 else ()
+        modules = tuple(dict.fromkeys((*passage.shared, *before, *passage.beside_all(own), *after)))
+        held = {tensor for name in (*own, *modules) for tensor in tensors_of(draft.model, name)}
+        for tensor in held:
+            holders.setdefault(tensor, []).append(index)
+        parameters = sum(sizes[tensor] for tensor in held)
+        stages.append(Stage(index, ranks[index], tuple(own), modules, parameters, cost.flops))
+        start += count
+    names: dict[int, list[str]] = {}  # in the model's order
+    for name, parameter in draft.named():
+        names.setdefault(id(parameter), []).append(name)
+    return StagePlan(
+        stages=tuple(stages),
+        everywhere=passage.everywhere,
+        owner=layer_list.rpartition(".")[0],
+        layer_list=layer_list,
+        returns=passage.returns,
+        module_returns=tuple(
+            (name, passage.item_returns[name])
+            for name in dict.fromkeys(name for stage in stages for name in (*stage.layers, *stage.modules))
+            if name in passage.item_returns
+        ),
+        ties=tuple(
+            Tie(tuple(known), tuple(holders[tensor])) for tensor, known in names.items() if len(holders[tensor]) > 1
+        ),
+        work=tuple(cost.work(costs.batch_tokens) for cost in each),
+        loans=passage.loans,
+    )

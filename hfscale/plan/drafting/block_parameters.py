@@ -1,0 +1,196 @@
+"""What follows from a block's role for its parameters: how each is cut, or why it cannot be."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ..._compat.torch import own_parameters
+from ...models.blueprint import Block
+from ...models.fields import first_count, text_config
+from ...models.names import wild_name
+from ...models.projections import PROJECTIONS, weight_dims
+from ..parameter import join_path
+from .draft import Draft
+
+_PARTIAL: tuple[None, tuple[str, ...]] = (
+    None,
+    ("tp",),
+)  # held by every rank, each of which sees a part of the gradient
+
+
+@dataclass(frozen=True)
+class PlacedBlock:
+    """One block of a model.
+
+    Attributes:
+        draft: what is known of the model's plan.
+        name: the block's module.
+        role: what the blueprint says of its parts.
+        replicas: how many consecutive ranks hold each of its key/value heads.
+    """
+
+    draft: Draft
+    name: str
+    role: Block
+    replicas: int
+
+    def path(self, child: str) -> str:
+        """The full name of a part."""
+        return join_path(self.name, child)
+
+    def modules(self, children: tuple[str, ...]) -> tuple[str, ...]:
+        """The full names of those parts that are modules of this block."""
+        return tuple(path for child in children if (path := self.path(child)) in self.draft.modules)
+
+    def parameter(self, path: str) -> Tensor | None:
+        """A parameter inside the block."""
+        owner, _, attribute = self.path(path).rpartition(".")
+        modules = self.draft.modules
+        found: Tensor | None = own_parameters(modules[owner]).get(attribute) if owner in modules else None
+        return found
+
+    def parts_replicas(self, child: str, parts: tuple[int, ...] = ()) -> tuple[int, ...]:
+        """On how many ranks each of the matrices fused in ``child`` is held; empty where each rank has its own."""
+        if self.replicas == 1 or child not in self.role.key_value:
+            return ()
+        chosen = self.role.key_value[child]
+        return tuple(self.replicas if not chosen or index in chosen else 1 for index in range(max(1, len(parts))))
+
+
+def cut_parameters(block: PlacedBlock, is_layer: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Put the rules of a block's parameters into the draft.
+
+    Args:
+        is_layer: the block is the layer itself, which has parts outside of its blocks.
+
+    Returns:
+        the modules that are used whole inside of it; the parameters that one rank adds to the sum.
+    """
+    draft, role = block.draft, block.role
+    for child in role.column:
+        _cut_projection(block, child, column=True)
+    for child in role.row:
+        _cut_projection(block, child, column=False)
+    for child, (dim, fused) in role.cut.items():
+        _cut_other(block, child, dim, fused)
+    once = tuple(block.path(child) for child in role.once if block.parameter(child) is not None)
+    draft.rules.update(dict.fromkeys(once, _PARTIAL))
+    if role.own_heads:
+        for child, parameter in draft.modules[block.name].named_parameters(recurse=False):
+            draft.cut(block.path(child), 0, parameter.shape[0], (), block.parts_replicas(child))
+    shared = block.modules((*role.shared, *role.across))
+    for path in shared:
+        for parameter, _ in draft.modules[path].named_parameters(recurse=False):
+            draft.rules[f"{path}.{parameter}"] = _PARTIAL
+    if role.rest_shared:
+        shared += tuple(_share_rest(block))
+    if not is_layer:
+        _refuse_roleless(block)
+    return shared, once
+
+
+def _cut_projection(block: PlacedBlock, child: str, column: bool) -> None:
+    draft, role, path = block.draft, block.role, block.path(child)
+    module = draft.modules.get(path)
+    if module is None and column and role.own_heads and (parameter := block.parameter(child)) is not None:
+        # the host lists sinks beside projections
+        draft.cut(path, 0, parameter.shape[0], (), block.parts_replicas(child))
+        return
+    if module is None and role.optional:
+        return
+    if not isinstance(module, PROJECTIONS):
+        found = "nothing" if module is None else type(module).__name__
+        draft.problem(
+            f"tp_size={draft.tp}: {wild_name(path)} should be a projection (nn.Linear or Conv1D) and is "
+            f"{found}: correct the blueprint, or use tp_size=1"
+        )
+        return
+    dim = weight_dims(module)[0 if column else 1]
+    parts = _parts(block, child, module.weight.shape[dim])
+    replicas = block.parts_replicas(child, parts)
+    draft.cut(f"{path}.weight", dim, module.weight.shape[dim], parts, replicas)
+    if getattr(module, "bias", None) is not None:
+        if column:
+            draft.cut(f"{path}.bias", 0, module.bias.shape[0], parts, replicas)
+        else:
+            draft.rules[f"{path}.bias"] = _PARTIAL
+
+
+def _parts(block: PlacedBlock, child: str, length: int) -> tuple[int, ...]:
+    """Lengths of the matrices fused in a projection along its cut dim of ``length``; empty for one."""
+    draft, fused = block.draft, block.role.parts.get(child, 1)
+    if not isinstance(fused, int):
+        return fused(draft.block_config)
+    if length % fused:
+        draft.problem(
+            f"tp_size={draft.tp}: the blueprint fuses {fused} equal matrices in {wild_name(block.path(child))}.weight, "
+            f"which has {length} entries: correct the blueprint, or use tp_size=1"
+        )
+        return ()
+    return (length // fused,) * fused if fused > 1 else ()
+
+
+def _cut_other(block: PlacedBlock, child: str, dim: int, fused: int) -> None:
+    """Cut a parameter that is no projection's: one matrix per expert, say."""
+    draft, path, parameter = block.draft, block.path(child), block.parameter(child)
+    if parameter is None:
+        return
+    length = parameter.shape[dim]
+    if child in block.role.pairs and length // 2 % draft.tp:
+        draft.problem(
+            f"tp_size={draft.tp} does not divide the {length // 2} pairs of entries interleaved in "
+            f"{wild_name(path)}: use tp_size {_divisors(length // 2)}"
+        )
+    draft.cut(path, dim, length, (length // fused,) * fused if fused > 1 else ())
+
+
+def _divisors(count: int) -> str:
+    return ", ".join(str(size) for size in range(1, count + 1) if count % size == 0)
+
+
+def _share_rest(block: PlacedBlock) -> Iterator[str]:
+    """Modules inside a block with parameters of their own that have no rule yet; they get that of shared ones."""
+    draft, outside = block.draft, tuple(map(block.path, block.role.outside))
+    for path, module in draft.modules[block.name].named_modules(prefix=block.name):
+        own = [f"{path}.{name}" for name, _ in module.named_parameters(recurse=False)]
+        if own and path not in outside and not any(name in draft.rules for name in own):
+            _refuse_writers(draft, path, module)
+            draft.rules.update(dict.fromkeys(own, _PARTIAL))
+            yield path
+
+
+def _refuse_writers(draft: Draft, path: str, module: Any) -> None:
+    """Refuse to share what may well read or write the output of its block."""
+    weight = own_parameters(module).get("weight")
+    hidden = first_count(text_config(draft.config), ("hidden_size",))
+    if weight is None or weight.ndim not in (1, 2) or weight.shape[0] != hidden:
+        return
+    if draft.wider is not None and draft.wider.get_parameter(f"{path}.weight").shape[0] == hidden:
+        return  # another size, which happens to be as large
+    if weight.ndim == 1:
+        draft.problem(
+            f"tp_size={draft.tp}: {wild_name(path)} may compute on the output of its block, which is a part of "
+            "a sum there, and the blueprint gives it no role: name it as shared or outside, or use tp_size=1"
+        )
+    else:
+        draft.problem(
+            f"tp_size={draft.tp}: {wild_name(path)} may write the output of its block, the blueprint gives "
+            "it no role, and would be counted on every rank: name it as column or row, or use tp_size=1"
+        )
+
+
+def _refuse_roleless(block: PlacedBlock) -> None:
+    """What a block that is a module of its own holds must have a role."""
+    draft, role = block.draft, block.role
+    if role.enter != ("",):
+        return
+    outside = tuple(f"{block.path(child)}." for child in role.outside)
+    for parameter, _ in draft.modules[block.name].named_parameters(prefix=block.name):
+        if parameter not in draft.rules and not parameter.startswith(outside):
+            draft.roleless.append(parameter)
+            draft.problem(
+                f"tp_size={draft.tp}: {wild_name(parameter)} is inside a block whose blueprint gives it no role: "
+                "name its module as column, row or shared in the blueprint, or use tp_size=1"
+            )

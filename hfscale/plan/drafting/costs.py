@@ -1,0 +1,170 @@
+"""What the parts of a model cost to train, from the shapes on the meta device: no weights, no run."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ...models.expert_modules import EXPERT_FIELDS, experts_per_token, has_one_per_expert
+from ...models.fields import HEAD_FIELDS, first_count, text_config
+from ..stages import balance
+
+BATCH_TOKENS = 1 << 15
+"""Tokens of one optimizer step in one pipeline, where nobody said: eight microbatches of 4096."""
+SEQUENCE = 2048
+"""Tokens that attention looks at, where nobody said."""
+
+# AdamW in 32 bits reads weight, gradient and two moments and writes weight and moments: 28 bytes. In the time in which
+# an accelerator moves a byte it computes about 300 FLOPs (H100: 989 TFLOP/s in bf16, 3.35 TB/s).
+_UPDATE = 28 * 300
+_BACKWARD = 3  # a step is a forward pass and a backward pass of twice its FLOPs
+
+_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a part of a model costs.
+
+    Attributes:
+        flops: FLOPs of its forward pass per token; a multiply and an add are two.
+        parameters: how many numbers it holds.
+    """
+
+    flops: int = 0
+    parameters: int = 0
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(self.flops + other.flops, self.parameters + other.parameters)
+
+    def work(self, batch_tokens: int = BATCH_TOKENS) -> int:
+        """FLOPs of one training step, the optimizer's time counted as the FLOPs that fit into it.
+
+        Forward and backward pass of ``batch_tokens`` tokens, and the update of the parameters, which is bound by
+        memory. A whole number, so that equal layers cost exactly the same.
+        """
+        return _BACKWARD * self.flops * batch_tokens + _UPDATE * self.parameters
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What the parts of a model cost: what comes before its first layer, each layer, what follows the last, and what
+    every stage has besides.
+    """
+
+    before: Cost
+    layers: tuple[Cost, ...]
+    after: Cost
+    batch_tokens: int = BATCH_TOKENS
+    shared: Cost = Cost()
+
+    def balanced(self, stages: int, first: int = 0) -> tuple[int, ...]:
+        """How many layers each of ``stages`` gets; see :func:`hfscale.plan.stages.balance`.
+
+        Args:
+            first: how many the first stage has at least.
+        """
+        works = [layer.work(self.batch_tokens) for layer in self.layers]
+        before, after = self.before.work(self.batch_tokens), self.after.work(self.batch_tokens)
+        found = balance(works, stages, before, after)
+        return found if found[0] >= first else (first, *balance(works[first:], stages - 1, 0, after))
+
+    def of_stages(self, counts: Sequence[int]) -> tuple[Cost, ...]:
+        """What each stage costs, given its number of layers."""
+        result, start = [], 0
+        for stage, count in enumerate(counts):
+            cost = sum(self.layers[start : start + count], self.shared)
+            cost += self.before if stage == 0 else Cost()
+            cost += self.after if stage == len(counts) - 1 else Cost()
+            result.append(cost)
+            start += count
+        return tuple(result)
+
+
+def layer_costs(
+    model: Any,
+    layers: Sequence[str],
+    before: Iterable[str] = (),
+    after: Iterable[str] = (),
+    shared: Iterable[str] = (),
+    *,
+    batch_tokens: int = BATCH_TOKENS,
+    sequence: int = SEQUENCE,
+    beside: Mapping[str, Sequence[str]] | None = None,
+) -> Costs:
+    """What the layers of a model cost, and what lies around them.
+
+    Args:
+        model: a stock model; the meta device is enough.
+        layers: names of its layers, in order.
+        before: names of the modules (or parameters) that come before the first layer: embeddings.
+        after: names of those that follow the last: final norm, head.
+        shared: names of those that every stage has, since all layers read what they compute.
+        batch_tokens: tokens of one optimizer step that go through the pipeline.
+        sequence: tokens in one sequence, which attention's FLOPs grow with.
+        beside: names of a layer -> names of what is on its stage besides.
+    """
+    beside = beside or {}
+
+    def cost(names: Iterable[str]) -> Cost:
+        return sum((_named_cost(model, name, sequence) for name in names), Cost())
+
+    return Costs(
+        cost(before),
+        tuple(cost([layer, *beside.get(layer, ())]) for layer in layers),
+        cost(after),
+        batch_tokens,
+        cost(shared),
+    )
+
+
+def module_cost(module: nn.Module, config: Any, sequence: int = SEQUENCE) -> Cost:
+    """What one module costs, with everything in it.
+
+    Projections (Linear, Conv1D, matrices of experts, routers, short convolutions): 2 FLOPs per parameter and token, and
+    of experts only the share that a token is sent to. Lookups: none. Attention besides: ``2 s (d_qk + d_v)`` per head,
+    for scores and for values, over a sequence (or window) of ``s`` tokens, the causal half not deducted. Elementwise
+    operations and the recurrences of state-space layers are left out: they are small beside the projections.
+    """
+    text = text_config(config)
+    parameters = {id(p): p.numel() for p in module.parameters()}
+    return Cost(_flops(module, text, sequence, (1, 1)), sum(parameters.values()))
+
+
+def _named_cost(model: Any, name: str, sequence: int) -> Cost:
+    owner, _, child = name.rpartition(".")
+    found = getattr(model.get_submodule(owner), child) if name else model
+    return module_cost(found, model.config, sequence) if isinstance(found, nn.Module) else Cost(0, found.numel())
+
+
+def _flops(module: nn.Module, config: Any, sequence: int, share: tuple[int, int]) -> int:
+    experts = first_count(config, EXPERT_FIELDS) or 0
+    active = (min(experts_per_token(config) or experts, experts), experts)
+    own = list(module.parameters(recurse=False))
+    if experts > 1 and share == (1, 1) and has_one_per_expert(module, experts):
+        share = active
+    flops = 0
+    if not isinstance(module, nn.Embedding):
+        flops = sum(2 * parameter.numel() * share[0] // share[1] for parameter in own if parameter.ndim > 1)
+    if _is_attention(module):
+        flops += _attention(module, config, sequence)
+    return flops + sum(_flops(child, config, sequence, share) for child in module.children())
+
+
+def _is_attention(module: nn.Module) -> bool:
+    """Whether a module computes attention itself, by its name, as stock code names them all."""
+    return "Attention" in type(module).__name__ and not any(
+        "Attention" in type(inner).__name__ for inner in module.modules() if inner is not module
+    )
+
+
+def _attention(module: Any, config: Any, sequence: int) -> int:
+    heads = first_count(module, _HEADS) or first_count(config, HEAD_FIELDS) or 0
+    hidden = first_count(config, ("hidden_size",)) or 0
+    head_dim = (
+        first_count(module, ("head_dim",)) or first_count(config, ("head_dim",)) or (hidden // heads if heads else 0)
+    )
+    widths = (first_count(module, (name,)) or head_dim for name in ("qk_head_dim", "v_head_dim"))
+    window = first_count(module, ("sliding_window", "window_size"))
+    return 2 * min(sequence, window or sequence) * heads * sum(widths)

@@ -1,0 +1,132 @@
+"""What is known of a plan while it is made."""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..._compat.transformers.classes import from_config
+from ...config.options import NO_OPTIONS, Options
+from ...config.parallel import ParallelConfig
+from ...models.blueprint import Blueprint
+from ...models.fields import text_config
+from ...models.names import wild_name
+from ..contents import Feature, FeatureT
+from ..cut import Cut
+from ..modules import BlockPlan, ExpertsPlan, SequencePlan
+from ..stages import StagePlan
+
+Ranks = Mapping[int, int] | Sequence[int]
+"""Stage -> the pipeline rank that holds it."""
+
+
+class Draft:
+    """A model, a layout, what has been decided about its parameters, and what is wrong with both together.
+
+    Attributes:
+        ranks: the pipeline rank of each stage, where the schedule says so.
+        options: the user's choices beside the layout.
+        modules: every module of the model by name.
+        problems: why the layout does not fit, in words; each once.
+        rules: parameter name -> (its cut over the tensor axis, the axes over which its gradient is partial).
+        spread: parameters of experts that are spread over the expert axis.
+        roleless: parameters inside blocks whose blueprint says nothing of them.
+
+    The other attributes are those of :class:`hfscale.plan.Plan`, and empty until a part fills them in.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        layout: ParallelConfig,
+        ranks: Ranks | None = None,
+        options: Options = NO_OPTIONS,
+    ) -> None:
+        self.model, self.layout, self.tp = model, layout, layout.tp
+        self.config, self.ranks, self.options = model.config, ranks, options
+        self.problems: list[str] = []
+        self.modules: dict[str, Any] = dict(model.named_modules())
+        self.rules: dict[str, tuple[Cut | None, tuple[str, ...]]] = {}
+        self.spread: set[str] = set()
+        self.roleless: list[str] = []
+        self.blueprint: Blueprint | None = None
+        self.layers: list[str] = []
+        self.mixtures: tuple[ExpertsPlan, ...] = ()
+        self.experts: tuple[ExpertsPlan, ...] = ()
+        self.blocks: list[BlockPlan] = []
+        self.embedding: str | None = None
+        self.lookup: str | None = None
+        self.head: str | None = None
+        self.loss: str | None = None
+        self.no_step = ""
+        self.sequence_regions: tuple[SequencePlan, ...] = ()
+        self.features: list[Feature] = []
+        self.stages: StagePlan | None = None
+
+    def feature(self, kind: type[FeatureT]) -> FeatureT | None:
+        """What the part of a feature of its own has decided, if it has."""
+        return next((feature for feature in self.features if isinstance(feature, kind)), None)
+
+    def problem(self, problem: str) -> None:
+        """Note a reason why the layout does not fit, once."""
+        if problem not in self.problems:
+            self.problems.append(problem)
+
+    @cached_property
+    def wider(self) -> nn.Module | None:
+        """Return the model with twice the hidden size, without memory; ``None`` where it cannot be built."""
+        config = copy.deepcopy(self.config)
+        try:
+            text_config(config).hidden_size *= 2
+            with torch.device("meta"):
+                built: nn.Module = from_config(type(self.model), config)
+        except Exception:  # whatever stock code says of sizes that do not fit together
+            return None
+        return built
+
+    @property
+    def block_config(self) -> Any:
+        """The part of the config that the blueprint speaks of."""
+        return self.config if self.blueprint is None else self.blueprint.config_of(self.config)
+
+    def report(self) -> str:
+        """Every reason, as one message."""
+        listed = "".join(f"\n  - {problem}" for problem in self.problems)
+        return f"{self.layout.describe()} does not fit {type(self.model).__name__}:{listed}"
+
+    def cut(
+        self, name: str, dim: int, length: int, parts: tuple[int, ...] = (), replicas: tuple[int, ...] = ()
+    ) -> None:
+        """Cut a parameter of ``length`` entries along ``dim`` over the tensor axis."""
+        cut = Cut("tp", dim, self.tp, parts, replicas)
+        if parts and sum(parts) != length:
+            self.problem(
+                f"tp_size={self.tp}: the blueprint gives the matrices fused in {wild_name(name)} the lengths {parts}, "
+                f"and it has {length} entries: correct the blueprint, or use tp_size=1"
+            )
+        elif cut.local_length(length, self.tp - 1) == 0:
+            self.problem(
+                f"tp_size={self.tp} leaves a rank without any of the {length} entries of {wild_name(name)}: "
+                f"use tp_size 1 to {min(parts or (length,))}"
+            )
+        self.rules[name] = (cut, ())
+
+    def named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every parameter under every name it has."""
+        yield from self.model.named_parameters(remove_duplicate=False)
+
+    def layer_drops(self) -> list[str]:
+        """Fields of the config by which layers are left out at random in training (Fan et al. 2019)."""
+        return [name for name, value in self.config.to_dict().items() if "layerdrop" in name and value]
+
+    def is_tied(self, parameter: Tensor) -> bool:
+        """Whether a tensor is in the model under more than one name."""
+        return sum(p is parameter for _, p in self.named()) > 1
+
+    def place(self, name: str) -> tuple[int, str]:
+        """Module and attribute that hold a parameter."""
+        owner, _, attribute = name.rpartition(".")
+        return id(self.model.get_submodule(owner)), attribute

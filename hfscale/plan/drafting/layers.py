@@ -1,0 +1,101 @@
+"""Find the layers of a model: what data axes wrap, stages are cut between, and blocks lie in."""
+
+from typing import Any
+
+from torch import nn
+
+from ..._compat.transformers.classes import layer_classes
+from ...errors import PlanError
+from ...models.blueprint import Blueprint
+from ...models.names import wild_name
+from .draft import Draft
+
+
+def find_layers(draft: Draft, blueprint: Blueprint | None) -> list[str]:
+    """Names of the layers, in order: those of the blueprint, else the classes that the host never splits."""
+    lists = _lists(draft, blueprint) if blueprint is not None else []
+    if not lists:
+        return _unsplit_modules(draft)
+    layers = [f"{path}.{name}" for path in lists for name, _ in draft.modules[path].named_children()]
+    for layer, name in _tied_outside(draft, layers) if draft.layout.data_world > 1 else ():
+        draft.problem(
+            f"{draft.layout.describe()}: {wild_name(layer)} shares {wild_name(name)} with another part of "
+            "the model, and the data axes would untie them: use dp_shard_size=1 and dp_replicate_size=1"
+        )
+    return layers
+
+
+def _lists(draft: Draft, blueprint: Blueprint) -> list[str]:
+    """The layer lists of the blueprint that the model has; to have none is a problem where blocks are to be cut."""
+    found = [name for path in blueprint.layer_lists if (name := _resolve(draft, path)) is not None]
+    if not found and draft.tp > 1:
+        wanted = " or ".join(repr(_base_prefix(draft) + path) for path in blueprint.layer_lists)
+        draft.problem(
+            f"tp_size={draft.tp}: the blueprint of {draft.config.model_type!r} names the layer list {wanted}, "
+            f"which {type(draft.model).__name__} does not have: correct the blueprint, or use tp_size=1"
+        )
+    return found
+
+
+def _unsplit_modules(draft: Draft) -> list[str]:
+    """Without a blueprint the layers only group parameters for sharding, and the host knows those classes."""
+    classes = layer_classes(draft.model)
+    layers: list[str] = []
+    for name, module in draft.modules.items():  # outer modules come first; one inside another is no layer
+        if type(module).__name__ in classes and not any(name.startswith(f"{layer}.") for layer in layers):
+            layers.append(name)
+    tied = {layer for layer, _ in _tied_outside(draft, layers)}
+    return [layer for layer in layers if layer not in tied]
+
+
+def has_every_list(draft: Draft, blueprint: Blueprint) -> bool:
+    """Whether the model has all layer lists of its blueprint; a class may have some (a decoder, one tower)."""
+    return all(_resolve(draft, path) is not None for path in blueprint.layer_lists)
+
+
+def _resolve(draft: Draft, path: str) -> str | None:
+    """The full name of a layer list given relative to the base model, if this class has it."""
+    for name in (_base_prefix(draft) + path, path):
+        if name in draft.modules:
+            return name
+    # Some classes keep their base model under another name than `base_model_prefix`.
+    ends = [name for name, module in draft.modules.items() if name.endswith(f".{path}") and any(module.children())]
+    return ends[0] if len(ends) == 1 else None
+
+
+def _base_prefix(draft: Draft) -> str:
+    base = getattr(draft.model, "base_model", draft.model)
+    return "" if base is draft.model else f"{draft.model.base_model_prefix}."
+
+
+def _tied_outside(draft: Draft, layers: list[str]) -> list[tuple[str, str]]:
+    """Layers that share a tensor with the rest of the model, each with that tensor's name in it."""
+    homes: dict[int, dict[tuple[int, str], str]] = {}
+    for name, parameter in draft.named():
+        homes.setdefault(id(parameter), {})[draft.place(name)] = name
+    found = []
+    for names in (list(places.values()) for places in homes.values() if len(places) > 1):
+        owners = [next((layer for layer in layers if name.startswith(f"{layer}.")), None) for name in names]
+        if len(set(owners)) > 1:
+            found += [(owner, name) for owner, name in zip(owners, names, strict=True) if owner is not None]
+    return found
+
+
+def find_layer_list(model: Any) -> str:
+    """Name of the list of layers of the base model: the outermost list with most parameters.
+
+    Raises:
+        PlanError: there is none, or several weigh much the same (an encoder and a decoder, say).
+    """
+    base = getattr(model, "base_model", model)
+    prefix = "" if base is model else f"{model.base_model_prefix}."
+    lists: dict[str, int] = {}
+    for name, module in base.named_modules():
+        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in lists):
+            lists[name] = sum(parameter.numel() for parameter in module.parameters())
+    ranked = sorted((name for name in lists if lists[name]), key=lambda name: -lists[name])
+    if not ranked:
+        raise PlanError("its base model has no list of layers (nn.ModuleList)")
+    if len(ranked) > 1 and 2 * lists[ranked[1]] >= lists[ranked[0]]:
+        raise PlanError(f"it has several lists of layers of the same weight: {', '.join(ranked[:2])}")
+    return prefix + ranked[0]

@@ -1,0 +1,37 @@
+"""Find what the first layer of a list lends to the others, where it is proved that any of them can use it by itself."""
+
+from typing import Any
+
+from torch import nn
+
+from ...models.facts import ask
+from ..loans import Loan
+
+
+def find_loan(model: Any, layer_list: str) -> Loan | None:
+    """What layers can make themselves of a module that the first one lends them, instead of being given it; ``None``
+    where a tiny clone does not show that they can.
+    """
+    loan = candidate(list(model.get_submodule(layer_list)), layer_list)
+    return loan if loan is not None and ask("loan", model, loan.name, loan=loan) else None
+
+
+def candidate(layers: list[nn.Module], layer_list: str) -> Loan | None:
+    """The one module that the first of some layers, which are otherwise alike, has alone."""
+    first, *others = ([name for name, _ in layer.named_modules()] for layer in layers)
+    if not others or any(names != others[0] for names in others):
+        return None
+    known = set(others[0])
+    extra = [name for name in first if name not in known and name.rpartition(".")[0] in known]
+    if len(extra) != 1 or not known <= set(first):
+        return None
+    owner, _, child = extra[0].rpartition(".")
+    has, lacks = (vars(layer.get_submodule(owner)) for layer in layers[:2])
+    flags = ((name, value) for name, value in has.items() if isinstance(value, bool) and lacks.get(name) is not value)
+    return Loan(layer_list, owner, child, tuple(sorted(flags)))
+
+
+def lend(loan: Loan, module: nn.Module, layer: nn.Module) -> None:
+    """Let another layer of the list use the module, without being listed as its owner: it has one name."""
+    owner: Any = layer.get_submodule(loan.owner)
+    owner.__dict__.update({loan.child: module, **dict(loan.flags)})

@@ -1,0 +1,83 @@
+"""Which blueprint a model has: from hfscale's own table, the host's plan, or inference with proof, in that order."""
+
+from contextlib import suppress
+from typing import Any
+
+from ...config.parallel import AXES, ParallelConfig
+from ...errors import PlanError
+from ...models import FAMILIES
+from ...models.blueprint import Blueprint
+from ...models.facts import ask
+from ...models.inference import Inference, from_data
+from ...models.translate import translate_host_plan
+from .blocks import plan_blocks
+from .complete import complete
+from .draft import Draft
+from .layers import find_layers
+from .text_model import blueprint_of_text, find_text_model
+
+
+def find_blueprint(model: Any, may_infer: bool = True) -> Blueprint:
+    """The blueprint of a Hugging Face model (on any device, the meta device included).
+
+    Args:
+        may_infer: whether to infer one that nobody wrote, which takes a second or two.
+
+    Raises:
+        PlanError: hfscale's table and the model itself have none, and none could be inferred.
+    """
+    config = model.config
+    if config.model_type in FAMILIES:
+        return FAMILIES[config.model_type]
+    text = find_text_model(model)
+    if text is not None:
+        return blueprint_of_text(model, text, find_blueprint, may_infer)
+    host_plan = getattr(config, "base_model_tp_plan", None) or getattr(
+        getattr(model, "base_model", model).config, "base_model_tp_plan", None
+    )
+    if host_plan:
+        try:
+            translated = translate_host_plan(host_plan, config.model_type)
+        except PlanError as error:
+            missing = str(error)
+        else:
+            return translated if not may_infer else _completed(model, translated)
+    else:
+        missing = (
+            f"tp_size > 1 needs a blueprint of {config.model_type!r}, and neither hfscale's table nor the model "
+            f"({type(model).__name__} has no base_model_tp_plan) gives one: use tp_size=1, or add an entry to "
+            "hfscale.models.FAMILIES naming the layer list and each block's column and row projections"
+        )
+    if not may_infer:
+        raise PlanError(missing)
+    try:
+        return infer(model).blueprint
+    except PlanError as error:
+        raise PlanError(f"{missing}. Also, {error}") from error
+
+
+def infer(model: Any) -> Inference:
+    """Return the blueprint of a model that nobody wrote, with its proof.
+
+    Raises:
+        PlanError: nothing could be proved; says what was tried.
+    """
+    found = ask("blueprint", model)
+    if "refused" in found:
+        raise PlanError(found["refused"])
+    return from_data(found)
+
+
+def _completed(model: Any, translated: Blueprint) -> Blueprint:
+    """The host's plan, with what it forgets in its blocks (norms of queries and keys); else an inferred one."""
+    sizes: dict[str, Any] = {f"{axis}_size": 1 for axis in AXES}
+    draft = Draft(model, ParallelConfig(**{**sizes, "tp_size": 2}, sequence_parallel=False))
+    layers = find_layers(draft, translated)
+    plan_blocks(draft, translated, layers)
+    if not draft.roleless:
+        return translated
+    completed = complete(model, translated, layers, draft.roleless)
+    if completed is None:
+        with suppress(PlanError):
+            return infer(model).blueprint
+    return completed or translated

@@ -1,0 +1,90 @@
+"""The model of text inside a model of more than text: its blueprint, said of the whole.
+
+A vision-language model (LLaVA, Liu et al. 2023) is a tower, a projector, and an ordinary decoder, a model of its own
+whose config is a part of the whole one's. The decoder has a blueprint as if it stood alone; towers and projectors stay
+whole on every tensor rank. What a rank computes there is what one process does, and since blocks hand complete
+gradients to what they read, so are the gradients.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from ..._compat.transformers.classes import is_host_model
+from ...errors import PlanError
+from ...models.blueprint import Block, Blueprint
+from ...models.fields import text_config
+from ..parameter import join_path
+from .layers import find_layer_list
+
+_PLAIN = {
+    *("args", "kwargs", "input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache_position", "head_mask"),
+    *("token_type_ids", "mm_token_type_ids", "labels", "logits_to_keep", "past_key_values", "use_cache"),
+    *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
+}
+"""Inputs of models of text, none of which is made of pictures but the embeddings."""
+
+_CROSS = ("encoder_hidden_states", "cross_attention_states", "key_value_states")
+"""Inputs of the host's attention, besides the stream, that keys and values are made of."""
+
+Find = Callable[[Any, bool], Blueprint]
+
+
+def find_text_model(model: Any) -> str | None:
+    """Name of the model inside ``model`` that has its text config; ``None`` where it is the model itself, or where the
+    text goes through an encoder and a decoder.
+    """
+    config = text_config(model.config)
+    if config is model.config or any(getattr(c, "is_encoder_decoder", False) for c in (model.config, config)):
+        return None
+    inner = ((name, module) for name, module in model.named_modules() if name and is_host_model(module))
+    return next((name for name, module in inner if module.config is config), None)
+
+
+def blueprint_of_text(model: Any, name: str, find: Find, may_infer: bool) -> Blueprint:
+    """The blueprint that ``find`` has of the model of text called ``name``, with paths in ``model``.
+
+    Where there is none and none may be inferred, one that names its layers and no blocks: stages and data ranks need
+    no more.
+
+    Raises:
+        PlanError: there is none, and none could be inferred.
+    """
+    inner = model.get_submodule(name)
+    try:
+        found = find(inner, may_infer)
+        lists = [full for path in found.layer_lists if (full := _layer_list(inner, path)) is not None]
+    except PlanError:
+        if may_infer:
+            raise
+        found, lists = Blueprint("", {}), [find_layer_list(inner)]
+    blocks = {child: _with_cross_inputs(inner, lists, child, block) for child, block in found.blocks.items()}
+    return replace(found, layers=tuple(f"{name}.{path}" for path in lists), blocks=blocks, config_of=text_config)
+
+
+def _layer_list(inner: Any, path: str) -> str | None:
+    """The full name of a list that a blueprint names relative to the base model, wherever that is kept."""
+    names = [name for name, module in inner.named_modules() if any(module.children())]
+    ends = [name for name in names if name == path or name.endswith(f".{path}")]
+    return ends[0] if len(ends) == 1 else None
+
+
+def _with_cross_inputs(inner: Any, lists: list[str], child: str, block: Block) -> Block:
+    """A block that is given what a tower made has it enter too: the tower's gradient is a sum over ranks then.
+
+    The model of text alone is never run with it, so no proof would have seen that.
+    """
+    if block.enter != ("",):
+        return block
+    modules = dict(inner.named_modules())
+    layers = (f"{path}.{name}" for path in lists for name, _ in modules[path].named_children())
+    blocks = (modules.get(join_path(layer, child)) for layer in layers)
+    inputs = {name for found in blocks if found is not None for name in inspect.signature(found.forward).parameters}
+    missing = tuple(name for name in _CROSS if name in inputs and name not in block.enter_inputs)
+    return replace(block, enter_inputs=(*block.enter_inputs, *missing)) if missing else block
+
+
+def other_inputs(text: Any) -> tuple[str, ...]:
+    """Return the inputs of a model of text that models of text alone do not have."""
+    return tuple(name for name in inspect.signature(text.forward).parameters if name not in _PLAIN)

@@ -1,0 +1,81 @@
+"""Plan the vocabulary: the projection onto it, its loss, and the input embedding."""
+
+import re
+from typing import Any
+
+from torch import nn
+
+from ..._compat.transformers.classes import has_causal_loss, input_embedding
+from ...models.code import has_own_loss, looks_up_like_stock
+from ...models.facts import ask
+from ...models.losses import LOSSES, SHIFTED
+from .draft import Draft
+from .text_model import find_text_model
+
+_PLACEHOLDER = re.compile(r"(image|video|audio)_token_(id|index)")
+
+
+def plan_vocabulary(draft: Draft) -> None:
+    """The head and its loss; over tensor ranks, both ends of the model are cut along the vocabulary."""
+    draft.head, draft.loss, draft.no_step = _find_head(draft)
+    embedding = input_embedding(draft.model)
+    name = next((name for name, module in draft.modules.items() if module is embedding), None)
+    known = name is not None and isinstance(embedding, nn.Embedding) and looks_up_like_stock(embedding)
+    draft.lookup = name if known and not _has_outsiders(draft.config, embedding) else None
+    if draft.tp > 1:
+        draft.embedding = _cut_vocabulary(draft, draft.head, name, embedding)
+
+
+def _has_outsiders(config: Any, embedding: nn.Embedding) -> bool:
+    """Whether some tokens, in whose place pictures or sounds are put, are none of the embedding's."""
+    numbers = {name: value for name, value in vars(config).items() if _PLACEHOLDER.fullmatch(name)}
+    return any(isinstance(value, int) and value >= embedding.num_embeddings for value in numbers.values())
+
+
+def _find_head(draft: Draft) -> tuple[str | None, str | None, str]:
+    """Name of the projection onto the vocabulary and the loss on it; or why hfscale does not run that loss."""
+    kind = type(draft.model).__name__
+    loss = getattr(draft.model, "loss_type", None) or "ForCausalLM"  # the host's own default
+    head = draft.model.get_output_embeddings() if hasattr(draft.model, "get_output_embeddings") else None
+    proved = find_text_model(draft.model) is not None and has_causal_loss(draft.model)
+    if loss not in LOSSES and not proved:
+        return None, None, f"{kind} has another loss than a causal language model's (loss_type {loss!r})"
+    if not isinstance(head, nn.Linear):
+        return None, None, f"the head of {kind} is {'not there' if head is None else f'a {type(head).__name__}'}"
+    if has_own_loss(draft.model, head):
+        return None, None, f"{kind} takes a cross entropy of its own, in its forward pass"
+    if proved and (other := ask("loss", draft.model)) is not None:
+        return None, None, f"{kind} has another loss than a causal language model's: {other}"
+    loss = SHIFTED if proved else loss
+    return next(name for name, module in draft.modules.items() if module is head), loss, ""
+
+
+def _cut_vocabulary(draft: Draft, head: str | None, name: str | None, embedding: Any) -> str | None:
+    """Cut the head and the input embedding along the vocabulary; returns the embedding's name."""
+    if head is not None:
+        module = draft.modules[head]
+        draft.cut(f"{head}.weight", 0, module.weight.shape[0])
+        for alias, parameter in draft.named() if module.bias is not None else ():
+            if parameter is module.bias:  # some heads keep their bias under a second name
+                draft.cut(alias, 0, module.bias.shape[0])
+    if name is None or not isinstance(embedding, nn.Embedding):
+        return None
+    tied = head is not None and embedding.weight is draft.modules[head].weight
+    if not looks_up_like_stock(embedding):
+        # It computes something of its own: it stays whole, which it cannot where the head is cut.
+        if tied:
+            draft.problem(
+                f"tp_size={draft.tp}: {name} is a {type(embedding).__name__} tied to the head, which cannot be cut "
+                "along the vocabulary: use tp_size=1"
+            )
+            draft.cut(f"{name}.weight", 0, embedding.weight.shape[0])
+        return None
+    if head is None and draft.is_tied(embedding.weight):
+        return None
+    if embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:
+        draft.problem(
+            f"tp_size={draft.tp}: {name} has max_norm, scale_grad_by_freq or sparse gradients, so it cannot be cut "
+            "along the vocabulary: use tp_size=1"
+        )
+    draft.cut(f"{name}.weight", 0, embedding.weight.shape[0])
+    return name

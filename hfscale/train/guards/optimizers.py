@@ -1,0 +1,154 @@
+"""Refuse optimizers whose step over shards differs from that of one process.
+
+Most optimizers update each entry on its own, so each rank may step its shards. Some need full matrices (Adafactor's row
+and column means, Muon's products, the norms of LARS and LAMB) or all parameters together (L-BFGS, Prodigy): over shards
+they take other steps than one process, and nothing raises. Which of the two a class is, is tried before its first step:
+a copy of the optimizer steps two small matrices, full and as a rank would hold them. For FSDP2's shards, which DTensor
+computes with as if they were full, the copy steps two small DTensors: some classes use operations that DTensor lacks.
+"""
+
+import inspect
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ..._compat.torch_device import fork_random_state
+from ...errors import ConfigError
+from ..runtime import Runtime
+
+_PARTS = "_hfscale_parts"
+_TOLERANCE = 1e-3
+_INSTEAD = (
+    "the optimizer by hfscale.create_optimizer(model, name, lr=...), which has 'adafactor' and 'muon' over shards, or "
+    "use one like AdamW, SGD or Lion"
+)
+_judged: "weakref.WeakSet[torch.optim.Optimizer]" = weakref.WeakSet()
+_hooked: list[Any] = []
+_trying: list[None] = []  # not empty during a trial step, which is not checked itself
+
+
+def refuse_whole_tensor_optimizers(runtime: Runtime) -> None:
+    """Raise :class:`ConfigError` before an optimizer's first step over this model's parameters if it would differ
+    from that of one process, or is impossible over FSDP2's shards.
+    """
+    layout = runtime.mesh.layout
+    for planned, parameter in runtime.parameters():
+        cut = any(cut.axis in ("tp", "ep") for cut in planned.cuts)
+        setattr(parameter, _PARTS, (layout.describe(), planned.name, cut, layout.pp > 1))
+    if not _hooked:
+        _hooked.append(register_optimizer_step_pre_hook(_check))
+
+
+def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Check an optimizer before its first step; torch calls it before every optimizer's step."""
+    if _trying or optimizer in _judged:
+        return
+    _judged.add(optimizer)
+    if getattr(optimizer, "keeps_plain_state", False):  # hfscale's own optimizers know which parameters are cut
+        return
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parts = [getattr(parameter, _PARTS) for parameter in held if hasattr(parameter, _PARTS)]
+    cut = next((part for part in parts if part[2]), None)
+    if cut is not None and _differs(optimizer, held[0].device, halved=True):
+        _refuse(optimizer, cut, f"{cut[1]} is cut")
+    elif parts and parts[0][3] and _differs(optimizer, held[0].device, halved=False):
+        _refuse(optimizer, parts[0], "stages hold some parameters each")
+    _refuse_over_shards(optimizer, held)
+
+
+def _refuse_over_shards(optimizer: torch.optim.Optimizer, held: Sequence[Tensor]) -> None:
+    sharded = next((each for each in held if hasattr(each, _PARTS) and isinstance(each, DTensor)), None)
+    if sharded is not None and (error := _fails_on_shards(optimizer, sharded, held)):
+        _judged.discard(optimizer)
+        raise ConfigError(
+            f"{type(optimizer).__name__} cannot step parameters that FSDP2 shards over {getattr(sharded, _PARTS)[0]} "
+            f"({error}): make {_INSTEAD}"
+        )
+
+
+def _refuse(optimizer: torch.optim.Optimizer, part: tuple[str, str, bool, bool], why: str) -> None:
+    name = type(optimizer).__name__
+    _judged.discard(optimizer)
+    raise ConfigError(
+        f"{name} does not treat entries one by one (tried on two small matrices, whole and in parts), and over "
+        f"{part[0]} {why}: ranks would take other steps than one process. Make {_INSTEAD}"
+    )
+
+
+def _fails_on_shards(optimizer: torch.optim.Optimizer, sharded: DTensor, held: Sequence[Tensor]) -> str:
+    """Return the error of a step over small DTensors that are sharded like ``sharded``, one for each ndim in ``held``.
+
+    Empty if there is none, or if a step over plain tensors fails too. All ranks call it, since the step is collective.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return "it puts all of them into one vector"
+    start = [torch.ones((4,) * dims) for dims in sorted({parameter.ndim for parameter in held})]
+
+    def shard(local: Tensor) -> Tensor:
+        return DTensor.from_local(local, sharded.device_mesh, sharded.placements, run_check=False)
+
+    try:
+        _stepped(optimizer, start, [start, start], sharded.device)
+    except Exception:  # a class may raise anything in a trial that it was not made for
+        return ""
+    try:
+        _stepped(optimizer, start, [start, start], sharded.device, shard)
+    except Exception as error:  # of any type: DTensor's errors for missing operations
+        return f"{type(error).__name__}: {error}".splitlines()[0][:100]
+    return ""
+
+
+def _differs(optimizer: torch.optim.Optimizer, device: torch.device, halved: bool) -> bool:
+    """Return whether steps of a rank that holds half of one matrix (or nothing of it) differ from those of one process.
+
+    ``False`` if that cannot be tried: a class that needs more than its defaults, or that draws random numbers.
+    """
+    generator = torch.Generator().manual_seed(0)
+    scale = torch.logspace(-1, 1, 8)[:, None]  # so that the two halves have different norms
+    start = [torch.randn(8, 8, generator=generator) * scale for _ in range(2)]
+    gradients = [[torch.randn(8, 8, generator=generator) * scale for _ in start] for _ in range(3)]
+    part = [start[0][:4], start[1]] if halved else start[1:]
+    given = [[each[0][:4], each[1]] if halved else each[1:] for each in gradients]
+    try:
+        with fork_random_state(device):
+            whole, again = (_stepped(optimizer, start, gradients, device) for _ in range(2))
+            found = _stepped(optimizer, part, given, device)
+    except Exception:  # a class may raise anything in a trial that it was not made for
+        return isinstance(optimizer, torch.optim.LBFGS)
+    if any(not torch.equal(one, other) for one, other in zip(whole, again, strict=True)):
+        return False
+    expected = [whole[0][:4], whole[1]] if halved else whole[1:]
+    return any(
+        float((one - other).abs().max()) > _TOLERANCE * float((one - before).abs().max())
+        for one, other, before in zip(expected, found, part, strict=True)
+    )
+
+
+def _stepped(
+    optimizer: torch.optim.Optimizer,
+    start: Sequence[Tensor],
+    gradients: Sequence[Sequence[Tensor]],
+    device: torch.device,
+    shard: Callable[[Tensor], Tensor] = lambda plain: plain,
+) -> list[Tensor]:
+    """Return the parameters after steps from ``start`` by another optimizer of the same class and options."""
+    asked = inspect.signature(type(optimizer)).parameters
+    options = {name: value for name, value in optimizer.defaults.items() if name in asked and name != "params"}
+    wanted = inspect.signature(type(optimizer).step).parameters.get("closure")
+    closure = [lambda: 0.0] if wanted is not None and wanted.default is inspect.Parameter.empty else []
+    parameters = [nn.Parameter(shard(each.clone().to(device))) for each in start]
+    _trying.append(None)
+    try:
+        other = type(optimizer)(parameters, **options)
+        for step in gradients:
+            for parameter, gradient in zip(parameters, step, strict=True):
+                parameter.grad = shard(gradient.clone().to(device))
+            other.step(*closure)
+    finally:
+        _trying.pop()
+    return [parameter.detach().cpu() for parameter in parameters]

@@ -1,0 +1,147 @@
+"""Packed rows: several documents in one row of tokens, told apart by ``position_ids`` that begin anew, or by a mask.
+
+No document may change what is computed of another. Attention keeps them apart by masks made from the positions
+(``packing``), whatever the family hands to the host's mask functions. Recurrences, convolutions and positions that a
+model counts by itself pass from one document to the next: such models are refused before their first packed step.
+Which ones do is found out once per class and config, by a tiny copy that is given documents in one row and one by one.
+What begins at a length that a config names is tried with a copy that names a shorter one, where a row is longer.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..._compat.transformers.classes import stock_class
+from ..._compat.transformers.computing import (
+    holds_documents,
+    is_within_packing,
+    packing,
+    text_positions,
+    told_apart_by,
+    uses_flash_attention,
+)
+from ...errors import ConfigError
+from ...models.facts import ask
+from ...models.fields import lengths_of
+from ..runtime import Part, Runtime
+from ..runtime.batches import with_borders
+from ..runtime.local_weights import LocalWeights
+
+_WITHIN_ROW, _WITHIN_DOCUMENT = 8, 5
+"""Lengths: the row of the proof is longer, and no document is; its longest document is, and no other."""
+
+
+def check_packed_rows(
+    model: Any, batches: Iterable[Mapping[str, Any]] = (), start: int = 0, tokens: int | None = None
+) -> None:
+    """Refuse packed rows for a model that does not keep their documents apart.
+
+    Args:
+        model: a stock model, parallelized or not.
+        batches: some of which hold packed rows.
+        start: the position of a document's first token, where there are no batches yet.
+        tokens: of the longest row, where there are no batches yet.
+
+    Raises:
+        ConfigError: a tiny copy of it computes other logits for documents in one row than for each by itself.
+    """
+    batches = list(batches)
+    kinds = {told_apart_by(batch) for batch in batches} - {""} or {"positions"}
+    if "axes" in kinds:
+        raise ConfigError(
+            "position_ids in time, height and width begin anew within a row, and transformers looks for documents in "
+            "the positions of a text: give [4, rows, tokens] with these first, or give every document its own row"
+        )
+    longest = max([batch_tokens(batch) for batch in batches], default=tokens or 0)
+    for kind in sorted(kinds):
+        positions = [text_positions(each["position_ids"]) for each in batches if told_apart_by(each) == "positions"]
+        given = [each for each in positions if each is not None and kind == "positions"]
+        _refuse(model, kind, start, longest, given)
+
+
+def batch_tokens(batch: Mapping[str, Any]) -> int:
+    """Return how many tokens a row of a batch has that tells documents apart."""
+    told = batch.get("position_ids", batch.get("attention_mask"))
+    return told.shape[-1] if isinstance(told, Tensor) else 0
+
+
+def _refuse(model: Any, kind: str, start: int, longest: int, given: list[Tensor]) -> None:
+    """Refuse documents told apart by ``kind``, in rows of up to ``longest`` tokens with the ``given`` positions."""
+    made, flash, masked, config = stock_class(model), uses_flash_attention(model), kind == "mask", model.config
+
+    def found(name: str = "", length: int = 0) -> str:
+        about = f"from {start}{' by mask' if masked else ''}{' by flash attention' if flash else ''}"
+        about += f" with {name} {length}" if name else ""
+        given = {"flash": flash, "masked": masked, "start": start, "name": name, "length": length}
+        answer: str = ask("documents", model, about, stock=made, kind=made, **given)
+        return answer
+
+    why, where = found(), ""
+    if why and given and (first := min(int(positions.min()) for positions in given)) > 0:  # as RoBERTa counts them
+        start = first
+        why = found()
+    if not why:
+        why, where = _beyond_lengths(lengths_of(config), found, longest, [positions - start for positions in given])
+    if why:
+        told = "position_ids that begin anew within it" if kind == "positions" else "a mask, without position_ids"
+        raise ConfigError(
+            f"documents in one row ({told}) must not affect each other, but in {made.__name__} they do{where} ({why}): "
+            "give every document its own row (packing=False, padding_free=False, data.packing=false, a collator that "
+            f"pads){'' if kind == 'positions' else ', or give position_ids'}{', or shorter rows' if where else ''}"
+        )
+
+
+def _beyond_lengths(
+    lengths: Mapping[str, int], found: Callable[..., str], longest: int, given: list[Tensor]
+) -> tuple[str, str]:
+    """Return what differs beyond one of the config's ``lengths``, and beyond which; waits for positions if need be."""
+    for name, length in lengths.items():
+        if longest <= length:
+            continue
+        if why := found(name=name, length=_WITHIN_ROW):
+            return why, f" in rows of more than {length} tokens ({name})"
+        beyond = found(name=name, length=_WITHIN_DOCUMENT)
+        if beyond and any(int(positions.max()) >= length for positions in given):
+            return beyond, f" where one has more than {length} tokens ({name})"
+    return "", ""
+
+
+class PackedRows(Part):
+    """Documents of packed rows kept apart in plain loops too, or refused there."""
+
+    def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
+        """Look at the positions of each pass that no step has looked at."""
+        model = runtime.model
+        names = list(inspect.signature(stock_class(model).forward).parameters)[1:]  # without self
+        passes: list[ExitStack] = []
+
+        def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            stack = ExitStack()
+            passes.append(stack)
+            if torch.compiler.is_compiling() or is_within_packing():
+                return None
+            batch = {**dict(zip(names, args, strict=False)), **kwargs}
+            if not has_packed_rows(batch):
+                return None
+            check_packed_rows(model, [batch])
+            if told_apart_by(batch) != "positions":
+                return None
+            stack.enter_context(packing(True, batch))
+            return (args, {**kwargs, **with_borders(batch, model)}) if uses_flash_attention(model) else None
+
+        def end(*_: Any) -> None:
+            if passes:  # none, where a hook before `begin` has raised
+                passes.pop().close()
+
+        model.register_forward_pre_hook(begin, with_kwargs=True)
+        model.register_forward_hook(end, always_call=True)
+
+
+def has_packed_rows(batch: Mapping[str, Any]) -> bool:
+    """Return whether positions begin anew within a row; waits for the device that they are on."""
+    found = holds_documents(batch)
+    return found is not None and bool(found)

@@ -1,0 +1,177 @@
+"""Compare replicas of parameters bit by bit, by one small exchange of checksums.
+
+Tensor ranks replicate norms and adapter factors, groups of them key/value heads, data replicas everything, pipeline
+stages a tied head. They stay equal only as long as all ranks make the same update. Clipping each rank by the norm of
+its shards, say, ends that, and nothing raises: a checkpoint would hold one rank's values.
+
+The checksum is a sum over a shard's bits, weighted by position, modulo 2**64. It works for every dtype, including NaN
+and packed 4-bit weights, reads each replicated tensor once, and needs no extra memory.
+
+On the CPU equal work gives equal bits. GPU kernels may add in another order each time, so replicas may drift apart by
+accumulated rounding: that is a warning, and an error only if the difference is larger than rounding could make it.
+"""
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import accumulate
+from math import isqrt
+
+import torch
+from torch import Tensor
+
+from ...errors import CheckpointError, ConfigError, HFScaleError
+from ...plan import ParameterPlan
+from ...plan.cut import share_spans
+from ..runtime import Runtime, local_tensor
+
+_WIDTHS = (64, 4096)
+_ROUNDINGS = 1e-3  # relative to a tensor's largest entry: larger differences are not rounding, on a GPU
+_LOOKED_AT = 16  # parameters whose drift is measured
+_ENTRIES = 256  # entries compared of each
+_MODULUS = 1 << 64
+
+_Place = tuple[tuple[tuple[int, int], ...], ...]
+"""Spans per dim of the full parameter: ranks with equal spans hold replicas."""
+
+_log = logging.getLogger(__name__)
+
+
+def check_replicas(runtime: Runtime, saving: str | None = None, tolerance: float | None = None) -> None:
+    """Compare the parameters that several ranks hold; collective.
+
+    Args:
+        saving: the call that would save them, for the message.
+        tolerance: warn instead of raising if no difference exceeds this fraction of a tensor's largest entry; by
+            default 0 on the CPU.
+
+    Raises:
+        CheckpointError, ConfigError: on every rank, if some differ; names the first parameter and the ranks.
+    """
+    if runtime.mesh.control is None or not any(_is_replicated(runtime, planned) for planned in runtime.plan.owned()):
+        return
+    apart = _apart(runtime.mesh.all_gather_object(_checksums(runtime)))
+    if not apart:
+        return
+    tolerance = tolerance if tolerance is not None else 0.0 if runtime.mesh.device.type == "cpu" else _ROUNDINGS
+    if tolerance == 0.0 or (drift := _drift(runtime, {name for name, _ in apart[:_LOOKED_AT]})) > tolerance:
+        raise _refusal(saving, apart)
+    if not any(runtime.mesh.ranks.values()):
+        _log.warning("%s Only by %.0e of their size, as roundings may.", _cause(apart), drift)
+
+
+def _checksums(runtime: Runtime) -> dict[tuple[str, _Place], int]:
+    """Return the checksums of this rank's shards that other ranks may hold too, by name and position."""
+    places, sums = [], []
+    for planned, parameter in runtime.parameters():
+        if not _is_replicated(runtime, planned):
+            continue
+        _, ranks = runtime.mesh.view(planned.cuts)
+        for spans, piece in _pieces(planned, local_tensor(parameter.detach()), ranks):
+            places.append((planned.name, spans))
+            sums.append(checksum(piece))
+    read = torch.stack(sums).tolist() if sums else []  # one device sync
+    return dict(zip(places, read, strict=True))
+
+
+def _apart(every: list[dict[tuple[str, _Place], int]]) -> list[tuple[str, list[list[int]]]]:
+    """Return the parameters whose replicas differ, with the ranks that hold each value."""
+    values: dict[tuple[str, _Place], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, held in enumerate(every):
+        for place, value in held.items():
+            values[place][value].append(rank)
+    return [(place[0], list(by_value.values())) for place, by_value in values.items() if len(by_value) > 1]
+
+
+def _drift(runtime: Runtime, names: set[str]) -> float:
+    """Return the largest difference between replicas, relative to a tensor's largest entry, from a few entries each."""
+    mine: dict[tuple[str, _Place], list[float]] = {}
+    for planned, parameter in runtime.parameters():
+        if planned.name in names:
+            _, ranks = runtime.mesh.view(planned.cuts)
+            for spans, piece in _pieces(planned, local_tensor(parameter.detach()), ranks):
+                entries = piece.flatten()[:: -(-piece.numel() // _ENTRIES) or 1]
+                mine[planned.name, spans] = entries.double().tolist()
+    worst, first = 0.0, dict[tuple[str, _Place], list[float]]()
+    for held in runtime.mesh.all_gather_object(mine):
+        for place, entries in held.items():
+            known = first.setdefault(place, entries)
+            scale = max(map(abs, known), default=0.0) or 1.0
+            for a, b in zip(known, entries, strict=True):
+                apart = 0.0 if a == b or (a != a and b != b) else abs(a - b) / scale
+                worst = max(worst, apart if apart == apart else float("inf"))
+    return worst
+
+
+def checksum(share: Tensor) -> Tensor:
+    """Return a 64-bit checksum of a tensor's bits, an integer scalar on its device."""
+    data = share.contiguous().view(-1)
+    if data.numel() == 0:
+        return torch.zeros((), dtype=torch.int64, device=share.device)
+    data = data.view(torch.uint8)
+    if data.data_ptr() % 8:
+        data = data.clone()
+    words, rest = data[: len(data) // 8 * 8].view(torch.int64), data[len(data) // 8 * 8 :]
+    width = min(max(isqrt(len(words)), _WIDTHS[0]), _WIDTHS[1])
+    rows = len(words) // width
+    table, last = words[: rows * width].view(rows, width), words[rows * width :]
+    # Row sums and column sums are both weighted, so swapping two words changes the checksum.
+    parts = [table.sum(0), table.sum(1), last, rest.long()]
+    return sum((_weighted(part, salt) for salt, part in enumerate(parts)), torch.zeros_like(parts[0][0]))
+
+
+def _weighted(numbers: Tensor, salt: int) -> Tensor:
+    """Return a position-weighted sum; products and sums overflow on purpose."""
+    index = torch.arange(len(numbers), device=numbers.device) + (1 + (salt << 48))
+    mixed = index * (0x9E3779B97F4A7C15 - _MODULUS)
+    return (numbers * (((mixed ^ (mixed >> 29)) * (0xBF58476D1CE4E5B9 - _MODULUS)) | 1)).sum()
+
+
+def _is_replicated(runtime: Runtime, planned: ParameterPlan) -> bool:
+    """Return whether several ranks hold entries of a parameter; the same answer on every rank."""
+    layout, (_, ranks) = runtime.mesh.layout, runtime.mesh.view(planned.cuts)
+    cut = {cut.axis for cut in planned.cuts}
+    free = [axis for axis in ranks if axis != "pp" and axis not in cut]
+    sizes = (layout.size("expert_tp" if axis == "tp" and "ep" in cut else axis) for axis in free)
+    return max(sizes, default=1) > 1 or planned.replicas > 1 or len(runtime.plan.holders(planned.name)) > 1
+
+
+def _pieces(planned: ParameterPlan, share: Tensor, ranks: dict[str, int]) -> Iterator[tuple[_Place, Tensor]]:
+    """Yield a shard with its position in the full tensor; fused weights by sub-matrix: only some may be replicated."""
+    spans = share_spans(planned.shape, planned.cuts, ranks)
+    fused = next((cut for cut in planned.cuts if cut.most_replicas > 1 and len(cut.parts) > 1), None)
+    if fused is None or share.shape != planned.local_shape(ranks):  # packed weights have no rows and columns
+        yield tuple(tuple(dim) for dim in spans), share
+        return
+    offset = 0
+    for stop, length in zip(accumulate(fused.parts), fused.parts, strict=True):
+        low = stop - length
+        inside = tuple((max(a, low), min(b, stop)) for a, b in spans[fused.dim] if max(a, low) < min(b, stop))
+        size = sum(b - a for a, b in inside)
+        place = tuple(inside if dim == fused.dim else tuple(found) for dim, found in enumerate(spans))
+        yield place, share.narrow(fused.dim, offset, size)
+        offset += size
+
+
+def _refusal(saving: str | None, apart: list[tuple[str, list[list[int]]]]) -> HFScaleError:
+    cause = _cause(apart)
+    if saving is None:
+        return ConfigError(f"{cause} Load the model again: what the ranks hold now is no model")
+    return CheckpointError(
+        f"{saving} would write one rank's values: {cause} Nothing was written; check_replicas=False writes the first "
+        "ranks' values all the same"
+    )
+
+
+def _cause(apart: list[tuple[str, list[list[int]]]]) -> str:
+    name, groups = apart[0]
+    ranks = "; ".join(", ".join(map(str, group)) for group in groups)
+    others = len({other for other, _ in apart}) - 1
+    more = f", and {others} more parameters likewise" if others else ""
+    return (
+        f"{name} is not the same on all ranks that hold it together (it differs between ranks {ranks}{more}): each "
+        "made an update of its own. torch.nn.utils.clip_grad_norm_ and accelerate.Accelerator.clip_grad_norm_ do "
+        "that, since each rank sees but a part of the norm: call hfscale.clip_grad_norm_(model, max_norm). Ranks that "
+        "were given different batches where hfscale.batch_rank is the same, and code that changes weights on some "
+        "ranks only, do it too."
+    )

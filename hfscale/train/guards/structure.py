@@ -1,0 +1,207 @@
+"""Detect modules, parameters, losses and hooks that were put into a model after it was built.
+
+A layout is installed in modules: a head that replaced the sharded one would not be part of it, its gradients would not
+be summed over ranks, and it would not be saved. So modules and parameters are compared before forward passes: one
+comparison of dictionaries per module. Stock code may move the same weights into another module while it runs (BigBird's
+attention for short sequences): that is accepted. Hooks are kept; of those that see sharded activations a warning is
+printed, once for each kind of sharding.
+"""
+
+import functools
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from ..._compat.torch import forward_hooks, own_modules, own_parameters
+from ..._compat.torch_fsdp import managed_places
+from ..._compat.transformers.classes import class_name, loss_function_of
+from ...errors import ConfigError
+from ..runtime import Runtime
+
+_LIBRARIES = frozenset({"accelerate", "hfscale", "peft", "torch", "transformers", "trl"})
+_log = logging.getLogger(__name__)
+_Held = list[tuple[nn.Module, dict[str, Any]]]
+
+
+class Structure:
+    """A record of a model's modules, parameters and loss as they were built."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        # FSDP2 swaps its parameters between shard and full tensor; bitsandbytes replaces its weights by itself.
+        self._managed = list(managed_places(runtime.model))
+        self._modules, self._parameters = self._look()
+        self._loss = loss_function_of(runtime.model)
+        self._hooked = set[int]()
+        self._said = set[str]()
+
+    def _look(self) -> tuple[_Held, _Held]:
+        """Return the children of every module, and its parameters (``None``: may be replaced)."""
+        modules = list(self._runtime.model.modules())
+        managed = {(place.module, place.name) for place in self._managed}
+        parameters = [
+            (module, {name: held if _stays(held) and (module, name) not in managed else None
+                      for name, held in own_parameters(module).items()})
+            for module in modules
+        ]  # fmt: skip
+        return [(module, dict(own_modules(module))) for module in modules], parameters
+
+    def check(self) -> None:
+        """Compare the model with the record, and watch new hooks.
+
+        Raises:
+            ConfigError: a module, parameter or loss was replaced, or a parameter's dtype changed.
+        """
+        if (changed := self._changed()) is not None:
+            raise ConfigError(
+                f"{changed} since {self._spread()}, and no rank would cut it, sum its gradients with the others' or "
+                "save it: change a model before hfscale.parallelize(model, parallel), "
+                "change its config before it is loaded (num_hidden_layers=..., tie_word_embeddings=...), or give "
+                "adapters to hfscale.get_peft_model(model, config)"
+            )
+        if loss_function_of(self._runtime.model) is not self._loss:
+            raise ConfigError(
+                f"model.loss_function was set since {self._spread()}, where ranks have parts of the logits or of the "
+                "labels: use hfscale.train_step(model, batch, loss_fn=...), which gives a loss of your own whole "
+                "logits; compute_loss_func of hfscale.Trainer; or call the model without labels, for a loss of its "
+                "logits"
+            )
+        self._refuse_other_types()
+        self._watch_hooks()
+
+    @contextmanager
+    def as_built(self) -> Iterator[None]:
+        """Put the trained modules and parameters back inside the `with` block, and warn if some were replaced."""
+        changed = self._changed()
+        if changed is None:
+            yield
+            return
+        _log.warning(
+            "%s since %s: saved is what was trained, without this change. Change the saved model instead",
+            *(changed, self._spread()),
+        )
+        before = [*((own_modules(module), held) for module, held in self._modules)]
+        before += [
+            (own_parameters(module), {name: kept for name, kept in held.items() if kept is not None})
+            for module, held in self._parameters
+        ]
+        found = [(place, dict(place)) for place, _ in before]
+        found += [(held, dict(held)) for held in (own_parameters(place.module) for place in self._managed)]
+        for place, held in before:
+            place.update(held)
+        for managed in self._managed:
+            managed.put_back()
+        try:
+            yield
+        finally:
+            for place, held in found:
+                place.clear()
+                place.update(held)
+
+    def _spread(self) -> str:
+        return f"this {class_name(self._runtime.model)} was spread over {self._runtime.mesh.layout.describe()}"
+
+    def _refuse_other_types(self) -> None:
+        """Refuse a changed dtype: FSDP2 gathers into buffers of the dtype that the first pass found."""
+        other = next((place for place in self._managed if place.has_another_type()), None)
+        if other is not None:
+            name, now = self._place(other.module, other.name), getattr(other.module, other.name).dtype
+            raise ConfigError(
+                f"{name} was given another type ({now}) behind a pass, and over "
+                f"{self._runtime.mesh.layout.describe()} its shards travel in the type of the first one: call "
+                'model.to(...) before the first pass, or load the model with dtype=... or mixed_precision="bf16"'
+            )
+
+    def _changed(self) -> str | None:
+        """Return in words the first replaced module or parameter; ``None`` if there is none, or weights only moved."""
+        followed = False
+        for module, held in self._modules:
+            if (inside := own_modules(module)) != held:
+                for name in (name for name in held | inside if held.get(name) is not inside.get(name)):
+                    if not self._is_moved(held.get(name), inside.get(name)):
+                        return f"{self._place(module, name)} was {_what(name in held, name in inside)}"
+                followed = True
+        for module, parameters in self._parameters:
+            now = own_parameters(module)
+            if now.keys() != parameters.keys():
+                name = next(iter(now.keys() ^ parameters.keys()))
+                return f"{self._place(module, name)} was {_what(name in parameters, name in now)}"
+            for name, parameter in parameters.items():
+                if parameter is not None and now[name] is not parameter:
+                    return f"{self._place(module, name)} was replaced"
+        for place in self._managed:
+            if not place.has_its_own():
+                return f"{self._place(place.module, place.name)} was replaced"
+        if followed:
+            self._modules, self._parameters = self._look()
+        return None
+
+    def _is_moved(self, old: nn.Module | None, new: nn.Module | None) -> bool:
+        """Return whether ``new`` has the children and parameters of ``old`` by name, and nothing installed was lost."""
+        restore = self._runtime.restore
+        if old is None or new is None or restore is None or not own_modules(old).keys() <= own_modules(new).keys():
+            return False
+        before, after = (dict(module.named_parameters(remove_duplicate=False)) for module in (old, new))
+        same = before.keys() == after.keys() and all(after[name] is held for name, held in before.items())
+        return bool(before) and same and not restore.touches(set(old.modules()) - set(new.modules()))
+
+    def _place(self, module: nn.Module, name: str) -> str:
+        path = self._name(module)
+        return f"{path}.{name}" if path else name
+
+    def _name(self, module: nn.Module) -> str:
+        return next((name for name, found in self._runtime.model.named_modules() if found is module), "")
+
+    def _watch_hooks(self) -> None:
+        """Watch modules that users have hung hooks on, to warn in the next pass if they see sharded activations."""
+        for module, _ in self._modules:
+            if id(module) not in self._hooked and any(map(_is_somebodys, forward_hooks(module))):
+                self._hooked.add(id(module))
+                name = self._name(module)
+                if name:  # sharded inputs and outputs of the model itself are refused elsewhere
+                    _Witness(self._runtime, name, module, self._said)
+
+
+class _Witness:
+    """A hook beside a user's hook, which warns once if the module computes with sharded activations.
+
+    Args:
+        said: the warnings given so far, in any layer.
+    """
+
+    def __init__(self, runtime: Runtime, name: str, module: nn.Module, said: set[str]) -> None:
+        self._runtime, self._name, self._said = runtime, name, said
+        self._handle = module.register_forward_pre_hook(self)
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        seen = self._runtime.local_view(self._name)
+        if seen is not None:
+            self._handle.remove()
+            everywhere = re.sub(r"\d+", "*", seen)
+            if everywhere in self._said:
+                return
+            self._said.add(everywhere)
+            _log.warning(
+                "a hook on %s sees, and may change, this rank's part alone (%s), as others like it would: %s",
+                *(self._name, self._runtime.mesh.layout.describe(), seen),
+            )
+
+
+def _stays(parameter: Any) -> bool:
+    return type(parameter) is nn.Parameter
+
+
+def _what(was: bool, is_there: bool) -> str:
+    return "replaced" if was and is_there else "taken out" if was else "put in"
+
+
+def _is_somebodys(hook: Any) -> bool:
+    """Return whether a hook is a user's, not one of a library that knows about sharding or only observes."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    place = getattr(hook, "__module__", None) or type(hook).__module__
+    return str(place).partition(".")[0] not in _LIBRARIES

@@ -1,0 +1,298 @@
+"""Check the microbatches of a step, compare them between the ranks that share them, and copy them to the device.
+
+Batches usually come from a loader on the CPU and are checked there, before they are copied, so the host never waits for
+a device. Batches that are already on the device are read back once, whatever their number. The checks of a step and the
+messages between ranks are packed into one tensor and read by the host together::
+
+    per microbatch [valid labels, ids outside of the vocabulary, packed, hash] --+
+    per rank: refused?, number, shapes, hashes, pipeline stages' report        --+--gloo--> one read by the host
+"""
+
+import inspect
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from ..._compat.torch_device import is_accelerator
+from ..._compat.transformers.computing import holds_documents, told_apart_by
+from ...errors import ConfigError
+
+Look = Callable[[Mapping[str, Any]], tuple[Tensor, Tensor]]
+"""Count the valid labels of a microbatch, and its labels outside of the vocabulary."""
+
+_SAME = 4  # leading numbers that ranks sharing a batch must agree on: refused, number of microbatches, shapes, contents
+_ROW = 4  # numbers per microbatch
+_ALIGNED = 256  # bytes: alignment of the tensors in the buffer that is copied to a device
+BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")  # transformers' FlashAttentionKwargs
+_PLAIN = {"input_ids", "labels", "shift_labels", "attention_mask", "position_ids", "use_cache", "num_items_in_batch"}
+_PLAIN |= {*BORDERS}
+
+
+class Microbatch(dict[str, Any]):
+    """The keyword arguments of one forward pass, and what the host knows about them.
+
+    Attributes:
+        valid: number of valid labels; ``None``: not known.
+        restarts: whether positions restart within its rows.
+        shifted: whether its labels are already shifted: each is the target of the token beside it.
+        tokens: tokens per sample in this rank's hidden states if the sequence is cut; ``None``: all of them.
+    """
+
+    valid: int | None = None
+    restarts: bool = False
+    shifted: bool = False
+    tokens: int | None = None
+
+    @property
+    def packed(self) -> bool | None:
+        """Whether positions restart within rows; ``None``: unknown without reading the tensors."""
+        # Models may derive other positions from inputs that are not text.
+        return self.restarts if self.restarts or self.keys() <= _PLAIN or self.shifted else None
+
+    def like(self, values: Mapping[str, Any]) -> "Microbatch":
+        """Return a microbatch of other arguments with the attributes of this one."""
+        other = Microbatch(values)
+        other.valid, other.restarts, other.shifted, other.tokens = self.valid, self.restarts, self.shifted, self.tokens
+        return other
+
+
+def known(batch: Mapping[str, Any], row: Sequence[int]) -> Microbatch:
+    """Return a :class:`Microbatch` with the facts that :func:`agree` returned for it."""
+    microbatch = Microbatch(batch)
+    microbatch.valid, microbatch.restarts = row[0], bool(row[2]) and told_apart_by(batch) == "positions"
+    return microbatch
+
+
+def look_at(batches: Sequence[Mapping[str, Any]], look: Look, hashed: bool, tokens: int | None = None) -> Tensor:
+    """Return counts and hashes of microbatches, ``[microbatches, 4]``, on their device; never waits for it.
+
+    Args:
+        hashed: whether to hash the contents, because other ranks are given the same batch.
+        tokens: size of the vocabulary, to count input ids outside of it: a sharded embedding would not fail on them.
+    """
+    rows = []
+    for batch in batches:
+        valid, outside = look(batch)
+        zero = torch.zeros_like(valid)
+        ids = batch.get("input_ids")
+        if tokens is not None and ids is not None:
+            strange = (ids.clamp(0, tokens - 1) != ids).sum()
+            outside = outside + (strange if strange.device == outside.device else strange.to(outside.device))
+        rows += [valid, outside, _documents(batch, zero), _hash(batch, zero) if hashed else zero]
+    return torch.stack(rows).view(-1, _ROW)
+
+
+def _documents(batch: Mapping[str, Any], zero: Tensor) -> Tensor:
+    found = holds_documents(batch)
+    return zero if found is None else found.to(zero.device, zero.dtype)
+
+
+def _hash(batch: Mapping[str, Any], zero: Tensor) -> Tensor:
+    """Hash the integer and boolean tensors (ids, labels, masks) into 64 bits; floats may differ by rounding."""
+    total = zero
+    for value in batch.values():
+        if isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex() and value.numel():
+            flat = value.detach().reshape(-1).to(torch.int64)
+            flat = flat if flat.device == zero.device else flat.to(zero.device)
+            weights = _weights(1 << (flat.numel() - 1).bit_length(), zero.device)
+            total = total * 31 + (flat * weights[: len(flat)]).sum()
+    return total
+
+
+@lru_cache(maxsize=32)
+def _weights(length: int, device: torch.device) -> Tensor:
+    """Return random odd numbers, the same in every process."""
+    drawn = torch.randint(2**62, (length,), generator=torch.Generator().manual_seed(length))
+    return (drawn * 2 + 1).to(device, non_blocking=True)
+
+
+def agree(
+    batches: Sequence[Mapping[str, Any]],
+    seen: Tensor | None,
+    train: bool,
+    group: dist.ProcessGroup | None,
+    told: Sequence[int] = (),
+    read: Sequence[Tensor] = (),
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Compare the batches of ranks that must have the same one, and read the counts of this rank's microbatches.
+
+    Args:
+        seen: the result of :func:`look_at`; ``None`` if this rank refuses its batch, which the others are told.
+        group: the ranks that share the batch; ``None`` for a single rank.
+        told: more integers that this rank sends to the others.
+        read: more int64 tensors to send, still on a device.
+
+    Returns:
+        per microbatch: valid labels, ids outside of the vocabulary, packed or not; per rank: what it sent in ``told``
+        and ``read``.
+
+    Raises:
+        ConfigError: on all of the ranks, if they were given different batches.
+    """
+    empty = torch.empty(0, _ROW, dtype=torch.int64)
+    own, *more = _on_host([empty if seen is None else seen, *(read if group is not None else ())])
+    if group is None:
+        return [row[:3] for row in own.tolist()], [[*told]]
+    shapes = [[(name, tuple(v.shape)) for name, v in batch.items() if isinstance(v, Tensor)] for batch in batches]
+    about = [int(seen is None), len(batches), zlib.crc32(repr((shapes, train)).encode())]
+    content = (own[:, 3] * _weights(1 << len(own).bit_length(), own.device)[: len(own)]).sum()
+    mine = torch.cat((torch.tensor(about), content.view(1), torch.tensor(told, dtype=torch.int64), *more))
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    group.allgather([every], [mine]).wait()
+    flat = torch.cat((own.flatten(), *every)).tolist()  # the only read by the host
+    numbers = flat[own.numel() :]
+    ranks = [numbers[i : i + len(mine)] for i in range(0, len(numbers), len(mine))]
+    if seen is not None and any(rank[:_SAME] != ranks[0][:_SAME] for rank in ranks):
+        raise ConfigError(_different(ranks, dist.get_process_group_ranks(group)))
+    rows = [flat[i : i + 3] for i in range(0, own.numel(), _ROW)]
+    return rows, [rank[_SAME:] for rank in ranks]
+
+
+def total_of(
+    valid: int, refused: ConfigError | None, group: dist.ProcessGroup | None, counts: bool, passes: int
+) -> int:
+    """Return the number of valid labels in all distinct batches, summed over gloo so that no device is waited for.
+
+    Args:
+        refused: the error with which this rank refuses its batch, if any.
+        group: all ranks; ``None`` if there is only one batch.
+        counts: whether this rank counts its labels: true on one of the ranks that share a batch.
+        passes: number of passes in which this rank runs collectives with all others, which must have the same number.
+
+    Raises:
+        ConfigError: on every rank if one refuses its batch: its own error there, a pointer to it elsewhere; or if
+            the numbers of passes differ, and some ranks would wait forever.
+    """
+    refusing = int(refused is not None)
+    if group is not None:
+        sums = torch.tensor([valid if counts else 0, refusing, passes, passes**2])
+        dist.all_reduce(sums, group=group)
+        valid, refusing, every, squares = sums.tolist()
+        if not refusing and squares * dist.get_world_size(group) != every**2:  # equal only if all have the same
+            raise ConfigError(
+                f"this rank has {passes} microbatches in this step and another has more or fewer, and data ranks "
+                "gather weights, or exchange tokens, in each: pass as many on every rank; of a batch that is cut into "
+                "them, say how many with ParallelConfig(num_microbatches=...)"
+            )
+    if refused is not None:
+        raise refused
+    if refusing:
+        raise ConfigError(f"{refusing} other rank(s) refused their batch of this step: see their error")
+    return valid
+
+
+def compare_first(model: nn.Module, group: dist.ProcessGroup) -> RemovableHandle:
+    """Compare the batch of the first training forward pass over ``group``, by a hook, for plain loops."""
+    names = list(inspect.signature(model.forward).parameters)
+
+    def compare(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if model.training:
+            handle.remove()
+            batch = {**dict(zip(names, args, strict=False)), **kwargs}
+            zero = torch.zeros((), dtype=torch.int64)
+            zero = zero.to(next((v.device for v in batch.values() if isinstance(v, Tensor)), zero.device))
+            agree([batch], look_at([batch], lambda _: (zero, zero), hashed=True), True, group)
+
+    handle = model.register_forward_pre_hook(compare, with_kwargs=True)
+    return handle
+
+
+def _on_host(tensors: list[Tensor]) -> list[Tensor]:
+    """Return the tensors on the CPU, with one copy for all that are on a device."""
+    away = [index for index, tensor in enumerate(tensors) if tensor.device.type != "cpu"]
+    if away:
+        sizes = [tensors[index].numel() for index in away]
+        found = torch.cat([tensors[index].flatten() for index in away]).cpu()
+        for index, part in zip(away, found.split(sizes), strict=True):
+            tensors[index] = part.view(tensors[index].shape)
+    return tensors
+
+
+def _different(ranks: list[list[int]], names: list[int]) -> str:
+    if refusing := [name for name, rank in zip(names, ranks, strict=True) if rank[0]]:
+        return (
+            f"rank(s) {', '.join(map(str, refusing))}, which share this rank's batch, refused theirs: see their error"
+        )
+    given = ", ".join(f"rank {name}: {rank[1]} microbatches" for name, rank in zip(names, ranks, strict=True))
+    return (
+        "ranks that share a batch (those of one tensor group or pipeline) were given different batches, or some train "
+        f"where others evaluate ({given}): ranks with equal hfscale.batch_rank(model) pass the same batch"
+    )
+
+
+def with_borders(batch: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Add the ``cu_seq_lens`` arguments that flash attention needs to keep packed examples apart.
+
+    Without them, transformers derives the borders from ``position_ids`` by a device sync in every layer if there is one
+    row, and attends across examples if there are several.
+
+    Raises:
+        ConfigError: the model takes no such arguments.
+    """
+    if batch.get("attention_mask") is not None or any(batch.get(name) is not None for name in BORDERS):
+        return dict(batch)
+    rows = max(len(batch[name]) for name in ("input_ids", "inputs_embeds", "labels") if batch.get(name) is not None)
+    if all(kind.kind != kind.VAR_KEYWORD for kind in inspect.signature(model.forward).parameters.values()):
+        if rows == 1:
+            return dict(batch)
+        raise ConfigError(
+            f"{type(model).__name__} does not take the borders of {rows} packed rows, and flash attention would attend "
+            "across their examples: use microbatches of one row, or attn_implementation='sdpa'"
+        )
+    positions = batch["position_ids"].cpu().expand(rows, -1)
+    begins = nn.functional.pad(positions.diff(dim=-1) != 1, (1, 0), value=True).flatten()
+    starts = nn.functional.pad(begins.nonzero().squeeze(1), (0, 1), value=begins.numel()).to(torch.int32)
+    longest = int(starts.diff().max())
+    return {**batch, **dict(zip(BORDERS, (starts, starts, longest, longest), strict=True))}
+
+
+def to_device(batches: Sequence[Microbatch], device: torch.device) -> list[Microbatch]:
+    """Return the microbatches on ``device``, by one non-blocking copy."""
+    moved = [batch.like(batch) for batch in batches]
+    if device.type == "cpu":
+        for each in moved:
+            each.update({name: value.to(device) for name, value in _away(each, device)})
+    else:
+        _move_together(moved, device)
+    return moved
+
+
+def _away(batch: Microbatch, device: torch.device) -> list[tuple[str, Tensor]]:
+    return [(name, v) for name, v in batch.items() if isinstance(v, Tensor) and v.device != device]
+
+
+def _move_together(batches: list[Microbatch], device: torch.device) -> None:
+    """Copy CPU tensors without gradients to the device in one buffer, and the rest one by one."""
+    together: dict[int, tuple[Tensor, list[tuple[Microbatch, str]]]] = {}  # shared tensors are copied once
+    for batch in batches:
+        for name, value in _away(batch, device):
+            if value.device.type == "cpu" and not value.requires_grad:
+                together.setdefault(id(value), (value, []))[1].append((batch, name))
+            else:
+                batch[name] = value.to(device, non_blocking=True)
+    sent = _sent([value for value, _ in together.values()], device)
+    for (_, places), value in zip(together.values(), sent, strict=True):
+        for batch, name in places:
+            batch[name] = value
+
+
+def _sent(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
+    """Copy tensors to the device through one buffer, pinned if the device is an accelerator."""
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    starts = [0]
+    for size in sizes:
+        starts.append(starts[-1] + -(-size // _ALIGNED) * _ALIGNED)
+    packed = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=is_accelerator(device))
+    for tensor, start, size in zip(tensors, starts, sizes, strict=False):
+        packed[start : start + size] = tensor.contiguous().view(-1).view(torch.uint8)
+    there = packed.to(device, non_blocking=True)
+    return [
+        there[start : start + size].view(tensor.dtype).view(tensor.shape)
+        for tensor, start, size in zip(tensors, starts, sizes, strict=False)
+    ]

@@ -1,0 +1,57 @@
+"""Find the forward pass that a computation belongs to, also inside activation checkpointing.
+
+A recomputed layer belongs to an earlier forward pass than the latest one; in a pipeline, not even to the one before.
+Autograd numbers its nodes as they are made, and recomputation runs inside the backward of a node of the original
+forward pass: that node's number tells which pass it was.
+"""
+
+from collections import deque
+from typing import Generic, TypeVar
+
+from ..._compat.torch import backward_pass, current_node_number, next_node_number
+from ...errors import ConfigError
+
+_KEPT = 1024  # forward passes that may wait for their backward pass
+_T = TypeVar("_T")
+
+
+class ForwardPasses(Generic[_T]):
+    """The latest forward passes, with a value of type ``_T`` for each."""
+
+    def __init__(self) -> None:
+        self._begun: deque[tuple[int, _T]] = deque(maxlen=_KEPT)
+
+    def begin(self, known: _T) -> None:
+        """Record that a forward pass begins, or replace the value of the current one from here on."""
+        self._begun.append((next_node_number(), known))
+
+    def clear(self) -> None:
+        """Forget all forward passes: no backward pass will follow."""
+        self._begun.clear()
+
+    @property
+    def latest(self) -> _T:
+        """The value of the pass that began last."""
+        return self._begun[-1][1]
+
+    def current(self) -> _T:
+        """Return the value of the forward pass that the running computation belongs to.
+
+        Raises:
+            ConfigError: it is a recomputation, and too many passes have begun since.
+        """
+        if not recomputing():
+            return self.latest
+        number = current_node_number()
+        for start, known in reversed(self._begun):
+            if start <= number:
+                return known
+        raise ConfigError(
+            f"more than {_KEPT} forward passes wait for their backward passes, and the oldest ones' layers cannot be "
+            "recomputed any more: run backward earlier, or do without activation checkpointing"
+        )
+
+
+def recomputing() -> bool:
+    """Return whether this forward pass is activation checkpointing's recomputation, inside a backward pass."""
+    return backward_pass() != -1

@@ -1,0 +1,73 @@
+"""Find modules and parameters by their stock names, also if PEFT has wrapped adapters around them.
+
+PEFT puts a wrapper in the place of a module, which becomes the wrapper's child. hfscale uses the stock model's names
+everywhere; the functions here look through the wrappers.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..._compat.peft import WRAPPED, trained_copies, wrapped
+from ..._compat.torch import own_buffers, own_modules, own_parameters
+
+
+def stock_name(name: str) -> str:
+    """Return a name without PEFT's wrappers: ``layers.0.q_proj.base_layer.weight`` -> ``layers.0.q_proj.weight``."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPED)
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return the stock module under any number of wrappers."""
+    while (inner := wrapped(module)) is not None:
+        module = inner
+    return module
+
+
+def computing(module: nn.Module) -> list[nn.Module]:
+    """Return the stock modules in a wrapper that may run: the wrapped one, and its trained copies."""
+    return [unwrapped(module), *trained_copies(module)]
+
+
+def module_at(model: nn.Module, name: str) -> nn.Module:
+    """Return the module (or the outermost wrapper) of a name, which may be a stock name or include wrappers.
+
+    Raises:
+        AttributeError: there is no such module.
+    """
+    module = model
+    for part in name.split(".") if name else ():
+        while part not in own_modules(module) and (inner := wrapped(module)) is not None:
+            module = inner
+        module = module.get_submodule(part)
+    return module
+
+
+def owner_of(model: nn.Module, parameter: str) -> tuple[nn.Module, str]:
+    """Return the module that holds a parameter, and the attribute's name; names as for :func:`module_at`."""
+    owner, _, attribute = parameter.rpartition(".")
+    module = module_at(model, owner)
+    while attribute not in own_parameters(module) and (inner := wrapped(module)) is not None:
+        module = inner
+    return module, attribute
+
+
+def parameter_at(model: nn.Module, name: str) -> Any:
+    """Return the parameter of a name, or its placeholder; names as for :func:`module_at`."""
+    module, attribute = owner_of(model, name)
+    return own_parameters(module)[attribute]
+
+
+def put_parameter(model: nn.Module, name: str, parameter: Tensor) -> None:
+    """Replace the parameter of a name by ``parameter``; names as for :func:`module_at`.
+
+    It may be a plain tensor for a while, and keeps its predecessor's place in the order.
+    """
+    module, attribute = owner_of(model, name)
+    own_parameters(module)[attribute] = parameter
+
+
+def put_buffer(model: nn.Module, name: str, buffer: Tensor) -> None:
+    """Replace the buffer of a name by ``buffer``; names as for :func:`module_at`."""
+    owner, _, attribute = name.rpartition(".")
+    own_buffers(module_at(model, owner))[attribute] = buffer

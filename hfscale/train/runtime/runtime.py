@@ -1,0 +1,291 @@
+"""The runtime of a parallelized model, and the interfaces of its parts and its executor.
+
+Three classes that need each other. A :class:`Part` is one feature of a layout (tensor, experts, data, adapters, ...):
+it is installed into the model once, and its hooks are called at fixed places. An :class:`Executor` runs the
+microbatches of a step: one after the other, or through pipeline stages. The :class:`Runtime` is attached to the model
+and holds its plan, mesh, executor and parts; it names no axis. Building, training and saving loop over parts.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..._compat.transformers.classes import class_name
+from ...config.options import Options
+from ...distributed.mesh import Mesh
+from ...errors import ConfigError
+from ...plan import ParameterPlan, Plan
+from .axes import ContextAxis, DataAxes, SequenceAxis
+from .batches import Microbatch
+from .local_weights import LocalWeights
+from .names import stock_name
+from .objective import Objective, StepLoss
+from .snapshot import Undo
+
+_ATTRIBUTE = "_hfscale"
+
+Batch = Mapping[str, Any]
+
+
+class Part:
+    """One feature of a layout, in one model. Hooks do nothing by default.
+
+    Attributes:
+        masks_padding: whether it asks the attention mask which tokens are padding.
+        state_key: the name of its :meth:`state` in saved states, which outlives the class's name.
+    """
+
+    masks_padding = False
+    state_key = ""
+
+    def install(self, runtime: "Runtime", weights: LocalWeights | None) -> None:
+        """Install this feature into the model, which already has its local sizes.
+
+        Args:
+            weights: the weights of a model on the meta device, to be put into it; ``None`` if they are in place.
+        """
+
+    def take_out(self, runtime: "Runtime", weights: LocalWeights) -> None:
+        """Add the weights that the model's parameters lack to ``weights``, after everything installed was undone."""
+
+    def check_step(self, runtime: "Runtime", batches: Sequence[Batch], user_loss: bool = False) -> None:
+        """Raise :class:`ConfigError` if this part cannot run the microbatches of a step.
+
+        Args:
+            user_loss: whether the loss is a ``loss_fn``: a sum over whole outputs, divided after the backward pass.
+        """
+
+    def around_step(
+        self, runtime: "Runtime", microbatches: Sequence[Microbatch], train: bool
+    ) -> AbstractContextManager[None]:
+        """Wrap all passes of one step over this rank's ``microbatches``."""
+        return nullcontext()
+
+    def loss_factor(self, runtime: "Runtime") -> float:
+        """Return this part's factor on a loss before its backward pass."""
+        return 1.0
+
+    def around_stage_pass(self, runtime: "Runtime", arrives: int | None, leaves: bool) -> AbstractContextManager[None]:
+        """Hold during one forward pass through a pipeline stage.
+
+        Args:
+            arrives: the tokens per sample that come from another stage; ``None`` on the first.
+            leaves: whether the hidden states go on to another stage.
+        """
+        return nullcontext()
+
+    def around_gradients(self, runtime: "Runtime") -> AbstractContextManager[None]:
+        """Wrap the backward passes of a step; on leaving, gradients that are partial over ranks are reduced."""
+        return nullcontext()
+
+    def around_interleaved(self, runtime: "Runtime", backward: bool) -> AbstractContextManager[None]:
+        """Wrap passes of which several are in flight at once; this part runs no collective between their layers."""
+        return nullcontext()
+
+    def local_view(self, module: str) -> str | None:
+        """Describe in words which tokens a hook on a module sees in this pass; ``None``: all of them."""
+        return None
+
+    def metrics(self, runtime: "Runtime") -> Mapping[str, float]:
+        """Return numbers about the training so far, the same on every rank."""
+        return {}
+
+    def state(self, runtime: "Runtime") -> dict[str, Any]:
+        """Return this part's own state for a saved run: plain data that means the same in every layout."""
+        return {}
+
+    def put_state(self, runtime: "Runtime", state: dict[str, Any]) -> None:
+        """Restore the state that :meth:`state` returned; not called if that was empty."""
+
+
+class Executor:
+    """Runs the microbatches of a step.
+
+    Attributes:
+        under_way: whether gradients of earlier steps are still outstanding.
+    """
+
+    under_way = False
+
+    def share_out(self, given: Sequence[Batch]) -> list[dict[str, Any]]:
+        """Return the microbatches of a step."""
+        raise NotImplementedError
+
+    def uncut(self) -> AbstractContextManager[None]:
+        """Do not cut batches into microbatches inside the `with` block, where possible."""
+        return nullcontext()
+
+    def fewest_rows(self) -> int:
+        """Return the rows of the smallest batch that can be cut into microbatches."""
+        return 1
+
+    def passes_together(self, microbatches: int) -> int:
+        """Return in how many passes of a step data ranks run collectives: all must have the same number."""
+        return microbatches
+
+    def older_weights(self) -> Sequence[Tensor]:
+        """Return the stashed weights of microbatches in flight that were started before the last update."""
+        return ()
+
+    def waiting_gradients(self) -> Sequence[Tensor]:
+        """Return gradients that are in no parameter's ``.grad`` yet."""
+        return ()
+
+    def agrees(self, train: bool) -> bool:
+        """Return whether a step begins with an exchange between the ranks that share its batch."""
+        return True
+
+    def tell(self, train: bool) -> tuple[list[int], list[Tensor]]:
+        """Return the numbers that this rank sends in that exchange: integers on the host, and tensors on the device."""
+        return [], []
+
+    def hear(self, told: list[list[int]]) -> None:
+        """Read the numbers that each rank sent, by rank."""
+
+    def run(self, model: nn.Module, batches: Sequence[Microbatch], objective: Objective, backward: bool) -> Tensor:
+        """Run forward passes over the microbatches; with ``backward``, leave gradients in ``.grad``.
+
+        Args:
+            model: what the caller calls: the runtime's model, or a wrapper of it (PEFT, ``torch.compile``).
+            objective: computes the loss of each microbatch; the step's is their sum, over all distinct batches.
+
+        Returns:
+            the loss of the whole step, on every rank.
+        """
+        raise NotImplementedError
+
+    def drain(self) -> Iterator[Tensor]:
+        """Finish the microbatches in flight: see :func:`hfscale.drain`."""
+        return iter(())
+
+    def check_plain_call(self, call: str) -> None:
+        """Raise :class:`ConfigError` if a user's own loop cannot call the model directly."""
+
+
+_P = TypeVar("_P", bound=Part)
+
+
+@dataclass
+class Runtime:
+    """The live state of one parallelized model.
+
+    Attributes:
+        model: the stock model itself, whatever wraps it now.
+        plan: how its parameters are sharded.
+        mesh: the ranks.
+        options: the user's choices besides the layout.
+        parts: the features of its layout, in the order in which they were installed.
+        executor: what runs its steps.
+        data, context, sequence: what the data, context and tensor axes do in a step; nothing where one rank has all.
+        loss: the loss that steps are normalized for; ``None`` where the model keeps its own.
+        restore: takes out of the model what makes it compute with other ranks; see :mod:`.snapshot`.
+        steps: how many training steps have begun.
+        keeps_small_updates: whether the optimizer loses no small updates of 16-bit weights.
+        run: the id of the run, stored in its saved states; empty before it saves or loads one.
+    """
+
+    model: Any
+    plan: Plan
+    mesh: Mesh
+    options: Options
+    parts: tuple[Part, ...]
+    executor: Executor = field(default_factory=Executor)
+    data: DataAxes = field(default_factory=DataAxes)
+    context: ContextAxis = field(default_factory=ContextAxis)
+    sequence: SequenceAxis = field(default_factory=SequenceAxis)
+    loss: StepLoss | None = None
+    restore: Undo | None = None
+    steps: int = 0
+    keeps_small_updates: bool = False
+    run: str = ""
+
+    def attach(self) -> None:
+        """Set this runtime as an attribute of the model, where :func:`find_runtime` finds it."""
+        setattr(self.model, _ATTRIBUTE, self)
+
+    def part(self, kind: type[_P]) -> _P | None:
+        """Return the part of a class; ``None`` if there is none."""
+        return next((part for part in self.parts if isinstance(part, kind)), None)
+
+    @contextmanager
+    def around(self, context_of: Callable[[Part], AbstractContextManager[None]]) -> Iterator[None]:
+        """Enter a context of every part for the `with` block, the first part's outermost."""
+        with ExitStack() as stack:
+            for part in self.parts:
+                stack.enter_context(context_of(part))
+            yield
+
+    def local_view(self, module: str) -> str | None:
+        """Describe in words which tokens a hook on a module sees in this pass; ``None``: all of them."""
+        return next((seen for part in self.parts if (seen := part.local_view(module)) is not None), None)
+
+    def release(self) -> None:
+        """Give up what forward passes keep for backward passes that do not come: parameters are this rank's shards."""
+        self.data.release()
+
+    def loss_factor(self) -> float:
+        """Return the factor on a loss before its backward pass."""
+        return math.prod(part.loss_factor(self) for part in self.parts)
+
+    def sum_of_shares(self, total: Tensor) -> Tensor:
+        """All-reduce a step's loss in place over the ranks that have a term of it, and over pipeline stages."""
+        for group in (*self.mesh.loss_groups, *self.mesh.groups("pp")):
+            dist.all_reduce(total, group=group)
+        return total
+
+    def parameters(self) -> list[tuple[ParameterPlan, Tensor]]:
+        """Return every owned parameter that this rank holds, with its plan, in plan order."""
+        self.release()  # or weights that FSDP2 has gathered would be returned instead of shards
+        live = self.live_parameters()
+        held = self.plan.local_names(self.mesh.pp_rank)
+        return [(planned, live[held[planned.name]]) for planned in self.plan.owned() if planned.name in held]
+
+    def live_parameters(self) -> dict[str, nn.Parameter]:
+        """Return this rank's parameters by their stock names and by their names with PEFT's wrappers."""
+        here = dict(self.model.named_parameters(remove_duplicate=False))
+        return {**{stock_name(name): parameter for name, parameter in here.items()}, **here}
+
+    def unplanned_parameters(self) -> list[str]:
+        """Return the names of trainable parameters that the plan lacks: others added them to the model since it was
+        built.
+        """
+        trains = (name for name, parameter in self.model.named_parameters() if parameter.requires_grad)
+        known = self.plan.by_name
+        return [name for name in trains if name not in known and stock_name(name) not in known]
+
+    def counts(self, planned: ParameterPlan) -> bool:
+        """Return whether this rank's stage is the one that counts an owned parameter; others may hold a copy."""
+        return self.plan.primary_rank(planned.name) == self.mesh.pp_rank
+
+    def is_local(self, name: str) -> bool:
+        """Return whether a parameter or module of the given name is on this rank's stages."""
+        return self.plan.is_local(self.mesh.pp_rank, name)
+
+
+def runtime_of(model: nn.Module) -> Runtime:
+    """Return the runtime of a model that hfscale parallelized, through any wrapper.
+
+    Raises:
+        ConfigError: hfscale has not parallelized it.
+    """
+    found = find_runtime(model)
+    if found is None:
+        raise ConfigError(
+            f"{class_name(model)} was not parallelized by hfscale: build it with hfscale.from_pretrained or "
+            "hfscale.from_config, or pass it through hfscale.parallelize"
+        )
+    return found
+
+
+def find_runtime(model: nn.Module) -> Runtime | None:
+    """Return the runtime of a model like :func:`runtime_of`, or ``None`` if there is none."""
+    for module in model.modules() if isinstance(model, nn.Module) else ():
+        if _ATTRIBUTE in module.__dict__:
+            found: Runtime = module.__dict__[_ATTRIBUTE]
+            return found
+    return None

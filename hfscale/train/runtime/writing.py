@@ -1,0 +1,132 @@
+"""Coordination of all ranks around files: arrive together, let one rank write, and fail together."""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...distributed.mesh import Mesh
+from ...errors import CheckpointError, HFScaleError, RankFailedError, in_words
+
+_log = logging.getLogger(__name__)
+
+
+def is_writer(mesh: Mesh) -> bool:
+    """Return whether this rank writes files: the first one does."""
+    return not any(mesh.ranks.values())
+
+
+def everyone_arrives(mesh: Mesh, timeout: timedelta, call: str) -> None:
+    """Wait for every rank to make the same ``call``.
+
+    Raises:
+        CheckpointError: one did not within ``timeout``.
+    """
+    if mesh.control is None:
+        return
+    try:
+        dist.monitored_barrier(mesh.control, timeout=timeout)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"{call} is a collective call, and not every rank made it within "
+            f"{timeout.total_seconds():.0f} s: call it on all {mesh.layout.total_size} ranks (not only on the main "
+            f"process). Nothing was written. {error}"
+        ) from error
+
+
+_saves: list[None] = []  # one entry per running save of this process
+
+
+@contextmanager
+def saving() -> Iterator[None]:
+    """Make :func:`is_saving` return true inside the `with` block."""
+    _saves.append(None)
+    try:
+        yield
+    finally:
+        _saves.pop()
+
+
+def is_saving() -> bool:
+    """Return whether a save is running in any thread; code that ends the process waits for it."""
+    return bool(_saves)
+
+
+@contextmanager
+def all_or_none(mesh: Mesh | None, what: str) -> Iterator[None]:
+    """Let an exception on one rank end the `with` block on every rank.
+
+    The rank that failed reports it in its next :meth:`Mesh.all_gather_object`; the others learn of it in theirs, at the
+    latest at the end of the block. So ranks must not wait for each other in any other way inside the block.
+
+    Args:
+        mesh: the ranks that run the block; ``None``: this process alone.
+        what: the beginning of the message.
+
+    Raises:
+        CheckpointError: on every rank, with the ranks that failed and the reasons. If all ranks fail with the same
+            hfscale error, each raises its own.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    if isinstance(failure, HFScaleError) and failure.everywhere and not isinstance(failure, RankFailedError):
+        raise failure  # from a nested block: all ranks have it already
+    told, alike = (str(failure), False) if isinstance(failure, RankFailedError) else _tell(mesh, in_words(failure))
+    if told:
+        own = failure if alike and isinstance(failure, HFScaleError) else CheckpointError(f"{what}: {told}")
+        own.everywhere = True
+        raise own from (failure.__cause__ if failure is own else failure)
+
+
+def _tell(mesh: Mesh | None, failure: str) -> tuple[str, bool]:
+    """Send this rank's ``failure`` to all ranks; return what went wrong on any, and whether all have the same."""
+    if mesh is None or mesh.control is None:
+        return failure, True
+    try:
+        mesh.all_gather_object(None, failure)
+    except RankFailedError as heard:
+        alike = list(heard.failures.values()) == [failure] * mesh.layout.total_size
+        return (failure if alike else str(heard)), alike
+    except Exception as lost:  # the connection to a rank
+        return failure or in_words(lost), False
+    return "", True
+
+
+Attempt = Callable[..., Any]
+"""Calls a function and returns its result, or keeps its exception and returns ``None``."""
+
+
+def plainly(work: Callable[..., Any], *arguments: Any) -> Any:
+    """Call ``work`` and let exceptions through: the default :data:`Attempt`."""
+    return work(*arguments)
+
+
+def not_finite(tensors: Mapping[str, Tensor]) -> str:
+    """Return the name of the first tensor with NaN or infinity in it, or ``""``.
+
+    One read of each tensor, without extra memory: its minimum or maximum is not finite if any entry is not.
+    """
+    finite: dict[torch.device, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and tensor.itemsize > 1 and tensor.numel():
+            ends = torch.stack(tensor.detach().aminmax())
+            finite.setdefault(tensor.device, {})[name] = ends.isfinite().all()
+    for each in finite.values():
+        if not torch.stack(list(each.values())).all():  # one sync per device
+            return next(name for name, right in each.items() if not right)
+    return ""
+
+
+def warn_of_not_finite(mesh: Mesh, name: str, where: str) -> None:
+    """Warn of the first non-empty ``name`` on any rank, a tensor with NaN or infinity; collective."""
+    found = next(filter(None, mesh.all_gather_object(name)), None)
+    if found and is_writer(mesh):
+        _log.warning("%s has NaN or infinity in %s: every loss from there is NaN, so use an earlier one", where, found)

@@ -1,0 +1,29 @@
+"""Every wrong call of a public name is refused in words, on every rank, and leaves the model as it was."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from hfscale.testing import RankPool
+
+from ..tiny_models import tiny
+from ..wrong_calls import outcomes
+
+
+@pytest.mark.parametrize(
+    ("calls", "layout"),
+    [
+        ("STEPS", {"tp_size": 2}),
+        ("STEPS", {"pp_size": 2}),
+        ("STEPS", {"dp_shard_size": 2}),
+        ("MAKING", {"tp_size": 2}),
+    ],
+)
+def test_wrong_calls(pools: Callable[[int], RankPool], calls: str, layout: dict[str, Any], tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(tiny("llama")).save_pretrained(tmp_path / "saved")
+    ranks = pools(2).run(outcomes, calls, layout, str(tmp_path / "saved"), str(tmp_path))
+    assert [{name: said for name, said in found.items() if said != "refused"} for found, _ in ranks] == [{}, {}]
+    assert all(before == after for _, (before, after) in ranks)

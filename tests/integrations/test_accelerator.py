@@ -1,0 +1,347 @@
+"""A stock-looking Accelerate loop gives the right numbers on every layout (traps T4, T5, T18, T19)."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from transformers import AutoModelForCausalLM, get_scheduler
+
+import hfscale
+from hfscale import ConfigError, ParallelConfig
+from hfscale.testing import RankPool
+
+from ..tiny_models import tiny
+
+Pools = Callable[[int], RankPool]
+LAYOUTS = [{"tp_size": 2}, {"tp_size": 2, "dp_shard_size": 2}, {"tp_size": 2, "dp_replicate_size": 2}]
+LAYOUTS += [{"cp_size": 2}, {"cp_size": 2, "dp_shard_size": 2}]
+STAGES = [{"pp_size": 2}, {"pp_size": 2, "tp_size": 2}, {"pp_size": 2, "dp_shard_size": 2}]
+
+
+class Rows(Dataset):
+    """Row ``i`` starts with the token ``i``, so that samples can be told apart."""
+
+    def __init__(self, length: int, width: int = 9) -> None:
+        generator = torch.Generator().manual_seed(2)
+        self.ids = torch.randint(0, 67, (length, width), generator=generator)
+        self.ids[:, 0] = torch.arange(length)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.ids[index], "labels": self.ids[index]}
+
+
+class Stream(IterableDataset):
+    def __init__(self, length: int) -> None:
+        self.rows = Rows(length)
+
+    def __iter__(self) -> Any:
+        return (self.rows[i] for i in range(len(self.rows)))
+
+
+def build(path: str, layout: dict[str, int], **asked: Any) -> Any:
+    return hfscale.from_pretrained(path, parallel=ParallelConfig(**layout), dtype=torch.float64, **asked).train()
+
+
+def train(path: str, layout: dict[str, int], out: str, precision: str = "no") -> dict[str, Any]:
+    """The loop of Accelerate's documentation."""
+    around = "bf16" if precision == "fp8" else precision
+    AcceleratorState._reset_state(reset_partial_state=True)  # a process has one precision, and this one is used again
+    accelerator = hfscale.Accelerator(gradient_accumulation_steps=2, mixed_precision=around)
+    model = build(path, layout, mixed_precision=precision)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scheduler = get_scheduler("linear", optimizer, 0, num_training_steps=10 * accelerator.num_processes)
+    loader = DataLoader(Rows(16), batch_size=2)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    norms, updates = [], 0
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(**batch).loss)
+            norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            if norm is not None:
+                norms.append(norm.item())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            updates += accelerator.sync_gradients
+    accelerator.save_model(model, out)
+    return {"norms": norms, "updates": updates, "epochs": scheduler.scheduler.last_epoch}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_loop_equals_one_process(pools: Pools, layout: dict[str, int], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    stock = AutoModelForCausalLM.from_config(tiny("llama"), dtype=torch.float64)
+    stock.save_pretrained(tmp_path / "start")
+    parallel = ParallelConfig(**layout)
+    found = pools(parallel.total_size).run(train, str(tmp_path / "start"), layout, str(tmp_path / "out"))
+
+    rows, per_update = Rows(16), 2 * 2 * parallel.batch_world
+    optimizer = torch.optim.SGD(stock.parameters(), lr=0.5)
+    scheduler = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=10)
+    norms = []
+    for start in range(0, 16, per_update):
+        ids = rows.ids[start : start + per_update]
+        stock(input_ids=ids, labels=ids).loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(stock.parameters(), 0.5).item())
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    for result in found:
+        assert result["updates"] == result["epochs"] / parallel.batch_world == len(norms)
+        assert result["norms"] == pytest.approx(norms, rel=1e-6)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64)
+    for name, value in stock.state_dict().items():
+        torch.testing.assert_close(saved.state_dict()[name], value, rtol=1e-6, atol=1e-7)
+
+
+def first_tokens(path: str, layout: dict[str, int], kind: str) -> tuple[int, list[int], list[int]]:
+    """Batch rank, the samples this rank saw, and what ``gather_for_metrics`` made of them on all."""
+    torch.manual_seed(100 + torch.distributed.get_rank())  # processes seeded apart must still shuffle alike
+    accelerator = hfscale.Accelerator()
+    model = build(path, layout)
+    dataset = Stream(13) if kind == "stream" else Rows(13)
+    loader = DataLoader(dataset, batch_size=3, shuffle=kind == "shuffled")
+    model, loader = accelerator.prepare(model, loader)
+    seen, gathered = [], []
+    for batch in loader:
+        seen += batch["input_ids"][:, 0].tolist()
+        gathered += accelerator.gather_for_metrics(batch["input_ids"][:, 0]).tolist()
+    return hfscale.batch_rank(model), seen, gathered
+
+
+def train_stages(path: str, layout: dict[str, int], out: str) -> dict[str, Any]:
+    """The same loop where the model is cut into stages: ``train_step`` in the place of forward and backward."""
+    accelerator = hfscale.Accelerator()
+    model = build(path, layout)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scheduler = get_scheduler("linear", optimizer, 0, num_training_steps=10 * accelerator.num_processes)
+    loader = DataLoader(Rows(16), batch_size=4)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    norms, losses, rows = [], [], []
+    for batch in loader:
+        loss = hfscale.train_step(model, batch)
+        norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss, "mean").item())
+        rows.append(accelerator.gather(batch["input_ids"][:, 0]).tolist())
+    accelerator.save_model(model, out)
+    return {"norms": norms, "losses": losses, "rows": rows, "epochs": scheduler.scheduler.last_epoch}
+
+
+@pytest.mark.parametrize("layout", STAGES)
+def test_a_loop_over_stages_equals_one_process(pools: Pools, layout: dict[str, int], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    stock = AutoModelForCausalLM.from_config(tiny("llama", tie_word_embeddings=True), dtype=torch.float64)
+    stock.save_pretrained(tmp_path / "start")
+    parallel = ParallelConfig(**layout)
+    found = pools(parallel.total_size).run(train_stages, str(tmp_path / "start"), layout, str(tmp_path / "out"))
+
+    rows, per_update = Rows(16), 4 * parallel.batch_world
+    optimizer = torch.optim.SGD(stock.parameters(), lr=0.5)
+    scheduler = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=10)
+    norms, losses = [], []
+    for start in range(0, 16, per_update):
+        ids = rows.ids[start : start + per_update]
+        loss = stock(input_ids=ids, labels=ids).loss
+        loss.backward()
+        losses.append(loss.item())
+        norms.append(torch.nn.utils.clip_grad_norm_(stock.parameters(), 0.5).item())
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    for result in found:
+        assert result["epochs"] == len(norms) * parallel.batch_world
+        assert result["norms"] == pytest.approx(norms, rel=1e-6)
+        assert result["losses"] == pytest.approx(losses, rel=1e-6)
+        assert [sorted(step) for step in result["rows"]] == [
+            list(range(start, start + per_update)) for start in range(0, 16, per_update)
+        ]
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64)
+    for name, value in stock.state_dict().items():
+        torch.testing.assert_close(saved.state_dict()[name], value, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["ordered", "shuffled", "stream"])
+@pytest.mark.parametrize("layout", [*LAYOUTS[:2], LAYOUTS[4], STAGES[2]])
+def test_each_sample_once(pools: Pools, layout: dict[str, int], kind: str, tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(tiny("llama")).save_pretrained(tmp_path)
+    parallel = ParallelConfig(**layout)
+    found = pools(parallel.total_size).run(first_tokens, str(tmp_path), layout, kind)
+    by_batch_rank: dict[int, list[int]] = {}
+    for batch_rank, seen, gathered in found:
+        assert by_batch_rank.setdefault(batch_rank, seen) == seen, "ranks that share a batch saw different samples"
+        # A stream has no length, so, as with Accelerate, the samples that even out its end are the caller's to drop.
+        assert sorted(gathered[:13] if kind == "stream" else gathered) == list(range(13))
+    assert len(by_batch_rank) == parallel.batch_world
+    if len(by_batch_rank) > 1:
+        assert by_batch_rank[0] != by_batch_rank[1]
+    if kind == "shuffled":
+        assert by_batch_rank[0] != sorted(by_batch_rank[0])
+
+
+class Seeds(Dataset):
+    """What a worker draws."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.randint(3, 1000, (5,))}
+
+
+def seeds_of_workers(path: str, layout: dict[str, int]) -> tuple[list[list[int]], list[int]]:
+    model = build(path, layout)
+    accelerator = hfscale.Accelerator()
+    _, loader = accelerator.prepare(model, DataLoader(Seeds(), batch_size=2, num_workers=1))
+    torch.manual_seed(5 + torch.distributed.get_rank())
+    seen = [batch["input_ids"].flatten().tolist() for batch in loader]
+    seen += [batch["input_ids"].flatten().tolist() for batch in accelerator.skip_first_batches(loader, 1)]
+    return seen, torch.randint(1000, (4,)).tolist()
+
+
+def test_workers_of_ranks_that_share_a_batch_draw_alike(pools: Pools, tmp_path: Path) -> None:
+    """And each stream of a process goes on as in one process, which draws a seed each time that workers start."""
+    AutoModelForCausalLM.from_config(tiny("llama")).save_pretrained(tmp_path)
+    results = pools(2).run(seeds_of_workers, str(tmp_path), {"tp_size": 2})
+    for rank, (_, after) in enumerate(results):
+        torch.manual_seed(5 + rank)
+        for _ in range(2):
+            torch.empty((), dtype=torch.int64).random_()
+        assert after == torch.randint(1000, (4,)).tolist()
+    one, other = (seen for seen, _ in results)
+    assert one == other
+    assert len(one) == len({str(batch) for batch in one}) == 3
+
+
+def stop_and_go(path: str, layout: dict[str, int], directory: str) -> None:
+    accelerator = hfscale.Accelerator()
+    model = build(path, layout)
+    optimizer = hfscale.create_optimizer(model, "adafactor", lr=0.1)
+    scheduler = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=10)
+    model, loader, optimizer, scheduler = accelerator.prepare(
+        model, DataLoader(Rows(8), batch_size=2), optimizer, scheduler
+    )
+    batch = next(iter(loader))
+
+    def step() -> float:
+        if "pp_size" in layout:
+            loss = hfscale.train_step(model, batch)
+        else:
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    step()
+    accelerator.save_state(directory)
+    hfscale.save_state(model, f"{directory}-own", optimizer=optimizer, scheduler=scheduler, dataloader=loader, step=1)
+    expected = [step(), step()]
+    accelerator.load_state(directory)
+    assert [step(), step()] == expected
+    assert hfscale.load_state(model, f"{directory}-own", optimizer=optimizer, scheduler=scheduler).step == 1
+    assert [step(), step()] == expected
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS[:2], *STAGES])
+def test_state(pools: Pools, layout: dict[str, int], tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(tiny("llama")).save_pretrained(tmp_path / "model")
+    world = ParallelConfig(**layout).total_size
+    pools(world).run(stop_and_go, str(tmp_path / "model"), layout, str(tmp_path / "state"))
+
+
+def refusals(path: str) -> list[str]:
+    messages = []
+
+    def refused(call: Callable[[], Any]) -> None:
+        with pytest.raises(ConfigError) as caught:
+            call()
+        messages.append(str(caught.value))
+
+    accelerator = hfscale.Accelerator()
+    model = hfscale.from_pretrained(path)
+    refused(lambda: accelerator.prepare(DataLoader(Rows(4))))
+    refused(lambda: accelerator.prepare(torch.nn.Linear(2, 2)))
+    model = accelerator.prepare(model)
+    refused(lambda: accelerator.clip_grad_norm_(list(model.parameters())[:2], 1.0))
+    refused(lambda: accelerator.save_state())
+    refused(lambda: hfscale.Accelerator(parallelism_config=ParallelConfig()))
+    refused(lambda: hfscale.Accelerator().prepare(hfscale.from_pretrained(path, mixed_precision="bf16")))
+    return messages
+
+
+def test_refusals(tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(tiny("llama")).save_pretrained(tmp_path)
+    found = refusals(str(tmp_path))
+    for message, part in zip(
+        found,
+        ["before, the data loaders", "was not parallelized by hfscale", "pass model.parameters()", "say where",
+         "parallelism_config would shard", "mixed_precision='no'"],
+        strict=True,
+    ):  # fmt: skip
+        assert part in message
+
+
+def refusals_over_stages(path: str) -> list[str]:
+    accelerator = hfscale.Accelerator()
+    model = accelerator.prepare(hfscale.from_pretrained(path, parallel=ParallelConfig(pp_size=2)))
+    batch = {"input_ids": Rows(4).ids, "labels": Rows(4).ids}
+    messages = []
+    for call in (
+        lambda: model(**batch),
+        lambda: accelerator.backward(hfscale.train_step(model, batch)),
+        lambda: accelerator.clip_grad_norm_(list(model.parameters())[:2], 1.0),
+        lambda: model.generate(batch["input_ids"]),
+        lambda: hfscale.train_step(torch.compile(model), batch),
+        lambda: hfscale.train_step(model, {name: ids.tolist() for name, ids in batch.items()}),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            call()
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_refusals_over_stages(pools: Pools, tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(tiny("llama")).save_pretrained(tmp_path)
+    for called, backward, clipped, generated, compiled, listed in pools(2).run(refusals_over_stages, str(tmp_path)):
+        assert "cannot be called by itself: use hfscale.train_step" in called
+        assert "accelerator.backward has none to start: use loss = hfscale.train_step(model, batch)" in backward
+        assert "pass model.parameters()" in clipped
+        assert "generate with hfscale.from_pretrained(directory, parallel=hfscale.ParallelConfig(tp_size=" in generated
+        assert "torch.compile(model) compiles a forward pass that stages do not call" in compiled
+        assert "input_ids is a list: give tensors, [rows, tokens]" in listed
+
+
+def norm_of_the_last_stage(path: str, given: str) -> float:
+    """Nothing trains on the first stage."""
+    accelerator = hfscale.Accelerator()
+    model = accelerator.prepare(hfscale.from_pretrained(path, parallel=ParallelConfig(pp_size=2), dtype=torch.float64))
+    if torch.distributed.get_rank() == 0:
+        model.requires_grad_(False)
+    hfscale.train_step(model, {"input_ids": Rows(4).ids, "labels": Rows(4).ids})
+    parameters = [p for p in model.parameters() if given == "all" or p.requires_grad]
+    norm = accelerator.clip_grad_norm_(parameters, 1e-3)
+    assert norm is not None
+    return norm.item()
+
+
+@pytest.mark.parametrize("given", ["all", "trained"])
+def test_a_stage_without_gradients_takes_part_in_the_norm(pools: Pools, tmp_path: Path, given: str) -> None:
+    stock = AutoModelForCausalLM.from_config(tiny("llama"), dtype=torch.float64)
+    stock.save_pretrained(tmp_path)
+    stock.requires_grad_(False)
+    for module in (stock.model.layers[1], stock.model.norm, stock.lm_head):
+        module.requires_grad_(True)
+    stock(input_ids=Rows(4).ids, labels=Rows(4).ids).loss.backward()
+    expected = torch.nn.utils.get_total_norm([p.grad for p in stock.parameters() if p.grad is not None]).item()
+    assert pools(2).run(norm_of_the_last_stage, str(tmp_path), given) == pytest.approx([expected] * 2, rel=1e-6)

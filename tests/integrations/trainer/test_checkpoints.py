@@ -1,0 +1,123 @@
+"""Runs that stop and go on: in the same layout bit by bit, and between layouts and stock Trainer in one process."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import GradScalerKwargs
+from transformers import AutoModelForCausalLM
+
+from hfscale.testing import RankPool
+
+from ...tiny_models import tiny
+from .script import Case, assert_equal, run
+
+Pools = Callable[[int], RankPool]
+Layout = dict[str, Any]
+TP2, DP2, PP2 = {"tp_size": 2}, {"dp_shard_size": 2}, {"pp_size": 2, "num_microbatches": 4}
+CASE = Case({"save_strategy": "steps", "save_steps": 2}, metrics=False)
+GROUPED = {"train_sampling_strategy": "group_by_length"}  # in an order that the process's own stream draws
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> str:
+    torch.manual_seed(0)
+    path = str(tmp_path_factory.mktemp("start"))
+    AutoModelForCausalLM.from_config(tiny("llama", num_hidden_layers=4), dtype=torch.float32).save_pretrained(path)
+    return path
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
+
+
+def without_summary(found: dict[str, Any]) -> dict[str, Any]:
+    """What a run that was resumed says of itself as a whole is of its second part."""
+    rows = [row for row in found["history"] if "train_loss" not in row]
+    return {**found, "history": rows, "calls": (0, 0), "writer": False}
+
+
+@pytest.mark.parametrize(
+    ("layout", "step", "more"), [pytest.param(TP2, 2, {}, marks=pytest.mark.slow), (PP2, 4, GROUPED), (DP2, 4, GROUPED)]
+)
+def test_a_run_goes_on_bit_by_bit(
+    pools: Pools, start: str, layout: Layout, step: int, more: dict[str, Any], tmp_path: Path
+) -> None:
+    case, out = replace(CASE, arguments={**CASE.arguments, **more}, dropout=0.1), str(tmp_path / "whole")
+    whole = pools(2).run(run, case, start, out, layout)
+    again = replace(case, resume=f"{out}/checkpoint-{step}")
+    parts = pools(2).run(run, again, start, str(tmp_path / "parts"), layout)
+    for one, other in zip(whole, parts, strict=True):
+        assert without_summary(one)["history"] == without_summary(other)["history"]
+    expected, found = weights(tmp_path / "whole" / "final"), weights(tmp_path / "parts" / "final")
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+# Stock code draws the order of an epoch anew in whose middle it goes on: step 3 ends one.
+@pytest.mark.parametrize(
+    ("layout", "step", "more"), [(TP2, 4, {}), (PP2, 4, {}), (DP2, 3, {**GROUPED, "save_steps": 1})]
+)
+def test_runs_move_between_stock_and_layouts(
+    pools: Pools, start: str, layout: Layout, step: int, more: dict[str, Any], tmp_path: Path
+) -> None:
+    case = replace(CASE, arguments={**CASE.arguments, **more})
+    whole = run(case, start, str(tmp_path / "stock"), None)
+    resumed = replace(case, resume=str(tmp_path / "stock" / "checkpoint-2"))
+    for found in pools(2).run(run, resumed, start, str(tmp_path / "ours"), layout):
+        assert_equal(without_summary(found), without_summary(whole), layout)
+    back = replace(case, resume=str(tmp_path / "ours" / f"checkpoint-{step}"))
+    found = run(back, start, str(tmp_path / "back"), None)
+    assert_equal(without_summary(found), without_summary(whole), layout)
+    for name, value in weights(tmp_path / "stock" / "final").items():
+        torch.testing.assert_close(weights(tmp_path / "back" / "final")[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_averages_of_rows_and_columns_are_cut(pools: Pools, start: str, tmp_path: Path) -> None:
+    case = replace(CASE, arguments={**CASE.arguments, "optim": "adafactor", "eval_strategy": "no"})
+    whole = run(case, start, str(tmp_path / "stock"), None)
+    resumed = replace(case, resume=str(tmp_path / "stock" / "checkpoint-2"))
+    for found in pools(2).run(run, resumed, start, str(tmp_path / "ours"), TP2):
+        assert_equal(without_summary(found), without_summary(whole), TP2)
+
+
+def test_runs_move_between_layouts(pools: Pools, start: str, tmp_path: Path) -> None:
+    whole = pools(2).run(run, CASE, start, str(tmp_path / "tp"), TP2)[0]
+    resumed = replace(CASE, resume=str(tmp_path / "tp" / "checkpoint-2"))
+    for layout in (PP2, DP2):
+        for found in pools(2).run(run, resumed, start, str(tmp_path / "other"), layout):
+            assert_equal(without_summary(found), without_summary(whole), layout)
+
+
+def test_float16_skips_what_overflows(pools: Pools, start: str, tmp_path: Path) -> None:
+    scaling = GradScalerKwargs(init_scale=2.0**20, growth_interval=100)
+    load = {"mixed_precision": "fp16", "loss_scaling": scaling}
+    case = Case({"fp16": True, "eval_strategy": "no", "warmup_steps": 0}, load=load, metrics=False)
+    one, other = pools(2).run(run, case, start, str(tmp_path), TP2)
+    assert one["history"] == other["history"]
+    rates = [row["learning_rate"] for row in one["history"] if "learning_rate" in row]
+    assert rates[0] == rates[1] == 1e-2  # the first step overflowed, and its schedule waited
+    assert rates[-1] < 1e-2
+
+
+@pytest.mark.parametrize("layout", [TP2, PP2])
+def test_the_best_model_is_loaded_at_the_end(pools: Pools, start: str, layout: Layout, tmp_path: Path) -> None:
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "learning_rate": 0.3}
+    case = Case({"save_strategy": "steps", "save_steps": 2, "save_only_model": True, **best}, metrics=False)
+    stock = run(case, start, str(tmp_path / "stock"), None)
+    assert not stock["best"].endswith("checkpoint-6")  # or the test could not tell
+    found = pools(2).run(run, case, start, str(tmp_path / "ours"), layout)
+    assert {Path(each["best"]).name for each in found} == {Path(stock["best"]).name}
+    ours, theirs = weights(tmp_path / "ours" / "final"), weights(tmp_path / "stock" / "final")
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-3, atol=1e-4)
+
+
+def test_stock_trainer_refuses_a_state_that_it_cannot_read(pools: Pools, start: str, tmp_path: Path) -> None:
+    case = Case({**CASE.arguments, "optim": "adafactor", "max_steps": 2, "eval_strategy": "no"}, metrics=False)
+    pools(2).run(run, case, start, str(tmp_path), TP2)
+    with pytest.raises(ValueError, match="parameter group"):
+        run(replace(case, resume=str(tmp_path / "checkpoint-2")), start, str(tmp_path / "stock"), None)

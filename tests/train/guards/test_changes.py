@@ -1,0 +1,53 @@
+"""Changes to a model that its plan does not know of are refused when they are made, on every rank."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.swa_utils import AveragedModel
+
+import hfscale
+from hfscale import ConfigError, ParallelConfig
+from hfscale.testing import RankPool
+
+from ...tiny_models import tiny
+
+Pools = Callable[[int], RankPool]
+
+
+def change(layout: dict[str, int]) -> list[str]:
+    model = hfscale.from_config(tiny("llama"), parallel=ParallelConfig(**layout))
+    assert model.resize_token_embeddings() is model.get_input_embeddings()
+    assert model.resize_token_embeddings(67) is model.get_input_embeddings()
+    said = []
+    for call in (lambda: model.resize_token_embeddings(72), lambda: copy.deepcopy(model), lambda: AveragedModel(model)):
+        with pytest.raises(ConfigError) as caught:
+            call()
+        said.append(str(caught.value))
+    ids = torch.arange(12).repeat(2, 1)
+    hfscale.train_step(model, {"input_ids": ids, "labels": ids})  # it goes on as if nothing had been asked
+    return said
+
+
+@pytest.mark.parametrize("layout", [{"tp_size": 2}, {"dp_shard_size": 2}])
+def test_of_several_ranks(pools: Pools, layout: dict[str, int]) -> None:
+    for resize, deepcopy, averaged in pools(2).run(change, layout):
+        assert "resize_token_embeddings(72) would change this" in resize
+        assert "hfscale.from_pretrained(directory, parallel=..., resize_token_embeddings=72)" in resize
+        assert "build a second one with hfscale.from_pretrained" in deepcopy
+        assert averaged == deepcopy
+
+
+def test_one_process_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    model = hfscale.from_config(tiny("llama"))
+    ids = torch.arange(12).repeat(2, 1)
+    with pytest.raises(ConfigError, match=r"resize_token_embeddings\(72\) would change this LlamaForCausalLM"):
+        model.resize_token_embeddings(72)
+    losses: list[Any] = []
+    for one in (model, copy.deepcopy(model)):
+        losses.append(hfscale.train_step(one, {"input_ids": ids, "labels": ids}))
+    assert torch.equal(*losses)
+    assert all(p.grad is not None for p in model.parameters())
