@@ -18,11 +18,10 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaModel
 
 from ..._host.torch_device import accelerators, device_module, is_accelerator
-from ..model.constants import Constants, fitted
 from ..model.job import Job
-from ..model.layer_time import layer_seconds
-from ..model.machine import Machine
+from ..model.machine import Constants, Machine, fitted
 from ..model.model_shape import ModelShape
+from ..model.step_time import layer_seconds
 
 _TINY = 4  # tokens with which a layer takes nothing but the host's time
 _SHARED = 64  # ranks of one machine without GPUs: none is far away

@@ -21,13 +21,9 @@ from ...memory_config import MemoryConfig
 from ...plan import Plan
 from ...plan.recompute import recomputed
 from ...plan.table import human
-from ..model.jobs import job_of
-from ..model.machine import find_machine
-from ..model.places import places_of
-from ..model.shapes import shape_of_plan
-from ..model.traffic import Place, rank_traffic
-from .measure_layers import measured_layers
-from .memory_report import memory_of_ranks
+from ..model.job import Place, places_of
+from ..model.traffic import rank_traffic
+from .estimate import costs
 from .meta_model import meta_model, run_spec, take_step
 
 # Of what is counted, the name in an estimate: experts have data axes of their own.
@@ -153,29 +149,22 @@ def dry_run(
     given = {"auto_class": auto_class, "memory": memory, "peft_config": peft_config, **kwargs}
     given |= {} if dtype is None else {"dtype": dtype}
     plan = make_plan(config, parallel, **given)
-    count = num_microbatches or plan.layout.num_microbatches or plan.layout.size("pp")
-    shape, mixed = shape_of_plan(plan, config), mixed_precision != "no"
-    sizes: dict[str, int] = {"sequence": sequence_length, "batch": batch_size, "microbatches": count}
-    job = job_of(plan, find_machine("h100"), **sizes, mixed=mixed)
-    tokens, routes = sequence_length * batch_size, shape.routed or None
-    numbers: dict[str, Any] = {"num_microbatches": count, "mixed_precision": mixed_precision, "routes": routes}
-    asked = run_spec(config, mixed_precision=mixed_precision, **given)
-    numbers |= {"measured": measured_layers(plan, asked, sequence_length, batch_size)}
-    held = memory_of_ranks(plan, tokens=tokens, sequence_length=sequence_length, **numbers)
+    spec = run_spec(config, mixed_precision=mixed_precision, **given)
+    shape, job, held = costs(plan, spec, sequence_length, batch_size, num_microbatches, mixed_precision)
     runs, places, world = [], places_of(plan, job), plan.layout.total_size
     kinds, again = _kinds(plan, places), recomputed(plan)
     for number, like in enumerate(kinds):
         rank = like[0]
         say(f"stage {rank}", number + 1, len(kinds) + 1)
         saved = SavedBytes()
-        with meta_model(asked, plan.layout, rank * (world // plan.layout.size("pp"))) as (model, copies):
+        with meta_model(spec, plan.layout, rank * (world // plan.layout.size("pp"))) as (model, copies):
             counter = SavedCounter(model, plan.layers, plan.head, saved.add, copies)
-            sent = take_step(model, job, shape, counter, mixed)
+            sent = take_step(model, job, shape, counter, mixed_precision != "no")
             del model, counter
         gc.collect()
         kept = None if again.layers or again.modules else saved.layers + saved.around
         runs.append(_compared(like, places[rank], sent, kept, rank_traffic(shape, job, places[rank]), held[rank]))
-    return DryRun(plan.layout.describe(), world, count, tokens, tuple(runs))
+    return DryRun(plan.layout.describe(), world, job.microbatches, sequence_length * batch_size, tuple(runs))
 
 
 def _check_sizes(**sizes: int) -> None:

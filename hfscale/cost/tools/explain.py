@@ -69,9 +69,9 @@ def activations(hidden: int, heads: int, sequence: int, batch: int, tp: int) -> 
     }
 
 
-def lora_parameters(facts: ModelSummary, rank: int) -> int:
+def lora_parameters(summary: ModelSummary, rank: int) -> int:
     """Entries of factors on all linear layers (Hu et al. 2021): ``r`` for each row and each column of a matrix."""
-    shape = facts.shape
+    shape = summary.shape
     width = shape.mlp_width
     attention = 2 * (shape.hidden + shape.queries) + 2 * (shape.hidden + shape.keys)
     mlp = (3 if shape.gated else 2) * (shape.hidden + width)
@@ -79,7 +79,7 @@ def lora_parameters(facts: ModelSummary, rank: int) -> int:
 
 
 def explain(
-    facts: ModelSummary, *, ranks: int = 64, tp: int = 8, sequence: int = 4096, batch: int = 1, rank: int = 16
+    summary: ModelSummary, *, ranks: int = 64, tp: int = 8, sequence: int = 4096, batch: int = 1, rank: int = 16
 ) -> list[Table]:
     """The tables of a model.
 
@@ -90,32 +90,39 @@ def explain(
         batch: sequences of a microbatch.
         rank: of LoRA.
     """
-    return [_precision(facts), _zero(facts, ranks), _activations(facts, tp, sequence, batch), _adapters(facts, rank)]
+    return [
+        _precision(summary),
+        _zero(summary, ranks),
+        _activations(summary, tp, sequence, batch),
+        _adapters(summary, rank),
+    ]
 
 
-def _precision(facts: ModelSummary) -> Table:
-    count = facts.shape.weights
+def _precision(summary: ModelSummary) -> Table:
+    count = summary.shape.weights
     rows: list[tuple[str, float, str]] = []
     rows += [(name, size * count, f"{size} bytes x {count:,} parameters") for name, size in ADAM]
     rows.append(("together", sum(size for _, size in ADAM) * count, "16 bytes for each parameter"))
-    rows.append(("hfscale, as asked", facts.states * count, f"{facts.states:.1f} bytes: weights, gradients, optimizer"))
+    rows.append(
+        ("hfscale, as asked", summary.states * count, f"{summary.states:.1f} bytes: weights, gradients, optimizer")
+    )
     return Table("Mixed precision with Adam (Micikevicius et al. 2018; Rajbhandari et al. 2020)", tuple(rows))
 
 
-def _zero(facts: ModelSummary, ranks: int) -> Table:
+def _zero(summary: ModelSummary, ranks: int) -> Table:
     says = {
         "replicas": "2 + 2 + 12",
         "ZeRO-1": f"2 + 2 + 12/{ranks}",
         "ZeRO-2": f"2 + (2 + 12)/{ranks}",
         "ZeRO-3": f"(2 + 2 + 12)/{ranks}, and a layer gathered at a time: dp_shard_size",
     }
-    rows = [(name, size, says[name]) for name, size in zero_stages(facts.shape.weights, ranks).items()]
+    rows = [(name, size, says[name]) for name, size in zero_stages(summary.shape.weights, ranks).items()]
     return Table(f"States of a rank, shared over {ranks} data ranks (Rajbhandari et al. 2020)", tuple(rows))
 
 
-def _activations(facts: ModelSummary, tp: int, sequence: int, batch: int) -> Table:
-    layers = facts.shape.layers
-    found = activations(facts.shape.hidden, facts.heads, sequence, batch, tp)
+def _activations(summary: ModelSummary, tp: int, sequence: int, batch: int) -> Table:
+    layers = summary.shape.layers
+    found = activations(summary.shape.hidden, summary.heads, sequence, batch, tp)
     says = {
         "no parallelism": "s b h (34 + 5 a s/h)",
         "tensor": "s b h (10 + 24/t + 5 a s/(h t))",
@@ -125,14 +132,14 @@ def _activations(facts: ModelSummary, tp: int, sequence: int, batch: int) -> Tab
         "full recomputation": "2 s b h: the inputs of layers",
     }
     rows = [(name, layers * size, says[name]) for name, size in found.items()]
-    own = layers * facts.kept.cut * sequence * batch
-    rows.append((f"{facts.family} in hfscale", own, "one rank, as this class keeps it; scores are not kept"))
+    own = layers * summary.kept.cut * sequence * batch
+    rows.append((f"{summary.family} in hfscale", own, "one rank, as this class keeps it; scores are not kept"))
     title = f"Activations of {layers} layers of GPT, s = {sequence:,}, b = {batch}, t = {tp} (Korthikanti et al. 2022)"
     return Table(title, tuple(rows))
 
 
-def _adapters(facts: ModelSummary, rank: int) -> Table:
-    base, factors = facts.shape.weights, lora_parameters(facts, rank)
+def _adapters(summary: ModelSummary, rank: int) -> Table:
+    base, factors = summary.shape.weights, lora_parameters(summary, rank)
     rows = (
         ("full, in 16 bits", 16 * base, "16 bytes for each parameter"),
         ("LoRA: base", 2 * base, "16 bits, frozen: no gradients, no optimizer"),

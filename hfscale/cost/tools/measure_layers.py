@@ -31,11 +31,10 @@ from ...plan import Plan
 from ...plan.compress import BYTES, compressed
 from ...plan.recompute import recomputed
 from ...runtime import runtime_of
-from ..model.jobs import job_of
+from ..model.job import job_of
 from ..model.layer_bytes import LayerBytes, is_known
-from ..model.machine import find_machine
 from ..model.measured_layers import Kind, MeasuredLayers, kind_of
-from ..model.shapes import shape_of_plan
+from ..model.model_shape import shape_of_plan
 from .meta_model import RunSpec, meta_model, take_step
 
 _MOST_LAYERS = 16  # that are looked at for another kind
@@ -45,26 +44,26 @@ _log = logging.getLogger(__name__)
 
 
 def measured_layers(
-    plan: Plan, asked: RunSpec, sequence: int, batch: int = 1, layout: ParallelConfig | None = None
+    plan: Plan, spec: RunSpec, sequence: int, batch: int = 1, layout: ParallelConfig | None = None
 ) -> MeasuredLayers | None:
     """What the layers of a model keep on a rank; ``None`` where a formula says it, or where they cannot be run so.
 
     Args:
         plan: of the model, in any layout.
-        asked: its config, and how it is trained.
+        spec: its config, and how it is trained.
         sequence: tokens of a sequence.
         batch: sequences of a microbatch; several keep as many times what two do, and one may keep less.
         layout: that is meant; by default the plan's.
     """
     if all(is_known(plan, layer) for layer in plan.layers):
         return None
-    few = replace(asked, config=first_layers(asked.config, _layers_to_run(plan)), memory=None)
+    few = replace(spec, config=first_layers(spec.config, _layers_to_run(plan)), memory=None)
     small, again, least = _small(layout or plan.layout), recomputed(plan), compressed(plan)
     sizes = {"sequence": sequence, "batch": min(batch, 2), "microbatches": 1}
     parts: dict[str, Any] = {}
     if again.attention or again.modules:
-        assert asked.memory is not None
-        parts = {"recompute": asked.memory.recompute}
+        assert spec.memory is not None
+        parts = {"recompute": spec.memory.recompute}
 
     def seen(**memory: Any) -> MeasuredLayers | None:
         return _seen(replace(few, memory=MemoryConfig(**memory)) if memory else few, small, sizes)
@@ -95,30 +94,30 @@ def _small(layout: ParallelConfig) -> ParallelConfig:
     return replace(layout, **few, gradient_compression="no", powersgd_rank=None)
 
 
-def _seen(asked: RunSpec, layout: ParallelConfig, sizes: dict[str, int]) -> MeasuredLayers | None:
+def _seen(spec: RunSpec, layout: ParallelConfig, sizes: dict[str, int]) -> MeasuredLayers | None:
     """MeasuredLayers once for each that differs."""
-    config = json.dumps(asked.config.to_dict(), sort_keys=True, default=str)
-    config += implementation_of(asked.config)
-    key = (config, repr(replace(asked, config=None)), repr(layout), repr(sizes))  # type: ignore[arg-type]
+    config = json.dumps(spec.config.to_dict(), sort_keys=True, default=str)
+    config += implementation_of(spec.config)
+    key = (config, repr(replace(spec, config=None)), repr(layout), repr(sizes))  # type: ignore[arg-type]
     if key not in _SEEN:
         try:
-            _SEEN[key] = _count(asked, layout, sizes)
+            _SEEN[key] = _count(spec, layout, sizes)
         except Exception as error:  # whatever a class of anybody's says on a device without numbers
-            _log.info("layers of %s cannot be counted: %s", asked.config.model_type, error)
+            _log.info("layers of %s cannot be counted: %s", spec.config.model_type, error)
             _SEEN[key] = None
     return _SEEN[key]
 
 
-def _count(asked: RunSpec, layout: ParallelConfig, sizes: dict[str, int]) -> MeasuredLayers:
+def _count(spec: RunSpec, layout: ParallelConfig, sizes: dict[str, int]) -> MeasuredLayers:
     if layout.total_size > 1 and dist.is_initialized():
-        raise ConfigError("ranks that are not there cannot be asked beside those of a run")
-    with meta_model(asked, layout) as (model, copies):
+        raise ConfigError("ranks that are not there cannot be spec beside those of a run")
+    with meta_model(spec, layout) as (model, copies):
         plan = runtime_of(model).plan
-        mixed = asked.mixed_precision != "no"
-        job = job_of(plan, find_machine("h100"), **sizes, mixed=mixed)
+        mixed = spec.mixed_precision != "no"
+        job = job_of(plan, **sizes, mixed=mixed)
         counter = _LayerCounter(model, plan.layers, plan.head, copies)
         counter.follow(runtime_of(model).part(KeptActivations))
-        take_step(model, job, shape_of_plan(plan, asked.config), counter, mixed)
+        take_step(model, job, shape_of_plan(plan, spec.config), counter, mixed)
         found = _of_layers(plan, counter, job.tokens)
         del model, counter
     gc.collect()

@@ -25,7 +25,6 @@ from ...plan import Plan
 from ...plan.offload import offloaded, refuse_aside
 from ...quantization.quantized_modules import beside_quantized
 from ...runtime import find_runtime, local_tensor, runtime_of
-from ..model.measured_layers import MeasuredLayers
 from ..model.memory import MemoryEstimate, estimate_memory
 
 
@@ -67,9 +66,9 @@ def memory_estimate(
         check_switch("gradient_checkpointing", gradient_checkpointing)
     if isinstance(model_or_plan, Plan):
         found = memory_of_ranks(
-            model_or_plan, optimizer, tokens=tokens, sequence_length=sequence_length, optim_args=optim_args,
+            model_or_plan, optimizer=optimizer, tokens=tokens, sequence_length=sequence_length, optim_args=optim_args,
             num_microbatches=num_microbatches, mixed_precision=mixed_precision or "no",
-            gradient_checkpointing=bool(gradient_checkpointing),
+            checkpointing=bool(gradient_checkpointing),
         )  # fmt: skip
         return max(found, key=lambda held: held.total)
     sizes = {"tokens": tokens, "sequence_length": sequence_length}
@@ -85,7 +84,7 @@ def memory_estimate(
         "mixed_precision": mixed_precision or runtime.options.mixed_precision,
     }
     given |= {"trained": {planned.name for planned, p in runtime.parameters() if p.requires_grad}}
-    given |= {"alive": in_flight_together(plan, num_microbatches), "routes": experts_per_token(model.config)}
+    given |= {"in_flight": in_flight_together(plan, num_microbatches), "routes": experts_per_token(model.config)}
     return estimate_memory(
         plan, runtime.mesh.ranks, chunk_rows=_chunk_rows(plan, tokens, runtime.mesh.device.type), **given
     )
@@ -122,42 +121,16 @@ def check_asked(
 
 
 def memory_of_ranks(
-    plan: Plan,
-    optimizer: str = "adamw_torch_fused",
-    *,
-    tokens: int = 2048,
-    sequence_length: int | None = None,
-    num_microbatches: int | None = None,
-    optim_args: Mapping[str, Any] | None = None,
-    mixed_precision: str = "no",
-    gradient_checkpointing: bool = False,
-    routes: int | None = None,
-    measured: MeasuredLayers | None = None,
+    plan: Plan, *, tokens: int, num_microbatches: int | None, optim_args: Mapping[str, Any] | None = None, **given: Any
 ) -> list[MemoryEstimate]:
-    """What :func:`memory_estimate` says of each pipeline rank of a plan.
+    """Return what :func:`memory_estimate` says of each pipeline rank of a plan.
 
     Args:
-        routes: experts that a token is sent to, where that is known.
-        measured: what the model's own layers were seen to keep, where no formula says it.
+        given: to :func:`hfscale.cost.model.memory.estimate_memory`.
     """
-    alive = in_flight_together(plan, num_microbatches)
-    return [
-        estimate_memory(
-            plan,
-            {"pp": rank},
-            optimizer=optimizer,
-            options=optim_args,
-            tokens=tokens,
-            alive=alive,
-            checkpointing=gradient_checkpointing,
-            mixed_precision=mixed_precision,
-            routes=routes,
-            chunk_rows=_chunk_rows(plan, tokens, "cpu"),
-            measured=measured,
-            sequence_length=sequence_length,
-        )
-        for rank in range(plan.layout.size("pp"))
-    ]
+    given |= {"in_flight": in_flight_together(plan, num_microbatches), "options": optim_args, "tokens": tokens}
+    given |= {"chunk_rows": _chunk_rows(plan, tokens, "cpu")}
+    return [estimate_memory(plan, {"pp": rank}, **given) for rank in range(plan.layout.size("pp"))]
 
 
 def _chunk_rows(plan: Plan, tokens: int, device: str) -> int:

@@ -85,12 +85,12 @@ class _WithoutValues(FromSeed):
 
 
 @contextmanager
-def meta_model(asked: RunSpec, layout: ParallelConfig, rank: int = 0) -> Iterator[tuple[Any, Mapping[int, Any]]]:
+def meta_model(spec: RunSpec, layout: ParallelConfig, rank: int = 0) -> Iterator[tuple[Any, Mapping[int, Any]]]:
     """Within: the model of ``rank`` of a layout, in training, and the memory of autocast's copies of its weights."""
-    options = Options(asked.mixed_precision, memory=asked.memory)
-    adapter = None if asked.peft_config is None else read_config(asked.peft_config)
-    with simulated_rank(layout.total_size, rank, asked.device) as copies, _quiet():
-        outline = Outline(asked.config, asked.auto_class, dict(asked.stock))
+    options = Options(spec.mixed_precision, memory=spec.memory)
+    adapter = None if spec.peft_config is None else read_config(spec.peft_config)
+    with simulated_rank(layout.total_size, rank, spec.device) as copies, _quiet():
+        outline = Outline(spec.config, spec.auto_class, dict(spec.stock))
         yield build(_WithoutValues(outline, 0), layout, options, adapter).train(), copies
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from ...plan.table import human
 from .candidates import Candidate
-from .search import Search, parallel_arguments
+from .search import Search
 
 
 def recipe_of(found: Search, model: str, candidate: Candidate | None = None, **training: Any) -> str:
@@ -21,7 +21,7 @@ def recipe_of(found: Search, model: str, candidate: Candidate | None = None, **t
     document: dict[str, Any] = {
         "name": "searched",
         "base": model,
-        "parallel": parallel_arguments(chosen),
+        "parallel": chosen.parallel_arguments(),
         "memory": {f"offload_{what}": True for what in chosen.offload},
         "data": {"source": "train.jsonl", "sequence_length": found.sequence},
         "training": {**own, **training.get("training", {})},
