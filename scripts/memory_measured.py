@@ -230,7 +230,7 @@ def estimated(case: Case, stage: int = 0, chosen: frozenset[str] | None = None) 
         tokens=tokens,
         sequence_length=case.length,
         in_flight=in_flight_together(plan, case.microbatches),
-        recomputed_layers=chosen,
+        chosen=chosen,
         mixed_precision=precision,
         routes=shape_of_plan(plan, case.config).routed or None,
         chunk_rows=rows_per_chunk(tokens, case.config.vocab_size, torch.device("cpu")),

@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _print_rules(arguments: argparse.Namespace, tokens: int) -> None:
-    from ..cost.tools.batch_rules import learning_rates
+    from ..cost.tools.recipe import learning_rates
 
     if (arguments.learning_rate is None) != (arguments.its_tokens_per_step is None):
         raise ConfigError("--learning-rate and --its-tokens-per-step go together: give both, or neither")

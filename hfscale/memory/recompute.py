@@ -100,7 +100,7 @@ class Recomputation(Part):
             mixed=runtime.options.mixed_precision != "no",
             trained=trained,
             routes=experts_per_token(runtime.model.config),
-            sequence=sequence,
+            sequence_length=sequence,
         )
         self.chosen = layers_to_recompute(runtime.plan, runtime.mesh.ranks["pp"], situation)
 

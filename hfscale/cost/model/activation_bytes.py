@@ -35,7 +35,12 @@ class Situation:
     all_recomputed: bool = False  # whether all layers are, whatever the plan says
     chosen: frozenset[str] | None = None  # layers that are recomputed under a budget, where that is known
     measured: MeasuredLayers | None = None  # what the model's own layers were seen to keep, where no formula says it
-    sequence: int = 0  # tokens of a sequence, which scores of eager attention are kept for; 0: all tokens are one
+    sequence_length: int | None = None  # of a sequence, which scores of eager attention are kept for; all tokens
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sequence."""
+        return self.sequence_length or self.tokens
 
     def held_by(self, stage: int) -> int:
         """Return how many microbatches a stage holds at once."""
@@ -81,8 +86,7 @@ def _notes(plan: Plan, situation: Situation, held: Sequence[LayerHeld], chosen: 
     if counted and situation.measured is not None:
         how, scores = "counted on the model's own layers", "fused attention keeps no scores"
     if heads := heads_with_scores(plan):
-        length = situation.sequence or situation.tokens
-        scores = f"eager attention keeps scores of {heads} heads over sequences of {length:,} tokens"
+        scores = f"eager attention keeps scores of {heads} heads over sequences of {situation.length:,} tokens"
     notes = [f"activations: {how}, of {situation.tokens:,} tokens a microbatch; {scores}"]
     if compressed(plan) is not None:
         notes.append("what layers keep is counted in 8 bits")
@@ -244,8 +248,8 @@ def _layer(plan: Plan, layer: str, ranks: dict[str, int], types: Types, situatio
     if first:  # of a layer behind it the input needs a gradient
         looked_up = (name for name in around_layers(plan) if is_matrix(plan, name) and name != f"{plan.head}.weight")
         first = not any(name in trained for name in looked_up)
-    length = situation.sequence or situation.tokens
-    found = layer_bytes(plan, layer, ranks, types, trained, routes=situation.routes, first=first, length=length)
+    routes, length = situation.routes, situation.length
+    found = layer_bytes(plan, layer, ranks, types, trained, routes=routes, first=first, length=length)
     context = plan.feature(ContextPlan)
     if context is not None and any(name.startswith(f"{layer}.") for name in context.whole):
         return replace(found, kept=found.kept * plan.layout.size("cp"), as_input=0.0)

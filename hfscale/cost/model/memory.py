@@ -29,7 +29,6 @@ from ...schedules import ASYNCHRONOUS
 from .activation_bytes import Situation, activation_bytes, around_layers, has_head, is_matrix, trained_names
 from .cp_buffers import cp_buffer_bytes
 from .layer_bytes import size_of, stream_width, types_of
-from .measured_layers import MeasuredLayers
 from .optimizer_bytes import optimizer_bytes
 
 OVERHEAD = 0.3 * 2**30  # what libraries and collectives take beside torch's tensors
@@ -92,15 +91,10 @@ def estimate_memory(
     optimizer: str = "adamw_torch_fused",
     options: Mapping[str, Any] | None = None,
     tokens: int = 2048,
-    in_flight: Sequence[int] = (),
-    checkpointing: bool = False,
-    recomputed_layers: frozenset[str] | None = None,
     mixed_precision: str = "no",
     trained: Collection[str] | None = None,
-    routes: int | None = None,
     chunk_rows: int | None = None,
-    measured: MeasuredLayers | None = None,
-    sequence_length: int | None = None,
+    **further: Any,
 ) -> MemoryEstimate:
     """Return what the rank at ``ranks`` holds.
 
@@ -109,21 +103,15 @@ def estimate_memory(
         optimizer: a name that :func:`hfscale.create_optimizer` knows; ``options``: those that change its state:
             ``momentum``, ``amsgrad``, ``min_8bit_size``, ``stochastic_rounding``.
         tokens: tokens of one microbatch of one batch rank, over all of its sequences; context ranks share them.
-        in_flight: for each pipeline stage, how many microbatches it holds at once; 1 by default.
-        checkpointing: whether all layers are recomputed in the backward pass, whatever the plan says;
-            ``recomputed_layers``: which are, where a budget was given and that is known.
         trained: names of the parameters that train; by default the adapters, or else all that is not quantized.
-        routes: experts that a token is sent to; all, where it is not known.
         chunk_rows: rows of one chunk of the loss; by default a quarter of the tokens.
-        measured: what the model's own layers were seen to keep on a rank of this layout, where no formula says it.
-        sequence_length: tokens of one sequence, for scores of eager attention; by default all tokens are one.
+        further: fields of :class:`Situation`.
     """
     here, adapters = dict(ranks or {}), {adapter.name for adapter in plan.adapters}
     held = [plan.by_name[name] for name in plan.local_names(here.get("pp", 0))]
-    chosen = frozenset(trained_names(plan) if trained is None else trained)
+    chosen, mixed = frozenset(trained_names(plan) if trained is None else trained), mixed_precision != "no"
     training = [planned for planned in held if planned.name in chosen]
-    mixed, again = mixed_precision != "no", (checkpointing, recomputed_layers, measured, sequence_length or 0)
-    situation = Situation(ceil(tokens / plan.layout.size("cp")), tuple(in_flight), mixed, chosen, routes, *again)
+    situation = Situation(ceil(tokens / plan.layout.size("cp")), mixed=mixed, trained=chosen, **further)
     kept, away, notes = activation_bytes(plan, here, situation)
     state = optimizer_bytes(training, here, optimizer, options, plan.layers)
     on_host = state * offloaded(plan).optimizer

@@ -204,7 +204,7 @@ def estimate(
         plan = make_plan(config, parallel, **plan_kwargs)
         spec = run_spec(config, mixed_precision=mixed_precision, **plan_kwargs)
     sizes = sequence_length, batch_size, num_microbatches
-    shape, job, held = costs(plan, spec, *sizes, mixed_precision, optimizer=optimizer, optim_args=optim_args)
+    shape, job, held = costs(plan, spec, *sizes, mixed_precision, optimizer=optimizer, options=optim_args)
     return _of_plan(plan, shape, job, machine, constants, held)
 
 

@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 def measured_layers(
     plan: Plan, spec: RunSpec, sequence: int, batch: int = 1, layout: ParallelConfig | None = None
 ) -> MeasuredLayers | None:
-    """What the layers of a model keep on a rank; ``None`` where a formula says it, or where they cannot be run so.
+    """Count what the layers of a model keep on a rank; ``None`` where a formula says it, or where they cannot run so.
 
     Args:
         plan: of the model, in any layout.
@@ -79,7 +79,7 @@ def measured_layers(
 
 
 def _layers_to_run(plan: Plan) -> int:
-    """As many as show every kind of layer behind another one."""
+    """Return how many layers show every kind of layer behind another one."""
     first: dict[Kind, int] = {}
     for index, layer in enumerate(plan.layers[1:_MOST_LAYERS], 1):
         first.setdefault(kind_of(plan, layer), index)
@@ -87,7 +87,7 @@ def _layers_to_run(plan: Plan) -> int:
 
 
 def _small(layout: ParallelConfig) -> ParallelConfig:
-    """The layout with as few stages and data ranks as leave a layer what it keeps."""
+    """Return the layout with as few stages and data ranks as leave a layer what it keeps."""
     data = max(layout.expert_batches, min(2, layout.batch_world))
     few: dict[str, Any] = {"pp_size": 1, "dp_replicate_size": 1, "dp_shard_size": data}
     few |= {"pipeline_schedule": "1f1b", "virtual_stages": 1, "stage_layers": None, "num_microbatches": None}
@@ -95,7 +95,7 @@ def _small(layout: ParallelConfig) -> ParallelConfig:
 
 
 def _seen(spec: RunSpec, layout: ParallelConfig, sizes: dict[str, int]) -> MeasuredLayers | None:
-    """MeasuredLayers once for each that differs."""
+    """Count once for each that differs."""
     config = json.dumps(spec.config.to_dict(), sort_keys=True, default=str)
     config += implementation_of(spec.config)
     key = (config, repr(replace(spec, config=None)), repr(layout), repr(sizes))  # type: ignore[arg-type]
@@ -110,43 +110,37 @@ def _seen(spec: RunSpec, layout: ParallelConfig, sizes: dict[str, int]) -> Measu
 
 def _count(spec: RunSpec, layout: ParallelConfig, sizes: dict[str, int]) -> MeasuredLayers:
     if layout.total_size > 1 and dist.is_initialized():
-        raise ConfigError("ranks that are not there cannot be spec beside those of a run")
+        raise ConfigError("ranks that are not there cannot be asked beside those of a run")
     with meta_model(spec, layout) as (model, copies):
         plan = runtime_of(model).plan
-        mixed = spec.mixed_precision != "no"
-        job = job_of(plan, **sizes, mixed=mixed)
+        job = job_of(plan, **sizes, mixed=spec.mixed_precision != "no")
         counter = _LayerCounter(model, plan.layers, plan.head, copies)
         counter.follow(runtime_of(model).part(KeptActivations))
-        take_step(model, job, shape_of_plan(plan, spec.config), counter, mixed)
-        found = _of_layers(plan, counter, job.tokens)
+        take_step(model, job, shape_of_plan(plan, spec.config), counter, spec.mixed_precision)
+        layers = {
+            layer: LayerBytes(
+                kept=counter.kept[layer] / job.tokens,
+                stream=counter.streams[layer] / job.tokens,
+                counted=True,
+                as_input=counter.inputs[layer] / job.tokens,
+                piece=counter.pieces[layer] / job.tokens,
+            )
+            for layer in plan.layers
+        }
+        found = MeasuredLayers(
+            first=layers[plan.layers[0]],
+            layers={kind_of(plan, layer): layers[layer] for layer in plan.layers},
+            shared=counter.kept[_SHARED] / job.tokens,
+            before=counter.kept[_BEFORE] / job.tokens,
+            behind=counter.most[_BEHIND] / job.tokens,
+        )
         del model, counter
     gc.collect()
     return found
 
 
-def _of_layers(plan: Plan, counter: "_LayerCounter", tokens: float) -> MeasuredLayers:
-    held = {
-        layer: LayerBytes(
-            kept=counter.kept[layer] / tokens,
-            stream=counter.streams[layer] / tokens,
-            counted=True,
-            as_input=counter.inputs[layer] / tokens,
-            piece=counter.pieces[layer] / tokens,
-        )
-        for layer in plan.layers
-    }
-    rest = {kind: counter.kept[kind] / tokens for kind in (_SHARED, _BEFORE)}
-    return MeasuredLayers(
-        first=held[plan.layers[0]],
-        layers={kind_of(plan, layer): held[layer] for layer in plan.layers},
-        shared=rest[_SHARED],
-        before=rest[_BEFORE],
-        behind=counter.most[_BEHIND] / tokens,
-    )
-
-
 def _with_again(parts: MeasuredLayers, whole: MeasuredLayers) -> MeasuredLayers:
-    """What is kept where parts of layers are recomputed, and what such a part keeps while it is."""
+    """Return what is kept where parts of layers are recomputed, and what such a part keeps while it is."""
 
     def of(part: LayerBytes, all_of_it: LayerBytes) -> LayerBytes:
         return replace(part, again=max(0.0, all_of_it.kept - part.kept))
@@ -178,7 +172,7 @@ class _LayerCounter(SavedCounter):
         super().__init__(model, layers, head, self._count_kind, copies)
 
     def enter(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """A layer begins."""
+        """Note that a layer begins."""
         self._place = self._names[id(layer)]
         stream = hidden_states_of(args, kwargs)
         self.streams[self._place] = stream.numel() * (BYTES if self._rounds else stream.element_size())
@@ -190,12 +184,12 @@ class _LayerCounter(SavedCounter):
         self._inputs[self._place] = storage_key(stream)
 
     def leave(self, *args: Any) -> None:
-        """A layer is done."""
+        """Note that a layer is done."""
         super().leave(*args)
         self._place = _BEHIND
 
     def kind_of(self, tensor: Tensor) -> str:
-        """The layer, or what is no layer."""
+        """Return the layer, or what is no layer."""
         if storage_key(tensor) in self._given:
             return _SHARED
         if self._place == _BEHIND and (self.is_of_head(tensor) or self._vocabulary in tensor.shape[-1:]):
@@ -203,7 +197,7 @@ class _LayerCounter(SavedCounter):
         return self._place
 
     def unpack(self, saved: Any) -> Tensor:
-        """The backward pass has begun."""
+        """Note that the backward pass has begun."""
         if not self._done:  # norms that widen their input keep a copy of it instead
             self._done = True
             self.inputs = Counter({name: self.inputs[name] for name, key in self._inputs.items() if self.saved_as(key)})
@@ -216,7 +210,7 @@ class _LayerCounter(SavedCounter):
         return found
 
     def freed(self, key: int) -> None:
-        """Nobody reads it any more."""
+        """Note that nobody reads it any more."""
         kind, size = self._reading.pop(key, ("", 0))
         self._reads(kind, -size)
 

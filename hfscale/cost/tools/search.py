@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ...errors import ConfigError
+from ...errors import ConfigError, check_count
 from ...plan.table import aligned, human
 from ..model.machine import DOES_NOT_FIT, FITS, Constants, Machine, find_machine, fitted, machine_names
 from .candidates import candidates, offloading
@@ -152,9 +152,8 @@ class _Tried:
 
     def _check(self, gpus: int, tokens_per_step: int) -> None:
         machine, sequence = self.machine, self.sequence
-        for name, value in (("gpus", gpus), ("sequence_length", sequence)):
-            if value < 1:
-                raise ConfigError(f"{name}={value} is impossible: use a whole number of at least 1")
+        check_count("gpus", gpus)
+        check_count("sequence_length", sequence)
         if tokens_per_step < sequence:
             raise ConfigError(
                 f"{tokens_per_step:,} tokens a step are less than one sequence of {sequence:,}: use at least so many"
