@@ -3,6 +3,7 @@
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 from ...plan import Plan
 from ...plan.float8 import gathered_in_8_bits
@@ -149,16 +150,11 @@ def job_of(plan: Plan, *, sequence: int, batch: int, microbatches: int, mixed: b
     entries = _entries(plan)
     trains = sum(entries.get(name, 0) for name in trained_names(plan)) / max(1, sum(entries.values()))
     widest = max((p.dtype.itemsize for p in plan.owned() if p.dtype.is_floating_point), default=4)
+    sizes = {axis: layout.size(axis) for axis in ("tp", "pp", "cp", "ep", "expert_tp")}
+    given: dict[str, Any] = {"sequence": sequence, "batch": batch, "microbatches": microbatches, **sizes}
     return Job(
-        sequence=sequence,
-        batch=batch,
-        microbatches=microbatches,
-        tp=layout.size("tp"),
-        pp=layout.size("pp"),
+        **given,
         dp=layout.batch_world,
-        cp=layout.size("cp"),
-        ep=layout.size("ep"),
-        expert_tp=layout.size("expert_tp"),
         shards=shards,
         gathers=shards > 1 and (layout.size("pp") == 1 or bool(layout.weights_regather)),
         virtual=int(layout.virtual_stages or 1),

@@ -136,7 +136,7 @@ def layer_bytes(
     roles = _llama_roles(owned, layer)
     if roles is None:
         scores = _score_bytes(types) * length * heads_with_scores(plan) / _ranks_of_heads(plan, layer)
-        return LayerBytes(_at_most(plan, layer, owned, hidden, ranks, types, routes) + scores, stream, False)
+        return LayerBytes(_at_most(plan, layer, ranks, types, routes) + scores, stream, False)
     layer_of = _Llama(plan, roles, hidden, ranks, types, frozenset(trained), sequence, length)
     blocks, again = layer_of.blocks()
     as_input = stream if types.kept is None and layer_of.keeps_input(first) else 0.0
@@ -173,7 +173,7 @@ class _Llama:
     def scores(self) -> float:
         """Scores of one token, where attention keeps them."""
         part = self._out("q_proj") / self.roles["q_proj"].shape[0]
-        return self.length * part * (heads_with_scores(self.plan) * (not recomputed(self.plan).attention))
+        return self.length * part * (heads_with_scores(self.plan) * (not self.attention_again))
 
     @cached_property
     def ranks_of_adapters(self) -> Counter[str]:
@@ -203,10 +203,10 @@ class _Llama:
         """Return what the blocks keep, their inputs included; and, of those that are recomputed by themselves, the most
         that one keeps while it is.
         """
-        alone, total, again = recomputed(self.plan).modules, 0.0, 0.0
+        total, again = 0.0, 0.0
         blocks = ("o_proj", self._attention(), _ATTENTION[:3]), ("down_proj", self._mlp(), _MLP[:2])
         for output, kept, readers in blocks:
-            if self.roles[output].name.removesuffix(f".{output}.weight") in alone:
+            if self._is_alone(output):
                 given = self._kept(self.hidden, self.types.stream)
                 shared = 0.0 if self.types.autocasts else min(given, self._read_stream(readers))
                 total, again = total + given, max(again, kept - shared)
@@ -216,28 +216,42 @@ class _Llama:
 
     def piece(self) -> float:
         """Return what the operation reads of one token that reads most: the product in the MLP, or attention."""
-        again, size, found = recomputed(self.plan), self.types.size, [self._kept(self.hidden, self.types.stream)]
-        if self.roles["down_proj"].name.removesuffix(".down_proj.weight") not in again.modules:
+        size, found = self.types.size, [self._kept(self.hidden, self.types.stream)]
+        if not self._is_alone("down_proj"):
             found.append(2 * self._kept(self._out("gate_proj"), size))
-        if not again.attention and self.roles["o_proj"].name.removesuffix(".o_proj.weight") not in again.modules:
+        if not self.attention_again and not self._is_alone("o_proj"):
             queries, keys = self._out("q_proj"), self._out("k_proj") * replicas(self.plan)
             found.append(2 * self._kept(queries, size) + 2 * self._kept(keys, size))
             found.append(self._kept(self.scores, size) + self._kept(queries, size))
         return max(found)
 
+    @property
+    def attention_again(self) -> bool:
+        """Whether attention between its projections is recomputed."""
+        return recomputed(self.plan).attention
+
+    def _is_alone(self, output: str) -> bool:
+        """Return whether the block of an output projection is recomputed by itself."""
+        return self.roles[output].name.removesuffix(f".{output}.weight") in recomputed(self.plan).modules
+
+    def _adapted(self, readers: tuple[str, ...]) -> tuple[bool, list[int]]:
+        """Return whether any of these projections trains, and the ranks of their adapters."""
+        names = [self.roles[name].name for name in readers]
+        adapted = [self.ranks_of_adapters[name] for name in names if name in self.ranks_of_adapters]
+        return any(name in self.trained for name in names), adapted
+
     def _attention(self) -> float:
         size = self.types.size
         queries, keys = self._out("q_proj"), self._out("k_proj")
         read = queries if self.scores else keys * replicas(self.plan)  # eager attention repeats keys and values
-        total = (
-            self._kept(queries, size) + 2 * self._kept(read, size) + self._kept(self.scores, _score_bytes(self.types))
-        )
-        total += max(4, size) * self._heads(queries) * (not self.scores and not recomputed(self.plan).attention)
+        total = self._kept(queries, size) + 2 * self._kept(read, size)
+        total += self._kept(self.scores, _score_bytes(self.types))
+        total += max(4, size) * self._heads(queries) * (not self.scores and not self.attention_again)
         for name in ("q_norm", "k_norm"):
             if name in self.roles:
                 width, trains = self._out(f"{name[0]}_proj"), self.roles[name].name in self.trained
                 total += self._kept(width, max(4, size)) + self._kept(width, size) * trains
-        if self.scores or recomputed(self.plan).attention:  # nothing but what the output projection keeps
+        if self.scores or self.attention_again:  # nothing but what the output projection keeps
             total += self._read(queries, ("o_proj",))
         else:  # SDPA keeps its result anyway, and an adapter's copy of it comes on top
             total += self._kept(queries, size) + self._read(queries, ("o_proj",), kept=not shares_heads(self.plan))
@@ -264,11 +278,9 @@ class _Llama:
         anew for them and their adapters; under autocast else a copy each.
         """
         if self.sequence > 1 and self.plan.layout.sequence_regather:
-            names = [self.roles[name].name for name in readers]
-            adapted = [self.ranks_of_adapters[name] for name in names if name in self.ranks_of_adapters]
-            needed = bool(adapted) or any(name in self.trained for name in names)
+            trains, adapted = self._adapted(readers)
             size = self.types.stream if adapted else self.types.size  # dropout may come before the cast
-            own = self._kept(self.hidden, size) / self.sequence * needed
+            own = self._kept(self.hidden, size) / self.sequence * (trains or bool(adapted))
             return own + sum(self._kept(rank, self.types.adapters) for rank in adapted)
         if not self.types.autocasts:
             return self._read(self.hidden, readers)
@@ -280,14 +292,10 @@ class _Llama:
         Args:
             kept: whether something else keeps it in any case.
         """
-        weights = [self.roles[name].name for name in readers]
-        adapted = [self.ranks_of_adapters[name] for name in weights if name in self.ranks_of_adapters]
-        size, wide = self.types.size, self.types.adapters
-        if adapted and wide == size and not self.types.autocasts:
-            own = self._kept(width, size)
-        else:
-            own = self._kept(width, size) * any(name in self.trained for name in weights)
-        copies = self._kept(width, wide) * len(adapted) if wide != size or self.types.autocasts else 0
+        (trains, adapted), size, wide = self._adapted(readers), self.types.size, self.types.adapters
+        casts = wide != size or bool(self.types.autocasts)
+        own = self._kept(width, size) * (trains or bool(adapted and not casts))
+        copies = self._kept(width, wide) * len(adapted) * casts
         return own * (not kept) + copies + sum(self._kept(rank, wide) for rank in adapted)
 
 
@@ -313,28 +321,18 @@ def _llama_roles(owned: list[ParameterPlan], layer: str) -> dict[str, ParameterP
     return found if known and set(expected.values()) - set(found) <= {"q_norm", "k_norm"} else None
 
 
-def _at_most(
-    plan: Plan,
-    layer: str,
-    owned: list[ParameterPlan],
-    hidden: int,
-    ranks: dict[str, int],
-    types: Types,
-    routes: int | None,
-) -> float:
+def _at_most(plan: Plan, layer: str, ranks: dict[str, int], types: Types, routes: int | None) -> float:
     count = next((e.count for e in plan.mixtures if e.name.startswith(f"{layer}.")), 1)
     often = min(routes or count, count)
     experts = tuple(f"{e.name}." for e in plan.mixtures)
     tensor = plan.layout.size("tp") if plan.layout.slices_tokens else 1
-    values, wide = 2.0 * hidden * types.stream / types.size, 0.0
-    for planned in owned:
+    values, wide = 2.0 * stream_width(plan, layer) * types.stream / types.size, 0.0
+    for planned in own_parameters(plan, layer):
         local, inside = planned.model_shape(ranks), planned.name.startswith(experts)
         if len(local) >= 3 and inside:
             values += often * 2 * sum(local[-2:]) / tensor
         elif len(local) == 2:
-            # Which side is the output is not known here.
-            share = often / count if inside else 1
-            values += share * (2 * sum(local) + min(local))
+            values += (often / count if inside else 1) * (2 * sum(local) + min(local))  # whichever is the output
         elif len(local) == 1 and planned.name.endswith("weight"):
             wide += 4 * local[0]  # norms compute in 32 bits
     of_adapters = types.adapters * _of_adapters(plan, layer, ranks, types)

@@ -182,8 +182,9 @@ class _Meter:
 
     def _layers(self, count: int, sequence: int, batch: int) -> float:
         s = self.sizes
-        sizes = {"hidden_size": s.hidden, "intermediate_size": s.ffn, "num_hidden_layers": count, "vocab_size": 64}
-        config = LlamaConfig(**sizes, num_attention_heads=s.heads, num_key_value_heads=s.heads, use_cache=False)
+        sizes: dict[str, Any] = {"hidden_size": s.hidden, "intermediate_size": s.ffn, "num_hidden_layers": count}
+        sizes |= {"num_attention_heads": s.heads, "num_key_value_heads": s.heads, "vocab_size": 64}
+        config = LlamaConfig(**sizes, use_cache=False)
         model: Any = LlamaModel(config)
         model.to(device=self.device, dtype=self.dtype).train()
         ids = torch.randint(64, (batch, sequence), device=self.device)

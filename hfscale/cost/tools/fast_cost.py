@@ -6,6 +6,7 @@ compares the two. What is the same for many candidates is computed once: a layer
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ...parallel.pipeline.in_flight import in_flight_of_ranks
 from ...plan import balance
@@ -16,6 +17,8 @@ from ..model.memory import OVERHEAD, likely_bytes
 from ..model.step_time import Parts, part_seconds, stage_seconds, step_time
 from .candidates import Candidate
 from .model_summary import ModelSummary
+
+_SIZES = ("tp", "pp", "dp", "cp", "ep", "virtual", "batch", "microbatches")
 
 
 @dataclass(frozen=True)
@@ -54,22 +57,9 @@ class FastCost:
 
     def _job(self, c: Candidate) -> Job:
         shards = c.shard * c.cp
-        return replace(
-            self.summary.job,
-            sequence=self.sequence,
-            batch=c.batch,
-            microbatches=c.microbatches,
-            tp=c.tp,
-            pp=c.pp,
-            dp=c.dp,
-            cp=c.cp,
-            ep=c.ep,
-            virtual=c.virtual,
-            shards=shards,
-            gathers=shards > 1 and c.pp == 1,
-            sequence_parallel=c.tp > 1,
-            recompute=float(c.recompute),
-        )
+        sizes: dict[str, Any] = {name: getattr(c, name) for name in _SIZES}
+        sizes |= {"shards": shards, "gathers": shards > 1 and c.pp == 1, "sequence_parallel": c.tp > 1}
+        return replace(self.summary.job, sequence=self.sequence, recompute=float(c.recompute), **sizes)
 
     def _with_host(self, c: Candidate, job: Job, places: Sequence[Place]) -> Job:
         if not c.offload:
