@@ -55,23 +55,23 @@ WRITING = {
 }
 BEHIND = {"checkpoint.state.on_host": (0, 1), **WRITING}
 EXPORTING = {
-    "guards.replicas._checksums": (0, 1),
+    "train.guards.replicas._checksums": (0, 1),
     "checkpoint.save.tensors_to_save": (0, 1),
     "checkpoint.save.AsStored": (0, 1),
-    "runtime.full_tensors._copy": (0, 1),
-    "runtime.full_tensors.write_share": (0,),
-    "runtime.atomic_directory.NewFiles": (0,),
+    "train.runtime.full_tensors._copy": (0, 1),
+    "train.runtime.full_tensors.write_share": (0,),
+    "train.runtime.atomic_directory.NewFiles": (0,),
     "checkpoint.save.CheckpointWriter.add": (0,),
     "checkpoint.save.CheckpointWriter.finish": (0,),
     "checkpoint.save.write_configs": (0,),
-    "files.replace.sync_file": (0,),
+    "distributed.files.replace.sync_file": (0,),
 }
 ADAPTERS = {
-    "adapters.storage.stored_names": (0,),
-    "runtime.full_tensors._copy": (0, 1),
-    "runtime.full_tensors.write_share": (0,),
-    "adapters.storage.save_file": (0,),
-    "adapters.storage.write_adapter_config": (0,),
+    "features.adapters.storage.stored_names": (0,),
+    "train.runtime.full_tensors._copy": (0, 1),
+    "train.runtime.full_tensors.write_share": (0,),
+    "features.adapters.storage.save_file": (0,),
+    "features.adapters.storage.write_adapter_config": (0,),
 }
 READING = {
     "checkpoint.state_load.candidates": (0,),
@@ -80,7 +80,7 @@ READING = {
     "checkpoint.state_load._Found._rest": (0, 1),
     "checkpoint.state_reader.StateReader.read": (0, 1),
     "checkpoint.state_load.restore_random_states": (0, 1),
-    "files.reader.os.preadv": (0, 1),
+    "distributed.files.reader.os.preadv": (0, 1),
 }
 
 
@@ -244,7 +244,7 @@ def loads_checkpoint(directory: str) -> None:
     def load() -> None:
         hfscale.from_pretrained(directory, parallel=ParallelConfig(tp_size=2))
 
-    check(load, {"checkpoint.load.open_tensors": (0, 1), "files.reader.os.preadv": (0, 1)})
+    check(load, {"checkpoint.load.open_tensors": (0, 1), "distributed.files.reader.os.preadv": (0, 1)})
     load()
 
 
