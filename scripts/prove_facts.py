@@ -1,17 +1,20 @@
 """Prove what plans need to know of the classes of the sweeps, and write it to hfscale/models/facts/json.
 
-    python scripts/prove_facts.py [--only llama gemma] [--check]
+    python scripts/prove_facts.py [--only llama gemma] [--check] [--sample 100] [--seed 1]
 
 Every family of causal language models is planned with its default config, variants of it and tiny clones, and so are
 the other classes of scripts/family_clones.py, in each kind of layout, with nothing known beforehand: whatever is asked
-is proved. With ``--check``, the table stays as it is, and what it does not say is an error; with ``--only``, classes of
-other families stay as they are. Two models of one digest that prove to differ are an error, too: the digest
-(hfscale/models/digest.py) leaves out what tells them apart.
+is proved, once for each digest of a config. With ``--only``, classes of other families stay as they are.
+
+With ``--check`` the table stays as it is, and what it does not say is an error. Everything is proved for each config
+then: two of one digest that differ are an error, too, since the digest (hfscale/models/digest.py) leaves out what
+tells them apart.
 """
 
 import argparse
 import copy
 import json
+import random
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
@@ -35,6 +38,7 @@ from hfscale.testing.families import config_of
 from hfscale.train.guards.packed_rows import check_packed_rows
 
 STAGE_LAYERS = 4
+_LONG = 10**9  # tokens: no config names a length that is longer
 LAYOUTS = (
     {"tp_size": 2},
     {"tp_size": 2, "sequence_parallel": True},
@@ -84,10 +88,10 @@ def cases(only: list[str]) -> Iterator[tuple[str, Any, Any]]:
             yield "default", AutoConfig.for_model(family), auto_class
 
 
-def prove(chosen: list[tuple[str, Any, Any]]) -> tuple[Facts, dict[str, str]]:
+def prove(chosen: list[tuple[str, Any, Any]], doubted: bool) -> tuple[Facts, dict[str, str]]:
     """All that is asked about some cases, and what config each digest is of."""
     configs: dict[str, str] = {}
-    with proved_anew() as facts:
+    with proved_anew(doubted=doubted) as facts:
         for words, config, auto_class in tqdm(chosen, desc="facts"):
             try:
                 with torch.device("meta"):
@@ -99,7 +103,7 @@ def prove(chosen: list[tuple[str, Any, Any]]) -> tuple[Facts, dict[str, str]]:
                     hfscale.plan(config, hfscale.ParallelConfig(**layout), auto_class=auto_class)
             if auto_class is AutoModelForCausalLM:
                 with suppress(hfscale.HFScaleError):
-                    check_packed_rows(model)
+                    check_packed_rows(model, tokens=_LONG)
             for each in (model, None):
                 configs.setdefault(digest(type(model), model.config, each), words)
     return facts, configs
@@ -155,16 +159,21 @@ def differences(facts: Facts) -> list[str]:
     return found
 
 
-def main() -> int:
+def main(given: list[str] | None = None) -> int:
     """Write or check the table; the exit status is 1 where it is wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--check", action="store_true")
-    arguments = parser.parse_args()
+    parser.add_argument("--sample", type=int, help="how many configs to check")
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args(given)
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    facts, configs = prove(list(cases(arguments.only)))
+    chosen = list(cases(arguments.only))
+    if arguments.sample:
+        chosen = random.Random(arguments.seed).sample(chosen, min(arguments.sample, len(chosen)))
+    facts, configs = prove(chosen, arguments.check)
     wrong = differences(facts) if arguments.check else facts.contradictions
     print("\n".join(wrong))
     if not arguments.check:

@@ -39,9 +39,10 @@ class Facts:
         contradictions: models of one digest for which different answers were proved, in words.
     """
 
-    def __init__(self, written: Answers | None = None) -> None:
+    def __init__(self, written: Answers | None = None, doubted: bool = False) -> None:
         if written is not None:
             self.written = written
+        self._doubted = doubted
         self.proved: Answers = {}
         self.contradictions: list[str] = []
         self._latest: dict[Hashable, Any] = {}
@@ -66,9 +67,10 @@ class Facts:
         """
         kind, name = stock or type(model), " ".join((question, *about))
         key = digest(kind, model.config, None if stock else model)
-        known = self.written.get(kind.__name__, {}).get(key, {})
-        if key and name in known:
-            return known[name]
+        for known in (self.written, {} if self._doubted else self.proved):
+            answers = known.get(kind.__name__, {}).get(key, {})
+            if key and name in answers:
+                return answers[name]
         exact = _exactly(name, kind, model, stock is None)
         if exact is not None and exact in self._latest:
             return self._latest[exact]
@@ -96,10 +98,14 @@ def ask(question: str, model: Any, *about: str, stock: type | None = None, **giv
 
 
 @contextmanager
-def proved_anew(written: Answers | None = None) -> Iterator[Facts]:
-    """Within: nothing is known but what is ``written``, and everything asked is proved."""
+def proved_anew(written: Answers | None = None, doubted: bool = False) -> Iterator[Facts]:
+    """Within: nothing is known but what is ``written``, and everything asked is proved.
+
+    Args:
+        doubted: again for each config of one digest, to see that answers do not differ.
+    """
     global _facts
-    before, _facts = _facts, Facts(written or {})
+    before, _facts = _facts, Facts(written or {}, doubted)
     try:
         yield _facts
     finally:

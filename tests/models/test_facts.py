@@ -115,7 +115,7 @@ def test_what_names_sizes_is_not_for_other_models() -> None:
 
 def test_models_of_one_digest_that_differ_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proofs, "prove", lambda question, model: (model.config.num_hidden_layers, True))
-    known = Facts({})
+    known = Facts({}, doubted=True)
     assert [known.ask("anything", _model(num_hidden_layers=layers)) for layers in (2, 2, 3)] == [2, 2, 3]
     (said,) = known.contradictions
     assert said.endswith("anything: proved both 2 and 3")
