@@ -70,7 +70,7 @@ class Reading:
     seed: int = 0
 
     def own(self) -> tuple[Interval, ...]:
-        """The intervals of this rank's queries."""
+        """Return the token intervals of this rank's queries."""
         return self.mask.batch.split.pieces(self.mask.batch.rank)
 
     def pairs(self, rank: int) -> Iterator[tuple[int, Interval, int, Interval]]:
@@ -81,7 +81,7 @@ class Reading:
                     yield i, rows, j, columns
 
     def block(self, rows: Interval, columns: Interval, dtype: torch.dtype) -> Block:
-        """How one pair of intervals is read."""
+        """Return mask, bias and dropout seed for one pair of query and key intervals."""
         kind = self.mask.kind(rows, columns)
         idle = None if self.mask.idle is None else self.mask.idle[:, None, slice(*rows)]
         seed = (self.seed * 1_000_003 + rows[0]) * 1_000_003 + columns[0]
@@ -147,7 +147,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _merged(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """The output over both sets of keys, of the outputs over each (Milakov and Gimelshein 2018)."""
+    """Merge the outputs of attention over two sets of keys by their log-sum-exps (Milakov and Gimelshein 2018)."""
     total = torch.logaddexp(lse, other_lse.to(lse.dtype))
     known = finite(total)
     return (

@@ -17,7 +17,7 @@ class GatheredBlocks:
         self._lengths, self._group = lengths, group
 
     def blocks(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """All at once, by rank: ``[b, h, lengths[rank], d]``."""
+        """Yield ``(rank, keys, values)``, each ``[b, h, lengths[rank], d]``, after one all-gather."""
         widths = [k.shape[-1], v.shape[-1]]
         # [b, s, h, d]: of one sample, what ranks have lies one after the other, and nothing is moved by a copy
         own = torch.cat((k.transpose(1, 2), v.transpose(1, 2)), -1)
@@ -28,7 +28,7 @@ class GatheredBlocks:
             yield rank, kb, vb
 
     def gradients(self, k: Tensor, v: Tensor, backward: Backward) -> tuple[Tensor, Tensor]:
-        """A reduce-scatter of what this rank adds to everyone's."""
+        """Reduce-scatter the gradients of all ranks' keys and values to the ranks that own them."""
         widths = [k.shape[-1], v.shape[-1]]
         sums = k.new_empty(k.shape[0], sum(self._lengths), k.shape[1], sum(widths))
         for (rank, kb, vb), place in zip(self.blocks(k, v), sums.split(self._lengths, 1), strict=True):

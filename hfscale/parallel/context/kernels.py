@@ -235,7 +235,7 @@ class ScoreKernel:
 
 
 def _row_blocks(q: Tensor, k: Tensor) -> list[slice]:
-    """The rows of a block whose scores are in memory at once."""
+    """Split the query rows into slices whose scores fit into memory together."""
     rows = max(1, _SCORES // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
     return [slice(0, None)] if q.shape[2] <= rows else [slice(i, i + rows) for i in range(0, q.shape[2], rows)]
 

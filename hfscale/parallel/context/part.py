@@ -27,7 +27,7 @@ _BATCH = "context_batch"
 
 
 class ContextParallel(Part, ContextAxis):
-    """Nothing where each rank has whole sequences."""
+    """Compute attention over sequences cut across context ranks; do nothing where ``cp_size`` is 1."""
 
     _runtime: Runtime
 
@@ -68,7 +68,7 @@ class ContextParallel(Part, ContextAxis):
 
     @contextmanager
     def around_step(self, runtime: Runtime, microbatches: Sequence[Microbatch], train: bool) -> Iterator[None]:
-        """Its passes are forgotten with it, unless some are under way."""
+        """Clear the recorded forward passes after the step, unless some are still running."""
         try:
             yield
         finally:
@@ -109,7 +109,7 @@ class ContextParallel(Part, ContextAxis):
         return TokenGather(group)(own, batch[_BATCH])
 
     def local_view(self, module: str) -> str | None:
-        """This rank's tokens, in every module."""
+        """Return a sentence on how the tokens of ``module`` are local to this rank; ``None`` where they are not."""
         if self._attend is None:
             return None
         return (
@@ -118,7 +118,7 @@ class ContextParallel(Part, ContextAxis):
         )
 
     def _learn(self, batch: CutBatch) -> None:
-        """Where the text begins, its positions are known."""
+        """Record the positions of the batch, known at the text model's input."""
         learn(batch)
         if self._passes is not None:
             self._passes.begin(batch)

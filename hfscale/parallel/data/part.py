@@ -25,7 +25,7 @@ from .whole_weights import refuse_calls_past_the_model, reshard
 
 
 class DataParallel(Part, DataAxes):
-    """Shards over the data ranks, applied last."""
+    """Shard the model over the data ranks, after all other axes."""
 
     state_key = "DataParallel"
 
@@ -60,17 +60,17 @@ class DataParallel(Part, DataAxes):
             )
 
     def left_out(self) -> list[Tensor]:
-        """What compression keeps: what it has left out of gradients, and factors."""
+        """Return the tensors that compression keeps: error feedback and low-rank factors."""
         return [tensor for each in self._compressing for tensor in each.tensors()]
 
     def state(self, runtime: Runtime) -> dict[str, Any]:
-        """What compression has left out of gradients so far; it goes on in the same layout only."""
+        """Return the error feedback of gradient compression, which only the same layout can load."""
         if not self._compressing:
             return {}
         return {"layout": repr(runtime.mesh.layout), "compression": [each.state() for each in self._compressing]}
 
     def put_state(self, runtime: Runtime, state: dict[str, Any]) -> None:
-        """In another layout, compression begins anew."""
+        """Load the error feedback of gradient compression; another layout starts without."""
         if state.get("layout") == repr(runtime.mesh.layout):
             for each, saved in zip(self._compressing, state["compression"], strict=True):
                 each.put_state(saved, runtime.mesh.device)

@@ -81,7 +81,7 @@ def _is_module(model: nn.Module, name: str) -> bool:
 
 
 def _found_by_any(mesh: Mesh, here: list[bool]) -> list[bool]:
-    """Which of some things any rank of the data axes has."""
+    """Return, for each flag in ``here``, whether it is true on any data rank."""
     found = torch.tensor(here, dtype=torch.uint8, device=mesh.device)
     for group in mesh.loss_groups:
         dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
@@ -137,7 +137,7 @@ def _planned(plan: Plan, name: str) -> ParameterPlan:
 
 
 def _data_mesh(device_mesh: DeviceMesh, mesh: Mesh, shards_alone: bool, spread: bool) -> DeviceMesh:
-    """The ranks over which FSDP2 reduces gradients of parameters, ``spread`` over the expert axis or not."""
+    """Return the device mesh over which FSDP2 reduces gradients, with the expert axis where ``spread``."""
     replicate, shard = data_axes(spread)
     return device_mesh[(replicate, shard) if mesh.layout.size(replicate) > 1 and not shards_alone else (shard,)]
 
@@ -164,13 +164,13 @@ def _filled(empty: Tensor | None, share: Tensor, on_host: bool) -> nn.Parameter:
 
 
 def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
-    """Whether the next backward pass reduces gradients over the data axes (off while accumulating)."""
+    """Set whether the next backward pass reduces gradients over the data axes (off while accumulating)."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(enabled)
 
 
 def reduce_microbatch(model: nn.Module) -> None:
-    """Within :func:`one_reduction`: reduce what backward passes have left so far, ahead of the end."""
+    """Reduce the gradients accumulated so far; call it inside :func:`one_reduction`."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(True)
         reduce_now(model)
@@ -179,8 +179,8 @@ def reduce_microbatch(model: nn.Module) -> None:
 
 @contextmanager
 def one_reduction(model: nn.Module, *, backward: bool, regather: bool) -> Iterator[None]:
-    """Within: any number of forward and backward passes of which some are under way at once; on leaving, gradients are
-    reduced over the data axes once. Weights are gathered once and kept until then.
+    """Run any number of forward and backward passes inside the with block, and reduce gradients over the data axes once
+    at its end. Weights are gathered once and kept until then.
 
     Args:
         regather: give up a layer's weights after every pass instead; the model's other weights are kept.
