@@ -1,8 +1,8 @@
-"""What keeps experts evenly busy: pure arithmetic.
+"""Compute load-balancing losses and bias updates of experts: pure arithmetic.
 
-All sums are over the real tokens of a sequence. They are shares of larger ones: whoever divides a sequence over ranks
-adds :func:`expert_sums` up first; whoever divides a step adds up what the losses return, and divides by the step's
-number of real tokens.
+All sums are over the real tokens of a sequence and add up over ranks: under context or sequence parallelism sum
+:func:`expert_sums` over the ranks first; over microbatches sum the losses, and divide by the step's number of real
+tokens.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from .routers import probabilities, widened
 
 
 def expert_sums(logits: Tensor, index: Tensor, real: Tensor, scores: str) -> Tensor:
-    """What the losses need to know of each sequence, with gradients to the logits.
+    """Return the per-sequence sums that the losses are computed from, with gradients to the logits.
 
     Args:
         logits: ``[b, s, e]``, the router's, of ``s`` tokens of each sequence.
@@ -42,7 +42,7 @@ def expert_counts(index: Tensor, count: int, real: Tensor) -> Tensor:
 
 
 def balance_loss(sums: Tensor) -> Tensor:
-    """The load-balancing loss of each sequence, times its number of tokens, all added up.
+    """Return the load-balancing loss summed over sequences, each weighted by its number of tokens.
 
     ``experts * sum_i f_i P_i`` with ``f_i`` the share of the sequence's routes that go to expert ``i`` and ``P_i`` the
     mean of its probability (Fedus et al. 2021, equations 4 to 6; per sequence in DeepSeek-AI 2024, V3, equations 17 to
@@ -59,18 +59,18 @@ def balance_loss(sums: Tensor) -> Tensor:
 
 
 def z_loss(sums: Tensor) -> Tensor:
-    """The squared logsumexp of the logits, summed over tokens (Zoph et al. 2022, ST-MoE, equation 5)."""
+    """Return the squared logsumexp of the logits, summed over tokens (Zoph et al. 2022, ST-MoE, equation 5)."""
     return sums[:, -1].sum()
 
 
 def bias_step(counts: Tensor, rate: float) -> Tensor:
-    """What to add to the biases of experts with these loads ``[e]`` (Wang et al. 2024, algorithm 1)."""
+    """Return the update of the router's expert biases ``[e]``, given expert loads (Wang et al. 2024, algorithm 1)."""
     loads = counts.double()
     return rate * (loads.mean() - loads).sign()
 
 
 def max_over_mean(counts: Sequence[int]) -> float:
-    """The largest load over the mean one: 1 where they are even; 1 without any."""
+    """Return the largest load divided by the mean load: 1 where loads are even or all zero."""
     total = sum(counts)
     return max(counts) * len(counts) / total if total else 1.0
 

@@ -69,7 +69,7 @@ def dispatch(x: Tensor, routes: Routes, batches: int) -> Tensor:
 
 
 def combine(grouped: Tensor, weights: Tensor, routes: Routes, batches: int) -> Tensor:
-    """What experts computed, ``[arrived, h]`` -> the weighted sum ``[n, h]`` over the routes of each token, given their
+    """Return the weighted sum ``[n, h]`` over each token's routes of the experts' outputs ``[arrived, h]``, given
     ``weights [n, k]``.
     """
     return _Combine.apply(grouped, weights, routes, batches)

@@ -1,4 +1,4 @@
-"""The forward passes of a model: what the layers of each need to know of its batch, and of its loss."""
+"""Track the forward passes of a model, so that its layers can find batch and loss of each."""
 
 import inspect
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from ...train.runtime.forward_passes import ForwardPasses
 
 @dataclass
 class Pass:
-    """One forward pass.
+    """Hold the state of one forward pass.
 
     Attributes:
         real: ``[b, s]``, which tokens are none of padding.
@@ -39,7 +39,7 @@ class Pass:
 
 
 class ForwardContexts:
-    """The latest forward passes of a model.
+    """Track the latest forward passes of a model.
 
     Attributes:
         tokens: real tokens of the whole step under way; ``None`` in loops of one's own.
@@ -58,7 +58,7 @@ class ForwardContexts:
         model.register_forward_hook(self._after)
 
     def current(self) -> Pass:
-        """The pass that the computation under way belongs to."""
+        """Return the forward pass that the current computation, or recomputation, belongs to."""
         return self._passes.current()
 
     @property
@@ -118,7 +118,7 @@ def real_tokens(batch: Mapping[str, Any]) -> Tensor:
 
 
 class _Added(torch.autograd.Function):
-    """The loss with what the layers add; the backward pass notes the gradient it begins with, for them."""
+    """Add the layers' losses to the model's loss; in backward, record the loss gradient for them."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, share: Tensor, current: Pass) -> Tensor:
@@ -133,7 +133,7 @@ class _Added(torch.autograd.Function):
 
 
 class _Attached(torch.autograd.Function):
-    """``x`` as it is; its backward pass gives ``share``, a part of the pass's loss, its gradient."""
+    """Return ``x`` unchanged; in backward, give ``share``, a term of the loss, its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, share: Tensor, current: Pass, times: float) -> Tensor:

@@ -34,7 +34,7 @@ from .token_counts import Counters, LayerCounter
 
 @dataclass(frozen=True)
 class Choice:
-    """Where the tokens of a layer go.
+    """Hold the expert choice of a layer's tokens.
 
     Attributes:
         index: ``[n, k]``, experts; their number for none.
@@ -52,7 +52,7 @@ class Choice:
 
 
 class Logits:
-    """What a router computed in the call of the block that is under way."""
+    """Hold the router logits of the current call of the block."""
 
     def __init__(self, router: nn.Module, place: int) -> None:
         self._place = place
@@ -63,7 +63,7 @@ class Logits:
         self._latest = output if isinstance(output, Tensor) else output[self._place]
 
     def take(self, n: int, count: int, name: str) -> Tensor:
-        """``[n, experts]``."""
+        """Return the recorded router logits as ``[n, experts]``, once."""
         found, self._latest = self._latest, None
         if found is None or found.shape[-1] != count or found.numel() != n * count:
             raise ConfigError(
@@ -75,7 +75,7 @@ class Logits:
 
 @dataclass
 class LayerRouting:
-    """What one layer does to its routes.
+    """Choose, limit and count the routes of one layer.
 
     Attributes:
         planned: its experts.
@@ -106,7 +106,7 @@ class LayerRouting:
     times: float = 1.0
 
     def choose(self, index: Tensor, weights: Tensor) -> Choice:
-        """The routes of ``n`` tokens, given those of the model's router, ``[n, k]`` each."""
+        """Return the routes of ``n`` tokens, given the stock router's ``index`` and ``weights``, ``[n, k]`` each."""
         if not recomputing():
             self.counters.begin_if_asked()
         if self.passes is not None:
@@ -116,7 +116,7 @@ class LayerRouting:
         return Choice(index, weights)
 
     def finish(self, out: Tensor, choice: Choice) -> Tensor:
-        """What the experts computed, with the gradient of this layer's share of the loss on its way back."""
+        """Return the experts' output, with the gradient of this layer's auxiliary loss attached."""
         if choice.loss is None or self.passes is None:
             return out
         return attach(out, choice.loss, self.passes.current(), 1.0 if self.is_cut() else self.times)
@@ -127,7 +127,7 @@ class LayerRouting:
             self.counter.add(counts)
 
     def count_on_device(self, index: Tensor) -> None:
-        """The same, given the routes ``[n, k]``, where nobody has looked at them."""
+        """Count the routes ``[n, k]`` on the device, without a host synchronization."""
         self.count(count_each(index.flatten(), self.planned.count + 1)[:-1])
 
     @property
@@ -157,7 +157,7 @@ class LayerRouting:
         return choice if options.capacity is None else self._limited(choice, options.capacity, now, own, counts)
 
     def _limited(self, choice: Choice, capacity: float, now: Pass, own: "_OwnTokens", counts: bool) -> Choice:
-        """The routes that find room at their experts; the other ones lead nowhere."""
+        """Drop the routes beyond the capacity of their experts."""
         count, index = self.planned.count, choice.index.view(*own.real.shape, choice.index.shape[1])
         kept, places = self._within(capacity, index, now, own)
         if counts:
@@ -174,7 +174,7 @@ class LayerRouting:
         return replace(choice, index=index.flatten(0, 1), places=places.flatten(0, 1), slots=slots)
 
     def _own_tokens(self, now: Pass, rows: int) -> "_OwnTokens":
-        """This rank's tokens, of which there must be ``rows``."""
+        """Return which tokens of the batch this rank has, and check that they are ``rows``."""
         (samples, tokens), rank = now.real.shape, self.mesh.tp_rank
         lengths = share_evenly(tokens, self.mesh.layout.tp) if self.is_cut() else []
         start, own = (sum(lengths[:rank]), lengths[rank]) if lengths else (0, tokens)
@@ -186,7 +186,7 @@ class LayerRouting:
         return _OwnTokens(lengths, start, now.real.narrow(1, start, own) if lengths else now.real)
 
     def _rerouted(self, logits: Tensor, k: int, now: Pass, own: "_OwnTokens") -> tuple[Tensor, Tensor]:
-        """What another router chooses; what it draws is drawn for all tokens, and the same on all tensor ranks."""
+        """Route with the router of the options; random draws cover all tokens and agree on all tensor ranks."""
         options, (samples, tokens) = self.options, now.real.shape
         if options.router == "switch":
             return switch(logits)
@@ -208,7 +208,7 @@ class LayerRouting:
         return noisy_topk(logits, k, noise)
 
     def _loss(self, now: Pass, sums: Tensor) -> Tensor:
-        """This layer's share of the step's loss."""
+        """Return this layer's term of the step's loss."""
         if self.is_cut():
             sums = leave(sums, self.mesh.tp_group)
         if self.mesh.context is not None:  # each has a part of every sequence
@@ -223,7 +223,7 @@ class LayerRouting:
         return loss
 
     def _within(self, factor: float, index: Tensor, now: Pass, own: "_OwnTokens") -> tuple[Tensor, Tensor]:
-        """Which routes ``[b, s, k]`` find room, and the place of each in its queue, behind those of other ranks too."""
+        """Return which routes ``[b, s, k]`` fit the capacity, and their queue places over all tensor ranks' tokens."""
         count = self.planned.count
         whole = index.where(own.real.unsqueeze(-1), count)  # padding takes nobody's place
         group = self.mesh.tp_group
@@ -244,7 +244,7 @@ class LayerRouting:
 
 @dataclass(frozen=True)
 class _OwnTokens:
-    """Which tokens of a pass a rank has.
+    """Hold which tokens of a pass a rank has.
 
     Attributes:
         lengths: how many of each sequence every tensor rank has; empty where every one has all.

@@ -23,7 +23,7 @@ _BIAS = "e_score_correction_bias"  # the host's name, in every family that has o
 
 
 def routing_of_layers(runtime: Runtime, options: RoutingConfig | None) -> tuple[Routing, list[LayerRouting]]:
-    """What every mixture that this rank holds does to its routes, and what they share.
+    """Return the routing state of the model, and the routing of every mixture that this rank holds.
 
     Raises:
         ConfigError: the model lacks what ``options`` need.
@@ -91,7 +91,7 @@ def _check(runtime: Runtime, options: RoutingConfig) -> None:
 
 
 def _router(runtime: Runtime, planned: ExpertsPlan) -> tuple[str, nn.Module, int]:
-    """The module beside the experts that the host records logits of, with its name, and where in its output they are.
+    """Return name and module of the router whose logits the model records, and the logits' index in its output.
 
     A few families have it beside the block, in the layer.
     """
@@ -115,7 +115,7 @@ def _router(runtime: Runtime, planned: ExpertsPlan) -> tuple[str, nn.Module, int
 
 
 def _bias(block: nn.Module, planned: ExpertsPlan) -> Tensor:
-    """The bias that the router adds to its scores, in 32 bits at least: 16 would lose steps of 0.001."""
+    """Return the router's score-correction bias, in 32 bits at least: 16 bits would lose steps of 0.001."""
     for module in block.modules():
         found = own_buffers(module).get(_BIAS)
         if found is not None and found.numel() == planned.count:

@@ -1,4 +1,4 @@
-"""The load of experts, added up over ranks when somebody asks: see :mod:`.token_counts`."""
+"""Report the load of experts, summed over ranks: see :mod:`.token_counts`."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ from .token_counts import NUMBERS
 
 @dataclass(frozen=True)
 class LayerLoad:
-    """The load of one layer's experts.
+    """Hold the load of one layer's experts.
 
     Attributes:
         name: the module that holds them.
@@ -50,12 +50,12 @@ class LayerLoad:
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """The load of all layers, in the model's order."""
+    """Hold the load of all layers, in the model's order."""
 
     layers: tuple[LayerLoad, ...]
 
     def metrics(self, prefix: str = "experts/") -> dict[str, float]:
-        """A few numbers for a log: the worst layer's, and means over layers."""
+        """Return numbers to log: the worst layer's balance, and means over layers."""
         dropped = sum(layer.dropped for layer in self.layers)
         routes = dropped + sum(sum(layer.tokens) for layer in self.layers)
         found = {

@@ -33,7 +33,7 @@ from .routing import Routing
 
 
 class Mixture:
-    """What surrounds the experts of one layer.
+    """Run the experts of one layer, with tokens exchanged over ranks.
 
     Attributes:
         plan: which module, and how many experts it has on all ranks.
@@ -57,7 +57,7 @@ class Mixture:
         self.shares, self.is_cut = shares, is_cut
 
     def run(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """The host's ``experts(hidden [n, h], index [n, k], weights [n, k])``, with ``experts`` those of this rank."""
+        """Replace the stock ``experts(hidden [n, h], index [n, k], weights [n, k])`` with this rank's ``experts``."""
         choice = self.routing.choose(index, weights)
         if choice.places is None:
             out = self._routed(experts, hidden, choice.index, choice.weights)
@@ -70,8 +70,8 @@ class Mixture:
         return self.routing.finish(out, choice)
 
     def _routed(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """Where tensor ranks share a batch, this rank's share of the tokens is exchanged, and results are gathered; or
-        nothing is, where sums over the ranks are no more bytes.
+        """Dispatch a slice of the tokens from each tensor rank and gather the results; without an exchange where an
+        all-reduce of the outputs sends no more bytes.
         """
         if self.shares is None or self.is_cut():
             return self._exchanged(experts, hidden, index, weights)
@@ -86,7 +86,7 @@ class Mixture:
     def _summed(
         self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor, ranks: dist.ProcessGroup
     ) -> Tensor:
-        """All tokens are here, and so are all their routes: each rank runs those to its own experts."""
+        """Run this rank's experts on all tokens, and all-reduce the outputs."""
         own = self.plan.count // dist.get_world_size(ranks)
         before = dist.get_rank(ranks) * own
         local = index - before
@@ -139,7 +139,7 @@ def install_experts(runtime: Runtime, options: RoutingConfig | None = None) -> R
 
 
 def _too_narrow(experts: nn.Module, mixed_precision: str) -> bool:
-    """Whether a share of ``experts`` has rows that torch's grouped product, the host's choice, does not take."""
+    """Return whether torch's grouped matmul rejects the row sizes of a shard of ``experts``."""
     if not runs_grouped_products(experts):
         return False
     weights = [parameter for parameter in experts.parameters() if parameter.ndim == 3]

@@ -1,7 +1,7 @@
-"""Which experts a token goes to, of its router's logits: pure.
+"""Choose experts from router logits: pure functions.
 
-Each returns ``index [n, k]`` and ``weights [n, k]``, the best choice first, with gradients to the logits ``[n, e]``.
-An index of ``e`` means that this route is not taken.
+Each returns ``index [n, k]`` and ``weights [n, k]``, the best choice first, with gradients to the logits ``[n, e]``. An
+index of ``e`` means that this route is not taken.
 """
 
 import torch
@@ -22,14 +22,14 @@ def probabilities(logits: Tensor, scores: str = "softmax") -> Tensor:
 
 
 def switch(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The best expert, weighted with its probability (Fedus et al. 2021, Switch Transformers, equation 2)."""
+    """Choose the best expert, weighted by its probability (Fedus et al. 2021, Switch Transformers, equation 2)."""
     weights, index = probabilities(logits).max(-1, keepdim=True)
     return index, weights
 
 
 def gshard(logits: Tensor, draws: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The best two, weighted with their shares of the two's probability; the second one is taken with twice its share
-    as the chance (Lepikhin et al. 2020, GShard, algorithm 1), always where nothing is drawn.
+    """Choose the best two experts, weighted by their normalized probabilities; the second is taken with twice its
+    weight as probability (Lepikhin et al. 2020, GShard, algorithm 1), and always without ``draws``.
 
     Args:
         draws: ``[n]``, uniform in ``[0, 1)``; ``None`` in evaluation.
@@ -43,7 +43,7 @@ def gshard(logits: Tensor, draws: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def noisy_topk(logits: Tensor, k: int, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The best ``k`` after noise, weighted by a softmax over theirs (Shazeer et al. 2017, equations 3 to 5).
+    """Choose the best ``k`` after noise, weighted by a softmax over them (Shazeer et al. 2017, equations 3 to 5).
 
     Args:
         noise: ``[n, e]``, to be added; ``None`` in evaluation.
@@ -54,9 +54,7 @@ def noisy_topk(logits: Tensor, k: int, noise: Tensor | None) -> tuple[Tensor, Te
 
 
 def round_robin(index: Tensor, count: int) -> Tensor:
-    """In the shape of ``index``: experts in turn, so that loads differ by one at most, and a token's experts are
-    different.
-    """
+    """Return experts in turn, in the shape of ``index``: loads differ by one at most, a token's experts differ."""
     return torch.arange(index.numel(), device=index.device).remainder_(count).view_as(index)
 
 

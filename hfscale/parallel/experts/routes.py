@@ -22,7 +22,7 @@ from .capacity import count_each
 
 @dataclass(frozen=True)
 class Routes:
-    """Where the rows of one pass travel.
+    """Hold the permutations that send the rows of one pass to their experts and back.
 
     Attributes:
         shape: ``(n, k)``.
@@ -57,7 +57,7 @@ class Routes:
         return arrived if self.regroup is None else arrived.index_select(0, self.regroup)
 
     def from_experts(self, grouped: Tensor) -> Tensor:
-        """The way back."""
+        """Send the experts' outputs back to the ranks of their tokens."""
         leaving = grouped if self.ungroup is None else grouped.index_select(0, self.ungroup)
         return all_to_all(leaving, self.receive, self.send, self.group)
 
@@ -66,13 +66,13 @@ class Routes:
         return self.added_up(rows, weights) if rows.device.type == "cpu" else self.gathered(rows, weights)
 
     def added_up(self, rows: Tensor, weights: Tensor | None) -> Tensor:
-        """The sum, row by row: a quarter of the other way's time on a CPU."""
+        """Sum rows into tokens with ``index_add_``: four times faster than :meth:`gathered` on a CPU."""
         weighted = rows if weights is None else rows * self.taken(weights)
         total = weighted.new_zeros((self.shape[0], *rows.shape[1:]))
         return total.index_add_(0, self.tokens, weighted)
 
     def gathered(self, rows: Tensor, weights: Tensor | None) -> Tensor:
-        """The sum, token by token: always in the same order, where a GPU would add rows in any."""
+        """Sum rows into tokens by a gather: deterministic, where ``index_add_`` on a GPU is not."""
         if len(self.order) < len(self.places):
             rows = F.pad(rows, (0, 0, 0, 1))
         routes = rows.index_select(0, self.places).unflatten(0, self.shape)

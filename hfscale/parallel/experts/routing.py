@@ -1,4 +1,4 @@
-"""The routing of a whole model: its passes, what it counts, and what a step begins and ends with."""
+"""Keep the routing state of a model: its forward passes, its counters, and what begins and ends a step."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from .token_counts import Counters, LayerCounter
 
 
 class Routing:
-    """What all mixtures of a model have in common.
+    """Hold what all mixtures of a model share.
 
     Attributes:
         options: what the user asked for.
@@ -33,7 +33,7 @@ class Routing:
 
     @contextmanager
     def step(self, microbatches: Sequence[Mapping[str, Any]], train: bool) -> Iterator[None]:
-        """Within: the forward passes of one step over this rank's ``microbatches``."""
+        """Run the forward passes of one step over this rank's ``microbatches`` inside the with block."""
         self.counters.begin()
         if self.passes is None:
             yield
@@ -51,15 +51,15 @@ class Routing:
             self._move_biases()
 
     def note_scale(self, scale: float) -> None:
-        """The gradient that the step's backward passes begin with, for what the latest pass's layers add to the loss:
-        told where the pass itself ends without one, in a pipeline stage.
+        """Record the loss gradient of the step for the latest pass's auxiliary losses, on a pipeline stage without the
+        loss.
         """
         if self.passes is not None and self.passes.latest.loss is not None:
             self.passes.latest.scale = scale
 
     @torch.no_grad()
     def _move_biases(self) -> None:
-        """Every rank with a layer makes the same step, from the load of all batches together."""
+        """Update the router biases from the loads of all batches, equally on every rank with a layer."""
         counters = [self.counters.layers[name] for name in self.biases]
         flat = torch.cat([_wanted(counter, bias) for counter, bias in zip(counters, self.biases.values(), strict=True)])
         for group in (*self._mesh.loss_groups, *self._mesh.groups("tp")):

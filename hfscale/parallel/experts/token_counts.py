@@ -1,7 +1,7 @@
-"""How many tokens each expert gets: counted while a model runs, added up over ranks when somebody asks.
+"""Count the tokens of each expert while a model runs; ranks are summed on request.
 
-Counting asks the device nothing: what the exchange of tokens knows on the host is added up there, the rest stays on the
-device until :func:`expert_load`.
+Counting never synchronizes with the device: counts that the token exchange has on the host are added there, the rest
+stays on the device until :func:`expert_load`.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ NUMBERS = 4  # beside the counts of a layer: dropped, balance, z, tokens
 
 @dataclass
 class LayerCounter:
-    """What one rank has counted in one layer; of what several ranks know alike, one of them counts.
+    """Count the tokens of one layer on one rank; of counts that ranks share, one rank keeps them.
 
     Attributes:
         counts: routes to each expert, known on the host.
@@ -61,14 +61,14 @@ class LayerCounter:
 
 
 class Counters:
-    """Those of all layers that a rank holds, by the name of the experts' module."""
+    """Hold the counters of all layers on this rank, by the name of the experts' module."""
 
     def __init__(self) -> None:
         self.layers: dict[str, LayerCounter] = {}
         self.asked = False
 
     def layer(self, name: str, count: int) -> LayerCounter:
-        """A new one."""
+        """Create and register the counter of a layer with ``count`` experts."""
         self.layers[name] = counter = LayerCounter(count)
         counter.reset()
         return counter
@@ -80,6 +80,6 @@ class Counters:
             counter.reset()
 
     def begin_if_asked(self) -> None:
-        """In loops of one's own, a count goes on until somebody asks for it."""
+        """Restart the counts once they were read; without ``train_step`` they accumulate until then."""
         if self.asked:
             self.begin()
