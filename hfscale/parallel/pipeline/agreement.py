@@ -23,7 +23,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # a
 
 @dataclass(frozen=True)
 class _Report:
-    """What one rank said.
+    """Hold the report of one rank.
 
     Attributes:
         rank_in_stage: of all stages, ranks with the same one hold the same shares of what is tied.
@@ -40,13 +40,13 @@ class _Report:
 
     @classmethod
     def read(cls, numbers: list[int], stages: int, ties: int) -> "_Report":
-        """From the list that was sent."""
+        """Parse a report from the list of integers that a rank sent."""
         trains, states = numbers[1 : 1 + stages], numbers[1 + stages : 1 + stages + ties]
         return cls(numbers[0], tuple(map(bool, trains)), tuple(states), tuple(numbers[1 + stages + ties :]))
 
 
 class StageAgreement:
-    """One rank's side of it.
+    """Exchange with the other stages which of them train, and the state of tied tensors.
 
     Attributes:
         loss_type: the type of the loss, which ranks without the last stage do not see.
@@ -67,7 +67,7 @@ class StageAgreement:
         self.loss_type, self.alone = torch.float32, False
 
     def tell(self, train: bool) -> tuple[list[int], list[Tensor]]:
-        """This rank's report: numbers of the host, and of the device.
+        """Return this rank's report: integers on the host, and integers on the device.
 
         Raises:
             ConfigError: a parameter has a hook that would see a part of its gradient.
@@ -106,19 +106,19 @@ class StageAgreement:
         return found
 
     def _stages_with(self, name: str) -> list[int]:
-        """This rank's stages that have a parameter."""
+        """Return the indices of this rank's stages that hold the parameter ``name``."""
         if name not in self._own_stages:
             own = self._stages.of_rank(self._runtime.mesh.pp_rank)
             self._own_stages[name] = [stage.index for stage in own if stage.is_local(name)]
         return self._own_stages[name]
 
     def hear(self, told: list[list[int]]) -> None:
-        """All ranks' reports, for the step that follows."""
+        """Take the reports of all ranks for the coming step."""
         self._reports = [_Report.read(numbers, len(self._stages.stages), len(self._tied)) for numbers in told]
         self._agree_on_ties()
 
     def _agree_on_ties(self) -> None:
-        """A tied tensor is one, and each stage has its own name for it: frozen or thawed by one, it is by all of them.
+        """Freeze or train each tied tensor alike on all stages that hold a copy.
 
         Of ranks that do not agree, those are right where it has changed since the last step; else, it is frozen.
         """

@@ -41,12 +41,12 @@ from .timeline import Order
 
 
 def _of_call(objective: Objective, first: int) -> Objective:
-    """What a call makes of its microbatches, whose numbers here go on from those of earlier calls."""
+    """Return the objective with its microbatches numbered from ``first``, as they are over all calls."""
     return replace(objective, loss=lambda called, batch, index: objective.loss(called, batch, index - first))
 
 
 class _Version:
-    """The weights that one call computed with."""
+    """Hold the weights that the microbatches of one call compute with."""
 
     def __init__(self, model: nn.Module, call: int, microbatches: int) -> None:
         leaves: dict[int, tuple[Tensor, nn.Parameter]] = {}
@@ -65,7 +65,7 @@ class _Version:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Within: the model computes, or recomputes, with these weights."""
+        """Make the model compute with these weights inside the with block."""
         newest = [(parameters, name, parameters[name]) for parameters, name, _ in self._places]
         for parameters, name, leaf in self._places:
             parameters[name] = leaf
@@ -83,11 +83,11 @@ class _Version:
             parameter.data = parameter.data.clone()
 
     def weights(self) -> list[Tensor]:
-        """All that microbatches under way will compute with again."""
+        """Return the weights that microbatches in flight will compute with again."""
         return [leaf for _, leaf in self._leaves]
 
     def gradients(self) -> list[Tensor]:
-        """What backward passes have made so far."""
+        """Return the gradients that backward passes have made so far."""
         made = [leaf.grad for _, leaf in self._leaves] or [gradient for _, gradient in self._gradients]
         return [gradient for gradient in made if gradient is not None]
 
@@ -103,7 +103,7 @@ class _Version:
 
 
 class AsynchronousPipeline(Pipeline):
-    """The stage of one rank under a schedule without a flush."""
+    """Run the stages of one rank under a schedule without a flush."""
 
     def __init__(self, runtime: Runtime) -> None:
         super().__init__(runtime)
@@ -130,7 +130,7 @@ class AsynchronousPipeline(Pipeline):
         return self._calls > 0
 
     def share_out(self, given: Sequence[Batch]) -> list[dict[str, Any]]:
-        """The microbatches of one call.
+        """Split the batches of one call into microbatches.
 
         Raises:
             ConfigError: PipeDream got several, or 2BW fewer than there are stages.
@@ -149,11 +149,11 @@ class AsynchronousPipeline(Pipeline):
         return share_out(given, self._layout.num_microbatches, pp_size, lambda number: number >= pp_size, towers)
 
     def older_weights(self) -> list[Tensor]:
-        """Of all versions that are under way; the newest may be the parameters' own memory."""
+        """Return the weights of all versions in flight; the newest may share memory with the parameters."""
         return [weight for version in self._versions.values() for weight in version.weights()]
 
     def waiting_gradients(self) -> list[Tensor]:
-        """Of versions under way, and of those that are over and wait for their turn."""
+        """Return the gradients of versions in flight, and of finished ones not handed out yet."""
         return [each for version in (*self._versions.values(), *self._finished) for each in version.gradients()]
 
     def agrees(self, train: bool) -> bool:
@@ -161,7 +161,7 @@ class AsynchronousPipeline(Pipeline):
         return not train or not self._calls
 
     def run(self, model: nn.Module, batches: Sequence[Microbatch], objective: Objective, backward: bool) -> Tensor:
-        """One call: see the head of this file.
+        """Run one call: see the head of this file.
 
         Returns:
             the loss of the batch whose gradients have reached the first stage, on all stages: the one of ``p - 1``
@@ -217,11 +217,11 @@ class AsynchronousPipeline(Pipeline):
         return self._reported(sum(self._losses, torch.zeros((), device=self._mesh.device)))
 
     def _order(self, num_microbatches: int) -> Order:
-        """Of an evaluation, which needs the forward passes only."""
+        """Return the order of an evaluation, which needs the forward passes only."""
         return order("1f1b", self._layout.pp, num_microbatches)
 
     def _evaluate(self, model: nn.Module, batches: Sequence[Microbatch], objective: Objective) -> Tensor:
-        """With workers of its own: what is under way stays as it is."""
+        """Evaluate with separate workers, so that microbatches in flight stay untouched."""
         workers, self.workers = self.workers, self._evaluators
         try:
             return super().run(model, batches, objective, backward=False)
@@ -239,7 +239,7 @@ class AsynchronousPipeline(Pipeline):
             )
 
     def _step_back(self, worker: Any) -> None:
-        """The backward pass of the oldest microbatch under way."""
+        """Run the backward pass of the oldest microbatch in flight."""
         index = self._backward
         version = self._versions.pop(index)
         if self._depth:

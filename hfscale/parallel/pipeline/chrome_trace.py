@@ -37,7 +37,7 @@ def write_trace(path: Path, *timelines: Timeline, labels: Sequence[str] = ()) ->
 
 
 def read_trace(path: Path, run: int = 0) -> Timeline:
-    """The timeline of one run, starting at 0.
+    """Read the timeline of one run, starting at 0.
 
     Raises:
         ConfigError: the file is missing, is not such a trace, or has no actions of that run.
@@ -49,7 +49,7 @@ def read_trace(path: Path, run: int = 0) -> Timeline:
 
 
 def read_runs(path: Path) -> dict[int, Timeline]:
-    """Every run in the file by its number (``pid``), each starting at 0.
+    """Read every run in the file by its number (``pid``), each starting at 0.
 
     Raises:
         ConfigError: the file is missing, is not such a trace, or has no actions.
@@ -82,7 +82,7 @@ def read_runs(path: Path) -> dict[int, Timeline]:
 
 
 def last_whole_step(runs: dict[int, Timeline]) -> Timeline:
-    """The last run in which every rank has trained: a step of evaluation, or one that was broken off, has not.
+    """Return the last run in which every rank has trained (no evaluation, no interrupted step).
 
     The last one of all where there is none such.
     """
@@ -91,7 +91,7 @@ def last_whole_step(runs: dict[int, Timeline]) -> Timeline:
 
 
 def _trained(spans: Sequence[Span]) -> bool:
-    """Whether every forward of a rank has its backward."""
+    """Return whether every forward of a rank has its backward."""
     kinds = [span.action.kind for span in spans]
     return 0 < kinds.count("forward") == sum(kind in RELEASE for kind in kinds)
 
@@ -108,7 +108,7 @@ def _timeline(events: list[tuple[int, Span]], about: dict[str, Any]) -> Timeline
 
 @dataclass
 class Record:
-    """What one rank did: plain data, to be sent to where the timeline is made.
+    """Hold the recorded actions of one rank, as plain data to send to the rank that builds the timeline.
 
     Attributes:
         host: name of the machine; ranks of one machine share a clock.
@@ -122,7 +122,7 @@ class Record:
 
 
 class Recorder:
-    """Notes what this rank does while a schedule runs; about a microsecond per action.
+    """Record what this rank does while a schedule runs; about a microsecond per action.
 
     Call :meth:`start` on every rank right after a barrier: clocks of different machines are set equal there. Then
     ``merge_records`` of all ranks' :attr:`record` (gathered by whatever means) is the measured timeline::
@@ -161,7 +161,7 @@ class Recorder:
 
 
 def merge_records(records: Sequence[Record], name: str = "", microbatches: int = 0) -> Timeline:
-    """The timeline in seconds, from 0, of all ranks' records, given by rank."""
+    """Return the timeline in seconds, from 0, of all ranks' records, given by rank."""
     # perf_counter is the machine's monotonic clock: comparable between its processes, and with no other machine's.
     clock = {record.host: record.origin for record in reversed(records)}
     rows = [

@@ -1,4 +1,4 @@
-"""Share a batch out to the microbatches of a pipelined step: pure."""
+"""Split a batch into the microbatches of a pipelined step: pure."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ _PER_STAGE = 4
 def share_out(
     given: Sequence[Batch], wanted: int | None, pp_size: int, accepts: Callable[[int], bool], towers: bool = False
 ) -> list[dict[str, Any]]:
-    """The microbatches of one step.
+    """Split the given batches into the microbatches of one step.
 
     What is given as several batches already, in a number that the schedule accepts, stays as it is. Otherwise every
     one of them is cut along its first dim into ``wanted`` equal parts (by default as many as its rows, the schedule and
@@ -59,9 +59,7 @@ def _refuse_pictures(given: Sequence[Batch], parts: int) -> None:
 
 
 def is_of_towers(value: Any) -> bool:
-    """Whether an input of a model with towers is read by them alone: pictures are not of whole numbers, tokens, masks,
-    positions and sizes are.
-    """
+    """Return whether only a model's vision or audio towers read an input: floating point tensors, such as pictures."""
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
@@ -72,7 +70,9 @@ def hidden_shape(batch: Microbatch) -> tuple[int, int]:
 
 
 def _default_parts(fitting: Sequence[int], count: int, pp_size: int) -> int:
-    """The most parts of ``count`` batches each that a bubble of a quarter needs; 0 if there is no ``fitting`` one."""
+    """Return the largest fitting number of parts per batch, up to ``_PER_STAGE`` microbatches per stage; 0 if none
+    fits.
+    """
     few = [parts for parts in fitting if parts * count <= _PER_STAGE * pp_size]
     return max(few) if few else min(fitting, default=0)
 

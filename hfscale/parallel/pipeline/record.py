@@ -25,7 +25,8 @@ from .timeline import Action, Span, Timeline
 
 @contextmanager
 def record_schedule(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[None]:
-    """Within: what every pipeline rank computes, and when, is noted; on leaving, rank 0 writes it to ``path``.
+    """Record what every pipeline rank computes, and when, inside the with block; rank 0 writes it to ``path`` at the
+    end.
 
     Call it on every rank, around as many steps as are to be seen (the first ones are slower than the rest)::
 
@@ -78,7 +79,7 @@ def record_schedule(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[
 
 
 def split_steps(whole: Timeline) -> list[Timeline]:
-    """The steps of a run, each with the times it had in the run.
+    """Split a run into its steps, keeping the times.
 
     On every rank, what has run already in a step begins the next one. Microbatches of a schedule without a flush are
     numbered through, and its steps overlap: they stay together.
@@ -107,7 +108,7 @@ def _microbatches(layout: ParallelConfig) -> int:
 
 
 def _agree_on(target: Path, mesh: Mesh) -> None:
-    """Every rank learns whether rank 0 can write; else all would wait for it at the end."""
+    """Raise on every rank if rank 0 cannot write ``target``; otherwise the others would wait for it at the end."""
     folder = target.absolute().parent
     missing: list[bool] = [not folder.is_dir()]
     dist.broadcast_object_list(missing, src=0, group=mesh.control)
@@ -116,7 +117,7 @@ def _agree_on(target: Path, mesh: Mesh) -> None:
 
 
 def _gather(record: Record, mesh: Mesh) -> list[Record]:
-    """On rank 0, the records of the ranks of its pipeline, in order; elsewhere nothing."""
+    """Gather the records of the ranks of rank 0's pipeline, in order; return none on other ranks."""
     first = not any(rank for axis, rank in mesh.ranks.items() if axis != "pp")
     found: list[Any] | None = [None] * mesh.layout.total_size if dist.get_rank() == 0 else None
     dist.gather_object((mesh.pp_rank, record) if first else None, found, dst=0, group=mesh.control)
@@ -125,7 +126,7 @@ def _gather(record: Record, mesh: Mesh) -> list[Record]:
 
 @contextmanager
 def _updates_noted(recorder: Recorder, stage: int, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Within: the steps of optimizers over any of ``parameters`` are noted as updates of ``stage``, from 0.
+    """Record optimizer steps over any of ``parameters`` as updates of ``stage`` inside the with block.
 
     Those before the first computation belong to a step that was not recorded.
     """

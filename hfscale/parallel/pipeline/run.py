@@ -48,7 +48,7 @@ _LABELS = ("labels", "shift_labels", "num_items_in_batch")
 
 
 def stage_places(layout: ParallelConfig) -> dict[int, int] | None:
-    """The pipeline rank of each stage where the schedule is a file, which says so; else ``None``.
+    """Return the pipeline rank of each stage where the schedule is a CSV file; else ``None``.
 
     Raises:
         ConfigError: the schedule cannot run with these numbers of ranks, stages and microbatches.
@@ -86,7 +86,7 @@ def check_stages(plan: Plan) -> None:
 
 
 class Pipeline(Executor):
-    """The stages of one rank, and what runs them.
+    """Run the stages of one rank under a schedule.
 
     Attributes:
         workers: this rank's stages, in the order of the model.
@@ -130,7 +130,7 @@ class Pipeline(Executor):
         self._runtime.data.after_microbatch()
 
     def share_out(self, given: Sequence[Batch]) -> list[dict[str, Any]]:
-        """The microbatches of one step: see :func:`hfscale.parallel.pipeline.microbatches.share_out`."""
+        """Split batches into the microbatches of one step: see :func:`.microbatches.share_out`."""
         accepts, towers = self._accepts, self._towers is not None
         if self._stages.stacks is not None:
             model = self._runtime.model
@@ -141,7 +141,7 @@ class Pipeline(Executor):
 
     @contextmanager
     def uncut(self) -> Iterator[None]:
-        """Within: batches are not cut, where the schedule can run so few."""
+        """Leave batches uncut inside the with block, where the schedule can run so few microbatches."""
         before, self._uncut = self._uncut, True
         try:
             yield
@@ -149,11 +149,11 @@ class Pipeline(Executor):
             self._uncut = before
 
     def fewest_rows(self) -> int:
-        """As many as there are microbatches."""
+        """Return the fewest rows of a batch: one per microbatch."""
         return int(self._layout.num_microbatches or 2 * self._layout.pp)  # which every schedule can run
 
     def passes_together(self, microbatches: int) -> int:
-        """All, where each gathers weights, reduces gradients or exchanges tokens; else those come once a step."""
+        """Return the passes that gather weights, reduce gradients or exchange tokens; 0: once a step."""
         layout = self._layout
         each = layout.weights_regather or layout.reduce_each_microbatch or layout.expert_batches > 1
         return microbatches if each else 0
@@ -245,11 +245,11 @@ class Pipeline(Executor):
         self._agreement.alone = True
 
     def hear(self, told: list[list[int]]) -> None:
-        """What ranks with this batch told each other, for the step that follows."""
+        """Take the reports of all ranks with this batch for the coming step."""
         self._agreement.hear(told)
 
     def _learn(self) -> None:
-        """Which stages train; before anything is sent."""
+        """Set which stages train, before anything is sent."""
         trains = self._agreement.training_stages()
         for worker in self.workers:
             worker.trains = trains[worker.index]
@@ -297,7 +297,7 @@ class Pipeline(Executor):
         return leaving
 
     def _reads(self, stage: Stage, name: str, value: Any) -> bool:
-        """Whether a stage is given an input: the last one labels, the first one what towers read."""
+        """Return whether a stage reads an input: the last stage labels, the first one the inputs of towers."""
         if name in _LABELS:
             return stage.index == len(self._stages.stages) - 1
         return stage.index == 0 or self._towers is None or not is_of_towers(value)

@@ -18,15 +18,15 @@ def several_stages_order(schedule: str, pp_size: int, num_microbatches: int, vir
 
 
 def _breadth_first(rank: int, pp_size: int, num_microbatches: int, virtual_stages: int) -> list[Action]:
-    """Every microbatch through one stage, then through the next; backward the same way (Lamy-Poirier 2023)."""
+    """Run all microbatches through a rank's first stage, then its next; backward in reverse (Lamy-Poirier 2023)."""
     stages = range(rank, pp_size * virtual_stages, pp_size)
     forward = [Action(stage, "forward", index) for stage in stages for index in range(num_microbatches)]
     return forward + [action._replace(kind="backward") for action in reversed(forward)]
 
 
 def _interleaved(rank: int, pp_size: int, num_microbatches: int, virtual_stages: int) -> list[Action]:
-    """One forward, one backward, depth first (Narayanan et al. 2021b): a round of microbatches through all of a rank's
-    stages before the next round.
+    """Run interleaved 1F1B (Narayanan et al. 2021b): a round of microbatches goes through all of a rank's stages before
+    the next round.
     """
     forward = _in_rounds("forward", rank, pp_size, num_microbatches, virtual_stages)
     backward = _in_rounds("backward", rank, pp_size, num_microbatches, virtual_stages)
@@ -44,7 +44,7 @@ def _interleaved_zero_bubble(rank: int, pp_size: int, num_microbatches: int, vir
 
 
 def _in_rounds(kind: Kind, rank: int, pp_size: int, num_microbatches: int, virtual_stages: int) -> list[Action]:
-    """One action for each of the rank's stages and microbatches; backward from the rank's last stage to its first."""
+    """List one action per stage of the rank and microbatch, in rounds; backward from the last stage to the first."""
     size = _round_size(pp_size, num_microbatches)
     stages = [rank + place * pp_size for place in range(virtual_stages)]
     return [
@@ -66,12 +66,12 @@ def _warmup(hops: int, pp_size: int, num_microbatches: int, virtual_stages: int)
 
 
 def _alternating(*lists: "list[Action] | list[Action | None]") -> list[Action]:
-    """The first of every list, then the second of every list ..., without gaps."""
+    """Return the first of every list, then the second of every list ..., without gaps."""
     return [action for actions in zip_longest(*lists) for action in actions if action is not None]
 
 
 class _Row:
-    """One rank's actions, being written: of every stage and kind the microbatches follow each other."""
+    """Build the action list of one rank; per stage and kind, microbatches are numbered in order."""
 
     def __init__(self, rank: int, pp_size: int) -> None:
         self.down, self.up = rank, 2 * pp_size - 1 - rank
@@ -80,7 +80,7 @@ class _Row:
         self._done: dict[tuple[int, Kind], int] = {}
 
     def done(self, stage: int, kind: Kind) -> int:
-        """How many microbatches have had this."""
+        """Return how many microbatches have had an action of this stage and kind."""
         return self._done.get((stage, kind), 0)
 
     def forward(self, stage: int, paired: bool = False) -> None:
@@ -90,13 +90,13 @@ class _Row:
         self.actions.append(Action(stage, "backward", self._next(stage, "backward")))
 
     def inputs(self, stage: int) -> None:
-        """The gradients of inputs; those of weights wait."""
+        """Append a backward of the input; that of the weights is deferred."""
         index = self._next(stage, "backward")
         self.actions.append(Action(stage, "backward_input", index))
         self.waiting.append((stage, index))
 
     def weights(self, stage: int | None = None) -> None:
-        """The gradients of weights that have waited longest, of ``stage`` or of any; nothing where none wait."""
+        """Append the oldest deferred backward of the weights, of ``stage`` or of any; nothing if none is deferred."""
         found = next((entry for entry in self.waiting if stage in (None, entry[0])), None)
         if found:
             self.waiting.remove(found)

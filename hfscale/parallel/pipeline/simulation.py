@@ -1,4 +1,4 @@
-"""Play an order through with given durations: what a schedule takes before anything runs."""
+"""Simulate an order of actions with given durations, before anything runs."""
 
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -9,7 +9,7 @@ from .timeline import GRADIENT, Action, Kind, Order, Span, Timeline, stage_ranks
 
 @dataclass(frozen=True)
 class Costs:
-    """How long the actions of one stage take, in any one unit.
+    """Hold the durations of one stage's actions, in any one unit.
 
     Attributes:
         forward: of one microbatch.
@@ -42,7 +42,7 @@ _Result: TypeAlias = tuple[int, str, int]
 
 
 def simulate(order: Order, costs: Costs = DEFAULT_COSTS, name: str = "", microbatches: int = 0) -> Timeline:
-    """When every action would run if each rank did its own in sequence, each as soon as what it needs has arrived.
+    """Return the timeline of an order in which every action starts as soon as its rank and its inputs are ready.
 
     A forward needs the forward of the stage before; a backward (of the input) its own forward and the gradient of
     the stage after; a backward of the weights the backward of the input. Sending takes no rank's time.

@@ -22,14 +22,14 @@ Split = list[dict[str, Any]]
 
 
 def backward_of_input(output: Tensor, gradient: Tensor | None, given: Tensor, weights: Iterable[Any]) -> Split:
-    """The first half: adds to ``given.grad``; ``gradient`` is of ``output``, ``None`` for a scalar."""
+    """Run the first half: add to ``given.grad``; ``gradient`` is that of ``output``, ``None`` for a scalar."""
     gradients: Any = None if gradient is None else [gradient]
     with each_gradient_once():
         return _merged(stage_backward_input([output], gradients, [given], iter(weights))[1])
 
 
 def backward_of_weights(split: Split, weights: Iterable[Any]) -> None:
-    """The second half: adds to the ``.grad`` of the same weights."""
+    """Run the second half: add to the ``.grad`` of the same weights."""
     with ExitStack() as hooks, each_gradient_once():
         for group in split:
             for node, gradients in zip(group["intermediates"], group["grads"], strict=True):
@@ -41,7 +41,7 @@ def backward_of_weights(split: Split, weights: Iterable[Any]) -> None:
 
 
 def _merged(groups: Split) -> Split:
-    """The groups, those with a weight in common made one; without those that no gradient came to."""
+    """Merge groups that have a weight in common, and drop groups without gradients."""
     merged: Split = []
     for group in groups:
         if "grads" not in group:
@@ -58,7 +58,7 @@ def _merged(groups: Split) -> Split:
 
 @cache
 def splits_exactly() -> bool:
-    """Whether this torch's halves make the gradients of the whole, tried on weights with several uses."""
+    """Return whether the two halves give the gradients of a full backward pass in this torch version."""
     names = ("given", "twice", "shared", "first", "second")
     leaves = {name: torch.linspace(0.5, 1.5 + index, 4, requires_grad=True) for index, name in enumerate(names)}
 

@@ -1,15 +1,15 @@
-"""Make a stage out of a stock model: stand-ins for what it does not hold.
+"""Make a pipeline stage out of a stock model: replace modules of other stages by placeholders.
 
-A stage runs the stock model's own code from beginning to end, with the whole batch's ids, masks and positions, so that
-masks, rotary tables and whatever else lies around the layers come out as always. Only the stream comes from elsewhere::
+A stage runs the stock model's full forward pass on the full batch's ids, masks and positions, so that masks, rotary
+tables and all else around the layers are as always. Only the hidden states come from the previous stage::
 
     stage 1 of 3, layers 2 and 3 of 6
 
     ids --embedding--> nothing --layer 0--> --layer 1--> --layer 2--> --layer 3--> --layer 4--> ... norm, head
-        (stand-in)            (stand-ins give what arrived)   (its own)   (stand-ins take it: it leaves)  (stand-ins)
+    (placeholder)        (placeholders return the input)  (its own)  (placeholders take the output)  (placeholders)
 
-What no stage of a rank holds is replaced for good, before anything is loaded; a rank with several stages swaps, for the
-time of one stage's forward pass, what its other stages hold.
+Modules that no stage of a rank holds are replaced for good, before weights are loaded; a rank with several stages also
+replaces those of its other stages during one stage's forward pass.
 """
 
 import copy
@@ -34,18 +34,15 @@ from ...train.runtime.names import module_at
 
 @dataclass
 class Passage:
-    """The forward pass of one stage that is under way.
+    """Hold the state of one stage's current forward pass.
 
     Attributes:
-        first: index of the stage's first layer; the stand-ins of the layers before it give what arrived.
+        first: index of the stage's first layer; placeholders of earlier layers return the received hidden states.
         shape: samples and tokens of the batch.
-        under_way: whether there is one.
-        arriving: the stream from the stage before; ``None`` on the first stage.
-        arrived: whether it was taken.
-        leaving: the stream behind the stage's last layer, once it has got there.
-        border: of an encoder-decoder, the index of the decoder's first layer.
-        target: samples and tokens of the decoder.
-        memory: what the encoder made, once it has arrived or is made.
+        under_way: whether a pass is running.
+        arriving: hidden states from the previous stage; ``None`` on the first stage.
+        arrived: whether they were used.
+        leaving: hidden states after the stage's last layer, once computed.
     """
 
     first: int = 0
@@ -92,7 +89,7 @@ class Passage:
 
 
 class _StandIn(nn.Module):
-    """A module without parameters that answers for an absent one; other attributes are read from that."""
+    """Replace a module of another stage without its parameters; other attributes are read from the original."""
 
     def __init__(self, absent: nn.Module, passage: Passage) -> None:
         super().__init__()
@@ -100,7 +97,7 @@ class _StandIn(nn.Module):
         self.training = absent.training
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Without hooks: what somebody hangs on a module runs where the module is.
+        """Call ``forward`` without hooks: hooks on a module run on the stage that holds it.
 
         Raises:
             ConfigError: somebody called a module of the model, and not a stage.
@@ -135,7 +132,7 @@ class _StandIn(nn.Module):
             own_modules(self)[child] = found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_StandIn":
-        """One more for the same absent module, in the same passage: PEFT copies heads that are to be trained whole."""
+        """Copy the placeholder with the same absent module and passage: PEFT copies heads trained in full."""
         made = type(self).__new__(type(self))
         memo[id(self)] = made
         shared = {name: self.__dict__[name] for name in ("_absent", "_passage")}
@@ -144,14 +141,14 @@ class _StandIn(nn.Module):
 
 
 class AbsentLayer(_StandIn):
-    """For a layer of another stage; ``returns`` as in :class:`hfscale.plan.stages.StagePlan`."""
+    """Replace a layer of another stage; ``returns`` as in :class:`hfscale.plan.stages.StagePlan`."""
 
     def __init__(self, absent: nn.Module, passage: Passage, index: int, returns: int | None) -> None:
         super().__init__(absent, passage)
         self.__dict__.update(_index=index, _returns=returns)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What arrived, in front of the stage's layers; behind them, what it is given, which leaves."""
+        """Return the received hidden states before the stage's own layers; after them, record the input to send on."""
         passage: Passage = self._passage
         stream: Tensor | None = hidden_states_of(args, kwargs)
         if self._index < passage.first:
@@ -162,7 +159,7 @@ class AbsentLayer(_StandIn):
 
 
 class AbsentModule(_StandIn):
-    """For what another stage has around its layers: an embedding, the last norm, the head."""
+    """Replace a module around the layers of another stage: an embedding, the last norm, the head."""
 
     def __init__(self, absent: nn.Module, passage: Passage, returns: int | None, target: bool = False) -> None:
         super().__init__(absent, passage)
@@ -202,7 +199,7 @@ def leave_out(model: nn.Module, plan: Plan, rank: int) -> None:
 
 
 def passage_of(model: nn.Module) -> Passage:
-    """What the stand-ins of a model share."""
+    """Return the passage of a model's placeholders."""
     return next(module._passage for module in model.modules() if isinstance(module, _StandIn))
 
 
@@ -263,7 +260,7 @@ def run_stages_apart(model: nn.Module, stages: StagePlan, own: tuple[Stage, ...]
 
 
 def _borrowers(stages: StagePlan, own: tuple[Stage, ...]) -> Iterator[tuple[Loan, str]]:
-    """The first layer of each list in each stage, where it is not the list's first."""
+    """Yield each loan with the first layer of its list in each stage, unless that layer is the lender."""
     for loan, stage in product(stages.loans, own):
         layers = [layer for layer in stage.layers if layer.rpartition(".")[0] == loan.layer_list]
         if layers and layers[0] != loan.lender:
@@ -271,12 +268,12 @@ def _borrowers(stages: StagePlan, own: tuple[Stage, ...]) -> Iterator[tuple[Loan
 
 
 def _encoded(passage: Passage, _: nn.Module, args: Any, output: Any) -> None:
-    """What the encoder has made, at its end."""
+    """Record the encoder's output (forward hook at its end)."""
     passage.memory = output[0]
 
 
 def _boundary(stages: StagePlan, passage: Passage) -> dict[str, Callable[[nn.Module], _StandIn]]:
-    """Every module that is some stage's -> what makes a stand-in for it."""
+    """Return, by module name, a function that makes the placeholder of each module that belongs to a stage."""
     returns, places, stacks = dict(stages.module_returns), stages.places, stages.stacks
     lent = {loan.name for loan in stages.loans}  # part of a layer
     made: dict[str, Callable[[nn.Module], _StandIn]] = {}

@@ -1,4 +1,4 @@
-"""What the decoder of an encoder-decoder reads, on stages that have no labels to make it of."""
+"""Compute the decoder input of an encoder-decoder model for stages that have no labels to derive it from."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ _GIVEN = ("decoder_input_ids", "decoder_inputs_embeds")
 
 
 class _Seen(Exception):
-    """The decoder was called."""
+    """Signal that the decoder was called."""
 
 
 def targets_of(batch: Batch) -> tuple[int, int]:
@@ -27,8 +27,8 @@ def targets_of(batch: Batch) -> tuple[int, int]:
 
 
 def with_targets(model: nn.Module, decoder: nn.Module, batch: Batch) -> Batch:
-    """A batch with what the decoder reads. Stock code makes that of the labels, each family in its own way, and is run
-    up to the decoder to see it; only the last stage of a step has labels.
+    """Return the batch with the decoder's input, found by running stock code, which derives it from the labels, up to
+    the decoder.
 
     Raises:
         ConfigError: the decoder was not called with tokens.

@@ -1,7 +1,7 @@
-"""Tensors that several stages hold: an embedding on the first, the head tied to it on the last.
+"""Sum gradients of tensors that several stages hold: an embedding on the first, the head tied to it on the last.
 
 Each stage sees the gradient of its own use; the sum over the stages is the tensor's gradient, and copies that start
-equal stay equal under any optimizer that works entry by entry or tensor by tensor.
+equal stay equal under any optimizer that works elementwise or tensor by tensor.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from ...train.runtime.gradients import add_back, gradients_aside
 
 @dataclass
 class _Copy:
-    """This rank's copy of one tensor: the parameter, the ranks that hold it, and the gradient before the step."""
+    """Hold this rank's copy of a tied tensor: the parameter, the ranks that hold it, and its gradient before a step."""
 
     parameter: Tensor
     holders: tuple[int, ...]
@@ -27,7 +27,7 @@ class _Copy:
 
 
 class TiedGradients:
-    """Sums the gradients of tensors that several stages hold."""
+    """Sum the gradients of tensors that several stages hold."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -35,7 +35,7 @@ class TiedGradients:
 
     @contextmanager
     def summed(self) -> Iterator[None]:
-        """Within: a step leaves gradients; on leaving, those of copies are summed, and added to what there was."""
+        """Sum the gradients of tied tensors over their stages after the with block, and add them to earlier ones."""
         tied = self._tied()
         with gradients_aside([parameter for parameter, _ in tied]) as before:
             yield
@@ -44,7 +44,7 @@ class TiedGradients:
             self._sum([copy for copy in copies if copy.holders == holders], holders)
 
     def _tied(self) -> list[tuple[Tensor, tuple[int, ...]]]:
-        """What this rank has of them that trains, and who holds it."""
+        """Return this rank's trained copies of tied tensors, each with the pipeline ranks that hold one."""
         plan = self._runtime.plan
         if not plan.ties:
             return []
@@ -67,8 +67,8 @@ class TiedGradients:
             add_back(parameter, copy.before)
 
     def _used_anywhere(self, copies: list[_Copy], holders: tuple[int, ...]) -> list[bool]:
-        """Which tensors any stage has a gradient of; what none has one of (a table that is read without) stays without,
-        and optimizers skip it. RunSpec in the first step, through the host, for it is the model's doing.
+        """Return which tensors have a gradient on any stage; the others keep ``grad=None``, and optimizers skip them.
+        Communicates through the host in the first step only: the model decides it.
         """
         key = tuple(id(copy.parameter) for copy in copies)
         if key not in self._known:

@@ -19,7 +19,7 @@ RELEASE: tuple[Kind, Kind] = ("backward", "backward_weight")
 
 
 class Action(NamedTuple):
-    """One computation.
+    """Describe one computation.
 
     Attributes:
         stage: number of the stage, counted along the model.
@@ -41,7 +41,7 @@ Order: TypeAlias = tuple[tuple[Action, ...], ...]
 
 @dataclass(frozen=True)
 class Span:
-    """One action and when it ran; ``start`` and ``end`` in the units of its timeline."""
+    """Hold one action with its ``start`` and ``end``, in the units of its timeline."""
 
     action: Action
     start: float
@@ -50,7 +50,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """When the ranks of a pipeline did what.
+    """Hold when the ranks of a pipeline ran which action.
 
     Attributes:
         ranks: per rank, its spans by start time.
@@ -65,7 +65,7 @@ class Timeline:
     microbatches: int = 0
 
     def spans(self) -> Iterator[tuple[int, Span]]:
-        """Every span, with its rank."""
+        """Yield every span with its rank."""
         return ((rank, span) for rank, spans in enumerate(self.ranks) for span in spans)
 
     @property

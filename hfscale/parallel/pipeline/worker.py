@@ -33,7 +33,7 @@ Shape = Callable[[int], tuple[torch.Size, torch.dtype]]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a stage is in the pipeline.
+    """Hold the place of a stage in the pipeline.
 
     Attributes:
         index: its number along the model.
@@ -54,14 +54,14 @@ class Place:
         return dist.get_global_rank(self.group, self.ranks[self.index + step])
 
     def way(self, step: int, arrives: bool) -> dist.ProcessGroup:
-        """The group for what arrives from the stage ``step`` stages further on, or goes to it."""
+        """Return the group to receive from (``arrives``) or send to the stage ``step`` stages further on."""
         here, there = self.ranks[self.index], self.ranks[self.index + step]
         return self.streams[(there, here) if arrives else (here, there)]
 
 
 @dataclass
 class _Kept:
-    """What one microbatch leaves between its forward and its backward pass."""
+    """Hold what one microbatch keeps between its forward and its backward pass."""
 
     arrived: Tensor | None
     output: Tensor
@@ -70,7 +70,7 @@ class _Kept:
 
 
 class _Transfer:
-    """A tensor under way, which must stay alive until it has arrived."""
+    """Hold a tensor in transfer, which must stay alive until it has arrived."""
 
     def __init__(self, move: Any, tensor: Tensor, peer: int, group: dist.ProcessGroup) -> None:
         self.tensor, self._group, self._peer = tensor, group, peer
@@ -78,7 +78,7 @@ class _Transfer:
         self._works = dist.batch_isend_irecv([dist.P2POp(move, tensor, peer, group)]) if tensor.numel() else []
 
     def wait(self) -> Tensor:
-        """The tensor, once it is there."""
+        """Wait for the transfer, and return the tensor."""
         with waiting(self._call, self._peer, self._group):
             for work in self._works:
                 work.wait()
@@ -87,7 +87,7 @@ class _Transfer:
 
 
 class StageWorker:
-    """One pipeline stage: its passes over single microbatches, and its transfers.
+    """Run the passes of one pipeline stage over single microbatches, and its transfers.
 
     Attributes:
         trains_before: whether anything in front of this stage trains; its input then has a gradient.
@@ -156,7 +156,7 @@ class StageWorker:
             self.reduce()
 
     def backward_weight(self, microbatch: int) -> None:
-        """The half of a split backward pass that makes the gradients of the weights."""
+        """Run the half of a split backward pass that makes the gradients of the weights."""
         kept = self._kept.pop(microbatch)
         with self._recorded("backward_weight", microbatch):
             if kept.split is not None:
@@ -199,15 +199,15 @@ class StageWorker:
             self._sent.append(self._move(dist.isend, self._returning.pop(microbatch), -1))
 
     def take_input(self, output: Tensor, microbatch: int) -> None:
-        """The stage before is on this rank: take its output as it is."""
+        """Take the output of the previous stage, on the same rank, as input."""
         self._arriving[microbatch] = output.detach()
 
     def hand_out_gradient(self, microbatch: int) -> Tensor | None:
-        """The stage before is on this rank: the gradient for it, if it has use for one."""
+        """Return the gradient of the input to the previous stage, on the same rank, if there is one."""
         return self._returning.pop(microbatch, None)
 
     def take_gradient(self, gradient: Tensor | None, microbatch: int) -> None:
-        """The next stage is on this rank: take its gradient."""
+        """Take the gradient of the output from the next stage, on the same rank."""
         if gradient is not None:
             self._gradients[microbatch] = gradient
 
