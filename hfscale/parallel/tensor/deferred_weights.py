@@ -16,7 +16,7 @@ from .sequence_region import SequenceRegion
 
 
 class Overlap:
-    """The entry of one block: its column projections compute the gradients of their weights late.
+    """Compute the weight gradients of one block's column projections after starting the block's backward collective.
 
     Attributes:
         gathered: what gathers the latest input again; ``None`` where nothing does.
@@ -35,7 +35,7 @@ class Overlap:
             self._take_apart(module)
 
     def enter(self, x: Tensor) -> Tensor:
-        """The block's input, as its projections see it."""
+        """Return the block's input as its projections read it."""
         self.gathered = None
         stream = self.stream if self.stream is not None and self.stream.cut else None
         if torch.compiler.is_compiling():  # it puts collectives behind products by itself, and keeps no state for later
@@ -56,7 +56,7 @@ class Overlap:
         return x
 
     def read_by(self, low_rank: Any, read: Callable[[Tensor], Tensor]) -> None:
-        """Where the input is gathered again, ``low_rank``, the first factor of an adapter, does not keep it either.
+        """Let an adapter's first factor ``low_rank`` drop the input too, where it is gathered again in backward.
 
         Args:
             read: gives its weight as its computation should see it.

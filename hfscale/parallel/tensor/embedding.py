@@ -24,7 +24,7 @@ from .sequence_region import SequenceRegion
 
 
 class VocabParallelEmbedding(nn.Embedding):
-    """An ``nn.Embedding`` whose weight holds the token ids ``[start, start + weight.shape[0])``."""
+    """Replace ``nn.Embedding`` by one that holds the ids ``[start, start + weight.shape[0])``."""
 
     _hfscale_start: int
     _hfscale_sum: Callable[[Tensor], Tensor] | None
@@ -71,7 +71,7 @@ def install_vocab_parallel_embedding(
 
 
 def _cut_lookup(module: nn.Module, planned: ParameterPlan, start: int, mesh: Mesh) -> bool:
-    """Whether the class computes on what it has looked up, which is then summed inside."""
+    """Cut an embedding along the vocabulary; return whether the class computes after the lookup and so sums inside."""
     if not isinstance(module, nn.Embedding):
         raise ConfigError(f"{planned.name} is not an embedding cut over tp")
     if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:

@@ -62,7 +62,7 @@ class _Step:
 
 
 class LazyLogits(Tensor):
-    """``[..., V/t]`` logits of ``hidden [..., h]``.
+    """Represent ``[..., V/t]`` logits of ``hidden [..., h]`` that are not computed yet.
 
     Attributes:
         hidden: what the head was called with.
@@ -82,7 +82,7 @@ class LazyLogits(Tensor):
     def __new__(
         cls, hidden: Tensor, head: Callable[[Tensor], Tensor], steps: tuple[_Step, ...], sample: Tensor, graph: bool
     ) -> "LazyLogits":
-        """A tensor without memory."""
+        """Create the logits as a tensor without memory."""
         shape = (*hidden.shape[:-1], sample.shape[-1])
         made: LazyLogits = tensor_without_memory(cls, shape, sample.dtype, sample.device)
         made.hidden, made.head, made.steps, made.value = hidden, head, steps, None
@@ -104,7 +104,7 @@ class LazyLogits(Tensor):
         return not self.steps or self.steps[-1].name != _KEEPS_ITS_RESULT
 
     def materialize(self) -> Tensor:
-        """The logits, with the graph they would have had; computed once."""
+        """Compute the logits, with their usual autograd graph, once."""
         if self.value is None:
             with torch.set_grad_enabled(self.graph):
                 self.value = self.finish(self.head(self.hidden))
@@ -134,7 +134,7 @@ class LazyLogits(Tensor):
 
 
 def defer_logits(head: Callable[[Tensor], Tensor], hidden: Tensor, trains: bool) -> LazyLogits:
-    """What ``head(hidden)`` would return.
+    """Return ``head(hidden)`` as lazy logits.
 
     Args:
         trains: whether the head has parameters that train.
@@ -150,7 +150,7 @@ def _real(value: Any) -> Any:
 
 
 def _record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyLogits | None:
-    """The logits after ``func``, where it is one of the known operations on lazy logits and plain numbers."""
+    """Return the logits after ``func`` if it is a known pointwise operation on lazy logits and plain numbers."""
     if func not in _REPLAYED or any(isinstance(value, Tensor) for value in kwargs.values()):
         return None
     positions = [index for index, value in enumerate(args) if not _plain(value)]

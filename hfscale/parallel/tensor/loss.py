@@ -44,7 +44,7 @@ from .sequence_region import SequenceRegion
 
 
 class VocabParallelLoss(KeepsOutputs):
-    """Token cross entropy, mean over valid labels like the host's, or over a number set from outside."""
+    """Compute token cross entropy, divided by the number of valid labels or by a given count."""
 
     needs_labels = ignores = divides = True
 
@@ -71,8 +71,8 @@ class VocabParallelLoss(KeepsOutputs):
         return nn.functional.pad(labels, (0, self.shift), value=-100)[..., self.shift :]
 
     def look(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """How many positions of one microbatch contribute to the loss, and how many labels are outside of the
-        vocabulary; where the batch is, and without waiting for it.
+        """Return, as tensors on the batch's device, how many positions of a microbatch have a label and how many of the
+        labels are outside of the vocabulary.
         """
         targets = batch.get("shift_labels")
         if targets is None:  # the first ones are no targets
@@ -82,7 +82,7 @@ class VocabParallelLoss(KeepsOutputs):
 
     @contextmanager
     def normalized_by(self, count: Tensor, label_smoothing: float = 0.0) -> Iterator[None]:
-        """Within: losses are sums divided by ``count`` (a scalar), instead of means over their own labels.
+        """Divide losses by ``count`` (a scalar), instead of by their own labels, inside the with block.
 
         Nobody sees the logits of a forward pass with labels here, so they are not computed whole.
 
@@ -99,7 +99,7 @@ class VocabParallelLoss(KeepsOutputs):
         """Any can be."""
 
     def of(self, model: nn.Module, batch: Microbatch, count: Tensor, label_smoothing: float) -> Tensor:
-        """The loss of one microbatch, as a share of a step with ``count`` valid labels."""
+        """Return the loss of one microbatch, divided by the ``count`` valid labels of the step."""
         given = batch.get("labels") if batch.get("shift_labels") is None else batch["shift_labels"]
         self._known = None if batch.valid is None else (given, batch.valid)
         self._shifted = batch.shifted
@@ -114,7 +114,7 @@ class VocabParallelLoss(KeepsOutputs):
 
     @contextmanager
     def scoring(self, temperature: float = 1.0) -> Iterator[Scoring]:
-        """Within: a forward pass with labels scores every token, see :class:`.scores.Scoring`."""
+        """Score every token in a forward pass with labels inside the with block, see :class:`.scores.Scoring`."""
         self._scoring = Scoring(temperature)
         try:
             yield self._scoring
@@ -132,7 +132,7 @@ class VocabParallelLoss(KeepsOutputs):
         label_smoothing: float | None = None,
         **_: Any,
     ) -> Tensor:
-        """The signature of the host's losses; ``logits`` are ``[b, s, V/t]`` here, lazy or real.
+        """Compute the loss, with the signature of transformers' losses; ``logits`` are ``[b, s, V/t]``, lazy or real.
 
         Raises:
             ConfigError: ``label_smoothing`` is not in ``[0, 1]``.
@@ -161,7 +161,7 @@ class VocabParallelLoss(KeepsOutputs):
     def _flat_targets(
         self, logits: Tensor, labels: Tensor | None, shift_labels: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """The labels that were given, and what every position of ``logits`` predicts, ``[b s]``."""
+        """Return the labels as given, and the target of every position of ``logits``, ``[b s]``."""
         given = labels if shift_labels is None else shift_labels
         if given is None:
             raise ConfigError("the loss got neither labels nor shift_labels: pass one of them")
@@ -184,7 +184,7 @@ class VocabParallelLoss(KeepsOutputs):
         ignore_index: int,
         valid: int | None,
     ) -> Tensor:
-        """The loss from the hidden states as they are behind the head's edge, ``[b, s, h]``."""
+        """Compute the loss in chunks of rows from the head's input ``[b, s, h]``."""
         assert self.head is not None
         return head_cross_entropy(
             lazy.hidden.reshape(-1, lazy.hidden.shape[-1]),
@@ -207,7 +207,7 @@ class VocabParallelLoss(KeepsOutputs):
         self._shows_logits = not (self._with_labels and unseen)
 
     def run_head(self, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """The head's ``forward``, which leaves logits to be made that nobody will see."""
+        """Return the head's output, as lazy logits unless the caller will see them."""
         if self._shows_logits or len(args) != 1 or kwargs:
             return forward(*args, **kwargs)
         assert self.head is not None
@@ -231,7 +231,7 @@ class VocabParallelLoss(KeepsOutputs):
         return output
 
     def _left_alone(self, model: nn.Module, output: Any) -> Any:
-        """What a model whose loss is its own returns, which is right where nothing is cut and nobody counts labels."""
+        """Return the output of a model that computes its own loss; raise where vocabulary or labels are divided."""
         its = f"{class_name(model)} computes its loss itself instead of calling model.loss_function, so it cannot"
         if self.group is not None:
             raise ConfigError(
@@ -250,7 +250,7 @@ class VocabParallelLoss(KeepsOutputs):
 
 
 def _rows_of(head: nn.Module, lazy: LazyLogits) -> HeadRows:
-    """How the loss runs a head on some rows: by hand where it is the stock linear layer, else through autograd."""
+    """Return how the loss runs the head on rows: by hand for the stock linear layer, else through autograd."""
     finish = lazy.finish if lazy.steps else None
     needed = lazy.hidden.requires_grad
     # Read now: between steps the data axes put other tensors in their place.

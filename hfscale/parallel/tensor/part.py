@@ -18,7 +18,7 @@ from .sequence_region import SequenceRegion
 
 
 class TensorParallel(Part, SequenceAxis):
-    """Blocks whose edges talk, and the stream between them, which may be cut along the sequence.
+    """Cut the blocks over the tensor ranks, and with sequence parallelism the hidden states between them.
 
     Attributes:
         sums: sums partial gradients over the tensor ranks; ``None`` where there is one.
@@ -45,14 +45,14 @@ class TensorParallel(Part, SequenceAxis):
             install_edges(runtime, self.sums, self.regions, self.region_of, self.overlaps)
 
     def region_of(self, name: str) -> SequenceRegion | None:
-        """The region whose stream a module in the layers reads and writes, where sequence parallelism cuts it."""
+        """Return the sequence-parallel region that a module in the layers belongs to; ``None`` if it is in none."""
         if name not in self._region_of:  # layers ask in every pass
             inside = (r for r in self.regions if any(f"{name}.".startswith(f"{layer}.") for layer in r.plan.layers))
             self._region_of[name] = next(inside, None)
         return self._region_of[name]
 
     def around_gradients(self, runtime: Runtime) -> AbstractContextManager[None]:
-        """Within: gradients that are partial over the tensor ranks stay so; they are summed once, on leaving."""
+        """Sum gradients that are partial over the tensor ranks once, after the with block."""
         if self.sums is None:
             return nullcontext()
         partial = [parameter for planned, parameter in runtime.parameters() if "tp" in planned.partial]
@@ -68,11 +68,11 @@ class TensorParallel(Part, SequenceAxis):
         return nullcontext()
 
     def local_seqlen(self, tokens: int) -> int:
-        """This rank's share of them, where the stream is cut."""
+        """Return how many of ``tokens`` this rank has, under sequence parallelism fewer than all."""
         return self.regions[0].own_length(tokens) if self.regions else tokens
 
     def is_seq_sharded(self, module: str) -> bool:
-        """Whether its region is cut in this pass."""
+        """Return whether the hidden states of ``module`` are cut along the sequence in this pass."""
         region = self.region_of(module)
         return region is not None and region.cut
 
@@ -95,7 +95,7 @@ class TensorParallel(Part, SequenceAxis):
 
 
 class VocabularyLoss(Part):
-    """The loss that training steps are normalized for; also where nothing is cut."""
+    """Install the loss that training steps normalize, also where nothing is cut."""
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Comes behind the edges of blocks."""
@@ -104,7 +104,7 @@ class VocabularyLoss(Part):
 
 
 class RandomStreams(Part):
-    """Ranks that compute one thing together draw alike, and those of other batches and stages apart.
+    """Make ranks that compute together draw equal random numbers, and other ranks different ones.
 
     Attributes:
         agreed: whether they have agreed on what they draw from.
@@ -114,12 +114,12 @@ class RandomStreams(Part):
         self.agreed = False
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """For ``generate()``, and for plain loops, which call nothing else of ours."""
+        """Hook ``generate()`` and the first training pass, for training loops without ``train_step``."""
         install_generate(runtime.model, runtime.mesh)
         on_first_training_pass(runtime.model, lambda: self.synchronize(runtime))
 
     def synchronize(self, runtime: Runtime) -> None:
-        """Once, before the first training step: by then the user has seeded."""
+        """Agree on random streams once, before the first training step, after the user's seeding."""
         if not self.agreed:
             agree_on_replicated_stream(runtime.mesh)
             self.agreed = True

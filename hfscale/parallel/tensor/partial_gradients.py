@@ -28,7 +28,7 @@ from ...train.runtime.shards import local_tensor
 
 
 class PartialSums:
-    """When, and over which ranks, the parts of partial gradients are summed.
+    """Sum partial gradients over the tensor ranks, in backward or at its end.
 
     Attributes:
         group: the tensor ranks.
@@ -39,14 +39,15 @@ class PartialSums:
         self.group, self.deferred = group, False
 
     def read(self, parameter: Tensor) -> Tensor:
-        """The parameter as a computation should see it; of one that data ranks share out and nobody gathers, as of
-        experts, the share: groups exchange plain tensors.
+        """Return the parameter as a computation reads it; a local shard where data ranks shard it without gathering, as
+        with experts.
         """
         return parameter if self.deferred else enter(local_tensor(parameter), self.group)
 
     @contextmanager
     def at_the_end(self, parameters: Sequence[Tensor], local: Callable[[Tensor], Tensor]) -> Iterator[None]:
-        """Within: backward passes leave parts; on leaving, what they left is summed, and added to what there was.
+        """Sum the gradients of the with block's backward passes over the tensor ranks at its end, and add them to
+        earlier ones.
 
         Args:
             parameters: those with partial gradients, in an order that is the same on every rank.
@@ -139,8 +140,8 @@ def read_through(module: nn.Module, holder: nn.Module, reads: dict[str, Callable
 
 
 def computes_with(model: nn.Module, holder: nn.Module) -> nn.Module:
-    """The module whose forward pass reads the parameters of ``holder``: itself, or where it is but a dict of them, the
-    adapter that it is in.
+    """Return the module whose forward reads the parameters of ``holder``: itself, or the adapter around a
+    ``ParameterDict``.
     """
     if not isinstance(holder, nn.ParameterDict):
         return holder

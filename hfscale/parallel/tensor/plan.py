@@ -50,7 +50,7 @@ def plan_sequence(draft: Draft) -> None:
 
 
 def _region(draft: Draft, owner: str, layers: list[str], entry: dict[str, Any]) -> SequencePlan | None:
-    """What of ``owner`` is cut along the sequence; ``None`` where that fails, for reasons that the draft then has."""
+    """Plan what of ``owner`` is cut along the sequence; return ``None`` and report problems where that fails."""
     lists = {layer.rpartition(".")[0] for layer in draft.layers}
     children = direct_children(draft.modules, owner)
     around = [name for name in children if name not in lists and _has_parameters(draft, name)]
@@ -83,7 +83,7 @@ def _region(draft: Draft, owner: str, layers: list[str], entry: dict[str, Any]) 
 
 
 def _only_looks_up(draft: Draft, embedding: str | None) -> bool:
-    """Whether the embedding does nothing after the lookup that a sum over ranks would have to come before."""
+    """Return whether the embedding computes nothing after the lookup, so that ranks can sum later."""
     return embedding is not None and type(draft.modules[embedding]).forward is nn.Embedding.forward
 
 

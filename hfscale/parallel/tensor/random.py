@@ -70,7 +70,7 @@ def cut_region(
 
 
 class LayerRandom:
-    """The streams in a layer whose stream of activations is cut along the sequence (last column of the table above).
+    """Switch random streams in a layer whose hidden states are cut along the sequence (last column of the table above).
 
     Recomputation may start behind the hooks of a layer, with nothing but the state of the generator: the stream for
     partial sums is therefore derived from the seed that the cut streams of all ranks have in common.
@@ -89,7 +89,7 @@ class LayerRandom:
         self._after = self._cut = None
 
     def enter_layer(self, layer: nn.Module) -> None:
-        """From now on, draw from the cut stream."""
+        """Draw from the cut stream from now on."""
         if layer.training:
             self._generator = _generator_of(layer)
             after = _switch(self._generator, self.rank)
@@ -102,14 +102,14 @@ class LayerRandom:
             self._after = None
 
     def enter_sums(self, row: nn.Module, block: str) -> None:
-        """What follows is partial sums for all tokens: every rank must drop the same ones."""
+        """Draw equal numbers on all tensor ranks: partial sums of all tokens follow."""
         if row.training and (self._cut is None or self._cut[0] != block):
             self._generator = generator = _generator_of(row)
             self._cut = block, generator.get_state()
             generator.manual_seed(derive_seed(str(generator.initial_seed() // _RANKS), block))
 
     def leave_sums(self) -> None:
-        """What follows is this rank's tokens."""
+        """Draw from the cut stream again: this rank's tokens follow."""
         if self._cut is not None and self._generator is not None:
             self._generator.set_state(self._cut[1])
             self._cut = None
@@ -131,7 +131,7 @@ def drop_alike(dropout: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor,
 
 
 def drop_again(dropout: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, key: str) -> Derive:
-    """What drops of ``x``, or of anything in its form, what :func:`drop_alike` would now: at any time."""
+    """Return a function that repeats at any time what :func:`drop_alike` would drop of ``x`` now."""
     seed = derive_seed(str(default_generator(x.device).initial_seed() // _RANKS), key)
     return functools.partial(_drop_from, seed, dropout)
 
@@ -201,7 +201,7 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 def derive_seed(source: torch.Tensor | str, key: int | str) -> int:
-    """A seed made of a generator's state, or of words, and a key."""
+    """Return a seed made of a key and a generator's state or a string."""
     content = source.encode() if isinstance(source, str) else source.cpu().numpy().tobytes()
     digest = hashlib.blake2b(content, key=hashlib.blake2b(str(key).encode(), digest_size=32).digest(), digest_size=8)
     return int.from_bytes(digest.digest(), "little") >> 1

@@ -44,7 +44,7 @@ class _Hooks:
         self.region = region
 
     def before_layer(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        """The first layer gets this rank's tokens."""
+        """Cut the input of the first layer to this rank's tokens."""
         if not self.region.active:
             return None
         if self.region.plan.dropout:
@@ -55,7 +55,7 @@ class _Hooks:
         return None if share is None else with_hidden_states(args, kwargs, share)
 
     def make_whole(self, _: nn.Module, args: Any, output: Any) -> Any:
-        """What leaves the layers has all tokens."""
+        """Gather all tokens of the last layer's output."""
         if not self.region.finish():
             return output
         if isinstance(output, Tensor):
@@ -66,7 +66,7 @@ class _Hooks:
         return output
 
     def before_whole(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        """A module that does not treat every token by itself gets all of them."""
+        """Gather all tokens for a module that mixes tokens."""
         region = self.region
         if not region.cut:
             return None
@@ -77,7 +77,7 @@ class _Hooks:
         return (*args[:1], *rest), {**kwargs, **others}
 
     def after_whole(self, _: nn.Module, args: Any, output: Any) -> Any:
-        """This rank keeps its tokens of the result."""
+        """Cut the output of a module that mixes tokens to this rank's tokens."""
         if not self.region.cut:
             return output
         own = self.region.keep_own

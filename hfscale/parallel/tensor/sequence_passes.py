@@ -1,4 +1,4 @@
-"""The forward passes of a stream that is cut, and which of them a recomputed layer belongs to."""
+"""Track the forward passes with hidden states cut along the sequence, and find the pass of a recomputed layer."""
 
 import weakref
 from typing import Any
@@ -13,13 +13,13 @@ TOKENS = 1
 
 
 class ForwardPass:
-    """One forward pass: ``samples`` of ``total`` tokens, and whether its backward pass is over."""
+    """Describe one forward pass: ``samples`` of ``total`` tokens, and whether its backward pass is done."""
 
     def __init__(self, total: int, samples: int) -> None:
         self.total, self.samples, self.done = total, samples, False
 
     def end_with(self, share: Tensor) -> None:
-        """The backward pass is over when the gradient of this rank's first share is there."""
+        """Mark the backward pass as done when the gradient of the first layer's local input arrives."""
         if share.requires_grad:
             share.register_hook(lambda grad: self._end())
         keep_with_graph(share, self)
@@ -29,7 +29,7 @@ class ForwardPass:
 
 
 class ForwardPasses:
-    """Those of one region, by the references that their graphs keep.
+    """Hold the passes of one region, by references that their graphs keep.
 
     Attributes:
         latest: the one that began last.
@@ -41,7 +41,7 @@ class ForwardPasses:
         self._begun: list[weakref.ref[ForwardPass]] = []
 
     def begin(self, total: int, share: Tensor) -> None:
-        """A pass over samples of ``total`` tokens begins with this rank's ``share`` of them."""
+        """Begin a pass over samples of ``total`` tokens, with this rank's tokens ``share``."""
         self.latest = ForwardPass(total, share.shape[0])
         self._begun.append(weakref.ref(self.latest))
         self.latest.end_with(share)
@@ -53,7 +53,7 @@ class ForwardPasses:
         return alive or ([self.latest] if self.latest is not None else [])
 
     def of_recomputed(self, x: Tensor, whole: bool) -> ForwardPass:
-        """The pass that ``x`` is recomputed for; every rank comes to the same conclusion, or raises."""
+        """Return the pass that ``x`` is recomputed for; all ranks agree, or raise."""
         kinds = {(found.total, found.samples if x.ndim == 2 else 0): found for found in self.waiting()}
         shares = [share_evenly(total, self.size) for total, _ in kinds]
         mixed = any(

@@ -35,7 +35,7 @@ from .sequence_passes import TOKENS, ForwardPass, ForwardPasses, keep_with_graph
 
 
 class SequenceRegion:
-    """The stream of one layer stack: whether it is cut now, and into which lengths.
+    """Hold the state of one layer stack's hidden states: whether they are cut now, and into which lengths.
 
     Its states, which hooks on the stack's modules (:mod:`.sequence_hooks`) take it through:
 
@@ -93,7 +93,7 @@ class SequenceRegion:
         return recomputing() and not self._open
 
     def lengths(self, x: Tensor, whole: bool = False) -> list[int]:
-        """Each rank's number of entries along the dim of ``x`` that holds tokens: dim 1, or dim 0 of ``[b s, h]``.
+        """Return each rank's length of the token dim of ``x``: dim 1, or dim 0 of ``[b s, h]``.
 
         Args:
             whole: ``x`` has all tokens, and not this rank's only.
@@ -117,23 +117,24 @@ class SequenceRegion:
         return current
 
     def tell(self, share: Tensor) -> None:
-        """A layer is about to run on ``share``: what its compiled code, which cannot ask autograd, has to know."""
+        """Record the pass of the coming layer for its compiled code, which cannot ask autograd."""
         self._told = None
         self._told_cut = self.cut
         if self._told_cut:
             self._told = self._pass_of(share, whole=False)
 
     def own_length(self, total: int) -> int:
-        """Of ``total`` tokens per sample, this rank's."""
+        """Return how many of ``total`` tokens per sample this rank has."""
         return share_evenly(total, self.size)[self.rank]
 
     def enter(self, x: Tensor) -> Tensor:
-        """This rank's tokens ``[b, s/t, h]`` or ``[b s/t, h]`` -> all tokens, for a computation that ranks share."""
+        """All-gather ``[b, s/t, h]`` or ``[b s/t, h]`` to all tokens; reduce-scatter the gradient."""
         return gather_sum(x, self.lengths(x), self.group, _dim(x))
 
     def collectives(self, x: Tensor) -> tuple[Callable[[Tensor], Started], Callable[[Tensor], Started]]:
-        """What begins to gather tensors like ``x``, this rank's tokens, and what begins to sum partial results for all
-        tokens into tensors like it. Both may be called in a backward pass that comes after other forward passes.
+        """Return functions that start to all-gather tensors like ``x`` (this rank's tokens), and to reduce-scatter
+        partial results of all tokens to the same shape. Both may be called in a backward pass after other forward
+        passes.
         """
         how: dict[str, Any] = {"lengths": self.lengths(x), "dim": _dim(x), "group": self.group}
         return partial(start_all_gather, **how), partial(start_reduce_scatter, **how)
@@ -143,7 +144,7 @@ class SequenceRegion:
         return scatter_sum(x, self.lengths(x, whole=True), self.group, _dim(x))
 
     def keep_own(self, x: Tensor) -> Tensor:
-        """All tokens -> this rank's; what other ranks keep has no gradient here."""
+        """Cut all tokens to this rank's; the other tokens get no gradient here."""
         lengths = self.lengths(x, whole=True)
         return x.narrow(_dim(x), sum(lengths[: self.rank]), lengths[self.rank])
 
@@ -155,8 +156,8 @@ class SequenceRegion:
         return self._partial
 
     def enter_head(self, x: Tensor) -> Tensor | None:
-        """The input of a head whose outputs are cut, if ``x`` is what this stack gave out: its gradient then travels
-        as one reduce-scatter, where summing and cutting it apart would be an all-reduce.
+        """Return the input of a vocabulary-parallel head if ``x`` is this stack's output: its gradient is then one
+        reduce-scatter instead of an all-reduce and a cut.
         """
         if self._left is None:
             return None
@@ -169,17 +170,17 @@ class SequenceRegion:
         return gather_sum(own, share_evenly(whole.shape[TOKENS], self.size), self.group, TOKENS, known=whole)
 
     def passes(self, arrives: int | None, leaves: bool) -> None:
-        """What comes is a pipeline stage's pass: its stream may arrive cut, of so many tokens, and leave cut."""
+        """Announce a pipeline stage's pass: its input may be cut, of so many tokens, and its output stay cut."""
         self._arrives, self._leaves = arrives, leaves
 
     def begin(self) -> None:
-        """The owner of the layers is called."""
+        """Reset the state before the owner of the layers runs."""
         self._open, self._total, self._partial, self._left = torch.is_grad_enabled(), None, False, None
         self._told = None
         self.random.reset()
 
     def cut_before(self, layer: nn.Module, x: Tensor) -> Tensor | None:
-        """This rank's tokens of ``x``, where ``layer`` is the first and ``x`` is whole; else ``None``."""
+        """Return this rank's tokens of ``x`` if ``layer`` is the first and ``x`` is uncut; else ``None``."""
         # Recomputation may start in front of this hook or behind it, depending on the host's version.
         first = self._first is layer if self._again else self._total is None
         if not first:
@@ -199,14 +200,14 @@ class SequenceRegion:
         self._passes.begin(total, share)
 
     def finish(self) -> bool:
-        """The layers are over: whether what comes out of them has to become whole, by :meth:`gather`."""
+        """End the layers; return whether their output must be gathered by :meth:`gather`."""
         if self._leaves:
             return False
         cut, self._open = self.cut, False
         return cut
 
     def gather(self, x: Tensor) -> Tensor:
-        """This rank's tokens -> all tokens, for everything behind the layers."""
+        """All-gather this rank's tokens to all tokens, for the modules after the layers."""
         whole = gather(x, self.lengths(x), self.group, TOKENS)
         keep_with_graph(whole, self._passes.latest)  # which waits for its backward pass as long as the graph is alive
         if self.feeds_head:
@@ -214,7 +215,7 @@ class SequenceRegion:
         return whole
 
     def check_finished(self) -> None:
-        """The owner of the layers returns.
+        """Check that the hidden states were gathered before the owner of the layers returned.
 
         Raises:
             ConfigError: it did so without the module behind which the stream is whole.
