@@ -20,7 +20,7 @@ _GATHERED = ("colwise_gather_output", "rowwise_split_input")
 
 
 class _Rule(NamedTuple):
-    """What the host says of a module: its layer list, its path inside a layer, and a style."""
+    """Hold transformers' rule for a module: its layer list, its path inside a layer, and a style."""
 
     layers: str
     path: str
@@ -29,7 +29,7 @@ class _Rule(NamedTuple):
 
 @dataclass
 class _Roles:
-    """The roles of one block, as the rules of its parts come in."""
+    """Collect the roles of one block from the rules of its parts."""
 
     column: list[str] = field(default_factory=list)
     row: list[str] = field(default_factory=list)
@@ -72,7 +72,7 @@ def translate_host_plan(host_plan: dict[str, str], family: str) -> Blueprint:
 
 
 def _rules_of_layers(host_plan: dict[str, str]) -> tuple[list[_Rule], list[str]]:
-    """The rules of modules in layers; and, in words, those of anything else."""
+    """Return the rules of modules in layers and, in words, those of anything else."""
     rules, unknown = [], []
     for pattern, style in host_plan.items():
         prefix, star, rest = pattern.partition(".*.")
@@ -111,7 +111,7 @@ def _roles(rules: Sequence[_Rule], experts: tuple[str, ...]) -> tuple[dict[str, 
 
 
 def _block(role: _Roles, own_heads: bool, mixture: bool, optional: bool) -> Block:
-    """One block of a layer; ``optional`` where dense layers and mixtures share an entry."""
+    """Return one block of a layer; ``optional`` where dense layers and mixtures use the same entry."""
     column, row = list(role.column), list(role.row)
     for name in ("shared_expert", "shared_experts", "shared_mlp") if role.cut else ():
         # plans made for experts alone leave the shared expert out

@@ -1,4 +1,4 @@
-"""Timelines as pictures: matplotlib for PNG and SVG, imported on use."""
+"""Draw timelines as pictures: matplotlib for PNG and SVG, imported on use."""
 
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -96,7 +96,7 @@ def draw(path: Path, timelines: Sequence[tuple[str, Timeline]]) -> None:
 
 
 def _draw_one(axes: Any, timeline: Timeline, horizon: float, inches: float) -> None:
-    """One timeline; ``inches`` per unit of time."""
+    """Draw one timeline; ``inches`` per unit of time."""
     from matplotlib.patches import Rectangle
 
     for rank, spans in enumerate(timeline.ranks):

@@ -1,4 +1,4 @@
-"""What the modules around a list of layers, or around a model of text, hold besides it."""
+"""Find the modules and parameters around a list of layers, or around a text model."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -28,7 +28,7 @@ def items_around(model: nn.Module, path: str) -> Iterator[str]:
 
 
 def tensors_of(model: nn.Module, item: str) -> dict[int, int]:
-    """How many numbers each parameter has that an item holds, or is, by its identity."""
+    """Return the number of entries of each parameter in the module, or parameter, ``item``, by its ``id``."""
     owner, _, child = item.rpartition(".")
     found = getattr(model.get_submodule(owner), child)
     held = found.parameters() if isinstance(found, nn.Module) else [found]

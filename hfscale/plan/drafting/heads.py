@@ -35,7 +35,8 @@ def check_heads(draft: Draft, groups: int) -> None:
 
 
 def key_value_replicas(draft: Draft, attention: Any, groups: int) -> int:
-    """How many consecutive ranks hold each key/value head of the module ``attention``; refuses sizes that cut a head.
+    """Return how many consecutive ranks hold each key/value head of the module ``attention``; report sizes that would
+    cut a head.
 
     ``tp_size`` must divide the heads, and divide or be a multiple of the key/value heads.
     """

@@ -1,7 +1,7 @@
-"""Which dropout probabilities of a config act inside blocks, on activations that are cut.
+"""Find which dropout probabilities of a config act inside blocks, on activations that are cut.
 
-Ranks must draw numbers of their own there. The columns of each block are made to return what they return without
-dropout; whatever still changes at its rows when one probability is raised is dropped out between the two.
+Ranks must draw different numbers there. The columns of each block are made to return the values that they return
+without dropout; a probability that still changes the input of the block's rows when raised acts between the two.
 """
 
 from collections.abc import Callable, Iterator
@@ -46,7 +46,7 @@ def _names(subject: Subject, path: str, block: Block) -> tuple[list[str], list[s
 def _observe(
     subject: Subject, named: dict[str, tuple[list[str], list[str]]], replay: dict[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What columns return and rows read; columns return what ``replay`` has for them."""
+    """Return the outputs of columns and the inputs of rows; columns return ``replay``'s values where it has them."""
     outputs: dict[str, Tensor] = {}
     inputs: dict[str, Tensor] = {}
 
@@ -87,7 +87,7 @@ def _fields(fields: dict[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _raised(model: Any, field: str) -> Subject | None:
-    """A clone in training mode with one probability raised, if there can be one."""
+    """Return a clone in training mode with one probability raised, if there can be one."""
     outer, _, name = field.rpartition(".")
     for probability in _RAISED:
         change: dict[str, Any] = {field: probability}
