@@ -112,7 +112,7 @@ def first_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
 
 
 def merged(fields: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """``fields`` with ``changes``, which are changes to a config inside where both are dicts."""
+    """Return ``fields`` updated by ``changes``; nested configs are updated field by field."""
     found = dict(fields)
     for name, value in changes.items():
         inside = isinstance(value, dict) and isinstance(found.get(name), dict) and "model_type" in found[name]
@@ -121,7 +121,7 @@ def merged(fields: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _derived(kind: type[PreTrainedConfig], whole: dict[str, Any], small: dict[str, Any]) -> list[str]:
-    """Shrunk attributes that the class computes from its fields itself: those that are small when they are left out.
+    """Return the shrunk attributes that the class computes from its fields: those that become small when left out.
 
     Given, they would win over the class, and not fit the fields (the rotary part of a head, as wide as all of it).
     """
@@ -162,7 +162,7 @@ def _shrink(fields: dict[str, Any], layers: int, kind: type[PreTrainedConfig] | 
 
 
 def _related(whole: dict[str, Any], small: dict[str, Any], layers: int, count: int) -> dict[str, int]:
-    """Numbers that a clone has from others of its own, as the ``whole`` model of ``count`` layers has from its."""
+    """Return the clone's numbers that follow from others, as they do in the original ``whole`` of ``count`` layers."""
     found = dict[str, int]()
     if type(whole.get(_EMBEDDED)) is int and whole[_EMBEDDED] != whole.get("hidden_size"):
         found[_EMBEDDED] = HIDDEN // 2  # OPT has projections into its stream and out of it
@@ -284,7 +284,7 @@ def _follow(per_layer: dict[Any, dict[str, Any]], before: Any, after: Any, layer
 
 
 def _sample(kinds: list[Any], layers: int) -> list[Any]:
-    """``layers`` entries of a per-layer list, with as many different kinds as fit."""
+    """Return ``layers`` entries of a per-layer list, with as many different kinds as fit."""
     seen: list[Any] = []
     for kind in kinds:
         if kind not in seen:

@@ -38,7 +38,7 @@ class _Roles:
 
 
 def translate_host_plan(host_plan: dict[str, str], family: str) -> Blueprint:
-    """``{"layers.*.self_attn.q_proj": "colwise", ...}`` as a blueprint.
+    """Translate ``{"layers.*.self_attn.q_proj": "colwise", ...}`` to a blueprint.
 
     Raises:
         PlanError: a rule is outside the layer list, or has a style hfscale does not translate.
@@ -86,7 +86,7 @@ def _rules_of_layers(host_plan: dict[str, str]) -> tuple[list[_Rule], list[str]]
 
 
 def _roles(rules: Sequence[_Rule], experts: tuple[str, ...]) -> tuple[dict[str, _Roles], tuple[str, ...], list[_Rule]]:
-    """Block -> its roles; blocks that use whole what has no role; and rules whose styles are not known here."""
+    """Return the roles by block, the blocks whose roleless modules stay uncut, and the rules with unknown styles."""
     mixtures = tuple(path.rpartition(".")[0] for path in experts)
     inside_experts = tuple(f"{path}." for path in experts)
     roles: dict[str, _Roles] = {}

@@ -73,7 +73,7 @@ def _planned(plan: Plan, adapter: AdapterParameter) -> ParameterPlan:
 
 
 def _spread(adapter: AdapterParameter, cut: Cut) -> Cut:
-    """PEFT keeps all experts' factors in two matrices: ``A [experts r, in]`` and ``B [out, r experts]``."""
+    """Return the cut by expert of LoRA factors that hold all experts: ``A [experts r, in]``, ``B [out, r experts]``."""
     if adapter.kept_in == LORA_A:
         return replace(cut, dim=0)
     return replace(cut, dim=1, parts=(adapter.experts,) * (adapter.shape[1] // adapter.experts))

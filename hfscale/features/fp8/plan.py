@@ -60,7 +60,7 @@ def _with_owners(name: str) -> list[str]:
 
 
 def _reason(draft: Draft, name: str, module: Any, leave_out: Any) -> str:
-    """Why a projection stays as it is; empty where it does not."""
+    """Return why a projection is not multiplied in 8 bits; empty if it is."""
     if any(_ends(name, end) for end in leave_out):
         return _ASKED
     for mixture in draft.mixtures:

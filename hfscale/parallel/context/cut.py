@@ -72,7 +72,7 @@ class CutBatch:
         return replace(self, **moved) if moved else self
 
     def whole_positions(self, device: torch.device) -> Tensor:
-        """Positions of all tokens, ``[..., s]``, as the host counts them where none are given."""
+        """Return the positions of all tokens, ``[..., s]``, counted as transformers does where none are given."""
         if self.position_ids is not None:
             return self.position_ids
         return torch.arange(self.split.total, device=device)[None]
@@ -135,7 +135,7 @@ def cut_inputs(batch: CutBatch, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shape_of(batch: Mapping[str, Any]) -> tuple[int, int]:
-    """Rows and tokens."""
+    """Return the number of rows and of tokens per row."""
     for name in ("input_ids", "inputs_embeds"):
         found = batch.get(name)
         if isinstance(found, Tensor):

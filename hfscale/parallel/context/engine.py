@@ -28,10 +28,10 @@ class Source(Protocol):
     """Where blocks of keys and values come from, by the rank that made them."""
 
     def blocks(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """``(rank, k, v)`` of every rank, given this rank's own; collective."""
+        """Yield ``(rank, k, v)`` of every rank, given this rank's own; collective."""
 
     def gradients(self, k: Tensor, v: Tensor, backward: Backward) -> tuple[Tensor, Tensor]:
-        """Gradients of this rank's own k and v, summed over the ranks that read them; collective."""
+        """Return the gradients of this rank's k and v, summed over the ranks that read them; collective."""
 
 
 class OwnBlocks:
@@ -49,7 +49,7 @@ class OwnBlocks:
 
 
 def wide_zeros(x: Tensor) -> Tensor:
-    """Zeros to add up gradients in: of the shape of ``x``, in 32 bits at least."""
+    """Return zeros of the shape of ``x`` to sum gradients in, in 32 bits at least."""
     return torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
@@ -74,7 +74,7 @@ class Reading:
         return self.mask.batch.split.pieces(self.mask.batch.rank)
 
     def pairs(self, rank: int) -> Iterator[tuple[int, Interval, int, Interval]]:
-        """Numbers and intervals of (own, other) pieces of which some query reads some key."""
+        """Yield index and interval of (own, other) pieces in which some query reads some key."""
         for i, rows in enumerate(self.own()):
             for j, columns in enumerate(self.mask.batch.split.pieces(rank)):
                 if self.mask.kind(rows, columns) != SKIPPED:
@@ -90,7 +90,7 @@ class Reading:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, reading: Reading) -> Tensor:
-    """``[b, h, s, d]`` queries of this rank, its own keys and values -> the output of the same shape.
+    """Return the attention output ``[b, h, s, d]`` of this rank's queries, given its own keys and values.
 
     Args:
         sinks: ``[h]``: the logit of a key that every query reads and that has no value (Xiao et al. 2024).

@@ -20,7 +20,7 @@ from ...distributed.ops.all_to_all import all_to_all
 
 
 def replicated(x: Tensor, size: int) -> Tensor:
-    """``[b, h, s, d]`` -> one head for each of ``size`` ranks at least: replicas of those that several ranks read."""
+    """Repeat the heads of ``[b, h, s, d]`` until each of ``size`` ranks has one."""
     return x if x.shape[1] >= size else x.repeat_interleave(size // x.shape[1], 1)
 
 
@@ -38,12 +38,12 @@ class HeadExchange:
         self.own = dist.get_rank(group)
 
     def to_heads(self, x: Tensor) -> Tensor:
-        """``[b, h, s of this rank, d]`` -> ``[b, h / n, s of all, d]``, in the order of the sequence."""
+        """Exchange ``[b, h, s of this rank, d]`` for ``[b, h / n, s of all, d]``, in sequence order."""
         found: Tensor = _Exchange.apply(x, self, True)
         return found
 
     def to_tokens(self, x: Tensor) -> Tensor:
-        """``[b, h / n, s of all, d]`` -> ``[b, h, s of this rank, d]``."""
+        """Exchange ``[b, h / n, s of all, d]`` for ``[b, h, s of this rank, d]``."""
         found: Tensor = _Exchange.apply(x, self, False)
         return found
 

@@ -121,7 +121,7 @@ class MaskBlocks:
         return FULL if every else CAUSAL if triangle else SKIPPED
 
     def block(self, rows: Interval, columns: Interval) -> Tensor:
-        """``[b, 1, rows, columns]``, True where a query attends to a key."""
+        """Return ``[b, 1, rows, columns]``, True where a query attends to a key."""
 
         def indices(start: int, stop: int, dim: int) -> Tensor:
             shape: list[Any] = [1, 1, 1, 1]

@@ -62,7 +62,7 @@ class ContextParallel(Part, ContextAxis):
         model.register_forward_hook(self._end, always_call=True)
 
     def take_out(self, runtime: Runtime, weights: LocalWeights) -> None:
-        """Hooks are undone already."""
+        """Restore the model's own attention."""
         if self._seam is not None:
             self._seam.remove()
 
@@ -127,7 +127,7 @@ class ContextParallel(Part, ContextAxis):
         return self._passes.current() if self._passes is not None and recomputing() else None
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Forward pre-hook of the model."""
+        """Start a pass over this rank's tokens (forward pre-hook of the model)."""
         batch: CutBatch | None = kwargs.pop(_BATCH, None)
         stack = ExitStack()
         if self._passes is not None:

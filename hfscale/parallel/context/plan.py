@@ -115,7 +115,7 @@ def modules_in_layers(model: nn.Module, text: str) -> dict[str, nn.Module]:
 
 
 def _heads(draft: Draft) -> tuple[int, int]:
-    """Heads of queries, and of keys and values, on one tensor rank; zeros where the config does not say."""
+    """Return the heads of queries, and of keys and values, per tensor rank; zeros where the config does not say."""
     config = text_config(draft.config)
     heads = first_count(config, HEAD_FIELDS) or 0
     keys = first_count(config, _KEY_HEADS) or heads

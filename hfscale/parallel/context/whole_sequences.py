@@ -18,7 +18,7 @@ class TokenGather:
         self._group = group
 
     def __call__(self, x: Tensor, batch: CutBatch) -> Tensor:
-        """``[b, own tokens, ...]`` -> ``[b, tokens, ...]``."""
+        """All-gather ``[b, own tokens, ...]`` to ``[b, tokens, ...]``."""
         found: Tensor = _Gather.apply(x, batch.split, self._group)
         return found
 

@@ -88,15 +88,15 @@ class PowerSGD:
             self._factors[i] = torch.where(numbers, right[i], factor)
 
     def tensors(self) -> list[Tensor]:
-        """Errors and factors."""
+        """Return errors and factors."""
         return [*self._errors.values(), *self._factors.values()]
 
     def state(self) -> dict[str, Any]:
-        """Errors and factors, and the unit of the errors."""
+        """Return errors and factors, and the unit of the errors."""
         return {"errors": self._errors, "factors": self._factors, "unit": self._made_in}
 
     def put_state(self, state: Mapping[str, Any], device: torch.device) -> None:
-        """Go on with them."""
+        """Load errors and factors."""
         self._errors = {i: each.to(device) for i, each in state["errors"].items()}
         self._factors = {i: each.to(device) for i, each in state["factors"].items()}
         self._made_in = state.get("unit", self._unit())  # states of before had none
@@ -138,7 +138,7 @@ def _are_numbers(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def first_factor(seed: int, number: int, columns: int, rank: int) -> Tensor:
-    """``[columns, rank]`` of normal numbers, for matrix ``number`` of a buffer."""
+    """Return a random normal ``[columns, rank]``, for matrix ``number`` of a buffer."""
     return torch.randn(columns, rank, generator=torch.Generator().manual_seed(1000 * seed + number))
 
 

@@ -36,7 +36,7 @@ class DataParallel(Part, DataAxes):
         self._compressing: list[PowerSGD] = []
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Wrap, and fill what is on the meta device."""
+        """Wrap the model in FSDP2, and materialize tensors on the meta device."""
         model, plan, mesh = runtime.model, runtime.plan, runtime.mesh
         runtime.data, self._model, self._layout = self, model, mesh.layout
         apply_data_axes(model, plan, mesh, runtime.options.mixed_precision)
@@ -48,7 +48,7 @@ class DataParallel(Part, DataAxes):
             self._compressing = install_compression(model, plan, mesh, runtime.loss_factor)
 
     def check_step(self, runtime: Runtime, batches: Sequence[Batch], user_loss: bool = False) -> None:
-        """FSDP2 puts gradients where they belong itself, past hooks on parameters."""
+        """Refuse hooks on gradients, which FSDP2 would not run."""
         if runtime.mesh.data_world == 1:
             return
         hooked = next((planned.name for planned, p in runtime.parameters() if has_backward_hook(p)), None)
@@ -76,12 +76,12 @@ class DataParallel(Part, DataAxes):
                 each.put_state(saved, runtime.mesh.device)
 
     def around_interleaved(self, runtime: Runtime, backward: bool) -> AbstractContextManager[None]:
-        """Gradients are reduced once, on leaving; weights are gathered once, or anew for every pass."""
+        """Reduce gradients once, after the with block; weights are gathered once, or for every pass."""
         regather = bool(runtime.mesh.layout.weights_regather)
         return one_reduction(runtime.model, backward=backward, regather=regather)
 
     def loss_factor(self, runtime: Runtime) -> float:
-        """FSDP2 averages gradients over its ranks; a loss is a share of a sum."""
+        """Return the factor on a loss that cancels FSDP2's average over ranks."""
         return float(runtime.mesh.data_world)
 
     def before_backward(self, last: bool) -> None:

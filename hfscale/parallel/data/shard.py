@@ -67,7 +67,7 @@ def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, mixed_precision: s
 
 
 def _lent(plan: Plan, mesh: Mesh) -> list[str]:
-    """Modules of layers that other layers use too, while the layer that lists them is not run."""
+    """Return the modules that layers of this rank borrow from a layer of another stage."""
     loans = plan.stages.loans if plan.stages is not None else ()
     return [loan.name for loan in loans if plan.is_local(mesh.pp_rank, loan.name)]
 

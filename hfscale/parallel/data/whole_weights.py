@@ -20,7 +20,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def refuse_calls_past_the_model(model: Any) -> None:
-    """FSDP2 gathers what lies around the layers when the model is called, and not for a part of it."""
+    """Refuse calls of the base model alone: FSDP2 gathers weights around the layers only when the model is called."""
     inside = getattr(model, "base_model", model)
     if inside is model:
         return
@@ -41,7 +41,7 @@ def refuse_calls_past_the_model(model: Any) -> None:
 
 
 def give_up_whole_weights(model: Any) -> None:
-    """Behind a pass without gradients, let the model's parameters be this rank's shards again.
+    """Reshard the model's parameters after a pass without gradients.
 
     FSDP2 keeps the root's weights, and those of layers that are not spread, for a backward pass. Where none comes they
     stand in the place of the parameters: an optimizer made then would move them in vain, and ``zero_grad`` would miss

@@ -34,7 +34,7 @@ def expert_sums(logits: Tensor, index: Tensor, real: Tensor, scores: str) -> Ten
 
 
 def expert_counts(index: Tensor, count: int, real: Tensor) -> Tensor:
-    """``index [b, s, k]``, ``real [b, s]`` -> ``[b, count]``: how many routes of each sequence go to an expert."""
+    """Count the routes of each sequence to each expert, ``[b, count]``, given ``index [b, s, k]``, ``real [b, s]``."""
     routes = index.flatten(1)
     weights = real.unsqueeze(-1).expand_as(index).flatten(1).to(torch.int64)
     counts = torch.zeros(len(routes), count + 1, dtype=torch.int64, device=index.device)
@@ -76,7 +76,7 @@ def max_over_mean(counts: Sequence[int]) -> float:
 
 
 def normalized_entropy(counts: Sequence[int]) -> float:
-    """Entropy of the loads over that of even ones: 1 where they are even, 0 where one expert has all; 1 without any."""
+    """Return the entropy of the loads over its maximum: 1 where they are even or all zero, 0 with one busy expert."""
     total = sum(counts)
     if not total or len(counts) == 1:
         return 1.0

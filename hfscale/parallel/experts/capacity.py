@@ -18,8 +18,8 @@ def room(tokens: int, factor: float, k: int, count: int) -> int: ...
 @overload
 def room(tokens: Tensor, factor: float, k: int, count: int) -> Tensor: ...
 def room(tokens: int | Tensor, factor: float, k: int, count: int) -> int | Tensor:
-    """Places of each queue: ``factor`` times an even share of the routes of ``tokens``, rounded up; not more than
-    tokens, of which each goes to an expert once at most.
+    """Return the capacity of each expert's queue: ``factor`` times the mean number of routes, rounded up, at most the
+    number of tokens.
 
     Args:
         tokens: of a sequence; or of several, ``[b]``.
@@ -33,14 +33,14 @@ def room(tokens: int | Tensor, factor: float, k: int, count: int) -> int | Tenso
 
 
 def count_each(numbers: Tensor, count: int) -> Tensor:
-    """``numbers [m]``, each below ``count`` -> ``[count]``: how often each is there, without a look at the host."""
+    """Count how often each number below ``count`` is in ``numbers [m]``, without a host synchronization."""
     counts = torch.zeros(count, dtype=torch.int64, device=numbers.device)
     return counts.scatter_add_(0, numbers, torch.ones_like(numbers))
 
 
 def queue_places(index: Tensor, count: int) -> Tensor:
-    """``index [b, s, k]``, experts, or ``count`` for none -> ``[b, s, k]``: how many routes are before each in its
-    queue. One sort, and no look at the host.
+    """Return, for each route of ``index [b, s, k]`` (``count``: none), how many routes precede it in its queue. One
+    sort, no host synchronization.
     """
     samples, tokens, k = index.shape
     queues = torch.arange(samples, device=index.device).view(-1, 1, 1) * (count + 1) + index

@@ -60,7 +60,7 @@ class _Combine(torch.autograd.Function):
 
 
 def dispatch(x: Tensor, routes: Routes, batches: int) -> Tensor:
-    """Tokens ``[n, h]`` of this rank -> the rows ``[arrived, h]`` that this rank's experts compute on, by expert.
+    """Send tokens ``[n, h]`` to the ranks of their experts; return the received rows ``[arrived, h]``, by expert.
 
     Args:
         batches: distinct batches whose tokens meet in one group of experts.

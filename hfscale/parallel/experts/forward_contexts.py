@@ -88,7 +88,7 @@ class ForwardContexts:
 
 
 def real_tokens(batch: Mapping[str, Any]) -> Tensor:
-    """``[b, s]``: which tokens of a batch are none of padding, by its attention mask.
+    """Return ``[b, s]``: which tokens of a batch are not padding, by its attention mask.
 
     Of a mask of four dims ``[b, 1, s, s]``, boolean or to be added to scores, those that attend to themselves.
 
@@ -148,7 +148,7 @@ class _Attached(torch.autograd.Function):
 
 
 def attach(x: Tensor, share: Tensor, current: Pass, times: float) -> Tensor:
-    """``x``, an activation, with the gradient of ``share`` (a scalar of the pass's loss) joined on the way back.
+    """Return the activation ``x``, with the gradient of ``share`` (a scalar term of the loss) added in backward.
 
     So it needs no way of its own to the loss: not out of layers that are recomputed, and not out of pipeline stages.
 

@@ -32,7 +32,7 @@ def compute_type(experts: Any) -> torch.dtype:
 
 
 def run_experts(experts: Any, x: Tensor, counts: Sequence[int]) -> Tensor:
-    """Rows ``x [rows, h]``, ``counts`` of them for each expert in ``experts``, a host's module -> ``[rows, h]``.
+    """Run ``experts``, a transformers module, on rows ``x [rows, h]``, ``counts`` of them for each expert.
 
     What the host's own forward computes for each row, without weights of routes. The module's parameters and functions
     are looked up now, so that whatever was put in their place is used.

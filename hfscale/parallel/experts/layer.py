@@ -235,7 +235,9 @@ class LayerRouting:
         return own.of(kept), own.of(places)
 
     def _shapes(self, now: Pass) -> list[tuple[int, int]]:
-        """Samples and tokens of the batch of every rank that sends tokens to these experts; learned once a pass."""
+        """Return samples and tokens of the batch of each rank that sends tokens to these experts; exchanged once a
+        pass.
+        """
         if not now.shapes:
             own = (now.real.shape[0], now.real.shape[1])
             now.shapes = [own] if self.mesh.expert_reports is None else _told(own, self.mesh.expert_reports)
@@ -262,12 +264,12 @@ class _OwnTokens:
         return bool(self.lengths)
 
     def of(self, whole: Tensor) -> Tensor:
-        """Their entries of something that all tokens have, ``[b, s, ...]``."""
+        """Return these tokens' entries of a tensor ``[b, s, ...]`` of all tokens."""
         return whole.narrow(1, self.start, self.real.shape[1])
 
 
 def _told(own: tuple[int, int], group: dist.ProcessGroup) -> list[tuple[int, int]]:
-    """Everybody's numbers, through the host: the device is not waited for."""
+    """All-gather two numbers of each rank on the host, without a device synchronization."""
     mine = torch.tensor(own)
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(every, mine, group=group)

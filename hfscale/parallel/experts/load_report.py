@@ -16,7 +16,7 @@ from .token_counts import NUMBERS
 
 @dataclass(frozen=True)
 class LayerLoad:
-    """Hold the load of one layer's experts.
+    """Report the load of one layer's experts.
 
     Attributes:
         name: the module that holds them.
@@ -50,7 +50,7 @@ class LayerLoad:
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """Hold the load of all layers, in the model's order."""
+    """Report the load of all layers' experts, in the model's order."""
 
     layers: tuple[LayerLoad, ...]
 
@@ -70,7 +70,7 @@ class ExpertLoad:
 
 @torch.no_grad()
 def expert_load(model: nn.Module) -> ExpertLoad:
-    """Tokens per expert in the last step, over all ranks; the same on every rank, each of which calls it.
+    """Return the tokens per expert in the last step, summed over all ranks; call it on every rank.
 
     In loops of one's own: in all passes since it was last called. Recomputation counts once.
 

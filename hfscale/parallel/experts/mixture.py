@@ -104,7 +104,7 @@ class Mixture:
 
 
 def through_experts(experts: Any, hidden: Tensor, weights: Tensor, routes: Routes, batches: int = 1) -> Tensor:
-    """Tokens ``hidden [n, h]`` along their routes, of ``weights [n, k]``, through the experts of all ranks and back."""
+    """Send tokens ``hidden [n, h]`` through their experts on all ranks and back, weighted by ``weights [n, k]``."""
     grouped = run_experts(experts, dispatch(hidden, routes, batches), routes.counts)
     return combine(grouped, weights, routes, batches)
 

@@ -15,7 +15,7 @@ class ExpertParallel(Part):
     """The exchange of tokens between experts, in the place of their modules' forward passes."""
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Comes before the edges of tensor parallelism, which may read parameters of experts in their own way."""
+        """Install the token exchange, before tensor parallelism hooks the blocks: it may read expert parameters."""
         routing = install_experts(runtime, runtime.options.routing)
         part = runtime.part(ExpertRouting)
         if part is not None:
@@ -63,7 +63,7 @@ class ExpertRouting(Part):
     def around_step(
         self, runtime: Runtime, microbatches: Sequence[Microbatch], train: bool
     ) -> AbstractContextManager[None]:
-        """Tokens are counted, and biases moved at the end."""
+        """Count tokens during the step, and update router biases at its end."""
         if self.routing is None:
             return nullcontext()
         return self.routing.step(microbatches, train and runtime.model.training)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def probabilities(logits: Tensor, scores: str = "softmax") -> Tensor:
-    """``[n, e]``, at least 32 bits wide, each row with the sum 1.
+    """Return the experts' probabilities ``[n, e]``, in 32 bits at least; each row sums to 1.
 
     Args:
         scores: ``"softmax"``, or ``"sigmoid"`` divided by its sum (DeepSeek-AI 2024, V3).
@@ -59,5 +59,5 @@ def round_robin(index: Tensor, count: int) -> Tensor:
 
 
 def widened(x: Tensor) -> Tensor:
-    """``x`` in 32 bits, or more where it has more."""
+    """Return ``x`` in 32 bits at least."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -52,7 +52,7 @@ class Routes:
         return self.order if self.shape[1] == 1 else self.order // self.shape[1]
 
     def to_experts(self, rows: Tensor) -> Tensor:
-        """``[routes, ...]`` in ``order`` on their senders -> ``[arrived, ...]`` by expert on the experts' ranks."""
+        """Send ``[routes, ...]`` in ``order`` to the experts' ranks: ``[arrived, ...]`` by expert."""
         arrived = all_to_all(rows, self.send, self.receive, self.group)
         return arrived if self.regroup is None else arrived.index_select(0, self.regroup)
 
@@ -62,7 +62,7 @@ class Routes:
         return all_to_all(leaving, self.receive, self.send, self.group)
 
     def sum_by_token(self, rows: Tensor, weights: Tensor | None = None) -> Tensor:
-        """``[routes, h]`` in ``order`` -> ``[n, h]``: the sum over each token's routes, times ``weights [n, k]``."""
+        """Sum ``[routes, h]`` in ``order`` over each token's routes to ``[n, h]``, weighted by ``weights [n, k]``."""
         return self.added_up(rows, weights) if rows.device.type == "cpu" else self.gathered(rows, weights)
 
     def added_up(self, rows: Tensor, weights: Tensor | None) -> Tensor:
@@ -79,12 +79,12 @@ class Routes:
         return (routes if weights is None else routes * weights.unsqueeze(-1)).sum(1)
 
     def taken(self, weights: Tensor) -> Tensor:
-        """``[n, k]`` -> ``[routes, 1]`` in ``order``."""
+        """Return the entries of ``[n, k]`` for the routes in ``order``: ``[routes, 1]``."""
         return weights.reshape(-1).index_select(0, self.order).unsqueeze(-1)
 
 
 def plan_routes(experts: Tensor, count: int, group: dist.ProcessGroup | None) -> tuple[Routes, list[int]]:
-    """Routes of tokens to the experts that were chosen for them.
+    """Plan the exchange of tokens with their chosen experts.
 
     Args:
         experts: ``[n, k]``, the numbers of the experts of each token; ``count`` for none.
@@ -122,7 +122,7 @@ def plan_routes(experts: Tensor, count: int, group: dist.ProcessGroup | None) ->
 
 
 def _by_expert(received: Tensor, total: int) -> Tensor:
-    """Rows that arrived in the order (sender, expert) -> in the order (expert, sender), as places in the former.
+    """Return the permutation of received rows from the order (sender, expert) to (expert, sender).
 
     ``received [ranks, experts]`` counts them; without a sort and without a look at the host.
     """

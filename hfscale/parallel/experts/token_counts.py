@@ -53,7 +53,7 @@ class LayerCounter:
         self.wanted = counts if self.wanted is None else self.wanted + counts
 
     def total(self, device: torch.device) -> Tensor:
-        """``[experts + 4]``: everything but ``wanted``."""
+        """Return all counts but ``wanted`` as ``[experts + 4]``."""
         counts = torch.tensor(self.counts, dtype=torch.float64, device=device)
         if self.on_device is not None:
             counts = counts + self.on_device

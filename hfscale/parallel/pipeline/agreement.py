@@ -90,7 +90,7 @@ class StageAgreement:
         return [self._runtime.mesh.rank_in_stage, *trains, *states], sums
 
     def _training_stages(self, live: dict[str, nn.Parameter]) -> set[int]:
-        """Stages in which something of this rank's own trains; tied tensors are not, and are told apart."""
+        """Return the stages in which a parameter of this rank trains, tied tensors not counted."""
         tied = {id(live[self._held[name]]) for name in self._tied if name in self._held}
         found = set()
         for name, parameter in live.items():
@@ -137,7 +137,7 @@ class StageAgreement:
                 self._thawed.update(*(tie.stages for tie in self._stages.ties if name in tie.names))
 
     def training_stages(self) -> list[bool]:
-        """Per stage, whether it, or one before it, trains.
+        """Return, per stage, whether it or an earlier stage trains.
 
         Raises:
             ConfigError: on all stages, if copies of a tied tensor differ.

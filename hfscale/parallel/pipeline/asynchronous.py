@@ -92,7 +92,7 @@ class _Version:
         return [gradient for gradient in made if gradient is not None]
 
     def retire(self) -> None:
-        """Nothing will compute with these weights any more: keep their gradients, and give up the weights."""
+        """Keep the gradients and free the weights, which no microbatch needs any more."""
         self._gradients = [(parameter, leaf.grad) for parameter, leaf in self._leaves if leaf.grad is not None]
         self._leaves, self._places, self._casts = [], [], Casts()
 
@@ -157,7 +157,7 @@ class AsynchronousPipeline(Pipeline):
         return [each for version in (*self._versions.values(), *self._finished) for each in version.gradients()]
 
     def agrees(self, train: bool) -> bool:
-        """Only as long as nothing is under way: stages wait for each other no more than they must."""
+        """Return whether the stages exchange reports now: not while microbatches are in flight."""
         return not train or not self._calls
 
     def run(self, model: nn.Module, batches: Sequence[Microbatch], objective: Objective, backward: bool) -> Tensor:

@@ -150,7 +150,7 @@ class Recorder:
         self.note(action, begin)
 
     def now(self) -> int:
-        """Nanoseconds on this machine's clock, once what was begun is done."""
+        """Return nanoseconds on this machine's clock, after waiting for launched work."""
         if self._wait is not None:
             self._wait()
         return time.perf_counter_ns()

@@ -64,7 +64,7 @@ def is_of_towers(value: Any) -> bool:
 
 
 def hidden_shape(batch: Microbatch) -> tuple[int, int]:
-    """Samples and tokens of the hidden states that this rank's layers see, before tensor ranks cut them."""
+    """Return samples and tokens of this rank's hidden states, before sequence parallelism cuts them."""
     samples, tokens = tokens_of(batch)
     return samples, tokens if batch.tokens is None else batch.tokens
 
@@ -78,12 +78,12 @@ def _default_parts(fitting: Sequence[int], count: int, pp_size: int) -> int:
 
 
 def rows_of(batch: Batch) -> int:
-    """Samples in one batch."""
+    """Return the number of samples in one batch."""
     return tokens_of(batch)[0]
 
 
 def tokens_of(batch: Batch) -> tuple[int, int]:
-    """Samples, and tokens of each.
+    """Return the number of samples, and of tokens per sample.
 
     Raises:
         ConfigError: neither token ids nor embeddings are given.

@@ -101,7 +101,7 @@ def _parts(spans: Iterable[Span]) -> list[tuple[Span, ...]]:
 
 
 def _microbatches(layout: ParallelConfig) -> int:
-    """Microbatches of one step where they cannot be counted, for steps overlap; else 0."""
+    """Return the microbatches of one step where steps overlap, so that they cannot be counted; else 0."""
     if layout.pipeline_schedule not in ASYNCHRONOUS:
         return 0
     return 1 if layout.pipeline_schedule == "pipedream" else int(layout.num_microbatches or 0)

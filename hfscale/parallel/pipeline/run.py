@@ -159,7 +159,7 @@ class Pipeline(Executor):
         return microbatches if each else 0
 
     def check_plain_call(self, call: str) -> None:
-        """Backward passes run between the stages."""
+        """Refuse ``loss.backward()``: backward passes run between the stages."""
         raise ConfigError(
             f"{self._layout.describe()}: backward passes run between the stages, so {call} has none to start: use loss "
             "= hfscale.train_step(model, batch), which leaves the gradients in .grad"
@@ -180,7 +180,7 @@ class Pipeline(Executor):
         return runtime.sum_of_shares(share)
 
     def _all_passes(self, batches: Sequence[Microbatch], objective: Objective, backward: bool) -> Tensor:
-        """Forward passes over the microbatches, and backward passes, in the order of the schedule.
+        """Run the forward passes of all microbatches, and backward passes, in the order of the schedule.
 
         Returns:
             this rank's share of the loss: all of this batch rank's, on the last stage; else 0.
@@ -314,7 +314,7 @@ class Pipeline(Executor):
         return torch.Size((*leading, *tail)), dtype
 
     def _leading(self, stage: int, batch: Microbatch) -> tuple[int, int]:
-        """Samples and tokens of what arrives at a stage; this rank's share of them where it is cut."""
+        """Return samples and tokens of a stage's input; this rank's tokens where the sequence is cut."""
         samples, tokens = hidden_shape(batch)
         if self._stages.stacks is not None:
             return samples, tokens + targets_of(batch)[1] * self._stages.arrives(stage)[1]

@@ -32,7 +32,7 @@ class Costs:
     stages: tuple[float, ...] = ()
 
     def of(self, kind: Kind, stage: int = 0) -> float:
-        """Duration of one action."""
+        """Return the duration of one action."""
         return float(getattr(self, kind)) * (self.stages[stage] if self.stages else 1.0)
 
 
@@ -95,7 +95,7 @@ def _run(
     last: int,
     ready: dict[_Result, float],
 ) -> list[Span] | None:
-    """Spans of the actions of one piece, or None where something it needs does not exist yet."""
+    """Return the spans of a piece's actions, or None where an input does not exist yet."""
     durations = [costs.of(action.kind, action.stage) for action in piece]
     if len(piece) > 1 and costs.pair is not None:
         scale = costs.pair / sum(durations)

@@ -56,7 +56,7 @@ class Passage:
     memory: Tensor | None = None
 
     def blank(self, target: bool, width: int | None = None) -> Tensor:
-        """Zeros for all tokens, ``[b, s, h]``; the stream itself may be cut along the sequence.
+        """Return zeros for all tokens, ``[b, s, h]``, also where the hidden states are cut along the sequence.
 
         In memory of their own, which lives as long as the forward pass: stock code scales an embedding in place.
 
@@ -166,7 +166,7 @@ class AbsentModule(_StandIn):
         self.__dict__.update(_returns=returns, _target=target)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Zeros; they are of no consequence."""
+        """Return zeros, which nothing reads."""
         passage: Passage = self._passage
         # Heads of encoder-decoders: stock code adds a bias to what they return.
         wide = passage.border is not None and isinstance(self._absent, nn.Linear)

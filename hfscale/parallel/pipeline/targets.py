@@ -18,7 +18,7 @@ class _Seen(Exception):
 
 
 def targets_of(batch: Batch) -> tuple[int, int]:
-    """Samples, and tokens of each that a decoder reads; those of the encoder where it is given no others."""
+    """Return samples, and tokens per sample, of the decoder's input; those of the encoder if it has no other."""
     for name in _GIVEN:
         found = batch.get(name)
         if isinstance(found, Tensor) and found.ndim > 1:

@@ -150,12 +150,12 @@ class Timeline:
         return 1 - busy / ((end - begin) * self.num_ranks)
 
     def peak_live(self) -> tuple[int, ...]:
-        """Per stage, the most microbatches whose forward has run and whose backward (of the weights) has not."""
+        """Return, per stage, the most microbatches between their forward and the end of their backward."""
         return peak_live(tuple(tuple(span.action for span in spans) for spans in self.ranks))
 
 
 def peak_live(order: Order) -> tuple[int, ...]:
-    """Per stage, the most microbatches alive at once: forward run, gradients of the weights not yet computed."""
+    """Return, per stage, the most microbatches between their forward and their weight gradients."""
     num_stages = 1 + max((action.stage for actions in order for action in actions), default=-1)
     alive, peak = [0] * num_stages, [0] * num_stages
     for actions in order:
@@ -166,7 +166,7 @@ def peak_live(order: Order) -> tuple[int, ...]:
 
 
 def fullest_live(order: Order, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Per stage, the microbatches alive at the moment when its rank's stages keep most together.
+    """Return, per stage, the microbatches alive at the moment when its rank's stages hold most together.
 
     Args:
         sizes: what a microbatch takes in each stage.
@@ -186,7 +186,7 @@ def fullest_live(order: Order, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def stage_ranks(order: Order) -> dict[int, int]:
-    """Stage -> the rank that holds it."""
+    """Return the rank of each stage."""
     return {action.stage: rank for rank, actions in enumerate(order) for action in actions}
 
 

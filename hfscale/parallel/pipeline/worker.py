@@ -50,7 +50,7 @@ class Place:
     device: torch.device
 
     def peer(self, step: int) -> int:
-        """Global rank of the stage ``step`` stages further on."""
+        """Return the global rank of the stage ``step`` stages further on."""
         return dist.get_global_rank(self.group, self.ranks[self.index + step])
 
     def way(self, step: int, arrives: bool) -> dist.ProcessGroup:
@@ -118,7 +118,7 @@ class StageWorker:
     # --- computing ----------------------------------------------------------------------------------------------------
 
     def forward(self, microbatch: int) -> Tensor:
-        """Forward pass; the output stays until the backward pass, or until it is sent where there will be none."""
+        """Run the forward pass; keep its output until the backward pass, or until it is sent if there is none."""
         arrived = None if self.is_first else _there(self._arriving.pop(microbatch))
         if arrived is not None and self.has_backward:
             # Reentrant recomputation gives no gradients to layers whose input has none.
@@ -131,7 +131,7 @@ class StageWorker:
         return output
 
     def backward(self, microbatch: int, full: bool = True) -> None:
-        """Backward pass, or, of a split one, the half that makes the gradient of the input."""
+        """Run the backward pass or, with ``full=False``, the half that makes the gradient of the input."""
         kept = self._kept[microbatch] if not full else self._kept.pop(microbatch)
         gradient = None
         if microbatch in self._gradients:

@@ -30,12 +30,12 @@ class VocabParallelEmbedding(nn.Embedding):
     _hfscale_sum: Callable[[Tensor], Tensor] | None
 
     def forward(self, input: Tensor) -> Tensor:
-        """Token ids ``[...]`` -> embeddings ``[..., h]``, for somebody to sum unless they are summed here."""
+        """Embed ids ``[...]`` as ``[..., h]``: partial sums over the tensor ranks, or the sum if set up so."""
         found = self.look_up(input, self.weight)
         return found if self._hfscale_sum is None else self._hfscale_sum(found)
 
     def look_up(self, input: Tensor, weight: Tensor, **_: Any) -> Tensor:
-        """Embeddings of this rank's tokens in some table of theirs, and zeros for the others."""
+        """Look up this rank's ids in ``weight``; other ids get zeros."""
         local = input - self._hfscale_start
         missing = (local < 0) | (local >= weight.shape[0])
         found = F.embedding(local.masked_fill(missing, 0), weight)

@@ -33,7 +33,7 @@ _QUESTIONS = ("size", "dim", "numel", "nelement", "element_size", "is_floating_p
 
 
 def _pointwise() -> dict[Any, tuple[str, Callable[..., Any]]]:
-    """Torch's functions, in place or not -> the name and the function that is replayed for them."""
+    """Return, by torch function (in place or not), the name and the function to replay for it."""
     found: dict[Any, tuple[str, Callable[..., Any]]] = {}
     for name in _POINTWISE:
         for holder in (torch, Tensor):

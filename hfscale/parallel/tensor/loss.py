@@ -65,7 +65,7 @@ class VocabParallelLoss(KeepsOutputs):
         self._scoring: Scoring | None = None
 
     def targets(self, labels: Tensor) -> Tensor:
-        """``[b, s]`` labels -> ``[b, s]``: what each position predicts; the last ones predict nothing."""
+        """Shift labels ``[b, s]`` to each position's target ``[b, s]``; the last positions get -100."""
         if not self.shift or self._shifted:
             return labels
         return nn.functional.pad(labels, (0, self.shift), value=-100)[..., self.shift :]
@@ -96,7 +96,7 @@ class VocabParallelLoss(KeepsOutputs):
             self.count, self.label_smoothing = None, 0.0
 
     def check_smoothing(self, label_smoothing: float) -> None:
-        """Any can be."""
+        """Accept any label smoothing."""
 
     def of(self, model: nn.Module, batch: Microbatch, count: Tensor, label_smoothing: float) -> Tensor:
         """Return the loss of one microbatch, divided by the ``count`` valid labels of the step."""
@@ -199,7 +199,7 @@ class VocabParallelLoss(KeepsOutputs):
         )
 
     def before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook of the model: will its loss be computed, and will anyone see its logits?"""
+        """Record whether the call has labels, and whether anyone reads its logits (forward pre-hook of the model)."""
         named = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) if args else {}
         self._with_labels, self._called = {**named, **kwargs}.get("labels") is not None, False
         unseen = self.count is not None or self._scoring is not None or (model.training and torch.is_grad_enabled())
@@ -214,11 +214,11 @@ class VocabParallelLoss(KeepsOutputs):
         return defer_logits(forward, args[0], any(p.requires_grad for p in self.head.parameters()))
 
     def after_head(self, _: nn.Module, args: tuple[Any, ...], logits: Tensor) -> Tensor:
-        """Forward hook of the head: keep logits cut for the loss, gather them for everyone else."""
+        """Keep logits cut for the loss, gather them for all else (forward hook of the head)."""
         return logits if self._with_labels else gather(logits, self.lengths, self.group)
 
     def after_model(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Forward hook of the model: what its caller sees as logits."""
+        """Gather the logits that the caller sees, or drop them (forward hook of the model)."""
         if not self._with_labels:
             return output
         shown, self._with_labels, self._shows_logits = self._shows_logits, False, True

@@ -35,7 +35,7 @@ class TensorParallel(Part, SequenceAxis):
         self._head: str | None = None
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Edges around blocks."""
+        """Hook the edges of blocks."""
         group = runtime.mesh.tp_group
         if group is not None:
             runtime.sequence = self
@@ -77,7 +77,7 @@ class TensorParallel(Part, SequenceAxis):
         return region is not None and region.cut
 
     def local_view(self, module: str) -> str | None:
-        """Inside of blocks, columns or partial sums; in the layers around them, tokens of a cut sequence."""
+        """Return a sentence on how activations in ``module`` are local to this rank; ``None`` where they are not."""
         block = next((name for name in self._blocks if module.startswith(f"{name}.")), None)
         if block is not None:
             return (
@@ -98,7 +98,7 @@ class VocabularyLoss(Part):
     """Install the loss that training steps normalize, also where nothing is cut."""
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Comes behind the edges of blocks."""
+        """Install the loss, after the edges of blocks."""
         tensor = runtime.part(TensorParallel)
         runtime.loss = install_loss(runtime, tensor.regions if tensor is not None else [])
 
@@ -127,7 +127,7 @@ class RandomStreams(Part):
     def around_step(
         self, runtime: Runtime, microbatches: Sequence[Microbatch], train: bool
     ) -> AbstractContextManager[None]:
-        """Before the first training step."""
+        """Agree on random streams before the first training step."""
         if train:
             self.synchronize(runtime)
         return nullcontext()

@@ -96,7 +96,7 @@ class LayerRandom:
             self._after = None if recomputing() else after  # a recomputation puts back what it found by itself
 
     def leave_layer(self, layer: nn.Module) -> None:
-        """Go on with the replicated stream."""
+        """Draw from the replicated stream again."""
         if self._after is not None:
             _generator_of(layer).set_state(self._after)
             self._after = None
@@ -191,7 +191,7 @@ def on_first_training_pass(model: nn.Module, agree: Callable[[], None]) -> None:
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """Torch's default generator of ``device``."""
+    """Return torch's default generator of ``device``."""
     if is_accelerator(device):
         module = device_module(device)
         module.init()

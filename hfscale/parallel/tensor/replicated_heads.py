@@ -46,7 +46,7 @@ def install_replica_sums(model: nn.Module, plan: Plan, mesh: Mesh, holds: Callab
 
 
 def _replicas(planned: ParameterPlan) -> list[int]:
-    """Over how many consecutive tensor ranks the plan sums gradients of heads that they all hold."""
+    """Return how many consecutive tensor ranks hold the same heads, for each sum of their gradients in the plan."""
     return [step.replicas for step in planned.reductions if step.kind == "sum-replicas" and step.axis == "tp"]
 
 

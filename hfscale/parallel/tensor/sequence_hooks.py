@@ -32,7 +32,7 @@ def install_sequence_hooks(region: SequenceRegion, model: nn.Module, holds: Call
 
 
 def draw_sums_alike(region: SequenceRegion, block: str, rows: Sequence[nn.Module], exits: Sequence[nn.Module]) -> None:
-    """Between the row projections of ``block`` and its exits, drop the same entries on every rank."""
+    """Drop the same entries on every rank between the row projections of ``block`` and its exits."""
     for row in rows:
         row.register_forward_pre_hook(lambda module, _: region.random.enter_sums(module, block) if region.cut else None)
     for module in exits:

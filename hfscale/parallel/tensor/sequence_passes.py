@@ -47,7 +47,7 @@ class ForwardPasses:
         self.latest.end_with(share)
 
     def waiting(self) -> list[ForwardPass]:
-        """Passes whose graphs are alive and that no backward pass has gone through; else the latest."""
+        """Return the passes with live graphs that still wait for their backward pass; if none, the latest."""
         self._begun = [reference for reference in self._begun if reference() is not None]
         alive = [found for reference in self._begun if (found := reference()) is not None and not found.done]
         return alive or ([self.latest] if self.latest is not None else [])

@@ -140,7 +140,7 @@ class SequenceRegion:
         return partial(start_all_gather, **how), partial(start_reduce_scatter, **how)
 
     def leave(self, x: Tensor) -> Tensor:
-        """Partial sums for all tokens -> the sums for this rank's tokens."""
+        """Reduce-scatter partial sums of all tokens to the sums of this rank's tokens."""
         return scatter_sum(x, self.lengths(x, whole=True), self.group, _dim(x))
 
     def keep_own(self, x: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ class SequenceRegion:
         return x.narrow(_dim(x), sum(lengths[: self.rank]), lengths[self.rank])
 
     def sum_later(self, embedding: nn.Module) -> bool:
-        """RunSpec by the embedding: may it leave the sum over the ranks to the first layer?"""
+        """Return whether the embedding may leave the sum over the ranks to the first layer."""
         # What a hook adds to its output (noise, say) must be added once.
         hooked = counts_forward_hooks(embedding) > 1  # one is the embedding's own, which asks
         self._partial = self._open and self._total is None and self.plan.direct and not hooked

@@ -119,7 +119,7 @@ def _cut_projection(block: PlacedBlock, child: str, column: bool) -> None:
 
 
 def _parts(block: PlacedBlock, child: str, length: int) -> tuple[int, ...]:
-    """Lengths of the matrices fused in a projection along its cut dim of ``length``; empty for one."""
+    """Return the lengths of the matrices fused in a projection along its cut dim of ``length``; empty for one."""
     draft, fused = block.draft, block.role.parts.get(child, 1)
     if not isinstance(fused, int):
         return fused(draft.block_config)
@@ -151,7 +151,7 @@ def _divisors(count: int) -> str:
 
 
 def _share_rest(block: PlacedBlock) -> Iterator[str]:
-    """Modules inside a block with parameters of their own that have no rule yet; they get that of shared ones."""
+    """Yield modules inside a block whose parameters have no rule yet, and give them the rule of shared ones."""
     draft, outside = block.draft, tuple(map(block.path, block.role.outside))
     for path, module in draft.modules[block.name].named_modules(prefix=block.name):
         own = [f"{path}.{name}" for name, _ in module.named_parameters(recurse=False)]

@@ -126,7 +126,7 @@ def _block(draft: Draft, name: str, role: Block, layers: list[str]) -> BlockPlan
 
 
 def _local_attributes(block: PlacedBlock) -> tuple[tuple[str, int], ...]:
-    """Attributes that the block's forward reads as local sizes, with what they are divided by."""
+    """Return the attributes that the block's forward reads as local sizes, with their divisors."""
     draft, name, role = block.draft, block.name, block.role
     sizes = ((path, _divisor(block, path)) for path in role.local_attributes if _has_attribute(draft, name, path, role))
     groups = ((path, block.replicas) for path in _group_attributes(draft, name) if block.replicas > 1)
@@ -134,7 +134,7 @@ def _local_attributes(block: PlacedBlock) -> tuple[tuple[str, int], ...]:
 
 
 def _divisor(block: PlacedBlock, attribute: str) -> int:
-    """Into how many parts a count is cut: those of key/value heads that several ranks hold, into fewer."""
+    """Return into how many parts a count is cut: fewer than the ranks for key/value heads that several ranks hold."""
     tp = block.draft.tp
     return tp // block.replicas if attribute.rpartition(".")[2] in KEY_VALUE_COUNTS else tp
 

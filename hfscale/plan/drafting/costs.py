@@ -39,7 +39,7 @@ class Cost:
         return Cost(self.flops + other.flops, self.parameters + other.parameters)
 
     def work(self, batch_tokens: int = BATCH_TOKENS) -> int:
-        """FLOPs of one training step, the optimizer's time counted as the FLOPs that fit into it.
+        """Return the FLOPs of one training step, with the optimizer's time converted to FLOPs.
 
         Forward and backward pass of ``batch_tokens`` tokens, and the update of the parameters, which is bound by
         memory. A whole number, so that equal layers cost exactly the same.

@@ -119,7 +119,7 @@ class Draft:
         yield from self.model.named_parameters(remove_duplicate=False)
 
     def layer_drops(self) -> list[str]:
-        """Fields of the config by which layers are left out at random in training (Fan et al. 2019)."""
+        """Return the config fields by which training skips layers at random (LayerDrop, Fan et al. 2019)."""
         return [name for name, value in self.config.to_dict().items() if "layerdrop" in name and value]
 
     def is_tied(self, parameter: Tensor) -> bool:
@@ -127,6 +127,6 @@ class Draft:
         return sum(p is parameter for _, p in self.named()) > 1
 
     def place(self, name: str) -> tuple[int, str]:
-        """Module and attribute that hold a parameter."""
+        """Return module ``id`` and attribute that hold a parameter."""
         owner, _, attribute = name.rpartition(".")
         return id(self.model.get_submodule(owner)), attribute

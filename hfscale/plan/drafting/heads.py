@@ -73,7 +73,7 @@ def check_block_heads(draft: Draft, blocks: list[BlockPlan]) -> None:
 
 
 def _heads_of_config(draft: Draft) -> tuple[int | None, int | None]:
-    """Heads and key/value heads, where a config says how many; where layers differ, what divides all their counts."""
+    """Return heads and key/value heads by the config; their greatest common divisors where layers differ."""
     config = text_config(draft.config)
     heads = key_heads = counts(config, ("decoder_attention_heads",))  # the other names mean the encoder's
     if not heads:

@@ -12,7 +12,7 @@ from .draft import Draft
 
 
 def find_layers(draft: Draft, blueprint: Blueprint | None) -> list[str]:
-    """Names of the layers, in order: those of the blueprint, else the classes that the host never splits."""
+    """Return the names of the layers, in order, by the blueprint, else by the classes that FSDP never splits."""
     lists = _lists(draft, blueprint) if blueprint is not None else []
     if not lists:
         return _unsplit_modules(draft)
@@ -69,7 +69,7 @@ def _base_prefix(draft: Draft) -> str:
 
 
 def _tied_outside(draft: Draft, layers: list[str]) -> list[tuple[str, str]]:
-    """Layers that share a tensor with the rest of the model, each with that tensor's name in it."""
+    """Return the layers that share a tensor with the rest of the model, with the tensor's name in each."""
     homes: dict[int, dict[tuple[int, str], str]] = {}
     for name, parameter in draft.named():
         homes.setdefault(id(parameter), {})[draft.place(name)] = name

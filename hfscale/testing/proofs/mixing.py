@@ -65,7 +65,7 @@ def prove_mixing(model: Any, text: str, layers: int) -> tuple[dict[str, Any], bo
 
 
 def _short(config: Any) -> dict[str, int]:
-    """Windows and chunks that are shorter than what is tried."""
+    """Return config changes that make windows and chunks shorter than the tried sequences."""
     return {name: _WINDOW for name in _WINDOWS if isinstance(field(config, name), int)}
 
 
@@ -120,7 +120,7 @@ class _Mixers:
         return [module for module in self._candidates if type(module) in self.mix]
 
     def rest(self) -> None:
-        """Nothing is compared from here on."""
+        """Stop comparing."""
         self._records, self._part = False, None
 
     def record(self) -> None:
@@ -285,7 +285,7 @@ class _OneToken:
 
 
 def _batch(model: Any, padded: bool, marked: bool) -> dict[str, Tensor]:
-    """Tokens; ``marked``: some of them as a picture's, which other tokens of it may read."""
+    """Return a batch of tokens; ``marked``: some belong to a picture, whose other tokens may read them."""
     vocabulary = int(model.config.get_text_config().vocab_size)
     ids = torch.randint(3, vocabulary, (2, _TOKENS), generator=torch.Generator().manual_seed(5))
     batch = {"input_ids": ids}

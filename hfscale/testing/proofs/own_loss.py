@@ -58,7 +58,7 @@ def _find(kind: type, config: Any) -> OwnLossPlan | None:
 
 
 def _pairs(classes: int, vocabulary: int, end: int | None) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    """Two batches of different rows, with a label per row, or one per token; some are ignored, where there are classes.
+    """Yield pairs of batches with different rows, labelled by row or by token; with classes, some labels are ignored.
 
     Args:
         end: the token that every row ends with, and has nowhere else.

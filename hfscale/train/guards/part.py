@@ -71,7 +71,7 @@ class StockCode(Part):
             model.register_forward_pre_hook(self._look, prepend=True)
 
     def _look(self, model: nn.Module, args: Any) -> None:
-        """Plain loops call the model alone."""
+        """Check the model when a training loop without ``train_step`` calls it."""
         if self.structure is not None and not torch.compiler.is_compiling():
             self.structure.check()
 

@@ -53,7 +53,7 @@ class Candidate:
 
 
 def find_candidates(subject: Subject, trace: Trace) -> tuple[list[Candidate], list[str]]:
-    """Candidates of all layers, like ones once; and why others were passed over."""
+    """Return the candidates of all layers, equal ones once, and why others were rejected."""
     found: dict[tuple[str, Names], Candidate] = {}
     passed: list[str] = []
     for layer in subject.layer_names:
@@ -77,7 +77,7 @@ def find_candidates(subject: Subject, trace: Trace) -> tuple[list[Candidate], li
 
 
 def _groups(calls: dict[str, Call], written: frozenset[str]) -> list[tuple[list[str], list[str], list[str]]]:
-    """``(columns, rows, whole)`` of one layer; rows that share columns are one group."""
+    """Return ``(columns, rows, whole)`` of one layer; rows that share columns are one group."""
     rows: list[str] = []
     groups: list[tuple[set[str], list[str]]] = []
     for name, call in calls.items():
@@ -149,7 +149,7 @@ def _smallest(inner: list[str], cut: list[str], whole: list[str]) -> str:
 
 
 def _inner(calls: dict[str, Call], columns: list[str], rows: list[str], whole: list[str]) -> list[str]:
-    """Modules with parameters that are used between columns and rows, or between what is used whole and the columns."""
+    """Return the modules with parameters used between columns and rows, or between uncut projections and columns."""
     fed = [column for column in columns if whole and calls[column].feeds <= set(whole)]
     used = {parameter for name in (*rows, *fed) for parameter in calls[name].parameters}
     return list(dict.fromkeys(name.rpartition(".")[0] for name in sorted(used)))

@@ -18,7 +18,7 @@ _RAISED = (0.5, 1)  # some configs take whole numbers only
 
 
 def find_dropouts(model: Any, blocks: dict[str, Block], subject: Subject) -> dict[str, tuple[str, ...]]:
-    """Path of a block -> the config fields of the dropout inside it, for blocks that have any."""
+    """Return, by path of a block, the config fields of the dropout inside it, for blocks that have any."""
     fields = list(_fields(model.config.to_dict()))
     found: dict[str, list[str]] = {path: [] for path in blocks}
     named = {path: _names(subject, path, block) for path, block in blocks.items()}
@@ -35,7 +35,7 @@ def find_dropouts(model: Any, blocks: dict[str, Block], subject: Subject) -> dic
 
 
 def _names(subject: Subject, path: str, block: Block) -> tuple[list[str], list[str]]:
-    """Full names of columns and rows, in every layer that has them."""
+    """Return the full names of columns and rows, in every layer that has them."""
     modules = dict(subject.model.named_modules())
     bases = [f"{layer}.{path}" if path else layer for layer in subject.layer_names]
     columns = [name for base in bases for child in block.column if (name := f"{base}.{child}") in modules]
@@ -76,7 +76,7 @@ def _observe(
 
 
 def _fields(fields: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """Names of the dropout probabilities of a config, and of configs in it (``attn_config.attn_pdrop``)."""
+    """Yield the names of the dropout probabilities of a config, and of nested configs (``attn_config.attn_pdrop``)."""
     for name, value in fields.items():
         if not isinstance(name, str):  # labels are listed by number
             continue

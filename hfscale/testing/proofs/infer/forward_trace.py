@@ -128,7 +128,7 @@ class _Hooks:
 
 
 def walk_back(tensor: Tensor, names: dict[int, str]) -> tuple[frozenset[str], frozenset[str]]:
-    """Projections that a tensor was made from, the nearest ones only, and the parameters used since."""
+    """Return the nearest projections that a tensor was computed from, and the parameters used since."""
     tags, parameters, seen = set(), set(), set()
     waiting: list[Any] = [tensor.grad_fn]
     while waiting:

@@ -92,7 +92,7 @@ class Guesses:
         return tuple(inside) if len(inside) == len(self.candidate.row) else ()
 
     def _inner(self) -> Iterator[dict[str, Any]]:
-        """Roles of the modules between columns and rows."""
+        """Yield guesses at the roles of the modules between columns and rows."""
         widths = {self._width(name) for name in self.candidate.column} | {
             self._width(name, of_input=True) for name in self.candidate.row
         }
@@ -150,7 +150,7 @@ class Guesses:
                 yield {columns[0]: query_key_value}
 
     def _arguments(self) -> Iterator[dict[str, Any]]:
-        """Keyword arguments with one entry per head, or per sample and head."""
+        """Yield guesses at keyword arguments with one entry per head, or per sample and head."""
         samples = self.subject.inputs["input_ids"].shape[0]
         heads, sample_heads = {}, []
         for name, tensor in self.trace.arguments.get(self.candidate.block, {}).items():
@@ -163,7 +163,7 @@ class Guesses:
         yield {}
 
     def _local(self) -> Iterator[tuple[str, ...]]:
-        """Sets of integers, read in the forward, that may have to be local sizes."""
+        """Yield sets of integers, read in the forward, that may have to be local sizes."""
         widths = {self._width(name) for name in self.candidate.column}
         widths |= {self._width(name, of_input=True) for name in self.candidate.row}
         widths |= {width // part for width in list(widths) for part in (2, 3) if width % part == 0}

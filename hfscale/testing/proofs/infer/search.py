@@ -120,7 +120,7 @@ def _together(search: _Search, found: Iterable[tuple[Candidate, Block]]) -> tupl
 
 
 def _union(first: Block, second: Block) -> Block:
-    """Two sets of roles in modules of one path: in different layers, or side by side in one."""
+    """Merge two sets of roles in modules of one path: in different layers, or side by side in one."""
     listed = ("column", "row", "enter", "leave", "shared", "across", "sample_heads", "local_attributes", "local_config")
     joined: dict[str, Any] = {
         name: tuple(dict.fromkeys(getattr(first, name) + getattr(second, name))) for name in listed
@@ -137,7 +137,7 @@ def _union(first: Block, second: Block) -> Block:
 
 
 def _other_subjects(model: Any, subject: Subject) -> Iterable[Subject]:
-    """Clones of other sizes, so that nothing holds by coincidence: odd widths of the MLP."""
+    """Yield clones of other sizes (odd MLP widths), so that nothing holds by coincidence."""
     fields = subject.model.config.to_dict()
     odd = {name: value + 1 for name, value in fields.items() if type(value) is int and value in (48, 24)}
     if odd:

@@ -135,20 +135,20 @@ def run(model: Any, inputs: dict[str, Tensor]) -> Tensor:
 
 
 def cotangent(output: Tensor) -> Tensor:
-    """Fixed random weights of everything in ``output``."""
+    """Return fixed random weights for all entries of ``output``."""
     generator = torch.Generator().manual_seed(1)
     return torch.randn(output.shape, generator=generator, dtype=output.dtype, device="cpu")
 
 
 def gradients(model: Any, output: Tensor) -> dict[str, Tensor | None]:
-    """Gradients of a fixed random combination of everything in ``output``."""
+    """Return the gradients of a fixed random combination of all entries of ``output``."""
     named = dict(model.named_parameters())
     found = torch.autograd.grad(output, list(named.values()), cotangent(output), allow_unused=True)
     return dict(zip(named, found, strict=True))
 
 
 def refuse(model: Any, reason: str) -> PlanError:
-    """Inference gave nothing: what the user is told."""
+    """Return the error for the user when inference found nothing."""
     return PlanError(
         f"a blueprint of {model.config.model_type!r} could not be inferred from {type(model).__name__}: {reason}"
     )
