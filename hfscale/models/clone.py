@@ -1,7 +1,7 @@
-"""A tiny model of the same family as a big one: same classes, same switches, small numbers.
+"""Make a tiny model of the same family as a big one: same classes, same switches, small numbers.
 
-``hfscale verify`` and the family sweep train such clones in a layout and in one process; inference proves what it found
-on one.
+``hfscale verify`` and the family sweep train such clones in a layout and in one process; inference proves blueprints on
+them.
 """
 
 import copy
@@ -62,7 +62,7 @@ PER_LAYER = (
 
 
 def tiny_clone(config: PreTrainedConfig, *, layers: int = LAYERS, **changes: Any) -> PreTrainedConfig:
-    """A config of the same class with a few layers, small widths, a small odd vocabulary and no dropout.
+    """Return a config of the same class with a few layers, small widths, a small odd vocabulary and no dropout.
 
     Args:
         layers: how many layers, in every list of them.
@@ -84,7 +84,7 @@ def tiny_clone(config: PreTrainedConfig, *, layers: int = LAYERS, **changes: Any
 
 
 def layers_of_every_kind(config: Any) -> int:
-    """How many layers a clone needs to have every kind of them that the model has, as far as its config lists them."""
+    """Return how many layers a clone needs to have every kind of layer that the config lists."""
     text = text_config(config)
     listed = (field(text, name) for name in ("layer_types", "layers_block_type"))
     kinds = max((len(set(each)) for each in listed if isinstance(each, (list, tuple))), default=1)
@@ -92,12 +92,12 @@ def layers_of_every_kind(config: Any) -> int:
 
 
 def shares_keys(config: Any) -> bool:
-    """Whether some layers read the keys and values of others."""
+    """Return whether some layers read the keys and values of others."""
     return bool(field(text_config(config), _SHARED))
 
 
 def first_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
-    """The same config with its first ``layers`` layers, in full size."""
+    """Return the config with its first ``layers`` layers, in full size."""
     found = copy.deepcopy(config)
     for each in {id(each): each for each in (found, found.get_text_config(decoder=True))}.values():
         count = getattr(each, "num_hidden_layers", None)
@@ -112,7 +112,7 @@ def first_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
 
 
 def merged(fields: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """``fields`` with ``changes``, which are changes to a config inside where both are dicts."""
+    """Return ``fields`` updated by ``changes``; nested configs are updated field by field."""
     found = dict(fields)
     for name, value in changes.items():
         inside = isinstance(value, dict) and isinstance(found.get(name), dict) and "model_type" in found[name]
@@ -121,7 +121,7 @@ def merged(fields: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _derived(kind: type[PreTrainedConfig], whole: dict[str, Any], small: dict[str, Any]) -> list[str]:
-    """Shrunk attributes that the class computes from its fields itself: those that are small when they are left out.
+    """Return the shrunk attributes that the class computes from its fields: those that become small when left out.
 
     Given, they would win over the class, and not fit the fields (the rotary part of a head, as wide as all of it).
     """
@@ -138,7 +138,7 @@ def _derived(kind: type[PreTrainedConfig], whole: dict[str, Any], small: dict[st
 
 
 def _shrink(fields: dict[str, Any], layers: int, kind: type[PreTrainedConfig] | None = None) -> dict[str, Any]:
-    """All fields of a config; ``kind``, its class, knows some of them by the names that most configs give them."""
+    """Return all fields of a config made small; its class ``kind`` maps some of them to common names."""
     whole, known = dict(fields), _aliases(kind, fields)
     kept = _kept_layers(fields, known, layers)
     # Backbones in stages have a list of each, which keeps its values.
@@ -162,7 +162,7 @@ def _shrink(fields: dict[str, Any], layers: int, kind: type[PreTrainedConfig] | 
 
 
 def _related(whole: dict[str, Any], small: dict[str, Any], layers: int, count: int) -> dict[str, int]:
-    """Numbers that a clone has from others of its own, as the ``whole`` model of ``count`` layers has from its."""
+    """Return the clone's numbers that follow from others, as they do in the original ``whole`` of ``count`` layers."""
     found = dict[str, int]()
     if type(whole.get(_EMBEDDED)) is int and whole[_EMBEDDED] != whole.get("hidden_size"):
         found[_EMBEDDED] = HIDDEN // 2  # OPT has projections into its stream and out of it
@@ -174,7 +174,7 @@ def _related(whole: dict[str, Any], small: dict[str, Any], layers: int, count: i
 
 
 def _heads_are_inner(fields: dict[str, Any]) -> bool:
-    """Whether heads make up a width that is a multiple of the stream's, which Mamba-2 insists on."""
+    """Return whether ``heads * head_dim`` equals ``expand * hidden_size``, as Mamba-2 requires."""
     numbers = [fields.get(name) for name in ("expand", "hidden_size", "num_heads", "head_dim")]
     if not all(type(number) is int for number in numbers):
         return False
@@ -183,8 +183,8 @@ def _heads_are_inner(fields: dict[str, Any]) -> bool:
 
 
 def _shared_layers(shared: int, count: int, layers: int, kinds: Any) -> int:
-    """How many of a clone's layers read keys and values of earlier ones, as the last ``shared`` of ``count`` do: before
-    them is one of each kind.
+    """Return how many of a clone's layers read keys and values of earlier ones, as the last ``shared`` of ``count`` do;
+    one layer of each kind comes before them.
     """
     if shared >= count:  # all: a model that reads those of another one
         return layers
@@ -193,7 +193,7 @@ def _shared_layers(shared: int, count: int, layers: int, kinds: Any) -> int:
 
 
 def _shrink_inside(fields: dict[str, Any], layers: int, kind: type[PreTrainedConfig] | None) -> dict[str, Any]:
-    """The same of a config inside, without what its class computes itself."""
+    """Return the fields of a nested config made small, without those that its class computes."""
     whole = dict(fields)
     small = _shrink(fields, layers, kind)
     left_out = _derived(kind, whole, small) if kind is not None else []
@@ -201,7 +201,9 @@ def _shrink_inside(fields: dict[str, Any], layers: int, kind: type[PreTrainedCon
 
 
 def _small_sections(name: str, value: Any, width: int) -> Any:
-    """How many of a head's frequencies each kind of position has (time, height, width); heads were ``width`` wide."""
+    """Return how many of a head's frequencies each kind of position has (time, height, width), given ``width`` of the
+    original heads.
+    """
     if not name.endswith("_section") or not isinstance(value, (list, tuple)):
         return value
     total = sum(value) * HEAD_DIM // width
@@ -210,7 +212,7 @@ def _small_sections(name: str, value: Any, width: int) -> Any:
 
 
 def _aliases(kind: type[PreTrainedConfig] | None, fields: dict[str, Any]) -> dict[str, str]:
-    """A field's own name -> the one that most configs give it, by the class's ``attribute_map``."""
+    """Map a field's own name to the common one by the class's ``attribute_map``."""
     aliases = kind.attribute_map.items() if kind is not None else ()
     known = {own: name for name, own in aliases if own not in _NAMED and name in _NAMED}
     few = [own for own, name in known.items() if name in _LAYER_COUNTS and (fields.get(own) or 0) <= _STAGES]
@@ -218,7 +220,7 @@ def _aliases(kind: type[PreTrainedConfig] | None, fields: dict[str, Any]) -> dic
 
 
 def _class_inside(kind: type[PreTrainedConfig] | None, name: str, model_type: str) -> type[PreTrainedConfig] | None:
-    """The class of the config that is a field of another one."""
+    """Return the class of the nested config in field ``name``."""
     own: Any = kind.sub_configs.get(name) if kind is not None else None
     if own in (None, AutoConfig):
         with suppress(KeyError):
@@ -227,7 +229,7 @@ def _class_inside(kind: type[PreTrainedConfig] | None, name: str, model_type: st
 
 
 def _kept_layers(fields: dict[str, Any], known: dict[str, str], layers: int) -> tuple[int, list[int]]:
-    """How many layers there are, and which of them show what the clone's layers are like."""
+    """Return the number of layers, and the indices of those that the clone's layers imitate."""
     counts = (fields[name] for name in fields if known.get(name, name) in _LAYER_COUNTS)
     count = next((count for count in counts if type(count) is int), 0)
     kinds = fields.get("layer_types")
@@ -255,7 +257,7 @@ def _small_list(
 
 
 def _small_value(name: str, value: Any, layers: int, heads: int | None) -> Any:
-    """A field that is no list; ``heads`` are those of the whole model."""
+    """Return a field that is no list made small; ``heads`` is the original number of heads."""
     if isinstance(value, float):
         return 0.0 if any(word in name for word in DROPOUT_WORDS) else value
     if type(value) is not int:
@@ -273,7 +275,7 @@ def _small_value(name: str, value: Any, layers: int, heads: int | None) -> Any:
 
 
 def _follow(per_layer: dict[Any, dict[str, Any]], before: Any, after: Any, layers: int) -> dict[int, dict[str, Any]]:
-    """The fields of each remaining layer: those of the first layer that was of its kind ``before``."""
+    """Return the fields of each remaining layer: those of the first layer of its kind ``before``."""
     known = {int(index): _shrink(dict(own), layers) for index, own in per_layer.items()}
     if not before or not after:
         return {index: own for index, own in known.items() if index < layers}
@@ -282,7 +284,7 @@ def _follow(per_layer: dict[Any, dict[str, Any]], before: Any, after: Any, layer
 
 
 def _sample(kinds: list[Any], layers: int) -> list[Any]:
-    """``layers`` entries of a per-layer list, with as many different kinds as fit."""
+    """Return ``layers`` entries of a per-layer list, with as many different kinds as fit."""
     seen: list[Any] = []
     for kind in kinds:
         if kind not in seen:

@@ -1,4 +1,4 @@
-"""What the source of a stock class says that its config does not."""
+"""Read from the source of a stock class what its config does not say."""
 
 import inspect
 from typing import Any
@@ -9,7 +9,7 @@ _LOSSES = {"CrossEntropyLoss", "cross_entropy", "NLLLoss", "nll_loss"}
 
 
 def has_own_loss(model: nn.Module, head: nn.Module | None = None) -> bool:
-    """Whether the model's forward takes a cross entropy of its own, and never the host's ``loss_function``.
+    """Return whether the model's forward computes a cross entropy itself instead of calling ``loss_function``.
 
     Args:
         head: the projection onto the vocabulary; modules around it may take one as well.
@@ -20,7 +20,7 @@ def has_own_loss(model: nn.Module, head: nn.Module | None = None) -> bool:
 
 
 def _used_names(kind: type[Any]) -> set[str]:
-    """What a class's forward speaks of, and those of its own methods that it speaks of."""
+    """Return the names that a class's forward uses, and those in its own methods that it uses."""
     found: set[str] = set()
     waiting = ["forward"]
     while waiting:
@@ -33,13 +33,13 @@ def _used_names(kind: type[Any]) -> set[str]:
 
 
 def looks_up_like_stock(embedding: nn.Embedding) -> bool:
-    """Whether the lookup itself is ``nn.Embedding``'s, with or without something (a scale) around it."""
+    """Return whether the lookup is ``nn.Embedding``'s own, with or without something (a scale) around it."""
     forward = type(embedding).forward
     return forward is nn.Embedding.forward or "super().forward(" in inspect.getsource(forward)
 
 
 def scores_by_sigmoid(router: nn.Module) -> bool:
-    """Whether a router makes scores of its logits with a sigmoid, and never with a softmax."""
+    """Return whether a router computes scores with a sigmoid, and never with a softmax."""
     code = getattr(inspect.unwrap(type(router).forward), "__code__", None)
     names = set(code.co_names) if code is not None else set()
     return "sigmoid" in names and "softmax" not in names

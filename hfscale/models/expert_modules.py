@@ -1,4 +1,4 @@
-"""How stock classes hold experts: three questions, since classes of several ages and kinds answer them differently."""
+"""Recognize how stock classes hold experts, which differs between versions and families."""
 
 from inspect import signature
 from typing import Any
@@ -23,23 +23,23 @@ _MARKS = ("has_gate", "has_bias", "is_transposed", "num_experts")
 
 
 def experts_per_token(config: Any) -> int | None:
-    """How many experts a token is sent to, by the config; ``None`` where it does not say."""
+    """Return how many experts a token is sent to, by the config; ``None`` where it does not say."""
     return first_count(text_config(config), _EXPERTS_PER_TOKEN)
 
 
 def holds_experts(module: Any) -> bool:
-    """Whether a module holds the experts of a mixture in the host's way, so that they can be spread over ranks."""
+    """Return whether a module holds stacked experts as transformers does, so that ranks can split them."""
     return isinstance(module, nn.Module) and all(hasattr(module, mark) for mark in _MARKS)
 
 
 def takes_routes(module: nn.Module) -> bool:
-    """Whether a module is called as the host calls all experts: tokens, the experts chosen for them, and weights."""
+    """Return whether a module is called like transformers' experts: tokens, chosen experts, weights."""
     names = list(signature(module.forward).parameters)
     return type(module).__name__.endswith("Experts") and names[1:2] in (["top_k_index"], ["router_indices"])
 
 
 def has_one_per_expert(module: nn.Module, experts: int) -> bool:
-    """Whether a module has one matrix, or one child, for each of so many experts: in anybody's way."""
+    """Return whether a module has one matrix, or one child, for each of ``experts``."""
     if isinstance(module, nn.ModuleList):
         return len(module) == experts
     own = list(module.parameters(recurse=False))

@@ -1,8 +1,8 @@
-"""What is known of model classes beforehand, and what is found out about others when it is asked for.
+"""Look up proved facts about model classes, and prove missing ones on request.
 
-``facts.json`` holds answers by version of transformers and class, for groups of configs that have the same ones, by
-digest (:mod:`.digest`); ``python scripts/prove_facts.py`` writes it. A model that it has takes a lookup. Any other is
-proved on the spot, once in a process, by the proofs that wrote the table (:mod:`hfscale.testing.proofs`).
+``facts.json`` holds answers by version of transformers and class, for groups of configs with the same answers, by
+digest (:mod:`.digest`); ``python scripts/prove_facts.py`` writes it. A model in it costs a lookup. Any other is proved
+when asked for, once per process, by the proofs that wrote the table (:mod:`hfscale.testing.proofs`).
 """
 
 import importlib
@@ -32,7 +32,7 @@ Answers = dict[str, dict[str, dict[str, Any]]]
 
 
 class Facts:
-    """Answers that were written down, and those proved since.
+    """Hold answers that were written down, and those proved since.
 
     Attributes:
         proved: what no table had, and holds for all models of the same digest.
@@ -98,12 +98,8 @@ def ask(question: str, model: Any, *about: str, stock: type | None = None, **giv
 
 
 @contextmanager
-def proved_anew(written: Answers | None = None, doubted: bool = False) -> Iterator[Facts]:
-    """Within: nothing is known but what is ``written``, and everything asked is proved.
-
-    Args:
-        doubted: again for each config of one digest, to see that answers do not differ.
-    """
+def proved_anew(written: Answers | None = None) -> Iterator[Facts]:
+    """Prove everything asked inside the with block, except for what is ``written``."""
     global _facts
     before, _facts = _facts, Facts(written or {}, doubted)
     try:

@@ -1,7 +1,7 @@
-"""Numbers that a config gives, where layers of one model may have numbers of their own.
+"""Read numbers from a config whose layers may have different ones.
 
-The host refuses to read such a field from the config as a whole (``AmbiguousGlobalPerLayerAttributeError``, which is a
-``RuntimeError``); there is no one answer then, but one per layer.
+transformers refuses to read such a field from the config itself (``AmbiguousGlobalPerLayerAttributeError``, a
+``RuntimeError``): there is one answer per layer.
 """
 
 import copy
@@ -20,12 +20,12 @@ LENGTHS = {
 
 
 def text_config(config: Any) -> Any:
-    """The part of a config that speaks of the decoder of text."""
+    """Return the config of the text decoder."""
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
 
 def field(holder: Any, name: str, default: Any = None) -> Any:
-    """A field of a config, or an attribute of a module; ``default`` where there is none, or one per layer."""
+    """Return a config field or module attribute; ``default`` where there is none, or one per layer."""
     try:
         return getattr(holder, name, default)
     except RuntimeError:
@@ -33,13 +33,13 @@ def field(holder: Any, name: str, default: Any = None) -> Any:
 
 
 def first_count(holder: Any, names: Iterable[str]) -> int | None:
-    """The first of some fields that is a positive number."""
+    """Return the first of some fields that is a positive number."""
     values = (field(holder, name) for name in names)
     return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0), None)
 
 
 def counts(config: Any, names: Iterable[str]) -> set[int]:
-    """The first of some fields that is a positive number: one, or what it is in each layer."""
+    """Return the first of some fields that is a positive number, or its values over the layers."""
     names = tuple(names)
     found = first_count(config, names)
     if found is not None:
@@ -72,7 +72,7 @@ def with_lengths(config: Any, lengths: Mapping[str, int]) -> Any:
 
 
 def _mappings(config: Any) -> Iterator[dict[str, Any]]:
-    """The config's own fields, and those of its rotary embeddings, of which there may be one per kind of layer."""
+    """Yield the config's own fields, and those of its rotary embeddings, one per kind of layer."""
     found: list[Any] = [vars(config), vars(config).get("rope_parameters")]
     while found:
         fields = found.pop(0)

@@ -13,7 +13,7 @@ _FLAT_MLP = Block(column=("fc1",), row=("fc2",), enter=("fc1",), leave=("fc2",),
 
 
 def _one_key_value(config: Any) -> tuple[int, ...]:
-    """All heads' queries, then one key and one value, where a config asks for multi-query attention."""
+    """Return the sizes of all queries, one key and one value, where a config asks for multi-query attention."""
     if not config.multi_query or getattr(config, "new_decoder_architecture", False):
         return ()
     head_dim = config.hidden_size // config.num_attention_heads

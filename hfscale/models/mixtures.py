@@ -1,4 +1,6 @@
-"""Decoders with mixtures of experts, latent attention or several kinds of layers, where the host's plan does not do."""
+"""Blueprints of decoders with mixtures of experts, latent attention or several kinds of layers that transformers' plan
+does not cover.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -14,7 +16,7 @@ _EXPERTS_TRANSPOSED = {"experts.gate_up_proj": (2, 2), "experts.down_proj": (1, 
 
 
 def _mixture(shared_expert: str, experts: dict[str, tuple[int, int]], **changes: Any) -> Block:
-    """A mixture, or the dense MLP that some layers have in its place; the router is used whole."""
+    """Return the block of a mixture, or of the dense MLP that some layers have instead; the router is not cut."""
     return Block(
         column=("gate_proj", "up_proj", f"{shared_expert}.gate_proj", f"{shared_expert}.up_proj"),
         row=("down_proj", f"{shared_expert}.down_proj"),

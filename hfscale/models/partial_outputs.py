@@ -1,4 +1,4 @@
-"""Fields of a config that ask for what a tensor rank has only a part of."""
+"""Name config fields that request outputs of which a tensor rank has only a part."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ _WHY = {
 
 
 def partial_output(config: Any, arguments: dict[str, Any] | None = None) -> str | None:
-    """What is asked for that a tensor rank cannot give, and why not, in words; ``None`` where nothing is.
+    """Return, in words, the requested output that a tensor rank cannot give, and why; ``None`` if there is none.
 
     Args:
         config: of the model.

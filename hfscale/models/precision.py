@@ -39,6 +39,6 @@ class _KeepFloat64(TorchFunctionMode):
 
 @contextmanager
 def keep_float64() -> Iterator[None]:
-    """Within: casts of float64 tensors to float32 leave them as they are."""
+    """Ignore casts of float64 tensors to float32 inside the with block."""
     with _KeepFloat64():
         yield

@@ -1,4 +1,4 @@
-"""The kinds of projection there are, and which way round each keeps its weight."""
+"""List the kinds of projections, and which way round each keeps its weight."""
 
 from typing import Any
 
@@ -13,12 +13,12 @@ _SIZE_ATTRIBUTES = {"out_features": 0, "in_features": 1, "nx": 0, "nf": 1}
 
 
 def is_transposed(module: Any) -> bool:
-    """Whether a module keeps its weight as ``[in, out]``."""
+    """Return whether a module keeps its weight as ``[in, out]``."""
     return isinstance(module, Conv1D)
 
 
 def weight_dims(module: Any) -> tuple[int, int]:
-    """The dims of a projection's weight that run along its outputs and along its inputs."""
+    """Return the dims of a projection's weight that run along its outputs and along its inputs."""
     return (1, 0) if is_transposed(module) else (0, 1)
 
 

@@ -20,7 +20,7 @@ _GATHERED = ("colwise_gather_output", "rowwise_split_input")
 
 
 class _Rule(NamedTuple):
-    """What the host says of a module: its layer list, its path inside a layer, and a style."""
+    """Hold transformers' rule for a module: its layer list, its path inside a layer, and a style."""
 
     layers: str
     path: str
@@ -29,7 +29,7 @@ class _Rule(NamedTuple):
 
 @dataclass
 class _Roles:
-    """The roles of one block, as the rules of its parts come in."""
+    """Collect the roles of one block from the rules of its parts."""
 
     column: list[str] = field(default_factory=list)
     row: list[str] = field(default_factory=list)
@@ -38,7 +38,7 @@ class _Roles:
 
 
 def translate_host_plan(host_plan: dict[str, str], family: str) -> Blueprint:
-    """``{"layers.*.self_attn.q_proj": "colwise", ...}`` as a blueprint.
+    """Translate ``{"layers.*.self_attn.q_proj": "colwise", ...}`` to a blueprint.
 
     Raises:
         PlanError: a rule is outside the layer list, or has a style hfscale does not translate.
@@ -72,7 +72,7 @@ def translate_host_plan(host_plan: dict[str, str], family: str) -> Blueprint:
 
 
 def _rules_of_layers(host_plan: dict[str, str]) -> tuple[list[_Rule], list[str]]:
-    """The rules of modules in layers; and, in words, those of anything else."""
+    """Return the rules of modules in layers and, in words, those of anything else."""
     rules, unknown = [], []
     for pattern, style in host_plan.items():
         prefix, star, rest = pattern.partition(".*.")
@@ -86,7 +86,7 @@ def _rules_of_layers(host_plan: dict[str, str]) -> tuple[list[_Rule], list[str]]
 
 
 def _roles(rules: Sequence[_Rule], experts: tuple[str, ...]) -> tuple[dict[str, _Roles], tuple[str, ...], list[_Rule]]:
-    """Block -> its roles; blocks that use whole what has no role; and rules whose styles are not known here."""
+    """Return the roles by block, the blocks whose roleless modules stay uncut, and the rules with unknown styles."""
     mixtures = tuple(path.rpartition(".")[0] for path in experts)
     inside_experts = tuple(f"{path}." for path in experts)
     roles: dict[str, _Roles] = {}
@@ -111,7 +111,7 @@ def _roles(rules: Sequence[_Rule], experts: tuple[str, ...]) -> tuple[dict[str, 
 
 
 def _block(role: _Roles, own_heads: bool, mixture: bool, optional: bool) -> Block:
-    """One block of a layer; ``optional`` where dense layers and mixtures share an entry."""
+    """Return one block of a layer; ``optional`` where dense layers and mixtures use the same entry."""
     column, row = list(role.column), list(role.row)
     for name in ("shared_expert", "shared_experts", "shared_mlp") if role.cut else ():
         # plans made for experts alone leave the shared expert out

@@ -1,4 +1,4 @@
-"""Which tokens of a sequence each rank has: pure arithmetic."""
+"""Assign the tokens of a sequence to ranks: pure arithmetic."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -37,7 +37,7 @@ class Split:
         return tuple(accumulate((self.total // count + (i < self.total % count) for i in range(count)), initial=0))
 
     def pieces(self, rank: int) -> tuple[Interval, ...]:
-        """The intervals of ``rank``, in order."""
+        """Return the intervals of ``rank``, in order."""
         if self.size == 1:
             return ((0, self.total),)
         ends, last = self._ends, 2 * self.size * self.together - 1
@@ -46,7 +46,7 @@ class Split:
         return tuple(sorted(found))
 
     def length(self, rank: int) -> int:
-        """How many tokens ``rank`` has."""
+        """Return how many tokens ``rank`` has."""
         return sum(stop - start for start, stop in self.pieces(rank))
 
     @cached_property
@@ -55,7 +55,7 @@ class Split:
         return [self.length(rank) for rank in range(self.size)]
 
     def places(self, rank: int) -> Tensor:
-        """Where the tokens of ``rank`` are in the sequence: ``[length(rank)]``, ascending."""
+        """Return the positions of the tokens of ``rank``: ``[length(rank)]``, ascending."""
         return torch.cat([torch.arange(start, stop) for start, stop in self.pieces(rank)])
 
     @cached_property
@@ -64,19 +64,19 @@ class Split:
         return torch.cat([self.places(rank) for rank in range(self.size)]).argsort()
 
     def members(self, rank: int) -> list[Tensor]:
-        """Of the tokens of ``rank``, in order, which are whose of the ranks that count together as it."""
+        """Return, for each rank that counts as part of ``rank``, the indices of its tokens among those of ``rank``."""
         alone, own = Split(self.total, self.size * self.together), self.places(rank)
         first = rank * self.together
         return [torch.searchsorted(own, alone.places(member)) for member in range(first, first + self.together)]
 
 
 def heads_fit(heads: int, key_heads: int, size: int) -> bool:
-    """Whether ``size`` ranks can share out the heads: evenly, and each key head to whole ranks or the reverse."""
+    """Return whether heads split evenly over ``size`` ranks, and key heads evenly or as equal groups of ranks."""
     return heads % size == 0 and (key_heads % size == 0 or size % key_heads == 0)
 
 
 def choose(method: str, heads: int, key_heads: int, size: int) -> str:
-    """What ``auto`` means for one call.
+    """Return the method of context parallelism for one call: ``method``, or the cheaper one for ``auto``.
 
     Per rank and layer, forward and backward, with ``Q`` and ``K`` entries of all queries and of all keys: gathering
     sends ``6 K (n-1)/n``, heads ``4 (Q + K) (n-1)/n^2``, so heads send less from ``n > 2/3 (Q/K + 1)`` on.

@@ -36,7 +36,7 @@ def run_schedule(arguments: argparse.Namespace) -> int:
 
 
 def _simulated(asked: "_Asked", costs: Costs, transfer: float | None) -> Timeline:
-    """Simulate the order, with transfers that take ``transfer`` times a forward each, if given."""
+    """Simulate the order, with transfers that take ``transfer`` forwards each, if given."""
     planned = simulate(asked.order, costs, asked.schedule, asked.microbatches)
     if not transfer:
         return planned
@@ -47,7 +47,7 @@ def _simulated(asked: "_Asked", costs: Costs, transfer: float | None) -> Timelin
 
 
 def _beside(measured: Timeline, planned: Timeline, asked: "_Asked", trace: Path) -> Timeline:
-    """Return the recorded run with the plan's name and microbatches, to be shown beside the plan."""
+    """Return the recorded run, with name and microbatches to compare with its plan."""
     if measured.num_ranks != planned.num_ranks:
         raise ConfigError(
             f"{trace} has {measured.num_ranks} ranks and the plan {planned.num_ranks}: use --pp {measured.num_ranks}"
@@ -59,7 +59,7 @@ def _beside(measured: Timeline, planned: Timeline, asked: "_Asked", trace: Path)
 def _write(
     arguments: argparse.Namespace, planned_order: Order, planned: Timeline, shown: list[tuple[str, Timeline]]
 ) -> None:
-    """Write the requested files, and print the timelines."""
+    """Write the requested files, and print the timelines to the terminal."""
     if arguments.out:  # first: it may refuse
         draw(arguments.out, shown)
     if arguments.csv:
@@ -77,7 +77,7 @@ def _write(
 
 
 def described(timeline: Timeline) -> dict[str, Any]:
-    """Return a timeline as plain data; times are in its unit, ``bubble`` is relative to the work."""
+    """Return a timeline as plain data; times in its unit, idle time as a fraction of the work."""
     return {
         "schedule": timeline.name,
         "unit": timeline.unit,
@@ -93,7 +93,7 @@ def described(timeline: Timeline) -> dict[str, Any]:
 
 
 def _measured(trace: Path | None, step: int | None) -> Timeline | None:
-    """Return the step of a recorded run to draw."""
+    """Return the step to draw of a recorded run."""
     if trace is None:
         if step is not None:
             raise ConfigError(f"--step {step} chooses from a recorded run: give its --trace as well")
@@ -107,7 +107,7 @@ def _measured(trace: Path | None, step: int | None) -> Timeline | None:
 
 
 def _as_measured(planned: Order, measured: Timeline) -> Order:
-    """Adapt the order to a recorded run: add its updates, or leave out backward passes if it has none."""
+    """Add a run's updates to the order, and leave out backward passes if the run has none."""
     kinds = {span.action.kind for _, span in measured.spans()}
     if kinds == {"forward"}:
         return tuple(tuple(a._replace(paired=False) for a in row if a.kind == "forward") for row in planned)
@@ -118,7 +118,7 @@ def _as_measured(planned: Order, measured: Timeline) -> Order:
 
 
 def measured_costs(timeline: Timeline) -> Costs:
-    """Return the mean duration of each kind of action in a run, with which its plan should be simulated.
+    """Return the mean duration of each kind of action in a run, to simulate its plan with.
 
     Kinds that did not run keep their default ratio to a forward.
     """
@@ -138,7 +138,7 @@ def measured_costs(timeline: Timeline) -> Costs:
 
 @dataclass(frozen=True)
 class _Asked:
-    """The order to draw, the schedule's name, and the microbatches of one step."""
+    """Hold the order to draw, the schedule's name, and the microbatches of one step."""
 
     order: Order
     schedule: str
@@ -147,7 +147,7 @@ class _Asked:
 
 @dataclass
 class _Sizes:
-    """The sizes a schedule is made for; ``None`` and 0 if not known yet."""
+    """Hold the sizes of a schedule; ``None`` and 0 where still unknown."""
 
     pp_size: int | None
     microbatches: int | None
@@ -161,7 +161,7 @@ class _Sizes:
 
 
 def _asked(arguments: argparse.Namespace, measured: Timeline | None) -> _Asked:
-    """Return the order to draw: from the arguments, with defaults from the recorded run or the CSV file."""
+    """Return the schedule that the arguments ask for, completed from the recorded run or the CSV file."""
     known = measured is not None and (measured.name in SCHEDULES or measured.name.endswith(".csv"))
     schedule = spelled(arguments.schedule or "") or (measured.name if measured and known else "1f1b")
     sizes = _Sizes(arguments.pp, arguments.microbatches, arguments.virtual_stages)
@@ -179,7 +179,7 @@ def _asked(arguments: argparse.Namespace, measured: Timeline | None) -> _Asked:
 
 
 def _steps(schedule: str, microbatches: int, measured: Timeline | None) -> int:
-    """Return how many steps to draw: those of a recorded run without flushes, or enough to show their overlap."""
+    """Return how many steps to draw: those of a recorded run without flushes, or enough to see them overlap."""
     if measured and schedule in ASYNCHRONOUS:
         run = 1 + max(span.action.microbatch for _, span in measured.spans() if span.action.kind == "forward")
         return max(1, run // microbatches)

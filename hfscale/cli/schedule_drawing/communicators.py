@@ -60,7 +60,7 @@ class _Rank:
     sent: list[_Task] = field(default_factory=list)
 
     def run(self, program: list[tuple[str, int, int]]) -> None:
-        """Queue all actions and transfers, in the order of the rank's program."""
+        """Queue all transfers and computations of the rank's program, in order."""
         for kind, stage, index in program:
             if kind == "RECV_F":
                 self.arriving["forward", stage, index] = self._transfer(kind, stage - 1, (kind[-1], stage, index))
@@ -110,8 +110,8 @@ def simulate_communicators(
     microbatches: int = 0,
     sharing: Sharing = "ways",
 ) -> Timeline:
-    """Like :func:`...parallel.pipeline.simulate.simulate`, with ``costs.communication`` for a transfer, one at a time
-    on each communicator.
+    """Simulate an order like :func:`...parallel.pipeline.simulate.simulate`, but with one transfer at a time, of
+    ``costs.communication``, on each communicator.
 
     Raises:
         ConfigError: ranks and communicators would wait for each other forever.

@@ -1,4 +1,4 @@
-"""Draw timelines as PNG or SVG; matplotlib is imported on use."""
+"""Draw timelines as pictures: matplotlib for PNG and SVG, imported on use."""
 
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -29,7 +29,7 @@ _EDGE = "#ffffff"
 
 
 def title(timeline: Timeline) -> str:
-    """Schedule, sizes and bubble in one line."""
+    """Return schedule, sizes and bubble in one line."""
     parts = [timeline.name] if timeline.name else []
     parts += [f"p = {timeline.num_ranks}", f"m = {timeline.num_microbatches}"]
     if timeline.virtual_stages > 1:
@@ -44,7 +44,7 @@ def title(timeline: Timeline) -> str:
 
 
 def check_drawing(path: Path) -> None:
-    """Refuse a path that cannot be drawn to, before anything is computed.
+    """Check that a picture can be written, before anything is computed for it.
 
     Raises:
         ConfigError: another suffix, a folder that does not exist, or no matplotlib.
@@ -96,7 +96,7 @@ def draw(path: Path, timelines: Sequence[tuple[str, Timeline]]) -> None:
 
 
 def _draw_one(axes: Any, timeline: Timeline, horizon: float, inches: float) -> None:
-    """Draw one timeline, with ``inches`` per unit of time."""
+    """Draw one timeline; ``inches`` per unit of time."""
     from matplotlib.patches import Rectangle
 
     for rank, spans in enumerate(timeline.ranks):
@@ -157,7 +157,7 @@ def _forward_length(timeline: Timeline) -> float:
 
 
 def _shade(colour: str, chunk: int, chunks: int) -> str:
-    """Return the color of a stage: lighter for a rank's later stages."""
+    """Return a lighter shade for a rank's later stages."""
     share = 0.0 if chunks == 1 else 0.45 * chunk / (chunks - 1)
     return "#" + "".join(f"{round(value + (255 - value) * share):02x}" for value in _rgb(colour))
 

@@ -50,7 +50,7 @@ def render(timelines: Sequence[tuple[str, Timeline]], width: int = 100, colour: 
 
 
 def _scale(timeline: Timeline, horizon: float, room: int) -> float:
-    """Return columns per unit of time: a whole number per forward if there is room."""
+    """Return columns per unit of time: an integer number per forward where there is room for that."""
     lengths = sorted(span.end - span.start for _, span in timeline.spans() if span.action.kind == "forward")
     forward = lengths[len(lengths) // 2] if lengths else horizon
     columns = min(room / horizon * forward, float(_WIDEST_FORWARD)) if forward else 1.0

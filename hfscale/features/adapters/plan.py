@@ -25,12 +25,12 @@ from ...plan.reductions import data_cut, reductions_of
 
 
 def is_known(kept_in: str) -> bool:
-    """Whether the parameters that a wrapper keeps under this name can be planned."""
+    """Return whether parameters that a PEFT wrapper keeps under this name can be planned."""
     return kept_in in ADAPTER_DIMS or kept_in in (IA3_SCALES, COPY)
 
 
 def plan_adapters(plan: Plan, adapters: Sequence[AdapterParameter]) -> Plan:
-    """The plan of the model with ``adapters``: their parameters come last.
+    """Return the plan of the model with ``adapters``: their parameters come last.
 
     Raises:
         PlanError: an adapter has parameters that are not known here.
@@ -73,14 +73,14 @@ def _planned(plan: Plan, adapter: AdapterParameter) -> ParameterPlan:
 
 
 def _spread(adapter: AdapterParameter, cut: Cut) -> Cut:
-    """PEFT keeps all experts' factors in two matrices: ``A [experts r, in]`` and ``B [out, r experts]``."""
+    """Return the cut by expert of LoRA factors that hold all experts: ``A [experts r, in]``, ``B [out, r experts]``."""
     if adapter.kept_in == LORA_A:
         return replace(cut, dim=0)
     return replace(cut, dim=1, parts=(adapter.experts,) * (adapter.shape[1] // adapter.experts))
 
 
 def _dim_along(adapter: AdapterParameter, cut: Cut, ndim: int) -> int | None:
-    """The dim that runs along what ``cut`` cuts in the adapted parameter, if any."""
+    """Return the adapter's dim that runs along the cut dim of the adapted parameter, if any."""
     of_matrix = cut.dim - (ndim - 2)
     along_input = of_matrix == (0 if adapter.transposed else 1)
     if adapter.kept_in == IA3_SCALES:
@@ -90,7 +90,7 @@ def _dim_along(adapter: AdapterParameter, cut: Cut, ndim: int) -> int | None:
 
 
 def coverage(plan: Plan) -> dict[str, tuple[int, int]]:
-    """How many entries of the model's parameters have adapters, and how many there are: by kind of parameter.
+    """Return, by kind of parameter, how many entries have adapters, and how many there are.
 
     Kinds are ``experts``, ``embedding``, ``head``, ``layers`` (what else the layers hold in matrices) and ``other``.
     """
@@ -119,5 +119,5 @@ def coverage(plan: Plan) -> dict[str, tuple[int, int]]:
 
 
 def describe_targets(adapters: Sequence[AdapterParameter]) -> list[str]:
-    """The adapted parameters, layers joined: ``model.layers.*.self_attn.q_proj.weight``."""
+    """Return the adapted parameters, layers joined: ``model.layers.*.self_attn.q_proj.weight``."""
     return list(dict.fromkeys(wild_name(adapter.base) for adapter in adapters))

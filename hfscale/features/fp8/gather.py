@@ -29,18 +29,18 @@ from .weight import Float8Weight
 
 @dataclass(frozen=True)
 class _InEightBits:
-    """See :class:`hfscale._compat.torch_fsdp.Encoding`."""
+    """Encode shards in 8 bits; see :class:`hfscale._compat.torch_fsdp.Encoding`."""
 
     projection: Float8Projection
     owners: list[dist.ProcessGroup]
 
     def encode(self, shard: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the shard in 8 bits, viewed as bytes (which every backend sends), and its scale."""
+        """Return the shard as bytes, which every backend sends, and its scale."""
         entries, scale = self.projection.encode(shard, self.owners)
         return entries.view(torch.uint8), scale
 
     def decode(self, gathered: Tensor, known: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
-        """Return the gathered bytes as a :class:`Float8Weight` with the full scale; update ``out`` if given."""
+        """Return the gathered weight with the scale of the full weight."""
         keep_for_stream(known)  # made on the stream that gathers
         if out is None:
             return Float8Weight(gathered.view(FORWARD), known.clone(), dtype)
@@ -50,7 +50,7 @@ class _InEightBits:
 
 
 class Float8Gather(Part):
-    """All-gather in 8 bits the weights that the plan marks."""
+    """All-gather weights in 8 bits, where the plan says so."""
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Encode the all-gathers of FSDP2. Must follow the data axes, which shard the weights."""

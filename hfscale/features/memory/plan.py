@@ -120,7 +120,7 @@ def _modules(draft: Draft, given: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _refuse_other_attention(draft: Draft) -> None:
-    """Attention is found where the host looks it up."""
+    """Report models whose attention selective recomputation cannot find, and cut sequences."""
     size = draft.layout.cp
     if size > 1:
         draft.problem(

@@ -13,7 +13,7 @@ from .seam import AttentionCall
 def read(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: MaskBlocks, call: AttentionCall, source: Source
 ) -> Tensor:
-    """Attention of ``q`` to all of ``source``; heads of queries and of values may differ in width."""
+    """Return the attention of ``q`` to all keys of ``source``; heads of queries and of values may differ in width."""
     width = v.shape[-1]
     widest = padded_width(max(q.shape[-1], width), q.device)
     if {q.shape[-1], width} != {widest}:  # zeros add nothing to scores, and are cut off an output

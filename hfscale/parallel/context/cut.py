@@ -1,7 +1,8 @@
-"""One rank's part of a batch of whole sequences.
+"""Cut a batch of full sequences into the tokens of one context rank.
 
-Labels are shifted before anything is cut: what the last token of a piece predicts is on another rank. A model of more
-than text keeps whole ids and pictures, makes whole embeddings of them, and is cut where its text begins (:mod:`.text`).
+Labels are shifted before the cut, since the label of a rank's last token may be on another rank. A multimodal model
+gets all ids and pictures, computes the embeddings of all tokens, and is cut at the input of its text model
+(:mod:`.text`).
 """
 
 from collections.abc import Mapping
@@ -39,7 +40,7 @@ _NO_TOKENS = ("use_cache", "return_dict", "output_hidden_states", "num_items_in_
 
 @dataclass(frozen=True)
 class CutBatch:
-    """What a rank should know of the whole sequences of which it computes a part.
+    """Describe the full sequences of which one context rank computes a part.
 
     Attributes:
         split: who has which tokens.
@@ -62,7 +63,7 @@ class CutBatch:
         return self.split.places(self.rank)
 
     def to(self, device: torch.device) -> "CutBatch":
-        """The same with tensors on ``device``."""
+        """Return the batch with its tensors on ``device``."""
         moved = {
             name: value.to(device, non_blocking=True)
             for name in ("padding", "position_ids", "documents")
@@ -71,7 +72,7 @@ class CutBatch:
         return replace(self, **moved) if moved else self
 
     def whole_positions(self, device: torch.device) -> Tensor:
-        """Positions of all tokens, ``[..., s]``, as the host counts them where none are given."""
+        """Return the positions of all tokens, ``[..., s]``, counted as transformers does where none are given."""
         if self.position_ids is not None:
             return self.position_ids
         return torch.arange(self.split.total, device=device)[None]
@@ -80,7 +81,7 @@ class CutBatch:
 def cut_batch(
     batch: Mapping[str, Any], size: int, rank: int, shift: int, takes_positions: bool, inside: bool = False
 ) -> tuple[CutBatch, dict[str, Any]]:
-    """What ``rank`` of ``size`` computes of a batch.
+    """Return the part of a batch that context rank ``rank`` of ``size`` computes.
 
     Args:
         batch: the keyword arguments of a forward pass over whole sequences.
@@ -118,7 +119,7 @@ def cut_batch(
 
 
 def cut_inputs(batch: CutBatch, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Of arguments of a call for whole sequences, what this rank computes; those without tokens as they are.
+    """Cut keyword arguments for full sequences to this rank's tokens; arguments without a token dim stay.
 
     Raises:
         ConfigError: an argument that it does not know how to cut.
@@ -134,7 +135,7 @@ def cut_inputs(batch: CutBatch, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shape_of(batch: Mapping[str, Any]) -> tuple[int, int]:
-    """Rows and tokens."""
+    """Return the number of rows and of tokens per row."""
     for name in ("input_ids", "inputs_embeds"):
         found = batch.get(name)
         if isinstance(found, Tensor):
@@ -160,7 +161,7 @@ def _documents(positions: Tensor, mask: Tensor | None) -> Tensor | None:
 
 
 def _marked(rows: list[Tensor], marks: Tensor, places: Tensor) -> list[Tensor]:
-    """Of ``[marked tokens, ...]`` each, the rows of this rank's tokens; ``marks`` ``[b, s]``."""
+    """Return the rows of this rank's tokens from tensors ``[marked tokens, ...]``, given the mask ``marks [b, s]``."""
     own = torch.zeros_like(marks)
     own[:, places.to(marks.device)] = True
     kept = own[marks.bool()].bool()

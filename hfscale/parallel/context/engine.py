@@ -28,10 +28,10 @@ class Source(Protocol):
     """Where blocks of keys and values come from, by the rank that made them."""
 
     def blocks(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """``(rank, k, v)`` of every rank, given this rank's own; collective."""
+        """Yield ``(rank, k, v)`` of every rank, given this rank's own; collective."""
 
     def gradients(self, k: Tensor, v: Tensor, backward: Backward) -> tuple[Tensor, Tensor]:
-        """Gradients of this rank's own k and v, summed over the ranks that read them; collective."""
+        """Return the gradients of this rank's k and v, summed over the ranks that read them; collective."""
 
 
 class OwnBlocks:
@@ -49,7 +49,7 @@ class OwnBlocks:
 
 
 def wide_zeros(x: Tensor) -> Tensor:
-    """Zeros to add up gradients in: of the shape of ``x``, in 32 bits at least."""
+    """Return zeros of the shape of ``x`` to sum gradients in, in 32 bits at least."""
     return torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
@@ -70,18 +70,18 @@ class Reading:
     seed: int = 0
 
     def own(self) -> tuple[Interval, ...]:
-        """The intervals of this rank's queries."""
+        """Return the token intervals of this rank's queries."""
         return self.mask.batch.split.pieces(self.mask.batch.rank)
 
     def pairs(self, rank: int) -> Iterator[tuple[int, Interval, int, Interval]]:
-        """Numbers and intervals of (own, other) pieces of which some query reads some key."""
+        """Yield index and interval of (own, other) pieces in which some query reads some key."""
         for i, rows in enumerate(self.own()):
             for j, columns in enumerate(self.mask.batch.split.pieces(rank)):
                 if self.mask.kind(rows, columns) != SKIPPED:
                     yield i, rows, j, columns
 
     def block(self, rows: Interval, columns: Interval, dtype: torch.dtype) -> Block:
-        """How one pair of intervals is read."""
+        """Return mask, bias and dropout seed for one pair of query and key intervals."""
         kind = self.mask.kind(rows, columns)
         idle = None if self.mask.idle is None else self.mask.idle[:, None, slice(*rows)]
         seed = (self.seed * 1_000_003 + rows[0]) * 1_000_003 + columns[0]
@@ -90,7 +90,7 @@ class Reading:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, reading: Reading) -> Tensor:
-    """``[b, h, s, d]`` queries of this rank, its own keys and values -> the output of the same shape.
+    """Return the attention output ``[b, h, s, d]`` of this rank's queries, given its own keys and values.
 
     Args:
         sinks: ``[h]``: the logit of a key that every query reads and that has no value (Xiao et al. 2024).
@@ -147,7 +147,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _merged(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """The output over both sets of keys, of the outputs over each (Milakov and Gimelshein 2018)."""
+    """Merge the outputs of attention over two sets of keys by their log-sum-exps (Milakov and Gimelshein 2018)."""
     total = torch.logaddexp(lse, other_lse.to(lse.dtype))
     known = finite(total)
     return (

@@ -17,7 +17,7 @@ class GatheredBlocks:
         self._lengths, self._group = lengths, group
 
     def blocks(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """All-gather keys and values, then yield ``(rank, k, v)`` of every rank, ``[b, h, lengths[rank], d]`` each."""
+        """Yield ``(rank, keys, values)``, each ``[b, h, lengths[rank], d]``, after one all-gather."""
         widths = [k.shape[-1], v.shape[-1]]
         # As [b, s, h, d] the ranks' shards of one sample are contiguous, so that gathering dim 1 needs no copy.
         own = torch.cat((k.transpose(1, 2), v.transpose(1, 2)), -1)
@@ -28,7 +28,7 @@ class GatheredBlocks:
             yield rank, kb, vb
 
     def gradients(self, k: Tensor, v: Tensor, backward: Backward) -> tuple[Tensor, Tensor]:
-        """Reduce-scatter this rank's gradients of all keys and values; return the sums for its own ``k`` and ``v``."""
+        """Reduce-scatter the gradients of all ranks' keys and values to the ranks that own them."""
         widths = [k.shape[-1], v.shape[-1]]
         sums = k.new_empty(k.shape[0], sum(self._lengths), k.shape[1], sum(widths))
         for (rank, kb, vb), place in zip(self.blocks(k, v), sums.split(self._lengths, 1), strict=True):

@@ -20,7 +20,7 @@ from ...distributed.ops.all_to_all import all_to_all
 
 
 def replicated(x: Tensor, size: int) -> Tensor:
-    """Repeat the heads of ``x [b, h, s, d]`` until each of ``size`` ranks gets at least one."""
+    """Repeat the heads of ``[b, h, s, d]`` until each of ``size`` ranks has one."""
     return x if x.shape[1] >= size else x.repeat_interleave(size // x.shape[1], 1)
 
 
@@ -38,7 +38,7 @@ class HeadExchange:
         self.own = dist.get_rank(group)
 
     def to_heads(self, x: Tensor) -> Tensor:
-        """Exchange ``[b, h, s of this rank, d]`` for ``[b, h / n, s of all, d]``, in the order of the sequence."""
+        """Exchange ``[b, h, s of this rank, d]`` for ``[b, h / n, s of all, d]``, in sequence order."""
         found: Tensor = _Exchange.apply(x, self, True)
         return found
 

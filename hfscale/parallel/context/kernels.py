@@ -58,12 +58,12 @@ class Kernel(Protocol):
     """Attention over a block, forward and backward."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-        """Output and logarithms."""
+        """Return output and log-sum-exp."""
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v through this block, where ``out`` and ``lse`` are those over all blocks."""
+        """Return the gradients of q, k and v through this block; ``out`` and ``lse`` are those over all blocks."""
 
 
 def kernel_for(q: Tensor, scale: float, softcap: float | None, dropout: float, idle: bool = False) -> Kernel:
@@ -193,7 +193,7 @@ class ScoreKernel:
     def _backward(
         self, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, block: Block
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of some queries, and what they add to those of keys and values, in the type of scores."""
+        """Return the gradients of some queries, and their terms of those of keys and values, in the dtype of scores."""
         scores, slope = self._scores(q, k, block)
         wide = scores.dtype
         grad_, k_, v_ = _grouped(grad, k).to(wide), k.to(wide), v.to(wide)
@@ -212,7 +212,7 @@ class ScoreKernel:
         return dq.to(q.dtype), dk, dv
 
     def _scores(self, q: Tensor, k: Tensor, block: Block) -> tuple[Tensor, Tensor | None]:
-        """``[b, h / g, g, rows, columns]``, and what a softcap multiplies their gradient by."""
+        """Return scores ``[b, h / g, g, rows, columns]``, and the derivative of the softcap."""
         wide = torch.promote_types(q.dtype, torch.float32)
         scores = torch.einsum("bkgqd,bksd->bkgqs", _grouped(q, k).to(wide), k.to(wide)) * self.scale
         slope = None
@@ -235,7 +235,7 @@ class ScoreKernel:
 
 
 def _row_blocks(q: Tensor, k: Tensor) -> list[slice]:
-    """The rows of a block whose scores are in memory at once."""
+    """Split the query rows into slices whose scores fit into memory together."""
     rows = max(1, _SCORES // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
     return [slice(0, None)] if q.shape[2] <= rows else [slice(i, i + rows) for i in range(0, q.shape[2], rows)]
 
@@ -245,10 +245,10 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def finite(lse: Tensor) -> Tensor:
-    """Logarithms, 0 for rows that read nothing, so that exponentials of differences are 0 and not undefined."""
+    """Replace the log-sum-exp of rows without keys by 0, so that exponentials of differences are 0 instead of nan."""
     return lse.masked_fill(torch.isneginf(lse), 0.0)
 
 
 def _grouped(q: Tensor, k: Tensor) -> Tensor:
-    """``[b, h, s, d]`` -> ``[b, h / g, g, s, d]``: the queries of one key head side by side."""
+    """Reshape ``[b, h, s, d]`` to ``[b, h / g, g, s, d]``: the queries of one key head side by side."""
     return q.unflatten(1, (k.shape[1], -1))

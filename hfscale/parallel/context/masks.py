@@ -63,14 +63,14 @@ class MaskBlocks:
         return cls(batch, function, samples, device, attend)
 
     def filled(self) -> "MaskBlocks":
-        """The same for a host whose queries read all keys alike where all are hidden: those at the left of padding."""
+        """Return this mask with ``idle`` set: queries without any key (left padding) then read all keys alike."""
         total = self.batch.split.total
         chunks = [(start, min(start + _ROWS, total)) for start in range(0, total, _ROWS)]
         idle = torch.cat([~self.block(rows, (0, total)).any(-1).squeeze(1) for rows in chunks], -1)
         return replace(self, idle=idle, _kinds={}, _others={}) if bool(idle.any()) else self
 
     def without_idle(self) -> "MaskBlocks":
-        """The same where they read nothing."""
+        """Return this mask with idle queries reading nothing."""
         if self.idle is None:
             return self
         if _NO_IDLE not in self._others:  # every layer asks
@@ -78,11 +78,11 @@ class MaskBlocks:
         return self._others[_NO_IDLE]
 
     def of_one_rank(self, attend: Callable[..., Any]) -> "MaskBlocks":
-        """The same for a rank that has all tokens, and whose attention ``attend`` answers."""
+        """Return this mask for a rank that has all tokens, with attention computed by ``attend``."""
         return replace(self.of_groups(self.batch.split.size), attend=attend)
 
     def of_groups(self, size: int) -> "MaskBlocks":
-        """The same for groups of ``size`` ranks each, which have tokens together."""
+        """Return this mask for groups of ``size`` ranks, each group holding its tokens together."""
         if size not in self._others:
             split = Split(self.batch.split.total, self.batch.split.size // size, size)
             batch = replace(self.batch, split=split, rank=self.batch.rank // size)
@@ -90,11 +90,11 @@ class MaskBlocks:
         return self._others[size]
 
     def is_plain(self) -> bool:
-        """Whether it is the causal mask and nothing else."""
+        """Return whether this is the plain causal mask."""
         return self.function is causal_mask_function
 
     def kind(self, rows: Interval, columns: Interval) -> str:
-        """Which of the queries in ``rows`` read keys in ``columns``."""
+        """Return how queries in ``rows`` read keys in ``columns``: skipped, full, causal or masked."""
         if rows[0] == rows[1] or columns[0] == columns[1]:
             return SKIPPED
         if self.is_plain():
@@ -121,7 +121,7 @@ class MaskBlocks:
         return FULL if every else CAUSAL if triangle else SKIPPED
 
     def block(self, rows: Interval, columns: Interval) -> Tensor:
-        """``[b, 1, rows, columns]``, True where a query attends to a key."""
+        """Return ``[b, 1, rows, columns]``, True where a query attends to a key."""
 
         def indices(start: int, stop: int, dim: int) -> Tensor:
             shape: list[Any] = [1, 1, 1, 1]
@@ -134,6 +134,6 @@ class MaskBlocks:
         return found.expand(self.samples, 1, rows[1] - rows[0], columns[1] - columns[0])
 
     def bias(self, rows: Interval, columns: Interval, dtype: torch.dtype) -> Tensor:
-        """The same to be added to scores: 0, or minus infinity."""
+        """Return the mask of a block as a bias to add to scores: 0 or minus infinity."""
         found = self.block(rows, columns)
         return torch.zeros((), dtype=dtype, device=found.device).masked_fill(~found, float("-inf"))

@@ -45,7 +45,7 @@ class ContextAttention:
         return read(q, k, v, call.sinks, mask, call, source)
 
     def _by_heads(self, q: Tensor, k: Tensor, v: Tensor, mask: MaskBlocks, call: AttentionCall, size: int) -> Tensor:
-        """Exchange tokens for heads within groups of ``size`` ranks; pass keys and values around a ring of groups."""
+        """Exchange tokens for heads in groups of ``size`` ranks, and pass keys around a ring of the groups."""
         together = mask.of_groups(size)
         split, rank = together.batch.split, together.batch.rank
         alone = split.size == 1

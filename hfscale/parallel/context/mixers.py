@@ -1,7 +1,7 @@
-"""Modules besides attention that mix tokens (convolutions, recurrences): run on whole sequences by every rank.
+"""Run token-mixing modules other than attention (convolutions, recurrences) on full sequences on every rank.
 
-Each rank gives a mixer all tokens, and keeps its own of what it returns. The result is right, and the work is done as
-many times as there are ranks. Gradients of its weights are partial like all others: only own outputs have one.
+Each rank runs the mixer on all tokens and keeps its own tokens of the output. The result is exact; the work is repeated
+on every rank. Weight gradients are partial, since only a rank's own outputs have a gradient.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ Gather = Callable[[Tensor, CutBatch], Tensor]
 
 
 class WholeSequences:
-    """What makes a mixer run on whole sequences.
+    """Run a mixer on full sequences.
 
     Args:
         recomputed: the sequences that a layer is recomputed for, which is not within a pass of the model.
@@ -66,7 +66,7 @@ class WholeSequences:
 
 
 def own_tokens(output: Any, batch: CutBatch) -> Any:
-    """This rank's of what a module returns for whole sequences: tensors ``[b, tokens, ...]``, others as they are."""
+    """Cut a module's output for full sequences, tensors ``[b, s, ...]``, to this rank's tokens."""
     places = batch.places
 
     def cut(x: Any) -> Any:
@@ -78,7 +78,7 @@ def own_tokens(output: Any, batch: CutBatch) -> Any:
 
 
 def _padding(value: Tensor | None, batch: CutBatch) -> Tensor | None:
-    """The mask of all tokens; the host leaves out one that hides nothing, which a rank's own part may not."""
+    """Return the padding mask of all tokens, also where the host passed none because nothing is padded."""
     if batch.padding is None:
         return None if value is None else value.new_ones(len(value), batch.split.total)
     return batch.padding.to(batch.padding.dtype if value is None else value.dtype)

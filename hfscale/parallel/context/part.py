@@ -27,7 +27,7 @@ _BATCH = "context_batch"
 
 
 class ContextParallel(Part, ContextAxis):
-    """Nothing where each rank has whole sequences."""
+    """Compute attention over sequences cut across context ranks; do nothing where ``cp_size`` is 1."""
 
     _runtime: Runtime
 
@@ -62,13 +62,13 @@ class ContextParallel(Part, ContextAxis):
         model.register_forward_hook(self._end, always_call=True)
 
     def take_out(self, runtime: Runtime, weights: LocalWeights) -> None:
-        """Do nothing: the hooks have been removed already."""
+        """Restore the model's own attention."""
         if self._seam is not None:
             self._seam.remove()
 
     @contextmanager
     def around_step(self, runtime: Runtime, microbatches: Sequence[Microbatch], train: bool) -> Iterator[None]:
-        """Forget the step's forward passes at its end, unless a pipeline still has microbatches in flight."""
+        """Clear the recorded forward passes after the step, unless some are still running."""
         try:
             yield
         finally:
@@ -109,7 +109,7 @@ class ContextParallel(Part, ContextAxis):
         return TokenGather(group)(own, batch[_BATCH])
 
     def local_view(self, module: str) -> str | None:
-        """Say that every module sees only this rank's tokens."""
+        """Return a sentence on how the tokens of ``module`` are local to this rank; ``None`` where they are not."""
         if self._attend is None:
             return None
         return (
@@ -118,7 +118,7 @@ class ContextParallel(Part, ContextAxis):
         )
 
     def _learn(self, batch: CutBatch) -> None:
-        """Take the batch's positions at the text model, and begin its forward pass there."""
+        """Record the positions of the batch, known at the text model's input."""
         learn(batch)
         if self._passes is not None:
             self._passes.begin(batch)
@@ -127,7 +127,7 @@ class ContextParallel(Part, ContextAxis):
         return self._passes.current() if self._passes is not None and recomputing() else None
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Forward pre-hook of the model."""
+        """Start a pass over this rank's tokens (forward pre-hook of the model)."""
         batch: CutBatch | None = kwargs.pop(_BATCH, None)
         stack = ExitStack()
         if self._passes is not None:

@@ -1,7 +1,7 @@
-"""Keys and values that travel around a ring of context ranks, one rank's at a time (Liu et al. 2023).
+"""Pass keys and values around a ring of context ranks (Liu et al. 2023).
 
-The next block is under way while this one is computed. Backward, a block's gradient travels behind it and is complete
-when it is home.
+The next block is in transfer while this one is computed. In the backward pass the gradient of a block follows it around
+the ring, and is complete when it returns to its owner.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ class RingBlocks:
         self._lengths, self._rank, self._group = lengths, rank, group
 
     def blocks(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield ``(rank, k, v)``: this rank's own first, then those of the ranks before it, as the ring passes them."""
+        """Yield ``(rank, keys, values)``: this rank's own first, then those of the preceding ranks."""
         widths, block = [k.shape[-1], v.shape[-1]], torch.cat((k, v), -1)
         for step in range(len(self._lengths)):
             source = (self._rank - step) % len(self._lengths)
@@ -34,7 +34,7 @@ class RingBlocks:
                 block = following.result()
 
     def gradients(self, k: Tensor, v: Tensor, backward: Backward) -> tuple[Tensor, Tensor]:
-        """Pass each block's gradient along with it around the ring, every rank adding to it; return this rank's."""
+        """Pass each block's gradient around the ring, adding every rank's contribution."""
         widths, travelling = [k.shape[-1], v.shape[-1]], None
         for source, kb, vb in self.blocks(k, v):
             dk, dv = wide_zeros(kb), wide_zeros(vb)
@@ -60,7 +60,7 @@ class RingBlocks:
 
 
 class _UnderWay:
-    """A block being received, with the sent one, which must stay unchanged until the send is over."""
+    """Hold a block being received, and one being sent that must not change until then."""
 
     def __init__(self, works: list[Any], arriving: Tensor, sent: Tensor, known: AbstractContextManager[None]) -> None:
         self._works, self._arriving, self._sent, self._known = works, arriving, sent, known

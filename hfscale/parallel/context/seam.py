@@ -36,13 +36,13 @@ _SAID |= {"max_length_k"}
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One call of attention, in words of the field.
+    """Hold the scaling of one attention call.
 
     Attributes:
-        scale: of the scores.
-        softcap: what they are squashed to lie between; ``None``: they are not.
-        dropout: the share of probabilities that is dropped.
-        sinks: ``[h]`` logits of a key without value; ``None``: there are none.
+        scale: factor on the scores.
+        softcap: bound of the scores after tanh; ``None``: no softcap.
+        dropout: probability of dropping an attention weight.
+        sinks: ``[h]`` logits of a key without value; ``None``: no sinks.
     """
 
     scale: float
@@ -83,7 +83,7 @@ class Seam:
 
     @contextmanager
     def passing(self, batch: CutBatch, attend: Attend) -> Iterator[None]:
-        """Within: a forward pass of the model over one rank's part of ``batch``."""
+        """Run attention over this rank's part of ``batch`` inside the with block."""
         passage = _Passage(batch, attend)
         token = _passage.set(passage)
         try:
@@ -94,20 +94,20 @@ class Seam:
 
 
 def current_batch() -> CutBatch | None:
-    """The whole sequences of which the running pass computes a part; ``None`` where it computes all there is."""
+    """Return the full sequences that the current pass computes a part of; ``None`` outside of one."""
     passage = _passage.get()
     return None if passage is None else passage.batch
 
 
 def learn(batch: CutBatch) -> None:
-    """Within a pass: more is known of its sequences."""
+    """Replace the batch of the current pass by one with more information."""
     passage = _passage.get()
     assert passage is not None
     passage.batch = batch
 
 
 def attention_configs(model: Any) -> list[Any]:
-    """The configs of a text model that its attention modules ask."""
+    """Return the config objects that the attention modules of a text model read."""
     text = model.config.get_text_config()
     found = {id(text): text}
     for module in model.modules():

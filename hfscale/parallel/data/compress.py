@@ -30,7 +30,7 @@ NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class NarrowMean:
-    """Average over replicas by an all-reduce in 16 bits."""
+    """Average gradients over replicas in 16 bits."""
 
     def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
         self._group, self._dtype = group, dtype
@@ -43,7 +43,7 @@ class NarrowMean:
 
 
 class PowerSGD:
-    """Average the matrices of a flat buffer over replicas by low-rank factors (PowerSGD).
+    """Average the matrices in a flat gradient buffer over replicas by low-rank factors.
 
     Args:
         sizes: of the parts of the buffer, in order.
@@ -66,7 +66,7 @@ class PowerSGD:
         self._unit, self._made_in = unit, 1.0
 
     def __call__(self, flat: Tensor) -> None:
-        """Average ``flat`` over the replicas in place: matrices by low-rank factors, the rest exactly."""
+        """Average ``flat`` over the replicas in place."""
         if sum(map(prod, self._sizes)) != flat.numel():  # some have no gradient
             self._mean([flat])
             return
@@ -88,15 +88,15 @@ class PowerSGD:
             self._factors[i] = torch.where(numbers, right[i], factor)
 
     def tensors(self) -> list[Tensor]:
-        """Errors and factors."""
+        """Return errors and factors."""
         return [*self._errors.values(), *self._factors.values()]
 
     def state(self) -> dict[str, Any]:
-        """Errors and factors, and the unit of the errors."""
+        """Return errors and factors, and the unit of the errors."""
         return {"errors": self._errors, "factors": self._factors, "unit": self._made_in}
 
     def put_state(self, state: Mapping[str, Any], device: torch.device) -> None:
-        """Go on with them."""
+        """Load errors and factors."""
         self._errors = {i: each.to(device) for i, each in state["errors"].items()}
         self._factors = {i: each.to(device) for i, each in state["factors"].items()}
         self._made_in = state.get("unit", self._unit())  # states of before had none
@@ -122,7 +122,7 @@ class PowerSGD:
         return self._factors[i]
 
     def _mean(self, tensors: list[Tensor]) -> None:
-        """Average ``tensors`` over the replicas in place, with one all-reduce."""
+        """Average tensors over the replicas in place with one all-reduce."""
         if not tensors:
             return
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
@@ -133,17 +133,17 @@ class PowerSGD:
 
 
 def _are_numbers(tensors: Sequence[Tensor]) -> Tensor:
-    """Return whether all entries are finite, as a tensor, so that the host need not wait for the device."""
+    """Return whether all entries are finite, as a tensor, without a device synchronization."""
     return torch.stack([torch.isfinite(tensor).all() for tensor in tensors]).all()
 
 
 def first_factor(seed: int, number: int, columns: int, rank: int) -> Tensor:
-    """``[columns, rank]`` of normal numbers, for matrix ``number`` of a buffer."""
+    """Return a random normal ``[columns, rank]``, for matrix ``number`` of a buffer."""
     return torch.randn(columns, rank, generator=torch.Generator().manual_seed(1000 * seed + number))
 
 
 def compresses(plan: Plan) -> bool:
-    """Return whether gradients are compressed on their way between replicas."""
+    """Return whether gradients are compressed between replicas."""
     return plan.layout.gradient_compression != "no"
 
 

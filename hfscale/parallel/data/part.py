@@ -25,7 +25,7 @@ from .whole_weights import refuse_calls_past_the_model, reshard
 
 
 class DataParallel(Part, DataAxes):
-    """Shards over the data ranks, applied last."""
+    """Shard the model over the data ranks, after all other axes."""
 
     state_key = "DataParallel"
 
@@ -36,7 +36,7 @@ class DataParallel(Part, DataAxes):
         self._compressing: list[PowerSGD] = []
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Wrap the model with FSDP2, and fill its parameters on the meta device with this rank's weights."""
+        """Wrap the model in FSDP2, and materialize tensors on the meta device."""
         model, plan, mesh = runtime.model, runtime.plan, runtime.mesh
         runtime.data, self._model, self._layout = self, model, mesh.layout
         apply_data_axes(model, plan, mesh, runtime.options.mixed_precision)
@@ -48,7 +48,7 @@ class DataParallel(Part, DataAxes):
             self._compressing = install_compression(model, plan, mesh, runtime.loss_factor)
 
     def check_step(self, runtime: Runtime, batches: Sequence[Batch], user_loss: bool = False) -> None:
-        """Refuse hooks on gradients of parameters, which FSDP2 never runs."""
+        """Refuse hooks on gradients, which FSDP2 would not run."""
         if runtime.mesh.data_world == 1:
             return
         hooked = next((planned.name for planned, p in runtime.parameters() if has_backward_hook(p)), None)
@@ -60,28 +60,28 @@ class DataParallel(Part, DataAxes):
             )
 
     def left_out(self) -> list[Tensor]:
-        """Return the tensors that gradient compression keeps: residuals and low-rank factors."""
+        """Return the tensors that compression keeps: error feedback and low-rank factors."""
         return [tensor for each in self._compressing for tensor in each.tensors()]
 
     def state(self, runtime: Runtime) -> dict[str, Any]:
-        """Return the residuals of gradient compression, with the layout, since only the same layout can use them."""
+        """Return the error feedback of gradient compression, which only the same layout can load."""
         if not self._compressing:
             return {}
         return {"layout": repr(runtime.mesh.layout), "compression": [each.state() for each in self._compressing]}
 
     def put_state(self, runtime: Runtime, state: dict[str, Any]) -> None:
-        """Restore the residuals of gradient compression; in another layout it starts afresh."""
+        """Load the error feedback of gradient compression; another layout starts without."""
         if state.get("layout") == repr(runtime.mesh.layout):
             for each, saved in zip(self._compressing, state["compression"], strict=True):
                 each.put_state(saved, runtime.mesh.device)
 
     def around_interleaved(self, runtime: Runtime, backward: bool) -> AbstractContextManager[None]:
-        """Reduce gradients once, at the end; gather weights once, or again for every pass (``weights_regather``)."""
+        """Reduce gradients once, after the with block; weights are gathered once, or for every pass."""
         regather = bool(runtime.mesh.layout.weights_regather)
         return one_reduction(runtime.model, backward=backward, regather=regather)
 
     def loss_factor(self, runtime: Runtime) -> float:
-        """Return the number of data ranks: FSDP2 averages gradients over them, while losses are terms of a sum."""
+        """Return the factor on a loss that cancels FSDP2's average over ranks."""
         return float(runtime.mesh.data_world)
 
     def before_backward(self, last: bool) -> None:

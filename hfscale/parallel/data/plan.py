@@ -18,7 +18,7 @@ def plan_data(draft: Draft) -> None:
 
 
 def _refuse_layers_left_out(draft: Draft) -> None:
-    """A rank that leaves out a layer does not gather its weights, and the others wait for it or take another's."""
+    """Report layer dropout as a problem: a rank that skips a layer would miss the all-gather of its weights."""
     for name in draft.layer_drops():
         draft.problem(
             f"{draft.layout.describe()}: {name}={getattr(draft.config, name)} leaves out layers at random, others on "

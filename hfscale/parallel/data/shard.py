@@ -67,7 +67,7 @@ def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, mixed_precision: s
 
 
 def _lent(plan: Plan, mesh: Mesh) -> list[str]:
-    """List the submodules of layers that other layers call too, outside the forward pass of their own layer."""
+    """Return the modules that layers of this rank borrow from a layer of another stage."""
     loans = plan.stages.loans if plan.stages is not None else ()
     return [loan.name for loan in loans if plan.is_local(mesh.pp_rank, loan.name)]
 
@@ -81,7 +81,7 @@ def _is_module(model: nn.Module, name: str) -> bool:
 
 
 def _found_by_any(mesh: Mesh, here: list[bool]) -> list[bool]:
-    """Combine flags over the data axes: each is true if it is true on any rank."""
+    """Return, for each flag in ``here``, whether it is true on any data rank."""
     found = torch.tensor(here, dtype=torch.uint8, device=mesh.device)
     for group in mesh.loss_groups:
         dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
@@ -136,7 +136,7 @@ def _planned(plan: Plan, name: str) -> ParameterPlan:
 
 
 def _data_mesh(device_mesh: DeviceMesh, mesh: Mesh, shards_alone: bool, spread: bool) -> DeviceMesh:
-    """Return the mesh over which FSDP2 shards and replicates: that of the experts if ``spread``, else the model's."""
+    """Return the device mesh over which FSDP2 reduces gradients, with the expert axis where ``spread``."""
     replicate, shard = data_axes(spread)
     return device_mesh[(replicate, shard) if mesh.layout.size(replicate) > 1 and not shards_alone else (shard,)]
 
@@ -163,13 +163,13 @@ def _filled(empty: Tensor | None, share: Tensor, on_host: bool) -> nn.Parameter:
 
 
 def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
-    """Choose whether the next backward pass reduces gradients over the data axes (off while accumulating)."""
+    """Set whether the next backward pass reduces gradients over the data axes (off while accumulating)."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(enabled)
 
 
 def reduce_microbatch(model: nn.Module) -> None:
-    """Reduce the gradients accumulated so far, inside :func:`one_reduction` and ahead of its end."""
+    """Reduce the gradients accumulated so far; call it inside :func:`one_reduction`."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(True)
         reduce_now(model)
@@ -178,9 +178,8 @@ def reduce_microbatch(model: nn.Module) -> None:
 
 @contextmanager
 def one_reduction(model: nn.Module, *, backward: bool, regather: bool) -> Iterator[None]:
-    """Accumulate gradients inside the with block, and reduce them over the data axes once at its end.
-
-    Passes of several microbatches may overlap inside. Weights are gathered once and kept until the end.
+    """Run any number of forward and backward passes inside the with block, and reduce gradients over the data axes once
+    at its end. Weights are gathered once and kept until then.
 
     Args:
         regather: reshard a layer's weights after every pass instead; those around the layers are kept.

@@ -20,7 +20,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def refuse_calls_past_the_model(model: Any) -> None:
-    """Refuse calls of the base model alone: FSDP2 gathers the weights around the layers for the full model only."""
+    """Refuse calls of the base model alone: FSDP2 gathers weights around the layers only when the model is called."""
     inside = getattr(model, "base_model", model)
     if inside is model:
         return
@@ -41,7 +41,7 @@ def refuse_calls_past_the_model(model: Any) -> None:
 
 
 def give_up_whole_weights(model: Any) -> None:
-    """Reshard the model after every forward pass without gradients; ``generate`` reshards once, at its end.
+    """Reshard the model's parameters after a pass without gradients.
 
     FSDP2 keeps the weights around the layers, and those of unsharded layers, for a backward pass. Where none follows,
     the gathered weights stay registered as the parameters: an optimizer made then would update them in vain, and

@@ -1,8 +1,8 @@
-"""Load balancing of experts: losses, bias updates and metrics. Pure functions of tensors.
+"""Compute load-balancing losses and bias updates of experts: pure arithmetic.
 
-All sums run over a sequence's real (unpadded) tokens. Callers whose ranks have parts of a sequence add up
-:func:`expert_sums` over them first; callers with several microbatches or batches add up the losses, and divide them by
-the step's number of real tokens.
+All sums are over the real tokens of a sequence and add up over ranks: under context or sequence parallelism sum
+:func:`expert_sums` over the ranks first; over microbatches sum the losses, and divide by the step's number of real
+tokens.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from .routers import probabilities, widened
 
 
 def expert_sums(logits: Tensor, index: Tensor, real: Tensor, scores: str) -> Tensor:
-    """Return the sums per sequence from which :func:`balance_loss` and :func:`z_loss` are made; differentiable.
+    """Return the per-sequence sums that the losses are computed from, with gradients to the logits.
 
     Args:
         logits: ``[b, s, e]``, the router's.
@@ -34,7 +34,7 @@ def expert_sums(logits: Tensor, index: Tensor, real: Tensor, scores: str) -> Ten
 
 
 def expert_counts(index: Tensor, count: int, real: Tensor) -> Tensor:
-    """Count the routes of each sequence to each expert: ``index [b, s, k]``, ``real [b, s]`` -> ``[b, count]``."""
+    """Count the routes of each sequence to each expert, ``[b, count]``, given ``index [b, s, k]``, ``real [b, s]``."""
     routes = index.flatten(1)
     weights = real.unsqueeze(-1).expand_as(index).flatten(1).to(torch.int64)
     counts = torch.zeros(len(routes), count + 1, dtype=torch.int64, device=index.device)
@@ -42,7 +42,7 @@ def expert_counts(index: Tensor, count: int, real: Tensor) -> Tensor:
 
 
 def balance_loss(sums: Tensor) -> Tensor:
-    """Return the load-balancing loss, the sum over sequences of (loss of the sequence) x (its number of tokens).
+    """Return the load-balancing loss summed over sequences, each weighted by its number of tokens.
 
     ``experts * sum_i f_i P_i`` with ``f_i`` the share of the sequence's routes that go to expert ``i`` and ``P_i`` the
     mean of its probability (Fedus et al. 2021, equations 4 to 6; per sequence in DeepSeek-AI 2024, V3, equations 17 to
@@ -59,24 +59,24 @@ def balance_loss(sums: Tensor) -> Tensor:
 
 
 def z_loss(sums: Tensor) -> Tensor:
-    """Return the router z-loss, summed over tokens: squared logsumexp of the logits (Zoph et al. 2022, equation 5)."""
+    """Return the squared logsumexp of the logits, summed over tokens (Zoph et al. 2022, ST-MoE, equation 5)."""
     return sums[:, -1].sum()
 
 
 def bias_step(counts: Tensor, rate: float) -> Tensor:
-    """Return the update of the experts' biases, given their loads ``counts [e]`` (Wang et al. 2024, algorithm 1)."""
+    """Return the update of the router's expert biases ``[e]``, given expert loads (Wang et al. 2024, algorithm 1)."""
     loads = counts.double()
     return rate * (loads.mean() - loads).sign()
 
 
 def max_over_mean(counts: Sequence[int]) -> float:
-    """Return the largest load divided by the mean load: 1 at balance, and where there is no load."""
+    """Return the largest load divided by the mean load: 1 where loads are even or all zero."""
     total = sum(counts)
     return max(counts) * len(counts) / total if total else 1.0
 
 
 def normalized_entropy(counts: Sequence[int]) -> float:
-    """Return the entropy of the loads over its maximum: 1 at balance (or without load), 0 if one expert has all."""
+    """Return the entropy of the loads over its maximum: 1 where they are even or all zero, 0 with one busy expert."""
     total = sum(counts)
     if not total or len(counts) == 1:
         return 1.0

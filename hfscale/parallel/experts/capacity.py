@@ -18,7 +18,8 @@ def room(tokens: int, factor: float, k: int, count: int) -> int: ...
 @overload
 def room(tokens: Tensor, factor: float, k: int, count: int) -> Tensor: ...
 def room(tokens: int | Tensor, factor: float, k: int, count: int) -> int | Tensor:
-    """Return an expert's capacity per sequence: ``factor * tokens * k / count``, rounded up, at most ``tokens``.
+    """Return the capacity of each expert's queue: ``factor`` times the mean number of routes, rounded up, at most the
+    number of tokens.
 
     Args:
         tokens: the number of tokens of a sequence; or of several, ``[b]``.
@@ -32,15 +33,14 @@ def room(tokens: int | Tensor, factor: float, k: int, count: int) -> int | Tenso
 
 
 def count_each(numbers: Tensor, count: int) -> Tensor:
-    """Count how often each number below ``count`` is in ``numbers [m]``, ``[count]``; does not wait for the device."""
+    """Count how often each number below ``count`` is in ``numbers [m]``, without a host synchronization."""
     counts = torch.zeros(count, dtype=torch.int64, device=numbers.device)
     return counts.scatter_add_(0, numbers, torch.ones_like(numbers))
 
 
 def queue_places(index: Tensor, count: int) -> Tensor:
-    """Return ``[b, s, k]``: how many routes of the sequence come before each one at its expert.
-
-    One sort, without waiting for the device. ``index [b, s, k]`` holds the experts, ``count`` for none.
+    """Return, for each route of ``index [b, s, k]`` (``count``: none), how many routes precede it in its queue. One
+    sort, no host synchronization.
     """
     samples, tokens, k = index.shape
     queues = torch.arange(samples, device=index.device).view(-1, 1, 1) * (count + 1) + index

@@ -21,7 +21,7 @@ from ...distributed.ops import all_to_all
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all of rows forward, and of their gradients times ``factor`` backward."""
+    """Exchange rows by all-to-all; multiply the gradients by ``factor`` on their way back."""
 
     @staticmethod
     def forward(
@@ -46,7 +46,7 @@ def through_slots(
     group: dist.ProcessGroup | None,
     batches: int,
 ) -> Tensor:
-    """Send this rank's tokens through the experts of all ranks and back; return the weighted sums ``[n, h]``.
+    """Send tokens to their experts in buffers of fixed capacity, and return the combined outputs ``[n, h]``.
 
     Args:
         hidden: ``[n, h]``, the tokens.

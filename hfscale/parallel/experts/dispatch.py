@@ -61,7 +61,7 @@ class _Combine(torch.autograd.Function):
 
 
 def dispatch(x: Tensor, routes: Routes, batches: int) -> Tensor:
-    """Send this rank's tokens ``x [n, h]`` to their experts; return the rows ``[arrived, h]`` for this rank's experts.
+    """Send tokens ``[n, h]`` to the ranks of their experts; return the received rows ``[arrived, h]``, by expert.
 
     Args:
         batches: the number of distinct batches among the expert ranks.
@@ -70,5 +70,7 @@ def dispatch(x: Tensor, routes: Routes, batches: int) -> Tensor:
 
 
 def combine(grouped: Tensor, weights: Tensor, routes: Routes, batches: int) -> Tensor:
-    """Send the experts' outputs ``[arrived, h]`` back, and sum them by token with ``weights [n, k]``: ``[n, h]``."""
+    """Return the weighted sum ``[n, h]`` over each token's routes of the experts' outputs ``[arrived, h]``, given
+    ``weights [n, k]``.
+    """
     return _Combine.apply(grouped, weights, routes, batches)

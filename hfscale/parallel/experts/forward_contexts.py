@@ -1,4 +1,4 @@
-"""The context of each forward pass (padding, token counts, seed, loss scale), for the routing in its layers."""
+"""Track the forward passes of a model, so that its layers can find batch and loss of each."""
 
 import inspect
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from ...train.runtime.forward_passes import ForwardPasses
 
 @dataclass
 class Pass:
-    """One forward pass.
+    """Hold the state of one forward pass.
 
     Attributes:
         real: ``[b, s]``, true for tokens that are not padding.
@@ -39,7 +39,7 @@ class Pass:
 
 
 class ForwardContexts:
-    """The latest forward passes of a model.
+    """Track the latest forward passes of a model.
 
     Attributes:
         tokens: the number of real tokens in the current step, over all ranks; ``None`` outside ``train_step``.
@@ -58,7 +58,7 @@ class ForwardContexts:
         model.register_forward_hook(self._after)
 
     def current(self) -> Pass:
-        """Return the pass that is computing, or being recomputed, now."""
+        """Return the forward pass that the current computation, or recomputation, belongs to."""
         return self._passes.current()
 
     @property
@@ -88,7 +88,7 @@ class ForwardContexts:
 
 
 def real_tokens(batch: Mapping[str, Any]) -> Tensor:
-    """Return ``[b, s]``: true for the tokens of a batch that its attention mask does not mark as padding.
+    """Return ``[b, s]``: which tokens of a batch are not padding, by its attention mask.
 
     With a 4-D mask ``[b, 1, s, s]``, boolean or additive, those are the tokens that attend to themselves.
 
@@ -118,7 +118,7 @@ def real_tokens(batch: Mapping[str, Any]) -> Tensor:
 
 
 class _Added(torch.autograd.Function):
-    """Add the layers' losses to the model's; the backward pass records the loss's gradient, for :func:`attach`."""
+    """Add the layers' losses to the model's loss; in backward, record the loss gradient for them."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, share: Tensor, current: Pass) -> Tensor:
@@ -133,7 +133,7 @@ class _Added(torch.autograd.Function):
 
 
 class _Attached(torch.autograd.Function):
-    """Return ``x`` unchanged; backward also sends the gradient of the pass's loss into ``share``."""
+    """Return ``x`` unchanged; in backward, give ``share``, a term of the loss, its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, share: Tensor, current: Pass, times: float) -> Tensor:
@@ -148,7 +148,7 @@ class _Attached(torch.autograd.Function):
 
 
 def attach(x: Tensor, share: Tensor, current: Pass, times: float) -> Tensor:
-    """Return the activation ``x`` so that its backward pass also backpropagates ``share``, a scalar term of the loss.
+    """Return the activation ``x``, with the gradient of ``share`` (a scalar term of the loss) added in backward.
 
     The term then needs no path to the loss out of recomputed layers or pipeline stages.
 

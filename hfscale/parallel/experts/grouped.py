@@ -1,6 +1,6 @@
-"""Run one rank's experts on rows that are grouped by expert.
+"""Run the experts of one rank on rows grouped by expert.
 
-Experts in 4 bits (QLoRA, Dettmers et al. 2023) are dequantized for the time of one projection, in the forward pass and
+Experts in 4 bits (QLoRA, Dettmers et al. 2023) are dequantized for one projection at a time, in the forward pass and
 again in the backward pass.
 """
 
@@ -22,7 +22,7 @@ from ...train.runtime.names import unwrapped
 
 
 def compute_type(experts: Any) -> torch.dtype:
-    """Return the dtype in which transformers' module ``experts`` computes now."""
+    """Return the dtype that the transformers module ``experts`` computes in now."""
     experts = unwrapped(experts)
     weight: Tensor = experts.down_proj
     if torch.is_autocast_enabled(weight.device.type) and weight.dtype != torch.float64:  # which it leaves alone
@@ -32,7 +32,7 @@ def compute_type(experts: Any) -> torch.dtype:
 
 
 def run_experts(experts: Any, x: Tensor, counts: Sequence[int]) -> Tensor:
-    """Run rows ``x [rows, h]``, ``counts[i]`` of them for expert ``i``, through transformers' module ``experts``.
+    """Run ``experts``, a transformers module, on rows ``x [rows, h]``, ``counts`` of them for each expert.
 
     Computes what the module's own forward computes for each row, without the weights of routes. Its parameters and
     functions are looked up at each call, so that replaced ones are used.
@@ -64,7 +64,7 @@ def run_experts(experts: Any, x: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def low_rank_terms(experts: Any) -> dict[str, list[tuple[Tensor, Tensor, float]]]:
-    """Return PEFT's LoRA factors by parameter of ``experts``: ``A [e, r, in]``, ``B [e, out, r]`` and the scale.
+    """Return the LoRA factors of each expert parameter: ``A [e, r, in]``, ``B [e, out, r]`` and their scale.
 
     PEFT adds ``B A`` to the weights of all experts before it computes; here rows go through the factors instead.
     """
@@ -77,5 +77,5 @@ def low_rank_terms(experts: Any) -> dict[str, list[tuple[Tensor, Tensor, float]]
 
 
 def _dequantized(experts: Any, name: str, dtype: torch.dtype) -> Tensor:
-    """Dequantize a 4-bit parameter of ``experts`` to ``dtype``; called for the product and again for its gradient."""
+    """Return a 4-bit parameter of ``experts`` in ``dtype``; called in forward and again in backward."""
     return read_packed(experts, name).to(dtype)

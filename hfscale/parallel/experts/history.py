@@ -13,7 +13,7 @@ _SUFFIXES = (".png", ".svg")
 
 
 class ExpertLoadHistory:
-    """The expert loads of many steps::
+    """Record the expert loads of many steps::
 
         history = hfscale.ExpertLoadHistory("loads.jsonl")
         for step, batch in enumerate(batches):
@@ -33,7 +33,7 @@ class ExpertLoadHistory:
 
     @classmethod
     def read(cls, path: str | Path) -> "ExpertLoadHistory":
-        """Read back a history that was recorded to a file.
+        """Read the loads recorded in a file.
 
         Raises:
             ConfigError: the file holds no such history.

@@ -34,7 +34,7 @@ from .token_counts import Counters, LayerCounter
 
 @dataclass(frozen=True)
 class Choice:
-    """Where the tokens of a layer go.
+    """Hold the expert choice of a layer's tokens.
 
     Attributes:
         index: ``[n, k]``, the experts; the number of experts for none.
@@ -52,7 +52,7 @@ class Choice:
 
 
 class Logits:
-    """Record a router's logits in each forward pass of its block."""
+    """Hold the router logits of the current call of the block."""
 
     def __init__(self, router: nn.Module, place: int) -> None:
         self._place = place
@@ -63,7 +63,7 @@ class Logits:
         self._latest = output if isinstance(output, Tensor) else output[self._place]
 
     def take(self, n: int, count: int, name: str) -> Tensor:
-        """Return the recorded logits ``[n, experts]``, once; refuse others than those of ``n`` tokens."""
+        """Return the recorded router logits as ``[n, experts]``, once."""
         found, self._latest = self._latest, None
         if found is None or found.shape[-1] != count or found.numel() != n * count:
             raise ConfigError(
@@ -75,7 +75,7 @@ class Logits:
 
 @dataclass
 class LayerRouting:
-    """Reroute, balance, limit and count the routes of one layer, as the user's ``RoutingConfig`` asks.
+    """Choose, limit and count the routes of one layer.
 
     Attributes:
         planned: its experts.
@@ -106,7 +106,7 @@ class LayerRouting:
     times: float = 1.0
 
     def choose(self, index: Tensor, weights: Tensor) -> Choice:
-        """Return the routes of ``n`` tokens, given ``index`` and ``weights`` of the model's router, ``[n, k]`` each."""
+        """Return the routes of ``n`` tokens, given the stock router's ``index`` and ``weights``, ``[n, k]`` each."""
         if not recomputing():
             self.counters.begin_if_asked()
         if self.passes is not None:
@@ -116,7 +116,7 @@ class LayerRouting:
         return Choice(index, weights)
 
     def finish(self, out: Tensor, choice: Choice) -> Tensor:
-        """Return the experts' output ``out``, through whose backward pass this layer's loss is backpropagated too."""
+        """Return the experts' output, with the gradient of this layer's auxiliary loss attached."""
         if choice.loss is None or self.passes is None:
             return out
         return attach(out, choice.loss, self.passes.current(), 1.0 if self.is_cut() else self.times)
@@ -127,7 +127,7 @@ class LayerRouting:
             self.counter.add(counts)
 
     def count_on_device(self, index: Tensor) -> None:
-        """Count the routes ``index [n, k]`` on the device, without waiting for it."""
+        """Count the routes ``[n, k]`` on the device, without a host synchronization."""
         self.count(count_each(index.flatten(), self.planned.count + 1)[:-1])
 
     @property
@@ -157,7 +157,7 @@ class LayerRouting:
         return choice if options.capacity is None else self._limited(choice, options.capacity, now, own, counts)
 
     def _limited(self, choice: Choice, capacity: float, now: Pass, own: "_OwnTokens", counts: bool) -> Choice:
-        """Drop the routes above the experts' capacity: their expert becomes ``count``, for none."""
+        """Drop the routes beyond the capacity of their experts."""
         count, index = self.planned.count, choice.index.view(*own.real.shape, choice.index.shape[1])
         kept, places = self._within(capacity, index, now, own)
         if counts:
@@ -174,7 +174,7 @@ class LayerRouting:
         return replace(choice, index=index.flatten(0, 1), places=places.flatten(0, 1), slots=slots)
 
     def _own_tokens(self, now: Pass, rows: int) -> "_OwnTokens":
-        """Return this rank's tokens of the pass; refuse another number of them than ``rows``."""
+        """Return which tokens of the batch this rank has, and check that they are ``rows``."""
         (samples, tokens), rank = now.real.shape, self.mesh.tp_rank
         lengths = share_evenly(tokens, self.mesh.layout.tp) if self.is_cut() else []
         start, own = (sum(lengths[:rank]), lengths[rank]) if lengths else (0, tokens)
@@ -186,7 +186,7 @@ class LayerRouting:
         return _OwnTokens(lengths, start, now.real.narrow(1, start, own) if lengths else now.real)
 
     def _rerouted(self, logits: Tensor, k: int, now: Pass, own: "_OwnTokens") -> tuple[Tensor, Tensor]:
-        """Choose experts by the router in ``options``. Noise is drawn for all tokens, equal on all tensor ranks."""
+        """Route with the router of the options; random draws cover all tokens and agree on all tensor ranks."""
         options, (samples, tokens) = self.options, now.real.shape
         if options.router == "switch":
             return switch(logits)
@@ -208,7 +208,7 @@ class LayerRouting:
         return noisy_topk(logits, k, noise)
 
     def _loss(self, now: Pass, sums: Tensor) -> Tensor:
-        """Return this layer's router loss, a term of the step's loss, and count it for reports."""
+        """Return this layer's term of the step's loss."""
         if self.is_cut():
             sums = leave(sums, self.mesh.tp_group)
         if self.mesh.context is not None:  # each has a part of every sequence
@@ -223,7 +223,7 @@ class LayerRouting:
         return loss
 
     def _within(self, factor: float, index: Tensor, now: Pass, own: "_OwnTokens") -> tuple[Tensor, Tensor]:
-        """Return which routes ``[b, s, k]`` are within capacity, and each one's place at its expert, over all ranks."""
+        """Return which routes ``[b, s, k]`` fit the capacity, and their queue places over all tensor ranks' tokens."""
         count = self.planned.count
         whole = index.where(own.real.unsqueeze(-1), count)  # padding uses no capacity
         group = self.mesh.tp_group
@@ -235,7 +235,9 @@ class LayerRouting:
         return own.of(kept), own.of(places)
 
     def _shapes(self, now: Pass) -> list[tuple[int, int]]:
-        """Return batch size and tokens per sequence of every expert rank; exchanged once per pass."""
+        """Return samples and tokens of the batch of each rank that sends tokens to these experts; exchanged once a
+        pass.
+        """
         if not now.shapes:
             own = (now.real.shape[0], now.real.shape[1])
             now.shapes = [own] if self.mesh.expert_reports is None else _told(own, self.mesh.expert_reports)
@@ -244,7 +246,7 @@ class LayerRouting:
 
 @dataclass(frozen=True)
 class _OwnTokens:
-    """This rank's tokens of a pass.
+    """Hold which tokens of a pass a rank has.
 
     Attributes:
         lengths: tokens per sequence on each tensor rank; empty where every rank has all.
@@ -262,12 +264,12 @@ class _OwnTokens:
         return bool(self.lengths)
 
     def of(self, whole: Tensor) -> Tensor:
-        """Slice this rank's tokens out of ``whole [b, s, ...]``."""
+        """Return these tokens' entries of a tensor ``[b, s, ...]`` of all tokens."""
         return whole.narrow(1, self.start, self.real.shape[1])
 
 
 def _told(own: tuple[int, int], group: dist.ProcessGroup) -> list[tuple[int, int]]:
-    """All-gather a pair of integers over a CPU group, so that the device is not waited for."""
+    """All-gather two numbers of each rank on the host, without a device synchronization."""
     mine = torch.tensor(own)
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(every, mine, group=group)

@@ -23,7 +23,7 @@ _BIAS = "e_score_correction_bias"  # the host's name, in every family that has o
 
 
 def routing_of_layers(runtime: Runtime, options: RoutingConfig | None) -> tuple[Routing, list[LayerRouting]]:
-    """Return the model's routing, and that of each mixture of experts on this rank.
+    """Return the routing state of the model, and the routing of every mixture that this rank holds.
 
     Raises:
         ConfigError: the model lacks what ``options`` need.
@@ -91,7 +91,7 @@ def _check(runtime: Runtime, options: RoutingConfig) -> None:
 
 
 def _router(runtime: Runtime, planned: ExpertsPlan) -> tuple[str, nn.Module, int]:
-    """Find the router of a layer's experts: its name, the module, and the index of the logits in its output.
+    """Return name and module of the router whose logits the model records, and the logits' index in its output.
 
     A router is what transformers records logits of; a few families keep it in the layer, beside the MoE block.
     """
@@ -115,7 +115,7 @@ def _router(runtime: Runtime, planned: ExpertsPlan) -> tuple[str, nn.Module, int
 
 
 def _bias(block: nn.Module, planned: ExpertsPlan) -> Tensor:
-    """Return the router's bias buffer, made fp32 if it has fewer bits: 16 bits would lose updates of 0.001."""
+    """Return the router's score-correction bias, in 32 bits at least: 16 bits would lose steps of 0.001."""
     for module in block.modules():
         found = own_buffers(module).get(_BIAS)
         if found is not None and found.numel() == planned.count:

@@ -1,4 +1,4 @@
-"""The load of experts, added up over ranks when somebody asks: see :mod:`.token_counts`."""
+"""Report the load of experts, summed over ranks: see :mod:`.token_counts`."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ from .token_counts import NUMBERS
 
 @dataclass(frozen=True)
 class LayerLoad:
-    """The load of one layer's experts.
+    """Report the load of one layer's experts.
 
     Attributes:
         name: the module that holds them.
@@ -50,12 +50,12 @@ class LayerLoad:
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """The load of all layers, in the model's order."""
+    """Report the load of all layers' experts, in the model's order."""
 
     layers: tuple[LayerLoad, ...]
 
     def metrics(self, prefix: str = "experts/") -> dict[str, float]:
-        """Return a few numbers for a log: the worst layer's balance, and mean losses over layers."""
+        """Return numbers to log: the worst layer's balance, and means over layers."""
         dropped = sum(layer.dropped for layer in self.layers)
         routes = dropped + sum(sum(layer.tokens) for layer in self.layers)
         found = {
@@ -70,7 +70,7 @@ class ExpertLoad:
 
 @torch.no_grad()
 def expert_load(model: nn.Module) -> ExpertLoad:
-    """Tokens per expert in the last step, over all ranks; the same on every rank, each of which calls it.
+    """Return the tokens per expert in the last step, summed over all ranks; call it on every rank.
 
     In loops of one's own: in all passes since it was last called. Recomputation counts once.
 

@@ -33,7 +33,7 @@ from .routing import Routing
 
 
 class Mixture:
-    """Expert parallelism of one layer: route tokens to the experts of all ranks and back.
+    """Run the experts of one layer, with tokens exchanged over ranks.
 
     Attributes:
         plan: the experts' module, and the number of experts on all ranks.
@@ -57,7 +57,7 @@ class Mixture:
         self.shares, self.is_cut = shares, is_cut
 
     def run(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """Compute the stock ``experts(hidden [n, h], index [n, k], weights [n, k])`` with the experts of all ranks."""
+        """Replace the stock ``experts(hidden [n, h], index [n, k], weights [n, k])`` with this rank's ``experts``."""
         choice = self.routing.choose(index, weights)
         if choice.places is None:
             out = self._routed(experts, hidden, choice.index, choice.weights)
@@ -70,8 +70,8 @@ class Mixture:
         return self.routing.finish(out, choice)
 
     def _routed(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """Run tokens through their experts. Tensor ranks with the same tokens each exchange a part and all-gather the
-        results, or, where that is no more bytes, each run all tokens through their own experts and all-reduce.
+        """Dispatch a slice of the tokens from each tensor rank and gather the results; without an exchange where an
+        all-reduce of the outputs sends no more bytes.
         """
         if self.shares is None or self.is_cut():
             return self._exchanged(experts, hidden, index, weights)
@@ -86,7 +86,7 @@ class Mixture:
     def _summed(
         self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor, ranks: dist.ProcessGroup
     ) -> Tensor:
-        """Run all tokens through this rank's own experts only, and all-reduce the results over ``ranks``."""
+        """Run this rank's experts on all tokens, and all-reduce the outputs."""
         own = self.plan.count // dist.get_world_size(ranks)
         before = dist.get_rank(ranks) * own
         local = index - before
@@ -104,7 +104,7 @@ class Mixture:
 
 
 def through_experts(experts: Any, hidden: Tensor, weights: Tensor, routes: Routes, batches: int = 1) -> Tensor:
-    """Send ``hidden [n, h]`` along ``routes`` through the experts and back; sum with ``weights [n, k]``: ``[n, h]``."""
+    """Send tokens ``hidden [n, h]`` through their experts on all ranks and back, weighted by ``weights [n, k]``."""
     grouped = run_experts(experts, dispatch(hidden, routes, batches), routes.counts)
     return combine(grouped, weights, routes, batches)
 
@@ -139,7 +139,7 @@ def install_experts(runtime: Runtime, options: RoutingConfig | None = None) -> R
 
 
 def _too_narrow(experts: nn.Module, mixed_precision: str) -> bool:
-    """Return whether a shard of ``experts`` has rows too narrow for torch's grouped matmul, which transformers uses."""
+    """Return whether torch's grouped matmul rejects the row sizes of a shard of ``experts``."""
     if not runs_grouped_products(experts):
         return False
     weights = [parameter for parameter in experts.parameters() if parameter.ndim == 3]

@@ -15,7 +15,7 @@ class ExpertParallel(Part):
     """Replace the forward of experts' modules: tokens are exchanged with the experts of other ranks."""
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Wrap the experts. Must precede the block edges of tensor parallelism, which may read experts' parameters."""
+        """Install the token exchange, before tensor parallelism hooks the blocks: it may read expert parameters."""
         routing = install_experts(runtime, runtime.options.routing)
         part = runtime.part(ExpertRouting)
         if part is not None:
@@ -63,7 +63,7 @@ class ExpertRouting(Part):
     def around_step(
         self, runtime: Runtime, microbatches: Sequence[Microbatch], train: bool
     ) -> AbstractContextManager[None]:
-        """Count the step's tokens per expert, and update the routers' biases at its end."""
+        """Count tokens during the step, and update router biases at its end."""
         if self.routing is None:
             return nullcontext()
         return self.routing.step(microbatches, train and runtime.model.training)

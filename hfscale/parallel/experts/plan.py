@@ -26,7 +26,7 @@ def plan_experts(draft: Draft) -> None:
 
 
 def _mixtures(draft: Draft) -> Iterator[ExpertsPlan]:
-    """The experts of every mixture, in the model's order."""
+    """Yield the experts of every mixture, in the model's order."""
     for name, module in draft.modules.items():
         if holds_experts(module):
             owner = next((layer for layer in draft.layers if name.startswith(f"{layer}.")), "")
@@ -59,7 +59,7 @@ def _spread(draft: Draft) -> None:
 
 
 def expert_cuts(layout: ParallelConfig, shape: tuple[int, ...], cuts: list[Cut]) -> list[Cut]:
-    """All cuts of a parameter of experts, given that over the tensor axis: whole experts first, their shards last.
+    """Return all cuts of an expert parameter, given its tensor cut: by expert over ep first, data shards last.
 
     Shards are whole experts too, or rows of every expert where these are too few to share out evenly.
     """

@@ -1,7 +1,7 @@
-"""Routers: choose each token's experts by its logits. Pure functions of tensors.
+"""Choose experts from router logits: pure functions.
 
-Each returns ``index [n, k]`` and ``weights [n, k]``, the best choice first; weights are differentiable in the logits
-``[n, e]``. An index of ``e`` means that this route is not taken.
+Each returns ``index [n, k]`` and ``weights [n, k]``, the best choice first, with gradients to the logits ``[n, e]``. An
+index of ``e`` means that this route is not taken.
 """
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def probabilities(logits: Tensor, scores: str = "softmax") -> Tensor:
-    """Return the experts' probabilities ``[n, e]``, in fp32 at least; each row sums to 1.
+    """Return the experts' probabilities ``[n, e]``, in 32 bits at least; each row sums to 1.
 
     Args:
         scores: ``"softmax"``, or ``"sigmoid"`` divided by its sum (DeepSeek-AI 2024, V3).
@@ -28,10 +28,8 @@ def switch(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gshard(logits: Tensor, draws: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Choose the best two, weighted by their probabilities divided by the sum of the two.
-
-    The second is taken with a chance of twice its weight (Lepikhin et al. 2020, GShard, algorithm 1), and always
-    without ``draws``.
+    """Choose the best two experts, weighted by their normalized probabilities; the second is taken with twice its
+    weight as probability (Lepikhin et al. 2020, GShard, algorithm 1), and always without ``draws``.
 
     Args:
         draws: ``[n]``, uniform in ``[0, 1)``; ``None`` in evaluation.
@@ -45,7 +43,7 @@ def gshard(logits: Tensor, draws: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def noisy_topk(logits: Tensor, k: int, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Choose the ``k`` largest logits after noise, weighted by their softmax (Shazeer et al. 2017, equations 3 to 5).
+    """Choose the best ``k`` after noise, weighted by a softmax over them (Shazeer et al. 2017, equations 3 to 5).
 
     Args:
         noise: ``[n, e]``, added to the logits; ``None`` in evaluation.
@@ -56,10 +54,10 @@ def noisy_topk(logits: Tensor, k: int, noise: Tensor | None) -> tuple[Tensor, Te
 
 
 def round_robin(index: Tensor, count: int) -> Tensor:
-    """Return experts in turn, in the shape of ``index``: loads differ by one at most, and a token's experts differ."""
+    """Return experts in turn, in the shape of ``index``: loads differ by one at most, a token's experts differ."""
     return torch.arange(index.numel(), device=index.device).remainder_(count).view_as(index)
 
 
 def widened(x: Tensor) -> Tensor:
-    """Cast ``x`` to fp32 if it has fewer bits."""
+    """Return ``x`` in 32 bits at least."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -22,7 +22,7 @@ from .capacity import count_each
 
 @dataclass(frozen=True)
 class Routes:
-    """Where the rows of one pass travel.
+    """Hold the permutations that send the rows of one pass to their experts and back.
 
     Attributes:
         shape: ``(n, k)``.
@@ -52,39 +52,39 @@ class Routes:
         return self.order if self.shape[1] == 1 else self.order // self.shape[1]
 
     def to_experts(self, rows: Tensor) -> Tensor:
-        """Send rows ``[routes, ...]`` in ``order`` to the experts' ranks; return ``[arrived, ...]``, by expert."""
+        """Send ``[routes, ...]`` in ``order`` to the experts' ranks: ``[arrived, ...]`` by expert."""
         arrived = all_to_all(rows, self.send, self.receive, self.group)
         return arrived if self.regroup is None else arrived.index_select(0, self.regroup)
 
     def from_experts(self, grouped: Tensor) -> Tensor:
-        """Send rows back, the inverse of :meth:`to_experts`: ``[arrived, ...]`` -> ``[routes, ...]``."""
+        """Send the experts' outputs back to the ranks of their tokens."""
         leaving = grouped if self.ungroup is None else grouped.index_select(0, self.ungroup)
         return all_to_all(leaving, self.receive, self.send, self.group)
 
     def sum_by_token(self, rows: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Sum ``rows [routes, h]``, in ``order``, over each token's routes, times ``weights [n, k]``: ``[n, h]``."""
+        """Sum ``[routes, h]`` in ``order`` over each token's routes to ``[n, h]``, weighted by ``weights [n, k]``."""
         return self.added_up(rows, weights) if rows.device.type == "cpu" else self.gathered(rows, weights)
 
     def added_up(self, rows: Tensor, weights: Tensor | None) -> Tensor:
-        """Sum by ``index_add_``: on a CPU a quarter of the time of :meth:`gathered`."""
+        """Sum rows into tokens with ``index_add_``: four times faster than :meth:`gathered` on a CPU."""
         weighted = rows if weights is None else rows * self.taken(weights)
         total = weighted.new_zeros((self.shape[0], *rows.shape[1:]))
         return total.index_add_(0, self.tokens, weighted)
 
     def gathered(self, rows: Tensor, weights: Tensor | None) -> Tensor:
-        """Sum by a gather per token: deterministic, while ``index_add_`` on a GPU adds in any order."""
+        """Sum rows into tokens by a gather: deterministic, where ``index_add_`` on a GPU is not."""
         if len(self.order) < len(self.places):
             rows = F.pad(rows, (0, 0, 0, 1))
         routes = rows.index_select(0, self.places).unflatten(0, self.shape)
         return (routes if weights is None else routes * weights.unsqueeze(-1)).sum(1)
 
     def taken(self, weights: Tensor) -> Tensor:
-        """Pick the weights of the routes in ``order``: ``[n, k]`` -> ``[routes, 1]``."""
+        """Return the entries of ``[n, k]`` for the routes in ``order``: ``[routes, 1]``."""
         return weights.reshape(-1).index_select(0, self.order).unsqueeze(-1)
 
 
 def plan_routes(experts: Tensor, count: int, group: dist.ProcessGroup | None) -> tuple[Routes, list[int]]:
-    """Plan how this rank's tokens travel to the experts chosen for them.
+    """Plan the exchange of tokens with their chosen experts.
 
     Args:
         experts: ``[n, k]``, the experts of each token; ``count`` for none.
@@ -122,7 +122,7 @@ def plan_routes(experts: Tensor, count: int, group: dist.ProcessGroup | None) ->
 
 
 def _by_expert(received: Tensor, total: int) -> Tensor:
-    """Return the permutation of arrived rows from the order (sender, expert) to (expert, sender).
+    """Return the permutation of received rows from the order (sender, expert) to (expert, sender).
 
     ``received [ranks, experts]`` counts the rows. Needs no sort, and does not wait for the device.
     """

@@ -1,4 +1,4 @@
-"""The routing of all layers of a model: forward passes, token counts, and the start and end of a step."""
+"""Keep the routing state of a model: its forward passes, its counters, and what begins and ends a step."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from .token_counts import Counters, LayerCounter
 
 
 class Routing:
-    """The state that all mixtures of experts of a model share.
+    """Hold what all mixtures of a model share.
 
     Attributes:
         options: the user's choices.
@@ -33,7 +33,7 @@ class Routing:
 
     @contextmanager
     def step(self, microbatches: Sequence[Mapping[str, Any]], train: bool) -> Iterator[None]:
-        """Count tokens anew for the step inside the with block; update the routers' biases at its end if it trains."""
+        """Run the forward passes of one step over this rank's ``microbatches`` inside the with block."""
         self.counters.begin()
         if self.passes is None:
             yield
@@ -51,13 +51,15 @@ class Routing:
             self._move_biases()
 
     def note_scale(self, scale: float) -> None:
-        """Set the loss gradient of the latest pass, for router losses of a pipeline stage without the model's loss."""
+        """Record the loss gradient of the step for the latest pass's auxiliary losses, on a pipeline stage without the
+        loss.
+        """
         if self.passes is not None and self.passes.latest.loss is not None:
             self.passes.latest.scale = scale
 
     @torch.no_grad()
     def _move_biases(self) -> None:
-        """Update the routers' biases by the load over all batches; every rank with a layer makes the same update."""
+        """Update the router biases from the loads of all batches, equally on every rank with a layer."""
         counters = [self.counters.layers[name] for name in self.biases]
         flat = torch.cat([_wanted(counter, bias) for counter, bias in zip(counters, self.biases.values(), strict=True)])
         for group in (*self._mesh.loss_groups, *self._mesh.groups("tp")):

@@ -1,6 +1,7 @@
-"""Count the tokens of each expert while a model runs; :func:`expert_load` adds them up over ranks.
+"""Count the tokens of each expert while a model runs; ranks are summed on request.
 
-Counting never waits for the device: what the token exchange knows on the host is counted there, the rest on the device.
+Counting never synchronizes with the device: counts that the token exchange has on the host are added there, the rest
+stays on the device until :func:`expert_load`.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ NUMBERS = 4  # beside the counts of a layer: dropped, balance, z, tokens
 
 @dataclass
 class LayerCounter:
-    """The counts of one rank in one layer; what several ranks know alike is counted by one of them.
+    """Count the tokens of one layer on one rank; of counts that ranks share, one rank keeps them.
 
     Attributes:
         counts: routes to each expert that were counted on the host.
@@ -52,7 +53,7 @@ class LayerCounter:
         self.wanted = counts if self.wanted is None else self.wanted + counts
 
     def total(self, device: torch.device) -> Tensor:
-        """Return ``[experts + 4]``: the routes to each expert, then ``numbers``."""
+        """Return all counts but ``wanted`` as ``[experts + 4]``."""
         counts = torch.tensor(self.counts, dtype=torch.float64, device=device)
         if self.on_device is not None:
             counts = counts + self.on_device
@@ -60,14 +61,14 @@ class LayerCounter:
 
 
 class Counters:
-    """The counters of all layers on this rank, by the name of the experts' module."""
+    """Hold the counters of all layers on this rank, by the name of the experts' module."""
 
     def __init__(self) -> None:
         self.layers: dict[str, LayerCounter] = {}
         self.asked = False
 
     def layer(self, name: str, count: int) -> LayerCounter:
-        """Make and return the counter of a layer with ``count`` experts."""
+        """Create and register the counter of a layer with ``count`` experts."""
         self.layers[name] = counter = LayerCounter(count)
         counter.reset()
         return counter
@@ -79,6 +80,6 @@ class Counters:
             counter.reset()
 
     def begin_if_asked(self) -> None:
-        """Set all counters to zero if they were read since: outside ``train_step``, counts accumulate until read."""
+        """Restart the counts once they were read; without ``train_step`` they accumulate until then."""
         if self.asked:
             self.begin()

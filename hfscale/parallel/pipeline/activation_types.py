@@ -1,8 +1,7 @@
-"""The hidden dim and dtype of the hidden states between two stages, exchanged once.
+"""Exchange shape and type of the activations between two stages, once.
 
-Samples and tokens are known from the batch. The rest (the hidden dim, and the dtype, which mixed precision decides) is
-sent by the stage that computes it, before its first hidden states and over the CPU group; after that only hidden states
-are sent.
+Samples and tokens are known from the batch. The rest, trailing dims and type (which mixed precision decides), is sent
+over the control group with the first activations of each stage; later only the activations travel.
 """
 
 from typing import Any
@@ -21,7 +20,7 @@ _Kind = tuple[tuple[int, ...], torch.dtype]
 
 
 class ActivationTypes:
-    """Trailing dims and dtype of the hidden states each stage receives, once for training and once for evaluation."""
+    """Hold trailing dims and type of the activations that each stage receives, for training and for evaluation."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._control = mesh.control
@@ -59,7 +58,7 @@ class ActivationTypes:
         self._sending.append((header, dist.isend(header, peer, group=self._control)))
 
     def learn(self, stage: int, peer: int, training: bool) -> _Kind:
-        """Return the kind of hidden states that ``stage`` gets from rank ``peer``; wait for it the first time."""
+        """Return dims and type of the input of ``stage``; receive them from rank ``peer`` the first time."""
         if self._expected is not None:
             return self._expected
         if (stage, training) not in self._known:

@@ -23,7 +23,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # a
 
 @dataclass(frozen=True)
 class _Report:
-    """The report of one rank.
+    """Hold the report of one rank.
 
     Attributes:
         rank_in_stage: ranks of different stages with the same one hold the same shards of tied tensors.
@@ -40,13 +40,13 @@ class _Report:
 
     @classmethod
     def read(cls, numbers: list[int], stages: int, ties: int) -> "_Report":
-        """Parse the list of integers that a rank sent."""
+        """Parse a report from the list of integers that a rank sent."""
         trains, states = numbers[1 : 1 + stages], numbers[1 + stages : 1 + stages + ties]
         return cls(numbers[0], tuple(map(bool, trains)), tuple(states), tuple(numbers[1 + stages + ties :]))
 
 
 class StageAgreement:
-    """One rank's side of the agreement.
+    """Exchange with the other stages which of them train, and the state of tied tensors.
 
     Attributes:
         loss_type: the dtype of the loss, which only ranks with the last stage compute.
@@ -67,7 +67,7 @@ class StageAgreement:
         self.loss_type, self.alone = torch.float32, False
 
     def tell(self, train: bool) -> tuple[list[int], list[Tensor]]:
-        """Return this rank's report: integers on the host, and one-element tensors on the device.
+        """Return this rank's report: integers on the host, and integers on the device.
 
         Raises:
             ConfigError: a parameter has a hook that would see a part of its gradient.
@@ -90,7 +90,7 @@ class StageAgreement:
         return [self._runtime.mesh.rank_in_stage, *trains, *states], sums
 
     def _training_stages(self, live: dict[str, nn.Parameter]) -> set[int]:
-        """List the stages in which an untied parameter of this rank trains; tied tensors are reported separately."""
+        """Return the stages in which a parameter of this rank trains, tied tensors not counted."""
         tied = {id(live[self._held[name]]) for name in self._tied if name in self._held}
         found = set()
         for name, parameter in live.items():
@@ -106,19 +106,19 @@ class StageAgreement:
         return found
 
     def _stages_with(self, name: str) -> list[int]:
-        """List this rank's stages that have the parameter ``name``."""
+        """Return the indices of this rank's stages that hold the parameter ``name``."""
         if name not in self._own_stages:
             own = self._stages.of_rank(self._runtime.mesh.pp_rank)
             self._own_stages[name] = [stage.index for stage in own if stage.is_local(name)]
         return self._own_stages[name]
 
     def hear(self, told: list[list[int]]) -> None:
-        """Take the reports of all ranks, for the step that follows."""
+        """Take the reports of all ranks for the coming step."""
         self._reports = [_Report.read(numbers, len(self._stages.stages), len(self._tied)) for numbers in told]
         self._agree_on_ties()
 
     def _agree_on_ties(self) -> None:
-        """Give a tied tensor the same ``requires_grad`` in all stages that hold it.
+        """Freeze or train each tied tensor alike on all stages that hold a copy.
 
         Where ranks differ, those that changed it since the last step decide; if none did, it is frozen.
         """
@@ -137,7 +137,7 @@ class StageAgreement:
                 self._thawed.update(*(tie.stages for tie in self._stages.ties if name in tie.names))
 
     def training_stages(self) -> list[bool]:
-        """Per stage, whether it, or one before it, trains.
+        """Return, per stage, whether it or an earlier stage trains.
 
         Raises:
             ConfigError: on all stages, if copies of a tied tensor differ.

@@ -42,12 +42,12 @@ from .timeline import Order
 
 
 def _of_call(objective: Objective, first: int) -> Objective:
-    """Return the objective of one call: microbatches are numbered over all calls, ``first`` is the call's first."""
+    """Return the objective with its microbatches numbered from ``first``, as they are over all calls."""
     return replace(objective, loss=lambda called, batch, index: objective.loss(called, batch, index - first))
 
 
 class _Version:
-    """The weight version that one call computes with."""
+    """Hold the weights that the microbatches of one call compute with."""
 
     def __init__(self, model: nn.Module, call: int, microbatches: int) -> None:
         leaves: dict[int, tuple[Tensor, nn.Parameter]] = {}
@@ -66,7 +66,7 @@ class _Version:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Replace the model's parameters by these weights inside the with block."""
+        """Make the model compute with these weights inside the with block."""
         newest = [(parameters, name, parameters[name]) for parameters, name, _ in self._places]
         for parameters, name, leaf in self._places:
             parameters[name] = leaf
@@ -84,16 +84,16 @@ class _Version:
             parameter.data = parameter.data.clone()
 
     def weights(self) -> list[Tensor]:
-        """Return the weights, until no microbatch needs them any more."""
+        """Return the weights that microbatches in flight will compute with again."""
         return [leaf for _, leaf in self._leaves]
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradients accumulated so far."""
+        """Return the gradients that backward passes have made so far."""
         made = [leaf.grad for _, leaf in self._leaves] or [gradient for _, gradient in self._gradients]
         return [gradient for gradient in made if gradient is not None]
 
     def retire(self) -> None:
-        """Free the weights, which no microbatch needs any more, and keep their gradients."""
+        """Keep the gradients and free the weights, which no microbatch needs any more."""
         self._gradients = [(parameter, leaf.grad) for parameter, leaf in self._leaves if leaf.grad is not None]
         self._leaves, self._places, self._casts = [], [], Casts()
 
@@ -104,7 +104,7 @@ class _Version:
 
 
 class AsynchronousPipeline(Pipeline):
-    """Run the stage of one rank under a schedule without a flush."""
+    """Run the stages of one rank under a schedule without a flush."""
 
     def __init__(self, runtime: Runtime) -> None:
         super().__init__(runtime)
@@ -131,7 +131,7 @@ class AsynchronousPipeline(Pipeline):
         return self._calls > 0
 
     def share_out(self, given: Sequence[Batch]) -> list[dict[str, Any]]:
-        """Return the microbatches of one call.
+        """Split the batches of one call into microbatches.
 
         Raises:
             ConfigError: PipeDream got several, or 2BW fewer than there are stages.
@@ -150,19 +150,19 @@ class AsynchronousPipeline(Pipeline):
         return share_out(given, self._layout.num_microbatches, pp_size, lambda number: number >= pp_size, towers)
 
     def older_weights(self) -> list[Tensor]:
-        """Return the weights of all versions in flight; the newest may share the parameters' memory."""
+        """Return the weights of all versions in flight; the newest may share memory with the parameters."""
         return [weight for version in self._versions.values() for weight in version.weights()]
 
     def waiting_gradients(self) -> list[Tensor]:
-        """Return the gradients of versions in flight, and of finished ones not yet handed out."""
+        """Return the gradients of versions in flight, and of finished ones not handed out yet."""
         return [each for version in (*self._versions.values(), *self._finished) for each in version.gradients()]
 
     def agrees(self, train: bool) -> bool:
-        """Return whether stages agree before this step: only while nothing is in flight, so that they rarely wait."""
+        """Return whether the stages exchange reports now: not while microbatches are in flight."""
         return not train or not self._calls
 
     def run(self, model: nn.Module, batches: Sequence[Microbatch], objective: Objective, backward: bool) -> Tensor:
-        """Run one call of ``train_step``: see the top of this file.
+        """Run one call: see the head of this file.
 
         Returns:
             the loss of the batch whose gradients have reached the first stage, on all stages: the one of ``p - 1``
@@ -218,7 +218,7 @@ class AsynchronousPipeline(Pipeline):
         return self._reported(sum(self._losses, torch.zeros((), device=self._mesh.device)))
 
     def _order(self, num_microbatches: int) -> Order:
-        """Return the order for an evaluation, of which only the forward passes run."""
+        """Return the order of an evaluation, which needs the forward passes only."""
         return order("1f1b", self._layout.pp, num_microbatches)
 
     def _evaluate(self, model: nn.Module, batches: Sequence[Microbatch], objective: Objective) -> Tensor:

@@ -49,7 +49,7 @@ def read_trace(path: Path, run: int = 0) -> Timeline:
 
 
 def read_runs(path: Path) -> dict[int, Timeline]:
-    """Read every run in the file, by its number (``pid``), each starting at 0.
+    """Read every run in the file by its number (``pid``), each starting at 0.
 
     Raises:
         ConfigError: the file is missing, is not such a trace, or has no actions.
@@ -82,7 +82,7 @@ def read_runs(path: Path) -> dict[int, Timeline]:
 
 
 def last_whole_step(runs: dict[int, Timeline]) -> Timeline:
-    """Return the last run in which every rank has trained (evaluations and interrupted steps have not).
+    """Return the last run in which every rank has trained (no evaluation, no interrupted step).
 
     If there is none, return the last run.
     """
@@ -108,7 +108,7 @@ def _timeline(events: list[tuple[int, Span]], about: dict[str, Any]) -> Timeline
 
 @dataclass
 class Record:
-    """The actions of one rank, as plain data that can be gathered into a timeline.
+    """Hold the recorded actions of one rank, as plain data to send to the rank that builds the timeline.
 
     Attributes:
         host: name of the machine; ranks of one machine share a clock.
@@ -150,7 +150,7 @@ class Recorder:
         self.note(action, begin)
 
     def now(self) -> int:
-        """Return nanoseconds on this machine's clock, after synchronizing with the accelerator."""
+        """Return nanoseconds on this machine's clock, after waiting for launched work."""
         if self._wait is not None:
             self._wait()
         return time.perf_counter_ns()
@@ -161,8 +161,8 @@ class Recorder:
 
 
 def merge_records(records: Sequence[Record], name: str = "", microbatches: int = 0) -> Timeline:
-    """Return the timeline, in seconds from 0, of the records of all ranks, in the order of the ranks."""
-    # perf_counter is the machine's monotonic clock: comparable between processes of one machine, but not of several.
+    """Return the timeline in seconds, from 0, of all ranks' records, given by rank."""
+    # perf_counter is the machine's monotonic clock: comparable between its processes, and with no other machine's.
     clock = {record.host: record.origin for record in reversed(records)}
     rows = [
         [

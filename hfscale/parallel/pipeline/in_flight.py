@@ -1,6 +1,4 @@
-"""How many microbatches pipeline stages hold at once: those whose forward pass has run, and not yet all of the
-backward pass.
-"""
+"""Count the microbatches in flight per pipeline stage: forward pass done, backward pass not complete."""
 
 from functools import cache
 
@@ -11,7 +9,7 @@ from .timeline import Order, fullest_live, peak_live
 
 
 def most_in_flight(plan: Plan, num_microbatches: int | None) -> tuple[int, ...]:
-    """Per stage, the most microbatches that it holds at once; none where one rank holds all layers.
+    """Return, per stage, the most microbatches that it holds at once; empty where one rank holds all layers.
 
     Args:
         num_microbatches: of a step; by default the layout's, or as many as it has stages.
@@ -20,7 +18,7 @@ def most_in_flight(plan: Plan, num_microbatches: int | None) -> tuple[int, ...]:
 
 
 def in_flight_together(plan: Plan, num_microbatches: int | None) -> tuple[int, ...]:
-    """The same at the moment when the stages of a rank keep most together: each may keep more, at another time."""
+    """Return the microbatches in flight per stage at the moment when the stages of a rank hold most together."""
     if plan.stages is None:
         return ()
     return fullest_live(_order(plan, num_microbatches), [max(1, len(stage.layers)) for stage in plan.stages.stages])
@@ -28,8 +26,8 @@ def in_flight_together(plan: Plan, num_microbatches: int | None) -> tuple[int, .
 
 @cache
 def in_flight_of_ranks(schedule: str, pp_size: int, num_microbatches: int, virtual_stages: int) -> tuple[int, ...]:
-    """Per rank, the most microbatches that its stages, all of one size, hold together; more than ``2 pp_size`` in a
-    step change nothing.
+    """Return, per rank, the most microbatches that its stages, all of one size, hold together; more than ``2 pp_size``
+    in a step change nothing.
     """
     played = order(schedule, pp_size, min(num_microbatches, 2 * pp_size), virtual_stages)
     live = fullest_live(played, [1] * (pp_size * virtual_stages))

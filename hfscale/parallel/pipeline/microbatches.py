@@ -1,4 +1,4 @@
-"""Split a batch into the microbatches of a pipelined step. Pure functions of tensors."""
+"""Split a batch into the microbatches of a pipelined step: pure."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ _PER_STAGE = 4
 def share_out(
     given: Sequence[Batch], wanted: int | None, pp_size: int, accepts: Callable[[int], bool], towers: bool = False
 ) -> list[dict[str, Any]]:
-    """Return the microbatches of one step.
+    """Split the given batches into the microbatches of one step.
 
     Several batches, in a number that the schedule accepts, are the microbatches. Otherwise each batch is split along
     its first dim into ``wanted`` equal microbatches (by default the most that rows and schedule allow without going
@@ -59,18 +59,20 @@ def _refuse_pictures(given: Sequence[Batch], parts: int) -> None:
 
 
 def is_of_towers(value: Any) -> bool:
-    """Return whether only towers read an input: images and sounds are floating point; ids, masks and sizes are not."""
+    """Return whether only a model's vision or audio towers read an input: floating point tensors, such as pictures."""
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def hidden_shape(batch: Microbatch) -> tuple[int, int]:
-    """Return samples and tokens of the hidden states on this rank, before sequence parallelism shards them."""
+    """Return samples and tokens of this rank's hidden states, before sequence parallelism cuts them."""
     samples, tokens = tokens_of(batch)
     return samples, tokens if batch.tokens is None else batch.tokens
 
 
 def _default_parts(fitting: Sequence[int], count: int, pp_size: int) -> int:
-    """Return the largest ``fitting`` number of parts per batch that a bubble of a quarter needs; 0 if none fits."""
+    """Return the largest fitting number of parts per batch, up to ``_PER_STAGE`` microbatches per stage; 0 if none
+    fits.
+    """
     few = [parts for parts in fitting if parts * count <= _PER_STAGE * pp_size]
     return max(few) if few else min(fitting, default=0)
 
@@ -81,7 +83,7 @@ def rows_of(batch: Batch) -> int:
 
 
 def tokens_of(batch: Batch) -> tuple[int, int]:
-    """Return the number of samples, and of tokens in each.
+    """Return the number of samples, and of tokens per sample.
 
     Raises:
         ConfigError: neither token ids nor embeddings are given.

@@ -14,7 +14,7 @@ _PAIRS = ("zbv", "dualpipev")
 
 
 def order(schedule: str, pp_size: int, num_microbatches: int, virtual_stages: int = 1, steps: int = 1) -> Order:
-    """Per rank, the sequence of its actions.
+    """Return, per rank, the sequence of its actions.
 
     ``gpipe`` (Huang et al. 2019), ``1f1b`` (PipeDream-Flush, Narayanan et al. 2021a), ``interleaved1f1b`` (PTD-P,
     Narayanan et al. 2021b), ``looped_bfs`` (breadth-first, Lamy-Poirier 2023), ``interleaved_zero_bubble`` (ZB-H1 over

@@ -25,7 +25,8 @@ from .timeline import Action, Span, Timeline
 
 @contextmanager
 def record_schedule(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[None]:
-    """Record what every pipeline rank computes, and when, inside the with block; at its end rank 0 writes ``path``.
+    """Record what every pipeline rank computes, and when, inside the with block; rank 0 writes it to ``path`` at the
+    end.
 
     Call it on every rank, around as many steps as you want to see (the first ones are slower than the rest)::
 
@@ -78,7 +79,7 @@ def record_schedule(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[
 
 
 def split_steps(whole: Timeline) -> list[Timeline]:
-    """Split a run into its steps, each with its times in the run.
+    """Split a run into its steps, keeping the times.
 
     On every rank, an action that has run already in a step begins the next step. Schedules without a flush number
     microbatches over all steps, which overlap: such a run is not split.
@@ -100,14 +101,14 @@ def _parts(spans: Iterable[Span]) -> list[tuple[Span, ...]]:
 
 
 def _microbatches(layout: ParallelConfig) -> int:
-    """Return the microbatches per step of a schedule without a flush, whose steps overlap; else 0."""
+    """Return the microbatches of one step where steps overlap, so that they cannot be counted; else 0."""
     if layout.pipeline_schedule not in ASYNCHRONOUS:
         return 0
     return 1 if layout.pipeline_schedule == "pipedream" else int(layout.num_microbatches or 0)
 
 
 def _agree_on(target: Path, mesh: Mesh) -> None:
-    """Refuse, on every rank, a path that rank 0 cannot write; else the others would wait for it at the end."""
+    """Raise on every rank if rank 0 cannot write ``target``; otherwise the others would wait for it at the end."""
     folder = target.absolute().parent
     missing: list[bool] = [not folder.is_dir()]
     dist.broadcast_object_list(missing, src=0, group=mesh.control)
@@ -116,7 +117,7 @@ def _agree_on(target: Path, mesh: Mesh) -> None:
 
 
 def _gather(record: Record, mesh: Mesh) -> list[Record]:
-    """Gather the records of the first pipeline, in order of its ranks, on rank 0; return an empty list elsewhere."""
+    """Gather the records of the ranks of rank 0's pipeline, in order; return none on other ranks."""
     first = not any(rank for axis, rank in mesh.ranks.items() if axis != "pp")
     found: list[Any] | None = [None] * mesh.layout.total_size if dist.get_rank() == 0 else None
     dist.gather_object((mesh.pp_rank, record) if first else None, found, dst=0, group=mesh.control)
@@ -125,7 +126,7 @@ def _gather(record: Record, mesh: Mesh) -> list[Record]:
 
 @contextmanager
 def _updates_noted(recorder: Recorder, stage: int, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Record optimizer steps over any of ``parameters`` as updates of ``stage``, from 0, inside the with block.
+    """Record optimizer steps over any of ``parameters`` as updates of ``stage`` inside the with block.
 
     Optimizer steps before the first recorded action belong to an earlier training step and are left out.
     """

@@ -48,7 +48,7 @@ _LABELS = ("labels", "shift_labels", "num_items_in_batch")
 
 
 def stage_places(layout: ParallelConfig) -> dict[int, int] | None:
-    """Return the pipeline rank of each stage if the schedule is a CSV file, which assigns them; else ``None``.
+    """Return the pipeline rank of each stage where the schedule is a CSV file; else ``None``.
 
     Raises:
         ConfigError: the schedule cannot run with these numbers of ranks, stages and microbatches.
@@ -86,7 +86,7 @@ def check_stages(plan: Plan) -> None:
 
 
 class Pipeline(Executor):
-    """Run the stages of one rank.
+    """Run the stages of one rank under a schedule.
 
     Attributes:
         workers: this rank's stages, in the order of the model.
@@ -130,7 +130,7 @@ class Pipeline(Executor):
         self._runtime.data.after_microbatch()
 
     def share_out(self, given: Sequence[Batch]) -> list[dict[str, Any]]:
-        """Return the microbatches of one step: see :func:`hfscale.parallel.pipeline.microbatches.share_out`."""
+        """Split batches into the microbatches of one step: see :func:`.microbatches.share_out`."""
         accepts, towers = self._accepts, self._towers is not None
         if self._stages.stacks is not None:
             model = self._runtime.model
@@ -141,7 +141,7 @@ class Pipeline(Executor):
 
     @contextmanager
     def uncut(self) -> Iterator[None]:
-        """Keep batches unsplit inside the with block, if the schedule can run that few microbatches."""
+        """Leave batches uncut inside the with block, where the schedule can run so few microbatches."""
         before, self._uncut = self._uncut, True
         try:
             yield
@@ -149,17 +149,17 @@ class Pipeline(Executor):
             self._uncut = before
 
     def fewest_rows(self) -> int:
-        """Return the fewest rows a batch must have: one per microbatch."""
+        """Return the fewest rows of a batch: one per microbatch."""
         return int(self._layout.num_microbatches or 2 * self._layout.pp)  # which every schedule can run
 
     def passes_together(self, microbatches: int) -> int:
-        """Return ``microbatches`` if data ranks run collectives in every pass, 0 if only once per step."""
+        """Return the passes that gather weights, reduce gradients or exchange tokens; 0: once a step."""
         layout = self._layout
         each = layout.weights_regather or layout.reduce_each_microbatch or layout.expert_batches > 1
         return microbatches if each else 0
 
     def check_plain_call(self, call: str) -> None:
-        """Refuse ``model(**batch)`` with gradients: backward passes run across the stages."""
+        """Refuse ``loss.backward()``: backward passes run between the stages."""
         raise ConfigError(
             f"{self._layout.describe()}: backward passes run between the stages, so {call} has none to start: use loss "
             "= hfscale.train_step(model, batch), which leaves the gradients in .grad"
@@ -180,7 +180,7 @@ class Pipeline(Executor):
         return runtime.sum_of_shares(share)
 
     def _all_passes(self, batches: Sequence[Microbatch], objective: Objective, backward: bool) -> Tensor:
-        """Run forward and backward passes over the microbatches in the order of the schedule.
+        """Run the forward passes of all microbatches, and backward passes, in the order of the schedule.
 
         Returns:
             this rank's share of the loss: all of this batch rank's, on the last stage; else 0.
@@ -245,11 +245,11 @@ class Pipeline(Executor):
         self._agreement.alone = True
 
     def hear(self, told: list[list[int]]) -> None:
-        """Take the reports of the ranks with this batch, for the step that follows."""
+        """Take the reports of all ranks with this batch for the coming step."""
         self._agreement.hear(told)
 
     def _learn(self) -> None:
-        """Tell each worker whether its stage, and the one before it, trains; before anything is sent."""
+        """Set which stages train, before anything is sent."""
         trains = self._agreement.training_stages()
         for worker in self.workers:
             worker.trains = trains[worker.index]
@@ -297,7 +297,7 @@ class Pipeline(Executor):
         return leaving
 
     def _reads(self, stage: Stage, name: str, value: Any) -> bool:
-        """Return whether a stage gets an input: labels go to the last stage, inputs of towers to the first."""
+        """Return whether a stage reads an input: the last stage labels, the first one the inputs of towers."""
         if name in _LABELS:
             return stage.index == len(self._stages.stages) - 1
         return stage.index == 0 or self._towers is None or not is_of_towers(value)
@@ -314,7 +314,7 @@ class Pipeline(Executor):
         return torch.Size((*leading, *tail)), dtype
 
     def _leading(self, stage: int, batch: Microbatch) -> tuple[int, int]:
-        """Return samples and tokens of the hidden states that a stage receives, sharded by sequence if they are."""
+        """Return samples and tokens of a stage's input; this rank's tokens where the sequence is cut."""
         samples, tokens = hidden_shape(batch)
         if self._stages.stacks is not None:
             return samples, tokens + targets_of(batch)[1] * self._stages.arrives(stage)[1]

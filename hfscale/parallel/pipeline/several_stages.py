@@ -12,21 +12,21 @@ from .timeline import Action, Kind, Order
 
 
 def several_stages_order(schedule: str, pp_size: int, num_microbatches: int, virtual_stages: int) -> Order:
-    """Return the actions of each rank; the numbers must be ones that ``schedule`` can run."""
+    """Return, per rank, its actions; ``schedule`` must be able to run these numbers."""
     row = _ROWS[schedule]
     return tuple(tuple(row(rank, pp_size, num_microbatches, virtual_stages)) for rank in range(pp_size))
 
 
 def _breadth_first(rank: int, pp_size: int, num_microbatches: int, virtual_stages: int) -> list[Action]:
-    """Run all microbatches through one stage, then through the next; backward in reverse (Lamy-Poirier 2023)."""
+    """Return the actions that run all microbatches stage by stage, backward in reverse (Lamy-Poirier 2023)."""
     stages = range(rank, pp_size * virtual_stages, pp_size)
     forward = [Action(stage, "forward", index) for stage in stages for index in range(num_microbatches)]
     return forward + [action._replace(kind="backward") for action in reversed(forward)]
 
 
 def _interleaved(rank: int, pp_size: int, num_microbatches: int, virtual_stages: int) -> list[Action]:
-    """Interleave forwards and backwards (Narayanan et al. 2021b): each round of microbatches runs through all stages
-    of the rank before the next round.
+    """Return the actions of interleaved 1F1B (Narayanan et al. 2021b): a round of microbatches goes through all of a
+    rank's stages before the next round.
     """
     forward = _in_rounds("forward", rank, pp_size, num_microbatches, virtual_stages)
     backward = _in_rounds("backward", rank, pp_size, num_microbatches, virtual_stages)
@@ -35,7 +35,7 @@ def _interleaved(rank: int, pp_size: int, num_microbatches: int, virtual_stages:
 
 
 def _interleaved_zero_bubble(rank: int, pp_size: int, num_microbatches: int, virtual_stages: int) -> list[Action]:
-    """Interleave, with weight gradients delayed by ``rank`` passes behind input gradients (ZB-H1, Qi et al. 2023)."""
+    """Return interleaved 1F1B with weight gradients ``rank`` passes after input gradients (ZB-H1, Qi et al. 2023)."""
     forward = _in_rounds("forward", rank, pp_size, num_microbatches, virtual_stages)
     inputs = _in_rounds("backward_input", rank, pp_size, num_microbatches, virtual_stages)
     weights = [action._replace(kind="backward_weight") for action in inputs]
@@ -60,18 +60,18 @@ def _round_size(pp_size: int, num_microbatches: int) -> int:
 
 
 def _warmup(hops: int, pp_size: int, num_microbatches: int, virtual_stages: int) -> int:
-    """Count the forwards before the first backward; a rank's first gradient comes ``hops`` passes after the last's."""
+    """Return the number of forwards before a rank's first backward, ``hops`` passes after the last rank's."""
     rounds = (virtual_stages - 1) * _round_size(pp_size, num_microbatches)
     return min(rounds + hops, num_microbatches * virtual_stages)
 
 
 def _alternating(*lists: "list[Action] | list[Action | None]") -> list[Action]:
-    """Merge lists: the first entry of each, then the second of each, and so on, without gaps."""
+    """Return the first of every list, then the second of every list ..., without gaps."""
     return [action for actions in zip_longest(*lists) for action in actions if action is not None]
 
 
 class _Row:
-    """Builder of one rank's actions; the microbatches of each stage and kind are numbered in order."""
+    """Build the action list of one rank; per stage and kind, microbatches are numbered in order."""
 
     def __init__(self, rank: int, pp_size: int) -> None:
         self.down, self.up = rank, 2 * pp_size - 1 - rank
@@ -80,7 +80,7 @@ class _Row:
         self._done: dict[tuple[int, Kind], int] = {}
 
     def done(self, stage: int, kind: Kind) -> int:
-        """Return how many actions of this stage and kind are listed."""
+        """Return how many microbatches have had an action of this stage and kind."""
         return self._done.get((stage, kind), 0)
 
     def forward(self, stage: int, paired: bool = False) -> None:
@@ -90,13 +90,13 @@ class _Row:
         self.actions.append(Action(stage, "backward", self._next(stage, "backward")))
 
     def inputs(self, stage: int) -> None:
-        """Append the next input gradient of ``stage``, and queue its weight gradient."""
+        """Append a backward of the input; that of the weights is deferred."""
         index = self._next(stage, "backward")
         self.actions.append(Action(stage, "backward_input", index))
         self.waiting.append((stage, index))
 
     def weights(self, stage: int | None = None) -> None:
-        """Append the weight gradient that is queued longest, of ``stage`` or of any; do nothing if none is."""
+        """Append the oldest deferred backward of the weights, of ``stage`` or of any; nothing if none is deferred."""
         found = next((entry for entry in self.waiting if stage in (None, entry[0])), None)
         if found:
             self.waiting.remove(found)
@@ -108,8 +108,8 @@ class _Row:
 
 
 def _zbv(rank: int, pp_size: int, num_microbatches: int, _: int) -> list[Action]:
-    """ZB-V (Qi et al. 2023): as many forwards as fill the V, then one each of forward, input and weight gradient, the
-    weight gradients of the end where a rank would wait.
+    """Return the actions of ZB-V (Qi et al. 2023): as many forwards as fill the V, then one each of forward, input and
+    weight gradient; the last weight gradients fill the gaps.
     """
     row, total = _Row(rank, pp_size), max(2 * pp_size - 1, num_microbatches)  # fewer would not fill it: left out below
     for _i in range(2 * (pp_size - rank) - 1):
@@ -144,7 +144,9 @@ def _forward_and_halves(row: _Row, forward: int, backward: int) -> None:
 
 
 def _dualpipev(rank: int, pp_size: int, num_microbatches: int, _: int) -> list[Action]:
-    """DualPipeV (DeepSeek 2025): where the V is full, a forward is one piece with a backward of the other stage."""
+    """Return the actions of DualPipeV (DeepSeek 2025): once the V is full, forwards are paired with backwards of the
+    other stage.
+    """
     row, behind = _Row(rank, pp_size), pp_size - rank - 1  # ranks behind this one
     for _i in range(2 * behind):
         row.forward(row.down)

@@ -1,4 +1,4 @@
-"""Simulate an order with given durations, to know the time of a schedule before anything runs."""
+"""Simulate an order of actions with given durations, before anything runs."""
 
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -9,7 +9,7 @@ from .timeline import GRADIENT, Action, Kind, Order, Span, Timeline, stage_ranks
 
 @dataclass(frozen=True)
 class Costs:
-    """How long the actions of one stage take, in any one unit.
+    """Hold the durations of one stage's actions, in any one unit.
 
     Attributes:
         forward: of one microbatch.
@@ -32,7 +32,7 @@ class Costs:
     stages: tuple[float, ...] = ()
 
     def of(self, kind: Kind, stage: int = 0) -> float:
-        """Duration of one action."""
+        """Return the duration of one action."""
         return float(getattr(self, kind)) * (self.stages[stage] if self.stages else 1.0)
 
 
@@ -42,7 +42,7 @@ _Result: TypeAlias = tuple[int, str, int]
 
 
 def simulate(order: Order, costs: Costs = DEFAULT_COSTS, name: str = "", microbatches: int = 0) -> Timeline:
-    """Simulate when every action runs: each rank runs its own in sequence, each as soon as its inputs have arrived.
+    """Return the timeline of an order in which every action starts as soon as its rank and its inputs are ready.
 
     A forward needs the forward of the stage before; a backward (of the input) its own forward and the gradient of
     the stage after; a backward of the weights the backward of the input. Sending takes no rank's time.
@@ -95,7 +95,7 @@ def _run(
     last: int,
     ready: dict[_Result, float],
 ) -> list[Span] | None:
-    """Return the spans of one action, or pair of actions; None if one of its inputs does not exist yet."""
+    """Return the spans of a piece's actions, or None where an input does not exist yet."""
     durations = [costs.of(action.kind, action.stage) for action in piece]
     if len(piece) > 1 and costs.pair is not None:
         scale = costs.pair / sum(durations)

@@ -41,7 +41,7 @@ def backward_of_weights(split: Split, weights: Iterable[Any]) -> None:
 
 
 def _merged(groups: Split) -> Split:
-    """Merge groups with a weight in common, and drop those without a gradient."""
+    """Merge groups that have a weight in common, and drop groups without gradients."""
     merged: Split = []
     for group in groups:
         if "grads" not in group:
@@ -58,7 +58,7 @@ def _merged(groups: Split) -> Split:
 
 @cache
 def splits_exactly() -> bool:
-    """Return whether torch's two halves give the gradients of a full backward pass, for weights used several times."""
+    """Return whether the two halves give the gradients of a full backward pass in this torch version."""
     names = ("given", "twice", "shared", "first", "second")
     leaves = {name: torch.linspace(0.5, 1.5 + index, 4, requires_grad=True) for index, name in enumerate(names)}
 

@@ -1,15 +1,14 @@
-"""Make a pipeline stage out of a stock model: placeholders for the modules of other stages.
+"""Make a pipeline stage out of a stock model: replace modules of other stages by placeholders.
 
-A stage runs the stock model's own forward from beginning to end, with the full batch's ids, masks and positions, so
-that masks, rotary tables and everything else around the layers are computed as always. Only the hidden states are
-received and sent::
+A stage runs the stock model's full forward pass on the full batch's ids, masks and positions, so that masks, rotary
+tables and all else around the layers are as always. Only the hidden states come from the previous stage::
 
     stage 1 of 3, layers 2 and 3 of 6
 
-    ids --embedding---> zeros --layer 0--> --layer 1--> --layer 2--> --layer 3--> --layer 4--> ... norm, head
-        (placeholder)         (return what was received)   (its own)     (record what is to be sent) (placeholders)
+    ids --embedding--> nothing --layer 0--> --layer 1--> --layer 2--> --layer 3--> --layer 4--> ... norm, head
+    (placeholder)        (placeholders return the input)  (its own)  (placeholders take the output)  (placeholders)
 
-Modules that no stage of a rank holds are replaced for good, before anything is loaded; a rank with several stages
+Modules that no stage of a rank holds are replaced for good, before weights are loaded; a rank with several stages also
 replaces those of its other stages during one stage's forward pass.
 """
 
@@ -35,18 +34,15 @@ from ...train.runtime.names import module_at
 
 @dataclass
 class Passage:
-    """The current forward pass of one stage.
+    """Hold the state of one stage's current forward pass.
 
     Attributes:
         first: index of the stage's first layer; placeholders of earlier layers return the received hidden states.
         shape: samples and tokens of the batch.
-        under_way: whether a forward pass is running.
-        arriving: the hidden states received from the stage before; ``None`` on the first stage.
-        arrived: whether a layer has read them.
-        leaving: the hidden states behind the stage's last layer, once computed.
-        border: for an encoder-decoder, the index of the decoder's first layer.
-        target: samples and tokens of the decoder.
-        memory: the encoder's output, once received or computed.
+        under_way: whether a pass is running.
+        arriving: hidden states from the previous stage; ``None`` on the first stage.
+        arrived: whether they were used.
+        leaving: hidden states after the stage's last layer, once computed.
     """
 
     first: int = 0
@@ -60,7 +56,7 @@ class Passage:
     memory: Tensor | None = None
 
     def blank(self, target: bool, width: int | None = None) -> Tensor:
-        """Return zeros for all tokens, ``[b, s, h]``, also where hidden states are sharded along the sequence.
+        """Return zeros for all tokens, ``[b, s, h]``, also where the hidden states are cut along the sequence.
 
         In memory of their own, which lives as long as the forward pass: stock code scales an embedding in place.
 
@@ -93,7 +89,7 @@ class Passage:
 
 
 class _StandIn(nn.Module):
-    """A placeholder without parameters for a module of another stage, whose other attributes it exposes."""
+    """Replace a module of another stage without its parameters; other attributes are read from the original."""
 
     def __init__(self, absent: nn.Module, passage: Passage) -> None:
         super().__init__()
@@ -101,7 +97,7 @@ class _StandIn(nn.Module):
         self.training = absent.training
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call ``forward`` without hooks: they run on the stage that holds the module.
+        """Call ``forward`` without hooks: hooks on a module run on the stage that holds it.
 
         Raises:
             ConfigError: a module of the model was called by itself, outside a stage's forward pass.
@@ -136,7 +132,7 @@ class _StandIn(nn.Module):
             own_modules(self)[child] = found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_StandIn":
-        """Copy the placeholder, sharing its absent module and passage: PEFT copies heads in ``modules_to_save``."""
+        """Copy the placeholder with the same absent module and passage: PEFT copies heads trained in full."""
         made = type(self).__new__(type(self))
         memo[id(self)] = made
         shared = {name: self.__dict__[name] for name in ("_absent", "_passage")}
@@ -145,14 +141,14 @@ class _StandIn(nn.Module):
 
 
 class AbsentLayer(_StandIn):
-    """Placeholder for a layer of another stage; ``returns`` as in :class:`hfscale.plan.stages.StagePlan`."""
+    """Replace a layer of another stage; ``returns`` as in :class:`hfscale.plan.stages.StagePlan`."""
 
     def __init__(self, absent: nn.Module, passage: Passage, index: int, returns: int | None) -> None:
         super().__init__(absent, passage)
         self.__dict__.update(_index=index, _returns=returns)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the received hidden states before the stage's layers; behind them, record the input as the output."""
+        """Return the received hidden states before the stage's own layers; after them, record the input to send on."""
         passage: Passage = self._passage
         stream: Tensor | None = hidden_states_of(args, kwargs)
         if self._index < passage.first:
@@ -163,14 +159,14 @@ class AbsentLayer(_StandIn):
 
 
 class AbsentModule(_StandIn):
-    """Placeholder for a module of another stage around its layers: an embedding, the last norm, the head."""
+    """Replace a module around the layers of another stage: an embedding, the last norm, the head."""
 
     def __init__(self, absent: nn.Module, passage: Passage, returns: int | None, target: bool = False) -> None:
         super().__init__(absent, passage)
         self.__dict__.update(_returns=returns, _target=target)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return zeros, which nothing depends on."""
+        """Return zeros, which nothing reads."""
         passage: Passage = self._passage
         # Heads of encoder-decoders: stock code adds a bias to what they return.
         wide = passage.border is not None and isinstance(self._absent, nn.Linear)
@@ -203,7 +199,7 @@ def leave_out(model: nn.Module, plan: Plan, rank: int) -> None:
 
 
 def passage_of(model: nn.Module) -> Passage:
-    """Return the passage that a model's placeholders share."""
+    """Return the passage of a model's placeholders."""
     return next(module._passage for module in model.modules() if isinstance(module, _StandIn))
 
 
@@ -264,7 +260,7 @@ def run_stages_apart(model: nn.Module, stages: StagePlan, own: tuple[Stage, ...]
 
 
 def _borrowers(stages: StagePlan, own: tuple[Stage, ...]) -> Iterator[tuple[Loan, str]]:
-    """Yield (loan, layer) for the first layer of each stage that needs a submodule lent by the list's first layer."""
+    """Yield each loan with the first layer of its list in each stage, unless that layer is the lender."""
     for loan, stage in product(stages.loans, own):
         layers = [layer for layer in stage.layers if layer.rpartition(".")[0] == loan.layer_list]
         if layers and layers[0] != loan.lender:
@@ -272,12 +268,12 @@ def _borrowers(stages: StagePlan, own: tuple[Stage, ...]) -> Iterator[tuple[Loan
 
 
 def _encoded(passage: Passage, _: nn.Module, args: Any, output: Any) -> None:
-    """Record the encoder's output (a forward hook)."""
+    """Record the encoder's output (forward hook at its end)."""
     passage.memory = output[0]
 
 
 def _boundary(stages: StagePlan, passage: Passage) -> dict[str, Callable[[nn.Module], _StandIn]]:
-    """Map every module that belongs to a stage to a function that makes its placeholder."""
+    """Return, by module name, a function that makes the placeholder of each module that belongs to a stage."""
     returns, places, stacks = dict(stages.module_returns), stages.places, stages.stacks
     lent = {loan.name for loan in stages.loans}  # part of a layer
     made: dict[str, Callable[[nn.Module], _StandIn]] = {}

@@ -1,4 +1,4 @@
-"""Make the decoder inputs of an encoder-decoder in advance, for stages that have no labels."""
+"""Compute the decoder input of an encoder-decoder model for stages that have no labels to derive it from."""
 
 from typing import Any
 
@@ -14,11 +14,11 @@ _GIVEN = ("decoder_input_ids", "decoder_inputs_embeds")
 
 
 class _Seen(Exception):
-    """Raised to stop the forward pass at the call of the decoder."""
+    """Signal that the decoder was called."""
 
 
 def targets_of(batch: Batch) -> tuple[int, int]:
-    """Return the decoder's number of samples, and of tokens in each; the encoder's if it has no inputs of its own."""
+    """Return samples, and tokens per sample, of the decoder's input; those of the encoder if it has no other."""
     for name in _GIVEN:
         found = batch.get(name)
         if isinstance(found, Tensor) and found.ndim > 1:
@@ -27,9 +27,8 @@ def targets_of(batch: Batch) -> tuple[int, int]:
 
 
 def with_targets(model: nn.Module, decoder: nn.Module, batch: Batch) -> Batch:
-    """Add ``decoder_input_ids`` to a batch with labels only, since only the last stage gets labels.
-
-    Each family makes them from the labels in its own way: the stock forward is run up to the decoder to see them.
+    """Return the batch with the decoder's input, found by running stock code, which derives it from the labels, up to
+    the decoder.
 
     Raises:
         ConfigError: the decoder was not called with tokens.

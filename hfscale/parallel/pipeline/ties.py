@@ -1,7 +1,7 @@
-"""Sum the gradients of tied tensors over stages: an embedding on the first stage, the head tied to it on the last.
+"""Sum gradients of tensors that several stages hold: an embedding on the first, the head tied to it on the last.
 
-Each stage computes the gradient of its own use; the sum over the stages is the tensor's gradient. Copies that start
-equal stay equal under any optimizer that updates each entry, or each tensor, by itself.
+Each stage sees the gradient of its own use; the sum over the stages is the tensor's gradient, and copies that start
+equal stay equal under any optimizer that works elementwise or tensor by tensor.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from ...train.runtime.gradients import add_back, gradients_aside
 
 @dataclass
 class _Copy:
-    """This rank's copy of one tensor: the parameter, the ranks that hold it, and the gradient before the step."""
+    """Hold this rank's copy of a tied tensor: the parameter, the ranks that hold it, and its gradient before a step."""
 
     parameter: Tensor
     holders: tuple[int, ...]
@@ -35,9 +35,7 @@ class TiedGradients:
 
     @contextmanager
     def summed(self) -> Iterator[None]:
-        """Accumulate the gradients of a step inside the with block; at its end sum those of tied copies over stages,
-        and add them to what ``.grad`` held before.
-        """
+        """Sum the gradients of tied tensors over their stages after the with block, and add them to earlier ones."""
         tied = self._tied()
         with gradients_aside([parameter for parameter, _ in tied]) as before:
             yield
@@ -46,7 +44,7 @@ class TiedGradients:
             self._sum([copy for copy in copies if copy.holders == holders], holders)
 
     def _tied(self) -> list[tuple[Tensor, tuple[int, ...]]]:
-        """List this rank's trainable tied parameters, each with the pipeline ranks that hold it."""
+        """Return this rank's trained copies of tied tensors, each with the pipeline ranks that hold one."""
         plan = self._runtime.plan
         if not plan.ties:
             return []
@@ -69,8 +67,8 @@ class TiedGradients:
             add_back(parameter, copy.before)
 
     def _used_anywhere(self, copies: list[_Copy], holders: tuple[int, ...]) -> list[bool]:
-        """Which tensors any stage has a gradient of; what none has one of (a table that is read without) stays without,
-        and optimizers skip it. RunSpec in the first step, through the host, for it is the model's doing.
+        """Return which tensors have a gradient on any stage; the others keep ``grad=None``, and optimizers skip them.
+        Communicates through the host in the first step only: the model decides it.
         """
         key = tuple(id(copy.parameter) for copy in copies)
         if key not in self._known:

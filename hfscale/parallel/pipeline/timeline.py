@@ -19,7 +19,7 @@ RELEASE: tuple[Kind, Kind] = ("backward", "backward_weight")
 
 
 class Action(NamedTuple):
-    """One computation.
+    """Describe one computation.
 
     Attributes:
         stage: number of the stage, counted along the model.
@@ -41,7 +41,7 @@ Order: TypeAlias = tuple[tuple[Action, ...], ...]
 
 @dataclass(frozen=True)
 class Span:
-    """One action and when it ran; ``start`` and ``end`` in the units of its timeline."""
+    """Hold one action with its ``start`` and ``end``, in the units of its timeline."""
 
     action: Action
     start: float
@@ -50,7 +50,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The actions of all ranks of a pipeline, with their times.
+    """Hold when the ranks of a pipeline ran which action.
 
     Attributes:
         ranks: per rank, its spans by start time.
@@ -65,7 +65,7 @@ class Timeline:
     microbatches: int = 0
 
     def spans(self) -> Iterator[tuple[int, Span]]:
-        """Iterate over all spans, each with its rank."""
+        """Yield every span with its rank."""
         return ((rank, span) for rank, spans in enumerate(self.ranks) for span in spans)
 
     @property
@@ -150,12 +150,12 @@ class Timeline:
         return 1 - busy / ((end - begin) * self.num_ranks)
 
     def peak_live(self) -> tuple[int, ...]:
-        """Per stage, the most microbatches whose forward has run and whose backward (of the weights) has not."""
+        """Return, per stage, the most microbatches between their forward and the end of their backward."""
         return peak_live(tuple(tuple(span.action for span in spans) for spans in self.ranks))
 
 
 def peak_live(order: Order) -> tuple[int, ...]:
-    """Per stage, the most microbatches alive at once: forward run, gradients of the weights not yet computed."""
+    """Return, per stage, the most microbatches between their forward and their weight gradients."""
     num_stages = 1 + max((action.stage for actions in order for action in actions), default=-1)
     alive, peak = [0] * num_stages, [0] * num_stages
     for actions in order:
@@ -166,7 +166,7 @@ def peak_live(order: Order) -> tuple[int, ...]:
 
 
 def fullest_live(order: Order, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Per stage, the microbatches alive at the moment when its rank's stages keep most together.
+    """Return, per stage, the microbatches alive at the moment when its rank's stages hold most together.
 
     Args:
         sizes: what a microbatch takes in each stage.
@@ -186,7 +186,7 @@ def fullest_live(order: Order, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def stage_ranks(order: Order) -> dict[int, int]:
-    """Stage -> the rank that holds it."""
+    """Return the rank of each stage."""
     return {action.stage: rank for rank, actions in enumerate(order) for action in actions}
 
 

@@ -16,7 +16,7 @@ from .timeline import RELEASE, Action, Order, stage_ranks
 
 
 def one_forward_one_backward(stage: int, pp_size: int, total: int) -> list[Action]:
-    """List the 1F1B actions of one stage over ``total`` microbatches: at most ``pp_size - stage`` in flight."""
+    """Return the 1F1B order of one stage over ``total`` microbatches: at most ``pp_size - stage`` in flight."""
     warmup = min(pp_size - stage, total)
     actions = [Action(stage, "forward", index) for index in range(warmup)]
     for index in range(total):
@@ -44,12 +44,12 @@ def asynchronous_order(schedule: str, pp_size: int, num_microbatches: int, steps
 
 
 def update_interval(schedule: str, num_microbatches: int) -> int:
-    """Return the number of microbatches per update."""
+    """Return the number of microbatches whose gradients make one update."""
     return 1 if schedule == "pipedream" else num_microbatches
 
 
 def weight_versions(schedule: str, order: Order, num_microbatches: int) -> dict[tuple[int, int], int]:
-    """Map (stage, microbatch) to the version of the stage's weights that its forward and backward use.
+    """Return the weight version of each (stage, microbatch), used in its forward and backward.
 
     Read off the order: PipeDream takes what the updates so far have made; 2BW takes the version before the batch's
     own, and it is an error in the order if that is not there yet.
@@ -76,7 +76,7 @@ def weight_versions(schedule: str, order: Order, num_microbatches: int) -> dict[
 
 
 def stashed_versions(schedule: str, order: Order, num_microbatches: int) -> tuple[int, ...]:
-    """Return, per stage, the most versions of its weights kept at once, the newest included."""
+    """Return, per stage, the most weight versions to keep at once, the newest included."""
     versions = weight_versions(schedule, order, num_microbatches)
     peak = [1] * len(stage_ranks(order))
     for actions in order:

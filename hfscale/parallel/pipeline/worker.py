@@ -33,7 +33,7 @@ Shape = Callable[[int], tuple[torch.Size, torch.dtype]]
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a stage in the pipeline.
+    """Hold the place of a stage in the pipeline.
 
     Attributes:
         index: its number along the model.
@@ -54,14 +54,14 @@ class Place:
         return dist.get_global_rank(self.group, self.ranks[self.index + step])
 
     def way(self, step: int, arrives: bool) -> dist.ProcessGroup:
-        """Return the process group for transfers from the stage ``step`` stages further on, or to it."""
+        """Return the group to receive from (``arrives``) or send to the stage ``step`` stages further on."""
         here, there = self.ranks[self.index], self.ranks[self.index + step]
         return self.streams[(there, here) if arrives else (here, there)]
 
 
 @dataclass
 class _Kept:
-    """The tensors that one microbatch keeps between its forward and its backward pass."""
+    """Hold what one microbatch keeps between its forward and its backward pass."""
 
     arrived: Tensor | None
     output: Tensor
@@ -70,7 +70,7 @@ class _Kept:
 
 
 class _Transfer:
-    """A tensor being sent or received, which must stay alive until the transfer is over."""
+    """Hold a tensor in transfer, which must stay alive until it has arrived."""
 
     def __init__(self, move: Any, tensor: Tensor, peer: int, group: dist.ProcessGroup) -> None:
         self.tensor, self._group, self._peer = tensor, group, peer
@@ -87,7 +87,7 @@ class _Transfer:
 
 
 class StageWorker:
-    """One pipeline stage: its passes over single microbatches, and its transfers.
+    """Run the passes of one pipeline stage over single microbatches, and its transfers.
 
     Attributes:
         trains_before: whether anything before this stage trains; its input then has a gradient.
@@ -118,7 +118,7 @@ class StageWorker:
     # --- computing ----------------------------------------------------------------------------------------------------
 
     def forward(self, microbatch: int) -> Tensor:
-        """Run the forward pass; keep the output until its backward pass, or if there is none, until it is sent."""
+        """Run the forward pass; keep its output until the backward pass, or until it is sent if there is none."""
         arrived = None if self.is_first else _there(self._arriving.pop(microbatch))
         if arrived is not None and self.has_backward:
             # Reentrant recomputation gives no gradients to layers whose input has none.
@@ -131,7 +131,7 @@ class StageWorker:
         return output
 
     def backward(self, microbatch: int, full: bool = True) -> None:
-        """Run the backward pass, or the half of a split one that computes the gradient of the input."""
+        """Run the backward pass or, with ``full=False``, the half that makes the gradient of the input."""
         kept = self._kept[microbatch] if not full else self._kept.pop(microbatch)
         gradient = None
         if microbatch in self._gradients:
@@ -156,7 +156,7 @@ class StageWorker:
             self.reduce()
 
     def backward_weight(self, microbatch: int) -> None:
-        """Run the half of a split backward pass that computes the gradients of the weights."""
+        """Run the half of a split backward pass that makes the gradients of the weights."""
         kept = self._kept.pop(microbatch)
         with self._recorded("backward_weight", microbatch):
             if kept.split is not None:
@@ -199,15 +199,15 @@ class StageWorker:
             self._sent.append(self._move(dist.isend, self._returning.pop(microbatch), -1))
 
     def take_input(self, output: Tensor, microbatch: int) -> None:
-        """Take the output of the stage before, which is on this rank."""
+        """Take the output of the previous stage, on the same rank, as input."""
         self._arriving[microbatch] = output.detach()
 
     def hand_out_gradient(self, microbatch: int) -> Tensor | None:
-        """Return the gradient for the stage before, which is on this rank; ``None`` if nothing before trains."""
+        """Return the gradient of the input to the previous stage, on the same rank, if there is one."""
         return self._returning.pop(microbatch, None)
 
     def take_gradient(self, gradient: Tensor | None, microbatch: int) -> None:
-        """Take the gradient from the next stage, which is on this rank."""
+        """Take the gradient of the output from the next stage, on the same rank."""
         if gradient is not None:
             self._gradients[microbatch] = gradient
 

@@ -119,7 +119,7 @@ def cut_parameters(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
 
 
 def local_parameter(whole: Any, planned: ParameterPlan, mesh: Mesh) -> nn.Parameter:
-    """Return a copy of this rank's tensor or expert shard of the full parameter ``whole``."""
+    """Return this rank's tensor or expert shard of a full parameter, as a copy."""
     share = planned.take(whole.detach(), mesh.ranks, axes=MODEL_AXES)
     share = share.clone() if share.device.type != "meta" else share.new_empty(share.shape)
     return nn.Parameter(share, requires_grad=whole.requires_grad)

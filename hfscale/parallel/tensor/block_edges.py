@@ -63,7 +63,7 @@ class _BlockEnds:
         self._tokens: tuple[int, ...] = ()  # shape of the latest full input, without the hidden dim
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return the block's input with all tokens; backward sums its gradient over the ranks."""
+        """Return the block's input with all tokens; its gradient is summed over the tensor ranks."""
         if self.overlap is not None:
             x = self.overlap.enter(x)
         else:
@@ -72,7 +72,7 @@ class _BlockEnds:
         return x
 
     def leave(self, x: Tensor) -> Tensor:
-        """Return the sum of the ranks' partial outputs, for the tokens that this rank keeps."""
+        """Sum the block's output over the tensor ranks, and keep this rank's tokens where the sequence is cut."""
         stream = self._cut_stream
         if stream is None:
             return leave(x, self.group)

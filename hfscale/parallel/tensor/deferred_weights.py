@@ -16,7 +16,7 @@ from .sequence_region import SequenceRegion
 
 
 class Overlap:
-    """The entry of one block, whose column projections defer their weight gradients until its collectives run.
+    """Compute the weight gradients of one block's column projections after starting the block's backward collective.
 
     Attributes:
         gathered: re-gathers the latest input in the backward pass; ``None`` without ``sequence_regather``.
@@ -35,7 +35,7 @@ class Overlap:
             self._take_apart(module)
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return the block's input as its projections see it; backward overlaps its collectives."""
+        """Return the block's input as its projections read it."""
         self.gathered = None
         stream = self.stream if self.stream is not None and self.stream.cut else None
         if torch.compiler.is_compiling():  # the compiler overlaps collectives itself, and cannot keep this state
@@ -56,7 +56,7 @@ class Overlap:
         return x
 
     def read_by(self, low_rank: Any, read: Callable[[Tensor], Tensor]) -> None:
-        """Defer the weight gradient of ``low_rank`` (LoRA's A) too, so that the re-gathered input need not be saved.
+        """Let an adapter's first factor ``low_rank`` drop the input too, where it is gathered again in backward.
 
         Args:
             read: returns its weight as its computation should see it.

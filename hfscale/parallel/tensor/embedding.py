@@ -24,18 +24,18 @@ from .sequence_region import SequenceRegion
 
 
 class VocabParallelEmbedding(nn.Embedding):
-    """An ``nn.Embedding`` whose weight holds the token ids ``[start, start + weight.shape[0])``."""
+    """Replace ``nn.Embedding`` by one that holds the ids ``[start, start + weight.shape[0])``."""
 
     _hfscale_start: int
     _hfscale_sum: Callable[[Tensor], Tensor] | None
 
     def forward(self, input: Tensor) -> Tensor:
-        """Embed token ids ``[...]`` to ``[..., h]``, partial sums over ranks unless ``_hfscale_sum`` sums them here."""
+        """Embed ids ``[...]`` as ``[..., h]``: partial sums over the tensor ranks, or the sum if set up so."""
         found = self.look_up(input, self.weight)
         return found if self._hfscale_sum is None else self._hfscale_sum(found)
 
     def look_up(self, input: Tensor, weight: Tensor, **_: Any) -> Tensor:
-        """Look up this rank's tokens in ``weight``, its slice of a table; return zeros for other tokens."""
+        """Look up this rank's ids in ``weight``; other ids get zeros."""
         local = input - self._hfscale_start
         missing = (local < 0) | (local >= weight.shape[0])
         found = F.embedding(local.masked_fill(missing, 0), weight)
@@ -71,7 +71,7 @@ def install_vocab_parallel_embedding(
 
 
 def _cut_lookup(module: nn.Module, planned: ParameterPlan, start: int, mesh: Mesh) -> bool:
-    """Make an embedding vocabulary-parallel; return whether its class computes on the lookup and so sums it inside."""
+    """Cut an embedding along the vocabulary; return whether the class computes after the lookup and so sums inside."""
     if not isinstance(module, nn.Embedding):
         raise ConfigError(f"{planned.name} is not an embedding cut over tp")
     if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:

@@ -32,7 +32,7 @@ _QUESTIONS = ("size", "dim", "numel", "nelement", "element_size", "is_floating_p
 
 
 def _pointwise() -> dict[Any, tuple[str, Callable[..., Any]]]:
-    """Map torch's pointwise functions, in place or not, to the name and the function that is replayed for them."""
+    """Return, by torch function (in place or not), the name and the function to replay for it."""
     found: dict[Any, tuple[str, Callable[..., Any]]] = {}
     for name in _POINTWISE:
         for holder in (torch, Tensor):
@@ -61,7 +61,7 @@ class _Step:
 
 
 class LazyLogits(Tensor):
-    """Logits ``[..., V/t]`` of ``hidden [..., h]``, computed on demand.
+    """Represent ``[..., V/t]`` logits of ``hidden [..., h]`` that are not computed yet.
 
     Attributes:
         hidden: the head's input.
@@ -81,7 +81,7 @@ class LazyLogits(Tensor):
     def __new__(
         cls, hidden: Tensor, head: Callable[[Tensor], Tensor], steps: tuple[_Step, ...], sample: Tensor, graph: bool
     ) -> "LazyLogits":
-        """Make a tensor without memory, with the logits' shape, dtype and device."""
+        """Create the logits as a tensor without memory."""
         shape = (*hidden.shape[:-1], sample.shape[-1])
         made: LazyLogits = tensor_without_memory(cls, shape, sample.dtype, sample.device)
         made.hidden, made.head, made.steps, made.value = hidden, head, steps, None
@@ -103,7 +103,7 @@ class LazyLogits(Tensor):
         return not self.steps or self.steps[-1].name != _KEEPS_ITS_RESULT
 
     def materialize(self) -> Tensor:
-        """Return the real logits, with the graph they would have had; computed once."""
+        """Compute the logits, with their usual autograd graph, once."""
         if self.value is None:
             with torch.set_grad_enabled(self.graph):
                 self.value = self.finish(self.head(self.hidden))
@@ -133,7 +133,7 @@ class LazyLogits(Tensor):
 
 
 def defer_logits(head: Callable[[Tensor], Tensor], hidden: Tensor, trains: bool) -> LazyLogits:
-    """Return lazy logits in the place of ``head(hidden)``.
+    """Return ``head(hidden)`` as lazy logits.
 
     Args:
         trains: whether the head has trainable parameters.
@@ -149,7 +149,7 @@ def _real(value: Any) -> Any:
 
 
 def _record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyLogits | None:
-    """Return the lazy logits after ``func``, if it is a known operation on lazy logits and plain numbers."""
+    """Return the logits after ``func`` if it is a known pointwise operation on lazy logits and plain numbers."""
     if func not in _REPLAYED or any(isinstance(value, Tensor) for value in kwargs.values()):
         return None
     positions = [index for index, value in enumerate(args) if not _plain(value)]

@@ -44,7 +44,7 @@ from .sequence_region import SequenceRegion
 
 
 class VocabParallelLoss(KeepsOutputs):
-    """Token cross entropy over a sharded vocabulary, divided by the number of valid labels or by ``count``."""
+    """Compute token cross entropy, divided by the number of valid labels or by a given count."""
 
     needs_labels = ignores = divides = True
 
@@ -65,13 +65,15 @@ class VocabParallelLoss(KeepsOutputs):
         self._scoring: Scoring | None = None
 
     def targets(self, labels: Tensor) -> Tensor:
-        """Shift labels ``[b, s]`` to the target of each position, ``[b, s]``; the last ones get -100."""
+        """Shift labels ``[b, s]`` to each position's target ``[b, s]``; the last positions get -100."""
         if not self.shift or self._shifted:
             return labels
         return nn.functional.pad(labels, (0, self.shift), value=-100)[..., self.shift :]
 
     def look(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Count a microbatch's valid targets, and its labels outside the vocabulary, on the batch's device."""
+        """Return, as tensors on the batch's device, how many positions of a microbatch have a label and how many of the
+        labels are outside of the vocabulary.
+        """
         targets = batch.get("shift_labels")
         if targets is None:  # no position predicts the first labels
             targets = batch["labels"][..., self.shift :]
@@ -80,7 +82,7 @@ class VocabParallelLoss(KeepsOutputs):
 
     @contextmanager
     def normalized_by(self, count: Tensor, label_smoothing: float = 0.0) -> Iterator[None]:
-        """Divide losses by ``count`` (a scalar tensor) inside the with block, instead of by their own valid labels.
+        """Divide losses by ``count`` (a scalar), instead of by their own labels, inside the with block.
 
         Forward passes with labels return no logits here, so they are never all computed at once.
 
@@ -94,10 +96,10 @@ class VocabParallelLoss(KeepsOutputs):
             self.count, self.label_smoothing = None, 0.0
 
     def check_smoothing(self, label_smoothing: float) -> None:
-        """Accept any ``label_smoothing``."""
+        """Accept any label smoothing."""
 
     def of(self, model: nn.Module, batch: Microbatch, count: Tensor, label_smoothing: float) -> Tensor:
-        """Return the loss of one microbatch, summed over its labels and divided by the step's ``count`` of them."""
+        """Return the loss of one microbatch, divided by the ``count`` valid labels of the step."""
         given = batch.get("labels") if batch.get("shift_labels") is None else batch["shift_labels"]
         self._known = None if batch.valid is None else (given, batch.valid)
         self._shifted = batch.shifted
@@ -112,7 +114,7 @@ class VocabParallelLoss(KeepsOutputs):
 
     @contextmanager
     def scoring(self, temperature: float = 1.0) -> Iterator[Scoring]:
-        """Score every token in forward passes with labels inside the with block: see :class:`.scores.Scoring`."""
+        """Score every token in a forward pass with labels inside the with block, see :class:`.scores.Scoring`."""
         self._scoring = Scoring(temperature)
         try:
             yield self._scoring
@@ -130,7 +132,7 @@ class VocabParallelLoss(KeepsOutputs):
         label_smoothing: float | None = None,
         **_: Any,
     ) -> Tensor:
-        """Compute the loss; the signature is that of transformers' losses, ``logits [b, s, V/t]`` are lazy or real.
+        """Compute the loss, with the signature of transformers' losses; ``logits`` are ``[b, s, V/t]``, lazy or real.
 
         Raises:
             ConfigError: ``label_smoothing`` is not in ``[0, 1]``.
@@ -159,7 +161,7 @@ class VocabParallelLoss(KeepsOutputs):
     def _flat_targets(
         self, logits: Tensor, labels: Tensor | None, shift_labels: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return the labels that were given, and the target of every position of ``logits``, ``[b s]``."""
+        """Return the labels as given, and the target of every position of ``logits``, ``[b s]``."""
         given = labels if shift_labels is None else shift_labels
         if given is None:
             raise ConfigError("the loss got neither labels nor shift_labels: pass one of them")
@@ -182,7 +184,7 @@ class VocabParallelLoss(KeepsOutputs):
         ignore_index: int,
         valid: int | None,
     ) -> Tensor:
-        """Compute the loss from the head's input ``[b, s, h]``, chunk by chunk."""
+        """Compute the loss in chunks of rows from the head's input ``[b, s, h]``."""
         assert self.head is not None
         return head_cross_entropy(
             lazy.hidden.reshape(-1, lazy.hidden.shape[-1]),
@@ -197,7 +199,7 @@ class VocabParallelLoss(KeepsOutputs):
         )
 
     def before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note whether this pass computes the loss, and whether its caller gets logits (a forward pre-hook)."""
+        """Record whether the call has labels, and whether anyone reads its logits (forward pre-hook of the model)."""
         named = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) if args else {}
         self._with_labels, self._called = {**named, **kwargs}.get("labels") is not None, False
         unseen = self.count is not None or self._scoring is not None or (model.training and torch.is_grad_enabled())
@@ -205,18 +207,18 @@ class VocabParallelLoss(KeepsOutputs):
         self._shows_logits = not (self._with_labels and unseen)
 
     def run_head(self, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """Run the head's ``forward``, or return lazy logits if the caller gets none."""
+        """Return the head's output, as lazy logits unless the caller will see them."""
         if self._shows_logits or len(args) != 1 or kwargs:
             return forward(*args, **kwargs)
         assert self.head is not None
         return defer_logits(forward, args[0], any(p.requires_grad for p in self.head.parameters()))
 
     def after_head(self, _: nn.Module, args: tuple[Any, ...], logits: Tensor) -> Tensor:
-        """Keep logits sharded for the loss, all-gather them without labels (a forward hook of the head)."""
+        """Keep logits cut for the loss, gather them for all else (forward hook of the head)."""
         return logits if self._with_labels else gather(logits, self.lengths, self.group)
 
     def after_model(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Put full logits, or ``None``, into the output of a pass with labels (a forward hook of the model)."""
+        """Gather the logits that the caller sees, or drop them (forward hook of the model)."""
         if not self._with_labels:
             return output
         shown, self._with_labels, self._shows_logits = self._shows_logits, False, True
@@ -229,7 +231,7 @@ class VocabParallelLoss(KeepsOutputs):
         return output
 
     def _left_alone(self, model: nn.Module, output: Any) -> Any:
-        """Return the output of a model that computes its own loss; refuse a sharded vocabulary, or a set ``count``."""
+        """Return the output of a model that computes its own loss; raise where vocabulary or labels are divided."""
         its = f"{class_name(model)} computes its loss itself instead of calling model.loss_function, so it cannot"
         if self.group is not None:
             raise ConfigError(
@@ -248,7 +250,7 @@ class VocabParallelLoss(KeepsOutputs):
 
 
 def _rows_of(head: nn.Module, lazy: LazyLogits) -> HeadRows:
-    """Choose how the loss runs the head on rows: by hand for a stock ``nn.Linear``, else through autograd."""
+    """Return how the loss runs the head on rows: by hand for the stock linear layer, else through autograd."""
     finish = lazy.finish if lazy.steps else None
     needed = lazy.hidden.requires_grad
     # Read now: FSDP2 replaces parameters between steps.

@@ -18,7 +18,7 @@ from .sequence_region import SequenceRegion
 
 
 class TensorParallel(Part, SequenceAxis):
-    """Tensor parallelism inside blocks, and sequence parallelism between them.
+    """Cut the blocks over the tensor ranks, and with sequence parallelism the hidden states between them.
 
     Attributes:
         sums: sums partial gradients over the tensor ranks; ``None`` for one rank.
@@ -35,7 +35,7 @@ class TensorParallel(Part, SequenceAxis):
         self._head: str | None = None
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Install the collectives at the edges of blocks."""
+        """Hook the edges of blocks."""
         group = runtime.mesh.tp_group
         if group is not None:
             runtime.sequence = self
@@ -45,14 +45,14 @@ class TensorParallel(Part, SequenceAxis):
             install_edges(runtime, self.sums, self.regions, self.region_of, self.overlaps)
 
     def region_of(self, name: str) -> SequenceRegion | None:
-        """Return the region of sequence parallelism that a module of the layers is in, if any."""
+        """Return the sequence-parallel region that a module in the layers belongs to; ``None`` if it is in none."""
         if name not in self._region_of:  # layers ask in every pass
             inside = (r for r in self.regions if any(f"{name}.".startswith(f"{layer}.") for layer in r.plan.layers))
             self._region_of[name] = next(inside, None)
         return self._region_of[name]
 
     def around_gradients(self, runtime: Runtime) -> AbstractContextManager[None]:
-        """Leave partial gradients unsummed inside the with block; sum them over the tensor ranks once at its end."""
+        """Sum gradients that are partial over the tensor ranks once, after the with block."""
         if self.sums is None:
             return nullcontext()
         partial = [parameter for planned, parameter in runtime.parameters() if "tp" in planned.partial]
@@ -68,16 +68,16 @@ class TensorParallel(Part, SequenceAxis):
         return nullcontext()
 
     def local_seqlen(self, tokens: int) -> int:
-        """Return how many of ``tokens`` per sample this rank has between blocks."""
+        """Return how many of ``tokens`` this rank has, under sequence parallelism fewer than all."""
         return self.regions[0].own_length(tokens) if self.regions else tokens
 
     def is_seq_sharded(self, module: str) -> bool:
-        """Return whether the module's hidden states are sharded along the sequence in this pass."""
+        """Return whether the hidden states of ``module`` are cut along the sequence in this pass."""
         region = self.region_of(module)
         return region is not None and region.cut
 
     def local_view(self, module: str) -> str | None:
-        """Describe what a module sees here: columns or partial sums in blocks, this rank's tokens between them."""
+        """Return a sentence on how activations in ``module`` are local to this rank; ``None`` where they are not."""
         block = next((name for name in self._blocks if module.startswith(f"{name}.")), None)
         if block is not None:
             return (
@@ -95,16 +95,16 @@ class TensorParallel(Part, SequenceAxis):
 
 
 class VocabularyLoss(Part):
-    """The loss that training steps normalize; installed for any layout."""
+    """Install the loss that training steps normalize, also where nothing is cut."""
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Install the loss. Must follow :class:`TensorParallel`."""
+        """Install the loss, after the edges of blocks."""
         tensor = runtime.part(TensorParallel)
         runtime.loss = install_loss(runtime, tensor.regions if tensor is not None else [])
 
 
 class RandomStreams(Part):
-    """Random streams: equal on the tensor ranks of a batch, different for other batches and stages.
+    """Make ranks that compute together draw equal random numbers, and other ranks different ones.
 
     Attributes:
         agreed: whether the ranks have synchronized their generators.
@@ -114,12 +114,12 @@ class RandomStreams(Part):
         self.agreed = False
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Hook ``generate()``, and the model's first training pass, for plain loops without ``train_step``."""
+        """Hook ``generate()`` and the first training pass, for training loops without ``train_step``."""
         install_generate(runtime.model, runtime.mesh)
         on_first_training_pass(runtime.model, lambda: self.synchronize(runtime))
 
     def synchronize(self, runtime: Runtime) -> None:
-        """Synchronize the ranks' generators once, before the first training step, when the user has seeded."""
+        """Agree on random streams once, before the first training step, after the user's seeding."""
         if not self.agreed:
             agree_on_replicated_stream(runtime.mesh)
             self.agreed = True
@@ -127,7 +127,7 @@ class RandomStreams(Part):
     def around_step(
         self, runtime: Runtime, microbatches: Sequence[Microbatch], train: bool
     ) -> AbstractContextManager[None]:
-        """Synchronize the ranks' generators before the first training step."""
+        """Agree on random streams before the first training step."""
         if train:
             self.synchronize(runtime)
         return nullcontext()

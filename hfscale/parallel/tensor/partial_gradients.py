@@ -27,7 +27,7 @@ from ...train.runtime.shards import local_tensor
 
 
 class PartialSums:
-    """Sum partial gradients over the tensor ranks, in backward or at the end of a step.
+    """Sum partial gradients over the tensor ranks, in backward or at its end.
 
     Attributes:
         group: the tensor ranks.
@@ -38,15 +38,15 @@ class PartialSums:
         self.group, self.deferred = group, False
 
     def read(self, parameter: Tensor) -> Tensor:
-        """Return the parameter as a computation should see it: as it is if deferred, else summing in its backward.
-
-        Of a DTensor that FSDP2 does not gather (some experts) only the local tensor is passed on.
+        """Return the parameter as a computation reads it; a local shard where data ranks shard it without gathering, as
+        with experts.
         """
         return parameter if self.deferred else enter(local_tensor(parameter), self.group)
 
     @contextmanager
     def at_the_end(self, parameters: Sequence[Tensor], local: Callable[[Tensor], Tensor]) -> Iterator[None]:
-        """Accumulate partial gradients inside the with block; at its end sum them, and add earlier ``.grad`` back.
+        """Sum the gradients of the with block's backward passes over the tensor ranks at its end, and add them to
+        earlier ones.
 
         Args:
             parameters: those with partial gradients, in the same order on every rank.
@@ -139,8 +139,8 @@ def read_through(module: nn.Module, holder: nn.Module, reads: dict[str, Callable
 
 
 def computes_with(model: nn.Module, holder: nn.Module) -> nn.Module:
-    """Return the module whose forward reads the parameters of ``holder``: itself, or the adapter that owns it if it
-    is an ``nn.ParameterDict``.
+    """Return the module whose forward reads the parameters of ``holder``: itself, or the adapter around a
+    ``ParameterDict``.
     """
     if not isinstance(holder, nn.ParameterDict):
         return holder

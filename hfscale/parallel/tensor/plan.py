@@ -50,7 +50,7 @@ def plan_sequence(draft: Draft) -> None:
 
 
 def _region(draft: Draft, owner: str, layers: list[str], entry: dict[str, Any]) -> SequencePlan | None:
-    """What of ``owner`` is cut along the sequence; ``None`` where that fails, for reasons that the draft then has."""
+    """Plan what of ``owner`` is cut along the sequence; return ``None`` and report problems where that fails."""
     lists = {layer.rpartition(".")[0] for layer in draft.layers}
     children = direct_children(draft.modules, owner)
     around = [name for name in children if name not in lists and _has_parameters(draft, name)]
@@ -83,7 +83,7 @@ def _region(draft: Draft, owner: str, layers: list[str], entry: dict[str, Any]) 
 
 
 def _only_looks_up(draft: Draft, embedding: str | None) -> bool:
-    """Whether the embedding does nothing after the lookup that a sum over ranks would have to come before."""
+    """Return whether the embedding computes nothing after the lookup, so that ranks can sum later."""
     return embedding is not None and type(draft.modules[embedding]).forward is nn.Embedding.forward
 
 
@@ -92,17 +92,17 @@ def _has_parameters(draft: Draft, name: str) -> bool:
 
 
 def _edges(blocks: list[BlockPlan]) -> set[str]:
-    """Modules inside edges, or with an edge on them."""
+    """Return the modules with an edge on them, and row projections."""
     return {name for block in blocks for name in (*block.enter, *block.leave, *block.row)}
 
 
 def _mixtures(draft: Draft) -> set[str]:
-    """Modules that treat every token by itself because they are a router, experts, and shared experts with edges."""
+    """Return the mixtures that treat each token by itself: router, experts, and shared experts with edges."""
     return {each.name.rpartition(".")[0] for each in draft.experts if draft.layout.slices_tokens}
 
 
 def _gathered(draft: Draft, path: str, edges: set[str], mixtures: set[str]) -> Iterator[str]:
-    """Modules under ``path`` that are outside of all edges and may compute across tokens."""
+    """Yield the modules under ``path`` outside of all edges that may mix tokens."""
     for name in direct_children(draft.modules, path):
         module = draft.modules[path].get_submodule(name.rpartition(".")[2])  # layers may share it: it has one name
         if name in edges or name in mixtures or is_tokenwise(module):
@@ -114,7 +114,7 @@ def _gathered(draft: Draft, path: str, edges: set[str], mixtures: set[str]) -> I
 
 
 def _partial(draft: Draft, roots: list[str]) -> Iterator[str]:
-    """Modules under ``roots`` that own parameters without a rule yet; the rule is that their gradients are partial."""
+    """Yield the modules under ``roots`` with parameters without a rule, and set their rule: gradients are partial."""
     for root in roots:
         for name, module in draft.modules[root].named_modules(prefix=root):
             own = [f"{name}.{child}" for child, _ in module.named_parameters(recurse=False)]

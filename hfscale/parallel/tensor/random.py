@@ -70,7 +70,7 @@ def cut_region(
 
 
 class LayerRandom:
-    """Random streams in a layer under sequence parallelism (last column of the table above).
+    """Switch random streams in a layer whose hidden states are cut along the sequence (last column of the table above).
 
     Recomputation may start behind a layer's hooks, with only the generator's state restored: so the stream for partial
     sums is derived from the seed that all ranks' cut streams share.
@@ -96,20 +96,20 @@ class LayerRandom:
             self._after = None if recomputing() else after  # a recomputation puts back what it found by itself
 
     def leave_layer(self, layer: nn.Module) -> None:
-        """Go on with the replicated stream."""
+        """Draw from the replicated stream again."""
         if self._after is not None:
             _generator_of(layer).set_state(self._after)
             self._after = None
 
     def enter_sums(self, row: nn.Module, block: str) -> None:
-        """Draw equal numbers on all ranks from now on, for dropout of partial sums."""
+        """Draw equal numbers on all tensor ranks: partial sums of all tokens follow."""
         if row.training and (self._cut is None or self._cut[0] != block):
             self._generator = generator = _generator_of(row)
             self._cut = block, generator.get_state()
             generator.manual_seed(derive_seed(str(generator.initial_seed() // _RANKS), block))
 
     def leave_sums(self) -> None:
-        """Return to the cut stream, for dropout of this rank's tokens."""
+        """Draw from the cut stream again: this rank's tokens follow."""
         if self._cut is not None and self._generator is not None:
             self._generator.set_state(self._cut[1])
             self._cut = None
@@ -131,7 +131,7 @@ def drop_alike(dropout: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor,
 
 
 def drop_again(dropout: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, key: str) -> Derive:
-    """Return a function that applies, at any later time, the mask that :func:`drop_alike` would draw for ``x`` now."""
+    """Return a function that repeats at any time what :func:`drop_alike` would drop of ``x`` now."""
     seed = derive_seed(str(default_generator(x.device).initial_seed() // _RANKS), key)
     return functools.partial(_drop_from, seed, dropout)
 
@@ -201,7 +201,7 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 def derive_seed(source: torch.Tensor | str, key: int | str) -> int:
-    """Hash a generator's state, or a string, and a key into a seed."""
+    """Return a seed made of a key and a generator's state or a string."""
     content = source.encode() if isinstance(source, str) else source.cpu().numpy().tobytes()
     digest = hashlib.blake2b(content, key=hashlib.blake2b(str(key).encode(), digest_size=32).digest(), digest_size=8)
     return int.from_bytes(digest.digest(), "little") >> 1

@@ -46,7 +46,7 @@ def install_replica_sums(model: nn.Module, plan: Plan, mesh: Mesh, holds: Callab
 
 
 def _replicas(planned: ParameterPlan) -> list[int]:
-    """List the sizes of the groups of tensor ranks over which the plan sums a parameter's replicated heads."""
+    """Return how many consecutive tensor ranks hold the same heads, for each sum of their gradients in the plan."""
     return [step.replicas for step in planned.reductions if step.kind == "sum-replicas" and step.axis == "tp"]
 
 

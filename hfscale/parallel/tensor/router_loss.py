@@ -1,7 +1,7 @@
-"""transformers' own router loss under tensor parallelism.
+"""Count transformers' auxiliary router loss once over tensor ranks.
 
-Every tensor rank computes the full loss from the same router logits, and gradients are summed over the ranks at a
-block's entry, the router's too: so each rank scales the loss's gradient by ``1 / t``.
+Every tensor rank computes all of it from the same router logits, and gradients of a block's input are summed over the
+ranks, the router's too: with a gradient of ``1 / t`` on each rank it counts once.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,9 @@ _COUNTED: ContextVar[bool] = ContextVar("router_loss_counted", default=False)
 
 @contextmanager
 def router_loss_counted_once() -> Iterator[None]:
-    """Permit transformers' router loss inside the with block; the caller scales it by :func:`share_of_router_loss`."""
+    """Let a model compute its router loss inside the with block; its gradient goes through
+    :func:`share_of_router_loss`.
+    """
     token = _COUNTED.set(True)
     try:
         yield
@@ -29,6 +31,6 @@ def is_counted() -> bool:
 
 
 def share_of_router_loss(loss: Tensor, ranks: int) -> Tensor:
-    """Return ``loss`` with its value unchanged and its gradient divided by ``ranks``."""
+    """Return the same value with ``1 / ranks`` of the gradient."""
     share = loss / ranks
     return share + (loss - share).detach()

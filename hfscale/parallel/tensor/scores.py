@@ -64,7 +64,7 @@ class Scoring:
 
     @staticmethod
     def _projection(logits: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Return the rows to project, and a function that makes logits ``[n, V/t]`` of some of them."""
+        """Return rows, and a function from some rows to logits ``[n, V/t]``."""
         if isinstance(logits, LazyLogits) and logits.value is None:
             lazy = logits
             return lazy.hidden.reshape(-1, lazy.hidden.shape[-1]), lambda hidden: lazy.finish(lazy.head(hidden))

@@ -32,7 +32,7 @@ def install_sequence_hooks(region: SequenceRegion, model: nn.Module, holds: Call
 
 
 def draw_sums_alike(region: SequenceRegion, block: str, rows: Sequence[nn.Module], exits: Sequence[nn.Module]) -> None:
-    """Draw the same dropout masks on every rank between the row projections of ``block`` and its exits."""
+    """Drop the same entries on every rank between the row projections of ``block`` and its exits."""
     for row in rows:
         row.register_forward_pre_hook(lambda module, _: region.random.enter_sums(module, block) if region.cut else None)
     for module in exits:
@@ -44,7 +44,7 @@ class _Hooks:
         self.region = region
 
     def before_layer(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        """Shard the first layer's input along the sequence (a forward pre-hook of layers)."""
+        """Cut the input of the first layer to this rank's tokens."""
         if not self.region.active:
             return None
         if self.region.plan.dropout:
@@ -55,7 +55,7 @@ class _Hooks:
         return None if share is None else with_hidden_states(args, kwargs, share)
 
     def make_whole(self, _: nn.Module, args: Any, output: Any) -> Any:
-        """All-gather the tokens of the layers' output (a forward hook)."""
+        """Gather all tokens of the last layer's output."""
         if not self.region.finish():
             return output
         if isinstance(output, Tensor):
@@ -66,7 +66,7 @@ class _Hooks:
         return output
 
     def before_whole(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        """All-gather the input of a module that mixes tokens (a forward pre-hook)."""
+        """Gather all tokens for a module that mixes tokens."""
         region = self.region
         if not region.cut:
             return None
@@ -77,7 +77,7 @@ class _Hooks:
         return (*args[:1], *rest), {**kwargs, **others}
 
     def after_whole(self, _: nn.Module, args: Any, output: Any) -> Any:
-        """Keep this rank's tokens of the output of a module that mixes tokens (a forward hook)."""
+        """Cut the output of a module that mixes tokens to this rank's tokens."""
         if not self.region.cut:
             return output
         own = self.region.keep_own

@@ -1,4 +1,4 @@
-"""The forward passes of a layer stack under sequence parallelism, and to which of them a recomputed layer belongs."""
+"""Track the forward passes with hidden states cut along the sequence, and find the pass of a recomputed layer."""
 
 import weakref
 from typing import Any
@@ -13,13 +13,13 @@ TOKENS = 1
 
 
 class ForwardPass:
-    """One forward pass: ``samples`` of ``total`` tokens, and whether its backward pass is over."""
+    """Describe one forward pass: ``samples`` of ``total`` tokens, and whether its backward pass is done."""
 
     def __init__(self, total: int, samples: int) -> None:
         self.total, self.samples, self.done = total, samples, False
 
     def end_with(self, share: Tensor) -> None:
-        """Mark the pass as over once the gradient of ``share``, its first layer's input, is computed."""
+        """Mark the backward pass as done when the gradient of the first layer's local input arrives."""
         if share.requires_grad:
             share.register_hook(lambda grad: self._end())
         keep_with_graph(share, self)
@@ -29,7 +29,7 @@ class ForwardPass:
 
 
 class ForwardPasses:
-    """The forward passes of one region, alive as long as their graphs are.
+    """Hold the passes of one region, by references that their graphs keep.
 
     Attributes:
         latest: the pass that began last.
@@ -41,19 +41,19 @@ class ForwardPasses:
         self._begun: list[weakref.ref[ForwardPass]] = []
 
     def begin(self, total: int, share: Tensor) -> None:
-        """Begin a pass over samples of ``total`` tokens, of which this rank has ``share [b, s/t, h]``."""
+        """Begin a pass over samples of ``total`` tokens, with this rank's tokens ``share``."""
         self.latest = ForwardPass(total, share.shape[0])
         self._begun.append(weakref.ref(self.latest))
         self.latest.end_with(share)
 
     def waiting(self) -> list[ForwardPass]:
-        """Return the passes whose graphs are alive and had no backward pass yet; if none, the latest."""
+        """Return the passes with live graphs that still wait for their backward pass; if none, the latest."""
         self._begun = [reference for reference in self._begun if reference() is not None]
         alive = [found for reference in self._begun if (found := reference()) is not None and not found.done]
         return alive or ([self.latest] if self.latest is not None else [])
 
     def of_recomputed(self, x: Tensor, whole: bool) -> ForwardPass:
-        """Find the pass for which ``x`` is recomputed; every rank finds the same one, or raises."""
+        """Return the pass that ``x`` is recomputed for; all ranks agree, or raise."""
         kinds = {(found.total, found.samples if x.ndim == 2 else 0): found for found in self.waiting()}
         shares = [share_evenly(total, self.size) for total, _ in kinds]
         mixed = any(

@@ -35,7 +35,7 @@ from .sequence_passes import TOKENS, ForwardPass, ForwardPasses, keep_with_graph
 
 
 class SequenceRegion:
-    """The hidden states of one layer stack: whether they are sharded along the sequence now, and into which lengths.
+    """Hold the state of one layer stack's hidden states: whether they are cut now, and into which lengths.
 
     Its states, which hooks on the stack's modules (:mod:`.sequence_hooks`) take it through:
 
@@ -93,7 +93,7 @@ class SequenceRegion:
         return recomputing() and not self._open
 
     def lengths(self, x: Tensor, whole: bool = False) -> list[int]:
-        """Return each rank's length along the token dim of ``x``: dim 1, or dim 0 of ``[b s, h]``.
+        """Return each rank's length of the token dim of ``x``: dim 1, or dim 0 of ``[b s, h]``.
 
         Args:
             whole: whether ``x`` has all tokens, not only this rank's.
@@ -117,48 +117,47 @@ class SequenceRegion:
         return current
 
     def tell(self, share: Tensor) -> None:
-        """Note the pass of a layer that is about to run on ``share``, for compiled code, which cannot look it up."""
+        """Record the pass of the coming layer for its compiled code, which cannot ask autograd."""
         self._told = None
         self._told_cut = self.cut
         if self._told_cut:
             self._told = self._pass_of(share, whole=False)
 
     def own_length(self, total: int) -> int:
-        """Return this rank's number of tokens, of ``total`` per sample."""
+        """Return how many of ``total`` tokens per sample this rank has."""
         return share_evenly(total, self.size)[self.rank]
 
     def enter(self, x: Tensor) -> Tensor:
-        """All-gather tokens ``[b, s/t, h]`` or ``[b s/t, h]`` at a block's entry; backward reduce-scatters."""
+        """All-gather ``[b, s/t, h]`` or ``[b s/t, h]`` to all tokens; reduce-scatter the gradient."""
         return gather_sum(x, self.lengths(x), self.group, _dim(x))
 
     def collectives(self, x: Tensor) -> tuple[Callable[[Tensor], Started], Callable[[Tensor], Started]]:
-        """Return functions that start an all-gather of, and a reduce-scatter into, tensors shaped like ``x``.
-
-        Both may be called in a backward pass that comes after other forward passes.
+        """Return functions that start to all-gather tensors like ``x`` (this rank's tokens), and to reduce-scatter
+        partial results of all tokens to the same shape. Both may be called in a backward pass after other forward
+        passes.
         """
         how: dict[str, Any] = {"lengths": self.lengths(x), "dim": _dim(x), "group": self.group}
         return partial(start_all_gather, **how), partial(start_reduce_scatter, **how)
 
     def leave(self, x: Tensor) -> Tensor:
-        """Reduce-scatter partial sums for all tokens to the sums for this rank's tokens."""
+        """Reduce-scatter partial sums of all tokens to the sums of this rank's tokens."""
         return scatter_sum(x, self.lengths(x, whole=True), self.group, _dim(x))
 
     def keep_own(self, x: Tensor) -> Tensor:
-        """Slice this rank's tokens out of all tokens; the others get no gradient here."""
+        """Cut all tokens to this rank's; the other tokens get no gradient here."""
         lengths = self.lengths(x, whole=True)
         return x.narrow(_dim(x), sum(lengths[: self.rank]), lengths[self.rank])
 
     def sum_later(self, embedding: nn.Module) -> bool:
-        """RunSpec by the embedding: may it leave the sum over the ranks to the first layer?"""
+        """Return whether the embedding may leave the sum over the ranks to the first layer."""
         # What a hook adds to its output (noise, say) must be added once.
         hooked = counts_forward_hooks(embedding) > 1  # one is the embedding's own, which asks
         self._partial = self._open and self._total is None and self.plan.direct and not hooked
         return self._partial
 
     def enter_head(self, x: Tensor) -> Tensor | None:
-        """Return the input of a vocabulary-parallel head if ``x`` is this stack's output, else ``None``.
-
-        Its gradient is then summed by one reduce-scatter, not by an all-reduce and a slice.
+        """Return the input of a vocabulary-parallel head if ``x`` is this stack's output: its gradient is then one
+        reduce-scatter instead of an all-reduce and a cut.
         """
         if self._left is None:
             return None
@@ -171,20 +170,18 @@ class SequenceRegion:
         return gather_sum(own, share_evenly(whole.shape[TOKENS], self.size), self.group, TOKENS, known=whole)
 
     def passes(self, arrives: int | None, leaves: bool) -> None:
-        """Expect a pipeline stage's pass: received hidden states are shards of ``arrives`` tokens, and stay sharded at
-        the end if ``leaves``.
-        """
+        """Announce a pipeline stage's pass: its input may be cut, of so many tokens, and its output stay cut."""
         self._arrives, self._leaves = arrives, leaves
 
     def begin(self) -> None:
-        """Begin a pass: the owner of the layers is called."""
+        """Reset the state before the owner of the layers runs."""
         self._open, self._total, self._partial, self._left = torch.is_grad_enabled(), None, False, None
         self._told = None
         self.random.reset()
 
     def cut_before(self, layer: nn.Module, x: Tensor) -> Tensor | None:
-        """Scatter ``x`` to this rank's tokens if ``layer`` is the first and ``x`` has all tokens; else ``None``."""
-        # Recomputation may start before this hook or after it, depending on the version of transformers.
+        """Return this rank's tokens of ``x`` if ``layer`` is the first and ``x`` is uncut; else ``None``."""
+        # Recomputation may start in front of this hook or behind it, depending on the host's version.
         first = self._first is layer if self._again else self._total is None
         if not first:
             return None
@@ -203,14 +200,14 @@ class SequenceRegion:
         self._passes.begin(total, share)
 
     def finish(self) -> bool:
-        """End the layers; return whether their output must be gathered, by :meth:`gather`."""
+        """End the layers; return whether their output must be gathered by :meth:`gather`."""
         if self._leaves:
             return False
         cut, self._open = self.cut, False
         return cut
 
     def gather(self, x: Tensor) -> Tensor:
-        """All-gather this rank's tokens, for everything behind the layers."""
+        """All-gather this rank's tokens to all tokens, for the modules after the layers."""
         whole = gather(x, self.lengths(x), self.group, TOKENS)
         keep_with_graph(whole, self._passes.latest)  # the pass lives as long as the graph
         if self.feeds_head:
@@ -218,7 +215,7 @@ class SequenceRegion:
         return whole
 
     def check_finished(self) -> None:
-        """End the pass: the owner of the layers returns.
+        """Check that the hidden states were gathered before the owner of the layers returned.
 
         Raises:
             ConfigError: the module that gathers the hidden states was not called.

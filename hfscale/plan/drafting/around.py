@@ -1,4 +1,4 @@
-"""What the modules around a list of layers, or around a model of text, hold besides it."""
+"""Find the modules and parameters around a list of layers, or around a text model."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +16,7 @@ GIVEN = f"its layers are given what another layer computed, besides the stream{A
 
 
 def items_around(model: nn.Module, path: str) -> Iterator[str]:
-    """Names of the parameters and modules of every module around the one at ``path``, from the outside inwards."""
+    """Yield the names of parameters and modules in every module around the one at ``path``, from the outside in."""
     owner = ""
     for inner in path.split("."):
         module = model.get_submodule(owner)
@@ -28,7 +28,7 @@ def items_around(model: nn.Module, path: str) -> Iterator[str]:
 
 
 def tensors_of(model: nn.Module, item: str) -> dict[int, int]:
-    """How many numbers each parameter has that an item holds, or is, by its identity."""
+    """Return the number of entries of each parameter in the module, or parameter, ``item``, by its ``id``."""
     owner, _, child = item.rpartition(".")
     found = getattr(model.get_submodule(owner), child)
     held = found.parameters() if isinstance(found, nn.Module) else [found]
@@ -36,5 +36,5 @@ def tensors_of(model: nn.Module, item: str) -> dict[int, int]:
 
 
 def direct_children(modules: dict[str, Any], owner: str) -> list[str]:
-    """Full names of the modules directly below ``owner``."""
+    """Return the full names of the modules directly below ``owner``."""
     return [join_path(owner, name) if owner else name for name, _ in modules[owner].named_children()]

@@ -78,7 +78,7 @@ def plan_stages(
     batch_tokens: int = BATCH_TOKENS,
     sequence: int = SEQUENCE,
 ) -> StagePlan | None:
-    """The same for a draft whose layers are known; ``None`` where that fails, for reasons that the draft then has."""
+    """Plan the stages of a draft whose layers are known; return ``None`` and report problems where that fails."""
     layout = draft.layout
     virtual = int(layout.virtual_stages or 1)
     count = layout.pp * virtual
@@ -125,7 +125,7 @@ def check_stage_layers(draft: Draft, layers: list[str]) -> bool:
 
 
 def _lists(draft: Draft, layers: list[str], count: int) -> list[str] | None:
-    """The name of the list that holds all layers, or of an encoder's and a decoder's, where it can be cut."""
+    """Return the names of the layer lists, one or an encoder's and a decoder's; ``None`` where they cannot be cut."""
     lists = list(dict.fromkeys(layer.rpartition(".")[0] for layer in layers))
     if len(lists) > 1 and not getattr(draft.config, "is_encoder_decoder", False):
         stage_problem(draft, f"stages are cut from one list of layers, and there are {len(lists)} ({', '.join(lists)})")
@@ -143,7 +143,7 @@ def _lists(draft: Draft, layers: list[str], count: int) -> list[str] | None:
 
 
 def _crosses_borders(draft: Draft) -> tuple[str, str] | None:
-    """What layers of several stages would need of one another besides the stream, and what to do."""
+    """Return what layers of several stages would exchange besides hidden states, and a remedy; else ``None``."""
     towers = draft.feature(TowersPlan)
     if towers is not None and towers.read_inside and not towers.first_layers:
         inputs = ", ".join(towers.read_inside)

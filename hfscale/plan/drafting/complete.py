@@ -12,7 +12,7 @@ from ...models.inference import block_as_data
 
 
 def complete(model: Any, blueprint: Blueprint, layers: list[str], forgotten: list[str]) -> Blueprint | None:
-    """``blueprint`` with roles for the parameters that it forgets, if two ranks of a clone compute what one does.
+    """Return ``blueprint`` with roles for parameters that it lacks, if two ranks of a clone compute the same as one.
 
     A norm as wide as a projection that is cut is computed across; anything else is used whole.
 

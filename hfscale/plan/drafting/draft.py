@@ -1,4 +1,4 @@
-"""What is known of a plan while it is made."""
+"""Hold the state of a plan while it is made."""
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ Ranks = Mapping[int, int] | Sequence[int]
 
 
 class Draft:
-    """A model, a layout, what has been decided about its parameters, and what is wrong with both together.
+    """Hold a model, a layout, what is decided about its parameters, and the problems found.
 
     Attributes:
         ranks: the pipeline rank of each stage, where the schedule says so.
@@ -67,7 +67,7 @@ class Draft:
         self.stages: StagePlan | None = None
 
     def feature(self, kind: type[FeatureT]) -> FeatureT | None:
-        """What the part of a feature of its own has decided, if it has."""
+        """Return the planned feature of the class ``kind``; ``None`` if there is none."""
         return next((feature for feature in self.features if isinstance(feature, kind)), None)
 
     def problem(self, problem: str) -> None:
@@ -93,7 +93,7 @@ class Draft:
         return self.config if self.blueprint is None else self.blueprint.config_of(self.config)
 
     def report(self) -> str:
-        """Every reason, as one message."""
+        """Return all problems as one message."""
         listed = "".join(f"\n  - {problem}" for problem in self.problems)
         return f"{self.layout.describe()} does not fit {type(self.model).__name__}:{listed}"
 
@@ -115,18 +115,18 @@ class Draft:
         self.rules[name] = (cut, ())
 
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every parameter under every name it has."""
+        """Yield every parameter under every name it has."""
         yield from self.model.named_parameters(remove_duplicate=False)
 
     def layer_drops(self) -> list[str]:
-        """Fields of the config by which layers are left out at random in training (Fan et al. 2019)."""
+        """Return the config fields by which training skips layers at random (LayerDrop, Fan et al. 2019)."""
         return [name for name, value in self.config.to_dict().items() if "layerdrop" in name and value]
 
     def is_tied(self, parameter: Tensor) -> bool:
-        """Whether a tensor is in the model under more than one name."""
+        """Return whether the model has a tensor under more than one name."""
         return sum(p is parameter for _, p in self.named()) > 1
 
     def place(self, name: str) -> tuple[int, str]:
-        """Module and attribute that hold a parameter."""
+        """Return module ``id`` and attribute that hold a parameter."""
         owner, _, attribute = name.rpartition(".")
         return id(self.model.get_submodule(owner)), attribute

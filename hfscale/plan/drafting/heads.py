@@ -35,7 +35,8 @@ def check_heads(draft: Draft, groups: int) -> None:
 
 
 def key_value_replicas(draft: Draft, attention: Any, groups: int) -> int:
-    """How many consecutive ranks hold each key/value head of the module ``attention``; refuses sizes that cut a head.
+    """Return how many consecutive ranks hold each key/value head of the module ``attention``; report sizes that would
+    cut a head.
 
     ``tp_size`` must divide the heads, and divide or be a multiple of the key/value heads.
     """
@@ -72,7 +73,7 @@ def check_block_heads(draft: Draft, blocks: list[BlockPlan]) -> None:
 
 
 def _heads_of_config(draft: Draft) -> tuple[int | None, int | None]:
-    """Heads and key/value heads, where a config says how many; where layers differ, what divides all their counts."""
+    """Return heads and key/value heads by the config; their greatest common divisors where layers differ."""
     config = text_config(draft.config)
     heads = key_heads = counts(config, ("decoder_attention_heads",))  # the other names mean the encoder's
     if not heads:

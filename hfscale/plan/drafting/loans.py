@@ -1,4 +1,4 @@
-"""Find what the first layer of a list lends to the others, where it is proved that any of them can use it by itself."""
+"""Find a module that the first layer of a list lends to the others, where a proof shows that any can compute it."""
 
 from typing import Any
 
@@ -9,15 +9,15 @@ from ..loans import Loan
 
 
 def find_loan(model: Any, layer_list: str) -> Loan | None:
-    """What layers can make themselves of a module that the first one lends them, instead of being given it; ``None``
-    where a tiny clone does not show that they can.
+    """Return the module that later layers can compute themselves instead of getting its output from the first layer;
+    ``None`` where a tiny clone does not prove it.
     """
     loan = candidate(list(model.get_submodule(layer_list)), layer_list)
     return loan if loan is not None and ask("loan", model, loan.name, loan=loan) else None
 
 
 def candidate(layers: list[nn.Module], layer_list: str) -> Loan | None:
-    """The one module that the first of some layers, which are otherwise alike, has alone."""
+    """Return the only module that the first of some otherwise equal layers has alone."""
     first, *others = ([name for name, _ in layer.named_modules()] for layer in layers)
     if not others or any(names != others[0] for names in others):
         return None

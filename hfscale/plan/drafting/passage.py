@@ -1,4 +1,4 @@
-"""What lies around the layers of a model: what comes before them, after them, and what all of them read."""
+"""Find the modules around the layers of a model: before the first, after the last, and read by all."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from .loans import find_loan
 
 @dataclass(frozen=True)
 class Passage:
-    """What lies around the layers: names of modules and parameters, and what the modules return."""
+    """Hold the names of modules and parameters around the layers, and what the modules return."""
 
     before: tuple[str, ...]
     after: tuple[str, ...]
@@ -26,7 +26,7 @@ class Passage:
     loans: tuple[Loan, ...] = ()  # what every stage with layers of a list holds of the list's first layer
 
     def beside_all(self, layers: Sequence[str]) -> list[str]:
-        """What is where these layers are."""
+        """Return the modules and parameters that the stage of these layers holds besides them."""
         items = [item for layer in layers for item in self.beside.get(layer, ())]
         lists = {layer.rpartition(".")[0] for layer in layers}
         borrowed = (loan for loan in self.loans if loan.layer_list in lists and loan.lender not in layers)
@@ -40,7 +40,7 @@ def stage_problem(draft: Draft, what: str, instead: str = "pp_size=1") -> None:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a run through one list of layers shows: the attributes of its probe in :mod:`hfscale.testing.proofs`."""
+    """Hold the trace of a run through a list of layers: the attributes of a probe in :mod:`hfscale.testing.proofs`."""
 
     phases: Mapping[str, set[str]]
     returns: int | None
@@ -50,8 +50,7 @@ class Seen:
 
 
 def see_passage(draft: Draft, layer_list: str, items: Iterable[str]) -> Seen | None:
-    """What a run of the model shows, or of a tiny clone where its code looks at values; ``None`` where neither can be
-    traced.
+    """Trace a run of the model, or of a tiny clone where its code reads values; ``None`` where neither can be.
 
     Args:
         items: all that is around the list.
@@ -65,7 +64,7 @@ def see_passage(draft: Draft, layer_list: str, items: Iterable[str]) -> Seen | N
 
 
 def note_obstacles(draft: Draft, layer_list: str, seen: Seen, read: Collection[str] = ()) -> tuple[Loan, ...]:
-    """What keeps layers from being run by several processes.
+    """Report what keeps layers from running in several processes.
 
     Args:
         read: modules that layers read, and no stage but one could hold.
@@ -107,14 +106,14 @@ def trace(draft: Draft, layer_list: str) -> Passage | None:
 
 
 def _refuse_shared_pictures(draft: Draft, shared: set[str]) -> None:
-    """Where all layers read what tokens are looked up as, every stage looks them up, and pictures are on the first."""
+    """Report token embeddings read by all layers of a multimodal model: pictures are on the first stage only."""
     embedding = input_embedding(draft.model)
     if draft.feature(TowersPlan) is not None and any(draft.modules.get(item) is embedding for item in shared):
         stage_problem(draft, f"all of its layers read what goes into the first, pictures included{ALONE}")
 
 
 def _phases(draft: Draft, seen: Seen, item: str, tensors: dict[str, set[int]]) -> set[str]:
-    """When ``item`` is used; refuses what cannot be on one stage, or on all."""
+    """Return when ``item`` is used; report a problem if it can be neither on one stage nor on all."""
     phases, held, towers = seen.phases.get(item, set()), tensors[item], draft.feature(TowersPlan)
     reached = {tensor for used in seen.phases for tensor in tensors.get(used, ())}
     if "between" in phases:

@@ -1,4 +1,4 @@
-"""Which blueprint a model has: from hfscale's own table, the host's plan, or inference with proof, in that order."""
+"""Find the blueprint of a model: in hfscale's table, from transformers' plan, or inferred and proved, in that order."""
 
 from contextlib import suppress
 from typing import Any
@@ -18,7 +18,7 @@ from .text_model import blueprint_of_text, find_text_model
 
 
 def find_blueprint(model: Any, may_infer: bool = True) -> Blueprint:
-    """The blueprint of a Hugging Face model (on any device, the meta device included).
+    """Return the blueprint of a Hugging Face model (on any device, the meta device included).
 
     Args:
         may_infer: whether to infer one that nobody wrote, which takes a second or two.
@@ -69,7 +69,7 @@ def infer(model: Any) -> Inference:
 
 
 def _completed(model: Any, translated: Blueprint) -> Blueprint:
-    """The host's plan, with what it forgets in its blocks (norms of queries and keys); else an inferred one."""
+    """Return transformers' plan, completed with norms that it omits (of queries and keys); else an inferred one."""
     sizes: dict[str, Any] = {f"{axis}_size": 1 for axis in AXES}
     draft = Draft(model, ParallelConfig(**{**sizes, "tp_size": 2}, sequence_parallel=False))
     layers = find_layers(draft, translated)

@@ -43,7 +43,7 @@ def find_text_model(model: Any) -> str | None:
 
 
 def blueprint_of_text(model: Any, name: str, find: Find, may_infer: bool) -> Blueprint:
-    """The blueprint that ``find`` has of the model of text called ``name``, with paths in ``model``.
+    """Return the blueprint that ``find`` has of the text model called ``name``, with paths in ``model``.
 
     Where there is none and none may be inferred, one that names its layers and no blocks: stages and data ranks need
     no more.
@@ -64,14 +64,14 @@ def blueprint_of_text(model: Any, name: str, find: Find, may_infer: bool) -> Blu
 
 
 def _layer_list(inner: Any, path: str) -> str | None:
-    """The full name of a list that a blueprint names relative to the base model, wherever that is kept."""
+    """Return the full name of a layer list that a blueprint names relative to the base model."""
     names = [name for name, module in inner.named_modules() if any(module.children())]
     ends = [name for name in names if name == path or name.endswith(f".{path}")]
     return ends[0] if len(ends) == 1 else None
 
 
 def _with_cross_inputs(inner: Any, lists: list[str], child: str, block: Block) -> Block:
-    """A block that is given what a tower made has it enter too: the tower's gradient is a sum over ranks then.
+    """Add the encoder states to a block's inputs, so that the tower's gradient is summed over tensor ranks.
 
     The model of text alone is never run with it, so no proof would have seen that.
     """

@@ -1,4 +1,4 @@
-"""Plan what lies around the model of text."""
+"""Plan the towers and projectors around the text model."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -44,15 +44,15 @@ def _first_layers(fields: Mapping[str, Any]) -> int:
 
 
 def _unreached(draft: Draft) -> list[str]:
-    """Layers that a pass over tokens alone leaves out: they read what a tower made, and nothing else."""
+    """Return the layers that a pass over tokens alone skips: they read only a tower's output."""
     found = ask("reach", draft.model, *dict.fromkeys(map(wild_name, draft.layers)), layers=draft.layers)
     classes, names = set(found["classes"]), set(found["names"])
     return [layer for layer in draft.layers if layer in names or type(draft.modules[layer]).__name__ in classes]
 
 
 def _plan_beside_tokens(draft: Draft) -> None:
-    """The same of a model that is its own model of text, or has an encoder and a decoder: what no operation of a pass
-    over tokens uses. A batch may have no pictures where such a pass runs.
+    """Plan the modules that a pass over tokens does not use, in a model that is its own text model or an
+    encoder-decoder: a batch may have no pictures.
     """
     media = any(takes_argument(draft.model, name) for name in _MEDIA)
     if draft.layout.data_world == 1 or not media or not takes_argument(draft.model, "input_ids"):

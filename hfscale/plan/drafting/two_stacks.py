@@ -20,7 +20,7 @@ from .passage import Passage, Seen, note_obstacles, see_passage, stage_problem
 
 
 def find_stacks(draft: Draft, lists: list[str]) -> TwoStacks | None:
-    """The two stacks of an encoder-decoder; where they cannot be cut, ``None`` and a problem that says why."""
+    """Return the two stacks of an encoder-decoder; report a problem and return ``None`` where they cannot be cut."""
     model: Any = draft.model
     encoder = _name(draft, getattr(model, "get_encoder", lambda: None)())
     decoder = _name(draft, getattr(model, "get_decoder", lambda: None)())
@@ -45,7 +45,7 @@ def find_stacks(draft: Draft, lists: list[str]) -> TwoStacks | None:
 
 
 def trace_stacks(draft: Draft, lists: list[str], stacks: TwoStacks) -> Passage | None:
-    """What lies around the layers of both stacks; ``None`` where they cannot be cut, for reasons that the draft has."""
+    """Return the modules around the layers of both stacks; ``None`` and problems where they cannot be cut."""
     model = draft.model
     # Around either list is the other stack as a whole.
     around_encoder, around = (list(items_around(model, path)) for path in lists)
@@ -82,7 +82,7 @@ def trace_stacks(draft: Draft, lists: list[str], stacks: TwoStacks) -> Passage |
 def _probed(
     draft: Draft, lists: list[str], around: Sequence[list[str]], stacks: TwoStacks
 ) -> tuple[tuple[Seen, Seen], tuple[Loan, ...]] | None:
-    """A run through either list, and what its first layer lends; ``None`` where something keeps it from being cut."""
+    """Trace a run through both lists, and the loans of their first layers; ``None`` where they cannot be cut."""
     encoding, decoding = (see_passage(draft, path, items) for path, items in zip(lists, around, strict=True))
     if encoding is None or decoding is None:
         return None

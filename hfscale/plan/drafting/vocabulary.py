@@ -16,7 +16,7 @@ _PLACEHOLDER = re.compile(r"(image|video|audio)_token_(id|index)")
 
 
 def plan_vocabulary(draft: Draft) -> None:
-    """The head and its loss; over tensor ranks, both ends of the model are cut along the vocabulary."""
+    """Plan the head and its loss, and cut head and embedding along the vocabulary over tensor ranks."""
     draft.head, draft.loss, draft.no_step = _find_head(draft)
     embedding = input_embedding(draft.model)
     name = next((name for name, module in draft.modules.items() if module is embedding), None)
@@ -27,7 +27,7 @@ def plan_vocabulary(draft: Draft) -> None:
 
 
 def _has_outsiders(config: Any, embedding: nn.Embedding) -> bool:
-    """Whether some tokens, in whose place pictures or sounds are put, are none of the embedding's."""
+    """Return whether placeholder tokens of pictures or sounds have ids outside of the embedding."""
     numbers = {name: value for name, value in vars(config).items() if _PLACEHOLDER.fullmatch(name)}
     return any(isinstance(value, int) and value >= embedding.num_embeddings for value in numbers.values())
 

@@ -1,4 +1,4 @@
-"""Tiny clones with real weights, on which proofs run stock code."""
+"""Build tiny clones with real weights, on which proofs run stock code."""
 
 from typing import Any
 
@@ -11,12 +11,12 @@ _LARGEST = 30_000_000  # parameters of a clone: a second or two of first values
 
 
 def tiny_model(model: Any) -> Any | None:
-    """A tiny clone with real weights, where one can be built; in 32 bits, which every kernel of the host has."""
+    """Return a tiny clone with real weights in float32, which every kernel supports; ``None`` if none can be built."""
     return tiny_model_of(type(model), model.config, torch.float32)
 
 
 def tiny_model_of(kind: Any, config: Any, dtype: torch.dtype, **changes: Any) -> Any | None:
-    """The same of a class and a config; ``None`` also where sizes have names that made nothing small of them.
+    """Return a tiny clone of a class and a config; ``None`` if none can be built, or if it is still large.
 
     Args:
         changes: as for :func:`hfscale.models.clone.tiny_clone`.

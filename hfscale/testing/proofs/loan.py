@@ -1,4 +1,4 @@
-"""Prove that layers make the same of a module that the first one lends them as of what it made."""
+"""Prove that layers compute the same with the lent module as with its output from the first layer."""
 
 from contextlib import suppress
 from typing import Any
@@ -27,7 +27,9 @@ def prove_loan(model: Any, loan: Loan) -> tuple[bool, bool]:
 
 @torch.no_grad()
 def proved(model: Any, loan: Loan) -> bool:
-    """Whether a model computes the same where each layer is given the stream alone, and the loan. Changes the model."""
+    """Return whether a model computes the same where each layer gets hidden states and the loan only. Changes the
+    model.
+    """
     model.eval()
     lent = model.get_submodule(loan.name)
     for parameter in lent.parameters():  # a table of zeros would prove nothing
@@ -42,7 +44,7 @@ def proved(model: Any, loan: Loan) -> bool:
 
 
 def _stream_alone(_: nn.Module, args: Any, output: Any) -> Any:
-    """What a stand-in for a layer returns."""
+    """Return the hidden states alone, as the placeholder of a layer does."""
     return (output[0], *(None for _ in output[1:])) if isinstance(output, tuple) else output
 
 

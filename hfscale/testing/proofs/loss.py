@@ -23,8 +23,8 @@ def prove_loss(model: Any) -> tuple[str | None, bool]:
 
 
 def passes_on_labels(model: Any) -> str | None:
-    """``None`` where the model calls the host's shifted loss once, on the logits of all tokens and the labels that it
-    is given, and returns what that returns; else why not, in words.
+    """Return why the model's loss is not transformers' shifted loss; ``None`` where it calls that once, on the logits
+    of all tokens and the given labels, and returns its result.
     """
     if not has_causal_loss(model):
         return f"its loss_type is {getattr(model, 'loss_type', None)!r}"

@@ -65,14 +65,14 @@ def prove_mixing(model: Any, text: str, layers: int) -> tuple[dict[str, Any], bo
 
 
 def _short(config: Any) -> dict[str, int]:
-    """Windows and chunks that are shorter than what is tried."""
+    """Return config changes that make windows and chunks shorter than the tried sequences."""
     return {name: _WINDOW for name in _WINDOWS if isinstance(field(config, name), int)}
 
 
 def find_mixing(
     model: Any, padded: bool, candidates: Sequence[nn.Module] = (), text: str = ""
 ) -> tuple[str, set[type]]:
-    """What reads other tokens in ``model``, tiny and in float64.
+    """Find the modules that read other tokens in ``model``, which is tiny and in float64.
 
     Args:
         padded: whether rows have padding.
@@ -95,8 +95,8 @@ def find_mixing(
 
 
 class _Mixers:
-    """Within: modules that compute something else of a part of a sequence than of the whole are found, and return what
-    they do for the whole.
+    """Find modules that compute something else on a part of a sequence than on all of it, and make them return the
+    result for all of it.
     """
 
     def __init__(self, candidates: Sequence[nn.Module]) -> None:
@@ -116,19 +116,19 @@ class _Mixers:
             handle.remove()
 
     def found(self) -> list[nn.Module]:
-        """The modules that mix."""
+        """Return the modules that mix tokens."""
         return [module for module in self._candidates if type(module) in self.mix]
 
     def rest(self) -> None:
-        """Nothing is compared from here on."""
+        """Stop comparing."""
         self._records, self._part = False, None
 
     def record(self) -> None:
-        """A pass over whole sequences begins."""
+        """Begin a pass over full sequences."""
         self._records, self._part = True, None
 
     def compare(self, part: CutBatch) -> None:
-        """A pass over a part begins."""
+        """Begin a pass over a part."""
         self._records, self._part, self._calls = False, part, {}
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -156,7 +156,7 @@ def _of_tokens(x: Any) -> bool:
 
 
 class _Subject:
-    """A model with its attention answered here, and its sequences cut where those of a run would be."""
+    """Hold a model whose attention is computed here, and whose sequences are cut as in a run."""
 
     def __init__(self, model: Any, text: str) -> None:
         self.model, self.seam = model, Seam(attention_configs(model))
@@ -168,17 +168,17 @@ class _Subject:
         self._takes_positions = takes_argument(model, "position_ids")
 
     def restore(self) -> None:
-        """As it was."""
+        """Remove the hooks."""
         self.seam.remove()
         for handle in self._handles:
             handle.remove()
 
     def part(self, batch: dict[str, Tensor], parts: int = 1, rank: int = 0) -> tuple[CutBatch, dict[str, Any]]:
-        """What a rank is given."""
+        """Return the part of the batch that a rank gets."""
         return cut_batch(batch, parts, rank, 0, self._takes_positions, self._inside)
 
     def passed(self, part: tuple[CutBatch, dict[str, Any]], attend: Attend) -> Tensor:
-        """What the model makes of it."""
+        """Return the model's output for a part."""
         with self.seam.passing(part[0], attend):
             return _run(self.model, part[1])
 
@@ -205,7 +205,7 @@ def _compare(subject: _Subject, batch: dict[str, Tensor], mixers: _Mixers) -> st
 
 
 def _compare_gathered(subject: _Subject, batch: dict[str, Tensor], mixers: _Mixers) -> str:
-    """Once more, with mixers that are given whole sequences, as a run does it: what they are given must be tokens."""
+    """Compare again with mixers run on full sequences, as in a run: their inputs must have a token dim."""
     mixers.rest()
     tape, tape_place = list[Tensor](), [0]
 
@@ -239,13 +239,13 @@ def _compare_gathered(subject: _Subject, batch: dict[str, Tensor], mixers: _Mixe
 
 
 def _masked(batch: dict[str, Tensor], part: CutBatch) -> dict[str, Tensor]:
-    """The mask of the tokens of a part, where there is one."""
+    """Return the padding mask of a part's tokens, if there is one."""
     mask = batch.get("attention_mask")
     return {} if mask is None else {"attention_mask": mask[:, part.places]}
 
 
 def apart(found: Tensor, wanted: Tensor, batch: dict[str, Tensor]) -> float:
-    """The largest difference, relative to the largest entry, where tokens are no padding."""
+    """Return the largest difference relative to the largest entry, without padding."""
     if "attention_mask" in batch:
         real = batch["attention_mask"].bool()
         found, wanted = found[real], wanted[real]
@@ -268,7 +268,7 @@ def _whole_attention(_: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: MaskBl
 
 
 class _OneToken:
-    """In the place of attention, a function of each token's own query, key and value; the masks are looked at."""
+    """Replace attention by a function of each token's own query, key and value; record the masks."""
 
     def __init__(self) -> None:
         self.masks: list[Tensor] = []
@@ -280,12 +280,12 @@ class _OneToken:
         return v * torch.tanh((q * k).sum(-1, keepdim=True) * call.scale)
 
     def sees_as(self, other: "_OneToken") -> bool:
-        """Whether all calls hid the same of the whole sequence."""
+        """Return whether all calls hid the same of the full sequence."""
         return len(self.masks) == len(other.masks) and all(map(torch.equal, self.masks, other.masks))
 
 
 def _batch(model: Any, padded: bool, marked: bool) -> dict[str, Tensor]:
-    """Tokens; ``marked``: some of them as a picture's, which other tokens of it may read."""
+    """Return a batch of tokens; ``marked``: some belong to a picture, whose other tokens may read them."""
     vocabulary = int(model.config.get_text_config().vocab_size)
     ids = torch.randint(3, vocabulary, (2, _TOKENS), generator=torch.Generator().manual_seed(5))
     batch = {"input_ids": ids}
@@ -301,7 +301,7 @@ def _batch(model: Any, padded: bool, marked: bool) -> dict[str, Tensor]:
 
 @contextmanager
 def _as_in_training(model: nn.Module) -> Iterator[None]:
-    """Within: in evaluation mode, so that nothing is drawn, and random weights that show differences."""
+    """Disable dropout and perturb the weights, so that differences show, inside the with block."""
     model.eval()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)

@@ -1,10 +1,9 @@
-"""Prove over what a model's own loss is a mean.
+"""Prove whether a model's own loss is a mean over rows or over labels.
 
 A step is divided into microbatches and data ranks, and its loss must not depend on how. That holds where the loss of
-two batches together is the mean of their losses, weighted by how much is in each: by rows (texts that are classified),
-or by labels that are not ignored (tokens). Which it is, if any, a tiny clone shows: it is given two batches by
-themselves and together. A loss that is no such mean (a contrast between the rows of a batch) is refused by
-``train_step``.
+two batches together is the mean of their losses, weighted by rows (text classification) or by labels that are not
+ignored (tokens). A tiny clone shows which, if any: it gets two batches separately and together. A loss that is no such
+mean (a contrast between the rows of a batch) is refused by ``train_step``.
 """
 
 from collections.abc import Iterator
@@ -59,7 +58,7 @@ def _find(kind: type, config: Any) -> OwnLossPlan | None:
 
 
 def _pairs(classes: int, vocabulary: int, end: int | None) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    """Two batches of different rows, with a label per row, or one per token; some are ignored, where there are classes.
+    """Yield pairs of batches with different rows, labelled by row or by token; with classes, some labels are ignored.
 
     Args:
         end: the token that every row ends with, and has nowhere else.
@@ -84,7 +83,7 @@ def _pairs(classes: int, vocabulary: int, end: int | None) -> Iterator[tuple[dic
 
 
 def _divides(model: Any, batch: dict[str, Tensor], mean: float) -> bool:
-    """Whether a step's number of labels is what the loss is divided by."""
+    """Return whether the loss is divided by ``num_items_in_batch``."""
     if not takes_argument(model, "num_items_in_batch"):
         return False
     return abs(float(model(**batch, num_items_in_batch=1000).loss) - mean) > _TOLERANCE

@@ -164,7 +164,7 @@ class PassageProbe(Probe):
 
 
 def _tensors_in_mappings(leaves: Iterable[Any]) -> Iterator[Tensor]:
-    """Tensors in mappings of the model's own among arguments of a call: keys and values that layers share."""
+    """Yield the tensors in the model's own mappings among call arguments: keys and values that layers share."""
     for leaf in leaves:
         if isinstance(leaf, Mapping):
             inside = tree_leaves(dict(leaf))
@@ -173,7 +173,7 @@ def _tensors_in_mappings(leaves: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _structure(output: Any) -> int | None:
-    """``None`` for a tensor, ``n`` for a tuple of ``n`` that begins with one, else 0."""
+    """Return ``None`` for a tensor, ``n`` for a tuple of ``n`` that begins with one, else 0."""
     if isinstance(output, Tensor):
         return None
     return len(output) if type(output) in (tuple, list) and output and isinstance(output[0], Tensor) else 0

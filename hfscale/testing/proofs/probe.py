@@ -28,11 +28,11 @@ def names_no_size(*texts: str) -> bool:
 
 
 class Reached(Exception):
-    """There is nothing more to see."""
+    """Signal that the probe has seen enough."""
 
 
 class Probe(TorchDispatchMode):
-    """A run of a model with hooks on its modules.
+    """Run a model with hooks on its modules.
 
     Attributes:
         failure: why the model could not be run, if so.
@@ -78,8 +78,8 @@ class Probe(TorchDispatchMode):
 
 @contextmanager
 def skipped_experts(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Within: experts pass their tokens on. What they do depends on values, and on kernels that not every type of
-    number has; it stays inside a layer in any case.
+    """Skip the experts inside the with block: their routes depend on values, their kernels support few dtypes, and they
+    lie inside of a layer anyway.
     """
     skipped = [module for module in modules if takes_routes(module) and "forward" not in module.__dict__]
     for module in skipped:

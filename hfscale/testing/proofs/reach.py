@@ -1,4 +1,4 @@
-"""Prove what a pass over tokens alone does not reach: layers and modules for what towers make."""
+"""Prove what a pass over tokens alone does not reach: layers and modules that read a tower's output."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -37,7 +37,7 @@ def prove_unused(model: Any) -> tuple[list[str], bool]:
 
 
 def _unused(module: nn.Module, used: set[int], path: str = "") -> Iterator[str]:
-    """The largest modules, and parameters of others, of which nothing is among the ``used``."""
+    """Yield the largest modules, and other modules' parameters, that hold none of the ``used`` parameters."""
     for name, parameter in module.named_parameters(recurse=False):
         if id(parameter) not in used:
             yield f"{path}{name}"

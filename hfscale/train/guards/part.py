@@ -20,7 +20,7 @@ from .structure import Structure
 
 
 class SharedBatch(Part):
-    """A check that ranks which share a batch are given the same one, also in plain loops."""
+    """Check that ranks that share a batch get the same one, also in plain loops."""
 
     def __init__(self) -> None:
         self._first: RemovableHandle | None = None
@@ -32,7 +32,7 @@ class SharedBatch(Part):
             self._first = compare_first(runtime.model, sharing)
 
     def check_step(self, runtime: Runtime, batches: Sequence[Batch], user_loss: bool = False) -> None:
-        """A step compares its own."""
+        """Remove the first-batch check: ``train_step`` compares its batches itself."""
         if self._first is not None:
             self._first.remove()
 
@@ -71,7 +71,7 @@ class StockCode(Part):
             model.register_forward_pre_hook(self._look, prepend=True)
 
     def _look(self, model: nn.Module, args: Any) -> None:
-        """Plain loops call the model alone."""
+        """Check the model when a training loop without ``train_step`` calls it."""
         if self.structure is not None and not torch.compiler.is_compiling():
             self.structure.check()
 

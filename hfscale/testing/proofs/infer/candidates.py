@@ -1,9 +1,9 @@
-"""Which projections of a layer could make a block: the ones that write the stream, and those that feed them.
+"""Find which projections of a layer could make a block: those that write the hidden states, and those that feed them.
 
 In a layer, a projection whose result reaches the layer's output with no other projection between is a *row* candidate,
 if everything it reads comes from projections of the same layer that are not rows themselves; those are its *columns*.
-Where a column is itself fed by such projections, or feeds another column (low-rank attention), what comes before is
-used whole.
+Where a column is itself fed by such projections, or feeds another column (low-rank attention), the earlier ones are not
+cut.
 """
 
 from collections.abc import Iterable, Iterator
@@ -53,7 +53,7 @@ class Candidate:
 
 
 def find_candidates(subject: Subject, trace: Trace) -> tuple[list[Candidate], list[str]]:
-    """Candidates of all layers, like ones once; and why others were passed over."""
+    """Return the candidates of all layers, equal ones once, and why others were rejected."""
     found: dict[tuple[str, Names], Candidate] = {}
     passed: list[str] = []
     for layer in subject.layer_names:
@@ -77,7 +77,7 @@ def find_candidates(subject: Subject, trace: Trace) -> tuple[list[Candidate], li
 
 
 def _groups(calls: dict[str, Call], written: frozenset[str]) -> list[tuple[list[str], list[str], list[str]]]:
-    """``(columns, rows, whole)`` of one layer; rows that share columns are one group."""
+    """Return ``(columns, rows, whole)`` of one layer; rows that share columns are one group."""
     rows: list[str] = []
     groups: list[tuple[set[str], list[str]]] = []
     for name, call in calls.items():
@@ -97,7 +97,7 @@ def _groups(calls: dict[str, Call], written: frozenset[str]) -> list[tuple[list[
 
 
 def _is_internal(call: Call, calls: dict[str, Call], rows: list[str]) -> bool:
-    """Whether all it reads was made by projections of the layer that do not write the stream."""
+    """Return whether all inputs of a call come from projections of its layer that do not write the hidden states."""
     return bool(call.feeds) and all(feed in calls and feed not in rows for feed in call.feeds)
 
 
@@ -114,7 +114,7 @@ def _before(names: Iterable[str], calls: dict[str, Call], rows: list[str]) -> It
 def _candidate(
     subject: Subject, calls: dict[str, Call], layer: str, columns: list[str], rows: list[str], whole: list[str]
 ) -> Candidate | str:
-    """The candidate, or why there is none."""
+    """Return the candidate, or why there is none."""
     what = ", ".join(name.removeprefix(f"{layer}.") for name in rows)
     inner = _inner(calls, columns, rows, whole)
     outside = [name for name in inner if name != layer and not name.startswith(f"{layer}.")]
@@ -140,7 +140,7 @@ def _candidate(
 
 
 def _smallest(inner: list[str], cut: list[str], whole: list[str]) -> str:
-    """The smallest module that holds all parts of a block."""
+    """Return the smallest module that holds all parts of a block."""
     block = _common([name.rpartition(".")[0] for name in (*cut, *whole)] + inner)
     # What has parameters of its own may be the block itself; a projection is inside of it.
     if block in inner and not any(name.startswith(f"{block}.") for name in cut):
@@ -149,14 +149,14 @@ def _smallest(inner: list[str], cut: list[str], whole: list[str]) -> str:
 
 
 def _inner(calls: dict[str, Call], columns: list[str], rows: list[str], whole: list[str]) -> list[str]:
-    """Modules with parameters that are used between columns and rows, or between what is used whole and the columns."""
+    """Return the modules with parameters used between columns and rows, or between uncut projections and columns."""
     fed = [column for column in columns if whole and calls[column].feeds <= set(whole)]
     used = {parameter for name in (*rows, *fed) for parameter in calls[name].parameters}
     return list(dict.fromkeys(name.rpartition(".")[0] for name in sorted(used)))
 
 
 def _between(block: str, name: str) -> Iterator[str]:
-    """The modules between a block and what is ``name`` in it."""
+    """Yield the modules between a block and its part ``name``."""
     owner = block
     for part in name.removeprefix(f"{block}.").split(".")[:-1]:
         owner = f"{owner}.{part}"
@@ -164,7 +164,7 @@ def _between(block: str, name: str) -> Iterator[str]:
 
 
 def _between_layer(layer: str, block: str) -> Iterator[str]:
-    """The block and the modules around it, up to the layer."""
+    """Yield the block and the modules around it, up to the layer."""
     while block != layer and block.startswith(f"{layer}."):
         yield block
         block = block.rpartition(".")[0]
@@ -179,7 +179,7 @@ def _common(places: list[str]) -> str:
 
 
 def _mixes_tokens(subject: Subject, row: Call, column: Call) -> bool:
-    """Whether what the row reads at the last token of the first sample depends on the column at another token."""
+    """Return whether the row's input at the last token of the first sample depends on the column at another token."""
     samples, length = subject.inputs["input_ids"].shape
     if row.input.numel() // row.input.shape[-1] != samples * length or row.input.shape[0] == length:
         return True

@@ -1,7 +1,7 @@
-"""Which dropout probabilities of a config act inside blocks, on activations that are cut.
+"""Find which dropout probabilities of a config act inside blocks, on activations that are cut.
 
-Ranks must draw numbers of their own there. The columns of each block are made to return what they return without
-dropout; whatever still changes at its rows when one probability is raised is dropped out between the two.
+Ranks must draw different numbers there. The columns of each block are made to return the values that they return
+without dropout; a probability that still changes the input of the block's rows when raised acts between the two.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ _RAISED = (0.5, 1)  # some configs take whole numbers only
 
 
 def find_dropouts(model: Any, blocks: dict[str, Block], subject: Subject) -> dict[str, tuple[str, ...]]:
-    """Path of a block -> the config fields of the dropout inside it, for blocks that have any."""
+    """Return, by path of a block, the config fields of the dropout inside it, for blocks that have any."""
     fields = list(_fields(model.config.to_dict()))
     found: dict[str, list[str]] = {path: [] for path in blocks}
     named = {path: _names(subject, path, block) for path, block in blocks.items()}
@@ -35,7 +35,7 @@ def find_dropouts(model: Any, blocks: dict[str, Block], subject: Subject) -> dic
 
 
 def _names(subject: Subject, path: str, block: Block) -> tuple[list[str], list[str]]:
-    """Full names of columns and rows, in every layer that has them."""
+    """Return the full names of columns and rows, in every layer that has them."""
     modules = dict(subject.model.named_modules())
     bases = [f"{layer}.{path}" if path else layer for layer in subject.layer_names]
     columns = [name for base in bases for child in block.column if (name := f"{base}.{child}") in modules]
@@ -46,7 +46,7 @@ def _names(subject: Subject, path: str, block: Block) -> tuple[list[str], list[s
 def _observe(
     subject: Subject, named: dict[str, tuple[list[str], list[str]]], replay: dict[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What columns return and rows read; columns return what ``replay`` has for them."""
+    """Return the outputs of columns and the inputs of rows; columns return ``replay``'s values where it has them."""
     outputs: dict[str, Tensor] = {}
     inputs: dict[str, Tensor] = {}
 
@@ -76,7 +76,7 @@ def _observe(
 
 
 def _fields(fields: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """Names of the dropout probabilities of a config, and of configs in it (``attn_config.attn_pdrop``)."""
+    """Yield the names of the dropout probabilities of a config, and of nested configs (``attn_config.attn_pdrop``)."""
     for name, value in fields.items():
         if not isinstance(name, str):  # labels are listed by number
             continue
@@ -87,7 +87,7 @@ def _fields(fields: dict[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _raised(model: Any, field: str) -> Subject | None:
-    """A clone in training mode with one probability raised, if there can be one."""
+    """Return a clone in training mode with one probability raised, if there can be one."""
     outer, _, name = field.rpartition(".")
     for probability in _RAISED:
         change: dict[str, Any] = {field: probability}

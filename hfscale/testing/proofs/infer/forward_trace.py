@@ -1,7 +1,7 @@
-"""One traced forward of the clone: which projections feed which, and what lies between them.
+"""Trace one forward pass of the clone: which projections feed which, and what lies between them.
 
 Every projection's output is tagged in the autograd graph. Walking back from a projection's input to the nearest tags
-gives the projections that feed it, and the parameters met on the way.
+gives the projections that feed it, and the parameters on the way.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from .subject import Subject, run
 
 
 class _Tag(torch.autograd.Function):
-    """The identity, with a name that can be found in the graph."""
+    """Return the input unchanged, with a name to find in the autograd graph."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
@@ -32,7 +32,7 @@ class _Tag(torch.autograd.Function):
 
 @dataclass
 class Call:
-    """One call of a projection: what it read, what it wrote, and what feeds it."""
+    """Hold one call of a projection: its input, its output, and what feeds it."""
 
     input: Tensor
     output: Tensor
@@ -42,7 +42,7 @@ class Call:
 
 @dataclass
 class Trace:
-    """What one forward shows.
+    """Hold the results of tracing one forward pass.
 
     Attributes:
         calls: projection -> its call, in the order of the calls; those called several times are left out.
@@ -82,7 +82,7 @@ def trace(subject: Subject) -> Trace:
 
 
 class _Hooks:
-    """What notes the calls of modules.
+    """Record the calls of modules.
 
     Attributes:
         result: what is known so far.
@@ -128,7 +128,7 @@ class _Hooks:
 
 
 def walk_back(tensor: Tensor, names: dict[int, str]) -> tuple[frozenset[str], frozenset[str]]:
-    """Projections that a tensor was made from, the nearest ones only, and the parameters used since."""
+    """Return the nearest projections that a tensor was computed from, and the parameters used since."""
     tags, parameters, seen = set(), set(), set()
     waiting: list[Any] = [tensor.grad_fn]
     while waiting:
@@ -147,7 +147,7 @@ def walk_back(tensor: Tensor, names: dict[int, str]) -> tuple[frozenset[str], fr
 
 @contextmanager
 def _watch(subject: Subject, result: Trace) -> Iterator[None]:
-    """Within: integers that modules in layers read from themselves and from their config are noted."""
+    """Record the integers that modules in layers read from themselves and their config inside the with block."""
     classes: dict[nn.Module, type] = {}
     configs: dict[nn.Module, Any] = {}
     for name, module in subject.model.named_modules():

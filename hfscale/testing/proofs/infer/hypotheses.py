@@ -1,4 +1,4 @@
-"""What a candidate's block might be in the plan's words, most likely first.
+"""Enumerate hypotheses about a candidate's block in the plan's terms, most likely first.
 
 Nothing here is trusted: each hypothesis is proved or dropped.
 """
@@ -25,7 +25,7 @@ Parts = dict[str, int | Callable[[Any], tuple[int, ...]]]
 
 
 class Guesses:
-    """Hypotheses about one candidate."""
+    """Enumerate hypotheses about one candidate."""
 
     def __init__(self, subject: Subject, trace: Trace, candidate: Candidate) -> None:
         self.subject, self.trace, self.candidate = subject, trace, candidate
@@ -37,7 +37,9 @@ class Guesses:
         self.heads = head_count(subject.model.config)
 
     def insides(self) -> Iterator[Block]:
-        """What may be between the edges, which sit on the projections (on the block, where parts of it are whole)."""
+        """Yield hypotheses about the inside of the block, with its edges on the projections (on the block, where some
+        of its parts are not cut).
+        """
         whole, dropouts = self.candidate.whole, self._dropouts()
         base = Block(
             column=self.candidate.column,
@@ -65,7 +67,7 @@ class Guesses:
                         yield replace(base, parts=parts, key_value=key_value, **merged)
 
     def edges(self, block: Block) -> Iterator[Block]:
-        """Where the edges of a proved block may sit instead, the nearest to the block itself first."""
+        """Yield a proved block with other places for its edges, the nearest to the block itself first."""
         if not self.candidate.path:
             return
         leaves = [("",), *([dropouts] if (dropouts := self._dropouts()) else []), self.candidate.row]
@@ -76,21 +78,21 @@ class Guesses:
                 yield replace(block, enter=enter, leave=leave)
 
     def _parent_of_columns(self) -> str:
-        """The module that holds all columns and no row, if there is one with a forward of its own."""
+        """Return the module that holds all columns and no row, if there is one with a forward of its own."""
         parents = {name.rpartition(".")[0] for name in self.candidate.column}
         parent = parents.pop() if len(parents) == 1 else ""
         within = any(name.startswith(f"{parent}.") for name in self.candidate.row)
         return "" if not parent or within or isinstance(self.modules[parent], nn.ModuleList) else parent
 
     def _dropouts(self) -> tuple[str, ...]:
-        """The dropout behind every row: an edge there is behind whatever an adapter puts around the row."""
+        """Return the dropouts after every row: an edge there is also after an adapter around the row."""
         block = self.candidate.block
         found = [self.trace.dropouts.get(f"{block}.{row}", "") for row in self.candidate.row]
         inside = [name.removeprefix(f"{block}.") for name in found if name.startswith(f"{block}.")]
         return tuple(inside) if len(inside) == len(self.candidate.row) else ()
 
     def _inner(self) -> Iterator[dict[str, Any]]:
-        """Roles of the modules between columns and rows."""
+        """Yield guesses at the roles of the modules between columns and rows."""
         widths = {self._width(name) for name in self.candidate.column} | {
             self._width(name, of_input=True) for name in self.candidate.row
         }
@@ -117,7 +119,7 @@ class Guesses:
         yield {**roles, "shared": own + roles["shared"]}
 
     def _key_value(self, parts: Parts, across: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
-        """What has entries of key/value heads only, where there are fewer of those than heads."""
+        """Return the projections that make key/value heads only, where there are fewer of those than heads."""
         config = self.subject.model.config
         key_heads = key_head_count(config)
         if not self.candidate.attends or not 0 < key_heads < self.heads:
@@ -133,7 +135,7 @@ class Guesses:
         return int(module.weight.shape[weight_dims(module)[1 if of_input else 0]])
 
     def _parts(self) -> Iterator[Parts]:
-        """How the columns may be fused."""
+        """Yield the ways in which the columns may be fused."""
         yield {}
         columns = self.candidate.column
         for count in (2, 3):
@@ -148,7 +150,7 @@ class Guesses:
                 yield {columns[0]: query_key_value}
 
     def _arguments(self) -> Iterator[dict[str, Any]]:
-        """Keyword arguments with one entry per head, or per sample and head."""
+        """Yield guesses at keyword arguments with one entry per head, or per sample and head."""
         samples = self.subject.inputs["input_ids"].shape[0]
         heads, sample_heads = {}, []
         for name, tensor in self.trace.arguments.get(self.candidate.block, {}).items():
@@ -161,7 +163,7 @@ class Guesses:
         yield {}
 
     def _local(self) -> Iterator[tuple[str, ...]]:
-        """Sets of integers, read in the forward, that may have to be local sizes."""
+        """Yield sets of integers, read in the forward, that may have to be local sizes."""
         widths = {self._width(name) for name in self.candidate.column}
         widths |= {self._width(name, of_input=True) for name in self.candidate.row}
         widths |= {width // part for width in list(widths) for part in (2, 3) if width % part == 0}
@@ -182,11 +184,11 @@ class Guesses:
 
 
 def head_count(config: Any) -> int:
-    """How many attention heads a clone has; 0 where its config does not say."""
+    """Return the number of attention heads of a clone; 0 where its config does not say."""
     return next((value for name in HEAD_FIELDS if isinstance(value := field(config, name), int)), 0)
 
 
 def key_head_count(config: Any) -> int:
-    """How many key/value heads."""
+    """Return the number of key/value heads of a clone."""
     names = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv", "kv_heads")
     return next((value for name in names if isinstance(value := field(config, name), int)), head_count(config))

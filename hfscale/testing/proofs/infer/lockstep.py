@@ -31,7 +31,7 @@ _PATIENCE = 60.0  # seconds to wait for another rank
 
 
 class Lockstep:
-    """``size`` threads that wait for each other wherever one needs what another has."""
+    """Run ``size`` threads that wait for each other at every exchange."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -39,7 +39,7 @@ class Lockstep:
         self._slots: list[Any] = [None] * size
 
     def exchange(self, rank: int, value: Any) -> list[Any]:
-        """What every rank brought, by rank."""
+        """Return the values of all ranks, by rank."""
         self._slots[rank] = value
         self._barrier.wait(_PATIENCE)
         values = list(self._slots)
@@ -113,7 +113,7 @@ def _total(values: Sequence[Tensor]) -> Tensor:
 
 @dataclass
 class RankResult:
-    """What one rank computed: the output, and the gradient of every parameter as a whole, by its name in the clone."""
+    """Hold the results of one rank: the output, and the gradients of full parameters, by name in the clone."""
 
     output: Tensor
     gradients: dict[str, Tensor | None]
@@ -147,7 +147,7 @@ def run_as_ranks(subject: Subject, draft: Draft, blocks: Sequence[BlockPlan]) ->
 
 
 def _as_whole(leaf: Tensor, cut: Cut | None, rank: int, gradient: Tensor | None) -> Tensor | None:
-    """The gradient of a share, in its place in the whole parameter; zero elsewhere."""
+    """Return the gradient of a shard at its place in the full parameter, with zeros elsewhere."""
     if cut is None or gradient is None:
         return gradient
     whole = leaf.detach().requires_grad_()
@@ -156,7 +156,7 @@ def _as_whole(leaf: Tensor, cut: Cut | None, rank: int, gradient: Tensor | None)
 
 
 class _RankModel:
-    """One rank's copy of a model, with edges."""
+    """Hold one rank's copy of a model, with edges."""
 
     def __init__(
         self,
@@ -181,7 +181,7 @@ class _RankModel:
             self._install(block)
 
     def forward_and_backward(self, subject: Subject) -> tuple[Tensor, dict[str, Tensor | None]]:
-        """The output, and what this rank finds as gradients of its own parameters."""
+        """Return the output, and this rank's gradients of its own parameters."""
         with torch.autograd.set_multithreading_enabled(False):
             output = run(self.model, subject.inputs)
             found = torch.autograd.grad(output, list(self.own.values()), cotangent(output), allow_unused=True)

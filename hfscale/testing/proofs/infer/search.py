@@ -1,4 +1,4 @@
-"""From candidates to a proved blueprint."""
+"""Search for a proved blueprint among the candidates."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -33,7 +33,7 @@ class _Search:
             return None
 
     def find(self, candidate: Candidate) -> Block | None:
-        """The first hypothesis that holds, its edges as near to the block as they can be."""
+        """Return the first hypothesis that holds, with edges as near to the block as possible; ``None`` without one."""
         guesses = Guesses(self.subject, self.traced, candidate)
         reason, found, tried = "", None, 0
         for block in guesses.insides():
@@ -102,7 +102,7 @@ def _infer(model: Any, subject: Subject) -> Inference:
 
 
 def _together(search: _Search, found: Iterable[tuple[Candidate, Block]]) -> tuple[dict[str, Block], set[str]]:
-    """All blocks at once; those of one path made one."""
+    """Prove all blocks together, with those of one path merged; return them and the paths of attention."""
     blocks: dict[str, Block] = {}
     attention = set()
     for candidate, block in found:
@@ -120,7 +120,7 @@ def _together(search: _Search, found: Iterable[tuple[Candidate, Block]]) -> tupl
 
 
 def _union(first: Block, second: Block) -> Block:
-    """Two sets of roles in modules of one path: in different layers, or side by side in one."""
+    """Merge two sets of roles in modules of one path: in different layers, or side by side in one."""
     listed = ("column", "row", "enter", "leave", "shared", "across", "sample_heads", "local_attributes", "local_config")
     joined: dict[str, Any] = {
         name: tuple(dict.fromkeys(getattr(first, name) + getattr(second, name))) for name in listed
@@ -137,7 +137,7 @@ def _union(first: Block, second: Block) -> Block:
 
 
 def _other_subjects(model: Any, subject: Subject) -> Iterable[Subject]:
-    """Clones of other sizes, so that nothing holds by coincidence: odd widths of the MLP."""
+    """Yield clones of other sizes (odd MLP widths), so that nothing holds by coincidence."""
     fields = subject.model.config.to_dict()
     odd = {name: value + 1 for name, value in fields.items() if type(value) is int and value in (48, 24)}
     if odd:
@@ -174,7 +174,7 @@ def _check_layer_kinds(model: Any, subject: Subject) -> None:
 
 
 def _kind_of_layer(layer: Any) -> frozenset[tuple[str, str]]:
-    """Its modules by path and class; numbers in paths count for one, as lists may be of other lengths."""
+    """Return the layer's modules by path and class, with all numbers in paths alike, as lists may differ in length."""
     return frozenset(
         (".".join("*" if part.isdigit() else part for part in name.split(".")), type(module).__name__)
         for name, module in layer.named_modules()

@@ -1,4 +1,4 @@
-"""What inference works on: a tiny clone of a model, on the CPU in float64, with a batch to run."""
+"""Build the subject of inference: a tiny clone of a model, on the CPU in float64, with a batch to run."""
 
 import inspect
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ class Unproved(Exception):
 
 @dataclass
 class Subject:
-    """A tiny clone of a model and a ragged batch.
+    """Hold a tiny clone of a model and a ragged batch.
 
     Attributes:
         model: the clone, in evaluation mode.
@@ -54,7 +54,7 @@ class Subject:
 
 @contextmanager
 def aside() -> Iterator[None]:
-    """Within: random numbers come from a stream of their own, and torch computes with one thread.
+    """Use a separate random stream and one torch thread inside the with block.
 
     On tensors this small its threads only wait for each other: ten times as long on a busy machine.
     """
@@ -69,7 +69,7 @@ def aside() -> Iterator[None]:
 
 
 def make_subject(model: Any, **changes: Any) -> Subject:
-    """A clone of ``model`` with ``changes`` to its config.
+    """Build a clone of ``model`` with ``changes`` to its config.
 
     Raises:
         Unproved: it reads no tokens, cannot be made small, cannot be built, or has no list of layers.
@@ -106,7 +106,7 @@ def make_subject(model: Any, **changes: Any) -> Subject:
 
 
 def brief(error: BaseException) -> str:
-    """The kind of an error, and how its message begins."""
+    """Return the class of an error and the start of its message."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:160]
 
 
@@ -127,7 +127,7 @@ def _batch(model: Any) -> dict[str, Tensor]:
 
 
 def run(model: Any, inputs: dict[str, Tensor]) -> Tensor:
-    """The first tensor that the model returns: its logits, or its last hidden states."""
+    """Return the first tensor that the model returns: its logits, or its last hidden states."""
     with torch.enable_grad(), torch.device("cpu"), keep_float64():
         output = model(**inputs)
     first: Tensor = output if isinstance(output, Tensor) else output[0]
@@ -135,20 +135,20 @@ def run(model: Any, inputs: dict[str, Tensor]) -> Tensor:
 
 
 def cotangent(output: Tensor) -> Tensor:
-    """Fixed random weights of everything in ``output``."""
+    """Return fixed random weights for all entries of ``output``."""
     generator = torch.Generator().manual_seed(1)
     return torch.randn(output.shape, generator=generator, dtype=output.dtype, device="cpu")
 
 
 def gradients(model: Any, output: Tensor) -> dict[str, Tensor | None]:
-    """Gradients of a fixed random combination of everything in ``output``."""
+    """Return the gradients of a fixed random combination of all entries of ``output``."""
     named = dict(model.named_parameters())
     found = torch.autograd.grad(output, list(named.values()), cotangent(output), allow_unused=True)
     return dict(zip(named, found, strict=True))
 
 
 def refuse(model: Any, reason: str) -> PlanError:
-    """Inference gave nothing: what the user is told."""
+    """Return the error for the user when inference found nothing."""
     return PlanError(
         f"a blueprint of {model.config.model_type!r} could not be inferred from {type(model).__name__}: {reason}"
     )
