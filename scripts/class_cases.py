@@ -17,7 +17,7 @@ from hfscale.testing import plain
 from hfscale.testing.families import CHANGES
 from hfscale.testing.parity import Batch
 from hfscale.testing.picture_configs import ALWAYS_PICTURED, with_pictures
-from hfscale.testing.pictures import PictureCase
+from hfscale.testing.picture_parity import PictureCase
 
 SIDE = 32
 REWARD = [

@@ -40,7 +40,7 @@ from hfscale.plan.own_loss import OwnLossPlan
 from hfscale.plan.towers import TowersPlan
 from hfscale.testing import measure_parity, plain
 from hfscale.testing.parity import Case, Parity, in_float64
-from hfscale.testing.pictures import PictureCase, PlainPictureCase
+from hfscale.testing.picture_parity import PictureCase, PlainPictureCase
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.fuzz.children import await_all, in_a_child

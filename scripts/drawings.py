@@ -19,7 +19,7 @@ from transformers import LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 
 import hfscale
 from hfscale import ParallelConfig
-from hfscale.cli.schedule_drawing.plot import IDLE, draw
+from hfscale.cli.schedule_drawing.schedule_plot import IDLE, draw
 from hfscale.parallel.pipeline import Costs, order, simulate
 from hfscale.plan import ParameterPlan
 from hfscale.plan.sequence_split import Split

@@ -20,7 +20,7 @@ from transformers import BitsAndBytesConfig, GPT2Config, LlamaConfig, PreTrained
 import hfscale
 from hfscale import MemoryConfig, ParallelConfig, RoutingConfig
 from hfscale.cost.model.layer_bytes import is_known
-from hfscale.cost.model.memory import MemoryEstimate, estimate_memory
+from hfscale.cost.model.memory_model import MemoryEstimate, estimate_memory
 from hfscale.cost.model.model_shape import shape_of_plan
 from hfscale.cost.tools.measure_layers import measured_layers
 from hfscale.cost.tools.memory_report import held_bytes
@@ -30,7 +30,7 @@ from hfscale.features.memory import kept_activations
 from hfscale.features.memory.compressed import Here, Stored
 from hfscale.features.memory.kept_activations import KeptActivations
 from hfscale.features.memory.on_host import OnHost
-from hfscale.features.memory.recompute import Recomputation
+from hfscale.features.memory.recomputation import Recomputation
 from hfscale.features.memory.saved import SavedBytes, count_saved
 from hfscale.parallel.pipeline.in_flight import in_flight_together
 from hfscale.train.runtime import Runtime, runtime_of

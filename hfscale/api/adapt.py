@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .._compat.transformers.classes import class_name, empty_copy
 from ..errors import ConfigError, check_count
 from ..features.adapters import Adapters, attach_adapters, describe_coverage, merge_local_weights, read_config
-from ..features.adapters.merge import dequantized_weights, put_plain_modules, refuse_tied
+from ..features.adapters.merge_adapters import dequantized_weights, put_plain_modules, refuse_tied
 from ..plan.own_loss import OwnLossPlan
 from ..train import eval_step
 from ..train.runtime import Runtime, runtime_of

@@ -9,15 +9,15 @@ from ..checkpoint import save_pretrained
 from ..config.options import Options
 from ..distributed.mesh import Mesh
 from ..features.adapters import Adapters
-from ..features.fp8.gather import Float8Gather
+from ..features.fp8.float8_gather import Float8Gather
 from ..features.fp8.part import Float8
 from ..features.memory.kept_activations import KeptActivations
 from ..features.memory.offload_optimizer import OffloadOptimizer
-from ..features.memory.recompute import Recomputation
-from ..features.precision.liger import LigerKernels
+from ..features.memory.recomputation import Recomputation
+from ..features.precision.liger_kernels import LigerKernels
 from ..features.precision.loss_scale import LossScaling
 from ..features.precision.part import Autocast
-from ..features.precision.shared_casts import SharedCasts
+from ..features.precision.shared_casts_part import SharedCasts
 from ..features.quantization.part import Quantization
 from ..parallel.context import ContextParallel
 from ..parallel.data import DataParallel
@@ -30,8 +30,8 @@ from ..train.guards.part import SharedBatch, StockCode
 from ..train.runtime import Part, Runtime, local_tensor
 from ..train.runtime.local_loop import LocalLoop
 from ..train.runtime.local_weights import LocalWeights
-from ..train.runtime.names import put_parameter
-from ..train.runtime.own_loss import ModelsOwnLoss
+from ..train.runtime.model_loss import ModelsOwnLoss
+from ..train.runtime.parameter_names import put_parameter
 from ..train.runtime.snapshot import watch
 
 

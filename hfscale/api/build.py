@@ -19,7 +19,7 @@ from ..config.routing import RoutingConfig
 from ..distributed.process_groups import build_mesh
 from ..errors import ConfigError, check_count, check_path
 from ..features.adapters import attach_adapters, plan_with_adapters, read_config, wrapped_by_peft
-from ..features.precision.liger import check_kernels
+from ..features.precision.liger_kernels import check_kernels
 from ..features.quantization.quantized_modules import check_quantization, split_quantization
 from ..plan import Plan
 from ..train.runtime import find_runtime

@@ -15,11 +15,11 @@ from ..parallel.tensor.plan import plan_sequence
 from ..plan.drafting.assign import plan_pipeline
 from ..plan.drafting.blocks import plan_tensor
 from ..plan.drafting.draft import Draft, Ranks
+from ..plan.drafting.draft_own_loss import plan_own_loss
+from ..plan.drafting.draft_towers import plan_towers
 from ..plan.drafting.layers import find_layers
-from ..plan.drafting.own_loss import plan_own_loss
 from ..plan.drafting.plan_part import PlanPart
 from ..plan.drafting.resolve import find_blueprint
-from ..plan.drafting.towers import plan_towers
 from ..plan.drafting.vocabulary import plan_vocabulary
 from ..plan.plan import Plan
 from .plan_parameters import assemble_parameters

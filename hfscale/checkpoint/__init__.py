@@ -2,9 +2,9 @@
 
 from .background import wait_for_saves
 from .checksums import verify_experts
-from .dry_run import SaveCheck, check_save
 from .load import load_pretrained
 from .save import save_pretrained
+from .save_check import SaveCheck, check_save
 from .state import load_state, save_state
 from .stream import stream_weights
 

@@ -28,7 +28,7 @@ from ..parallel.pipeline import leave_out
 from ..parallel.tensor import cut_parameters
 from ..plan import ParameterPlan, Plan
 from ..train.runtime.local_weights import LocalWeights
-from ..train.runtime.names import put_buffer, put_parameter
+from ..train.runtime.parameter_names import put_buffer, put_parameter
 from .merged import merged_parameters, parts_of_share
 from .overwrites import find_overwrites, initialize_around
 

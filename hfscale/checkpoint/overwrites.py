@@ -21,7 +21,7 @@ from .._compat.torch import TorchDispatchMode, schema_of, storage_key
 from .._compat.transformers.initialization import forget_loaded, initializations, is_loaded, mark_loaded
 from ..errors import CheckpointError
 from ..plan import ParameterPlan
-from ..train.runtime.names import put_buffer, put_parameter
+from ..train.runtime.parameter_names import put_buffer, put_parameter
 
 # A parameter is filled with each of these in turn: entries that are equal afterwards were written.
 _FILLS = (0.5, -3.25)

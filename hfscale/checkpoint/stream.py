@@ -18,7 +18,7 @@ from ..features.adapters.merge_whole import WholeMerge
 from ..parallel.data import reshard
 from ..train.runtime import Runtime, runtime_of
 from ..train.runtime.full_tensors import SavedTensor, full_tensors, tensors_to_save
-from ..train.runtime.names import stock_name
+from ..train.runtime.parameter_names import stock_name
 from ..train.runtime.writing import is_writer
 
 _NONE = torch.empty(0)  # on ranks that get nothing

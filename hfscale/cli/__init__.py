@@ -11,25 +11,23 @@ from typing import NoReturn
 
 from .. import __version__
 from ..errors import HFScaleError, meant
-from . import (
-    bench,
-    blueprint,
-    calibrate,
-    completion,
-    convert,
-    doctor,
-    estimate,
-    explain,
-    inspect,
-    memory_ladder,
-    merge,
-    plan,
-    schedule,
-    search,
-    train,
-    upcycle,
-    verify,
-)
+from . import cmd_bench as bench
+from . import cmd_blueprint as blueprint
+from . import cmd_calibrate as calibrate
+from . import cmd_completion as completion
+from . import cmd_convert as convert
+from . import cmd_doctor as doctor
+from . import cmd_estimate as estimate
+from . import cmd_explain as explain
+from . import cmd_inspect as inspect
+from . import cmd_memory_ladder as memory_ladder
+from . import cmd_merge as merge
+from . import cmd_plan as plan
+from . import cmd_schedule as schedule
+from . import cmd_search as search
+from . import cmd_train as train
+from . import cmd_upcycle as upcycle
+from . import cmd_verify as verify
 from .early import check_early
 
 _COMMANDS: dict[str, ModuleType] = {

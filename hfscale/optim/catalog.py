@@ -28,7 +28,7 @@ def _floats(value: Any) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True)
-class Choice:
+class OptimizerChoice:
     """The meaning of an optimizer's name.
 
     Attributes:
@@ -85,15 +85,15 @@ _ADAM = ("betas", "eps")
 _ADAMW: dict[str, Callable[[Any], Any]] = {"amsgrad": _truth, **_KERNELS}
 
 
-def _adamw(**fixed: Any) -> Choice:
-    return Choice("torch", "AdamW", fixed, _ADAMW, _ADAM)
+def _adamw(**fixed: Any) -> OptimizerChoice:
+    return OptimizerChoice("torch", "AdamW", fixed, _ADAMW, _ADAM)
 
 
-def _bitsandbytes(known: BitsAndBytesOptimizer) -> Choice:
+def _bitsandbytes(known: BitsAndBytesOptimizer) -> OptimizerChoice:
     options, adam, finish = _BITSANDBYTES_OPTIONS[known.stock]
     fixed = {"optim_bits": known.bits, **({"is_paged": True} if known.paged else {})}
     takes: dict[str, Callable[[Any], Any]] = {**options, **({"min_8bit_size": int} if known.bits == 8 else {})}
-    return Choice("bitsandbytes", known.stock, fixed, takes, adam, finish)
+    return OptimizerChoice("bitsandbytes", known.stock, fixed, takes, adam, finish)
 
 
 _ADEMAMIX: dict[str, Callable[[Any], Any]] = {
@@ -109,18 +109,18 @@ _BITSANDBYTES_OPTIONS: dict[str, tuple[Mapping[str, Callable[[Any], Any]], tuple
     "RMSprop": (dict.fromkeys(("alpha", "momentum", "eps"), float), (), None),
 }
 
-CHOICES: dict[str, Choice] = {
+CHOICES: dict[str, OptimizerChoice] = {
     "adamw_torch": _adamw(),
     "adamw_torch_fused": _adamw(fused=True),
-    "sgd": Choice("torch", "SGD", {}, {"momentum": float, "dampening": float, "nesterov": _truth, **_KERNELS}),
-    "adagrad": Choice("torch", "Adagrad", {}, {"lr_decay": float, "eps": float, **_KERNELS}),
-    "rmsprop": Choice(
+    "sgd": OptimizerChoice("torch", "SGD", {}, {"momentum": float, "dampening": float, "nesterov": _truth, **_KERNELS}),
+    "adagrad": OptimizerChoice("torch", "Adagrad", {}, {"lr_decay": float, "eps": float, **_KERNELS}),
+    "rmsprop": OptimizerChoice(
         "torch",
         "RMSprop",
         {},
         {"momentum": float, "alpha": float, "eps": float, "centered": _truth, "foreach": _KERNELS["foreach"]},
     ),
-    "adafactor": Choice(
+    "adafactor": OptimizerChoice(
         "adafactor",
         "Adafactor",
         {"scale_parameter": False, "relative_step": False},
@@ -134,7 +134,7 @@ CHOICES: dict[str, Choice] = {
             "warmup_init": _truth,
         },
     ),
-    "muon": Choice(
+    "muon": OptimizerChoice(
         "muon",
         "Muon",
         {},
@@ -187,8 +187,8 @@ REFUSED: dict[str, str] = {
 """HF Trainer's names that are not supported, and why."""
 
 
-def find_choice(name: str) -> Choice:
-    """Return the :class:`Choice` of an optimizer's name.
+def find_choice(name: str) -> OptimizerChoice:
+    """Return the :class:`OptimizerChoice` of an optimizer's name.
 
     Raises:
         ConfigError: it is not supported, or unknown; the supported ones are listed.

@@ -15,7 +15,7 @@ from ..plan.offload import offloaded, refuse_aside
 from ..train.runtime import Runtime, runtime_of
 from . import adafactor, muon
 from .aside import Aside, AsideStepper, CountUpdates, WholeAsideStepper
-from .catalog import Choice, Options, find_choice, parse_arguments
+from .catalog import OptimizerChoice, Options, find_choice, parse_arguments
 from .decay import owners_of, weight_decay_groups
 from .eight_bit import steppers_by_size, stock_class, without_paging
 from .sharded import Groups, Member, ShardedOptimizer, Stepper, members_of
@@ -110,7 +110,7 @@ def _seed(stochastic: Any, seed: Any) -> int | None:
 @dataclass(frozen=True)
 class _Order:
     name: str
-    choice: Choice
+    choice: OptimizerChoice
     lr: Any
     options: Options
     groups: list[dict[str, Any]]

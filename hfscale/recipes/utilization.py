@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .._compat.torch_device import accelerators
-from ..cost.model.machine import find_machine, machine_names
+from ..cost.model.machines_known import find_machine, machine_names
 from ..cost.model.model_shape import shape_of
 from ..errors import ConfigError
 from .schema import FinetuneRecipe, Recipe

@@ -30,7 +30,7 @@ from ..config.memory import MemoryConfig
 from ..config.parallel import ParallelConfig
 from ..models.precision import keep_float64
 from ..train.runtime import runtime_of
-from ..train.runtime.names import stock_name
+from ..train.runtime.parameter_names import stock_name
 from ..train.runtime.shards import local_tensor
 from .differences import difference, gradient_difference
 from .pool import RankPool

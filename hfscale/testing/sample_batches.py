@@ -13,7 +13,7 @@ from ..plan.own_loss import OwnLossPlan
 from . import plain
 from .parity import Case, in_float64
 from .picture_configs import with_pictures
-from .pictures import PictureCase, PlainPictureCase
+from .picture_parity import PictureCase, PlainPictureCase
 
 # Auto class -> function that makes its batches. Causal LMs with a loss that train_step knows are trained by that.
 _MAKERS: dict[str, plain.Maker] = {

@@ -5,8 +5,8 @@ from .gradient_norm import clip_grad_norm_
 from .metrics import metrics
 from .predict import predict_step
 from .preemption import Preempted, preempted
-from .scores import token_scores
 from .step import batch_rank, batch_world, drain, eval_step, train_step
+from .token_log_probabilities import token_scores
 from .watchdog import watchdog
 
 __all__ = [

@@ -12,7 +12,7 @@ from .inputs import prepare
 from .outputs import KeptOutputs
 from .runtime import Batch, Objective, Runtime, runtime_of
 from .runtime.batches import Microbatch
-from .scores import LossOfScores, loss_of_scores
+from .token_log_probabilities import LossOfScores, loss_of_scores
 from .user_function import UserFunction
 from .user_loss import LossOfOutputs, UserLoss
 

@@ -63,7 +63,7 @@ def watchdog(model: nn.Module, *, patience: float = 300.0, end: bool = False) ->
 
 
 @dataclass(frozen=True)
-class Seen:
+class RankState:
     """The state that one rank writes to the store.
 
     Attributes:
@@ -124,11 +124,11 @@ class _Watchdog(threading.Thread):
                     self._ended.wait(self.pause)  # until the others have read this rank's state
                     os._exit(_CODE)
 
-    def _look(self) -> Seen:
+    def _look(self) -> RankState:
         self._beat += 1
-        return Seen(self._beat, *self._waits(), *_places())
+        return RankState(self._beat, *self._waits(), *_places())
 
-    def _tell(self, seen: Seen) -> None:
+    def _tell(self, seen: RankState) -> None:
         self.store.set(str(self.rank), json.dumps(asdict(seen)))
 
     def _waits(self) -> tuple[float, str]:
@@ -163,15 +163,15 @@ class _Watchdog(threading.Thread):
             _say(report(after, silent, self.patience))
         return True
 
-    def _heard(self) -> list[Seen | None]:
+    def _heard(self) -> list[RankState | None]:
         keys = [str(rank) for rank in range(self.world)]
-        return [Seen(**json.loads(self.store.get(key))) if self.store.check([key]) else None for key in keys]
+        return [RankState(**json.loads(self.store.get(key))) if self.store.check([key]) else None for key in keys]
 
 
 _running: list[_Watchdog] = []
 
 
-def report(every: Sequence[Seen | None], silent: set[int], patience: float) -> str:
+def report(every: Sequence[RankState | None], silent: set[int], patience: float) -> str:
     """Return the report of all ranks' states; ranks in the same state share a line.
 
     Args:
@@ -181,7 +181,7 @@ def report(every: Sequence[Seen | None], silent: set[int], patience: float) -> s
     return "\n".join([f"{_HEAD.format(patience)}. Look at those that do not wait", *_lines(texts)])
 
 
-def _in_words(seen: Seen | None, silent: bool = False) -> str:
+def _in_words(seen: RankState | None, silent: bool = False) -> str:
     at = "" if seen is None else ", in ".join(filter(None, (seen.place, seen.inside)))
     if seen is None or silent:
         text = "gives no sign of life: the process is gone, or its machine, or it is stuck outside of Python"

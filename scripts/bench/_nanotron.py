@@ -11,7 +11,7 @@ from functools import cache
 from itertools import accumulate
 
 from hfscale.cost.model.job import Job
-from hfscale.cost.model.machine import Constants, Machine
+from hfscale.cost.model.machines_known import Constants, Machine
 from hfscale.cost.model.model_shape import ModelShape
 from hfscale.cost.model.step_time import Seconds, StepTime, head_seconds, layer_seconds, step_time
 

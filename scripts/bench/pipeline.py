@@ -50,7 +50,7 @@ from hfscale.parallel.pipeline import (
 )
 from hfscale.parallel.pipeline.timeline import GRADIENT
 from hfscale.parallel.pipeline.transfers import rank_programs, run_program
-from hfscale.parallel.pipeline.worker import Place, StageWorker
+from hfscale.parallel.pipeline.worker import StagePlace, StageWorker
 from hfscale.testing import RankPool
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -261,7 +261,7 @@ def _our_step(actions: Order, modules: dict[int, SleepingStage], recorder: Recor
 
     workers = []
     for index, module in modules.items():
-        place = Place(index, ranks, dist.group.WORLD, _streams, torch.device("cpu"))
+        place = StagePlace(index, ranks, dist.group.WORLD, _streams, torch.device("cpu"))
         last = index == len(ranks) - 1
         workers.append(
             StageWorker(place, partial(compute, module, last), lambda _: (x.shape, x.dtype), module.parameters)

@@ -11,7 +11,7 @@ from hfscale import ParallelConfig
 from hfscale._compat.transformers.saving import AsStored
 from hfscale.testing import RankPool, assert_layout_equal
 from hfscale.testing.picture_configs import with_pictures
-from hfscale.testing.pictures import PictureCase
+from hfscale.testing.picture_parity import PictureCase
 
 Pools = Callable[[int], RankPool]
 

@@ -10,7 +10,7 @@ import pytest
 
 from hfscale import ParallelConfig
 from hfscale.cli import main
-from hfscale.cli.schedule_drawing.plot import draw, title
+from hfscale.cli.schedule_drawing.schedule_plot import draw, title
 from hfscale.cli.schedule_drawing.terminal import render
 from hfscale.parallel.pipeline import Action, Costs, Timeline, order, read_csv, read_trace, simulate, write_trace
 

@@ -9,7 +9,7 @@ import torch
 
 import hfscale
 from hfscale.cli import main
-from hfscale.cost.model.machine import find_machine
+from hfscale.cost.model.machines_known import find_machine
 from hfscale.cost.tools.calibrate import Sizes, calibrate
 
 from ..tiny_models import tiny

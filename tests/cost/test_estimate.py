@@ -14,7 +14,7 @@ from transformers import Llama4TextConfig, LlamaConfig, MambaConfig, MixtralConf
 import hfscale
 from hfscale import ConfigError, MemoryConfig, ParallelConfig
 from hfscale.cli import main
-from hfscale.cost.model.machine import find_machine, machine_names
+from hfscale.cost.model.machines_known import find_machine, machine_names
 from hfscale.cost.model.model_shape import shape_of_plan
 
 from ..tiny_models import tiny

@@ -9,7 +9,7 @@ from transformers import AutoConfig, BitsAndBytesConfig, LlamaConfig
 import hfscale
 from hfscale import ConfigError, MemoryConfig, ParallelConfig
 from hfscale.cost.model.layer_bytes import stream_width
-from hfscale.cost.model.memory import estimate_memory
+from hfscale.cost.model.memory_model import estimate_memory
 from hfscale.cost.model.optimizer_bytes import NAMES
 from hfscale.models.clone import tiny_clone
 from hfscale.models.expert_modules import experts_per_token

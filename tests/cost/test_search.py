@@ -14,12 +14,12 @@ import hfscale
 from hfscale import ConfigError, MemoryConfig, ParallelConfig
 from hfscale.cli import main
 from hfscale.cli.amounts import bytes_of, tokens_of
-from hfscale.cost.model.machine import find_machine, fitted
+from hfscale.cost.model.machines_known import find_machine, fitted
 from hfscale.cost.tools.candidates import Candidate, candidates
 from hfscale.cost.tools.fast_cost import FastCost
 from hfscale.cost.tools.meta_model import run_spec
 from hfscale.cost.tools.model_summary import Kept, ModelSummary, summarize
-from hfscale.cost.tools.recipe import learning_rates
+from hfscale.cost.tools.recipe_of_layout import learning_rates
 from hfscale.cost.tools.search import search
 from hfscale.parallel.pipeline import fullest_live, order, peak_live, stage_ranks
 from hfscale.parallel.pipeline.in_flight import in_flight_of_ranks

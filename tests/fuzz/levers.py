@@ -11,7 +11,7 @@ from torch import nn
 import hfscale
 from hfscale.features.memory import compressed
 from hfscale.models.projections import PROJECTIONS
-from hfscale.plan.float8 import Float8Plan
+from hfscale.plan.products_plan import Float8Plan
 from tests.float8_reference import convert, float8_in_32_bits, in_32_bits
 
 from .draw import Draw

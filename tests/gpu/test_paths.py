@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import hfscale
-from hfscale.parallel.context.kernels import Block, FlashOnCuda, ScoreKernel
+from hfscale.parallel.context.kernels import FlashOnCuda, ScoreBlock, ScoreKernel
 
 from ..mixtures import qwen3_moe
 from ..tiny_models import tiny
@@ -116,7 +116,7 @@ def test_the_flash_kernel_of_cut_sequences(causal: bool) -> None:
         return torch.randn(2, heads, 256, 64, generator=generator, device="cuda", dtype=torch.bfloat16)
 
     q, k, v, grad = draw(8), draw(2), draw(2), draw(8)
-    fast, slow, block = FlashOnCuda(0.125), ScoreKernel(0.125), Block(causal=causal)
+    fast, slow, block = FlashOnCuda(0.125), ScoreKernel(0.125), ScoreBlock(causal=causal)
     found, wanted = fast.forward(q, k, v, block), slow.forward(q, k, v, block)
     torch.testing.assert_close(found[0], wanted[0], rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(found[1].float(), wanted[1].float(), rtol=1e-3, atol=1e-2)

@@ -16,8 +16,8 @@ from hfscale.plan.towers import TowersPlan
 from hfscale.testing import RankPool, assert_layout_equal
 from hfscale.testing.picture_configs import with_pictures
 from hfscale.testing.picture_inputs import join_pictures, make_picture
-from hfscale.testing.pictures import PictureCase, PlainPictureCase
-from hfscale.testing.proofs.loss import passes_on_labels
+from hfscale.testing.picture_parity import PictureCase, PlainPictureCase
+from hfscale.testing.proofs.loss_kind import passes_on_labels
 
 from ..tiny_models import needs
 

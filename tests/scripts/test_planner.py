@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hfscale.cost.model.job import Job
-from hfscale.cost.model.machine import CONSTANTS, Constants, find_machine, fitted, read_constants
+from hfscale.cost.model.machines_known import CONSTANTS, Constants, find_machine, fitted, read_constants
 from hfscale.cost.model.model_shape import ModelShape
 from hfscale.cost.model.step_time import Seconds, head_seconds, layer_seconds, step_time
 

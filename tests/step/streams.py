@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hfscale._compat import torch_fsdp
-from hfscale.features.fp8 import gather as eight_bits
+from hfscale.features.fp8 import float8_gather as eight_bits
 from hfscale.features.memory import on_host
 
 Clock = dict["Stream", int]

@@ -17,7 +17,7 @@ from hfscale.models.clone import tiny_clone
 from hfscale.parallel.pipeline import order, write_csv
 from hfscale.parallel.pipeline.orders import check
 from hfscale.testing import Case, Parity, RankPool, measure_parity, sample_batches, verify
-from hfscale.testing.pictures import PictureCase
+from hfscale.testing.picture_parity import PictureCase
 from hfscale.testing.verify import _heads_that_fit
 
 BIG = LlamaConfig(

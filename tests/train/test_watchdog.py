@@ -18,7 +18,7 @@ import hfscale
 from hfscale import ConfigError, ParallelConfig
 from hfscale._compat import torch_flight
 from hfscale.testing import RankPool
-from hfscale.train.watchdog import Seen, report
+from hfscale.train.watchdog import RankState, report
 
 from ..tiny_models import tiny
 
@@ -83,7 +83,11 @@ def test_who_waits_for_whom(pools: Pools, tmp_path: Path, layout: dict[str, Any]
 
 
 def test_words() -> None:
-    seen = [Seen(3, 9.0, "all_gather over ep (all ranks)", "train.py:8 in main"), None, Seen(2, 0.0, "", "x.py:1 in f")]
+    seen = [
+        RankState(3, 9.0, "all_gather over ep (all ranks)", "train.py:8 in main"),
+        None,
+        RankState(2, 0.0, "", "x.py:1 in f"),
+    ]
     seen += seen[:1]
     told = report(seen, {2}, 5.0).splitlines()
     assert told[1] == "  ranks 0, 3: waits in all_gather over ep (all ranks), for 9 s, at train.py:8 in main"

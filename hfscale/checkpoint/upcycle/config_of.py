@@ -5,7 +5,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from ...errors import ConfigError
-from .targets import FAMILIES, REFUSED, Family
+from .moe_targets import FAMILIES, REFUSED, Family
 
 # Fields about how a config was saved, not what the model computes; ``auto_map`` names code of the dense model.
 _OF_THE_FILE = ("architectures", "auto_map", "model_type", "transformers_version", "_name_or_path")
@@ -29,7 +29,7 @@ def find_family(config: PreTrainedConfig) -> Family:
         why = "hfscale knows no mixture of experts with its layers"
     raise ConfigError(
         f"a {kind!r} model cannot be upcycled: {why}. Upcycled are {known}; another family is an entry in "
-        "hfscale/checkpoint/upcycle/targets.py"
+        "hfscale/checkpoint/upcycle/moe_targets.py"
     )
 
 

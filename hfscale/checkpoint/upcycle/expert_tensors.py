@@ -19,8 +19,8 @@ from ..._compat.transformers.saving import stored_layout
 from ...errors import CheckpointError
 from .config_of import find_family, mixture_layers
 from .dense import WholeModel
+from .moe_targets import DENSE, INTERMEDIATE_DIM, ExpertWeight
 from .perturb import Variation
-from .targets import DENSE, INTERMEDIATE_DIM, ExpertWeight
 
 _BAR_AFTER_SECONDS = 2.0
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...errors import check_count, check_number
 from ...train.runtime.initialize import seed_of
-from .targets import INTERMEDIATE_DIM
+from .moe_targets import INTERMEDIATE_DIM
 
 
 @dataclass(frozen=True)

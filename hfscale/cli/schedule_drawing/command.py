@@ -16,7 +16,7 @@ from ...parallel.pipeline.orders import order
 from ...parallel.pipeline.simulation import DEFAULT_COSTS, Costs, simulate
 from ...parallel.pipeline.timeline import KINDS, Order, Timeline
 from .communicators import simulate_communicators
-from .plot import draw
+from .schedule_plot import draw
 from .terminal import render
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from ...parallel.pipeline.timeline import Kind, Span, Timeline
-from .plot import LABELS, title
+from .schedule_plot import LABELS, title
 
 _LETTERS: dict[Kind, str] = {
     "forward": "F",

@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from math import ceil, prod
 
 from ...errors import ConfigError
-from ...plan.compress import BYTES, compressed
+from ...plan.compress_plan import BYTES, compressed
 from ...plan.context import ContextPlan
 from ...plan.offload import offloaded
 from ...plan.plan import Plan
-from ...plan.recompute import recomputed
-from ...plan.scores import heads_with_scores
+from ...plan.recompute_plan import recomputed
+from ...plan.scores_plan import heads_with_scores
 from ...plan.table import human
 from .layer_bytes import LayerBytes, Types, layer_bytes, sequence_ranks, stream_width, types_of
 from .measured_layers import MeasuredLayers

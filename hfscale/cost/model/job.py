@@ -6,9 +6,9 @@ from math import prod
 from typing import Any
 
 from ...plan import Plan
-from ...plan.float8 import gathered_in_8_bits
 from ...plan.offload import offloaded
-from ...plan.recompute import recomputed
+from ...plan.products_plan import gathered_in_8_bits
+from ...plan.recompute_plan import recomputed
 from .activation_bytes import Situation, has_head, is_matrix, layers_held, trained_names
 from .layer_bytes import types_of
 

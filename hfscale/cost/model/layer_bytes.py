@@ -38,12 +38,12 @@ from math import prod
 import torch
 
 from ..._compat.peft import LORA_A
-from ...plan.compress import FEW
+from ...plan.compress_plan import FEW
 from ...plan.context import ContextPlan
 from ...plan.parameter import ParameterPlan
 from ...plan.plan import Plan
-from ...plan.recompute import recomputed
-from ...plan.scores import heads_with_scores
+from ...plan.recompute_plan import recomputed
+from ...plan.scores_plan import heads_with_scores
 from .cp_buffers import replicas, shares_heads
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")

@@ -7,7 +7,7 @@ rank has a network card of its own.
 
 from math import log2
 
-from .machine import Constants, Machine
+from .machines_known import Constants, Machine
 
 
 def tensor_bus(size: int, machine: Machine, constants: Constants) -> float:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, fields, replace
 
 from .job import Job, Place
 from .links import data_bus, sent, tensor_bus
-from .machine import Constants, Machine
+from .machines_known import Constants, Machine
 from .model_shape import ModelShape
 from .traffic import data_traffic, edge_traffic, layer_traffic
 

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaModel
 
 from ..._compat.torch_device import accelerators, device_module, is_accelerator
 from ..model.job import Job
-from ..model.machine import Constants, Machine, fitted
+from ..model.machines_known import Constants, Machine, fitted
 from ..model.model_shape import ModelShape
 from ..model.step_time import layer_seconds
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..model.machine import Machine
+from ..model.machines_known import Machine
 from .model_summary import ModelSummary
 
 SCHEDULES = (("1f1b", 1), ("interleaved1f1b", 2), ("zbv", 2))

@@ -18,7 +18,7 @@ from ...config.parallel import ParallelConfig
 from ...errors import check_count
 from ...features.memory.saved import SavedBytes, SavedCounter
 from ...plan import Plan
-from ...plan.recompute import recomputed
+from ...plan.recompute_plan import recomputed
 from ...plan.table import aligned, human
 from ..model.job import Place, places_of
 from ..model.traffic import rank_traffic

@@ -16,8 +16,8 @@ from ...parallel.pipeline import Costs, Timeline, order, simulate
 from ...plan import Plan
 from ...plan.table import aligned, human
 from ..model.job import Job, job_of, places_of, with_host_of
-from ..model.machine import Constants, Machine, constants_of, find_machine
-from ..model.memory import MemoryEstimate
+from ..model.machines_known import Constants, Machine, constants_of, find_machine
+from ..model.memory_model import MemoryEstimate
 from ..model.model_shape import ModelShape, shape_of_plan
 from ..model.step_time import StepTime, part_seconds, stage_seconds, step_time
 from .measure_layers import measured_layers
@@ -179,7 +179,7 @@ def estimate(
         source: a plan, or what :func:`hfscale.plan` takes: a config, a path or an id.
         parallel: the layout; with a plan, the plan's.
         hardware: a name (``h100``, ``h200``, ``b200``, ``a100-80``, ``a100-40``), a JSON file of ``hfscale calibrate``,
-            or a :class:`hfscale.cost.model.machine.Machine`.
+            or a :class:`hfscale.cost.model.machines_known.Machine`.
         sequence_length: tokens of a sequence.
         batch_size: sequences of one microbatch of one batch rank.
         num_microbatches: of one batch rank in a step; by default the layout's, or as many as there are stages.

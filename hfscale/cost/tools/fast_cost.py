@@ -1,6 +1,6 @@
 """Seconds and bytes of a candidate by arithmetic on a model's summary: what a search can afford for thousands of them.
 
-Seconds are the time model's. Bytes are those of :mod:`hfscale.cost.model.memory` for layers of one kind; a test
+Seconds are the time model's. Bytes are those of :mod:`hfscale.cost.model.memory_model` for layers of one kind; a test
 compares the two. What is the same for many candidates is computed once: a layer's seconds, the cut into stages.
 """
 
@@ -12,8 +12,8 @@ from ...parallel.pipeline.in_flight import in_flight_of_ranks
 from ...plan import balance
 from ...plan.drafting.costs import Cost
 from ..model.job import Job, Place
-from ..model.machine import Constants, Machine
-from ..model.memory import OVERHEAD, likely_bytes
+from ..model.machines_known import Constants, Machine
+from ..model.memory_model import OVERHEAD, likely_bytes
 from ..model.step_time import Parts, part_seconds, stage_seconds, step_time
 from .candidates import Candidate
 from .model_summary import ModelSummary

@@ -26,7 +26,7 @@ from ...optim import create_optimizer
 from ...testing.pool import RankPool
 from ...train import batch_world, train_step
 from ...train.runtime import runtime_of
-from ..model.memory import MemoryEstimate
+from ..model.memory_model import MemoryEstimate
 from .memory_report import held_bytes, memory_estimate
 
 ROWS, LENGTH = 8, 64

@@ -1,8 +1,8 @@
 """Memory of one rank: as the plan predicts it, and as it is.
 
-The prediction is :mod:`hfscale.cost.model.memory`'s, with what only a model or a schedule knows filled in. What is held
-is counted by storages, each once: those of parameters, gradients and the optimizer's state. What the forward pass keeps
-for the backward pass is :mod:`hfscale.features.memory.saved`'s.
+The prediction is :mod:`hfscale.cost.model.memory_model`'s, with what only a model or a schedule knows filled in. What
+is held is counted by storages, each once: those of parameters, gradients and the optimizer's state. What the forward
+pass keeps for the backward pass is :mod:`hfscale.features.memory.saved`'s.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,7 +17,7 @@ from ..._compat.transformers.computing import recomputes
 from ...config.options import Options
 from ...distributed.ops.head_cross_entropy import rows_per_chunk
 from ...errors import ConfigError, check_count, check_switch
-from ...features.memory.recompute import Recomputation
+from ...features.memory.recomputation import Recomputation
 from ...features.quantization.quantized_modules import beside_quantized
 from ...models.expert_modules import experts_per_token
 from ...parallel.data import DataParallel
@@ -25,7 +25,7 @@ from ...parallel.pipeline.in_flight import in_flight_together
 from ...plan import Plan
 from ...plan.offload import offloaded, refuse_aside
 from ...train.runtime import find_runtime, local_tensor, runtime_of
-from ..model.memory import MemoryEstimate, estimate_memory
+from ..model.memory_model import MemoryEstimate, estimate_memory
 
 
 def memory_estimate(
@@ -92,7 +92,8 @@ def memory_of_ranks(plan: Plan, **given: Any) -> list[MemoryEstimate]:
     """Return what :func:`memory_estimate` says of each pipeline rank of a plan.
 
     Args:
-        given: to :func:`hfscale.cost.model.memory.estimate_memory`; ``tokens`` and ``num_microbatches`` of a step.
+        given: to :func:`hfscale.cost.model.memory_model.estimate_memory`; ``tokens`` and ``num_microbatches`` of a
+        step.
     """
     return [_memory_of_rank(plan, {"pp": rank}, "cpu", **given) for rank in range(plan.layout.pp)]
 

@@ -28,7 +28,7 @@ from ...train.runtime import runtime_of
 from ...train.runtime.local_weights import LocalWeights
 from ..model.job import Job
 from ..model.model_shape import ModelShape
-from .simulated_rank import FusedAttention, SimulatedRank, Traffic, leave_alone, simulated_rank
+from .simulated_rank import FusedAttention, SimulatedRank, SimulatedTraffic, leave_alone, simulated_rank
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def meta_model(spec: RunSpec, layout: ParallelConfig, rank: int = 0) -> Iterator
 
 def take_step(
     model: Any, job: Job, shape: ModelShape, counting: AbstractContextManager[Any], mixed_precision: str
-) -> Traffic:
+) -> SimulatedTraffic:
     """Let a meta model take a step of so many microbatches; what it keeps is seen by ``counting``."""
     runtime = runtime_of(model)
     leave_alone(runtime, torch.bfloat16 if mixed_precision != "no" else next(model.parameters()).dtype)

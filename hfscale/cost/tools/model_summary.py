@@ -11,7 +11,7 @@ from ..model.activation_bytes import is_matrix, trained_names
 from ..model.job import Job, job_of
 from ..model.layer_bytes import Types, layer_bytes, stream_width, types_of
 from ..model.measured_layers import MeasuredLayers
-from ..model.memory import estimate_memory
+from ..model.memory_model import estimate_memory
 from ..model.model_shape import ModelShape, shape_of_plan
 from .measure_layers import measured_layers
 from .meta_model import RunSpec

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...errors import ConfigError, check_count
 from ...plan.table import aligned, human
-from ..model.machine import DOES_NOT_FIT, FITS, Constants, Machine, find_machine, fitted, machine_names
+from ..model.machines_known import DOES_NOT_FIT, FITS, Constants, Machine, find_machine, fitted, machine_names
 from .candidates import candidates, offloading
 from .fast_cost import CandidateCost, FastCost
 from .model_summary import ModelSummary

@@ -38,7 +38,7 @@ Answer = Callable[[Tensor], Tensor]
 
 
 @dataclass
-class Traffic:
+class SimulatedTraffic:
     """What one rank handed to collectives, by axis; ``"host"`` are those between the hosts, ``"stages"`` those that
     hand the stream from stage to stage, ``"ties"`` those of gradients of a tensor that several stages hold.
     """
@@ -91,7 +91,7 @@ class SimulatedRank(TorchDispatchMode):
 
     def __init__(self, runtime: Runtime, answer: Answer) -> None:
         super().__init__()
-        self.traffic, self._answer = Traffic(), answer
+        self.traffic, self._answer = SimulatedTraffic(), answer
         self._axes = _names_of_groups(runtime.mesh)
 
     def looked(self, name: str) -> None:

@@ -23,7 +23,7 @@ from ...parallel.tensor.random import drop_again, drop_alike, drop_own
 from ...parallel.tensor.sequence_region import SequenceRegion
 from ...plan import BlockPlan
 from ...train.runtime import Runtime
-from ...train.runtime.names import owner_of, unwrapped
+from ...train.runtime.parameter_names import owner_of, unwrapped
 
 
 def install_adapter_edges(runtime: Runtime) -> None:

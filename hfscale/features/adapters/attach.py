@@ -16,16 +16,16 @@ from ...errors import PlanError
 from ...plan import Plan
 from ...train.runtime import Part, Runtime
 from ...train.runtime.local_weights import LocalWeights
-from ...train.runtime.names import owner_of, parameter_at
+from ...train.runtime.parameter_names import owner_of, parameter_at
 from ...train.runtime.writing import all_or_none
 from ..quantization.quantized_modules import dequantized
 from .adapter_edges import install_adapter_edges
+from .adapter_structure import narrowed, quietly, targets_of
 from .first_values import initialize_adapters
 from .guard import guard_methods
-from .merge import put_back
+from .merge_adapters import put_back
 from .planned import type_beside, wrap_and_plan
 from .storage import load_adapter, stored_names
-from .structure import narrowed, quietly, targets_of
 
 
 @dataclass(eq=False)

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from ..._compat.peft import COPY
 from ...plan import AdapterParameter, Plan
-from ...train.runtime.names import parameter_at, put_parameter
+from ...train.runtime.parameter_names import parameter_at, put_parameter
 from .attach import Adapters
-from .merge import merge_wrapper, refuse_tied
+from .merge_adapters import merge_wrapper, refuse_tied
 from .storage import stored_names
 
 

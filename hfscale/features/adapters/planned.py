@@ -11,9 +11,9 @@ from ..._compat.peft import COPY, DORA_MAGNITUDES
 from ...errors import ConfigError
 from ...plan import Plan
 from ...plan.quantized import QuantizedPlan
+from .adapter_structure import adapter_parameters, check_matches, target_names, wrap
 from .peft_config import check_config, check_over_quantized
 from .plan import plan_adapters
-from .structure import adapter_parameters, check_matches, target_names, wrap
 
 
 def plan_with_adapters(template: nn.Module, config: Any, plan: Plan, new: bool = True) -> Plan:

@@ -16,7 +16,7 @@ from ...plan import Plan
 from ...train.runtime import Runtime
 from ...train.runtime.atomic_directory import atomic_directory
 from ...train.runtime.full_tensors import full_parameters
-from ...train.runtime.names import stock_name
+from ...train.runtime.parameter_names import stock_name
 from ...train.runtime.writing import is_writer, not_finite, warn_of_not_finite
 
 WEIGHTS = "adapter_model.safetensors"

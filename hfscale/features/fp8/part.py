@@ -18,11 +18,11 @@ from ...config.schedules import ASYNCHRONOUS
 from ...distributed.ops import WeightLater, project
 from ...distributed.ops.products import multiply_by, products_of
 from ...models.projections import is_transposed, weight_dims
-from ...plan.float8 import Float8Plan
+from ...plan.products_plan import Float8Plan
 from ...train.runtime import Part, Runtime, local_tensor
 from ...train.runtime.batches import Microbatch
 from ...train.runtime.local_weights import LocalWeights
-from ...train.runtime.names import computing, module_at
+from ...train.runtime.parameter_names import computing, module_at
 from .scaled_matmul import Float8Groups, Float8Projection, weight_scales
 
 

@@ -11,7 +11,7 @@ from ...models.names import wild_name
 from ...models.projections import PROJECTIONS, weight_dims
 from ...plan.context import ContextPlan
 from ...plan.drafting.draft import Draft
-from ...plan.float8 import Float8Plan
+from ...plan.products_plan import Float8Plan
 
 _MULTIPLE = 16  # of both sizes of a weight, for tensor cores
 _SPREAD = "experts have products of their own"

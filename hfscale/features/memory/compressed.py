@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..._compat.bitsandbytes import functional
-from ...plan.compress import BLOCK
+from ...plan.compress_plan import BLOCK
 
 
 class Stored(Protocol):

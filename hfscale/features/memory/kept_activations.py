@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..._compat.torch import tree_leaves
 from ..._compat.transformers.hidden_states import hidden_states_of
 from ...errors import ConfigError
-from ...plan.compress import FEW, compressed
+from ...plan.compress_plan import FEW, compressed
 from ...plan.offload import offloaded
 from ...train.runtime import Part, Runtime
 from ...train.runtime.local_weights import LocalWeights

@@ -22,7 +22,7 @@ from ...errors import CheckpointError
 from ...models.names import wild_name
 from ...plan import ParameterPlan, Plan
 from ...train.runtime.local_weights import LocalWeights
-from ...train.runtime.names import owner_of, put_parameter
+from ...train.runtime.parameter_names import owner_of, put_parameter
 from .stored import PackedOnDisk, check_row, fill_row
 
 

@@ -15,7 +15,7 @@ from ..._compat.transformers.trainer import labels_of_step
 from ...errors import ConfigError
 from ...train import eval_step, predict_step
 from ...train.runtime import Executor
-from .batches import first_examples, first_of_chunks, pieces, rows_of, with_rows
+from .trainer_batches import first_examples, first_of_chunks, pieces, rows_of, with_rows
 
 _MOST_ADDED = 64
 

@@ -7,7 +7,7 @@
                     hfscale_state/: weights, optimizer, schedule and RNG states (hfscale.save_state)
                     optimizer.pt, scheduler.pt: for resuming with stock Trainer in one process (:mod:`.stock_state`)
 
-Each is written aside, and appears once complete (:mod:`.directories`).
+Each is written aside, and appears once complete (:mod:`.output_directories`).
 """
 
 from collections.abc import Iterator
@@ -25,14 +25,14 @@ from ...checkpoint.weights import load_weights
 from ...train.runtime import Runtime, runtime_of
 from ...train.runtime.writing import all_or_none, is_writer
 from . import stock_state
-from .directories import ASIDE, STATE, finish_replacing, has_state, make_empty, put_in_place, remove, rotate
-from .streams import RandomStreams
+from .output_directories import ASIDE, STATE, finish_replacing, has_state, make_empty, put_in_place, remove, rotate
+from .streams import TrainerRandomStreams
 
 
 class Checkpoints(TrainerHooks):
     """Hooks that write and read the checkpoints of a Trainer."""
 
-    _streams: RandomStreams
+    _streams: TrainerRandomStreams
 
     @property
     def runtime(self) -> Runtime:

@@ -37,13 +37,12 @@ from ...config.parallel import ParallelConfig
 from ...errors import ConfigError
 from ...train import train_step
 from ...train.runtime import find_runtime, runtime_of
-from . import evaluation, generation, optimizers, through_stages
-from .accelerator import TrainerAccelerator
-from .batches import cut_by_schedule, first_examples, warn_of_repeated
+from . import evaluation, generation, through_stages
+from . import trainer_optimizers as optimizers
 from .data_sets import DataSets
-from .directories import resumed_from
 from .divisor import divisor
 from .files import Checkpoints
+from .output_directories import resumed_from
 from .refusals import (
     check_generation,
     check_layout_of,
@@ -55,7 +54,9 @@ from .refusals import (
     check_step,
 )
 from .seams import Seams, batches_gathered, count_generations, options_of
-from .streams import RandomStreams
+from .streams import TrainerRandomStreams
+from .trainer_accelerator import TrainerAccelerator
+from .trainer_batches import cut_by_schedule, first_examples, warn_of_repeated
 from .work import operations
 
 
@@ -95,7 +96,7 @@ class TrainerMixin(Checkpoints, DataSets):
             super().__init__(model, *args, **kwargs)  # type: ignore[call-arg]
         self._while_made = ExitStack()
         self._seams.follow_casts()
-        self._streams = RandomStreams(self.runtime.mesh)
+        self._streams = TrainerRandomStreams(self.runtime.mesh)
         self.add_callback(self._streams)  # type: ignore[attr-defined]
         self.check_loss()
 

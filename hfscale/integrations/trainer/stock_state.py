@@ -22,7 +22,7 @@ from ...optim.decay import decays, owners_of
 from ...plan import ParameterPlan
 from ...train.runtime import Runtime, like_sharded, local_tensor
 from ...train.runtime.full_tensors import SavedTensor, full_tensors, tensors_to_save
-from ...train.runtime.names import stock_name
+from ...train.runtime.parameter_names import stock_name
 from ...train.runtime.writing import is_writer
 
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"

@@ -24,7 +24,7 @@ from ...distributed.mesh import Mesh
 from ...train.runtime.writing import is_writer
 
 
-class RandomStreams(TrainerCallback):
+class TrainerRandomStreams(TrainerCallback):
     """A callback that saves and restores RNG states, at the beginning of an epoch and at a checkpoint.
 
     Stock Trainer draws a resumed epoch's order from the current RNG state; so does a run here that resumes from a stock

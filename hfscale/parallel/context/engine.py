@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...plan.sequence_split import Interval
-from .kernels import Block, Kernel, finite
+from .kernels import Kernel, ScoreBlock, finite
 from .masks import CAUSAL, MASKED, SKIPPED, MaskBlocks
 
 Backward = Callable[[int, Tensor, Tensor, Tensor, Tensor], None]
@@ -80,13 +80,13 @@ class Reading:
                 if self.mask.kind(rows, columns) != SKIPPED:
                     yield i, rows, j, columns
 
-    def block(self, rows: Interval, columns: Interval, dtype: torch.dtype) -> Block:
+    def block(self, rows: Interval, columns: Interval, dtype: torch.dtype) -> ScoreBlock:
         """Return mask, bias and dropout seed for one pair of query and key intervals."""
         kind = self.mask.kind(rows, columns)
         idle = None if self.mask.idle is None else self.mask.idle[:, None, slice(*rows)]
         seed = (self.seed * 1_000_003 + rows[0]) * 1_000_003 + columns[0]
         bias = self.mask.bias(rows, columns, dtype) if kind == MASKED else None
-        return Block(kind == CAUSAL, bias, seed % 2**63, idle)
+        return ScoreBlock(kind == CAUSAL, bias, seed % 2**63, idle)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, reading: Reading) -> Tensor:

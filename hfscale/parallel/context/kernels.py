@@ -28,7 +28,7 @@ _SCORES = 1 << 25  # entries in memory at once, of which a backward pass has abo
 
 
 @dataclass(frozen=True)
-class Block:
+class ScoreBlock:
     """How the queries of one block read its keys.
 
     Attributes:
@@ -45,23 +45,23 @@ class Block:
     idle: Tensor | None = None
     first: int = 0
 
-    def of(self, rows: slice) -> "Block":
+    def of(self, rows: slice) -> "ScoreBlock":
         """Return what some of the rows read."""
         if rows.start == 0 and rows.stop is None:
             return self
         bias = None if self.bias is None else self.bias[:, :, rows]
         idle = None if self.idle is None else self.idle[:, :, rows]
-        return Block(self.causal, bias, (self.seed * 1_000_003 + rows.start) % 2**63, idle, rows.start)
+        return ScoreBlock(self.causal, bias, (self.seed * 1_000_003 + rows.start) % 2**63, idle, rows.start)
 
 
 class Kernel(Protocol):
     """Attention over a block, forward and backward."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: ScoreBlock) -> tuple[Tensor, Tensor]:
         """Return output and log-sum-exp."""
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: ScoreBlock
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of q, k and v through this block; ``out`` and ``lse`` are those over all blocks."""
 
@@ -90,17 +90,17 @@ class ByPair:
     plain: Kernel
     masked: Kernel
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: ScoreBlock) -> tuple[Tensor, Tensor]:
         """See :class:`Kernel`."""
         return self._of(block).forward(q, k, v, block)
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: ScoreBlock
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See :class:`Kernel`."""
         return self._of(block).backward(grad, q, k, v, out, lse, block)
 
-    def _of(self, block: Block) -> Kernel:
+    def _of(self, block: ScoreBlock) -> Kernel:
         return self.plain if block.bias is None else self.masked
 
 
@@ -110,7 +110,7 @@ class FlashOnCpu:
 
     scale: float
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: ScoreBlock) -> tuple[Tensor, Tensor]:
         """See :class:`Kernel`."""
         out, lse = flash_on_cpu(q, k, v, block.causal, block.bias, self.scale)
         if block.bias is not None:
@@ -119,7 +119,7 @@ class FlashOnCpu:
         return out, lse
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: ScoreBlock
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See :class:`Kernel`."""
         return flash_on_cpu_backward(grad, q, k, v, out, lse, block.causal, block.bias, self.scale)
@@ -131,7 +131,7 @@ class FlashOnCuda:
 
     scale: float
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: ScoreBlock) -> tuple[Tensor, Tensor]:
         """See :class:`Kernel`."""
         groups = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
@@ -139,7 +139,7 @@ class FlashOnCuda:
         return out, lse[..., : q.shape[2]]
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: ScoreBlock
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See :class:`Kernel`."""
         groups = q.shape[1] // k.shape[1]
@@ -158,12 +158,12 @@ class ScoreKernel:
     softcap: float | None = None
     dropout: float = 0.0
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: ScoreBlock) -> tuple[Tensor, Tensor]:
         """See :class:`Kernel`."""
         out, lse = zip(*(self._forward(q[:, :, rows], k, v, block.of(rows)) for rows in _row_blocks(q, k)), strict=True)
         return _joined(out), _joined(lse)
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, block: ScoreBlock) -> tuple[Tensor, Tensor]:
         scores, _ = self._scores(q, k, block)
         lse = scores.logsumexp(-1)
         p = torch.exp(scores - finite(lse)[..., None])
@@ -173,7 +173,7 @@ class ScoreKernel:
         return out.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: ScoreBlock
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See :class:`Kernel`."""
         found = []
@@ -191,7 +191,7 @@ class ScoreKernel:
         return _joined(found), dk.to(k.dtype), dv.to(v.dtype)
 
     def _backward(
-        self, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, block: Block
+        self, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, block: ScoreBlock
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of some queries, and their terms of those of keys and values, in the dtype of scores."""
         scores, slope = self._scores(q, k, block)
@@ -211,7 +211,7 @@ class ScoreKernel:
         dk = torch.einsum("bkgqs,bkgqd->bksd", ds, _grouped(q, k).to(wide))
         return dq.to(q.dtype), dk, dv
 
-    def _scores(self, q: Tensor, k: Tensor, block: Block) -> tuple[Tensor, Tensor | None]:
+    def _scores(self, q: Tensor, k: Tensor, block: ScoreBlock) -> tuple[Tensor, Tensor | None]:
         """Return scores ``[b, h / g, g, rows, columns]``, and the derivative of the softcap."""
         wide = torch.promote_types(q.dtype, torch.float32)
         scores = torch.einsum("bkgqd,bksd->bkgqs", _grouped(q, k).to(wide), k.to(wide)) * self.scale
@@ -228,7 +228,7 @@ class ScoreKernel:
             scores = scores.masked_fill(block.idle[:, :, None, :, None], 0.0)
         return scores, slope
 
-    def _kept(self, p: Tensor, block: Block) -> Tensor:
+    def _kept(self, p: Tensor, block: ScoreBlock) -> Tensor:
         generator = torch.Generator(p.device).manual_seed(block.seed)
         drawn = torch.rand(p.shape, generator=generator, device=p.device)
         return (drawn >= self.dropout).to(p.dtype) / (1 - self.dropout)

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..._compat.transformers.attention import and_masks, causal_mask_function, keep_documents_apart, leave_out_padding
 from ..._compat.transformers.computing import text_positions
 from ...plan.sequence_split import Interval, Split
-from .cut import CutBatch
+from .cut_batch import CutBatch
 
 SKIPPED, FULL, CAUSAL, MASKED = "skipped", "full", "causal", "masked"
 _NO_IDLE = 0  # among other views of a mask, which are known by how many ranks they take together

@@ -5,10 +5,10 @@ from torch import Tensor, nn
 from ...distributed.mesh import Mesh
 from ...distributed.process_groups import context_groups
 from ...plan.sequence_split import choose, heads_fit
-from .attention import read
+from .attention_call import read
 from .engine import OwnBlocks, Source
+from .exchanged_heads import HeadExchange, replicated
 from .gathered import GatheredBlocks
-from .heads import HeadExchange, replicated
 from .masks import MaskBlocks
 from .ring import RingBlocks
 from .seam import AttentionCall

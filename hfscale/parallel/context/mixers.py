@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..._compat.torch import tree_map
-from .attention import read
-from .cut import CutBatch
+from .attention_call import read
+from .cut_batch import CutBatch
 from .engine import OwnBlocks
 from .masks import MaskBlocks
 from .seam import AttentionCall, current_batch

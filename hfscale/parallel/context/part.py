@@ -14,7 +14,7 @@ from ...train.runtime.axes import ContextAxis
 from ...train.runtime.batches import Microbatch
 from ...train.runtime.forward_passes import ForwardPasses
 from ...train.runtime.local_weights import LocalWeights
-from .cut import CutBatch, cut_batch
+from .cut_batch import CutBatch, cut_batch
 from .methods import ContextAttention
 from .mixers import WholeSequences
 from .rotary import ask_for_all_positions

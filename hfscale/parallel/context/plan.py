@@ -15,7 +15,7 @@ from ...plan.context import ContextPlan
 from ...plan.drafting.draft import Draft
 from ...plan.drafting.text_model import find_text_model, other_inputs
 from ...plan.sequence_split import heads_fit
-from .cut import CUT_INSIDE
+from .cut_batch import CUT_INSIDE
 
 _MANY = 8  # layers
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "kv_heads")

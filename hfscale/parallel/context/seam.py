@@ -23,7 +23,7 @@ from ..._compat.transformers.attention import (
 )
 from ..._compat.transformers.classes import class_name
 from ...errors import ConfigError
-from .cut import CutBatch
+from .cut_batch import CutBatch
 from .masks import MaskBlocks
 
 _PREFIX = "hfscale_"

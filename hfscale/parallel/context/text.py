@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .cut import LABELS, CutBatch, cut_inputs
+from .cut_batch import LABELS, CutBatch, cut_inputs
 from .seam import current_batch, learn
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...distributed.ops.exchange import start_all_gather, start_reduce_scatter
 from ...plan.sequence_split import Split
-from .cut import CutBatch
+from .cut_batch import CutBatch
 
 
 class TokenGather:
@@ -19,11 +19,11 @@ class TokenGather:
 
     def __call__(self, x: Tensor, batch: CutBatch) -> Tensor:
         """All-gather ``[b, own tokens, ...]`` to ``[b, tokens, ...]``."""
-        found: Tensor = _Gather.apply(x, batch.split, self._group)
+        found: Tensor = _GatherSequences.apply(x, batch.split, self._group)
         return found
 
 
-class _Gather(torch.autograd.Function):
+class _GatherSequences(torch.autograd.Function):
     """All-gather forward, reduce-scatter backward."""
 
     @staticmethod

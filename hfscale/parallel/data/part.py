@@ -13,7 +13,7 @@ from ...errors import ConfigError
 from ...train.runtime import Batch, Part, Runtime
 from ...train.runtime.axes import DataAxes
 from ...train.runtime.local_weights import LocalWeights
-from .compress import PowerSGD, compresses, install_compression
+from .gradient_compression import PowerSGD, compresses, install_compression
 from .shard import (
     apply_data_axes,
     install_local_weights,

@@ -29,8 +29,8 @@ from ...plan.offload import offloaded
 from ...plan.reductions import data_axes
 from ...plan.towers import TowersPlan
 from ...train.runtime import like_sharded
-from ...train.runtime.names import module_at, owner_of, parameter_at, put_parameter, stock_name
-from .compress import compresses
+from ...train.runtime.parameter_names import module_at, owner_of, parameter_at, put_parameter, stock_name
+from .gradient_compression import compresses
 from .whole_weights import give_up_whole_weights, reshard
 
 

@@ -18,7 +18,7 @@ from ...distributed.ops.frozen_linear import frozen_grouped_linear
 from ...distributed.ops.packed import packings_of, read_packed
 from ...distributed.ops.shared_casts import cast_weight
 from ...train.runtime import local_tensor
-from ...train.runtime.names import unwrapped
+from ...train.runtime.parameter_names import unwrapped
 
 
 def compute_type(experts: Any) -> torch.dtype:

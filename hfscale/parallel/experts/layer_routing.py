@@ -15,9 +15,9 @@ from ...models.code import scores_by_sigmoid
 from ...models.names import wild_name
 from ...plan import ExpertsPlan
 from ...train.runtime import Runtime
-from ...train.runtime.names import stock_name
+from ...train.runtime.parameter_names import stock_name
+from .expert_routing import Routing
 from .layer import LayerRouting, Logits
-from .routing import Routing
 
 _BIAS = "e_score_correction_bias"  # the host's name, in every family that has one
 

@@ -22,14 +22,14 @@ from ...plan import ExpertsPlan
 from ...plan.cut import share_evenly
 from ...train.runtime import Runtime
 from ...train.runtime.mixed_weights import shares_casts
-from ...train.runtime.names import unwrapped
+from ...train.runtime.parameter_names import unwrapped
 from .capacity_buffers import through_slots
 from .dispatch import combine, dispatch
+from .expert_routing import Routing
 from .grouped import compute_type, run_experts
 from .layer import LayerRouting
 from .layer_routing import routing_of_layers
 from .routes import Routes, plan_routes
-from .routing import Routing
 
 
 class Mixture:

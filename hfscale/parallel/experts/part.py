@@ -7,8 +7,8 @@ from ...errors import ConfigError
 from ...train.runtime import Batch, Part, Runtime
 from ...train.runtime.batches import Microbatch
 from ...train.runtime.local_weights import LocalWeights
+from .expert_routing import Routing
 from .mixture import install_experts
-from .routing import Routing
 
 
 class ExpertParallel(Part):

@@ -27,22 +27,22 @@ from ...config.parallel import ParallelConfig
 from ...config.schedules import ASYNCHRONOUS
 from ...errors import ConfigError, PlanError
 from ...plan import Plan, Stage
-from ...plan.recompute import recomputed
+from ...plan.recompute_plan import recomputed
 from ...plan.towers import TowersPlan
 from ...train.runtime import Executor, Objective, Runtime
 from ...train.runtime.batches import Microbatch
 from .activation_types import ActivationTypes
 from .agreement import StageAgreement
 from .csv_table import read_csv
+from .decoder_inputs import targets_of, with_targets
 from .microbatches import Batch, hidden_shape, is_of_towers, share_out, tokens_of
 from .orders import check, order
 from .split import splits_exactly
 from .stand_in import run_stages_apart
-from .targets import targets_of, with_targets
 from .ties import TiedGradients
 from .timeline import Order, stage_ranks
 from .transfers import Step, rank_programs, run_program
-from .worker import Place, StageWorker
+from .worker import StagePlace, StageWorker
 
 _LABELS = ("labels", "shift_labels", "num_items_in_batch")
 
@@ -117,7 +117,7 @@ class Pipeline(Executor):
         runtime.model.generate = self._refuse_generate
 
     def _worker(self, stage: Stage) -> StageWorker:
-        place = Place(stage.index, self._stages.ranks, self._group, self._mesh.streams, self._mesh.device)
+        place = StagePlace(stage.index, self._stages.ranks, self._group, self._mesh.streams, self._mesh.device)
         compute, shape = partial(self._compute, stage), partial(self._shape, stage.index)
         worker = StageWorker(place, compute, shape, self._runtime.model.parameters)
         worker.accumulate, worker.reduce = self._accumulate_late_gradients, self._after_microbatch

@@ -27,13 +27,13 @@ from ..._compat.torch import own_modules, own_parameters
 from ..._compat.transformers.hidden_states import hidden_states_of
 from ...errors import ConfigError
 from ...plan import Plan, Stage, StagePlan
-from ...plan.drafting.loans import lend
+from ...plan.drafting.shared_submodules import lend
 from ...plan.loans import Loan
-from ...train.runtime.names import module_at
+from ...train.runtime.parameter_names import module_at
 
 
 @dataclass
-class Passage:
+class StageForward:
     """Hold the state of one stage's current forward pass.
 
     Attributes:
@@ -91,7 +91,7 @@ class Passage:
 class _StandIn(nn.Module):
     """Replace a module of another stage without its parameters; other attributes are read from the original."""
 
-    def __init__(self, absent: nn.Module, passage: Passage) -> None:
+    def __init__(self, absent: nn.Module, passage: StageForward) -> None:
         super().__init__()
         self.__dict__.update(_absent=absent, _passage=passage)  # not registered as a submodule
         self.training = absent.training
@@ -143,13 +143,13 @@ class _StandIn(nn.Module):
 class AbsentLayer(_StandIn):
     """Replace a layer of another stage; ``returns`` as in :class:`hfscale.plan.stages.StagePlan`."""
 
-    def __init__(self, absent: nn.Module, passage: Passage, index: int, returns: int | None) -> None:
+    def __init__(self, absent: nn.Module, passage: StageForward, index: int, returns: int | None) -> None:
         super().__init__(absent, passage)
         self.__dict__.update(_index=index, _returns=returns)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the received hidden states before the stage's own layers; after them, record the input to send on."""
-        passage: Passage = self._passage
+        passage: StageForward = self._passage
         stream: Tensor | None = hidden_states_of(args, kwargs)
         if self._index < passage.first:
             stream, passage.arrived = passage.arriving, True
@@ -161,13 +161,13 @@ class AbsentLayer(_StandIn):
 class AbsentModule(_StandIn):
     """Replace a module around the layers of another stage: an embedding, the last norm, the head."""
 
-    def __init__(self, absent: nn.Module, passage: Passage, returns: int | None, target: bool = False) -> None:
+    def __init__(self, absent: nn.Module, passage: StageForward, returns: int | None, target: bool = False) -> None:
         super().__init__(absent, passage)
         self.__dict__.update(_returns=returns, _target=target)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return zeros, which nothing reads."""
-        passage: Passage = self._passage
+        passage: StageForward = self._passage
         # Heads of encoder-decoders: stock code adds a bias to what they return.
         wide = passage.border is not None and isinstance(self._absent, nn.Linear)
         return _in_shape(passage.blank(self._target, self._absent.out_features if wide else None), self._returns)
@@ -181,7 +181,7 @@ def leave_out(model: nn.Module, plan: Plan, rank: int) -> None:
     """Replace the modules that no stage of pipeline rank ``rank`` holds by placeholders. Do nothing for one rank."""
     if plan.stages is None:
         return
-    passage = Passage()
+    passage = StageForward()
     for name, make in _boundary(plan.stages, passage).items():
         if any(stage.is_local(name) for stage in plan.stages.of_rank(rank)):
             continue
@@ -198,7 +198,7 @@ def leave_out(model: nn.Module, plan: Plan, rank: int) -> None:
             setattr(holder, child, torch.zeros((), device="meta").expand(absent.shape))
 
 
-def passage_of(model: nn.Module) -> Passage:
+def passage_of(model: nn.Module) -> StageForward:
     """Return the passage of a model's placeholders."""
     return next(module._passage for module in model.modules() if isinstance(module, _StandIn))
 
@@ -245,7 +245,7 @@ def run_stages_apart(model: nn.Module, stages: StagePlan, own: tuple[Stage, ...]
         model.get_submodule(stages.stacks.encoder).register_forward_hook(functools.partial(_encoded, passage))
 
     @contextmanager
-    def running(stage: Stage) -> Iterator[Passage]:
+    def running(stage: Stage) -> Iterator[StageForward]:
         active[:] = [stage]
         passage.first, passage.arrived, passage.leaving = places[stage.layers[0]], False, None
         passage.under_way = True
@@ -267,12 +267,12 @@ def _borrowers(stages: StagePlan, own: tuple[Stage, ...]) -> Iterator[tuple[Loan
             yield loan, layers[0]
 
 
-def _encoded(passage: Passage, _: nn.Module, args: Any, output: Any) -> None:
+def _encoded(passage: StageForward, _: nn.Module, args: Any, output: Any) -> None:
     """Record the encoder's output (forward hook at its end)."""
     passage.memory = output[0]
 
 
-def _boundary(stages: StagePlan, passage: Passage) -> dict[str, Callable[[nn.Module], _StandIn]]:
+def _boundary(stages: StagePlan, passage: StageForward) -> dict[str, Callable[[nn.Module], _StandIn]]:
     """Return, by module name, a function that makes the placeholder of each module that belongs to a stage."""
     returns, places, stacks = dict(stages.module_returns), stages.places, stages.stacks
     lent = {loan.name for loan in stages.loans}  # part of a layer

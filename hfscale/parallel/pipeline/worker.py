@@ -32,7 +32,7 @@ Shape = Callable[[int], tuple[torch.Size, torch.dtype]]
 
 
 @dataclass(frozen=True)
-class Place:
+class StagePlace:
     """Hold the place of a stage in the pipeline.
 
     Attributes:
@@ -99,7 +99,9 @@ class StageWorker:
         recorder: records what runs when, if set.
     """
 
-    def __init__(self, place: Place, compute: Compute, shape: Shape, parameters: Callable[[], Iterable[Any]]) -> None:
+    def __init__(
+        self, place: StagePlace, compute: Compute, shape: Shape, parameters: Callable[[], Iterable[Any]]
+    ) -> None:
         self.place, self._compute, self._shape, self._parameters = place, compute, shape, parameters
         self.trains_before = self.trains = self.splits = True
         self.recomputes = False

@@ -22,9 +22,9 @@ from ...models.partial_outputs import partial_output
 from ...models.projections import follow_weight
 from ...plan import BlockPlan, ParameterPlan, Plan
 from ...plan.parameter import MODEL_AXES
-from ...plan.recompute import recomputed
+from ...plan.recompute_plan import recomputed
 from ...train.runtime import Runtime
-from ...train.runtime.names import owner_of
+from ...train.runtime.parameter_names import owner_of
 from .block_edges import install_block_edges
 from .deferred_weights import Overlap
 from .edges import set_local_sizes

@@ -19,7 +19,7 @@ from ...distributed.mesh import Mesh
 from ...distributed.ops import leave
 from ...errors import ConfigError
 from ...plan import ParameterPlan
-from ...train.runtime.names import computing, unwrapped
+from ...train.runtime.parameter_names import computing, unwrapped
 from .sequence_region import SequenceRegion
 
 

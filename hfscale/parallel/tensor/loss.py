@@ -39,8 +39,8 @@ from ...train.runtime.batches import Microbatch
 from ...train.runtime.objective import KeepsOutputs
 from .block_edges import install_head_edge
 from .lazy_logits import LazyLogits, defer_logits
-from .scores import Scoring
 from .sequence_region import SequenceRegion
+from .vocabulary_scores import Scoring
 
 
 class VocabParallelLoss(KeepsOutputs):
@@ -114,7 +114,9 @@ class VocabParallelLoss(KeepsOutputs):
 
     @contextmanager
     def scoring(self, temperature: float = 1.0) -> Iterator[Scoring]:
-        """Score every token in a forward pass with labels inside the with block, see :class:`.scores.Scoring`."""
+        """Score every token in a forward pass with labels inside the with block, see
+        :class:`.vocabulary_scores.Scoring`.
+        """
         self._scoring = Scoring(temperature)
         try:
             yield self._scoring

@@ -10,7 +10,7 @@ from ...models.blueprint import INFERRED
 from ...models.facts import ask
 from ...models.names import wild_name
 from ...models.projections import is_tokenwise
-from ...plan.drafting.around import PROBED, direct_children
+from ...plan.drafting.boundary_modules import PROBED, direct_children
 from ...plan.drafting.draft import Draft
 from ...plan.modules import BlockPlan, SequencePlan
 

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from ...distributed.mesh import Mesh
 from ...plan import ParameterPlan, Plan
-from ...train.runtime.names import module_at, owner_of
+from ...train.runtime.parameter_names import module_at, owner_of
 from .partial_gradients import computes_with, read_through
 
 # One all-reduce of a gradient: (dim, spans along it, group); no spans mean the full tensor.

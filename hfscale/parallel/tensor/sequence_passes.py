@@ -28,7 +28,7 @@ class ForwardPass:
         self.done = True
 
 
-class ForwardPasses:
+class SequencePasses:
     """Hold the passes of one region, by references that their graphs keep.
 
     Attributes:

@@ -31,7 +31,7 @@ from ...plan import SequencePlan
 from ...plan.cut import share_evenly
 from ...train.runtime import recomputing
 from .random import LayerRandom
-from .sequence_passes import TOKENS, ForwardPass, ForwardPasses, keep_with_graph
+from .sequence_passes import TOKENS, ForwardPass, SequencePasses, keep_with_graph
 
 
 class SequenceRegion:
@@ -48,7 +48,7 @@ class SequenceRegion:
     ``cut_before`` yes                 tokens         this rank's tokens; all tokens inside blocks
     ``finish``     no                  tokens         all tokens, kept for the head (``_left``)
     recomputation  no                  the last one   as in the pass that waits for its backward pass
-                                                      (:class:`.sequence_passes.ForwardPasses`)
+                                                      (:class:`.sequence_passes.SequencePasses`)
     ============== =================== ============== ===================================================
 
     A pipeline stage may receive sharded hidden states (``_arrives``), and send them sharded (``_leaves``); they then
@@ -64,7 +64,7 @@ class SequenceRegion:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.random = LayerRandom(self.rank)
         self.feeds_head = False
-        self._passes = ForwardPasses(self.rank, self.size)
+        self._passes = SequencePasses(self.rank, self.size)
         self._open = False  # inside a forward pass of the owner that saves activations
         self._total: int | None = None  # tokens per sample in that pass, once hidden states are sharded
         self._first: nn.Module | None = None  # the layer that scattered them

@@ -10,12 +10,12 @@ from ...config.parallel import ParallelConfig
 from ...errors import PlanError
 from ..stages import Stage, StagePlan, Tie, place_stages
 from ..towers import TowersPlan
-from .around import ALONE, tensors_of
-from .costs import BATCH_TOKENS, SEQUENCE, Costs, layer_costs
+from .boundary_modules import ALONE, tensors_of
+from .costs import BATCH_TOKENS, SEQUENCE, LayerCosts, layer_costs
 from .draft import Draft, Ranks
 from .layers import find_layers
-from .passage import Passage, stage_problem, trace
 from .resolve import find_blueprint
+from .stage_inputs import StageInputs, stage_problem, trace
 from .two_stacks import find_stacks, trace_stacks
 
 
@@ -195,8 +195,8 @@ def _stages(
     draft: Draft,
     layers: list[str],
     layer_list: str,
-    passage: Passage,
-    costs: Costs,
+    passage: StageInputs,
+    costs: LayerCosts,
     counts: Sequence[int],
     ranks: Ranks,
 ) -> StagePlan:

@@ -12,7 +12,7 @@ from ..modules import BlockPlan
 from ..parameter import join_path
 from .block_parameters import PlacedBlock, cut_parameters
 from .draft import Draft
-from .heads import KEY_VALUE_COUNTS, check_block_heads, check_heads, key_value_replicas
+from .head_sizes import KEY_VALUE_COUNTS, check_block_heads, check_heads, key_value_replicas
 from .layers import has_every_list
 
 _GROUPS = "num_key_value_groups"

@@ -48,7 +48,7 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Costs:
+class LayerCosts:
     """Hold the costs of the modules before the first layer, of each layer, after the last layer, and on every stage."""
 
     before: Cost
@@ -90,7 +90,7 @@ def layer_costs(
     batch_tokens: int = BATCH_TOKENS,
     sequence: int = SEQUENCE,
     beside: Mapping[str, Sequence[str]] | None = None,
-) -> Costs:
+) -> LayerCosts:
     """Return the costs of a model's layers and of the modules around them.
 
     Args:
@@ -108,7 +108,7 @@ def layer_costs(
     def cost(names: Iterable[str]) -> Cost:
         return sum((_named_cost(model, name, sequence) for name in names), Cost())
 
-    return Costs(
+    return LayerCosts(
         cost(before),
         tuple(cost([layer, *beside.get(layer, ())]) for layer in layers),
         cost(after),

@@ -11,7 +11,7 @@ from ...models.facts import ask
 from ...models.inference import Inference, from_data
 from ...models.translate import translate_host_plan
 from .blocks import plan_blocks
-from .complete import complete
+from .completion import complete
 from .draft import Draft
 from .layers import find_layers
 from .text_model import blueprint_of_text, find_text_model

@@ -14,9 +14,9 @@ from ...models.expert_modules import EXPERT_FIELDS
 from ...models.fields import first_count, text_config
 from ..loans import Loan
 from ..stages import TwoStacks
-from .around import items_around, tensors_of
+from .boundary_modules import items_around, tensors_of
 from .draft import Draft
-from .passage import Passage, Seen, note_obstacles, see_passage, stage_problem
+from .stage_inputs import LayersSeen, StageInputs, note_obstacles, see_passage, stage_problem
 
 
 def find_stacks(draft: Draft, lists: list[str]) -> TwoStacks | None:
@@ -44,7 +44,7 @@ def find_stacks(draft: Draft, lists: list[str]) -> TwoStacks | None:
     return None
 
 
-def trace_stacks(draft: Draft, lists: list[str], stacks: TwoStacks) -> Passage | None:
+def trace_stacks(draft: Draft, lists: list[str], stacks: TwoStacks) -> StageInputs | None:
     """Return the modules around the layers of both stacks; ``None`` and problems where they cannot be cut."""
     model = draft.model
     # Around either list is the other stack as a whole.
@@ -67,7 +67,7 @@ def trace_stacks(draft: Draft, lists: list[str], stacks: TwoStacks) -> Passage |
     # Second names, of the table that both stacks share, are where it is used first.
     names = tuple(item for item in held if held[item] and not phases[item])
     layers = [f"{lists[0]}.{number}" for number in range(len(draft.modules[lists[0]]))]  # of the encoder
-    return Passage(
+    return StageInputs(
         before=(*placed("before", True), *names),
         after=placed("after", False),
         shared=(),
@@ -81,7 +81,7 @@ def trace_stacks(draft: Draft, lists: list[str], stacks: TwoStacks) -> Passage |
 
 def _probed(
     draft: Draft, lists: list[str], around: Sequence[list[str]], stacks: TwoStacks
-) -> tuple[tuple[Seen, Seen], tuple[Loan, ...]] | None:
+) -> tuple[tuple[LayersSeen, LayersSeen], tuple[Loan, ...]] | None:
     """Trace a run through both lists, and the loans of their first layers; ``None`` where they cannot be cut."""
     encoding, decoding = (see_passage(draft, path, items) for path, items in zip(lists, around, strict=True))
     if encoding is None or decoding is None:

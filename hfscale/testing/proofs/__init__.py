@@ -13,10 +13,10 @@ from .entry import prove_entry
 from .infer import prove_blueprint
 from .infer.completed import prove_completed
 from .loan import prove_loan
-from .loss import prove_loss
+from .loss_kind import prove_loss
 from .mixing import prove_mixing
-from .own_loss import prove_own_loss
-from .passage import prove_passage
+from .own_loss_proof import prove_own_loss
+from .passage_proof import prove_passage
 from .reach import prove_reach, prove_unused
 
 PROOFS: dict[str, Callable[..., tuple[Any, bool]]] = {

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ..._compat.torch import tree_leaves
 from ..._compat.transformers.hidden_states import hidden_states_of
-from ...plan.drafting.around import PROBED, direct_children
+from ...plan.drafting.boundary_modules import PROBED, direct_children
 from .clones import tiny_model
 from .probe import Probe, Reached, names_no_size
 

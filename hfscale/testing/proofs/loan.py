@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._compat.transformers.classes import takes_argument
-from ...plan.drafting.loans import lend
+from ...plan.drafting.shared_submodules import lend
 from ...plan.loans import Loan
 from .clones import tiny_model
 from .probe import end_texts

@@ -19,8 +19,8 @@ from ..._compat.transformers.hidden_states import hidden_states_of
 from ...errors import ConfigError
 from ...models.fields import field
 from ...models.precision import keep_float64
-from ...parallel.context.attention import read
-from ...parallel.context.cut import CutBatch, cut_batch
+from ...parallel.context.attention_call import read
+from ...parallel.context.cut_batch import CutBatch, cut_batch
 from ...parallel.context.engine import OwnBlocks
 from ...parallel.context.masks import MaskBlocks
 from ...parallel.context.mixers import WholeSequences, own_tokens

@@ -12,7 +12,7 @@ from ..._compat.torch_device import fork_random_state
 from ..._compat.transformers.classes import takes_argument
 from ...models.expert_modules import takes_routes
 from ...models.fields import text_config
-from ...plan.drafting.around import PROBED
+from ...plan.drafting.boundary_modules import PROBED
 
 
 def end_texts(ids: Tensor, config: Any) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 from ..._compat.torch import tree_leaves
 from ..._compat.transformers.classes import takes_argument
 from ...models.expert_modules import takes_routes
-from ...plan.drafting.around import PROBED
+from ...plan.drafting.boundary_modules import PROBED
 from .clones import tiny_model
 from .probe import Probe
 

@@ -23,8 +23,8 @@ from ...plan import ParameterPlan, Plan
 from .axes import ContextAxis, DataAxes, SequenceAxis
 from .batches import Microbatch
 from .local_weights import LocalWeights
-from .names import stock_name
 from .objective import Objective, StepLoss
+from .parameter_names import stock_name
 from .snapshot import Undo
 
 _ATTRIBUTE = "_hfscale"

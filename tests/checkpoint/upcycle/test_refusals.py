@@ -45,7 +45,7 @@ from .dense import SMALL, distance, load, save_dense, stored
             "gemma",
             {"head_dim": 8},
             {},
-            "knows no mixture of experts with its layers.*hfscale/checkpoint/upcycle/targets.py",
+            "knows no mixture of experts with its layers.*hfscale/checkpoint/upcycle/moe_targets.py",
         ),
         ("llama", {"mlp_bias": True}, {"every": 2}, "every=2 leaves.*; mlp_bias=True cannot"),  # all at once
     ],

@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import hfscale
 from hfscale import ConfigError, MemoryConfig, ParallelConfig, PlanError
 from hfscale._compat.torch import tree_leaves
-from hfscale.features.memory.recompute import Recomputation, recompute
+from hfscale.features.memory.recomputation import Recomputation, recompute
 from hfscale.features.memory.saved import count_saved
 from hfscale.testing import Case, RankPool, assert_layout_equal
 from hfscale.testing.families import config_of

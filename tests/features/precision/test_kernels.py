@@ -11,7 +11,7 @@ from transformers.models.llama import modeling_llama
 
 import hfscale
 from hfscale import ConfigError
-from hfscale.features.precision import liger
+from hfscale.features.precision import liger_kernels as liger
 from hfscale.train.runtime import runtime_of
 
 from ...mixtures import qwen3_moe

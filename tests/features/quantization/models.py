@@ -11,7 +11,7 @@ import hfscale
 from hfscale import ParallelConfig
 from hfscale.features.quantization.quantized_modules import dequantized
 from hfscale.train.runtime import Runtime, runtime_of
-from hfscale.train.runtime.names import owner_of
+from hfscale.train.runtime.parameter_names import owner_of
 
 from ...tiny_models import tiny
 

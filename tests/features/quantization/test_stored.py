@@ -13,7 +13,7 @@ from hfscale import CheckpointError, ConfigError, ParallelConfig
 from hfscale.features.quantization.quantized_modules import dequantized
 from hfscale.testing import RankPool
 from hfscale.train.runtime import runtime_of
-from hfscale.train.runtime.names import owner_of
+from hfscale.train.runtime.parameter_names import owner_of
 
 from .models import Layout, four_bits, local_share, save, stock, through, wide
 

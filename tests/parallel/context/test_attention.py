@@ -12,10 +12,10 @@ from transformers.masking_utils import causal_mask_function, sliding_window_caus
 
 from hfscale._compat.torch_attention import flash_takes
 from hfscale.parallel.context import kernels
-from hfscale.parallel.context.attention import read
-from hfscale.parallel.context.cut import CutBatch
+from hfscale.parallel.context.attention_call import read
+from hfscale.parallel.context.cut_batch import CutBatch
 from hfscale.parallel.context.engine import OwnBlocks, Reading, attend, wide_zeros
-from hfscale.parallel.context.kernels import Block, FlashOnCpu, ScoreKernel
+from hfscale.parallel.context.kernels import FlashOnCpu, ScoreBlock, ScoreKernel
 from hfscale.parallel.context.masks import CAUSAL, FULL, MASKED, SKIPPED, MaskBlocks
 from hfscale.parallel.context.seam import AttentionCall
 from hfscale.plan.sequence_split import Split, choose
@@ -156,7 +156,7 @@ def test_pairs_without_a_mask_of_their_own_hold_no_scores_on_a_gpu(monkeypatch: 
     seen: list[tuple[str, bool]] = []
 
     def note(kernel: type, run: Any) -> Any:
-        def see(self: Any, q: Tensor, k: Tensor, v: Tensor, block: Block) -> Any:
+        def see(self: Any, q: Tensor, k: Tensor, v: Tensor, block: ScoreBlock) -> Any:
             seen.append((kernel.__name__, block.bias is not None))
             return FlashOnCpu.forward(self, q, k, v, block)
 
@@ -210,7 +210,7 @@ def test_dropout_drops_the_same_in_the_backward_pass() -> None:
     kept = attend(q, k, v, None, reading)
     assert not torch.equal(kept, attend(q, k, v, None, Reading(mask_of(1, 0), reading.kernel, OwnBlocks(), seed=6)))
     ones = torch.zeros(1, 1, 99, 1), torch.zeros(1, 1, 99, 1), torch.ones(1, 1, 99, 1)
-    out, _ = ScoreKernel(1.0, None, 0.3).forward(*ones, Block(seed=4))
+    out, _ = ScoreKernel(1.0, None, 0.3).forward(*ones, ScoreBlock(seed=4))
     assert abs(float(out.mean()) - 1) < 0.03  # what is kept makes up for what is dropped
 
 

@@ -17,7 +17,7 @@ import hfscale
 from hfscale import ParallelConfig
 from hfscale._compat.transformers.attention import causal_mask_function
 from hfscale.features.memory.saved import count_saved
-from hfscale.parallel.context.cut import CutBatch
+from hfscale.parallel.context.cut_batch import CutBatch
 from hfscale.parallel.context.gathered import GatheredBlocks
 from hfscale.parallel.context.masks import CAUSAL, FULL, SKIPPED, MaskBlocks
 from hfscale.parallel.context.ring import RingBlocks

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hfscale import ConfigError
-from hfscale.parallel.context.cut import cut_batch
+from hfscale.parallel.context.cut_batch import cut_batch
 
 IDS = torch.arange(22).view(2, 11)
 

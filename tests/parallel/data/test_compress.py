@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import hfscale
 from hfscale import ConfigError, Float8Config, MemoryConfig, ParallelConfig
-from hfscale.parallel.data.compress import NarrowMean, PowerSGD, first_factor
+from hfscale.parallel.data.gradient_compression import NarrowMean, PowerSGD, first_factor
 from hfscale.testing import RankPool, count_traffic
 from hfscale.testing.parity import ragged_batch
 from hfscale.train.runtime import runtime_of

@@ -5,14 +5,14 @@ import copy
 import torch
 from torch import nn
 
-from hfscale.parallel.pipeline.stand_in import AbsentModule, Passage
+from hfscale.parallel.pipeline.stand_in import AbsentModule, StageForward
 
 
 def test_children_answer_too() -> None:
     """Stock code may call what is inside of an absent module by itself: ModernVBERT calls a text model's embedding."""
     with torch.device("meta"):
         absent = nn.ModuleDict({"tokens": nn.Embedding(11, 4)})
-    passage = Passage(under_way=True, shape=(2, 3))
+    passage = StageForward(under_way=True, shape=(2, 3))
     stand_in = AbsentModule(absent, passage, None)
     assert stand_in.tokens is absent["tokens"]  # between steps it is what it is
     passage.arriving = torch.ones(2, 3, 4, dtype=torch.float64)
@@ -24,7 +24,7 @@ def test_children_answer_too() -> None:
 
 def test_a_copy_answers_in_the_same_passage() -> None:
     """PEFT copies a head that is to be trained whole, on every stage."""
-    passage = Passage(under_way=True, shape=(1, 2), arriving=torch.ones(1, 2, 3))
+    passage = StageForward(under_way=True, shape=(1, 2), arriving=torch.ones(1, 2, 3))
     stand_in = AbsentModule(nn.Linear(3, 5, device="meta"), passage, None)
     copied = copy.deepcopy(stand_in)
     assert copied is not stand_in

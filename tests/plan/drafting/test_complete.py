@@ -8,7 +8,7 @@ import hfscale
 from hfscale.models.blueprint import TRANSLATED
 from hfscale.models.clone import tiny_clone
 from hfscale.plan.drafting.resolve import find_blueprint
-from hfscale.testing.proofs.loss import passes_on_labels
+from hfscale.testing.proofs.loss_kind import passes_on_labels
 
 
 def test_norms_that_a_plan_forgets_get_a_proved_role() -> None:

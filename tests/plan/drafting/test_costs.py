@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTrainedConfig
 
 from hfscale.plan import balance
-from hfscale.plan.drafting.costs import Cost, Costs, layer_costs
+from hfscale.plan.drafting.costs import Cost, LayerCosts, layer_costs
 from tests.tiny_models import tiny
 
 
@@ -112,13 +112,13 @@ def test_work_weighs_parameters_where_batches_are_small() -> None:
     light, heavy = Cost(flops=100, parameters=10), Cost(flops=0, parameters=50)
     assert light.work(1 << 20) > heavy.work(1 << 20)
     assert light.work(1) < heavy.work(1)
-    few, many = (Costs(Cost(), (light,) * 4, Cost(0, 10), tokens).balanced(2) for tokens in (1, 1 << 30))
+    few, many = (LayerCosts(Cost(), (light,) * 4, Cost(0, 10), tokens).balanced(2) for tokens in (1, 1 << 30))
     assert (few, many) == ((2, 2), (2, 2))
-    assert Costs(Cost(), (light,) * 4, Cost(0, 20), 1).balanced(2) == (3, 1)
+    assert LayerCosts(Cost(), (light,) * 4, Cost(0, 20), 1).balanced(2) == (3, 1)
 
 
 def test_what_every_stage_has() -> None:
     layer, shared = Cost(4, 1), Cost(2, 3)
-    costs = Costs(Cost(), (layer,) * 4, Cost(0, 5), shared=shared)
+    costs = LayerCosts(Cost(), (layer,) * 4, Cost(0, 5), shared=shared)
     assert costs.of_stages((2, 2)) == (Cost(10, 5), Cost(10, 10))
-    assert costs.balanced(2) == Costs(Cost(), (layer,) * 4, Cost(0, 5)).balanced(2)
+    assert costs.balanced(2) == LayerCosts(Cost(), (layer,) * 4, Cost(0, 5)).balanced(2)

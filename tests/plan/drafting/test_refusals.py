@@ -13,7 +13,7 @@ from hfscale.api.build_plan import build_plan
 from hfscale.models.clone import tiny_clone
 from hfscale.models.facts import proved_anew
 from hfscale.testing.families import config_of
-from hfscale.testing.proofs.infer import search
+from hfscale.testing.proofs.infer import search_blueprint as search
 
 from ...tiny_models import needs, tiny
 

@@ -34,7 +34,7 @@ from hfscale.models.facts import proved_anew
 from hfscale.parallel.pipeline import order, stage_ranks
 from hfscale.plan import Plan, Stage, StagePlan, Tie, place_stages, to_json
 from hfscale.plan.drafting.assign import assign_stages
-from hfscale.testing.proofs import passage
+from hfscale.testing.proofs import passage_proof as passage
 from tests.tiny_models import tiny
 
 

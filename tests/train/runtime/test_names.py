@@ -5,7 +5,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from hfscale.train.runtime.names import (
+from hfscale.train.runtime.parameter_names import (
     computing,
     module_at,
     owner_of,

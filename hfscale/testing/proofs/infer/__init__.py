@@ -1,8 +1,8 @@
 """The blueprint of a family that nobody wrote: derived from a tiny clone of the model, and proved on it.
 
 How it goes (:func:`infer`): make a clone of a few layers (:mod:`.subject`), trace one forward (:mod:`.forward_trace`),
-see which projections may make a block (:mod:`.candidates`), say in what ways they may (:mod:`.hypotheses`), keep what
-two ranks can compute without any difference to one (:mod:`.proof`, :mod:`.lockstep`).
+see which projections may make a block (:mod:`.candidate_blocks`), say in what ways they may (:mod:`.hypotheses`), keep
+what two ranks can compute without any difference to one (:mod:`.proof`, :mod:`.lockstep`).
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from ....errors import PlanError
 from ....models.clone import tiny_clone
 from ....models.inference import TOLERANCE, Inference, Proof, as_data
 from .proof import prove
-from .search import infer as _infer
+from .search_blueprint import infer as _infer
 from .subject import Subject, Unproved, brief, make_subject, refuse
 
 

@@ -15,7 +15,7 @@ from ....models.blueprint import Block
 from ....models.fields import HEAD_FIELDS, field
 from ....models.fused import query_key_value
 from ....models.projections import weight_dims
-from .candidates import Candidate
+from .candidate_blocks import CandidateBlock
 from .forward_trace import Trace
 from .subject import Subject
 
@@ -27,7 +27,7 @@ Parts = dict[str, int | Callable[[Any], tuple[int, ...]]]
 class Guesses:
     """Enumerate hypotheses about one candidate."""
 
-    def __init__(self, subject: Subject, trace: Trace, candidate: Candidate) -> None:
+    def __init__(self, subject: Subject, trace: Trace, candidate: CandidateBlock) -> None:
         self.subject, self.trace, self.candidate = subject, trace, candidate
         self.modules: dict[str, nn.Module] = {}
         for layer in reversed(subject.layer_names):  # not every layer has all of them; the first that does speaks

@@ -74,7 +74,7 @@ class Lockstep:
         return results
 
 
-class _Enter(torch.autograd.Function):
+class _ThreadEnter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, lockstep: Lockstep, rank: int) -> Tensor:
         ctx.lockstep, ctx.rank = lockstep, rank
@@ -85,7 +85,7 @@ class _Enter(torch.autograd.Function):
         return _total(ctx.lockstep.exchange(ctx.rank, gradients[0])), None, None
 
 
-class _Leave(torch.autograd.Function):
+class _ThreadLeave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, lockstep: Lockstep, rank: int) -> Tensor:
         return _total(lockstep.exchange(rank, x.detach()))
@@ -95,7 +95,7 @@ class _Leave(torch.autograd.Function):
         return gradients[0], None, None
 
 
-class _Gather(torch.autograd.Function):
+class _ThreadGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, lockstep: Lockstep, rank: int) -> Tensor:
         values = lockstep.exchange(rank, x.detach())
@@ -203,16 +203,16 @@ class _RankModel:
             enter=self._entered,
             leave=self._sum,
             enter_other=self._entered,
-            gather=lambda x, _: _Gather.apply(x, lockstep, rank),
+            gather=lambda x, _: _ThreadGather.apply(x, lockstep, rank),
         )
         hook_block(self.model, block, edge)
 
     def _entered(self, value: Tensor) -> Tensor:
-        entered: Tensor = _Enter.apply(value, self.lockstep, self.rank)
+        entered: Tensor = _ThreadEnter.apply(value, self.lockstep, self.rank)
         return entered
 
     def _sum(self, value: Tensor) -> Tensor:
         if not isinstance(value, Tensor):
             raise Unproved(f"a block returns a {type(value).__name__}")
-        total: Tensor = _Leave.apply(value, self.lockstep, self.rank)
+        total: Tensor = _ThreadLeave.apply(value, self.lockstep, self.rank)
         return total

@@ -7,13 +7,13 @@ from ..._compat.transformers.classes import input_embedding
 from ...models.facts import ask
 from ..loans import Loan
 from ..towers import TowersPlan
-from .around import ALONE, GIVEN, items_around, tensors_of
+from .boundary_modules import ALONE, GIVEN, items_around, tensors_of
 from .draft import Draft
-from .loans import find_loan
+from .shared_submodules import find_loan
 
 
 @dataclass(frozen=True)
-class Passage:
+class StageInputs:
     """Hold the names of modules and parameters around the layers, and what the modules return."""
 
     before: tuple[str, ...]
@@ -39,7 +39,7 @@ def stage_problem(draft: Draft, what: str, instead: str = "pp_size=1") -> None:
 
 
 @dataclass(frozen=True)
-class Seen:
+class LayersSeen:
     """Hold the trace of a run through a list of layers: the attributes of a probe in :mod:`hfscale.testing.proofs`."""
 
     phases: Mapping[str, set[str]]
@@ -49,7 +49,7 @@ class Seen:
     shared: set[str]
 
 
-def see_passage(draft: Draft, layer_list: str, items: Iterable[str]) -> Seen | None:
+def see_passage(draft: Draft, layer_list: str, items: Iterable[str]) -> LayersSeen | None:
     """Trace a run of the model, or of a tiny clone where its code reads values; ``None`` where neither can be.
 
     Args:
@@ -60,10 +60,10 @@ def see_passage(draft: Draft, layer_list: str, items: Iterable[str]) -> Seen | N
         stage_problem(draft, f"it cannot be traced, so what comes before its layers is unknown ({failure})")
         return None
     phases = {item: set(names) for item, names in found["phases"].items()}
-    return Seen(phases, found["returns"], found["item_returns"], found["obstacles"], set(found["shared"]))
+    return LayersSeen(phases, found["returns"], found["item_returns"], found["obstacles"], set(found["shared"]))
 
 
-def note_obstacles(draft: Draft, layer_list: str, seen: Seen, read: Collection[str] = ()) -> tuple[Loan, ...]:
+def note_obstacles(draft: Draft, layer_list: str, seen: LayersSeen, read: Collection[str] = ()) -> tuple[Loan, ...]:
     """Report what keeps layers from running in several processes.
 
     Args:
@@ -81,7 +81,7 @@ def note_obstacles(draft: Draft, layer_list: str, seen: Seen, read: Collection[s
     return (loan,) if loan is not None else ()
 
 
-def trace(draft: Draft, layer_list: str) -> Passage | None:
+def trace(draft: Draft, layer_list: str) -> StageInputs | None:
     """Sort what lies around one list of layers."""
     tensors = {item: set(tensors_of(draft.model, item)) for item in items_around(draft.model, layer_list)}
     seen = see_passage(draft, layer_list, tensors)
@@ -94,7 +94,7 @@ def trace(draft: Draft, layer_list: str) -> Passage | None:
         return None
     used = {item: order for order, item in enumerate(seen.phases)}
     ordered = sorted(placed, key=lambda item: used.get(item, len(used)))
-    return Passage(
+    return StageInputs(
         before=tuple(item for item in ordered if "before" in placed[item] and item not in seen.shared),
         after=tuple(item for item in ordered if "after" in placed[item]),
         shared=tuple(item for item in ordered if item in seen.shared),
@@ -112,7 +112,7 @@ def _refuse_shared_pictures(draft: Draft, shared: set[str]) -> None:
         stage_problem(draft, f"all of its layers read what goes into the first, pictures included{ALONE}")
 
 
-def _phases(draft: Draft, seen: Seen, item: str, tensors: dict[str, set[int]]) -> set[str]:
+def _phases(draft: Draft, seen: LayersSeen, item: str, tensors: dict[str, set[int]]) -> set[str]:
     """Return when ``item`` is used; report a problem if it can be neither on one stage nor on all."""
     phases, held, towers = seen.phases.get(item, set()), tensors[item], draft.feature(TowersPlan)
     reached = {tensor for used in seen.phases for tensor in tensors.get(used, ())}

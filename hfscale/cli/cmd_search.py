@@ -6,9 +6,9 @@ from typing import Any
 
 from ..errors import ConfigError
 from .amounts import bytes_of, tokens_of
-from .flags import add_adapter_arguments, add_machine_arguments, plan_arguments
 from .look import add_json, check_writable, print_json, working
 from .model import add_model_arguments, auto_class_of, load_config, remote_code
+from .model_flags import add_adapter_arguments, add_machine_arguments, plan_arguments
 
 HELP = "find the fastest layout of a model on a number of GPUs, before renting them"
 DESCRIPTION = (
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Search, print the layouts, and write the recipe."""
     check_writable(arguments.out, arguments.html)
     from ..api.build import plan as make_plan
-    from ..cost.model.machine import constants_of, find_machine
+    from ..cost.model.machines_known import constants_of, find_machine
     from ..cost.tools.meta_model import run_spec
     from ..cost.tools.model_summary import summarize
     from ..cost.tools.search import search
@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _print_rules(arguments: argparse.Namespace, tokens: int) -> None:
-    from ..cost.tools.recipe import learning_rates
+    from ..cost.tools.recipe_of_layout import learning_rates
 
     if (arguments.learning_rate is None) != (arguments.its_tokens_per_step is None):
         raise ConfigError("--learning-rate and --its-tokens-per-step go together: give both, or neither")
@@ -106,7 +106,7 @@ def _print_rules(arguments: argparse.Namespace, tokens: int) -> None:
 
 
 def _write(arguments: argparse.Namespace, found: Any, dtype: str, mixed: str) -> None:
-    from ..cost.tools.recipe import recipe_of
+    from ..cost.tools.recipe_of_layout import recipe_of
 
     more: dict[str, Any] = {"training": {"dtype": dtype, "mixed_precision": mixed, "optimizer": arguments.optimizer}}
     if arguments.lora is not None:

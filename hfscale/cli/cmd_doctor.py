@@ -61,18 +61,18 @@ def run(arguments: argparse.Namespace) -> int:
 def _sections(arguments: argparse.Namespace, recipe: Any) -> Iterator[tuple[str, Iterable["Finding"]]]:
     """Yield sections of checks by name; each check runs as its findings are iterated over."""
     if not arguments.recipe_only:
-        from .doctor_checks import machine
+        from .doctor_checks import this_machine as machine
 
         yield "versions", machine.versions()
         yield "machine", _machine()
     if recipe is not None:
-        from .doctor_checks.recipe import examine
+        from .doctor_checks.recipe_check import examine
 
         yield f"recipe {recipe.name}", examine(recipe)
 
 
 def _machine() -> Iterator["Finding"]:
-    from .doctor_checks import machine
+    from .doctor_checks import this_machine as machine
 
     yield from machine.devices()
     yield machine.eight_bit_step()

@@ -4,10 +4,10 @@ import argparse
 from typing import TYPE_CHECKING
 
 from .amounts import gigabytes_of, tokens_of
-from .flags import OPTIMIZER, add_adapter_arguments
+from .model_flags import OPTIMIZER, add_adapter_arguments
 
 if TYPE_CHECKING:
-    from ..cost.model.memory import MemoryEstimate
+    from ..cost.model.memory_model import MemoryEstimate
     from ..plan import Plan
 
 _TOKENS, _GB = "2048", "80"

@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     sizes = [bytes_of(text, "--sizes") for text in arguments.sizes.split(",")]
     if arguments.processes is not None and arguments.processes < 2:
         raise ConfigError(f"--processes {arguments.processes} is impossible: ranks talk where there are at least 2")
-    from .bench_collectives.plot import check_target, draw
+    from .bench_collectives.bandwidth_plot import check_target, draw
 
     if arguments.out is not None:
         check_target(arguments.out)

@@ -8,7 +8,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..._compat.torch import tree_leaves
 from ..._compat.transformers.hidden_states import hidden_states_of
-from ...plan.drafting.around import ALONE, GIVEN, PROBED
+from ...plan.drafting.boundary_modules import ALONE, GIVEN, PROBED
 from .clones import tiny_model
 from .probe import Probe, names_no_size, skipped_experts
 

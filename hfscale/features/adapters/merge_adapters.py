@@ -15,7 +15,7 @@ from ...errors import ConfigError
 from ...models.projections import follow_weight
 from ...plan import AdapterParameter, ParameterPlan, Plan
 from ...train.runtime import Runtime
-from ...train.runtime.names import owner_of, parameter_at, put_parameter, unwrapped
+from ...train.runtime.parameter_names import owner_of, parameter_at, put_parameter, unwrapped
 from ...train.runtime.unshard import gather_full
 from ..quantization.quantized_modules import dequantized
 from .adapter_edges import sum_norms

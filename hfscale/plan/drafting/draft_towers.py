@@ -7,7 +7,7 @@ from ..._compat.transformers.classes import takes_argument
 from ...models.facts import ask
 from ...models.names import wild_name
 from ..towers import TowersPlan
-from .around import items_around, tensors_of
+from .boundary_modules import items_around, tensors_of
 from .draft import Draft
 from .text_model import find_text_model, other_inputs
 

@@ -19,7 +19,7 @@ Names = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Candidate:
+class CandidateBlock:
     """A block that might be. Paths of parts are relative to the block; its own is relative to the layer.
 
     Attributes:
@@ -52,9 +52,9 @@ class Candidate:
         return f"{self.path or 'the layer'} ({kind}: {', '.join(self.column)} -> {', '.join(self.row)})"
 
 
-def find_candidates(subject: Subject, trace: Trace) -> tuple[list[Candidate], list[str]]:
+def find_candidates(subject: Subject, trace: Trace) -> tuple[list[CandidateBlock], list[str]]:
     """Return the candidates of all layers, equal ones once, and why others were rejected."""
-    found: dict[tuple[str, Names], Candidate] = {}
+    found: dict[tuple[str, Names], CandidateBlock] = {}
     passed: list[str] = []
     for layer in subject.layer_names:
         calls = {name: call for name, call in trace.calls.items() if name.startswith(f"{layer}.")}
@@ -113,7 +113,7 @@ def _before(names: Iterable[str], calls: dict[str, Call], rows: list[str]) -> It
 
 def _candidate(
     subject: Subject, calls: dict[str, Call], layer: str, columns: list[str], rows: list[str], whole: list[str]
-) -> Candidate | str:
+) -> CandidateBlock | str:
     """Return the candidate, or why there is none."""
     what = ", ".join(name.removeprefix(f"{layer}.") for name in rows)
     inner = _inner(calls, columns, rows, whole)
@@ -128,7 +128,7 @@ def _candidate(
     def relative(names: Iterable[str]) -> Names:
         return tuple(name.removeprefix(block).removeprefix(".") for name in names)
 
-    return Candidate(
+    return CandidateBlock(
         layer=layer,
         path=block.removeprefix(layer).removeprefix("."),
         column=relative(columns),

@@ -15,8 +15,8 @@ from ..._compat.accelerate import is_prepared
 from ..._compat.transformers.trainer import seed_workers_by
 from ...train import metrics
 from ..accelerator import Accelerator
-from .batches import Collator, Marked, rows_of
 from .dealt import DealtStream, dealt
+from .trainer_batches import Collator, Marked, rows_of
 
 
 class TrainerAccelerator(Accelerator):

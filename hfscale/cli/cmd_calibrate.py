@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
 
     from .._compat.torch_device import ACCELERATOR, accelerators, is_accelerator
-    from ..cost.model.machine import find_machine
+    from ..cost.model.machines_known import find_machine
     from ..cost.tools.calibrate import GPU_SIZES, Sizes, calibrate
     from .bench_collectives.collectives import measure
     from .bench_collectives.ranks import run_ranks

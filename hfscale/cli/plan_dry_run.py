@@ -4,11 +4,11 @@ import argparse
 from typing import Any
 
 from ..errors import ConfigError
-from .flags import plan_arguments
 from .layout import layout_of
 from .look import bar, print_json
-from .memory import tokens_asked
 from .model import auto_class_of, building, remote_code
+from .model_flags import plan_arguments
+from .plan_memory import tokens_asked
 
 _OTHERS = ("quantize", "optimizer", "gpu")
 

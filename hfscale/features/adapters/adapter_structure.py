@@ -21,7 +21,7 @@ from ..._compat.transformers.classes import class_name
 from ...errors import ConfigError
 from ...models.projections import is_transposed
 from ...plan import AdapterParameter, Plan
-from ...train.runtime.names import stock_name, unwrapped
+from ...train.runtime.parameter_names import stock_name, unwrapped
 from .plan import is_known
 
 

@@ -20,10 +20,10 @@ from typing import Any
 
 from ...config.schedules import ASYNCHRONOUS
 from ...plan.cut import Cut, cut_shape
-from ...plan.float8 import float8_weights, gathered_in_8_bits
 from ...plan.offload import offloaded
 from ...plan.parameter import ParameterPlan
 from ...plan.plan import Plan
+from ...plan.products_plan import float8_weights, gathered_in_8_bits
 from ...plan.quantized import BLOCK, OUTER_BLOCK, packed_scale_bytes
 from ...plan.table import aligned, human
 from .activation_bytes import Situation, activation_bytes, around_layers, has_head, is_matrix, trained_names

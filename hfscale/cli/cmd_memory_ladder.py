@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_place(arguments.model)
     tokens = tokens_of(arguments.tokens, "--tokens")
     if arguments.out is not None:
-        from .schedule_drawing.plot import check_drawing
+        from .schedule_drawing.schedule_plot import check_drawing
 
         check_drawing(arguments.out)
     import logging

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..._compat.transformers.classes import has_causal_loss, loss_replaced
-from ...plan.drafting.around import PROBED
+from ...plan.drafting.boundary_modules import PROBED
 from .clones import tiny_model
 from .probe import Probe, names_no_size, skipped_experts
 

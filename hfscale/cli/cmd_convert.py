@@ -5,7 +5,7 @@ from pathlib import Path
 
 from .amounts import bytes_of
 from .look import add_json, print_json
-from .targets import add_overwrite, check_target
+from .output_directory import add_overwrite, check_target
 
 HELP = "make a Hugging Face directory of a saved state"
 DESCRIPTION = (

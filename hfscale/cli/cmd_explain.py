@@ -5,9 +5,9 @@ from typing import Any
 
 from ..errors import ConfigError
 from .amounts import tokens_of
-from .flags import add_sequence_length
 from .look import add_json, print_json
 from .model import add_model_arguments, auto_class_of, load_config, remote_code
+from .model_flags import add_sequence_length
 
 HELP = "show where the memory of training a model goes, by the papers' own formulas"
 DESCRIPTION = (

@@ -18,7 +18,7 @@ from ...errors import ConfigError
 from ...models.expert_modules import holds_experts, takes_routes
 from ...train.runtime import Part, Runtime
 from ...train.runtime.local_weights import LocalWeights
-from ...train.runtime.names import stock_name
+from ...train.runtime.parameter_names import stock_name
 from ...train.runtime.snapshot import Undo, watch
 
 _ACTIVATIONS = ("act_fn", "activation_fn", "act")

@@ -6,7 +6,7 @@ from typing import Any
 
 from ....models.blueprint import INFERRED, Block, Blueprint
 from ....models.inference import Inference, Proof
-from .candidates import Candidate, find_candidates
+from .candidate_blocks import CandidateBlock, find_candidates
 from .dropout import find_dropouts
 from .forward_trace import Trace, trace
 from .hypotheses import Guesses, head_count, key_head_count
@@ -32,7 +32,7 @@ class _Search:
         except Unproved:
             return None
 
-    def find(self, candidate: Candidate) -> Block | None:
+    def find(self, candidate: CandidateBlock) -> Block | None:
         """Return the first hypothesis that holds, with edges as near to the block as possible; ``None`` without one."""
         guesses = Guesses(self.subject, self.traced, candidate)
         reason, found, tried = "", None, 0
@@ -101,7 +101,7 @@ def _infer(model: Any, subject: Subject) -> Inference:
     return Inference(blueprint, proof, tuple(path for path in blocks if path in attention), tuple(search.refused))
 
 
-def _together(search: _Search, found: Iterable[tuple[Candidate, Block]]) -> tuple[dict[str, Block], set[str]]:
+def _together(search: _Search, found: Iterable[tuple[CandidateBlock, Block]]) -> tuple[dict[str, Block], set[str]]:
     """Prove all blocks together, with those of one path merged; return them and the paths of attention."""
     blocks: dict[str, Block] = {}
     attention = set()

@@ -4,12 +4,12 @@ import argparse
 import json
 import os
 
-from . import dry_run
-from .flags import plan_arguments
+from . import plan_dry_run as dry_run
 from .layout import add_layout_arguments, layout_of
 from .look import add_json, print_json
-from .memory import add_training_arguments, check_amounts, describe_fit, estimate, fits, is_asked
 from .model import add_model_arguments, auto_class_of, check_place, load_config, remote_code
+from .model_flags import plan_arguments
+from .plan_memory import add_training_arguments, check_amounts, describe_fit, estimate, fits, is_asked
 
 HELP = "show what becomes of every parameter under a layout, and whether it fits"
 DESCRIPTION = (

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from .amounts import bytes_of
 from .look import add_json, check_directory, print_json, working
-from .targets import add_overwrite, check_target
+from .output_directory import add_overwrite, check_target
 
 HELP = "merge a saved adapter into its base, one module in memory at a time"
 DESCRIPTION = (

@@ -19,10 +19,10 @@ from ..._compat.torch_fsdp import gather_encoded
 from ...distributed.mesh import Mesh
 from ...distributed.ops.products import multiplied_by
 from ...plan import Plan
-from ...plan.float8 import gathered_in_8_bits
+from ...plan.products_plan import gathered_in_8_bits
 from ...train.runtime import Part, Runtime
 from ...train.runtime.local_weights import LocalWeights
-from ...train.runtime.names import computing, module_at
+from ...train.runtime.parameter_names import computing, module_at
 from .scaled_matmul import FORWARD, Float8Projection
 from .weight import Float8Weight
 
